@@ -1,0 +1,109 @@
+//! What a worker is, and who may speak for it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    AttemptId, ContainerHandle, GatewayInstance, LeaseId, MarkerId, VolumeHandle, WorkerId, WorkloadId,
+};
+
+/// One life of what a worker *holds*. Rises when its marker is new.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Incarnation(pub u64);
+
+/// One life of who *speaks* for a worker. Rises when another gateway instance takes over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Session(pub u64);
+
+/// What identifies one life of what a worker holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Marker {
+    /// Kept among the worker's volumes.
+    pub id: MarkerId,
+    /// The boot that its processes live in.
+    pub boot: String,
+}
+
+/// What a worker is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Labels {
+    /// Such as `linux`.
+    pub platform: String,
+    /// A worker with tags takes only workloads with tags.
+    pub tags: Vec<String>,
+    /// The only team that may use it.
+    pub team: Option<String>,
+    /// Kinds of image that it can run, such as `host`.
+    pub image_kinds: Vec<String>,
+    /// What else its runtime can do, by name.
+    pub capabilities: Vec<String>,
+}
+
+/// How much a worker can hold.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capacity {
+    /// Workloads at a time. `None`: no limit.
+    pub max_tasks: Option<u32>,
+    /// Bytes of the file system that holds its volumes.
+    pub disk_bytes: u64,
+}
+
+/// Claims of a session credential: who speaks for a worker. Signed by the scheduler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionClaims {
+    /// The worker.
+    pub worker: WorkerId,
+    /// The life of what it holds.
+    pub incarnation: Incarnation,
+    /// The life of who speaks.
+    pub session: Session,
+    /// The gateway process that was told so.
+    pub instance: GatewayInstance,
+}
+
+/// Claims of a lease token: who may use one slot of a worker, and for what. Signed by the scheduler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeaseClaims {
+    /// The lease.
+    pub lease: LeaseId,
+    /// The worker.
+    pub worker: WorkerId,
+    /// The life of what it holds, for which alone the lease is good.
+    pub incarnation: Incarnation,
+    /// The acting team.
+    pub team: String,
+    /// The attempt it was granted for. `None`: a driven lease.
+    pub attempt: Option<(WorkloadId, AttemptId)>,
+}
+
+/// What a ticket permits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TicketOperation {
+    /// Fill the volume, once.
+    Write,
+    /// Read the volume.
+    Read,
+}
+
+/// Claims of a ticket: a short-lived permission for one transfer. Signed by the scheduler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TicketClaims {
+    /// The worker.
+    pub worker: WorkerId,
+    /// The volume.
+    pub volume: VolumeHandle,
+    /// The acting team.
+    pub team: String,
+    /// What is permitted.
+    pub operation: TicketOperation,
+    /// Until when a transfer may be opened with it, by the scheduler's clock.
+    pub expires_at: crate::Timestamp,
+}
+
+/// Everything of one worker that the artifact store can mark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Handle {
+    /// A container.
+    Container(ContainerHandle),
+    /// A volume.
+    Volume(VolumeHandle),
+}

@@ -1,0 +1,180 @@
+//! The edge to one worker: the one abstraction of the suite that has several real implementations.
+//!
+//! A runtime makes volumes and containers under handles that it is given, starts processes, keeps their output and the
+//! record of their end, and destroys. It decides nothing: what to make, and what is garbage, it is told.
+//!
+//! Rules that every implementation keeps, and that the conformance suite in `shared/testing` holds it to:
+//!
+//! - Creating under a handle that exists changes nothing and succeeds; destroying what does not exist succeeds. So every
+//!   step can be repeated after a crash.
+//! - [`Runtime::list`] names everything that occupies the worker, half-made things included.
+//! - A process is started at most once per id. The intent to start is durable before the start; an intent without proof of
+//!   a start is answered as [`ProcessState::StartUnknown`], never started again.
+//! - Processes, their output and the record of their end survive the gateway that started them.
+//! - When the process of a container has ended, every other process in that container is dead before the end is told.
+
+mod error;
+mod process;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use domain::worker::Marker;
+use domain::workload::{Bytes, Image, Limits, Network};
+use domain::{AttemptId, ContainerHandle, VolumeHandle};
+
+pub use error::RuntimeError;
+pub use process::{
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
+};
+
+/// What a runtime can do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Kinds of image that it can run, such as `host`.
+    pub image_kinds: Vec<String>,
+    /// What else it can do, by name: `privileged`, `limits`, `network-loopback`, `stop-after`.
+    pub features: Vec<String>,
+    /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
+    pub copy_on_write: String,
+}
+
+/// Where a new volume's contents come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum VolumeSource {
+    /// It is empty.
+    Empty,
+    /// It starts with the contents of `parent`, which must not be written to any more, and which it never changes.
+    CopyOnWrite {
+        /// The volume it is a child of.
+        parent: VolumeHandle,
+    },
+}
+
+/// A volume in a container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// The volume.
+    pub volume: VolumeHandle,
+    /// Where it appears: absolute. Made when it is missing.
+    pub path: Bytes,
+    /// Whether writing fails.
+    pub read_only: bool,
+}
+
+/// What a container is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerSpec {
+    /// Its root file system.
+    pub image: Image,
+    /// Volumes in it. No path is that of another, none lies below another.
+    pub mounts: Vec<Mount>,
+    /// Where its process starts: absolute. Made when it is `/workspace`, or when a mount lies at or below it; otherwise it must exist.
+    pub directory: Bytes,
+    /// Who runs in it: `name`, `uid`, `name:group`, `uid:gid`, looked up in the image. `None`: root. Comes to own the writable
+    /// mounts and what is in them.
+    pub user: Option<String>,
+    /// What it may use at most.
+    pub limits: Limits,
+    /// Whether it may do what root on the worker may do.
+    pub privileged: bool,
+    /// Which network it sees.
+    pub network: Network,
+}
+
+/// Everything that occupies a worker, half-made things included.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Holdings {
+    /// Containers.
+    pub containers: Vec<ContainerHandle>,
+    /// Volumes.
+    pub volumes: Vec<VolumeHandle>,
+}
+
+/// The file system that holds a worker's volumes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Disk {
+    /// Its size.
+    pub total_bytes: u64,
+    /// What is free for volumes.
+    pub free_bytes: u64,
+}
+
+/// One worker, as its gateway reaches it.
+#[async_trait]
+pub trait Runtime: Send + Sync + 'static {
+    /// What it can do.
+    fn capabilities(&self) -> &Capabilities;
+
+    /// What identifies this life of what the worker holds. Made, durably, when it is missing.
+    async fn marker(&self) -> Result<Marker, RuntimeError>;
+
+    /// The file system that holds the volumes.
+    async fn disk(&self) -> Result<Disk, RuntimeError>;
+
+    /// Everything that occupies the worker.
+    async fn list(&self) -> Result<Holdings, RuntimeError>;
+
+    /// Makes a volume.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent does not exist, [`RuntimeError::DiskFull`].
+    async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError>;
+
+    /// The directory with the contents of a volume, mounted when it has to be. Valid until the volume is destroyed.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`].
+    async fn volume_directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError>;
+
+    /// Destroys a volume. Its children must have been destroyed before.
+    async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError>;
+
+    /// Makes a container, in which nothing runs yet. Its volumes must exist.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::UserNotFound`], [`RuntimeError::DirectoryMissing`],
+    /// [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
+    async fn create_container(
+        &self,
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+    ) -> Result<(), RuntimeError>;
+
+    /// Destroys a container: kills everything in it, and returns when nothing of it is left.
+    async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError>;
+
+    /// Starts the process of a container. Returns when the intent is durable and the start is under way; how it went is told by
+    /// [`Runtime::wait`]. Starting an id that exists does nothing and succeeds.
+    ///
+    /// Errors: [`RuntimeError::ContainerNotFound`].
+    async fn start(
+        &self,
+        container: ContainerHandle,
+        process: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError>;
+
+    /// How far a process is.
+    ///
+    /// Errors: [`RuntimeError::ProcessNotFound`] when it was never asked for, or its container is gone.
+    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError>;
+
+    /// Waits until a process has ended, everything in its container is dead, and its output is complete.
+    ///
+    /// Cancel safe. Errors: [`RuntimeError::ProcessNotFound`].
+    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError>;
+
+    /// Asks a process to end: TERM, after `grace` KILL with everything in the container. A process that was not started yet never will
+    /// be. Returns when the request is under way. A later call can only shorten the grace.
+    ///
+    /// Errors: [`RuntimeError::ProcessNotFound`].
+    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError>;
+
+    /// Attaches to the output and input of a process, from these offsets on.
+    ///
+    /// Errors: [`RuntimeError::ProcessNotFound`], [`RuntimeError::OffsetOutOfRange`].
+    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError>;
+
+    /// Tells the worker that its gateway was in contact with the scheduler: processes may go on for `stop_after`, counted from `sent`,
+    /// which is when the answered message was sent (by `CLOCK_BOOTTIME`).
+    async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError>;
+}
