@@ -1,1 +1,234 @@
-//! To come.
+//! The databases of the services: PostgreSQL in a cluster, SQLite (one file, one writer) when embedded.
+//!
+//! [`Database::connect`] migrates under a lock, so that any number of replicas may start at once. [`Database::write`] is the
+//! only way to change something: one transaction, begun as a writer, and tried again when the database had to give it up in
+//! favour of another. [`Database::read`] is for what changes nothing.
+//!
+//! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
+
+mod migrate;
+
+use std::error::Error;
+use std::time::Duration;
+
+use rand::RngExt;
+use sea_orm::{
+    AccessMode, ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
+    SqliteTransactionMode, TransactionOptions, TransactionTrait,
+};
+use sea_orm_migration::MigratorTrait;
+
+pub use migrate::{SqlMigration, sql_migrations};
+
+/// How often a transaction is tried again before its failure is told.
+const ATTEMPTS: u32 = 12;
+
+/// A service's own database. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Database {
+    connection: DatabaseConnection,
+}
+
+/// A database could not be opened or brought to the present schema.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The address is of no database that we know.
+    #[error("{0:?} is neither postgres://… nor sqlite://…")]
+    UnknownScheme(String),
+    /// The lock file beside a SQLite database cannot be had.
+    #[error("cannot lock {path}")]
+    Lock {
+        /// The lock file.
+        path: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The database does not answer, or refused.
+    #[error("cannot open the database")]
+    Database(#[from] DbErr),
+}
+
+impl Database {
+    /// Opens `url` (`postgres://…`, or `sqlite:///path`, made when it is missing) and brings it to the schema of `M`.
+    pub async fn connect<M: MigratorTrait>(url: &str) -> Result<Self, ConnectError> {
+        let _lock = migrate::lock_file(url).await?;
+        let mut options = ConnectOptions::new(match url.strip_prefix("sqlite:") {
+            Some(path) if !path.contains('?') => format!("sqlite:{path}?mode=rwc"),
+            _ => url.to_owned(),
+        });
+        options.sqlx_logging(false).acquire_timeout(Duration::from_secs(10));
+        if url.starts_with("sqlite:") {
+            use sea_orm::sqlx::sqlite::{SqliteJournalMode, SqliteSynchronous};
+            // One writer at a time is the fastest that SQLite can be; readers do not wait for it.
+            options.max_connections(2).min_connections(1).map_sqlx_sqlite_opts(|options| {
+                options
+                    .create_if_missing(true)
+                    .journal_mode(SqliteJournalMode::Wal)
+                    .synchronous(SqliteSynchronous::Full)
+                    .busy_timeout(Duration::from_secs(10))
+                    .foreign_keys(true)
+            });
+        } else {
+            options.max_connections(16).min_connections(2);
+        }
+        let connection = sea_orm::Database::connect(options).await?;
+        migrate::up::<M>(&connection).await?;
+        Ok(Self { connection })
+    }
+
+    /// For what changes nothing: each statement sees what was committed before it.
+    #[must_use]
+    pub fn read(&self) -> &DatabaseConnection {
+        &self.connection
+    }
+
+    /// Whether this is SQLite, which takes one writer at a time.
+    #[must_use]
+    pub fn is_sqlite(&self) -> bool {
+        self.connection.get_database_backend() == DbBackend::Sqlite
+    }
+
+    /// Runs `change` in one transaction and commits it, unless it fails.
+    ///
+    /// `change` may run several times, and must have no other effect than on the transaction; no network call happens in it.
+    pub async fn write<T, E>(
+        &self,
+        change: impl for<'t> AsyncFn(&'t DatabaseTransaction) -> Result<T, E>,
+    ) -> Result<T, E>
+    where
+        E: Error + From<DbErr> + 'static,
+    {
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            match self.write_once(&change).await {
+                Err(error) if attempt < ATTEMPTS && is_transient(&error) => {
+                    let most = 2_u64.pow(attempt.min(8));
+                    let pause = Duration::from_millis(rand::rng().random_range(0..=most));
+                    tracing::debug!(attempt, error = %error, "transaction given up in favour of another");
+                    tokio::time::sleep(pause).await;
+                }
+                done => return done,
+            }
+        }
+    }
+
+    async fn write_once<T, E>(
+        &self,
+        change: &impl for<'t> AsyncFn(&'t DatabaseTransaction) -> Result<T, E>,
+    ) -> Result<T, E>
+    where
+        E: From<DbErr>,
+    {
+        let options = TransactionOptions {
+            access_mode: Some(AccessMode::ReadWrite),
+            // A deferred transaction that reads first fails at once when another writes: the busy timeout does not apply.
+            sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
+            ..TransactionOptions::default()
+        };
+        let transaction = self.connection.begin_with_options(options).await?;
+        let answer = change(&transaction).await;
+        match answer {
+            Ok(answer) => {
+                transaction.commit().await?;
+                Ok(answer)
+            }
+            Err(error) => {
+                // The error that matters is the first; a connection that cannot roll back is closed by the pool.
+                if let Err(rollback) = transaction.rollback().await {
+                    tracing::debug!(error = %rollback, "rollback failed");
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Whether the database gave a transaction up in favour of another, so that trying again may succeed.
+fn is_transient(error: &(dyn Error + 'static)) -> bool {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<DbErr>() {
+            return match error {
+                DbErr::Conn(cause) | DbErr::Exec(cause) | DbErr::Query(cause) => is_transient_cause(cause),
+                _ => false,
+            };
+        }
+        cause = error.source();
+    }
+    false
+}
+
+fn is_transient_cause(cause: &RuntimeErr) -> bool {
+    let RuntimeErr::SqlxError(error) = cause else { return false };
+    let Some(code) = error.as_database_error().and_then(|error| error.code()) else { return false };
+    // PostgreSQL: serialization failure, deadlock. SQLite: busy, busy snapshot, locked.
+    matches!(code.as_ref(), "40001" | "40P01" | "5" | "517" | "261" | "6" | "262")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sea_orm::{ConnectionTrait, Statement};
+    use sea_orm_migration::MigrationTrait;
+
+    struct Schema;
+
+    impl MigratorTrait for Schema {
+        fn migrations() -> Vec<Box<dyn MigrationTrait>> {
+            sql_migrations(&[SqlMigration {
+                name: "0001_counter",
+                sql: "CREATE TABLE counter (id UUID PRIMARY KEY, n BIGINT NOT NULL, payload BYTEA); INSERT INTO counter (id, n) VALUES (x'00', 0);",
+            }])
+        }
+    }
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("counting failed")]
+    struct CountError(#[from] DbErr);
+
+    async fn count(database: &Database) -> Result<(), CountError> {
+        database
+            .write(async |transaction| {
+                let backend = transaction.get_database_backend();
+                let row = transaction
+                    .query_one_raw(Statement::from_string(backend, "SELECT n FROM counter"))
+                    .await?
+                    .ok_or_else(|| DbErr::RecordNotFound("counter".to_owned()))?;
+                let n: i64 = row.try_get("", "n")?;
+                let update =
+                    Statement::from_sql_and_values(backend, "UPDATE counter SET n = $1", [(n + 1).into()]);
+                transaction.execute_raw(update).await?;
+                Ok(())
+            })
+            .await
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn writers_that_read_first_lose_nothing_and_any_number_may_open_at_once() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let url = format!("sqlite://{}/counter.db", directory.path().display());
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..4 {
+            let url = url.clone();
+            tasks.spawn(async move {
+                let database = Database::connect::<Schema>(&url).await.expect("open");
+                for _ in 0..25 {
+                    count(&database).await.expect("count");
+                }
+            });
+        }
+        while let Some(done) = tasks.join_next().await {
+            done.expect("task");
+        }
+        let database = Database::connect::<Schema>(&url).await.expect("open");
+        let row = database
+            .read()
+            .query_one_raw(Statement::from_string(DbBackend::Sqlite, "SELECT n FROM counter"))
+            .await
+            .expect("query")
+            .expect("row");
+        assert_eq!(row.try_get::<i64>("", "n").expect("n"), 100);
+    }
+}

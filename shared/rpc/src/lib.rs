@@ -1,4 +1,23 @@
-//! Everything that touches the shape of the wire.
+//! Everything that touches the shape of the wire: generated code, conversions to and from `domain`, error details, signed
+//! tokens, and how a client reaches a service.
+//!
+//! Handlers parse with this crate, call a domain function, and answer with this crate; below them no protobuf type and no
+//! `Status` is seen.
+
+pub mod client;
+mod convert;
+pub mod page;
+mod reason;
+pub mod spec;
+pub mod token;
+pub mod trace;
+
+pub use client::Peer;
+pub use convert::*;
+pub use reason::{Reason, Refusal, invalid_field, unavailable};
+
+/// The descriptors of all our protos, for reflection.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
 
 /// Generated from `proto/`, whose comments are its manual.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic, rustdoc::all)]

@@ -1,1 +1,3 @@
-//! To come.
+//! What tests of several crates share. It panics where a test would: a test that cannot be set up has failed.
+
+pub mod databases;

@@ -1,0 +1,156 @@
+//! Small conversions that every handler needs.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use domain::workload::{Exit, Failure, Outcome, PublishedOutput};
+use domain::{Digest, Timestamp};
+use tonic::Status;
+
+use crate::invalid_field;
+use crate::pb::scheduler as pb;
+
+/// Parses an id that must be there.
+pub fn parse_id<T: FromStr>(field: &str, text: &str) -> Result<T, Status>
+where
+    T::Err: std::fmt::Display,
+{
+    text.parse().map_err(|error: T::Err| invalid_field(field, error.to_string()))
+}
+
+/// Parses an id that may be absent, which the empty string says.
+pub fn parse_optional_id<T: FromStr>(field: &str, text: &str) -> Result<Option<T>, Status>
+where
+    T::Err: std::fmt::Display,
+{
+    if text.is_empty() { Ok(None) } else { parse_id(field, text).map(Some) }
+}
+
+/// Parses a digest.
+pub fn parse_digest(field: &str, bytes: &[u8]) -> Result<Digest, Status> {
+    Digest::try_from(bytes).map_err(|error| invalid_field(field, error.to_string()))
+}
+
+/// Parses a team: 1 to 64 of `a-z 0-9 - _`.
+pub fn parse_team(field: &str, team: String) -> Result<String, Status> {
+    let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+    if team.is_empty() || team.len() > 64 || !team.chars().all(allowed) {
+        return Err(invalid_field(field, "must be 1 to 64 of a-z 0-9 - _"));
+    }
+    Ok(team)
+}
+
+/// Parses a duration that may be absent.
+pub fn parse_duration(
+    field: &str,
+    duration: Option<prost_types::Duration>,
+) -> Result<Option<Duration>, Status> {
+    duration
+        .map(|duration| {
+            Duration::try_from(duration).map_err(|_| invalid_field(field, "must not be negative"))
+        })
+        .transpose()
+}
+
+/// Parses the value of an enum: neither unknown nor `…_UNSPECIFIED`.
+pub fn parse_enum<E: TryFrom<i32>>(field: &str, value: i32) -> Result<E, Status> {
+    if value == 0 {
+        return Err(invalid_field(field, "is required"));
+    }
+    E::try_from(value).map_err(|_| invalid_field(field, format!("{value} is not a value of this enum")))
+}
+
+/// A field that must be there.
+pub fn required<T>(field: &str, value: Option<T>) -> Result<T, Status> {
+    value.ok_or_else(|| invalid_field(field, "is required"))
+}
+
+/// An instant on the wire.
+#[must_use]
+pub fn timestamp(at: Timestamp) -> prost_types::Timestamp {
+    let nanos = i32::try_from(at.0.rem_euclid(1_000_000) * 1_000).unwrap_or(0);
+    prost_types::Timestamp { seconds: at.0.div_euclid(1_000_000), nanos }
+}
+
+/// An instant from the wire, rounded to microseconds.
+#[must_use]
+pub fn from_timestamp(at: &prost_types::Timestamp) -> Timestamp {
+    Timestamp(at.seconds.saturating_mul(1_000_000).saturating_add(i64::from(at.nanos) / 1_000))
+}
+
+/// A duration on the wire.
+#[must_use]
+pub fn duration(duration: Duration) -> prost_types::Duration {
+    prost_types::Duration {
+        seconds: i64::try_from(duration.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(duration.subsec_nanos()).unwrap_or(0),
+    }
+}
+
+/// How a process ended, on the wire.
+#[must_use]
+pub fn exit(exit: Exit) -> pb::Exit {
+    let how = match exit {
+        Exit::Code(code) => pb::exit::How::Code(code.into()),
+        Exit::Signal(signal) => pb::exit::How::Signal(signal.into()),
+        Exit::OutOfMemory => pb::exit::How::OutOfMemory(pb::OutOfMemory {}),
+    };
+    pb::Exit { how: Some(how) }
+}
+
+/// How a process ended, from the wire.
+pub fn parse_exit(field: &str, exit: &pb::Exit) -> Result<Exit, Status> {
+    let byte = |n: u32| u8::try_from(n).map_err(|_| invalid_field(field, "must be 0 to 255"));
+    match exit.how {
+        Some(pb::exit::How::Code(code)) => byte(code).map(Exit::Code),
+        Some(pb::exit::How::Signal(signal)) => byte(signal).map(Exit::Signal),
+        Some(pb::exit::How::OutOfMemory(_)) => Ok(Exit::OutOfMemory),
+        None => Err(invalid_field(field, "is required")),
+    }
+}
+
+/// What went wrong, on the wire.
+#[must_use]
+pub fn failure(failure: &Failure) -> pb::Failure {
+    pb::Failure { reason: failure.reason.clone(), message: failure.message.clone() }
+}
+
+/// What went wrong, from the wire.
+#[must_use]
+pub fn parse_failure(failure: pb::Failure) -> Failure {
+    Failure { reason: failure.reason, message: failure.message }
+}
+
+/// How a workload ended, on the wire.
+#[must_use]
+pub fn outcome(outcome: Outcome) -> pb::Outcome {
+    match outcome {
+        Outcome::Succeeded => pb::Outcome::Succeeded,
+        Outcome::Failed => pb::Outcome::Failed,
+        Outcome::Errored => pb::Outcome::Errored,
+        Outcome::Aborted => pb::Outcome::Aborted,
+    }
+}
+
+/// An output, on the wire.
+#[must_use]
+pub fn published_output(output: &PublishedOutput) -> pb::PublishedOutput {
+    pb::PublishedOutput {
+        name: output.name.clone(),
+        artifact_id: output.artifact.to_string(),
+        size_bytes: output.size_bytes,
+        digest: output.digest.as_bytes().to_vec().into(),
+        entries: output.entries,
+    }
+}
+
+/// An output, from the wire.
+pub fn parse_published_output(field: &str, output: pb::PublishedOutput) -> Result<PublishedOutput, Status> {
+    Ok(PublishedOutput {
+        artifact: parse_id(&format!("{field}.artifact_id"), &output.artifact_id)?,
+        digest: parse_digest(&format!("{field}.digest"), &output.digest)?,
+        name: output.name,
+        size_bytes: output.size_bytes,
+        entries: output.entries,
+    })
+}

@@ -1,0 +1,374 @@
+//! The spec of a workload: validated where it enters, kept as the bytes that came, shown without secrets.
+
+use std::collections::HashSet;
+
+use domain::workload::{
+    Bytes, EnvironmentVariable, Image, Input, Limits, Network, Output, OutputMode, Stdin, WorkloadSpec,
+};
+use prost::Message;
+use tonic::Status;
+
+use crate::pb::scheduler as pb;
+use crate::{
+    duration, invalid_field, parse_duration, parse_enum, parse_id, parse_optional_id, parse_team, required,
+};
+
+/// Where processes start unless the spec says otherwise.
+pub const DEFAULT_DIRECTORY: &[u8] = b"/workspace";
+
+/// Validates a spec, fills in its defaults and makes its paths absolute.
+pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+    parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
+    let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
+        pb::image::Source::Host(_) => Image::Host,
+    };
+    if spec.command.is_empty() || spec.command[0].is_empty() {
+        return Err(invalid_field("spec.command", "names no program"));
+    }
+    for (index, argument) in spec.command.iter().enumerate() {
+        no_nul(&format!("spec.command[{index}]"), argument)?;
+    }
+
+    let directory = match spec.directory.as_ref() {
+        b"" => DEFAULT_DIRECTORY.to_vec(),
+        directory => absolute("spec.directory", directory, b"/")?,
+    };
+    let inputs = parse_inputs(spec.inputs, &directory)?;
+    let outputs = parse_outputs(spec.outputs, &directory)?;
+    check_paths(&inputs, &outputs)?;
+
+    Ok(WorkloadSpec {
+        team: parse_team("spec.team", spec.team)?,
+        image,
+        command: spec.command.into_iter().map(Into::into).collect(),
+        environment: parse_environment(spec.environment)?,
+        directory,
+        user: Some(spec.user).filter(|user| !user.is_empty()),
+        stdin: match parse_enum("spec.stdin", spec.stdin)? {
+            pb::StdinMode::Attached => Stdin::Attached,
+            pb::StdinMode::None | pb::StdinMode::Unspecified => Stdin::None,
+        },
+        output: match parse_enum("spec.output", spec.output)? {
+            pb::OutputMode::Attached => OutputMode::Attached,
+            pb::OutputMode::Spooled | pb::OutputMode::Unspecified => OutputMode::Spooled,
+        },
+        inputs,
+        outputs,
+        limits: parse_limits(spec.limits.unwrap_or_default()),
+        privileged: match parse_enum("spec.privilege", spec.privilege)? {
+            pb::Privilege::Privileged => true,
+            pb::Privilege::Confined | pb::Privilege::Unspecified => false,
+        },
+        network: match parse_enum("spec.network", spec.network)? {
+            pb::Network::Host => Network::Host,
+            pb::Network::Loopback | pb::Network::Unspecified => Network::Loopback,
+        },
+        tags: spec.tags,
+        platform: if spec.platform.is_empty() { "linux".to_owned() } else { spec.platform },
+        queue_timeout: parse_duration("spec.queue_timeout", spec.queue_timeout)?,
+        run_timeout: parse_duration("spec.run_timeout", spec.run_timeout)?,
+        build: parse_optional_id("spec.build_id", &spec.build_id)?,
+    })
+}
+
+/// A spec on the wire.
+#[must_use]
+pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
+    let bytes = |bytes: &Bytes| bytes::Bytes::copy_from_slice(bytes);
+    pb::WorkloadSpec {
+        team: spec.team.clone(),
+        kind: pb::WorkloadKind::Task.into(),
+        image: Some(pb::Image {
+            source: Some(match spec.image {
+                Image::Host => pb::image::Source::Host(pb::HostImage {}),
+            }),
+        }),
+        command: spec.command.iter().map(bytes).collect(),
+        environment: spec
+            .environment
+            .iter()
+            .map(|variable| pb::EnvironmentVariable {
+                name: bytes(&variable.name),
+                value: bytes(&variable.value),
+            })
+            .collect(),
+        directory: bytes(&spec.directory),
+        user: spec.user.clone().unwrap_or_default(),
+        stdin: match spec.stdin {
+            Stdin::None => pb::StdinMode::None,
+            Stdin::Attached => pb::StdinMode::Attached,
+        }
+        .into(),
+        output: match spec.output {
+            OutputMode::Attached => pb::OutputMode::Attached,
+            OutputMode::Spooled => pb::OutputMode::Spooled,
+        }
+        .into(),
+        inputs: spec
+            .inputs
+            .iter()
+            .map(|input| pb::Input {
+                name: input.name.clone(),
+                artifact_id: input.artifact.to_string(),
+                path: bytes(&input.path),
+                access: if input.read_only { pb::Access::ReadOnly } else { pb::Access::CopyOnWrite }.into(),
+            })
+            .collect(),
+        outputs: spec
+            .outputs
+            .iter()
+            .map(|output| pb::Output { name: output.name.clone(), path: bytes(&output.path) })
+            .collect(),
+        limits: Some(pb::Limits {
+            cpu_millis: spec.limits.cpu_millis.unwrap_or(0),
+            memory_bytes: spec.limits.memory_bytes.unwrap_or(0),
+            pids: spec.limits.pids.unwrap_or(0),
+        }),
+        privilege: if spec.privileged { pb::Privilege::Privileged } else { pb::Privilege::Confined }.into(),
+        network: match spec.network {
+            Network::Host => pb::Network::Host,
+            Network::Loopback => pb::Network::Loopback,
+        }
+        .into(),
+        tags: spec.tags.clone(),
+        platform: spec.platform.clone(),
+        queue_timeout: spec.queue_timeout.map(duration),
+        run_timeout: spec.run_timeout.map(duration),
+        build_id: spec.build.map(|build| build.to_string()).unwrap_or_default(),
+    }
+}
+
+/// The spec as its callers may see it later: values of environment variables are left out.
+#[must_use]
+pub fn without_secrets(mut spec: pb::WorkloadSpec) -> pb::WorkloadSpec {
+    for variable in &mut spec.environment {
+        variable.value.clear();
+    }
+    spec
+}
+
+/// The bytes in which a validated spec is kept.
+#[must_use]
+pub fn encode(spec: &WorkloadSpec) -> Vec<u8> {
+    to_proto(spec).encode_to_vec()
+}
+
+/// A spec that was kept. Fails only when it was not written by [`encode`].
+pub fn decode(bytes: &[u8]) -> Result<WorkloadSpec, Status> {
+    let spec = pb::WorkloadSpec::decode(bytes).map_err(|error| invalid_field("spec", error.to_string()))?;
+    parse(spec)
+}
+
+fn parse_environment(variables: Vec<pb::EnvironmentVariable>) -> Result<Vec<EnvironmentVariable>, Status> {
+    let mut names = HashSet::new();
+    let mut parsed = Vec::with_capacity(variables.len());
+    for (index, variable) in variables.into_iter().enumerate() {
+        let field = format!("spec.environment[{index}]");
+        if variable.name.is_empty() || variable.name.contains(&b'=') {
+            return Err(invalid_field(format!("{field}.name"), "must not be empty or contain ="));
+        }
+        no_nul(&format!("{field}.name"), &variable.name)?;
+        no_nul(&format!("{field}.value"), &variable.value)?;
+        if !names.insert(variable.name.clone()) {
+            return Err(invalid_field(format!("{field}.name"), "is given twice"));
+        }
+        parsed.push(EnvironmentVariable { name: variable.name.into(), value: variable.value.into() });
+    }
+    Ok(parsed)
+}
+
+fn parse_inputs(inputs: Vec<pb::Input>, directory: &[u8]) -> Result<Vec<Input>, Status> {
+    let mut names = HashSet::new();
+    let mut parsed = Vec::with_capacity(inputs.len());
+    for (index, input) in inputs.into_iter().enumerate() {
+        let field = format!("spec.inputs[{index}]");
+        check_name(&field, &input.name, &mut names)?;
+        let access: pb::Access = parse_enum(&format!("{field}.access"), input.access)?;
+        parsed.push(Input {
+            artifact: parse_id(&format!("{field}.artifact_id"), &input.artifact_id)?,
+            path: mount_path(&field, &input.path, &input.name, directory)?,
+            read_only: access == pb::Access::ReadOnly,
+            name: input.name,
+        });
+    }
+    Ok(parsed)
+}
+
+fn parse_outputs(outputs: Vec<pb::Output>, directory: &[u8]) -> Result<Vec<Output>, Status> {
+    let mut names = HashSet::new();
+    let mut parsed = Vec::with_capacity(outputs.len());
+    for (index, output) in outputs.into_iter().enumerate() {
+        let field = format!("spec.outputs[{index}]");
+        check_name(&field, &output.name, &mut names)?;
+        parsed.push(Output {
+            path: mount_path(&field, &output.path, &output.name, directory)?,
+            name: output.name,
+        });
+    }
+    Ok(parsed)
+}
+
+fn parse_limits(limits: pb::Limits) -> Limits {
+    let limit = |value: u64| (value != 0).then_some(value);
+    Limits {
+        cpu_millis: limit(limits.cpu_millis),
+        memory_bytes: limit(limits.memory_bytes),
+        pids: limit(limits.pids),
+    }
+}
+
+fn check_name(field: &str, name: &str, names: &mut HashSet<String>) -> Result<(), Status> {
+    let field = format!("{field}.name");
+    if name.is_empty() || name.len() > 255 || name.contains(['/', '\0']) || name == "." || name == ".." {
+        return Err(invalid_field(field, "must be 1 to 255 bytes, without slash, and not . or .."));
+    }
+    if !names.insert(name.to_owned()) {
+        return Err(invalid_field(field, format!("{name:?} is given twice")));
+    }
+    Ok(())
+}
+
+fn mount_path(field: &str, path: &[u8], name: &str, directory: &[u8]) -> Result<Bytes, Status> {
+    let path = if path.is_empty() { name.as_bytes() } else { path };
+    let path = absolute(&format!("{field}.path"), path, directory)?;
+    if path == b"/" {
+        return Err(invalid_field(format!("{field}.path"), "must not be the root"));
+    }
+    Ok(path)
+}
+
+/// `path` as seen from `base`, without empty and `.` components. `..` is refused.
+fn absolute(field: &str, path: &[u8], base: &[u8]) -> Result<Bytes, Status> {
+    no_nul(field, path)?;
+    let whole = if path.starts_with(b"/") { path.to_vec() } else { [base, b"/", path].concat() };
+    let mut normal = Vec::with_capacity(whole.len());
+    for component in whole.split(|&byte| byte == b'/') {
+        match component {
+            b"" | b"." => {}
+            b".." => return Err(invalid_field(field, "must not contain ..")),
+            component => {
+                normal.push(b'/');
+                normal.extend_from_slice(component);
+            }
+        }
+    }
+    if normal.is_empty() {
+        normal.push(b'/');
+    }
+    if normal.len() > 4095 {
+        return Err(invalid_field(field, "is longer than 4095 bytes"));
+    }
+    Ok(normal)
+}
+
+/// No path lies below another; an output may share the path of a copy-on-write input.
+fn check_paths(inputs: &[Input], outputs: &[Output]) -> Result<(), Status> {
+    let below = |path: &[u8], other: &[u8]| {
+        path.strip_prefix(other).is_some_and(|rest| rest.starts_with(b"/")) || other == b"/"
+    };
+    let all: Vec<_> = inputs
+        .iter()
+        .map(|input| ("input", &input.name, &input.path, input.read_only))
+        .chain(outputs.iter().map(|output| ("output", &output.name, &output.path, false)))
+        .collect();
+    for (index, (kind, name, path, _)) in all.iter().enumerate() {
+        for (other_kind, other_name, other_path, other_read_only) in &all[..index] {
+            let clash = |why: &str| {
+                let text = format!("{kind} {name:?} {why} {other_kind} {other_name:?}");
+                Err(invalid_field(format!("spec.{kind}s"), text))
+            };
+            if path == other_path {
+                if kind == other_kind {
+                    return clash("has the path of");
+                }
+                if *other_read_only {
+                    return clash("has the path of read-only");
+                }
+            } else if below(path, other_path) {
+                return clash("lies below");
+            } else if below(other_path, path) {
+                return clash("lies above");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn no_nul(field: &str, bytes: &[u8]) -> Result<(), Status> {
+    if bytes.contains(&0) {
+        return Err(invalid_field(field, "must not contain a NUL byte"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use domain::ArtifactId;
+
+    fn spec() -> pb::WorkloadSpec {
+        pb::WorkloadSpec {
+            team: "main".to_owned(),
+            kind: pb::WorkloadKind::Task.into(),
+            image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+            command: vec![b"true".as_slice().into()],
+            stdin: pb::StdinMode::None.into(),
+            output: pb::OutputMode::Spooled.into(),
+            privilege: pb::Privilege::Confined.into(),
+            network: pb::Network::Host.into(),
+            ..pb::WorkloadSpec::default()
+        }
+    }
+
+    fn input(name: &str, path: &[u8], access: pb::Access) -> pb::Input {
+        pb::Input {
+            name: name.to_owned(),
+            artifact_id: ArtifactId::new().to_string(),
+            path: bytes::Bytes::copy_from_slice(path),
+            access: access.into(),
+        }
+    }
+
+    fn output(name: &str, path: &[u8]) -> pb::Output {
+        pb::Output { name: name.to_owned(), path: bytes::Bytes::copy_from_slice(path) }
+    }
+
+    fn refusal(spec: pb::WorkloadSpec) -> String {
+        parse(spec).expect_err("refused").message().to_owned()
+    }
+
+    #[test]
+    fn paths_are_seen_from_the_working_directory_and_kept_specs_come_back_equal() {
+        let given = pb::WorkloadSpec {
+            inputs: vec![
+                input("src", b"", pb::Access::CopyOnWrite),
+                input("lib", b"/opt//lib/.", pb::Access::ReadOnly),
+            ],
+            outputs: vec![output("src", b"src"), output("report", b"")],
+            ..spec()
+        };
+        let parsed = parse(given).expect("valid");
+        assert_eq!(parsed.directory, b"/workspace");
+        assert_eq!(parsed.inputs[0].path, b"/workspace/src");
+        assert_eq!(parsed.inputs[1].path, b"/opt/lib");
+        assert_eq!(parsed.outputs[1].path, b"/workspace/report");
+        assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+    }
+
+    #[test]
+    fn what_cannot_be_mounted_is_refused_by_name() {
+        let nested =
+            vec![input("a", b"a", pb::Access::CopyOnWrite), input("b", b"a/b", pb::Access::CopyOnWrite)];
+        assert!(refusal(pb::WorkloadSpec { inputs: nested, ..spec() }).contains("lies below"));
+        let read_only = vec![input("a", b"a", pb::Access::ReadOnly)];
+        let same = pb::WorkloadSpec { inputs: read_only, outputs: vec![output("a", b"")], ..spec() };
+        assert!(refusal(same).contains("read-only"));
+        let up = pb::WorkloadSpec { outputs: vec![output("a", b"../a")], ..spec() };
+        assert!(refusal(up).contains(".."));
+        let root = pb::WorkloadSpec { outputs: vec![output("a", b"/")], ..spec() };
+        assert!(refusal(root).contains("root"));
+        assert!(refusal(pb::WorkloadSpec { command: vec![], ..spec() }).contains("names no program"));
+        assert!(refusal(pb::WorkloadSpec { stdin: 0, ..spec() }).contains("is required"));
+        assert!(refusal(pb::WorkloadSpec { stdin: 99, ..spec() }).contains("99"));
+    }
+}

@@ -1,0 +1,294 @@
+//! Signed tokens: session credentials, lease tokens, tickets. The scheduler signs; everyone else verifies offline.
+//!
+//! A token is the base64url of `payload ‖ key id (8 bytes) ‖ Ed25519 signature (64 bytes)`. The signature is over the kind of the
+//! token and the payload, so that a token of one kind never passes for another. Callers treat tokens as opaque.
+
+use std::collections::HashMap;
+use std::sync::RwLock;
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use domain::worker::{Incarnation, LeaseClaims, Session, SessionClaims, TicketClaims, TicketOperation};
+use domain::{AttemptId, GatewayInstance, LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
+use ed25519_dalek::{Signature, Signer, SigningKey, Verifier, VerifyingKey};
+use prost::Message;
+use uuid::Uuid;
+
+use crate::pb::scheduler as pb;
+use crate::{Peer, Refusal};
+
+/// Names a key: the first bytes of its public half.
+pub type KeyId = [u8; 8];
+
+/// What can be signed.
+pub trait Claims: Sized {
+    /// Tells kinds of token apart.
+    const KIND: &'static str;
+    /// The payload.
+    fn encode(&self) -> Vec<u8>;
+    /// The claims of a payload. `None`: it is not one of ours.
+    fn decode(payload: &[u8]) -> Option<Self>;
+}
+
+/// A token is not one that our scheduler signed for this.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the token is malformed, forged, or of another kind")]
+pub struct InvalidToken;
+
+/// A token could not be verified.
+#[derive(Debug, thiserror::Error)]
+pub enum VerifyError {
+    /// It is not one that our scheduler signed for this.
+    #[error(transparent)]
+    Invalid(#[from] InvalidToken),
+    /// Its key is unknown here, and the scheduler could not be asked.
+    #[error("cannot ask the scheduler for its keys")]
+    KeysUnavailable(#[from] Refusal),
+}
+
+/// Signs. Only the scheduler has one.
+#[derive(Clone)]
+pub struct TokenSigner(SigningKey);
+
+impl TokenSigner {
+    /// The signer with this secret.
+    #[must_use]
+    pub fn from_seed(seed: &[u8; 32]) -> Self {
+        Self(SigningKey::from_bytes(seed))
+    }
+
+    /// The public half, and its name.
+    #[must_use]
+    pub fn public(&self) -> pb::PublicKey {
+        let key = self.0.verifying_key();
+        pb::PublicKey { key_id: key_id(&key).to_vec().into(), ed25519: key.as_bytes().to_vec().into() }
+    }
+
+    /// Signs `claims`.
+    #[must_use]
+    pub fn sign<C: Claims>(&self, claims: &C) -> String {
+        let mut token = claims.encode();
+        let signature = self.0.sign(&signed_bytes(C::KIND, &token));
+        token.extend_from_slice(&key_id(&self.0.verifying_key()));
+        token.extend_from_slice(&signature.to_bytes());
+        URL_SAFE_NO_PAD.encode(token)
+    }
+
+    /// Verifies a token that this signer made.
+    pub fn verify<C: Claims>(&self, token: &str) -> Result<C, InvalidToken> {
+        Unverified::parse(token)?.verify(&self.0.verifying_key())
+    }
+}
+
+/// The scheduler's public keys, asked for when one is missing.
+pub struct Keys {
+    scheduler: Peer,
+    known: RwLock<HashMap<KeyId, VerifyingKey>>,
+}
+
+impl Keys {
+    /// Knows no key yet; asks `scheduler`.
+    #[must_use]
+    pub fn new(scheduler: Peer) -> Self {
+        Self { scheduler, known: RwLock::default() }
+    }
+
+    /// Verifies a token, and answers what it claims.
+    pub async fn verify<C: Claims>(&self, token: &str) -> Result<C, VerifyError> {
+        let unverified = Unverified::parse(token)?;
+        if let Some(key) = self.get(unverified.key_id) {
+            return Ok(unverified.verify(&key)?);
+        }
+        self.refresh().await?;
+        let key = self.get(unverified.key_id).ok_or(InvalidToken)?;
+        Ok(unverified.verify(&key)?)
+    }
+
+    fn get(&self, id: KeyId) -> Option<VerifyingKey> {
+        self.known.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(&id).copied()
+    }
+
+    async fn refresh(&self) -> Result<(), Refusal> {
+        let mut client = pb::workers_client::WorkersClient::new(self.scheduler.clone());
+        let answer = client.keys(pb::KeysRequest {}).await?.into_inner();
+        let keys = answer.keys.iter().filter_map(|key| {
+            let key = VerifyingKey::from_bytes(key.ed25519.as_ref().try_into().ok()?).ok()?;
+            Some((key_id(&key), key))
+        });
+        self.known.write().unwrap_or_else(std::sync::PoisonError::into_inner).extend(keys);
+        Ok(())
+    }
+}
+
+struct Unverified {
+    payload: Vec<u8>,
+    key_id: KeyId,
+    signature: Signature,
+}
+
+impl Unverified {
+    fn parse(token: &str) -> Result<Self, InvalidToken> {
+        let mut payload = URL_SAFE_NO_PAD.decode(token).map_err(|_| InvalidToken)?;
+        let split = payload.len().checked_sub(8 + 64).ok_or(InvalidToken)?;
+        let tail = payload.split_off(split);
+        let key_id = tail[..8].try_into().map_err(|_| InvalidToken)?;
+        let signature = Signature::from_slice(&tail[8..]).map_err(|_| InvalidToken)?;
+        Ok(Self { payload, key_id, signature })
+    }
+
+    fn verify<C: Claims>(&self, key: &VerifyingKey) -> Result<C, InvalidToken> {
+        key.verify(&signed_bytes(C::KIND, &self.payload), &self.signature).map_err(|_| InvalidToken)?;
+        C::decode(&self.payload).ok_or(InvalidToken)
+    }
+}
+
+fn signed_bytes(kind: &str, payload: &[u8]) -> Vec<u8> {
+    [b"gantry/1/", kind.as_bytes(), b"\0", payload].concat()
+}
+
+fn key_id(key: &VerifyingKey) -> KeyId {
+    let mut id = [0; 8];
+    id.copy_from_slice(&key.as_bytes()[..8]);
+    id
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Payload {
+    #[prost(bytes = "vec", repeated, tag = "1")]
+    ids: Vec<Vec<u8>>,
+    #[prost(uint64, repeated, tag = "2")]
+    numbers: Vec<u64>,
+    #[prost(string, tag = "3")]
+    team: String,
+}
+
+impl Payload {
+    fn id(&self, index: usize) -> Option<Uuid> {
+        Uuid::from_slice(self.ids.get(index)?).ok()
+    }
+}
+
+fn bytes(uuid: Uuid) -> Vec<u8> {
+    uuid.as_bytes().to_vec()
+}
+
+impl Claims for SessionClaims {
+    const KIND: &'static str = "session";
+
+    fn encode(&self) -> Vec<u8> {
+        let ids = vec![bytes(self.worker.uuid()), bytes(self.instance.uuid())];
+        Payload { ids, numbers: vec![self.incarnation.0, self.session.0], team: String::new() }
+            .encode_to_vec()
+    }
+
+    fn decode(payload: &[u8]) -> Option<Self> {
+        let payload = Payload::decode(payload).ok()?;
+        Some(Self {
+            worker: WorkerId::from_uuid(payload.id(0)?),
+            instance: GatewayInstance::from_uuid(payload.id(1)?),
+            incarnation: Incarnation(*payload.numbers.first()?),
+            session: Session(*payload.numbers.get(1)?),
+        })
+    }
+}
+
+impl Claims for LeaseClaims {
+    const KIND: &'static str = "lease";
+
+    fn encode(&self) -> Vec<u8> {
+        let mut ids = vec![bytes(self.lease.uuid()), bytes(self.worker.uuid())];
+        if let Some((workload, attempt)) = self.attempt {
+            ids.extend([bytes(workload.uuid()), bytes(attempt.uuid())]);
+        }
+        Payload { ids, numbers: vec![self.incarnation.0], team: self.team.clone() }.encode_to_vec()
+    }
+
+    fn decode(payload: &[u8]) -> Option<Self> {
+        let payload = Payload::decode(payload).ok()?;
+        let attempt = match payload.ids.len() {
+            2 => None,
+            _ => Some((WorkloadId::from_uuid(payload.id(2)?), AttemptId::from_uuid(payload.id(3)?))),
+        };
+        Some(Self {
+            lease: LeaseId::from_uuid(payload.id(0)?),
+            worker: WorkerId::from_uuid(payload.id(1)?),
+            incarnation: Incarnation(*payload.numbers.first()?),
+            team: payload.team,
+            attempt,
+        })
+    }
+}
+
+impl Claims for TicketClaims {
+    const KIND: &'static str = "ticket";
+
+    fn encode(&self) -> Vec<u8> {
+        let operation = match self.operation {
+            TicketOperation::Write => 1,
+            TicketOperation::Read => 2,
+        };
+        let expires = u64::try_from(self.expires_at.0).unwrap_or(0);
+        let ids = vec![bytes(self.worker.uuid()), bytes(self.volume.uuid())];
+        Payload { ids, numbers: vec![operation, expires], team: self.team.clone() }.encode_to_vec()
+    }
+
+    fn decode(payload: &[u8]) -> Option<Self> {
+        let payload = Payload::decode(payload).ok()?;
+        Some(Self {
+            worker: WorkerId::from_uuid(payload.id(0)?),
+            volume: VolumeHandle::from_uuid(payload.id(1)?),
+            operation: match payload.numbers.first()? {
+                1 => TicketOperation::Write,
+                2 => TicketOperation::Read,
+                _ => return None,
+            },
+            expires_at: Timestamp(i64::try_from(*payload.numbers.get(1)?).ok()?),
+            team: payload.team,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lease() -> LeaseClaims {
+        LeaseClaims {
+            lease: LeaseId::new(),
+            worker: WorkerId::new(),
+            incarnation: Incarnation(7),
+            team: "main".to_owned(),
+            attempt: Some((WorkloadId::new(), AttemptId::new())),
+        }
+    }
+
+    #[test]
+    fn a_token_comes_back_as_it_was_signed() {
+        let signer = TokenSigner::from_seed(&[1; 32]);
+        let claims = lease();
+        assert_eq!(signer.verify(&signer.sign(&claims)), Ok(claims));
+        let driven = LeaseClaims { attempt: None, ..lease() };
+        assert_eq!(signer.verify(&signer.sign(&driven)), Ok(driven));
+    }
+
+    #[test]
+    fn a_token_of_another_kind_or_key_or_with_a_changed_bit_is_refused() {
+        let signer = TokenSigner::from_seed(&[1; 32]);
+        let token = signer.sign(&lease());
+        assert_eq!(signer.verify::<TicketClaims>(&token), Err(InvalidToken));
+        assert_eq!(TokenSigner::from_seed(&[2; 32]).verify::<LeaseClaims>(&token), Err(InvalidToken));
+        let bytes = URL_SAFE_NO_PAD.decode(&token).expect("base64");
+        for bit in 0..bytes.len() * 8 {
+            let mut changed = bytes.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            let changed = URL_SAFE_NO_PAD.encode(changed);
+            let key_id_bits = (bytes.len() - 72) * 8..(bytes.len() - 64) * 8;
+            // The key id only says where to look; here there is one key.
+            assert_eq!(
+                signer.verify::<LeaseClaims>(&changed).is_ok(),
+                key_id_bits.contains(&bit),
+                "bit {bit}"
+            );
+        }
+    }
+}

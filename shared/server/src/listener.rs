@@ -1,0 +1,120 @@
+//! Where a server listens: a Unix socket or a TCP port.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use futures::Stream;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tonic::transport::server::Connected;
+
+/// A bound address.
+#[derive(Debug)]
+pub enum Listener {
+    /// A port.
+    Tcp(TcpListener),
+    /// A socket file, which whoever bound it removes.
+    Unix(UnixListener),
+}
+
+/// How a caller reached us. In the extensions of every request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PeerKind {
+    /// Over TCP.
+    Tcp,
+    /// Over the Unix socket, whose permissions say who may.
+    Unix,
+}
+
+impl Listener {
+    /// The address as clients write it: `unix:///path` or `http://host:port`.
+    pub fn endpoint(&self) -> io::Result<String> {
+        match self {
+            Self::Tcp(listener) => Ok(format!("http://{}", listener.local_addr()?)),
+            Self::Unix(listener) => {
+                let address = listener.local_addr()?;
+                let path = address.as_pathname().ok_or_else(|| io::Error::other("the socket has no path"))?;
+                Ok(format!("unix://{}", path.display()))
+            }
+        }
+    }
+
+    pub(crate) fn incoming(self) -> impl Stream<Item = io::Result<Connection>> + Send {
+        futures::stream::unfold(self, async |listener| {
+            let accepted = match &listener {
+                Self::Tcp(tcp) => match tcp.accept().await {
+                    Ok((stream, _)) => stream.set_nodelay(true).map(|()| Connection::Tcp(stream)),
+                    Err(error) => Err(error),
+                },
+                Self::Unix(unix) => unix.accept().await.map(|(stream, _)| Connection::Unix(stream)),
+            };
+            Some((accepted, listener))
+        })
+    }
+}
+
+/// A connection that was accepted.
+#[derive(Debug)]
+pub(crate) enum Connection {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Connected for Connection {
+    type ConnectInfo = PeerKind;
+
+    fn connect_info(&self) -> PeerKind {
+        match self {
+            Self::Tcp(_) => PeerKind::Tcp,
+            Self::Unix(_) => PeerKind::Unix,
+        }
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
+            Self::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_write(cx, buf),
+            Self::Unix(stream) => Pin::new(stream).poll_write(cx, buf),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+            Self::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}
