@@ -160,6 +160,20 @@ impl Refusal {
         self.reason.as_deref() == Some(reason.as_str())
     }
 
+    /// The same refusal, as `service` answers it to its own caller. One that the caller can do nothing about becomes `UNAVAILABLE`.
+    #[must_use]
+    pub fn pass_on(&self, service: &str) -> Status {
+        let known = Reason::ALL.iter().find(|reason| self.is(**reason) && reason.code() == self.code);
+        let Some(reason) = known else { return unavailable(service, "reach a service it depends on", self) };
+        let mut status = reason.status(service, self.message.clone());
+        if !self.about.is_empty() {
+            let mut details = status.get_error_details();
+            details.set_error_info(reason.as_str(), service, self.about.clone());
+            status = Status::with_error_details(reason.code(), self.message.clone(), details);
+        }
+        status
+    }
+
     /// Whether the same call may succeed later and may be repeated blindly.
     #[must_use]
     pub fn is_transient(&self) -> bool {
