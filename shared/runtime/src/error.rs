@@ -23,6 +23,9 @@ pub enum RuntimeError {
     /// The working directory does not exist in the image, or is no directory.
     #[error("working directory {0:?} is missing, or is not a directory")]
     DirectoryMissing(String),
+    /// A directory that shall become an output is not there, or is no directory.
+    #[error("{0:?} is missing, or is not a directory")]
+    OutputMissing(String),
     /// A mount cannot be made where it was asked for.
     #[error("cannot mount at {path:?}: {why}")]
     InvalidMount {
@@ -80,6 +83,7 @@ impl RuntimeError {
             Self::ProcessNotFound(_) => "PROCESS_NOT_FOUND",
             Self::UserNotFound(_) => "USER_NOT_FOUND",
             Self::DirectoryMissing(_) => "WORKING_DIRECTORY_MISSING",
+            Self::OutputMissing(_) => "OUTPUT_MISSING",
             Self::InvalidMount { .. } => "INVALID_MOUNT",
             Self::Unsupported(_) => "UNSUPPORTED",
             Self::CgroupUnavailable(_) => "CGROUP_UNAVAILABLE",
