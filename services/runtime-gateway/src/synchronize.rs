@@ -189,7 +189,7 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
         .iter()
         .map(|(lease, attempt)| pb::ObservedLease { lease_id: lease.to_string(), phase: attempt.phase.into() })
         .collect();
-    let (containers, volumes) = worker.trees.counts();
+    let (containers, volumes) = *worker.kept.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     Ok(pb::Observed {
         session_credential: session.credential.clone(),
         applied_generation: applied,

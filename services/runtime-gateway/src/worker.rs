@@ -59,6 +59,8 @@ pub(crate) struct Worker {
     pub(crate) stopping: CancellationToken,
     session: watch::Sender<Option<OpenSession>>,
     attempts: Mutex<HashMap<LeaseId, Attempt>>,
+    /// Containers and volumes on the worker, when they were last listed.
+    pub(crate) kept: Mutex<(u64, u64)>,
     /// Wakes the synchronizing task when an attempt has changed.
     pub(crate) changed: Notify,
     /// Wakes the reporting task when something was destroyed.
@@ -82,6 +84,7 @@ impl Worker {
             trees: Trees::open(&config.manifest_dir)?,
             session: watch::Sender::new(None),
             attempts: Mutex::default(),
+            kept: Mutex::default(),
             changed: Notify::new(),
             destroyed: Notify::new(),
             config,
