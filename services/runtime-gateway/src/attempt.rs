@@ -24,7 +24,6 @@ use std::os::unix::ffi::OsStringExt;
 use tokio::sync::watch;
 use tonic::Status;
 use tracing::Instrument;
-use transfer::{ScanOptions, ScannedOwnership};
 
 use crate::retry::until_answered;
 use crate::worker::{StopWish, Worker};
@@ -105,7 +104,9 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
         let finish = match carry_out(&worker, &task, &mut stop).await {
             Ok(finish) => finish,
             Err(Stopped::GatewayStopping) => return,
-            Err(Stopped::Refused(refusal)) if refusal.is(Reason::LeaseLost) || refusal.is(Reason::AttemptEnded) => {
+            Err(Stopped::Refused(refusal))
+                if refusal.is(Reason::LeaseLost) || refusal.is(Reason::AttemptEnded) =>
+            {
                 tracing::info!(lease.id = %task.lease, "the lease is lost");
                 give_up(&worker, task.attempt).await;
                 worker.set_phase(task.lease, pb::LeasePhase::Ended);
@@ -132,7 +133,7 @@ pub(crate) async fn stop_unknown(
         Ok(ended) => ended_finish(ended, None),
         Err(Stopped::GatewayStopping) => return,
         Err(Stopped::Worker(RuntimeError::ProcessNotFound(_))) => {
-            let reason = stop.borrow().as_ref().map_or("CANCELLED", |_| "STOPPED_BEFORE_START").to_owned();
+            let reason = stop.borrow().as_ref().map_or_else(String::new, |wish| wish.reason.clone());
             Finish::failed(Failure { reason, message: "stopped before its process was started".to_owned() })
         }
         Err(stopped) => Finish::failed(failure(&stopped)),
@@ -215,7 +216,8 @@ impl Plan {
             let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
             Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
         };
-        let everything = spec.inputs.iter().map(|input| &input.path).chain(spec.outputs.iter().map(|o| &o.path));
+        let everything =
+            spec.inputs.iter().map(|input| &input.path).chain(spec.outputs.iter().map(|o| &o.path));
         let workspace = everything.clone().any(|path| in_workspace(path).is_some());
         if workspace {
             volumes.push(PlannedVolume {
@@ -381,7 +383,8 @@ async fn announce_start(worker: &Worker, task: &Task) -> Result<(), Stopped> {
 
 fn process_spec(task: &Task) -> ProcessSpec {
     let mut environment = task.spec.environment.clone();
-    let traceparent = rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
+    let traceparent =
+        rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
     if let Some(traceparent) = traceparent
         && !environment.iter().any(|variable| variable.name == b"TRACEPARENT")
     {
@@ -403,7 +406,8 @@ async fn wait(
     stop: &mut watch::Receiver<Option<StopWish>>,
 ) -> Result<Ended, Stopped> {
     loop {
-        if let Some(wish) = stop.borrow_and_update().clone() {
+        let wish = stop.borrow_and_update().clone();
+        if let Some(wish) = wish {
             worker.runtime.stop(attempt, wish.grace).await?;
         }
         tokio::select! {
@@ -446,7 +450,7 @@ async fn publish(
                 Err(error) => return Err(error.into()),
             }
         }
-        let manifest = worker.trees.scan(worker.runtime.as_ref(), handle, &task.spec.team, scan_options()).await?;
+        let manifest = worker.trees.scan(worker.runtime.as_ref(), handle, &task.spec.team).await?;
         complete(worker, handle, &manifest).await?;
         finish.outputs.push(PublishedOutput {
             name: output.name.clone(),
@@ -457,10 +461,6 @@ async fn publish(
         });
     }
     Ok(())
-}
-
-fn scan_options() -> ScanOptions<'static> {
-    ScanOptions { ownership: ScannedOwnership::Keep, ..ScanOptions::default() }
 }
 
 /// Tells the artifact store that a volume has its final bytes.

@@ -11,7 +11,7 @@
 mod attempt;
 mod config;
 mod grpc;
-pub mod host;
+//HOST pub mod host;
 mod retry;
 mod sweeper;
 mod synchronize;

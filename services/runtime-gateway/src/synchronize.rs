@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::worker::{Incarnation, Session};
-use domain::{GatewayInstance, LeaseId, WorkerId};
+use domain::{GatewayInstance, LeaseId, WorkerId, chain};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::desired_lease::Wish;
 use rpc::pb::scheduler::synchronize_request::Message as Up;
@@ -50,7 +50,10 @@ pub(crate) async fn forever(worker: Arc<Worker>) {
         };
         match &ended {
             Ended::Refused(refusal) if refusal.is(Reason::StaleSession) => {
-                tracing::warn!(worker.name = worker.config.worker_name, "another gateway has taken over this worker");
+                tracing::warn!(
+                    worker.name = worker.config.worker_name,
+                    "another gateway has taken over this worker"
+                );
                 worker.set_session(None);
                 instance = GatewayInstance::new();
             }
@@ -67,16 +70,6 @@ pub(crate) async fn forever(worker: Arc<Worker>) {
     }
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}
-
 /// One stream, from hello to its end.
 async fn speak(worker: &Arc<Worker>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
     match try_speak(worker, instance, pause).await {
@@ -85,13 +78,18 @@ async fn speak(worker: &Arc<Worker>, instance: GatewayInstance, pause: &mut Dura
     }
 }
 
-async fn try_speak(worker: &Arc<Worker>, instance: GatewayInstance, pause: &mut Duration) -> Result<(), Ended> {
+async fn try_speak(
+    worker: &Arc<Worker>,
+    instance: GatewayInstance,
+    pause: &mut Duration,
+) -> Result<(), Ended> {
     let (up, requests) = mpsc::channel(4);
     let hello = hello(worker, instance).await?;
     // The other end of the channel is the stream below, which is alive.
     up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
     let mut client = worker.workers.clone();
-    let mut down = client.synchronize(ReceiverStream::new(requests)).await.map_err(Refusal::from)?.into_inner();
+    let mut down =
+        client.synchronize(ReceiverStream::new(requests)).await.map_err(Refusal::from)?.into_inner();
 
     let welcome = match down.message().await.map_err(Refusal::from)?.and_then(|response| response.message) {
         Some(Down::Welcome(welcome)) => welcome,
@@ -187,7 +185,10 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
     let leases = worker
         .attempts()
         .iter()
-        .map(|(lease, attempt)| pb::ObservedLease { lease_id: lease.to_string(), phase: attempt.phase.into() })
+        .map(|(lease, attempt)| pb::ObservedLease {
+            lease_id: lease.to_string(),
+            phase: attempt.phase.into(),
+        })
         .collect();
     let (containers, volumes) = *worker.kept.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     Ok(pb::Observed {
@@ -235,7 +236,8 @@ fn start(worker: &Arc<Worker>, lease: LeaseId, run: pb::RunAttempt) -> Result<bo
     if attempts.contains_key(&lease) {
         return Ok(false);
     }
-    let task = attempt::Task::parse(lease, run).map_err(|_| Ended::Nonsense("an attempt that cannot be read"))?;
+    let task =
+        attempt::Task::parse(lease, run).map_err(|_| Ended::Nonsense("an attempt that cannot be read"))?;
     let (stop, stopped) = watch::channel(None);
     let entry =
         Attempt { id: task.attempt, team: task.spec.team.clone(), phase: pb::LeasePhase::Preparing, stop };

@@ -59,11 +59,11 @@ impl Trees {
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
-        options: ScanOptions<'static>,
     ) -> Result<Arc<Manifest>, RuntimeError> {
         let root = runtime.volume_directory(volume).await?;
-        let scanned = blocking(move || transfer::scan(&root, &options, None)).await?;
-        let scanned = scanned.map_err(|error| RuntimeError::Other(format!("cannot read a volume: {error}")))?;
+        let scanned = blocking(move || transfer::scan(&root, &ScanOptions::default(), None)).await?;
+        let scanned =
+            scanned.map_err(|error| RuntimeError::Other(format!("cannot read a volume: {error}")))?;
         for problem in &scanned.problems {
             tracing::info!(volume.handle = %volume, %problem, "left out of an output");
         }
@@ -155,7 +155,9 @@ impl State {
 }
 
 /// Runs something that blocks in a thread of its own.
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, RuntimeError> {
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, RuntimeError> {
     let span = tracing::Span::current();
     tokio::task::spawn_blocking(move || span.in_scope(work))
         .await

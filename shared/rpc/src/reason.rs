@@ -129,13 +129,7 @@ pub fn invalid_field(field: impl Into<String>, description: impl Into<String>) -
 /// Something that this service needs does not answer. The cause is logged here and stays here.
 #[must_use]
 pub fn unavailable(service: &str, doing: &str, cause: &(dyn Error + 'static)) -> Status {
-    let mut chain = cause.to_string();
-    let mut next = cause.source();
-    while let Some(error) = next {
-        chain = format!("{chain}: {error}");
-        next = error.source();
-    }
-    tracing::warn!(error = chain, "cannot {doing}");
+    tracing::warn!(error = domain::chain(cause), "cannot {doing}");
     Reason::Unavailable.status(service, format!("cannot {doing} just now"))
 }
 

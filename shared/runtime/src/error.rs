@@ -96,12 +96,6 @@ impl RuntimeError {
     /// As the failure of a workload: the reason, and the whole chain of causes.
     #[must_use]
     pub fn failure(&self) -> Failure {
-        let mut message = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(error) = cause {
-            message = format!("{message}: {error}");
-            cause = error.source();
-        }
-        Failure { reason: self.reason().to_owned(), message }
+        Failure { reason: self.reason().to_owned(), message: domain::chain(self) }
     }
 }
