@@ -11,7 +11,7 @@
 mod attempt;
 mod config;
 mod grpc;
-//HOST pub mod host;
+pub mod host;
 mod retry;
 mod sweeper;
 mod synchronize;
