@@ -104,6 +104,22 @@ impl Runs {
         self.runs.iter().cloned().flatten()
     }
 
+    /// The ordinals of this set and of another.
+    #[must_use]
+    pub fn union(&self, other: &Self) -> Self {
+        let mut both = self.runs.iter().chain(&other.runs).cloned().collect::<Vec<_>>();
+        both.sort_unstable_by_key(|run| run.start);
+        let mut union = Self::new();
+        for run in both {
+            let start = union.runs.last().map_or(run.start, |last| run.start.max(last.end));
+            if start < run.end {
+                // Ascending and not empty, so it cannot be refused.
+                _ = union.insert_run(start, run.end - start);
+            }
+        }
+        union
+    }
+
     /// The ordinals below `count` that are not in this set.
     #[must_use]
     pub fn complement(&self, count: u64) -> Self {
@@ -128,6 +144,7 @@ impl Runs {
 mod tests {
     use std::collections::BTreeSet;
 
+    use proptest::collection::btree_set;
     use proptest::prelude::*;
 
     use super::*;
@@ -159,11 +176,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn behaves_like_a_set(members in proptest::collection::btree_set(0_u64..60, 0..40), count in 0_u64..70) {
-            let mut runs = Runs::new();
-            for member in &members {
-                runs.insert(*member).unwrap();
-            }
+        fn behaves_like_a_set(members in btree_set(0_u64..60, 0..40), others in btree_set(0_u64..60, 0..40), count in 0_u64..70) {
+            let runs_of = |members: &BTreeSet<u64>| {
+                let mut runs = Runs::new();
+                members.iter().for_each(|member| runs.insert(*member).unwrap());
+                runs
+            };
+            let runs = runs_of(&members);
+            let union: BTreeSet<u64> = members.union(&others).copied().collect();
+            prop_assert_eq!(runs.union(&runs_of(&others)), runs_of(&union));
             prop_assert_eq!(runs.ordinals().collect::<BTreeSet<_>>(), members.clone());
             prop_assert_eq!(runs.count(), members.len() as u64);
             for ordinal in 0..70 {

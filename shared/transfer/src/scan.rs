@@ -23,9 +23,7 @@ use std::time::{Duration, SystemTime};
 use std::vec;
 
 use domain::Digest;
-use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, RawDir, SeekFrom, Stat, fstat, openat, readlinkat, seek, statat,
-};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Stat, fstat, openat, readlinkat, seek, statat};
 use rustix::io::Errno;
 
 use crate::cache::{Content, Fingerprint, StatCache};
@@ -417,16 +415,7 @@ impl<'a> Walk<'a> {
 
     /// The names in a directory, in order.
     fn list(&mut self, directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
-        let mut names = Vec::new();
-        self.listing.clear();
-        let mut entries = RawDir::new(directory, self.listing.spare_capacity_mut());
-        while let Some(entry) = entries.next() {
-            let entry = entry?;
-            let name = entry.file_name().to_bytes();
-            if name != b"." && name != b".." {
-                names.push(name.to_vec());
-            }
-        }
+        let mut names = crate::dirs::list(directory, &mut self.listing)?;
         names.sort_unstable();
         Ok(names.into_iter())
     }

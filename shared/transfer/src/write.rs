@@ -25,13 +25,13 @@ use std::sync::Arc;
 
 use domain::Digest;
 use rustix::fs::{
-    AtFlags, CWD, FileType, Gid, Mode, OFlags, RawDir, Timespec, Timestamps, Uid, chmodat, chownat,
-    copy_file_range, fchmod, fchown, fstat, ftruncate, futimens, ioctl_ficlone, linkat, mkdirat, mknodat,
-    openat, symlinkat, syncfs, utimensat,
+    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chownat, copy_file_range, fchmod,
+    fchown, fstat, ftruncate, futimens, ioctl_ficlone, linkat, mkdirat, mknodat, openat, symlinkat, syncfs,
+    utimensat,
 };
 use rustix::io::Errno;
 
-use crate::dirs::Cursor;
+use crate::dirs::{Cursor, chmod_no_follow, list};
 use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Located, MAX_EXTENT_BYTES, Manifest, split};
 use crate::read::fill;
 use crate::xattrs;
@@ -215,7 +215,8 @@ impl TreeWriter {
         let words = usize::try_from(manifest.extent_count().div_ceil(64)).unwrap_or(usize::MAX);
         let root = &manifest.entries()[0];
         let cursor = Cursor::new(staging).map_err(|error| WriteError::new(root, error))?;
-        if !is_empty(cursor.root()).map_err(|error| WriteError::new(root, error.into()))? {
+        let names = list(cursor.root(), &mut Vec::new());
+        if !names.map_err(|error| WriteError::new(root, error.into()))?.is_empty() {
             return Err(WriteError::Unsafe { path: PathBuf::new() });
         }
         let devices = |entry: &&Entry| matches!(entry.kind, EntryKind::Device { .. });
@@ -228,7 +229,7 @@ impl TreeWriter {
 
         let mut writer = Self {
             options,
-            caller: (rustix::process::geteuid(), rustix::process::getegid()),
+            caller: caller(),
             cursor,
             next_put: 0,
             filled: vec![0; words],
@@ -257,6 +258,12 @@ impl TreeWriter {
         let (parent, name) = split(&entry.path);
         let directory = self.cursor.go(parent).map_err(|error| WriteError::new(entry, error))?;
         Ok((directory, name))
+    }
+
+    /// What it writes.
+    #[must_use]
+    pub fn manifest(&self) -> &Arc<Manifest> {
+        &self.manifest
     }
 
     /// Leaves out a file, given by its index among the entries, and the hard links to it. Nothing of it may have
@@ -460,32 +467,12 @@ impl TreeWriter {
                 ftruncate(file, *size_bytes).map_err(failed)?;
             }
         }
-        // In this order: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
-        if let Some((uid, gid)) = self.owner(entry) {
-            fchown(file, Some(uid), Some(gid)).map_err(failed)?;
-        }
-        for xattr in &entry.xattrs {
-            match xattrs::set(file, xattr) {
-                Ok(()) => {}
-                Err(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP) if !self.options.strict => {
-                    let what = LeftOutKind::Xattr(xattr.name.clone());
-                    self.written.left_out.push(LeftOut { path: entry.path().to_owned(), what });
-                }
-                Err(error) => return Err(failed(error)),
-            }
-        }
-        fchmod(file, self.mode(entry)).map_err(failed)?;
-        futimens(file, &times(entry)).map_err(failed)
+        let how = self.metadata();
+        how.apply(entry, file, &mut self.written.left_out).map_err(failed)
     }
 
-    /// To whom an entry is to be given.
-    fn owner(&self, entry: &Entry) -> Option<(Uid, Gid)> {
-        let owner = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid));
-        (self.options.ownership == WrittenOwnership::Manifest).then_some(owner)
-    }
-
-    fn mode(&self, entry: &Entry) -> Mode {
-        mode(entry, self.options.ownership, self.caller)
+    fn metadata(&self) -> Metadata {
+        Metadata { ownership: self.options.ownership, strict: self.options.strict, caller: self.caller }
     }
 
     /// Writes what has no content, then the metadata of directories.
@@ -576,52 +563,78 @@ impl TreeWriter {
     /// Gives its metadata to what was just made and cannot be opened.
     fn complete_by_name(&self, entry: &Entry, directory: &OwnedFd, name: &[u8]) -> Result<(), WriteError> {
         let failed = |error: Errno| WriteError::new(entry, error.into());
-        if let Some((uid, gid)) = self.owner(entry) {
+        if let Some((uid, gid)) = self.metadata().owner(entry) {
             chownat(directory, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
         }
         if !matches!(entry.kind, EntryKind::Symlink { .. }) {
-            chmod_no_follow(directory, name, self.mode(entry)).map_err(failed)?;
+            chmod_no_follow(directory, name, self.metadata().mode(entry)).map_err(failed)?;
         }
         utimensat(directory, name, &times(entry), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)
     }
 }
 
-/// The mode that an entry gets.
-pub(crate) fn mode(entry: &Entry, ownership: WrittenOwnership, caller: (Uid, Gid)) -> Mode {
-    let mode = Mode::from_raw_mode(entry.mode);
-    let is_callers = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid)) == caller;
-    if ownership == WrittenOwnership::Manifest || is_callers { mode } else { mode - Mode::SUID - Mode::SGID }
+/// How entries get their metadata.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Metadata {
+    pub(crate) ownership: WrittenOwnership,
+    pub(crate) strict: bool,
+    /// The user and group that things belong to unless they are given away.
+    pub(crate) caller: (Uid, Gid),
+}
+
+impl Metadata {
+    /// Gives an open file or directory what its entry says.
+    pub(crate) fn apply(
+        &self,
+        entry: &Entry,
+        file: &OwnedFd,
+        left_out: &mut Vec<LeftOut>,
+    ) -> Result<(), Errno> {
+        // In this order: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
+        if let Some((uid, gid)) = self.owner(entry) {
+            fchown(file, Some(uid), Some(gid))?;
+        }
+        for xattr in &entry.xattrs {
+            match xattrs::set(file, xattr) {
+                Ok(()) => {}
+                Err(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP) if !self.strict => {
+                    let what = LeftOutKind::Xattr(xattr.name.clone());
+                    left_out.push(LeftOut { path: entry.path().to_owned(), what });
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        fchmod(file, self.mode(entry))?;
+        futimens(file, &times(entry))
+    }
+
+    /// To whom an entry is to be given.
+    fn owner(&self, entry: &Entry) -> Option<(Uid, Gid)> {
+        let owner = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid));
+        (self.ownership == WrittenOwnership::Manifest).then_some(owner)
+    }
+
+    /// The mode that an entry gets.
+    fn mode(&self, entry: &Entry) -> Mode {
+        let mode = Mode::from_raw_mode(entry.mode);
+        let is_callers = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid)) == self.caller;
+        if self.ownership == WrittenOwnership::Manifest || is_callers {
+            mode
+        } else {
+            mode - Mode::SUID - Mode::SGID
+        }
+    }
+}
+
+/// The user and group that what the caller makes belongs to.
+pub(crate) fn caller() -> (Uid, Gid) {
+    (rustix::process::geteuid(), rustix::process::getegid())
 }
 
 /// The times that an entry gets: both are that of its last modification.
-pub(crate) fn times(entry: &Entry) -> Timestamps {
+fn times(entry: &Entry) -> Timestamps {
     let time = Timespec { tv_sec: entry.mtime_seconds, tv_nsec: entry.mtime_nanos.into() };
     Timestamps { last_access: time, last_modification: time }
-}
-
-/// Changes the mode of what stands at a name, never of what it points to.
-pub(crate) fn chmod_no_follow(directory: &OwnedFd, name: &[u8], mode: Mode) -> Result<(), Errno> {
-    use std::os::fd::AsRawFd;
-
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let node = openat(directory, name, flags, Mode::empty())?;
-    if FileType::from_raw_mode(fstat(&node)?.st_mode) == FileType::Symlink {
-        return Err(Errno::LOOP);
-    }
-    // What is open as a path only has its mode changed through its name in /proc; that leads to this very node.
-    chmodat(CWD, format!("/proc/self/fd/{}", node.as_raw_fd()), mode, AtFlags::empty())
-}
-
-fn is_empty(directory: &OwnedFd) -> Result<bool, Errno> {
-    let mut buffer = Vec::with_capacity(4096);
-    let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
-    while let Some(entry) = entries.next() {
-        let name = entry?.file_name().to_bytes().to_vec();
-        if name != b"." && name != b".." {
-            return Ok(false);
-        }
-    }
-    Ok(true)
 }
 
 fn write_all(file: &OwnedFd, mut data: &[u8], mut offset: u64) -> Result<(), Errno> {
@@ -657,4 +670,27 @@ fn copy_range(
         }
     }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_or_share_of_it_is_recognized() {
+        let entry = Entry {
+            path: b"a".to_vec(),
+            mode: 0,
+            uid: 0,
+            gid: 0,
+            mtime_seconds: 0,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind: EntryKind::Directory,
+        };
+        for error in [Errno::NOSPC, Errno::DQUOT] {
+            assert!(matches!(WriteError::new(&entry, error.into()), WriteError::DiskFull(_)));
+        }
+        assert!(matches!(WriteError::new(&entry, Errno::IO.into()), WriteError::Io { .. }));
+    }
 }

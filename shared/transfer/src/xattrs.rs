@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use rustix::fs::{XattrFlags, fgetxattr, flistxattr, flistxattr_query, fsetxattr};
+use rustix::fs::{XattrFlags, fgetxattr, flistxattr, flistxattr_query, fremovexattr, fsetxattr};
 use rustix::io::Errno;
 
 use crate::manifest::{MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, may_travel};
@@ -41,4 +41,11 @@ pub(crate) fn read(file: impl AsFd, is_file: bool) -> Result<Vec<Xattr>, Errno> 
 /// Sets one attribute.
 pub(crate) fn set(file: impl AsFd, xattr: &Xattr) -> Result<(), Errno> {
     fsetxattr(file, &xattr.name[..], &xattr.value, XattrFlags::empty())
+}
+
+/// Removes the attributes that belong into a manifest, except those that are `kept`.
+pub(crate) fn remove_others(file: impl AsFd, is_file: bool, kept: &[Xattr]) -> Result<(), Errno> {
+    let there = read(&file, is_file)?;
+    let mut others = there.iter().filter(|xattr| kept.iter().all(|kept| kept.name != xattr.name));
+    others.try_for_each(|xattr| fremovexattr(&file, &xattr.name[..]))
 }

@@ -1,5 +1,5 @@
 //! Trees for tests.
-#![allow(dead_code, missing_docs, unreachable_pub)]
+#![allow(dead_code, missing_docs, unreachable_pub, unused)]
 
 use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
@@ -103,4 +103,128 @@ pub fn everything(root: &Path) {
 
 pub fn long_ago() -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)
+}
+
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// Runs `test` as somebody who may not do everything: in a thread that gives up root, if we are root.
+pub fn as_nobody<T: Send>(test: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            if is_root() {
+                let nobody = rustix::fs::Uid::from_raw(65534);
+                rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+            }
+            test()
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// A directory that [`as_nobody`] can work in.
+pub fn nobodys_dir() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    set_mode(dir.path(), 0o777);
+    dir
+}
+
+/// All names below a directory, with what they are, for comparing what must not change.
+pub fn listing(root: &Path) -> Vec<Entry> {
+    manifest_of(root).entries().to_vec()
+}
+
+/// Something in a random tree.
+#[derive(Debug, Clone)]
+pub struct Node {
+    pub path: String,
+    pub mode: u32,
+    pub mtime: (i64, i64),
+    pub kind: NodeKind,
+}
+
+#[derive(Debug, Clone)]
+pub enum NodeKind {
+    Directory,
+    File { seed: u64, length: usize },
+    Sparse { offset: u64, length: usize, size: u64 },
+    Symlink(String),
+    HardLink(String),
+    Fifo,
+}
+
+pub mod random {
+    use proptest::prelude::*;
+
+    use super::{Node, NodeKind};
+
+    fn name() -> impl Strategy<Value = String> {
+        prop_oneof![8 => "[a-c]{1,2}", 2 => "[a-b.]{3}", 1 => "[ \n%ü]{2}"]
+    }
+
+    fn path() -> impl Strategy<Value = String> {
+        proptest::collection::vec(name(), 1..4).prop_map(|names| names.join("/"))
+    }
+
+    fn kind() -> impl Strategy<Value = NodeKind> {
+        prop_oneof![
+            2 => Just(NodeKind::Directory),
+            6 => (0_u64..5, prop_oneof![4 => 0_usize..5000, 1 => 1_040_000_usize..2_200_000])
+                .prop_map(|(seed, length)| NodeKind::File { seed, length }),
+            1 => (0_u64..3_000_000, 1_usize..10_000, 0_u64..4_000_000)
+                .prop_map(|(offset, length, size)| NodeKind::Sparse { offset, length, size }),
+            1 => path().prop_map(NodeKind::Symlink),
+            2 => path().prop_map(NodeKind::HardLink),
+            1 => Just(NodeKind::Fifo),
+        ]
+    }
+
+    /// What to make, in this order. Some of it may not be possible.
+    pub fn tree() -> impl Strategy<Value = Vec<Node>> {
+        let mtime = (-1_000_000_000_i64..4_000_000_000, 0_i64..1_000_000_000);
+        let node = (path(), 0o400_u32..0o7777, mtime, kind()).prop_map(|(path, mode, mtime, kind)| Node {
+            path,
+            mode: mode | 0o700,
+            mtime,
+            kind,
+        });
+        proptest::collection::vec(node, 0..20)
+    }
+}
+
+/// Makes as much of a random tree as is possible.
+pub fn make(root: &Path, nodes: &[Node]) {
+    let mut made = Vec::new();
+    for node in nodes {
+        let path = root.join(&node.path);
+        if path.symlink_metadata().is_ok() || fs::create_dir_all(path.parent().unwrap()).is_err() {
+            continue;
+        }
+        let done = match &node.kind {
+            NodeKind::Directory => fs::create_dir(&path).is_ok(),
+            NodeKind::File { seed, length } => fs::write(&path, noise(*seed, *length)).is_ok(),
+            NodeKind::Sparse { offset, length, size } => File::create(&path).is_ok_and(|file| {
+                file.write_all_at(&noise(9, *length), *offset).unwrap();
+                file.set_len(file.metadata().unwrap().len().max(*size)).unwrap();
+                true
+            }),
+            NodeKind::Symlink(target) => symlink(target, &path).is_ok(),
+            NodeKind::HardLink(to) => {
+                let is_file = root.join(to).symlink_metadata().is_ok_and(|there| there.is_file());
+                is_file && fs::hard_link(root.join(to), &path).is_ok()
+            }
+            NodeKind::Fifo => mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o600), 0).is_ok(),
+        };
+        if done {
+            made.push(node);
+        }
+    }
+    for node in made.into_iter().rev() {
+        let path = root.join(&node.path);
+        if !path.is_symlink() {
+            set_mode(&path, node.mode);
+        }
+        set_mtime(&path, node.mtime.0, node.mtime.1);
+    }
 }
