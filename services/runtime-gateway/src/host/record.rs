@@ -85,7 +85,7 @@ impl Container {
         });
         // Outer ones first, so that inner ones appear inside of them.
         let mut mounts: Vec<_> = mounts.collect();
-        mounts.sort_by(|one: &Mount, other| one.path.cmp(&other.path));
+        mounts.sort_by(|one: &Mount, other| one.path.as_path().cmp(other.path.as_path()));
         Self {
             handle,
             mounts,
