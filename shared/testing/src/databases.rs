@@ -55,7 +55,7 @@ fn url(port: u16, database: &str) -> String {
 
 async fn start_server() -> u16 {
     let port = tokio::task::spawn_blocking(|| {
-        let (ready, started) = mpsc::channel();
+        let (ready, started) = mpsc::sync_channel(1);
         // The parent-death signal fires when this thread ends, so it lives as long as the process.
         std::thread::spawn(move || {
             let (port, mut server) = spawn_server();
