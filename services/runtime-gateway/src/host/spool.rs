@@ -99,10 +99,13 @@ impl Writer {
     /// Returns how much: 0 when all writers have closed it, `WouldBlock` when it is empty and they have not.
     /// What finds no room on the disk is lost, and told as such to readers, rather than stop the process.
     pub(super) fn fill(&mut self, pipe: BorrowedFd<'_>, room: u64) -> io::Result<u64> {
+        // Asked first, so that no more of the old is given up than the new needs.
         let waiting = rustix::io::ioctl_fionread(pipe)?;
+        if waiting == 0 {
+            return ended(pipe);
+        }
         let at = self.marks.head % self.ring;
-        // An empty pipe is asked all the same: only that tells its end from a pause.
-        let want = waiting.max(1).min(room).min(self.ring - at);
+        let want = waiting.min(room).min(self.ring - at);
         self.make_room(want)?;
         let mut offset = HEADER + at;
         let flags = SpliceFlags::NONBLOCK | SpliceFlags::MOVE;
@@ -147,6 +150,18 @@ impl Writer {
         bytes[8..].copy_from_slice(&self.marks.tail.to_le_bytes());
         self.file.write_all_at(&bytes, 8)
     }
+}
+
+/// Tells the end of an empty pipe from a pause.
+fn ended(pipe: BorrowedFd<'_>) -> io::Result<u64> {
+    use rustix::event::{PollFd, PollFlags};
+    let mut poll = [PollFd::from_borrowed_fd(pipe, PollFlags::IN)];
+    rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+    let events = poll[0].revents();
+    if events.contains(PollFlags::HUP) && !events.contains(PollFlags::IN) {
+        return Ok(0);
+    }
+    Err(io::ErrorKind::WouldBlock.into())
 }
 
 /// The reading end, in the gateway; outlives the supervisor.
