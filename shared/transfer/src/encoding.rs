@@ -9,7 +9,10 @@
 use domain::Digest;
 use prost::Message;
 
-use crate::manifest::{DeviceKind, Entry, EntryFault, EntryKind, Extent, Xattr};
+use crate::manifest::{
+    DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Manifest, ManifestBuilder,
+    Xattr,
+};
 
 #[derive(Clone, PartialEq, Message)]
 struct WireEntry {
@@ -124,6 +127,31 @@ impl Entry {
         let entry = Self::try_from(wire)?;
         entry.check()?;
         Ok(entry)
+    }
+}
+
+impl Manifest {
+    /// All entries, each after its length: the bytes whose BLAKE3 is the digest of the tree. For keeping a manifest in
+    /// a file.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        self.entries().iter().flat_map(Entry::encode_length_delimited).collect()
+    }
+
+    /// Reads what [`Manifest::encode`] wrote.
+    ///
+    /// # Errors
+    ///
+    /// It is cut off, or an entry breaks a rule.
+    pub fn decode(mut bytes: &[u8], limits: Limits) -> Result<Self, InvalidManifest> {
+        let mut builder = ManifestBuilder::new(limits);
+        while !bytes.is_empty() {
+            let length = prost::decode_length_delimiter(&mut bytes).map_err(|_| InvalidManifest::CutOff)?;
+            let (entry, rest) = bytes.split_at_checked(length).ok_or(InvalidManifest::CutOff)?;
+            builder.push_encoded(entry)?;
+            bytes = rest;
+        }
+        builder.finish()
     }
 }
 

@@ -188,6 +188,9 @@ pub enum InvalidManifest {
     /// The encoded entries are larger than may be.
     #[error("the entries are larger than {0} bytes")]
     TooLarge(u64),
+    /// It ends in the midst of an entry.
+    #[error("the manifest is cut off")]
+    CutOff,
     /// The files together are larger than can be counted.
     #[error("the files are larger than can be counted")]
     SizeOverflow,

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! local_matches(target) ──▶ Matches ── wanted() ──▶ download the rest
-//!                              │ prepare(writer): leave out whole files, copy single extents
+//!                              │ prepare(target, writer): leave out whole files, copy single extents
 //!                              └──▶ merge(staged, target): rename new files, fix metadata of kept ones
 //! ```
 //!
@@ -75,38 +75,60 @@ impl Matches {
 
     /// Tells a writer of the same manifest what stays where it is, and copies what can be copied from `target`.
     ///
-    /// Extents that have changed meanwhile are not copied; they are what is returned, and must be downloaded too.
+    /// What is needed but has gone from the target meanwhile is not copied; [`TreeWriter::missing`] then names it.
     ///
     /// # Errors
     ///
     /// The staging directory cannot be written.
-    pub fn prepare(&self, target: &Path, writer: &mut TreeWriter) -> Result<Runs, WriteError> {
+    pub fn prepare(&self, target: &Path, writer: &mut TreeWriter) -> Result<(), WriteError> {
         self.kept.iter().for_each(|entry| writer.omit(*entry));
+        copy_extents(&self.local_extents, target, writer, Trust::Verify)
+    }
+
+    /// Copies everything that matches from `source`, the directory that was searched, for a tree that is to stand on
+    /// its own: a new volume that is nearly the same as another. Blocks are shared where the file system can do that.
+    ///
+    /// What has gone or changed meanwhile is not copied; [`TreeWriter::missing`] then names it.
+    ///
+    /// # Errors
+    ///
+    /// The staging directory cannot be written.
+    pub fn copy_from(&self, source: &Path, writer: &mut TreeWriter, trust: Trust) -> Result<(), WriteError> {
         let manifest = writer.manifest().clone();
-        let mut gone = Runs::new();
-        let Ok(mut cursor) = Cursor::through(target) else { return Ok(self.local_extents.clone()) };
-        let mut open: Option<(usize, File)> = None;
-        for ordinal in self.local_extents.ordinals() {
-            let located = manifest.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
-            if open.as_ref().is_none_or(|(entry, _)| *entry != located.entry) {
-                let opened = open_file(&mut cursor, &manifest.entries()[located.entry].path);
-                open = opened.ok().map(|file| (located.entry, file.into()));
-            }
-            let copied = match &open {
-                Some((_, file)) => writer.copy_extent(ordinal, file, located.extent.offset, Trust::Verify),
-                None => Err(WriteError::NoSuchExtent(ordinal)),
-            };
-            match copied {
-                Ok(()) => {}
-                Err(WriteError::NoSuchExtent(_) | WriteError::DigestMismatch { .. }) => {
-                    // Ascending, so it cannot be refused.
-                    _ = gone.insert(ordinal);
-                }
+        let Ok(mut cursor) = Cursor::through(source) else { return Ok(()) };
+        for index in self.kept() {
+            let Ok(file) = open_file(&mut cursor, &manifest.entries()[index].path) else { continue };
+            match writer.copy_file(index, &file.into(), trust) {
+                Ok(()) | Err(WriteError::DigestMismatch { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(gone)
+        copy_extents(&self.local_extents, source, writer, trust)
     }
+}
+
+/// Copies extents from the same places of the same paths below `source`, as far as they are there.
+fn copy_extents(
+    ordinals: &Runs,
+    source: &Path,
+    writer: &mut TreeWriter,
+    trust: Trust,
+) -> Result<(), WriteError> {
+    let manifest = writer.manifest().clone();
+    let Ok(mut cursor) = Cursor::through(source) else { return Ok(()) };
+    let mut open: Option<(usize, Option<File>)> = None;
+    for located in ordinals.runs().flat_map(|run| manifest.extents_in(run)) {
+        if open.as_ref().is_none_or(|(entry, _)| *entry != located.entry) {
+            let opened = open_file(&mut cursor, &manifest.entries()[located.entry].path);
+            open = Some((located.entry, opened.ok().map(File::from)));
+        }
+        let Some((_, Some(file))) = &open else { continue };
+        match writer.copy_extent(located.ordinal, file, located.extent.offset, trust) {
+            Ok(()) | Err(WriteError::DigestMismatch { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 fn open_file(cursor: &mut Cursor, path: &[u8]) -> io::Result<OwnedFd> {

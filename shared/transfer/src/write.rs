@@ -34,6 +34,7 @@ use rustix::io::Errno;
 use crate::dirs::{Cursor, chmod_no_follow, list};
 use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Located, MAX_EXTENT_BYTES, Manifest, split};
 use crate::read::fill;
+use crate::runs::Runs;
 use crate::xattrs;
 
 /// How to write.
@@ -264,6 +265,23 @@ impl TreeWriter {
     #[must_use]
     pub fn manifest(&self) -> &Arc<Manifest> {
         &self.manifest
+    }
+
+    /// The extents that are neither put, copied nor omitted.
+    #[must_use]
+    pub fn missing(&self) -> Runs {
+        let mut missing = Runs::new();
+        for ordinal in (0..self.manifest.extent_count()).filter(|ordinal| !self.is_filled(*ordinal)) {
+            // Ascending, so it cannot be refused.
+            _ = missing.insert(ordinal);
+        }
+        missing
+    }
+
+    /// Bytes of content that were put or copied so far.
+    #[must_use]
+    pub fn content_bytes(&self) -> u64 {
+        self.written.content_bytes
     }
 
     /// Leaves out a file, given by its index among the entries, and the hard links to it. Nothing of it may have

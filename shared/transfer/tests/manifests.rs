@@ -293,6 +293,24 @@ fn parts_hold_everything_in_order_and_little_enough() {
     assert!(parts.len() < 60, "{}", parts.len());
 }
 
+#[test]
+fn a_manifest_is_kept_as_the_bytes_that_its_digest_is_made_of() {
+    let entries =
+        vec![root(), entry("a", file(9, &[(0, 5)])), entry("b", symlink(b"a")), entry("c", hard_link("a"))];
+    let manifest = build(entries).unwrap();
+    let bytes = manifest.encode();
+    assert_eq!(*blake3::hash(&bytes).as_bytes(), manifest.tree_digest().0);
+    assert_eq!(bytes.len() as u64, manifest.encoded_bytes());
+    assert_eq!(Manifest::decode(&bytes, Limits::default()), Ok(manifest.clone()));
+    for cut in 0..bytes.len() {
+        // Cut between entries, it is that of a smaller tree, which has another digest.
+        let decoded = Manifest::decode(&bytes[..cut], Limits::default());
+        assert!(decoded.map_or(true, |smaller| smaller.tree_digest() != manifest.tree_digest()), "{cut}");
+    }
+    assert_eq!(Manifest::decode(&[5, 1], Limits::default()), Err(InvalidManifest::CutOff));
+    assert_eq!(Manifest::decode(&[0x80], Limits::default()), Err(InvalidManifest::CutOff));
+}
+
 /// The encoding is that of the wire, byte by byte: it must never change, as digests are made of it.
 #[test]
 fn the_encoding_is_the_canonical_one() {

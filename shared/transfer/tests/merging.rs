@@ -13,7 +13,7 @@ use std::time::Duration;
 use common::{as_nobody, manifest_of, noise, set_mode, set_mtime};
 use gantry_transfer::*;
 use proptest::prelude::*;
-use tempfile::{TempDir, tempdir};
+use tempfile::TempDir;
 
 const OPTIONS: MergeOptions =
     MergeOptions { ownership: WrittenOwnership::Manifest, strict: true, keep_root: false };
@@ -61,8 +61,8 @@ impl Fixture {
         _ = remove_tree(&staged);
         fs::create_dir(&staged).unwrap();
         let mut writer = TreeWriter::new(&staged, manifest.clone(), options).unwrap();
-        let gone = matches.prepare(&target, &mut writer).unwrap();
-        let wanted = matches.wanted(manifest).union(&gone);
+        matches.prepare(&target, &mut writer).unwrap();
+        let wanted = writer.missing();
         let mut reader =
             TreeReader::new(&self.path("from"), manifest.clone(), ReadOptions::default()).unwrap();
         for extent in reader.batches(&wanted).flat_map(Result::unwrap) {
@@ -179,6 +179,41 @@ fn local_extents_that_go_away_are_downloaded_after_all() {
     assert_eq!(fixture.stage(&manifest, &matches, WriteOptions::default()), (3 << 20) + 1);
     merge(&fixture.path("staged"), &fixture.path("target"), &manifest, &matches, OPTIONS).unwrap();
     assert_eq!(fixture.entries("target"), fixture.entries("from"));
+}
+
+#[test]
+fn a_tree_nearly_the_same_is_copied_from_the_other() {
+    for trust in [Trust::Verify, Trust::Trusted] {
+        let fixture = Fixture::new();
+        common::everything(&fixture.path("from"));
+        remove_tree(&fixture.path("target")).unwrap();
+        fs::create_dir(fixture.path("target")).unwrap();
+        common::everything(&fixture.path("target"));
+        fixture.target("a.b/file", "another");
+        fixture.target("large", noise(1, 1 << 20));
+        fs::remove_file(fixture.path("target/very large")).unwrap();
+        let manifest = Arc::new(manifest_of(&fixture.path("from")));
+        let target = fixture.path("target");
+        let matches = local_matches(&target, &manifest, &ScanOptions::default(), None).unwrap();
+
+        fs::create_dir(fixture.path("new")).unwrap();
+        let mut writer =
+            TreeWriter::new(&fixture.path("new"), manifest.clone(), WriteOptions::default()).unwrap();
+        matches.copy_from(&target, &mut writer, trust).unwrap();
+        assert_eq!(writer.missing(), matches.wanted(&manifest));
+        assert_eq!(manifest.bytes_of(&writer.missing()), 20 + (2 << 20) + 17 + (13 << 20));
+        assert_eq!(writer.content_bytes(), manifest.extent_bytes() - manifest.bytes_of(&writer.missing()));
+        let mut reader =
+            TreeReader::new(&fixture.path("from"), manifest.clone(), ReadOptions::default()).unwrap();
+        for extent in reader.batches(&writer.missing()).flat_map(Result::unwrap) {
+            writer.put(extent.ordinal, &extent.data).unwrap();
+        }
+        writer.finish().unwrap();
+
+        assert_eq!(fixture.entries("new"), fixture.entries("from"));
+        let inode = |tree: &str| fixture.path(tree).join("large").metadata().unwrap().ino();
+        assert_ne!(inode("new"), inode("target"));
+    }
 }
 
 #[test]
@@ -338,8 +373,6 @@ fn another_file_system_is_named_as_such() {
 #[test]
 fn somebody_without_rights_merges_into_closed_directories() {
     let fixture = Fixture::new();
-    let other = tempdir().unwrap();
-    drop(other);
     for tree in ["from", "target"] {
         fs::remove_dir(fixture.path(tree)).unwrap();
     }
@@ -361,6 +394,25 @@ fn somebody_without_rights_merges_into_closed_directories() {
         assert_eq!((again.merged.kept, again.merged.replaced), (1, 1));
         assert_eq!(fixture.entries("target"), fixture.entries("from"));
         for tree in ["from", "target", "staged"] {
+            remove_tree(&fixture.path(tree)).unwrap();
+        }
+    });
+}
+
+#[test]
+fn directories_that_may_not_be_entered_are_merged_again_and_again() {
+    let fixture = Fixture::new();
+    fs::remove_dir(fixture.path("target")).unwrap();
+    as_nobody(|| {
+        let manifest = Arc::new(common::closed_directories());
+        fixture.target("a/mine", "mine");
+        for _ in 0..2 {
+            fixture.stage(&manifest, &Matches::default(), WriteOptions::default());
+            merge(&fixture.path("staged"), &fixture.path("target"), &manifest, &Matches::default(), OPTIONS)
+                .unwrap();
+            assert_eq!(fixture.path("target/a").metadata().unwrap().mode() & 0o7777, 0);
+        }
+        for tree in ["target", "staged"] {
             remove_tree(&fixture.path(tree)).unwrap();
         }
     });

@@ -113,6 +113,7 @@ fn a_transfer_that_was_cut_off_anywhere_is_not_finished() {
         for ordinal in (0..6).filter(|ordinal| *ordinal != missing) {
             writer.put(ordinal, &fixture.data(ordinal)).unwrap();
         }
+        assert_eq!(writer.missing().ordinals().collect::<Vec<_>>(), [missing]);
         let Err(WriteError::Missing { path, ordinal }) = writer.finish() else { panic!("finished") };
         assert_eq!(ordinal, missing);
         assert!(fixture.from.path().join(path).is_file());
@@ -207,6 +208,7 @@ fn nothing_leaves_the_directory_even_if_somebody_plants_links() {
     let fixture = Fixture::new();
     let outside = tempdir().unwrap();
     fs::write(outside.path().join("victim"), b"precious").unwrap();
+    set_mode(outside.path(), 0o755); // Unlike that of a directory in the manifest, or it would not show.
     let before = common::listing(outside.path());
 
     // In place of a directory that was made.
@@ -221,11 +223,13 @@ fn nothing_leaves_the_directory_even_if_somebody_plants_links() {
     let fixture = Fixture::new();
     let mut writer = fixture.writer();
     symlink(outside.path().join("victim"), fixture.to.path().join("dir/a")).unwrap();
-    symlink(outside.path().join("new"), fixture.to.path().join("dir/b")).unwrap();
+    fs::hard_link(outside.path().join("victim"), fixture.to.path().join("dir/b")).unwrap();
+    symlink(outside.path().join("new"), fixture.to.path().join("small")).unwrap();
     assert!(matches!(writer.put(0, &fixture.data(0)), Err(WriteError::Io { .. })));
     assert!(matches!(writer.put(1, &fixture.data(1)), Err(WriteError::Io { .. })));
     writer.put(2, &fixture.data(2)).unwrap();
-    writer.copy_file(fixture.entry("small"), &fixture.source("small"), Trust::Verify).unwrap();
+    let copied = writer.copy_file(fixture.entry("small"), &fixture.source("small"), Trust::Verify);
+    assert!(matches!(copied, Err(WriteError::Io { .. })));
     fs::remove_file(fixture.to.path().join("large")).unwrap();
     symlink(outside.path().join("victim"), fixture.to.path().join("large")).unwrap();
     assert!(matches!(writer.put(3, &fixture.data(3)), Err(WriteError::Io { .. })));
@@ -352,6 +356,21 @@ fn somebody_without_rights_writes_trees_with_closed_directories() {
             remove_tree(tree).unwrap();
             assert!(!tree.exists());
         }
+    });
+}
+
+#[test]
+fn directories_get_their_modes_when_nobody_must_enter_them_any_more() {
+    let manifest = Arc::new(as_nobody(common::closed_directories));
+    as_nobody_in_own_dir(|to| {
+        TreeWriter::new(to, manifest.clone(), WriteOptions::default()).unwrap().finish().unwrap();
+        let mode = |path: &Path| path.symlink_metadata().unwrap().mode() & 0o7777;
+        assert_eq!(mode(&to.join("a")), 0);
+        set_mode(&to.join("a"), 0o700);
+        assert_eq!(mode(&to.join("a/b")), 0);
+        set_mode(&to.join("a"), 0);
+        remove_tree(to).unwrap();
+        assert!(!to.exists());
     });
 }
 

@@ -87,8 +87,9 @@ pub fn everything(root: &Path) {
     fs::hard_link(root.join("none"), root.join("z empty link")).unwrap();
     mknodat(CWD, root.join("pipe"), FileType::Fifo, Mode::from_raw_mode(0o640), 0).unwrap();
 
+    let closed = if is_root() { 0o000 } else { 0o400 };
     for (name, mode) in
-        [("a/file", 0o640), ("a-b", 0o4755), ("none", 0o000), ("empty", 0o1777), ("a.b", 0o2750)]
+        [("a/file", 0o640), ("a-b", 0o4755), ("none", closed), ("empty", 0o1777), ("a.b", 0o2750)]
     {
         set_mode(&root.join(name), mode);
     }
@@ -133,6 +134,23 @@ pub fn nobodys_dir() -> tempfile::TempDir {
 /// All names below a directory, with what they are, for comparing what must not change.
 pub fn listing(root: &Path) -> Vec<Entry> {
     manifest_of(root).entries().to_vec()
+}
+
+/// A tree of the caller's, with directories that even the owner may not enter.
+pub fn closed_directories() -> Manifest {
+    let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    let entry = |path: &str, mode, kind| {
+        let path = path.as_bytes().to_vec();
+        Entry { path, mode, uid, gid, mtime_seconds: 1, mtime_nanos: 2, xattrs: vec![], kind }
+    };
+    let entries = [
+        entry("", 0o755, EntryKind::Directory),
+        entry("a", 0, EntryKind::Directory),
+        entry("a/b", 0, EntryKind::Directory),
+        entry("a/b/c", 0, EntryKind::Directory),
+        entry("a/b/file", 0, EntryKind::File { size_bytes: 0, extents: vec![] }),
+    ];
+    Manifest::new(entries, Limits::default()).unwrap()
 }
 
 /// Something in a random tree.
