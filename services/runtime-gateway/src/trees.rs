@@ -5,19 +5,16 @@
 //! what need not be sent what others have.
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use domain::{Digest, VolumeHandle};
 use runtime::{Runtime, RuntimeError};
-use transfer::{Limits, Manifest, ManifestBuilder, ScanOptions};
+use transfer::{Limits, Manifest, ScanOptions};
 
 /// Most bytes of manifests, encoded, that are held in memory.
 const MEMORY: u64 = 64 << 20;
-/// Largest encoded entry that is read back.
-const MAX_ENTRY: u64 = 64 << 20;
 
 /// Manifests of complete volumes on this worker.
 pub(crate) struct Trees {
@@ -164,57 +161,25 @@ pub(crate) async fn blocking<T: Send + 'static>(
         .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))
 }
 
-/// The team, then each entry, each with its length before it; then the digest of the tree.
+/// The digest of the tree, the team with its length before it, then the entries.
 fn save(path: &Path, team: &str, manifest: &Manifest) -> io::Result<()> {
     let temporary = path.with_extension("tmp");
-    let mut file = BufWriter::new(File::create(&temporary)?);
-    write_framed(&mut file, team.as_bytes())?;
-    for entry in manifest.entries() {
-        write_framed(&mut file, &entry.encode())?;
-    }
-    write_framed(&mut file, b"")?;
-    file.write_all(manifest.tree_digest().as_bytes())?;
-    file.into_inner().map_err(io::IntoInnerError::into_error)?;
+    let length = u8::try_from(team.len()).map_err(io::Error::other)?;
+    let file = [manifest.tree_digest().as_bytes(), &[length], team.as_bytes(), &manifest.encode()].concat();
+    std::fs::write(&temporary, file)?;
     std::fs::rename(temporary, path)
 }
 
 fn load(path: &Path) -> io::Result<(String, Manifest)> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
-    let mut file = BufReader::new(File::open(path)?);
-    let team = String::from_utf8(read_framed(&mut file)?).map_err(|_| malformed())?;
-    let mut builder = ManifestBuilder::new(Limits::default());
-    loop {
-        let entry = read_framed(&mut file)?;
-        if entry.is_empty() {
-            break;
-        }
-        builder.push_encoded(&entry).map_err(|_| malformed())?;
-    }
-    let mut digest = [0; 32];
-    file.read_exact(&mut digest)?;
-    let manifest = builder.finish().map_err(|_| malformed())?;
-    if manifest.tree_digest() != Digest(digest) {
+    let file = std::fs::read(path)?;
+    let (digest, rest) = file.split_at_checked(32).ok_or_else(malformed)?;
+    let (length, rest) = rest.split_first().ok_or_else(malformed)?;
+    let (team, entries) = rest.split_at_checked(usize::from(*length)).ok_or_else(malformed)?;
+    let team = String::from_utf8(team.to_vec()).map_err(|_| malformed())?;
+    let manifest = Manifest::decode(entries, Limits::default()).map_err(|_| malformed())?;
+    if manifest.tree_digest().as_bytes() != digest {
         return Err(malformed());
     }
     Ok((team, manifest))
-}
-
-fn write_framed(file: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
-    file.write_all(&u64::try_from(bytes.len()).unwrap_or(u64::MAX).to_le_bytes())?;
-    file.write_all(bytes)
-}
-
-fn read_framed(file: &mut impl Read) -> io::Result<Vec<u8>> {
-    let mut length = [0; 8];
-    file.read_exact(&mut length)?;
-    let length = u64::from_le_bytes(length);
-    if length > MAX_ENTRY {
-        return Err(io::ErrorKind::InvalidData.into());
-    }
-    let mut bytes = Vec::new();
-    file.take(length).read_to_end(&mut bytes)?;
-    if u64::try_from(bytes.len()).ok() != Some(length) {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    Ok(bytes)
 }

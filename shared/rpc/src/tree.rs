@@ -91,11 +91,11 @@ mod tests {
         };
         let entries = vec![
             entry("", EntryKind::Directory),
-            entry("d", EntryKind::Device { kind: DeviceKind::Block, major: 8, minor: 1 }),
-            entry("f", EntryKind::File { size: 1 << 40, extents: vec![extent] }),
+            bare("d", EntryKind::Device { kind: DeviceKind::Block, major: 8, minor: 1 }),
+            entry("f", EntryKind::File { size_bytes: 1 << 40, extents: vec![extent] }),
             link,
-            entry("p", EntryKind::Fifo),
-            Entry { mode: 0, ..bare("s", EntryKind::Symlink { to: b"../\xff".to_vec() }) },
+            bare("p", EntryKind::Fifo),
+            Entry { mode: 0, ..bare("s", EntryKind::Symlink { target: b"../\xff".to_vec() }) },
         ];
         for entry in &entries {
             let generated = pb::Entry::decode(Bytes::from(entry.encode())).expect("the same message");
