@@ -1,6 +1,9 @@
 //! The host runtime, on this machine.
 
 mod host {
+    mod inside;
+    mod leftovers;
+    mod speed;
     pub(crate) mod subject;
 }
 

@@ -31,12 +31,18 @@ pub(crate) fn config(dir: &Path) -> HostConfig {
 impl HostSubject {
     /// `None` where this machine cannot run containers.
     pub(crate) fn new() -> Option<Self> {
+        Self::with_spool(SPOOL)
+    }
+
+    /// With spools of so many bytes.
+    pub(crate) fn with_spool(spool_bytes: u64) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             eprintln!("not applicable: the effective user is not root");
             return None;
         }
         let dir = tempfile::tempdir().expect("a directory");
-        let runtime = HostRuntime::open(config(dir.path())).expect("open the runtime");
+        let config = HostConfig { spool_bytes, ..config(dir.path()) };
+        let runtime = HostRuntime::open(config).expect("open the runtime");
         Some(Self { runtime: Some(runtime), dir })
     }
 

@@ -132,6 +132,7 @@ impl Init {
     fn run(&self) -> io::Result<Infallible> {
         // SAFETY: nothing else in this process owns it.
         let supervisor = unsafe { OwnedFd::from_raw_fd(self.supervisor) };
+        close_all_but(self.supervisor)?;
         let signals = block_signals()?;
         let (failure, failed) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         // SAFETY: this process has one thread.
@@ -228,6 +229,18 @@ impl Init {
         }
         failure
     }
+}
+
+/// Closes what is left of the supervisor's and of libcontainer's: closing at an exec is not enough for who never execs.
+fn close_all_but(kept: RawFd) -> io::Result<()> {
+    let kept = kept.unsigned_abs();
+    for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)] {
+        // SAFETY: nothing in this process uses any of these again.
+        if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
 }
 
 /// Keeps every signal for the descriptor that it returns.

@@ -1,8 +1,8 @@
 //! System calls that a container may make: the list of the common engines' default profile, by name, and nothing else.
 //!
-//! Two filters, of which the stricter answer counts. The first says `ENOSYS` to `clone3`, whose flags a filter cannot see, and
-//! to calls newer than this list, so that libraries fall back to what they used before. The second allows what is listed and
-//! says `EPERM` to the rest. Only the machine's native calling convention is allowed.
+//! Two filters, of which the stricter answer counts, and between equals that of the later one. The first allows what is listed
+//! and says `EPERM` to the rest. The second says `ENOSYS` to `clone3`, whose flags a filter cannot see, and to calls newer than
+//! the list, so that libraries fall back to what they used before. Only the machine's native calling convention is allowed.
 
 use std::collections::BTreeMap;
 
@@ -78,7 +78,7 @@ pub(super) fn filters() -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     let architecture = TargetArch::try_from(std::env::consts::ARCH)?;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     rules.extend(ALLOWED.iter().chain(LEGACY).map(|call| (*call, Vec::new())));
-    // Allowed here, so that the first filter's answer counts.
+    // Allowed here, so that the second filter's answer counts.
     rules.insert(libc::SYS_clone3, Vec::new());
 
     let only = |argument, operator, value| {
@@ -97,7 +97,7 @@ pub(super) fn filters() -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
 
     let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     let listed = SeccompFilter::new(rules, refused, SeccompAction::Allow, architecture)?;
-    Ok(vec![unknown(), listed.try_into()?])
+    Ok(vec![listed.try_into()?, unknown()])
 }
 
 /// `ENOSYS` for `clone3` and for what is newer than the list.
