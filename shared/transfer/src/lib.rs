@@ -1,1 +1,69 @@
-//! To come.
+//! Bytes in and out of directories.
+//!
+//! A directory travels as a [`Manifest`], which lists its entries with the digest of each extent of content, followed
+//! by only the extents that the receiver lacks. This crate turns directories into manifests and content, and back; how
+//! both travel is the business of its callers, the gateways and the command line.
+//!
+//! ```text
+//! sender                                          receiver
+//! scan(root) ──▶ Manifest ── entries, digest ──▶ ManifestBuilder ──▶ Manifest
+//!                                                     │ which extents are here already?
+//! TreeReader ◀───────────── Runs of ordinals ─────────┘ (local_matches, or an index of extents)
+//!     └──────────── (ordinal, content) … ───────▶ TreeWriter::put …, finish
+//! ```
+//!
+//! ```no_run
+//! use std::{path::Path, sync::Arc};
+//! use gantry_transfer::*;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let scan = scan(Path::new("from"), &ScanOptions::default(), None)?;
+//! let manifest = Arc::new(scan.manifest);
+//! let mut reader = TreeReader::new(Path::new("from"), manifest.clone(), ReadOptions::default())?;
+//! let mut writer = TreeWriter::new(Path::new("to"), manifest.clone(), WriteOptions::default())?;
+//! for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+//!     for extent in batch? {
+//!         writer.put(extent.ordinal, &extent.data)?;
+//!     }
+//! }
+//! writer.finish()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Everything here blocks: async callers run it in threads of their own. Types that do work own what they need, so
+//! they may move from one blocking call to the next.
+//!
+//! Invariant: nothing in a tree or a manifest, whoever made it, leads to a path outside of the directory that the
+//! caller named. Manifests are validated before they exist ([`ManifestBuilder`]), and the file system is reached from the
+//! root's descriptor only, one component at a time, never through a symbolic link.
+
+mod cache;
+mod dirs;
+mod encoding;
+mod manifest;
+mod merge;
+mod read;
+mod remove;
+mod runs;
+mod scan;
+mod write;
+mod xattrs;
+
+pub use cache::{CacheFault, Loaded, SaveError, StatCache};
+pub use manifest::{
+    DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Located, MAX_EXTENT_BYTES,
+    MAX_FILE_BYTES, MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES,
+    MAX_XATTRS_BYTES, Manifest, ManifestBuilder, Xattr, compare_paths,
+};
+pub use merge::{Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, replace};
+pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};
+pub use remove::{RemoveError, remove_tree};
+pub use runs::{InvalidRun, Runs};
+pub use scan::{
+    Exclude, OtherFileSystems, Problem, ProblemKind, Progress, Scan, ScanError, ScanOptions,
+    ScannedOwnership, scan,
+};
+pub use write::{
+    LeftOut, LeftOutKind, TreeWriter, Trust, Verified, WriteError, WriteOptions, Written, WrittenOwnership,
+};

@@ -1,0 +1,140 @@
+//! How long a tree of 10,000 files and 1 GiB takes, next to `tar c | tar x`.
+//!
+//! `cargo bench -p gantry-transfer` makes it in `/dev/shm` (or where `GANTRY_BENCH_DIR` says), so that no disk is
+//! measured, and prints the best of some rounds in milliseconds.
+#![allow(clippy::print_stdout)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gantry_transfer::{
+    Manifest, ReadOptions, Runs, ScanOptions, StatCache, TreeReader, TreeWriter, WriteOptions, scan,
+};
+
+const FILES: usize = 10_000;
+const BYTES: usize = 1 << 30;
+const ROUNDS: usize = 5;
+
+fn main() {
+    // `cargo test --all-targets` runs this too.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        return;
+    }
+    let parent =
+        std::env::var_os("GANTRY_BENCH_DIR").map_or_else(|| PathBuf::from("/dev/shm"), PathBuf::from);
+    let dir = tempfile::tempdir_in(parent).expect("a place for the tree");
+    let from = dir.path().join("from");
+    let to = dir.path().join("to");
+    make(&from);
+
+    let options = ScanOptions { settle: Duration::ZERO, ..ScanOptions::default() };
+    report("scan without cache", || {}, || _ = scan(&from, &options, None).expect("scan"));
+
+    let mut cache = StatCache::new();
+    let scanned = scan(&from, &options, Some(&mut cache)).expect("scan");
+    report("scan with cache", || {}, || _ = scan(&from, &options, Some(&mut cache)).expect("scan"));
+    let saved = dir.path().join("cache");
+    report("save cache", || {}, || cache.save(&saved).expect("save"));
+    report("load cache", || {}, || assert_eq!(StatCache::load(&saved).cache.len(), FILES));
+
+    let manifest = Arc::new(scanned.manifest);
+    let clear = || {
+        _ = fs::remove_dir_all(&to);
+        fs::create_dir(&to).expect("a directory");
+    };
+    report(
+        "read",
+        || {},
+        || {
+            let mut reader =
+                TreeReader::new(&from, manifest.clone(), ReadOptions::default()).expect("reader");
+            let all = Runs::all(manifest.extent_count());
+            let bytes: usize = reader.batches(&all).map(|batch| batch.expect("batch").len()).sum();
+            assert!(bytes > 0);
+        },
+    );
+    report("read and write, one thread", clear, || copy(&from, &to, &manifest));
+    report("read and write, two threads", clear, || copy_with_reader(&from, &to, &manifest));
+    report("scan, read and write", clear, || {
+        let manifest = Arc::new(scan(&from, &options, None).expect("scan").manifest);
+        copy_with_reader(&from, &to, &manifest);
+    });
+    report("scan with cache, read and write", clear, || {
+        let manifest = Arc::new(scan(&from, &options, Some(&mut cache)).expect("scan").manifest);
+        copy_with_reader(&from, &to, &manifest);
+    });
+    report("tar c | tar x", clear, || {
+        let status = Command::new("sh")
+            .args(["-c", "tar -C \"$1\" -cf - . | tar -C \"$2\" -xf -", "sh"])
+            .args([&from, &to])
+            .status();
+        assert!(status.expect("tar").success());
+    });
+}
+
+fn copy(from: &Path, to: &Path, manifest: &Arc<Manifest>) {
+    let mut reader = TreeReader::new(from, manifest.clone(), ReadOptions::default()).expect("reader");
+    let mut writer = TreeWriter::new(to, manifest.clone(), WriteOptions::default()).expect("writer");
+    for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+        for extent in batch.expect("batch") {
+            writer.put(extent.ordinal, &extent.data).expect("put");
+        }
+    }
+    writer.finish().expect("finish");
+}
+
+/// Reads and verifies in one thread, and writes in another.
+fn copy_with_reader(from: &Path, to: &Path, manifest: &Arc<Manifest>) {
+    let (batches, received) = sync_channel(8);
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut reader = TreeReader::new(from, manifest.clone(), ReadOptions::default()).expect("reader");
+            for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+                let verify = |extent: gantry_transfer::ExtentData| {
+                    manifest.verify(extent.ordinal, extent.data).expect("digest")
+                };
+                let verified: Vec<_> = batch.expect("batch").into_iter().map(verify).collect();
+                batches.send(verified).expect("writer");
+            }
+        });
+        let mut writer = TreeWriter::new(to, manifest.clone(), WriteOptions::default()).expect("writer");
+        for extent in received.iter().flatten() {
+            writer.put_verified(&extent).expect("put");
+        }
+        writer.finish().expect("finish");
+    });
+}
+
+fn report(what: &str, prepare: impl Fn(), mut run: impl FnMut()) {
+    let time = |_| {
+        prepare();
+        let start = Instant::now();
+        run();
+        start.elapsed()
+    };
+    let best = (0..ROUNDS).map(time).min().unwrap_or_default();
+    println!("{what:>34}: {:8.1} ms", best.as_secs_f64() * 1e3);
+}
+
+/// Half of each file is noise and half is text.
+fn make(root: &Path) {
+    let size = BYTES / FILES;
+    let mut content = vec![0; size];
+    for (index, byte) in content.iter_mut().enumerate() {
+        *byte = b"all work and no play "[index % 21];
+    }
+    for directory in 0..100 {
+        let directory_path = root.join(format!("dir-{directory:03}"));
+        fs::create_dir_all(&directory_path).expect("a directory");
+        for file in 0..FILES / 100 {
+            let seed = (directory * FILES + file) as u64;
+            blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut content[..size / 2]);
+            fs::write(directory_path.join(format!("file-{file:04}")), &content).expect("a file");
+        }
+    }
+}

@@ -1,0 +1,558 @@
+//! Bringing a tree that was written to where it is wanted.
+//!
+//! The command line downloads into a staging directory on the same file system, and then either [`replace`]s the
+//! target as a whole or [`merge`]s into it. What the target has already need not be downloaded:
+//!
+//! ```text
+//! local_matches(target) ──▶ Matches ── wanted() ──▶ download the rest
+//!                              │ prepare(target, writer): leave out whole files, copy single extents
+//!                              └──▶ merge(staged, target): rename new files, fix metadata of kept ones
+//! ```
+//!
+//! Invariants:
+//!
+//! - A reader of the target sees each file as it was or as it is to be, never in between.
+//! - No symbolic link in the target is followed: one that stands where a directory is needed is replaced.
+//! - What the manifest does not name stays. A directory that is not empty is never removed to make room for a file;
+//!   that is found out before anything is changed.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, fstat, linkat, mkdirat, openat, renameat,
+    renameat_with, statat, unlinkat,
+};
+use rustix::io::Errno;
+
+use crate::cache::StatCache;
+use crate::dirs::{Cursor, list, make_workable, type_of};
+use crate::manifest::{Entry, EntryKind, Extent, Manifest, split};
+use crate::remove::{RemoveError, remove_tree};
+use crate::runs::Runs;
+use crate::scan::{ScanError, ScanOptions, ScannedOwnership, scan};
+use crate::write::{LeftOut, Metadata, TreeWriter, Trust, WriteError, WrittenOwnership, caller};
+use crate::xattrs;
+
+/// What a target has already of a tree.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Matches {
+    /// Files that may stay where they are, as indices of entries: their content is right.
+    kept: BTreeSet<usize>,
+    /// Extents of these.
+    kept_extents: Runs,
+    /// Extents of other files that stand at the same place of the same path.
+    local_extents: Runs,
+}
+
+impl Matches {
+    /// Files that stay where they are, as indices of entries.
+    pub fn kept(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
+        self.kept.iter().copied()
+    }
+
+    /// Extents that need not be downloaded, because their files stay.
+    #[must_use]
+    pub fn kept_extents(&self) -> &Runs {
+        &self.kept_extents
+    }
+
+    /// Extents that need not be downloaded, because they can be copied from the target.
+    #[must_use]
+    pub fn local_extents(&self) -> &Runs {
+        &self.local_extents
+    }
+
+    /// Extents that must be downloaded.
+    #[must_use]
+    pub fn wanted(&self, manifest: &Manifest) -> Runs {
+        self.kept_extents.union(&self.local_extents).complement(manifest.extent_count())
+    }
+
+    /// Tells a writer of the same manifest what stays where it is, and copies what can be copied from `target`.
+    ///
+    /// What is needed but has gone from the target meanwhile is not copied; [`TreeWriter::missing`] then names it.
+    ///
+    /// # Errors
+    ///
+    /// The staging directory cannot be written.
+    pub fn prepare(&self, target: &Path, writer: &mut TreeWriter) -> Result<(), WriteError> {
+        self.kept.iter().for_each(|entry| writer.omit(*entry));
+        copy_extents(&self.local_extents, target, writer, Trust::Verify)
+    }
+
+    /// Copies everything that matches from `source`, the directory that was searched, for a tree that is to stand on
+    /// its own: a new volume that is nearly the same as another. Blocks are shared where the file system can do that.
+    ///
+    /// What has gone or changed meanwhile is not copied; [`TreeWriter::missing`] then names it.
+    ///
+    /// # Errors
+    ///
+    /// The staging directory cannot be written.
+    pub fn copy_from(&self, source: &Path, writer: &mut TreeWriter, trust: Trust) -> Result<(), WriteError> {
+        let manifest = writer.manifest().clone();
+        let Ok(mut cursor) = Cursor::through(source) else { return Ok(()) };
+        for index in self.kept() {
+            let Ok(file) = open_file(&mut cursor, &manifest.entries()[index].path) else { continue };
+            match writer.copy_file(index, &file.into(), trust) {
+                Ok(()) | Err(WriteError::DigestMismatch { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        copy_extents(&self.local_extents, source, writer, trust)
+    }
+}
+
+/// Copies extents from the same places of the same paths below `source`, as far as they are there.
+fn copy_extents(
+    ordinals: &Runs,
+    source: &Path,
+    writer: &mut TreeWriter,
+    trust: Trust,
+) -> Result<(), WriteError> {
+    let manifest = writer.manifest().clone();
+    let Ok(mut cursor) = Cursor::through(source) else { return Ok(()) };
+    let mut open: Option<(usize, Option<File>)> = None;
+    for located in ordinals.runs().flat_map(|run| manifest.extents_in(run)) {
+        if open.as_ref().is_none_or(|(entry, _)| *entry != located.entry) {
+            let opened = open_file(&mut cursor, &manifest.entries()[located.entry].path);
+            open = Some((located.entry, opened.ok().map(File::from)));
+        }
+        let Some((_, Some(file))) = &open else { continue };
+        match writer.copy_extent(located.ordinal, file, located.extent.offset, trust) {
+            Ok(()) | Err(WriteError::DigestMismatch { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn open_file(cursor: &mut Cursor, path: &[u8]) -> io::Result<OwnedFd> {
+    let (parent, name) = split(path);
+    let directory = cursor.go(parent)?;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = openat(&directory, name, flags, Mode::empty())?;
+    if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::RegularFile {
+        return Err(Errno::INVAL.into());
+    }
+    Ok(file)
+}
+
+/// Finds out what of `manifest` stands at the same paths below `target` already.
+///
+/// Files are read, unless `cache` knows them. Of `options`, ownership and what to exclude are not regarded. A target
+/// that does not exist has nothing.
+///
+/// # Errors
+///
+/// The target cannot be read, or the search was told to stop.
+pub fn local_matches(
+    target: &Path,
+    manifest: &Manifest,
+    options: &ScanOptions<'_>,
+    cache: Option<&mut StatCache>,
+) -> Result<Matches, ScanError> {
+    let is_foreign = |path: &Path, _| {
+        use std::os::unix::ffi::OsStrExt;
+        manifest.find(path.as_os_str().as_bytes()).is_none()
+    };
+    let options = ScanOptions { ownership: ScannedOwnership::Keep, exclude: Some(&is_foreign), ..*options };
+    let there = match scan(target, &options, cache) {
+        Ok(there) => there,
+        Err(ScanError::Root(error)) if error.kind() == io::ErrorKind::NotFound => {
+            return Ok(Matches::default());
+        }
+        Err(error) => return Err(error),
+    };
+    let changed: BTreeSet<&Path> = there.problems.iter().map(|problem| problem.path.as_path()).collect();
+    let mut cursor = Cursor::through(target).map_err(ScanError::Root)?;
+
+    let mut matches = Matches::default();
+    for (index, entry) in manifest.entries().iter().enumerate() {
+        let EntryKind::File { size_bytes, extents } = &entry.kind else { continue };
+        let Some((size_there, extents_there)) = content_at(&there.manifest, &entry.path) else { continue };
+        if changed.contains(entry.path()) {
+            continue;
+        }
+        if size_there == *size_bytes && extents_there == extents && may_stay(&mut cursor, &entry.path) {
+            matches.kept.insert(index);
+            for ordinal in manifest.ordinals_of(index) {
+                // Ascending, so it cannot be refused.
+                _ = matches.kept_extents.insert(ordinal);
+            }
+            continue;
+        }
+        for (ordinal, extent) in manifest.ordinals_of(index).zip(extents) {
+            let same = extents_there.binary_search_by_key(&extent.offset, |there| there.offset);
+            if same.is_ok_and(|same| extents_there[same] == *extent) {
+                // Ascending, so it cannot be refused.
+                _ = matches.local_extents.insert(ordinal);
+            }
+        }
+    }
+    Ok(matches)
+}
+
+/// Size and extents of the file at a path, if there is one.
+fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Extent])> {
+    match &manifest.entries()[manifest.find(path)?].kind {
+        EntryKind::File { size_bytes, extents } => Some((*size_bytes, extents)),
+        EntryKind::HardLink { to } => content_at(manifest, to),
+        _ => None,
+    }
+}
+
+/// Whether metadata of the file at a path can be changed without changing another: it has one name, and is ours.
+fn may_stay(cursor: &mut Cursor, path: &[u8]) -> bool {
+    let (parent, name) = split(path);
+    let Ok(directory) = cursor.go(parent) else { return false };
+    let Ok(stat) = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
+    let (uid, _) = caller();
+    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+        && stat.st_nlink == 1
+        && (uid.is_root() || stat.st_uid == uid.as_raw())
+}
+
+/// How to merge.
+#[derive(Debug, Clone, Copy)]
+pub struct MergeOptions {
+    /// To whom kept files and directories belong: as it was for the writer.
+    pub ownership: WrittenOwnership,
+    /// Whether attributes that are not permitted are an error: as it was for the writer.
+    pub strict: bool,
+    /// Whether the target itself, if it is there already, keeps its mode, owner and times.
+    pub keep_root: bool,
+}
+
+/// A tree that was merged.
+#[derive(Debug, Default)]
+pub struct Merged {
+    /// Files and others that were put in place.
+    pub replaced: u64,
+    /// Files that stayed, with their metadata put right.
+    pub kept: u64,
+    /// Attributes that were left out.
+    pub left_out: Vec<LeftOut>,
+}
+
+/// A tree cannot be merged.
+#[derive(Debug, thiserror::Error)]
+pub enum MergeError {
+    /// A directory that is not empty stands where something else belongs. Nothing was changed.
+    #[error("a directory stands at {path:?}")]
+    DirectoryInTheWay {
+        /// The entry.
+        path: PathBuf,
+    },
+    /// A file is neither staged nor kept, or a kept one has gone meanwhile.
+    #[error("{path:?} is missing")]
+    Missing {
+        /// The entry.
+        path: PathBuf,
+    },
+    /// The staging directory is not on the file system of the target.
+    #[error("{path:?} is on another file system than the staged tree")]
+    OtherFileSystem {
+        /// The entry.
+        path: PathBuf,
+    },
+    /// Something else failed. What was put in place stays; merging again is safe once the tree is staged again.
+    #[error("cannot put {path:?} in place")]
+    Io {
+        /// The entry.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl MergeError {
+    fn new(entry: &Entry, source: io::Error) -> Self {
+        let path = entry.path().to_owned();
+        match Errno::from_io_error(&source) {
+            Some(Errno::XDEV) => Self::OtherFileSystem { path },
+            Some(Errno::NOTEMPTY | Errno::EXIST) => Self::DirectoryInTheWay { path },
+            _ => Self::Io { path, source },
+        }
+    }
+}
+
+/// Moves the tree that was written to `staged` into `target`.
+///
+/// Paths of the manifest are replaced, one by one, each atomically; others are kept. Files that `matches` says stay get
+/// their metadata. What is left of `staged` is the caller's to remove. A target that is not there is made.
+///
+/// # Errors
+///
+/// See [`MergeError`].
+pub fn merge(
+    staged: &Path,
+    target: &Path,
+    manifest: &Manifest,
+    matches: &Matches,
+    options: MergeOptions,
+) -> Result<Merged, MergeError> {
+    let root = &manifest.entries()[0];
+    let failed = |error: io::Error| MergeError::new(root, error);
+    let made = match mkdirat(CWD, target, Mode::RWXU) {
+        Ok(()) => true,
+        Err(Errno::EXIST) => false,
+        Err(error) => return Err(failed(error.into())),
+    };
+    let metadata = Metadata { ownership: options.ownership, strict: options.strict, caller: caller() };
+    let mut merge = Merge {
+        manifest,
+        matches,
+        staged: Cursor::through(staged).map_err(failed)?,
+        target: Cursor::through(target).map_err(failed)?,
+        links: Cursor::through(target).map_err(failed)?,
+        metadata,
+        merged: Merged::default(),
+    };
+    merge.look_for_directories()?;
+
+    make_workable(merge.staged.root(), b".").map_err(|error| failed(error.into()))?;
+    if made || !options.keep_root {
+        make_workable(merge.target.root(), b".").map_err(|error| failed(error.into()))?;
+    }
+    for (index, entry) in manifest.entries().iter().enumerate().skip(1) {
+        merge.place(index, entry)?;
+    }
+    let directories = manifest.entries().iter().rev().filter(|entry| entry.is_directory());
+    for entry in directories.filter(|entry| made || !options.keep_root || !entry.path.is_empty()) {
+        merge.complete_directory(entry)?;
+    }
+    Ok(merge.merged)
+}
+
+struct Merge<'a> {
+    manifest: &'a Manifest,
+    matches: &'a Matches,
+    staged: Cursor,
+    target: Cursor,
+    /// Where hard links point to, in the target.
+    links: Cursor,
+    metadata: Metadata,
+    merged: Merged,
+}
+
+impl Merge<'_> {
+    /// Refuses to begin if a directory would have to be removed for something that is none.
+    fn look_for_directories(&mut self) -> Result<(), MergeError> {
+        for entry in self.manifest.entries().iter().filter(|entry| !entry.is_directory()) {
+            let (parent, name) = split(&entry.path);
+            // What cannot be reached is not there, or its parent is going to be replaced.
+            let Ok(directory) = self.target.go(parent) else { continue };
+            if type_of(&directory, name).ok().flatten() == Some(FileType::Directory)
+                && !is_empty_directory(&directory, name)
+            {
+                return Err(MergeError::DirectoryInTheWay { path: entry.path().to_owned() });
+            }
+        }
+        Ok(())
+    }
+
+    fn place(&mut self, index: usize, entry: &Entry) -> Result<(), MergeError> {
+        let failed = |error: io::Error| MergeError::new(entry, error);
+        let (parent, name) = split(&entry.path);
+        let directory = self.target.go(parent).map_err(failed)?;
+        let staged = self.staged.go(parent).map_err(failed)?;
+        match &entry.kind {
+            EntryKind::Directory => {
+                place_directory(&directory, name).map_err(|error| failed(error.into()))?;
+                make_workable(&staged, name).map_err(|error| failed(error.into()))
+            }
+            EntryKind::File { .. } if self.matches.kept.contains(&index) => self.keep(entry),
+            EntryKind::HardLink { to } if self.is_kept(to) => {
+                let (parent, target) = split(to);
+                let from = self.links.go(parent).map_err(failed)?;
+                self.merged.replaced += 1;
+                link_over(&from, target, &directory, name).map_err(|error| failed(error.into()))
+            }
+            EntryKind::Device { .. } if type_of(&staged, name).is_ok_and(|there| there.is_none()) => {
+                Ok(()) // The writer left it out.
+            }
+            _ => {
+                if type_of(&directory, name).map_err(|error| failed(error.into()))?
+                    == Some(FileType::Directory)
+                {
+                    // It was empty, and still is, or this fails.
+                    unlinkat(&directory, name, AtFlags::REMOVEDIR).map_err(|error| failed(error.into()))?;
+                }
+                match renameat(&staged, name, &directory, name) {
+                    Ok(()) => self.merged.replaced += 1,
+                    Err(Errno::NOENT) => return Err(MergeError::Missing { path: entry.path().to_owned() }),
+                    Err(error) => return Err(failed(error.into())),
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn is_kept(&self, path: &[u8]) -> bool {
+        self.manifest.find(path).is_some_and(|index| self.matches.kept.contains(&index))
+    }
+
+    /// Puts right the metadata of a file that stays.
+    fn keep(&mut self, entry: &Entry) -> Result<(), MergeError> {
+        let file = open_file(&mut self.target, &entry.path)
+            .map_err(|_| MergeError::Missing { path: entry.path().to_owned() })?;
+        self.merged.kept += 1;
+        self.complete(entry, &file)
+    }
+
+    fn complete_directory(&mut self, entry: &Entry) -> Result<(), MergeError> {
+        let directory = self.target.go(&entry.path).map_err(|error| MergeError::new(entry, error))?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = openat(&directory, ".", flags, Mode::empty());
+        self.complete(entry, &directory.map_err(|error| MergeError::new(entry, error.into()))?)
+    }
+
+    fn complete(&mut self, entry: &Entry, file: &OwnedFd) -> Result<(), MergeError> {
+        let done = xattrs::remove_others(file, !entry.is_directory(), &entry.xattrs)
+            .and_then(|()| self.metadata.apply(entry, file, &mut self.merged.left_out));
+        done.map_err(|error| MergeError::new(entry, error.into()))
+    }
+}
+
+fn is_empty_directory(directory: &OwnedFd, name: &[u8]) -> bool {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let names =
+        openat(directory, name, flags, Mode::empty()).and_then(|opened| list(&opened, &mut Vec::new()));
+    names.is_ok_and(|names| names.is_empty())
+}
+
+/// Sees to it that a directory stands at a name, and can be worked in.
+fn place_directory(directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
+    match type_of(directory, name)? {
+        Some(FileType::Directory) => return make_workable(directory, name),
+        Some(_) => unlinkat(directory, name, AtFlags::empty())?,
+        None => {}
+    }
+    mkdirat(directory, name, Mode::RWXU)
+}
+
+/// Makes a hard link, in place of what stands there.
+fn link_over(from: &OwnedFd, target: &[u8], directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
+    if type_of(directory, name)? == Some(FileType::Directory) {
+        unlinkat(directory, name, AtFlags::REMOVEDIR)?;
+    }
+    let new = loop {
+        let new = unused_name();
+        match linkat(from, target, directory, &new, AtFlags::empty()) {
+            Ok(()) => break new,
+            Err(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+    };
+    let renamed = renameat(directory, &new, directory, name);
+    // If it fails, or both are the same file, the new name is still there.
+    match unlinkat(directory, &new, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => renamed,
+        Err(error) => renamed.and(Err(error)),
+    }
+}
+
+/// A name that nobody else uses, most likely.
+fn unused_name() -> String {
+    static NAMES: AtomicU64 = AtomicU64::new(0);
+    format!(".gantry-{}-{}", std::process::id(), NAMES.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A directory cannot be replaced.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplaceError {
+    /// The staging directory is not on the file system of the target. Nothing was changed.
+    #[error("the staged tree is on another file system than the target")]
+    OtherFileSystem,
+    /// It cannot be renamed. Nothing was changed.
+    #[error("cannot rename the staged tree")]
+    Rename(#[source] io::Error),
+    /// It was replaced, but what was there before cannot be removed.
+    #[error("cannot remove what was replaced")]
+    OldRemains(#[from] RemoveError),
+}
+
+/// Puts the tree that was written to `staged` in the place of whatever stands at `target`, which is then removed.
+///
+/// Where the file system can do it, there is no moment without a target. Staged best right next to it: moving a
+/// directory elsewhere takes the right to change it. If `target` is a symbolic link, the link is replaced.
+///
+/// # Errors
+///
+/// See [`ReplaceError`].
+pub fn replace(staged: &Path, target: &Path) -> Result<(), ReplaceError> {
+    let failed = |error: Errno| match error {
+        Errno::XDEV => ReplaceError::OtherFileSystem,
+        error => ReplaceError::Rename(error.into()),
+    };
+    match renameat_with(CWD, staged, CWD, target, RenameFlags::EXCHANGE) {
+        Ok(()) => return Ok(remove_tree(staged)?),
+        Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
+        Err(error) => return Err(failed(error)),
+    }
+    replace_in_two_steps(staged, target).map_err(failed)?.map_or(Ok(()), |old| Ok(remove_tree(&old)?))
+}
+
+/// Moves the target aside, if there is one, and the staged tree into its place. Returns where the old one is.
+fn replace_in_two_steps(staged: &Path, target: &Path) -> Result<Option<PathBuf>, Errno> {
+    let old = target.with_file_name(unused_name());
+    let moved = match renameat(CWD, target, CWD, &old) {
+        Ok(()) => true,
+        Err(Errno::NOENT) => false,
+        Err(error) => return Err(error),
+    };
+    if let Err(error) = renameat(CWD, staged, CWD, target) {
+        if moved {
+            renameat(CWD, &old, CWD, target)?;
+        }
+        return Err(error);
+    }
+    Ok(moved.then_some(old))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use tempfile::tempdir;
+
+    use super::*;
+
+    /// What happens on file systems that cannot exchange.
+    #[test]
+    fn replacing_in_two_steps_gives_the_old_one_back_if_it_fails() {
+        let dir = tempdir().unwrap();
+        let (staged, target) = (dir.path().join("staged"), dir.path().join("target"));
+        fs::create_dir(&staged).unwrap();
+
+        assert_eq!(replace_in_two_steps(&staged, &target), Ok(None));
+        fs::write(target.join("old"), "x").unwrap();
+
+        assert_eq!(replace_in_two_steps(&staged, &target), Err(Errno::NOENT));
+        assert!(target.join("old").exists());
+
+        fs::create_dir(&staged).unwrap();
+        let old = replace_in_two_steps(&staged, &target).unwrap().unwrap();
+        assert!(old.join("old").exists());
+        assert_eq!(fs::read_dir(&target).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn linking_over_the_same_file_leaves_nothing_behind() {
+        let dir = tempdir().unwrap();
+        fs::write(dir.path().join("a"), "x").unwrap();
+        let cursor = Cursor::through(dir.path()).unwrap();
+        for _ in 0..2 {
+            link_over(cursor.root(), b"a", cursor.root(), b"b").unwrap();
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+        }
+        assert!(link_over(cursor.root(), b"missing", cursor.root(), b"b").is_err());
+        assert_eq!(fs::read(dir.path().join("b")).unwrap(), b"x");
+    }
+}

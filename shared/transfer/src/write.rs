@@ -1,0 +1,714 @@
+//! Writing: from a manifest and content to a directory.
+//!
+//! ```text
+//! new ──▶ put / copy_extent / copy_file … ──▶ finish
+//!  │            │                               └ links, pipes, devices, then metadata of directories, deepest first
+//!  │            └ files, each with its metadata as soon as it is whole
+//!  └ directories
+//! ```
+//!
+//! Invariants:
+//!
+//! - Content is written only after its digest was found to be right, unless the caller vouches for it.
+//! - Nothing outside of the staging directory is touched: every path is reached component by component from its
+//!   descriptor, never through a symbolic link, and files are created, never opened if somebody else made them.
+//! - [`TreeWriter::finish`] succeeds only if every extent is there.
+//!
+//! What a writer leaves behind when it is dropped is the caller's to remove, as the directory is.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use domain::Digest;
+use rustix::fs::{
+    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chownat, copy_file_range, fchmod,
+    fchown, fstat, ftruncate, futimens, ioctl_ficlone, linkat, mkdirat, mknodat, openat, symlinkat, syncfs,
+    utimensat,
+};
+use rustix::io::Errno;
+
+use crate::dirs::{Cursor, chmod_no_follow, list};
+use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Located, MAX_EXTENT_BYTES, Manifest, split};
+use crate::read::fill;
+use crate::runs::Runs;
+use crate::xattrs;
+
+/// How to write.
+#[derive(Debug, Clone, Copy)]
+pub struct WriteOptions {
+    /// To whom everything belongs.
+    pub ownership: WrittenOwnership,
+    /// Whether device nodes may be made. Else a manifest that has some is [`WriteError::Unsafe`] if `strict`, and
+    /// written without them if not.
+    pub devices: bool,
+    /// Whether what the file system or the caller's rights do not permit (attributes, devices) is an error. If not,
+    /// it is left out and reported.
+    pub strict: bool,
+    /// Whether `finish` waits until everything is on disk.
+    pub sync: bool,
+}
+
+impl Default for WriteOptions {
+    /// Exactly as the manifest says, without devices, not synced.
+    fn default() -> Self {
+        Self { ownership: WrittenOwnership::Manifest, devices: false, strict: true, sync: false }
+    }
+}
+
+/// To whom what is written belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WrittenOwnership {
+    /// To whom the manifest says. Takes the right to change owners.
+    Manifest,
+    /// To the caller. Setuid and setgid are dropped unless the manifest says that it is the caller's anyway.
+    Caller,
+}
+
+/// Whether content that is copied must be verified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trust {
+    /// Its digest is compared.
+    Verify,
+    /// The caller vouches for it.
+    Trusted,
+}
+
+/// A tree that was written.
+#[derive(Debug)]
+pub struct Written {
+    /// Bytes of content that were put or copied.
+    pub content_bytes: u64,
+    /// What was left out, because it was not permitted or not supported.
+    pub left_out: Vec<LeftOut>,
+}
+
+/// Something that was not written.
+#[derive(Debug)]
+pub struct LeftOut {
+    /// The entry.
+    pub path: PathBuf,
+    /// What of it.
+    pub what: LeftOutKind,
+}
+
+/// What was not written.
+#[derive(Debug)]
+pub enum LeftOutKind {
+    /// The device node.
+    Device,
+    /// The extended attribute with this name.
+    Xattr(Vec<u8>),
+}
+
+/// A tree cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// Content has another digest or length than the manifest says.
+    #[error("the content of {path:?} has another digest than the manifest says")]
+    DigestMismatch {
+        /// The file.
+        path: PathBuf,
+    },
+    /// An extent was never put.
+    #[error("the content of {path:?} is missing")]
+    Missing {
+        /// The first file that is not whole.
+        path: PathBuf,
+        /// Its first extent that is missing.
+        ordinal: u64,
+    },
+    /// An extent was put after a later one, or twice.
+    #[error("extent {0} came out of order")]
+    OutOfOrder(u64),
+    /// The manifest has no extent with this ordinal.
+    #[error("there is no extent {0}")]
+    NoSuchExtent(u64),
+    /// The disk, or somebody's share of it, is full.
+    #[error("the disk is full")]
+    DiskFull(#[source] io::Error),
+    /// The staging directory is not empty, or the manifest has what may not be written.
+    #[error("{path:?} may not be written")]
+    Unsafe {
+        /// The entry.
+        path: PathBuf,
+    },
+    /// Something else failed.
+    #[error("cannot write {path:?}")]
+    Io {
+        /// The entry.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl WriteError {
+    fn new(entry: &Entry, source: io::Error) -> Self {
+        match Errno::from_io_error(&source) {
+            Some(Errno::NOSPC | Errno::DQUOT) => Self::DiskFull(source),
+            _ => Self::Io { path: entry.path().to_owned(), source },
+        }
+    }
+}
+
+/// Content whose digest was compared with that of its extent.
+///
+/// Hashing is most of what [`TreeWriter::put`] costs; callers who have threads to spare make these elsewhere.
+#[derive(Debug)]
+pub struct Verified<T> {
+    /// The tree that it belongs to.
+    tree: Digest,
+    ordinal: u64,
+    data: T,
+}
+
+impl Manifest {
+    /// Compares content with the digest of its extent.
+    ///
+    /// # Errors
+    ///
+    /// [`WriteError::NoSuchExtent`] or [`WriteError::DigestMismatch`].
+    pub fn verify<T: AsRef<[u8]>>(&self, ordinal: u64, data: T) -> Result<Verified<T>, WriteError> {
+        let Located { entry, extent, .. } = self.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
+        if !matches(extent, data.as_ref()) {
+            return Err(WriteError::DigestMismatch { path: self.entries()[entry].path().to_owned() });
+        }
+        Ok(Verified { tree: self.tree_digest(), ordinal, data })
+    }
+}
+
+fn matches(extent: &Extent, data: &[u8]) -> bool {
+    data.len() == extent.length as usize && Digest(*blake3::hash(data).as_bytes()) == extent.digest
+}
+
+/// Writes a tree into an empty directory.
+#[derive(Debug)]
+pub struct TreeWriter {
+    manifest: Arc<Manifest>,
+    options: WriteOptions,
+    caller: (Uid, Gid),
+    cursor: Cursor,
+    /// The ordinal after the last that was put.
+    next_put: u64,
+    /// One bit for each extent that is there.
+    filled: Vec<u64>,
+    /// Extents that are not there, of files that have been begun.
+    begun: HashMap<usize, u64>,
+    open: Option<(usize, OwnedFd)>,
+    /// Files that are not to be written.
+    omitted: HashSet<usize>,
+    may_clone: bool,
+    written: Written,
+}
+
+impl TreeWriter {
+    /// Starts to write `manifest` into `staging`, which is empty and the caller's.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be opened, is not empty, or directories cannot be made.
+    pub fn new(staging: &Path, manifest: Arc<Manifest>, options: WriteOptions) -> Result<Self, WriteError> {
+        let words = usize::try_from(manifest.extent_count().div_ceil(64)).unwrap_or(usize::MAX);
+        let root = &manifest.entries()[0];
+        let cursor = Cursor::new(staging).map_err(|error| WriteError::new(root, error))?;
+        let names = list(cursor.root(), &mut Vec::new());
+        if !names.map_err(|error| WriteError::new(root, error.into()))?.is_empty() {
+            return Err(WriteError::Unsafe { path: PathBuf::new() });
+        }
+        let devices = |entry: &&Entry| matches!(entry.kind, EntryKind::Device { .. });
+        if let Some(device) = manifest.entries().iter().find(devices)
+            && options.strict
+            && !options.devices
+        {
+            return Err(WriteError::Unsafe { path: device.path().to_owned() });
+        }
+
+        let mut writer = Self {
+            options,
+            caller: caller(),
+            cursor,
+            next_put: 0,
+            filled: vec![0; words],
+            begun: HashMap::new(),
+            open: None,
+            omitted: HashSet::new(),
+            may_clone: true,
+            written: Written { content_bytes: 0, left_out: Vec::new() },
+            manifest,
+        };
+        writer.make_directories()?;
+        Ok(writer)
+    }
+
+    fn make_directories(&mut self) -> Result<(), WriteError> {
+        let manifest = self.manifest.clone();
+        for entry in manifest.entries()[1..].iter().filter(|entry| entry.is_directory()) {
+            let (directory, name) = self.place(entry)?;
+            mkdirat(&directory, name, Mode::RWXU).map_err(|error| WriteError::new(entry, error.into()))?;
+        }
+        Ok(())
+    }
+
+    /// The directory that an entry is in, and its name there.
+    fn place<'e>(&mut self, entry: &'e Entry) -> Result<(Arc<OwnedFd>, &'e [u8]), WriteError> {
+        let (parent, name) = split(&entry.path);
+        let directory = self.cursor.go(parent).map_err(|error| WriteError::new(entry, error))?;
+        Ok((directory, name))
+    }
+
+    /// What it writes.
+    #[must_use]
+    pub fn manifest(&self) -> &Arc<Manifest> {
+        &self.manifest
+    }
+
+    /// The extents that are neither put, copied nor omitted.
+    #[must_use]
+    pub fn missing(&self) -> Runs {
+        let mut missing = Runs::new();
+        for ordinal in (0..self.manifest.extent_count()).filter(|ordinal| !self.is_filled(*ordinal)) {
+            // Ascending, so it cannot be refused.
+            _ = missing.insert(ordinal);
+        }
+        missing
+    }
+
+    /// Bytes of content that were put or copied so far.
+    #[must_use]
+    pub fn content_bytes(&self) -> u64 {
+        self.written.content_bytes
+    }
+
+    /// Leaves out a file, given by its index among the entries, and the hard links to it. Nothing of it may have
+    /// been put.
+    pub fn omit(&mut self, entry: usize) {
+        for ordinal in self.manifest.ordinals_of(entry) {
+            self.mark(ordinal);
+        }
+        self.omitted.insert(entry);
+    }
+
+    /// Writes one extent, if its digest is right. Ordinals ascend from call to call.
+    ///
+    /// # Errors
+    ///
+    /// Its digest is wrong, it is out of order, or the disk is full or fails.
+    pub fn put(&mut self, ordinal: u64, data: &[u8]) -> Result<(), WriteError> {
+        let verified = self.manifest.verify(ordinal, data)?;
+        self.put_verified(&verified)
+    }
+
+    /// Writes one extent that was verified against the same manifest. Ordinals ascend from call to call.
+    ///
+    /// # Errors
+    ///
+    /// It is out of order, or the disk is full or fails.
+    pub fn put_verified<T: AsRef<[u8]>>(&mut self, verified: &Verified<T>) -> Result<(), WriteError> {
+        let ordinal = verified.ordinal;
+        if ordinal < self.next_put || self.is_filled(ordinal) {
+            return Err(WriteError::OutOfOrder(ordinal));
+        }
+        let manifest = self.manifest.clone();
+        let located = manifest.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
+        if verified.tree != manifest.tree_digest() {
+            let path = manifest.entries()[located.entry].path().to_owned();
+            return Err(WriteError::DigestMismatch { path });
+        }
+        self.next_put = ordinal + 1;
+        self.write(&manifest, located, verified.data.as_ref())
+    }
+
+    /// Copies one extent from anywhere in a local file. May be called in any order.
+    ///
+    /// # Errors
+    ///
+    /// Its digest is wrong, it is already there, or the disk is full or fails.
+    pub fn copy_extent(
+        &mut self,
+        ordinal: u64,
+        source: &File,
+        source_offset: u64,
+        trust: Trust,
+    ) -> Result<(), WriteError> {
+        let manifest = self.manifest.clone();
+        let located = manifest.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
+        if self.is_filled(ordinal) {
+            return Err(WriteError::OutOfOrder(ordinal));
+        }
+        let entry = &manifest.entries()[located.entry];
+        let length = located.extent.length as usize;
+        if trust == Trust::Trusted {
+            self.open(&manifest, located.entry)?;
+            if let Some((_, file)) = &self.open
+                && copy_range(source, source_offset, file, located.extent.offset, length)
+                    .map_err(|error| WriteError::new(entry, error.into()))?
+            {
+                return self.filled_in(&manifest, located);
+            }
+        }
+        let mut data = vec![0; length];
+        let read =
+            fill(source, &mut data, source_offset).map_err(|error| WriteError::new(entry, error.into()))?;
+        if read < length || (trust == Trust::Verify && !matches(located.extent, &data)) {
+            return Err(WriteError::DigestMismatch { path: entry.path().to_owned() });
+        }
+        self.write(&manifest, located, &data)
+    }
+
+    /// Copies a whole file, given by its index among the entries, from a local file with the same content. Blocks are
+    /// shared if the file system can do that; the file is one of its own in any case.
+    ///
+    /// # Errors
+    ///
+    /// A digest is wrong, some of the file is already there, or the disk is full or fails.
+    pub fn copy_file(&mut self, entry: usize, source: &File, trust: Trust) -> Result<(), WriteError> {
+        let manifest = self.manifest.clone();
+        let ordinals = manifest.ordinals_of(entry);
+        if let Some(filled) = ordinals.clone().find(|ordinal| self.is_filled(*ordinal)) {
+            return Err(WriteError::OutOfOrder(filled));
+        }
+        if !ordinals.is_empty() && self.try_clone(&manifest, entry, source, trust)? {
+            return Ok(());
+        }
+        let mut extents = manifest.extents_in(ordinals);
+        extents
+            .try_for_each(|located| self.copy_extent(located.ordinal, source, located.extent.offset, trust))
+    }
+
+    /// Shares the blocks of `source`, if it has the same size, the file no holes, and the file system the ability.
+    fn try_clone(
+        &mut self,
+        manifest: &Manifest,
+        index: usize,
+        source: &File,
+        trust: Trust,
+    ) -> Result<bool, WriteError> {
+        let entry = &manifest.entries()[index];
+        let EntryKind::File { size_bytes, extents } = &entry.kind else { return Ok(false) };
+        let failed = |error: Errno| WriteError::new(entry, error.into());
+        let size = fstat(source).map_err(failed)?.st_size.cast_unsigned();
+        let dense = extents.iter().map(|extent| u64::from(extent.length)).sum::<u64>() == *size_bytes;
+        if !self.may_clone || !dense || size != *size_bytes {
+            return Ok(false);
+        }
+        self.open(manifest, index)?;
+        let Some((_, file)) = &self.open else { return Ok(false) };
+        if ioctl_ficlone(file, source).is_err() {
+            self.may_clone = false;
+            return Ok(false);
+        }
+        // What is verified is what was written: nobody else has the file open.
+        if trust == Trust::Verify {
+            let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
+            for extent in extents {
+                let data = &mut buffer[..extent.length as usize];
+                let read = fill(file, data, extent.offset).map_err(failed)?;
+                if read < data.len() || !matches(extent, data) {
+                    return Err(WriteError::DigestMismatch { path: entry.path().to_owned() });
+                }
+            }
+        }
+        for located in manifest.extents_in(manifest.ordinals_of(index)) {
+            self.filled_in(manifest, located)?;
+        }
+        Ok(true)
+    }
+
+    fn is_filled(&self, ordinal: u64) -> bool {
+        let word = usize::try_from(ordinal / 64).ok().and_then(|word| self.filled.get(word));
+        word.is_some_and(|word| word >> (ordinal % 64) & 1 == 1)
+    }
+
+    fn mark(&mut self, ordinal: u64) {
+        let word = usize::try_from(ordinal / 64).ok().and_then(|word| self.filled.get_mut(word));
+        if let Some(word) = word {
+            *word |= 1 << (ordinal % 64);
+        }
+    }
+
+    fn write(&mut self, manifest: &Manifest, located: Located<'_>, data: &[u8]) -> Result<(), WriteError> {
+        self.open(manifest, located.entry)?;
+        if let Some((_, file)) = &self.open {
+            let entry = &manifest.entries()[located.entry];
+            write_all(file, data, located.extent.offset)
+                .map_err(|error| WriteError::new(entry, error.into()))?;
+        }
+        self.filled_in(manifest, located)
+    }
+
+    /// Makes a file the open one.
+    fn open(&mut self, manifest: &Manifest, index: usize) -> Result<(), WriteError> {
+        if self.open.as_ref().is_some_and(|(open, _)| *open == index) {
+            return Ok(());
+        }
+        self.open = None;
+        let entry = &manifest.entries()[index];
+        let ordinals = manifest.ordinals_of(index);
+        let created = !self.begun.contains_key(&index);
+        self.begun.entry(index).or_insert(ordinals.end - ordinals.start);
+
+        let (directory, name) = self.place(entry)?;
+        let how = if created { OFlags::CREATE | OFlags::EXCL } else { OFlags::empty() };
+        let flags = how | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = openat(&directory, name, flags, Mode::RUSR | Mode::WUSR);
+        self.open = Some((index, file.map_err(|error| WriteError::new(entry, error.into()))?));
+        Ok(())
+    }
+
+    /// Takes note that the open file has an extent; if it was the last, the file gets its metadata.
+    fn filled_in(&mut self, manifest: &Manifest, located: Located<'_>) -> Result<(), WriteError> {
+        self.mark(located.ordinal);
+        self.written.content_bytes += u64::from(located.extent.length);
+        let Some(missing) = self.begun.get_mut(&located.entry) else { return Ok(()) };
+        *missing -= 1;
+        if *missing > 0 {
+            return Ok(());
+        }
+        self.begun.remove(&located.entry);
+        match self.open.take() {
+            Some((_, file)) => self.complete(&manifest.entries()[located.entry], &file),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives a file or directory its size and metadata.
+    fn complete(&mut self, entry: &Entry, file: &OwnedFd) -> Result<(), WriteError> {
+        let failed = |error: Errno| WriteError::new(entry, error.into());
+        if let EntryKind::File { size_bytes, extents } = &entry.kind {
+            let end = extents.last().map_or(0, |extent| extent.offset + u64::from(extent.length));
+            if end < *size_bytes {
+                ftruncate(file, *size_bytes).map_err(failed)?;
+            }
+        }
+        let how = self.metadata();
+        how.apply(entry, file, &mut self.written.left_out).map_err(failed)
+    }
+
+    fn metadata(&self) -> Metadata {
+        Metadata { ownership: self.options.ownership, strict: self.options.strict, caller: self.caller }
+    }
+
+    /// Writes what has no content, then the metadata of directories.
+    ///
+    /// # Errors
+    ///
+    /// Content is missing, or the disk is full or fails.
+    pub fn finish(mut self) -> Result<Written, WriteError> {
+        let manifest = self.manifest.clone();
+        if let Some(missing) = manifest.extents().find(|located| !self.is_filled(located.ordinal)) {
+            let path = manifest.entries()[missing.entry].path().to_owned();
+            return Err(WriteError::Missing { path, ordinal: missing.ordinal });
+        }
+        let mut targets = self.cursor.fork();
+        for (index, entry) in manifest.entries().iter().enumerate() {
+            match &entry.kind {
+                EntryKind::Directory => {}
+                EntryKind::File { extents, .. } => {
+                    if extents.is_empty() && !self.omitted.contains(&index) {
+                        self.write_without_content(&manifest, index)?;
+                    }
+                }
+                EntryKind::HardLink { to } => {
+                    let omitted = manifest.find(to).is_some_and(|target| self.omitted.contains(&target));
+                    if !omitted {
+                        let (parent, target) = split(to);
+                        let from = targets.go(parent).map_err(|error| WriteError::new(entry, error))?;
+                        let (directory, name) = self.place(entry)?;
+                        linkat(&from, target, &directory, name, AtFlags::empty())
+                            .map_err(|error| WriteError::new(entry, error.into()))?;
+                    }
+                }
+                EntryKind::Symlink { target } => {
+                    let (directory, name) = self.place(entry)?;
+                    symlinkat(&target[..], &directory, name)
+                        .map_err(|error| WriteError::new(entry, error.into()))?;
+                    self.complete_by_name(entry, &directory, name)?;
+                }
+                EntryKind::Fifo => self.write_node(entry, FileType::Fifo, 0)?,
+                EntryKind::Device { kind, major, minor } => {
+                    let file_type = match kind {
+                        DeviceKind::Character => FileType::CharacterDevice,
+                        DeviceKind::Block => FileType::BlockDevice,
+                    };
+                    self.write_node(entry, file_type, rustix::fs::makedev(*major, *minor))?;
+                }
+            }
+        }
+        // Deepest first: what is written into a directory changes its time, and its mode may forbid to enter it.
+        for entry in manifest.entries().iter().rev().filter(|entry| entry.is_directory()) {
+            let directory = self.cursor.go(&entry.path).map_err(|error| WriteError::new(entry, error))?;
+            self.complete(entry, &directory)?;
+        }
+        if self.options.sync {
+            let root = &manifest.entries()[0];
+            syncfs(self.cursor.root()).map_err(|error| WriteError::new(root, error.into()))?;
+        }
+        Ok(self.written)
+    }
+
+    fn write_without_content(&mut self, manifest: &Manifest, index: usize) -> Result<(), WriteError> {
+        self.open(manifest, index)?;
+        self.begun.remove(&index);
+        match self.open.take() {
+            Some((_, file)) => self.complete(&manifest.entries()[index], &file),
+            None => Ok(()),
+        }
+    }
+
+    fn write_node(&mut self, entry: &Entry, file_type: FileType, device: u64) -> Result<(), WriteError> {
+        let left_out = LeftOut { path: entry.path().to_owned(), what: LeftOutKind::Device };
+        let is_device = file_type != FileType::Fifo;
+        if is_device && !self.options.devices {
+            self.written.left_out.push(left_out);
+            return Ok(());
+        }
+        let (directory, name) = self.place(entry)?;
+        match mknodat(&directory, name, file_type, Mode::RUSR | Mode::WUSR, device) {
+            Ok(()) => self.complete_by_name(entry, &directory, name),
+            Err(Errno::PERM | Errno::ACCESS) if is_device && !self.options.strict => {
+                self.written.left_out.push(left_out);
+                Ok(())
+            }
+            Err(error) => Err(WriteError::new(entry, error.into())),
+        }
+    }
+
+    /// Gives its metadata to what was just made and cannot be opened.
+    fn complete_by_name(&self, entry: &Entry, directory: &OwnedFd, name: &[u8]) -> Result<(), WriteError> {
+        let failed = |error: Errno| WriteError::new(entry, error.into());
+        if let Some((uid, gid)) = self.metadata().owner(entry) {
+            chownat(directory, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
+        }
+        if !matches!(entry.kind, EntryKind::Symlink { .. }) {
+            chmod_no_follow(directory, name, self.metadata().mode(entry)).map_err(failed)?;
+        }
+        utimensat(directory, name, &times(entry), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)
+    }
+}
+
+/// How entries get their metadata.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Metadata {
+    pub(crate) ownership: WrittenOwnership,
+    pub(crate) strict: bool,
+    /// The user and group that things belong to unless they are given away.
+    pub(crate) caller: (Uid, Gid),
+}
+
+impl Metadata {
+    /// Gives an open file or directory what its entry says.
+    pub(crate) fn apply(
+        &self,
+        entry: &Entry,
+        file: &OwnedFd,
+        left_out: &mut Vec<LeftOut>,
+    ) -> Result<(), Errno> {
+        // In this order: a change of owner clears setuid and capabilities, and a mode may forbid attributes.
+        if let Some((uid, gid)) = self.owner(entry) {
+            fchown(file, Some(uid), Some(gid))?;
+        }
+        for xattr in &entry.xattrs {
+            match xattrs::set(file, xattr) {
+                Ok(()) => {}
+                Err(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP) if !self.strict => {
+                    let what = LeftOutKind::Xattr(xattr.name.clone());
+                    left_out.push(LeftOut { path: entry.path().to_owned(), what });
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        fchmod(file, self.mode(entry))?;
+        futimens(file, &times(entry))
+    }
+
+    /// To whom an entry is to be given.
+    fn owner(&self, entry: &Entry) -> Option<(Uid, Gid)> {
+        let owner = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid));
+        (self.ownership == WrittenOwnership::Manifest).then_some(owner)
+    }
+
+    /// The mode that an entry gets.
+    fn mode(&self, entry: &Entry) -> Mode {
+        let mode = Mode::from_raw_mode(entry.mode);
+        let is_callers = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid)) == self.caller;
+        if self.ownership == WrittenOwnership::Manifest || is_callers {
+            mode
+        } else {
+            mode - Mode::SUID - Mode::SGID
+        }
+    }
+}
+
+/// The user and group that what the caller makes belongs to.
+pub(crate) fn caller() -> (Uid, Gid) {
+    (rustix::process::geteuid(), rustix::process::getegid())
+}
+
+/// The times that an entry gets: both are that of its last modification.
+fn times(entry: &Entry) -> Timestamps {
+    let time = Timespec { tv_sec: entry.mtime_seconds, tv_nsec: entry.mtime_nanos.into() };
+    Timestamps { last_access: time, last_modification: time }
+}
+
+fn write_all(file: &OwnedFd, mut data: &[u8], mut offset: u64) -> Result<(), Errno> {
+    while !data.is_empty() {
+        match rustix::io::pwrite(file, data, offset) {
+            Ok(0) => return Err(Errno::IO),
+            Ok(written) => {
+                data = &data[written..];
+                offset += written as u64;
+            }
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Copies within the kernel. False if it cannot, or the source is too short: nothing that was copied counts.
+fn copy_range(
+    source: impl AsFd,
+    mut from: u64,
+    file: &OwnedFd,
+    mut to: u64,
+    mut length: usize,
+) -> Result<bool, Errno> {
+    while length > 0 {
+        match copy_file_range(&source, Some(&mut from), file, Some(&mut to), length) {
+            Ok(0) => return Ok(false),
+            Ok(copied) => length -= copied,
+            Err(Errno::INTR) => {}
+            Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::IO)) => return Err(error),
+            Err(_) => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_or_share_of_it_is_recognized() {
+        let entry = Entry {
+            path: b"a".to_vec(),
+            mode: 0,
+            uid: 0,
+            gid: 0,
+            mtime_seconds: 0,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind: EntryKind::Directory,
+        };
+        for error in [Errno::NOSPC, Errno::DQUOT] {
+            assert!(matches!(WriteError::new(&entry, error.into()), WriteError::DiskFull(_)));
+        }
+        assert!(matches!(WriteError::new(&entry, Errno::IO.into()), WriteError::Io { .. }));
+    }
+}

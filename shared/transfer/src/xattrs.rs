@@ -1,0 +1,51 @@
+//! Extended attributes of open files.
+
+use std::os::fd::AsFd;
+
+use rustix::fs::{XattrFlags, fgetxattr, flistxattr, flistxattr_query, fremovexattr, fsetxattr};
+use rustix::io::Errno;
+
+use crate::manifest::{MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, may_travel};
+
+/// The attributes that belong into a manifest, in order.
+pub(crate) fn read(file: impl AsFd, is_file: bool) -> Result<Vec<Xattr>, Errno> {
+    let mut names = vec![0; 1024];
+    let length = loop {
+        match flistxattr(&file, &mut names[..]) {
+            Ok(length) => break length,
+            Err(Errno::RANGE) => names.resize(flistxattr_query(&file)?.max(names.len() * 2), 0),
+            // The file system knows no attributes.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+        }
+    };
+    let mut xattrs = Vec::new();
+    let listed = names[..length].split(|byte| *byte == 0).filter(|name| may_travel(name, is_file));
+    for name in listed {
+        let mut value = vec![0; MAX_XATTR_VALUE_BYTES];
+        match fgetxattr(&file, name, &mut value[..]) {
+            Ok(length) => value.truncate(length),
+            Err(Errno::NODATA) => continue, // It was removed meanwhile.
+            Err(error) => return Err(error),
+        }
+        value.shrink_to_fit();
+        xattrs.push(Xattr { name: name.to_vec(), value });
+    }
+    if xattrs.iter().map(|xattr| xattr.name.len() + xattr.value.len()).sum::<usize>() > MAX_XATTRS_BYTES {
+        return Err(Errno::TOOBIG);
+    }
+    xattrs.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+    Ok(xattrs)
+}
+
+/// Sets one attribute.
+pub(crate) fn set(file: impl AsFd, xattr: &Xattr) -> Result<(), Errno> {
+    fsetxattr(file, &xattr.name[..], &xattr.value, XattrFlags::empty())
+}
+
+/// Removes the attributes that belong into a manifest, except those that are `kept`.
+pub(crate) fn remove_others(file: impl AsFd, is_file: bool, kept: &[Xattr]) -> Result<(), Errno> {
+    let there = read(&file, is_file)?;
+    let mut others = there.iter().filter(|xattr| kept.iter().all(|kept| kept.name != xattr.name));
+    others.try_for_each(|xattr| fremovexattr(&file, &xattr.name[..]))
+}
