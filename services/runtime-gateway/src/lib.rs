@@ -1,1 +1,54 @@
-//! To come.
+//! The runtime gateway: containers, volumes and processes of the workers it attends.
+//!
+//! It speaks for a worker to the scheduler ([`synchronize`]), carries out what it is told ([`attempt`]), moves bytes in and out of the
+//! worker's volumes ([`volumes`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sweeper`]). It
+//! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
+//! repeated.
+//!
+//! [`host`] is the runtime for this machine. Every binary that may open it checks for its supervisor first:
+//! see [`host::supervise_if_asked`].
+
+mod attempt;
+mod config;
+mod grpc;
+pub mod host;
+mod retry;
+mod sweeper;
+mod synchronize;
+mod trees;
+mod volumes;
+mod worker;
+
+use std::future::Future;
+use std::sync::Arc;
+
+use runtime::Runtime;
+use server::{Host, Listener};
+
+pub use config::Config;
+
+/// The domain of the errors that this service answers.
+pub(crate) const SERVICE: &str = "gantry.runtime";
+
+/// Adds a gateway that attends the worker behind `runtime` to `host`.
+pub fn start(config: Config, runtime: Arc<dyn Runtime>, host: &mut Host) -> anyhow::Result<()> {
+    let worker = worker::Worker::new(config, runtime, host.tasks(), host.stopping())?;
+    host.spawn(synchronize::forever(worker.clone()));
+    host.spawn(sweeper::sweep_forever(worker.clone()));
+    host.spawn(sweeper::report_forever(worker.clone()));
+    host.add_service(grpc::containers(worker.clone()));
+    host.add_service(grpc::volumes(worker));
+    Ok(())
+}
+
+/// Serves on `listener` until `shutdown` resolves. Processes go on: their supervisors keep them.
+pub async fn serve(
+    config: Config,
+    runtime: Arc<dyn Runtime>,
+    listener: Listener,
+    shutdown: impl Future<Output = ()> + Send,
+) -> anyhow::Result<()> {
+    let mut host = Host::new();
+    start(config, runtime, &mut host)?;
+    host.serve([listener], shutdown).await
+}

@@ -188,3 +188,30 @@ pub struct PublishedOutput {
     /// Entries, the root not counted.
     pub entries: u64,
 }
+
+/// The reasons of failures of workloads. `docs/errors.md` describes each; a test holds the two together.
+pub const FAILURES: &[&str] = &[
+    "CANCELLED",
+    "QUEUE_TIMEOUT",
+    "RUN_TIMEOUT",
+    "WORKER_LOST",
+    "START_UNKNOWN",
+    "EXIT_UNKNOWN",
+    "CONTACT_LOST",
+    "STOPPED_BEFORE_START",
+    "START_FAILED",
+    "PROGRAM_NOT_FOUND",
+    "PROGRAM_NOT_EXECUTABLE",
+    "USER_NOT_FOUND",
+    "WORKING_DIRECTORY_MISSING",
+    "INVALID_MOUNT",
+    "UNSUPPORTED",
+    "CGROUP_UNAVAILABLE",
+    "OUTPUT_MISSING",
+    "PUBLISH_FAILED",
+    "SETTLE_FAILED",
+    "INPUT_UNAVAILABLE",
+    "CONTAINER_NOT_FOUND",
+    "DISK_FULL",
+    "WORKER_FAILED",
+];

@@ -11,6 +11,7 @@ mod reason;
 pub mod spec;
 pub mod token;
 pub mod trace;
+pub mod tree;
 
 pub use client::Peer;
 pub use convert::*;

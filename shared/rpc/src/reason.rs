@@ -129,13 +129,7 @@ pub fn invalid_field(field: impl Into<String>, description: impl Into<String>) -
 /// Something that this service needs does not answer. The cause is logged here and stays here.
 #[must_use]
 pub fn unavailable(service: &str, doing: &str, cause: &(dyn Error + 'static)) -> Status {
-    let mut chain = cause.to_string();
-    let mut next = cause.source();
-    while let Some(error) = next {
-        chain = format!("{chain}: {error}");
-        next = error.source();
-    }
-    tracing::warn!(error = chain, "cannot {doing}");
+    tracing::warn!(error = domain::chain(cause), "cannot {doing}");
     Reason::Unavailable.status(service, format!("cannot {doing} just now"))
 }
 
@@ -158,6 +152,20 @@ impl Refusal {
     #[must_use]
     pub fn is(&self, reason: Reason) -> bool {
         self.reason.as_deref() == Some(reason.as_str())
+    }
+
+    /// The same refusal, as `service` answers it to its own caller. One that the caller can do nothing about becomes `UNAVAILABLE`.
+    #[must_use]
+    pub fn pass_on(&self, service: &str) -> Status {
+        let known = Reason::ALL.iter().find(|reason| self.is(**reason) && reason.code() == self.code);
+        let Some(reason) = known else { return unavailable(service, "reach a service it depends on", self) };
+        let mut status = reason.status(service, self.message.clone());
+        if !self.about.is_empty() {
+            let mut details = status.get_error_details();
+            details.set_error_info(reason.as_str(), service, self.about.clone());
+            status = Status::with_error_details(reason.code(), self.message.clone(), details);
+        }
+        status
     }
 
     /// Whether the same call may succeed later and may be repeated blindly.

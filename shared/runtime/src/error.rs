@@ -23,6 +23,9 @@ pub enum RuntimeError {
     /// The working directory does not exist in the image, or is no directory.
     #[error("working directory {0:?} is missing, or is not a directory")]
     DirectoryMissing(String),
+    /// A directory that shall become an output is not there, or is no directory.
+    #[error("{0:?} is missing, or is not a directory")]
+    OutputMissing(String),
     /// A mount cannot be made where it was asked for.
     #[error("cannot mount at {path:?}: {why}")]
     InvalidMount {
@@ -80,6 +83,7 @@ impl RuntimeError {
             Self::ProcessNotFound(_) => "PROCESS_NOT_FOUND",
             Self::UserNotFound(_) => "USER_NOT_FOUND",
             Self::DirectoryMissing(_) => "WORKING_DIRECTORY_MISSING",
+            Self::OutputMissing(_) => "OUTPUT_MISSING",
             Self::InvalidMount { .. } => "INVALID_MOUNT",
             Self::Unsupported(_) => "UNSUPPORTED",
             Self::CgroupUnavailable(_) => "CGROUP_UNAVAILABLE",
@@ -92,12 +96,6 @@ impl RuntimeError {
     /// As the failure of a workload: the reason, and the whole chain of causes.
     #[must_use]
     pub fn failure(&self) -> Failure {
-        let mut message = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(error) = cause {
-            message = format!("{message}: {error}");
-            cause = error.source();
-        }
-        Failure { reason: self.reason().to_owned(), message }
+        Failure { reason: self.reason().to_owned(), message: domain::chain(self) }
     }
 }

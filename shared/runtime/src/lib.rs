@@ -68,7 +68,7 @@ pub struct Mount {
 pub struct ContainerSpec {
     /// Its root file system.
     pub image: Image,
-    /// Volumes in it. No path is that of another, none lies below another.
+    /// Volumes in it, each at a path of its own. One whose path lies below another's appears inside of it.
     pub mounts: Vec<Mount>,
     /// Where its process starts: absolute. Made when it is `/workspace`, or when a mount lies at or below it; otherwise it must exist.
     pub directory: Bytes,
@@ -125,6 +125,18 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`].
     async fn volume_directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError>;
+
+    /// Makes the directory at `path` (relative) in the volume `from` the contents of the empty volume `into`. Nothing of `from` is in use
+    /// any more. Done twice, the second time changes nothing.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`]; [`RuntimeError::OutputMissing`] when there is no directory at `path`, or a symbolic link
+    /// leads to it.
+    async fn take_directory(
+        &self,
+        from: VolumeHandle,
+        path: &std::path::Path,
+        into: VolumeHandle,
+    ) -> Result<(), RuntimeError>;
 
     /// Destroys a volume. Its children must have been destroyed before.
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError>;

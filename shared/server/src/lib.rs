@@ -5,6 +5,7 @@
 //! four services to one host. Every task is tracked, told to stop, and waited for.
 
 mod activity;
+mod listen_args;
 mod listener;
 pub mod telemetry;
 
@@ -24,6 +25,7 @@ use tonic::{Request, Status};
 use tower_service::Service;
 
 pub use activity::Activity;
+pub use listen_args::{ListenArgs, shutdown_signal};
 pub use listener::{Listener, PeerKind};
 
 /// How long open calls may take to end once the server was told to stop.

@@ -7,7 +7,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -55,13 +55,13 @@ fn url(port: u16, database: &str) -> String {
 
 async fn start_server() -> u16 {
     let port = tokio::task::spawn_blocking(|| {
-        let (ready, started) = mpsc::channel();
+        let (ready, started) = mpsc::sync_channel(1);
         // The parent-death signal fires when this thread ends, so it lives as long as the process.
         std::thread::spawn(move || {
-            ready.send(spawn_server()).expect("the test waits");
-            loop {
-                std::thread::park();
-            }
+            let (port, mut server) = spawn_server();
+            ready.send(port).expect("the test waits");
+            let ended = server.wait();
+            eprintln!("PostgreSQL ended: {ended:?}");
         });
         started.recv().expect("PostgreSQL starts")
     })
@@ -81,7 +81,7 @@ async fn start_server() -> u16 {
     }
 }
 
-fn spawn_server() -> u16 {
+fn spawn_server() -> (u16, Child) {
     let bin =
         Command::new("pg_config").arg("--bindir").output().ok().filter(|output| output.status.success());
     let bin = bin.map(|output| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()));
@@ -129,8 +129,7 @@ fn spawn_server() -> u16 {
             _ => Err(std::io::Error::last_os_error()),
         });
     }
-    server.spawn().expect("postgres runs");
-    port
+    (port, server.spawn().expect("postgres runs"))
 }
 
 /// Where Debian keeps servers, the newest first.

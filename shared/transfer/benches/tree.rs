@@ -1,6 +1,6 @@
-//! How long a tree of 10,000 files and 1 GiB takes, next to `tar c | tar x`.
+//! How long trees of several shapes take, next to `tar c | tar x`.
 //!
-//! `cargo bench -p gantry-transfer` makes it in `/dev/shm` (or where `GANTRY_BENCH_DIR` says), so that no disk is
+//! `cargo bench -p gantry-transfer` makes them in `/dev/shm` (or where `GANTRY_BENCH_DIR` says), so that no disk is
 //! measured, and prints the best of some rounds in milliseconds.
 #![allow(clippy::print_stdout)]
 
@@ -16,21 +16,41 @@ use gantry_transfer::{
     Manifest, ReadOptions, Runs, ScanOptions, StatCache, TreeReader, TreeWriter, WriteOptions, scan,
 };
 
-const FILES: usize = 10_000;
-const BYTES: usize = 1 << 30;
 const ROUNDS: usize = 5;
+
+/// So many files, of so many bytes each.
+#[derive(Clone, Copy)]
+struct Shape {
+    directories: usize,
+    files_each: usize,
+    bytes_each: usize,
+}
+
+const SHAPES: [Shape; 3] = [
+    Shape { directories: 100, files_each: 100, bytes_each: (1 << 30) / 10_000 },
+    Shape { directories: 100, files_each: 100, bytes_each: 1 << 10 },
+    Shape { directories: 1, files_each: 1, bytes_each: 1 << 30 },
+];
 
 fn main() {
     // `cargo test --all-targets` runs this too.
     if !std::env::args().any(|argument| argument == "--bench") {
         return;
     }
+    for shape in SHAPES {
+        measure(shape);
+    }
+}
+
+fn measure(shape: Shape) {
+    let files = shape.directories * shape.files_each;
+    println!("{files} files of {} bytes", shape.bytes_each);
     let parent =
         std::env::var_os("GANTRY_BENCH_DIR").map_or_else(|| PathBuf::from("/dev/shm"), PathBuf::from);
     let dir = tempfile::tempdir_in(parent).expect("a place for the tree");
     let from = dir.path().join("from");
     let to = dir.path().join("to");
-    make(&from);
+    make(&from, shape);
 
     let options = ScanOptions { settle: Duration::ZERO, ..ScanOptions::default() };
     report("scan without cache", || {}, || _ = scan(&from, &options, None).expect("scan"));
@@ -40,7 +60,7 @@ fn main() {
     report("scan with cache", || {}, || _ = scan(&from, &options, Some(&mut cache)).expect("scan"));
     let saved = dir.path().join("cache");
     report("save cache", || {}, || cache.save(&saved).expect("save"));
-    report("load cache", || {}, || assert_eq!(StatCache::load(&saved).cache.len(), FILES));
+    report("load cache", || {}, || assert_eq!(StatCache::load(&saved).cache.len(), files));
 
     let manifest = Arc::new(scanned.manifest);
     let clear = || {
@@ -122,18 +142,16 @@ fn report(what: &str, prepare: impl Fn(), mut run: impl FnMut()) {
 }
 
 /// Half of each file is noise and half is text.
-fn make(root: &Path) {
-    let size = BYTES / FILES;
-    let mut content = vec![0; size];
-    for (index, byte) in content.iter_mut().enumerate() {
-        *byte = b"all work and no play "[index % 21];
-    }
-    for directory in 0..100 {
+fn make(root: &Path, shape: Shape) {
+    let mut content: Vec<u8> =
+        b"all work and no play ".iter().copied().cycle().take(shape.bytes_each).collect();
+    for directory in 0..shape.directories {
         let directory_path = root.join(format!("dir-{directory:03}"));
         fs::create_dir_all(&directory_path).expect("a directory");
-        for file in 0..FILES / 100 {
-            let seed = (directory * FILES + file) as u64;
-            blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut content[..size / 2]);
+        for file in 0..shape.files_each {
+            let seed = (directory * shape.files_each + file) as u64;
+            let noise = &mut content[..shape.bytes_each / 2];
+            blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(noise);
             fs::write(directory_path.join(format!("file-{file:04}")), &content).expect("a file");
         }
     }

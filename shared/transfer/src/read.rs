@@ -103,9 +103,7 @@ impl TreeReader {
     pub fn read(&mut self, ordinal: u64) -> Result<Bytes, ReadError> {
         let manifest = self.manifest.clone();
         let located = manifest.locate(ordinal).ok_or(ReadError::NoSuchExtent(ordinal))?;
-        let mut data = vec![0; located.extent.length as usize];
-        self.read_into(located, &mut data)?;
-        Ok(data.into())
+        self.read_extent(located)
     }
 
     /// Reads the extents of `wanted` in ascending order, in batches of about the size that the options say.
@@ -117,7 +115,7 @@ impl TreeReader {
         Batches { reader: self, runs }
     }
 
-    fn read_into(&mut self, located: Located<'_>, data: &mut [u8]) -> Result<(), ReadError> {
+    fn read_extent(&mut self, located: Located<'_>) -> Result<Bytes, ReadError> {
         let entry = &self.manifest.entries()[located.entry];
         let path = || entry.path().to_owned();
         let failed = |source: io::Error| ReadError::Io { path: path(), source };
@@ -135,14 +133,15 @@ impl TreeReader {
                 &self.open.insert((located.entry, file)).1
             }
         };
-        let length = fill(file, data, located.extent.offset).map_err(|error| failed(error.into()))?;
-        if length < data.len() {
+        let length = located.extent.length as usize;
+        let data = read_at(file, located.extent.offset, length).map_err(|error| failed(error.into()))?;
+        if data.len() < length {
             return Err(ReadError::Shrunk { path: path() });
         }
-        if self.options.verify && Digest(*blake3::hash(data).as_bytes()) != located.extent.digest {
+        if self.options.verify && Digest(*blake3::hash(&data).as_bytes()) != located.extent.digest {
             return Err(ReadError::Changed { path: path() });
         }
-        Ok(())
+        Ok(data.into())
     }
 }
 
@@ -155,9 +154,9 @@ pub struct Batches<'a> {
 }
 
 impl Batches<'_> {
-    /// The extents that make the next batch, and how many bytes they have.
-    fn plan(&mut self, manifest: &Manifest) -> Result<(Vec<u64>, usize), ReadError> {
-        let mut ordinals = Vec::new();
+    fn read(&mut self) -> Result<Vec<ExtentData>, ReadError> {
+        let manifest = self.reader.manifest.clone();
+        let mut batch = Vec::new();
         let mut bytes = 0;
         while let Some(run) = self.runs.last_mut() {
             if run.end > manifest.extent_count() {
@@ -166,33 +165,16 @@ impl Batches<'_> {
             for located in manifest.extents_in(run.clone()) {
                 let length = located.extent.length as usize;
                 if bytes > 0 && bytes + length > self.reader.options.batch_bytes {
-                    return Ok((ordinals, bytes));
+                    return Ok(batch);
                 }
                 bytes += length;
-                ordinals.push(located.ordinal);
+                let data = self.reader.read_extent(located)?;
+                batch.push(ExtentData { ordinal: located.ordinal, data });
                 run.start += 1;
             }
             self.runs.pop();
         }
-        Ok((ordinals, bytes))
-    }
-
-    fn read(&mut self) -> Result<Vec<ExtentData>, ReadError> {
-        let manifest = self.reader.manifest.clone();
-        let (ordinals, bytes) = self.plan(&manifest)?;
-        let mut buffer = vec![0; bytes];
-        let mut rest = &mut buffer[..];
-        let mut lengths = Vec::with_capacity(ordinals.len());
-        for ordinal in &ordinals {
-            let located = manifest.locate(*ordinal).ok_or(ReadError::NoSuchExtent(*ordinal))?;
-            let (data, after) = rest.split_at_mut(located.extent.length as usize);
-            self.reader.read_into(located, data)?;
-            lengths.push(data.len());
-            rest = after;
-        }
-        let mut data = Bytes::from(buffer);
-        let parts = ordinals.into_iter().zip(lengths);
-        Ok(parts.map(|(ordinal, length)| ExtentData { ordinal, data: data.split_to(length) }).collect())
+        Ok(batch)
     }
 }
 
@@ -209,6 +191,21 @@ impl Iterator for Batches<'_> {
         }
         Some(batch)
     }
+}
+
+/// Reads `length` bytes, or as many as there are.
+fn read_at(file: impl AsFd, offset: u64, length: usize) -> Result<Vec<u8>, Errno> {
+    let mut data = Vec::with_capacity(length);
+    while data.len() < length {
+        let offset = offset + data.len() as u64;
+        match rustix::io::pread(&file, rustix::buffer::spare_capacity(&mut data), offset) {
+            Ok(0) => break,
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    data.truncate(length); // There may have been room for more.
+    Ok(data)
 }
 
 /// Reads until `buffer` is full or the file ends; says how many bytes were read.

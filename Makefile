@@ -1,0 +1,48 @@
+# check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
+.PHONY: all check fmt fmt-check clippy doc deny proto test bench up setup setup-check
+
+SHELL := /bin/bash
+TOOLS := $(CURDIR)/target/tools
+BUF_VERSION := 1.75.0
+DENY_VERSION := 0.20.2
+
+all: check test
+
+up:
+	cargo run --release -- up
+
+fmt:
+	cargo fmt --all
+
+check: fmt-check clippy doc deny proto
+
+fmt-check:
+	cargo fmt --all --check
+
+clippy:
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+
+doc:
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
+
+# Advisories are left out: their database is not reachable from every machine that runs this.
+deny: $(TOOLS)/bin/cargo-deny
+	$(TOOLS)/bin/cargo-deny --locked check licenses bans sources
+
+$(TOOLS)/bin/cargo-deny:
+	cargo install cargo-deny --version $(DENY_VERSION) --locked --root $(TOOLS)
+
+proto: $(TOOLS)/node_modules/.bin/buf
+	$(TOOLS)/node_modules/.bin/buf lint
+
+$(TOOLS)/node_modules/.bin/buf:
+	integration-tests/setup.sh node
+	npm install --silent --no-audit --no-fund --prefix $(TOOLS) @bufbuild/buf@$(BUF_VERSION)
+
+test:
+	integration-tests/setup.sh test
+	integration-tests/run.sh
+
+bench:
+	integration-tests/setup.sh test
+	integration-tests/bench.sh

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Runs every test of the workspace, and fails when a test fails, when a service runs no test, or when a test says that it does not apply
+# here for a reason that is not on the reviewed list.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# Tests start the binaries.
+cargo build --workspace --bins --locked || exit 1
+
+cargo test --workspace --locked --no-fail-fast -- --show-output >"$log" 2>&1
+status=$?
+grep -E '^(     Running|   Doc-tests|test result:)|^test .*FAILED|^error' "$log"
+if [ $status -ne 0 ]; then
+    echo "--- what failed ---"
+    sed -n '/^failures:$/,/^test result:/p' "$log"
+    grep -E -A 20 '^error' "$log"
+fi
+
+for service in services/*/; do
+    name=$(basename "$service")
+    crate=${name//-/_}
+    count=$(awk -v crate="$crate" -v path="services/$name/" '
+        /^ +Running /{ours = ($0 ~ "deps/" crate "-") || index($0, path)}
+        /^   Doc-tests /{ours = 0}
+        /^test result:/{if (ours) n += $4; ours = 0}
+        END{print n + 0}' "$log")
+    # Tests of a package in its tests/ folder run under names of their own.
+    for suite in "services/$name"/tests/*.rs; do
+        [ -e "$suite" ] || continue
+        more=$(awk -v suite="deps/$(basename "$suite" .rs)-" '
+            /^ +Running /{ours = index($0, suite)}
+            /^test result:/{if (ours) n += $4; ours = 0}
+            END{print n + 0}' "$log")
+        count=$((count + more))
+    done
+    echo "$name: $count tests passed"
+    if [ "$count" -eq 0 ]; then
+        echo "$name runs no test"
+        status=1
+    fi
+done
+
+while read -r line; do
+    if ! grep -qxF "$line" integration-tests/not-applicable.txt; then
+        echo "not on the reviewed list integration-tests/not-applicable.txt: $line"
+        status=1
+    fi
+done < <(grep -oE 'not applicable: .*' "$log" | sort -u)
+exit $status

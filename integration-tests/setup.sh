@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Installs what the tests need from the system's packages, as root; as anybody else it says what is missing.
+set -euo pipefail
+
+packages=()
+need() { # need COMMAND PACKAGE
+    command -v "$1" >/dev/null 2>&1 || packages+=("$2")
+}
+
+case "${1:-test}" in
+test)
+    need cc gcc
+    need make make
+    need git git
+    need python3 python3
+    compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || command -v initdb >/dev/null 2>&1 || packages+=(postgresql)
+    ;;
+node)
+    need npm npm
+    ;;
+*)
+    echo "usage: $0 test|node" >&2
+    exit 2
+    ;;
+esac
+
+[ ${#packages[@]} -eq 0 ] && exit 0
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then
+    echo "missing: ${packages[*]}. Install these packages (Debian's names), then run this again." >&2
+    exit 1
+fi
+echo "installing ${packages[*]}"
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null

@@ -1,0 +1,159 @@
+//! The main job: a directory goes to a worker, a container runs on it, its output comes by, the result comes back.
+
+use std::fs;
+use std::io::Write;
+use std::process::Stdio;
+
+use integration_tests::{Cluster, code, describe, may_run_containers, tree};
+
+#[test]
+fn a_directory_goes_out_and_a_result_comes_back() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir_all(cluster.path("src/sub")).expect("directories");
+    for name in ["a", "b", "sub/c"] {
+        fs::write(cluster.path("src").join(name), name).expect("write");
+    }
+    let job = [
+        "run",
+        "-i",
+        "src=src",
+        "-o",
+        "report=./out",
+        "--",
+        "sh",
+        "-c",
+        "find src -type f | wc -l > report/files; pwd; echo oops >&2; exit 3",
+    ];
+    let first = cluster.output(job);
+    assert_eq!(code(&first), 3, "{}", describe(&first));
+    assert_eq!(first.stdout, b"/workspace\n", "{}", describe(&first));
+    let said = String::from_utf8_lossy(&first.stderr);
+    assert!(said.contains("oops"), "{said}");
+    assert!(said.contains("placed"), "it says where it was placed: {said}");
+    assert_eq!(fs::read_to_string(cluster.path("out/files")).expect("the result").trim(), "3");
+
+    // The same again: nothing is sent, other files in the target are kept.
+    fs::write(cluster.path("out/mine"), "kept").expect("write");
+    let second = cluster.output(job);
+    assert_eq!(code(&second), 3, "{}", describe(&second));
+    assert_eq!(fs::read_to_string(cluster.path("out/mine")).expect("kept"), "kept");
+    assert_eq!(cluster.list("artifacts").iter().filter(|artifact| artifact["label"] == "src").count(), 1);
+}
+
+#[test]
+fn everything_comes_back_as_it_went() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    tree::make_difficult(&cluster.path("src"));
+    // An output with the name of an input starts with its contents; one of its own is filled by a copy.
+    let run = cluster.output([
+        "run",
+        "-i",
+        "src=src",
+        "-o",
+        "src=back",
+        "-o",
+        "copy=copied",
+        "--",
+        "cp",
+        "-a",
+        "src/.",
+        "copy/",
+    ]);
+    assert_eq!(code(&run), 0, "{}", describe(&run));
+    tree::assert_same(&cluster.path("src"), &cluster.path("back"));
+    tree::assert_same(&cluster.path("src"), &cluster.path("copied"));
+}
+
+#[test]
+fn an_input_is_copy_on_write_unless_it_is_read_only() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("src")).expect("directory");
+    fs::write(cluster.path("src/file"), "before").expect("write");
+    let script = "echo after > a/file; cat a/file b/file; echo no > b/file";
+    let run = cluster.output(["run", "-i", "a=src", "-i", "b=src:ro", "--", "sh", "-c", script]);
+    assert_ne!(code(&run), 0, "{}", describe(&run));
+    assert_eq!(run.stdout, b"after\nbefore", "{}", describe(&run));
+    assert!(String::from_utf8_lossy(&run.stderr).to_lowercase().contains("read-only"), "{}", describe(&run));
+    // The artifact itself never changed.
+    let id = cluster.succeed(["upload", "src"]);
+    let id = String::from_utf8(id).expect("an id").trim().to_owned();
+    assert_eq!(cluster.succeed(["cat", &id, "file"]), b"before");
+}
+
+#[test]
+fn standard_input_and_output_are_binary_clean() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let bytes: Vec<u8> =
+        (0..3_000_000_u32).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+    let mut run = cluster.gantry(["run", "--", "cat"]);
+    let mut run =
+        run.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
+    let mut stdin = run.stdin.take().expect("stdin");
+    let sent = bytes.clone();
+    let writer = std::thread::spawn(move || stdin.write_all(&sent).expect("all of it is taken"));
+    let output = run.wait_with_output().expect("gantry ends");
+    writer.join().expect("no panic");
+    assert_eq!(code(&output), 0, "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.stdout == bytes, "{} bytes came back of {}", output.stdout.len(), bytes.len());
+}
+
+#[test]
+fn nothing_of_the_callers_environment_is_inherited() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new().with("MINE", "mine").with("OTHER", "other");
+    let output = cluster.succeed(["run", "--env", "MINE", "--env", "SET=here", "--", "env"]);
+    let output = String::from_utf8(output).expect("text");
+    let names: Vec<_> = output.lines().filter_map(|line| line.split_once('=')).collect();
+    let value = |name: &str| names.iter().find(|(found, _)| *found == name).map(|(_, value)| *value);
+    assert_eq!(value("MINE"), Some("mine"));
+    assert_eq!(value("SET"), Some("here"));
+    assert_eq!(value("OTHER"), None);
+    assert_eq!(value("HOME"), Some("/root"));
+    assert!(value("PATH").is_some_and(|path| path.contains("/usr/bin")));
+    assert!(value("TRACEPARENT").is_some_and(|context| context.len() == 55), "{output}");
+}
+
+#[test]
+fn a_program_of_several_files_is_built_in_a_container_and_runs() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("src")).expect("directory");
+    fs::write(
+        cluster.path("src/main.c"),
+        "int answer(void);\n#include <stdio.h>\nint main(void) { printf(\"%d\\n\", answer()); return 0; }\n",
+    )
+    .expect("write");
+    fs::write(cluster.path("src/answer.c"), "int answer(void) { return 42; }\n").expect("write");
+    let built = cluster.output([
+        "run",
+        "-i",
+        "src=src:ro",
+        "-o",
+        "bin=./bin",
+        "--",
+        "cc",
+        "-o",
+        "bin/answer",
+        "src/main.c",
+        "src/answer.c",
+    ]);
+    assert_eq!(code(&built), 0, "{}", describe(&built));
+    let ran = std::process::Command::new(cluster.path("bin/answer")).output().expect("the program runs");
+    assert_eq!(ran.stdout, b"42\n");
+}

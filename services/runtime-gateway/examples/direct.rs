@@ -1,0 +1,58 @@
+//! Runs `true` in a container of the host runtime, without services around it, and prints the milliseconds of each run: what remains of
+//! `gantry run -- true` when everything but the container is taken away. For `make bench`.
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use domain::workload::{Image, Limits, Network, OutputMode, Stdin};
+use domain::{AttemptId, ContainerHandle};
+use runtime::{ContainerSpec, ProcessSpec, Runtime};
+use runtime_gateway::host::{HostConfig, HostRuntime, supervise_if_asked};
+
+fn main() -> ExitCode {
+    if let Some(code) = supervise_if_asked(std::env::args_os()) {
+        return code;
+    }
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn run() -> anyhow::Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let (Some(directory), Some(runs)) = (arguments.next(), arguments.next()) else {
+        anyhow::bail!("usage: direct DIRECTORY RUNS");
+    };
+    let runtime = HostRuntime::open(HostConfig::new(format!("{directory}/state"), format!("{directory}/run"))?)?;
+    for _ in 0..runs.parse::<usize>()? {
+        let begin = Instant::now();
+        let (container, process) = (ContainerHandle::new(), AttemptId::new());
+        let spec = ContainerSpec {
+            image: Image::Host,
+            mounts: Vec::new(),
+            directory: b"/workspace".to_vec(),
+            user: None,
+            limits: Limits::default(),
+            privileged: false,
+            network: Network::Host,
+        };
+        runtime.create_container(container, spec).await?;
+        let command = ProcessSpec {
+            command: vec![b"true".to_vec()],
+            environment: Vec::new(),
+            stdin: Stdin::None,
+            output: OutputMode::Attached,
+        };
+        runtime.start(container, process, command).await?;
+        runtime.wait(process).await?;
+        writeln!(std::io::stdout(), "{:.3}", begin.elapsed().as_secs_f64() * 1e3)?;
+        runtime.destroy_container(container).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,549 @@
+//! One attempt at a workload, from its lease to its end.
+//!
+//! ```text
+//! prepare (store) → volumes → container → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
+//! ```
+//!
+//! in that order, in one function, [`carry_out`]. Every step may be repeated, so a gateway that starts again simply begins at the top: what
+//! exists is found, what runs is waited for, and a process that was started is not started again, for its id is the attempt's.
+//!
+//! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs are published only after the
+//! process has exited by itself and everything in its container is dead.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use domain::workload::{Bytes, EnvironmentVariable, Exit, Failure, PublishedOutput, WorkloadSpec};
+use domain::{ArtifactId, AttemptId, ContainerHandle, LeaseId, VolumeHandle, WorkloadId};
+use rpc::pb::artifacts as store;
+use rpc::pb::scheduler as pb;
+use rpc::{Reason, Refusal};
+use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, ProcessState, RuntimeError, VolumeSource};
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use tokio::sync::watch;
+use tonic::Status;
+use tracing::Instrument;
+
+use crate::retry::until_answered;
+use crate::worker::{StopWish, Worker};
+
+/// What the scheduler asked for.
+pub(crate) struct Task {
+    pub(crate) lease: LeaseId,
+    pub(crate) attempt: AttemptId,
+    pub(crate) spec: WorkloadSpec,
+    token: String,
+    workload: WorkloadId,
+    traceparent: String,
+}
+
+impl Task {
+    pub(crate) fn parse(lease: LeaseId, run: pb::RunAttempt) -> Result<Self, Status> {
+        Ok(Self {
+            lease,
+            attempt: rpc::parse_id("attempt_id", &run.attempt_id)?,
+            workload: rpc::parse_id("workload_id", &run.workload_id)?,
+            spec: rpc::spec::parse(rpc::required("spec", run.spec)?)?,
+            token: run.lease_token,
+            traceparent: run.traceparent,
+        })
+    }
+}
+
+/// How an attempt ended, as the scheduler is told.
+#[derive(Debug, Default)]
+struct Finish {
+    exit: Option<Exit>,
+    failure: Option<Failure>,
+    outputs: Vec<PublishedOutput>,
+    started: Option<domain::Timestamp>,
+}
+
+impl Finish {
+    fn failed(failure: Failure) -> Self {
+        Self { failure: Some(failure), ..Self::default() }
+    }
+}
+
+/// Why an attempt went no further.
+#[derive(Debug, thiserror::Error)]
+enum Stopped {
+    /// The worker could not do it.
+    #[error(transparent)]
+    Worker(#[from] RuntimeError),
+    /// The scheduler or the artifact store said no.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// It was asked to stop before its process was started.
+    #[error("stopped before the process was started")]
+    Wished(StopWish),
+    /// An input has no bytes on this worker.
+    #[error("the bytes of artifact {0} are not on this worker")]
+    InputMissing(String),
+    /// A peer's answer makes no sense.
+    #[error("{0}")]
+    Nonsense(String),
+    /// This gateway is stopping. The process goes on.
+    #[error("the gateway is stopping")]
+    GatewayStopping,
+}
+
+/// Carries an attempt out and tells the scheduler how it ended. Returns early, and tells nothing, when the gateway stops.
+pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiver<Option<StopWish>>) {
+    let span = tracing::info_span!(
+        target: "gantry",
+        "attempt",
+        service = "runtime-gateway",
+        workload.id = %task.workload,
+        attempt.id = %task.attempt,
+        worker.name = worker.config.worker_name,
+    );
+    rpc::trace::continue_from(&span, &task.traceparent);
+    async {
+        let finish = match carry_out(&worker, &task, &mut stop).await {
+            Ok(finish) => finish,
+            Err(Stopped::GatewayStopping) => return,
+            Err(Stopped::Refused(refusal))
+                if refusal.is(Reason::LeaseLost) || refusal.is(Reason::AttemptEnded) =>
+            {
+                tracing::info!(lease.id = %task.lease, "the lease is lost");
+                give_up(&worker, task.attempt).await;
+                worker.set_phase(task.lease, pb::LeasePhase::Ended);
+                return;
+            }
+            Err(stopped) => Finish::failed(failure(&stopped)),
+        };
+        finish_attempt(&worker, task.lease, &task.token, finish).await;
+    }
+    .instrument(span)
+    .await;
+}
+
+/// Ends an attempt that shall stop and that this gateway did not start: an earlier one may have.
+pub(crate) async fn stop_unknown(
+    worker: Arc<Worker>,
+    lease: LeaseId,
+    attempt: AttemptId,
+    token: String,
+    mut stop: watch::Receiver<Option<StopWish>>,
+) {
+    let waited = wait(&worker, attempt, &mut stop).await;
+    let finish = match waited {
+        Ok(ended) => ended_finish(ended, None),
+        Err(Stopped::GatewayStopping) => return,
+        Err(Stopped::Worker(RuntimeError::ProcessNotFound(_))) => {
+            let reason = stop.borrow().as_ref().map_or_else(String::new, |wish| wish.reason.clone());
+            Finish::failed(Failure { reason, message: "stopped before its process was started".to_owned() })
+        }
+        Err(stopped) => Finish::failed(failure(&stopped)),
+    };
+    finish_attempt(&worker, lease, &token, finish).await;
+}
+
+async fn carry_out(
+    worker: &Worker,
+    task: &Task,
+    stop: &mut watch::Receiver<Option<StopWish>>,
+) -> Result<Finish, Stopped> {
+    let plan = Plan::new(&task.spec, task.workload);
+    let prepared = tokio::select! {
+        prepared = prepare(worker, task, &plan) => prepared?,
+        wish = wished(stop) => return Err(Stopped::Wished(wish)),
+        () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
+    };
+
+    let known = worker.runtime.process(task.attempt).await;
+    if let Err(RuntimeError::ProcessNotFound(_)) = known {
+        make(worker, task, &plan, &prepared).await?;
+        if let Some(wish) = stop.borrow_and_update().clone() {
+            return Err(Stopped::Wished(wish));
+        }
+        announce_start(worker, task).await?;
+        worker.runtime.start(prepared.container, task.attempt, process_spec(task)).await?;
+    } else {
+        known?;
+    }
+    let started = domain::Timestamp::now();
+    worker.set_phase(task.lease, pb::LeasePhase::Running);
+
+    let process = tracing::info_span!(target: "gantry", "process", service = "runtime-gateway");
+    let ended = wait(worker, task.attempt, stop).instrument(process).await?;
+
+    let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
+    let mut finish = ended_finish(ended, Some(started));
+    if publishable && !plan.outputs.is_empty() {
+        worker.set_phase(task.lease, pb::LeasePhase::Publishing);
+        let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
+        publish(worker, task, &plan, &prepared, &mut finish).instrument(publishing).await?;
+    }
+    Ok(finish)
+}
+
+/// What volumes an attempt needs, and where they appear. Decided from the spec alone.
+struct Plan {
+    volumes: Vec<PlannedVolume>,
+    outputs: Vec<PlannedOutput>,
+}
+
+struct PlannedVolume {
+    name: String,
+    purpose: store::VolumePurpose,
+    from: Option<ArtifactId>,
+    becomes: Option<ArtifactId>,
+    /// Where it appears, and whether read-only. `None`: nowhere, it is filled afterwards.
+    mount: Option<(Bytes, bool)>,
+    /// Directories made in it before the start.
+    directories: Vec<PathBuf>,
+}
+
+struct PlannedOutput {
+    name: String,
+    artifact: ArtifactId,
+    /// Index of its volume.
+    volume: usize,
+    /// The scratch volume, by index, and the directory in it that becomes the output. `None`: the process wrote into the volume itself.
+    taken_from: Option<(usize, PathBuf)>,
+}
+
+impl Plan {
+    /// Outputs below `/workspace` are directories of one scratch volume, so that a process may remove or replace them like any other
+    /// directory; elsewhere they are mounts.
+    fn new(spec: &WorkloadSpec, workload: WorkloadId) -> Self {
+        let mut volumes = Vec::new();
+        let mut outputs = Vec::new();
+        let in_workspace = |path: &Bytes| {
+            let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
+            Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
+        };
+        let everything =
+            spec.inputs.iter().map(|input| &input.path).chain(spec.outputs.iter().map(|o| &o.path));
+        let workspace = everything.clone().any(|path| in_workspace(path).is_some());
+        if workspace {
+            volumes.push(PlannedVolume {
+                name: "workspace".to_owned(),
+                purpose: store::VolumePurpose::Scratch,
+                from: None,
+                becomes: None,
+                mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
+                directories: Vec::new(),
+            });
+        }
+        for input in &spec.inputs {
+            if spec.outputs.iter().any(|output| output.path == input.path) {
+                continue;
+            }
+            volumes.push(PlannedVolume {
+                name: format!("input/{}", input.name),
+                purpose: store::VolumePurpose::Input,
+                from: Some(input.artifact),
+                becomes: None,
+                mount: Some((input.path.clone(), input.read_only)),
+                directories: Vec::new(),
+            });
+        }
+        for output in &spec.outputs {
+            let artifact = workload.output_artifact(&output.name);
+            let input = spec.inputs.iter().find(|input| input.path == output.path);
+            let taken_from = match (input, in_workspace(&output.path)) {
+                (None, Some(relative)) => Some((0, relative)),
+                _ => None,
+            };
+            if let Some((scratch, directory)) = &taken_from {
+                volumes[*scratch].directories.push(directory.clone());
+            }
+            outputs.push(PlannedOutput {
+                name: output.name.clone(),
+                artifact,
+                volume: volumes.len(),
+                taken_from: taken_from.clone(),
+            });
+            volumes.push(PlannedVolume {
+                name: format!("output/{}", output.name),
+                purpose: store::VolumePurpose::Output,
+                from: input.map(|input| input.artifact),
+                becomes: Some(artifact),
+                mount: taken_from.is_none().then(|| (output.path.clone(), false)),
+                directories: Vec::new(),
+            });
+        }
+        Self { volumes, outputs }
+    }
+}
+
+/// The handles of what an attempt needs.
+struct Prepared {
+    container: ContainerHandle,
+    /// In the order of the plan: the volume, and its parent.
+    volumes: Vec<(VolumeHandle, Option<VolumeHandle>)>,
+}
+
+async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, Stopped> {
+    let session = worker.wait_for_session().await;
+    let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
+    let request = store::PrepareRequest {
+        session_credential: session.credential,
+        holder_id: task.workload.to_string(),
+        attempt_id: task.attempt.to_string(),
+        team: task.spec.team.clone(),
+        volumes: plan
+            .volumes
+            .iter()
+            .map(|volume| store::PrepareVolume {
+                name: volume.name.clone(),
+                purpose: volume.purpose.into(),
+                from_artifact_id: id(volume.from),
+                output_artifact_id: id(volume.becomes),
+            })
+            .collect(),
+    };
+    let call = || {
+        let (mut inventory, request) = (worker.inventory.clone(), request.clone());
+        async move { inventory.prepare(request).await }
+    };
+    let answer = until_answered("prepare an attempt", call).await?;
+
+    let nonsense = |what: &str| Stopped::Nonsense(format!("the artifact store answered a malformed {what}"));
+    let mut volumes = Vec::with_capacity(answer.volumes.len());
+    for volume in answer.volumes {
+        if !volume.missing_artifact_id.is_empty() {
+            return Err(Stopped::InputMissing(volume.missing_artifact_id));
+        }
+        let handle = volume.volume_handle.parse().map_err(|_| nonsense("volume handle"))?;
+        let parent = match volume.parent_handle.as_str() {
+            "" => None,
+            parent => Some(parent.parse().map_err(|_| nonsense("parent handle"))?),
+        };
+        volumes.push((handle, parent));
+    }
+    if volumes.len() != plan.volumes.len() {
+        return Err(nonsense("list of volumes"));
+    }
+    let container = answer.container_handle.parse().map_err(|_| nonsense("container handle"))?;
+    Ok(Prepared { container, volumes })
+}
+
+/// Makes the volumes and the container on the worker.
+async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) -> Result<(), Stopped> {
+    let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
+        let source = parent.map_or(VolumeSource::Empty, |parent| VolumeSource::CopyOnWrite { parent });
+        worker.runtime.create_volume(*handle, source).await?;
+        if !volume.directories.is_empty() {
+            let root = worker.runtime.volume_directory(*handle).await?;
+            for directory in &volume.directories {
+                let path = root.join(directory);
+                tokio::fs::create_dir_all(&path)
+                    .await
+                    .map_err(|error| RuntimeError::io(format!("making {}", directory.display()), error))?;
+            }
+        }
+        Ok::<_, RuntimeError>(())
+    });
+    futures::future::try_join_all(made).await?;
+
+    let mounts = plan.volumes.iter().zip(&prepared.volumes).filter_map(|(volume, (handle, _))| {
+        let (path, read_only) = volume.mount.clone()?;
+        Some(Mount { volume: *handle, path, read_only })
+    });
+    let spec = ContainerSpec {
+        image: task.spec.image,
+        mounts: mounts.collect(),
+        directory: task.spec.directory.clone(),
+        user: task.spec.user.clone(),
+        limits: task.spec.limits,
+        privileged: task.spec.privileged,
+        network: task.spec.network,
+    };
+    worker.runtime.create_container(prepared.container, spec).await?;
+    Ok(())
+}
+
+/// Tells the scheduler that the process is about to start, and the store that everything for it is there. Only after both may it start.
+async fn announce_start(worker: &Worker, task: &Task) -> Result<(), Stopped> {
+    let session = worker.wait_for_session().await;
+    let start = || {
+        let mut workloads = worker.workloads.clone();
+        let request = pb::StartAttemptRequest { lease_token: task.token.clone() };
+        async move { workloads.start_attempt(request).await }
+    };
+    let prepared = || {
+        let mut inventory = worker.inventory.clone();
+        let request = store::PreparedRequest {
+            session_credential: session.credential.clone(),
+            attempt_id: task.attempt.to_string(),
+        };
+        async move { inventory.prepared(request).await }
+    };
+    tokio::try_join!(
+        until_answered("announce the start of a process", start),
+        until_answered("say that an attempt is prepared", prepared),
+    )?;
+    Ok(())
+}
+
+fn process_spec(task: &Task) -> ProcessSpec {
+    let mut environment = task.spec.environment.clone();
+    let traceparent =
+        rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
+    if let Some(traceparent) = traceparent
+        && !environment.iter().any(|variable| variable.name == b"TRACEPARENT")
+    {
+        let value = traceparent.into_bytes();
+        environment.push(EnvironmentVariable { name: b"TRACEPARENT".to_vec(), value });
+    }
+    ProcessSpec {
+        command: task.spec.command.clone(),
+        environment,
+        stdin: task.spec.stdin,
+        output: task.spec.output,
+    }
+}
+
+/// Waits until the process has ended, and asks it to stop when that is wished.
+async fn wait(
+    worker: &Worker,
+    attempt: AttemptId,
+    stop: &mut watch::Receiver<Option<StopWish>>,
+) -> Result<Ended, Stopped> {
+    loop {
+        let wish = stop.borrow_and_update().clone();
+        if let Some(wish) = wish {
+            worker.runtime.stop(attempt, wish.grace).await?;
+        }
+        tokio::select! {
+            ended = worker.runtime.wait(attempt) => return Ok(ended?),
+            changed = stop.changed() => if changed.is_err() {
+                return Err(Stopped::GatewayStopping);
+            },
+            () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
+        }
+    }
+}
+
+/// Resolves when the attempt shall stop.
+async fn wished(stop: &mut watch::Receiver<Option<StopWish>>) -> StopWish {
+    match stop.wait_for(Option::is_some).await.ok().and_then(|wish| wish.clone()) {
+        Some(wish) => wish,
+        None => std::future::pending().await,
+    }
+}
+
+/// Reads the outputs, and makes them known to the artifact store as candidates of this attempt.
+async fn publish(
+    worker: &Worker,
+    task: &Task,
+    plan: &Plan,
+    prepared: &Prepared,
+    finish: &mut Finish,
+) -> Result<(), Stopped> {
+    for output in &plan.outputs {
+        let (handle, _) = prepared.volumes[output.volume];
+        if let Some((scratch, directory)) = &output.taken_from {
+            let from = prepared.volumes[*scratch].0;
+            match worker.runtime.take_directory(from, directory, handle).await {
+                Ok(()) => {}
+                Err(error @ RuntimeError::OutputMissing(_)) => {
+                    let message = format!("output {:?}: {error}", output.name);
+                    finish.failure = Some(Failure { reason: error.reason().to_owned(), message });
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let manifest = worker.trees.scan(worker.runtime.as_ref(), handle, &task.spec.team).await?;
+        complete(worker, handle, &manifest).await?;
+        finish.outputs.push(PublishedOutput {
+            name: output.name.clone(),
+            artifact: output.artifact,
+            size_bytes: manifest.size_bytes(),
+            digest: manifest.tree_digest(),
+            entries: u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX).saturating_sub(1),
+        });
+    }
+    Ok(())
+}
+
+/// Tells the artifact store that a volume has its final bytes.
+pub(crate) async fn complete(
+    worker: &Worker,
+    volume: VolumeHandle,
+    manifest: &transfer::Manifest,
+) -> Result<(), Refusal> {
+    let session = worker.wait_for_session().await;
+    let call = || {
+        let mut inventory = worker.inventory.clone();
+        let request = store::VolumeCompleteRequest {
+            session_credential: session.credential.clone(),
+            volume_handle: volume.to_string(),
+            size_bytes: manifest.size_bytes(),
+            digest: manifest.tree_digest().as_bytes().to_vec().into(),
+            verification: store::Verification::Verified.into(),
+        };
+        async move { inventory.volume_complete(request).await }
+    };
+    until_answered("say that a volume is complete", call).await.map(|_| ())
+}
+
+fn ended_finish(ended: Ended, started: Option<domain::Timestamp>) -> Finish {
+    match ended {
+        Ended::Exited { exit, .. } => Finish { exit: Some(exit), started, ..Finish::default() },
+        Ended::NotStarted(failure) => Finish::failed(failure),
+        Ended::Unknown(failure) => Finish { failure: Some(failure), started, ..Finish::default() },
+    }
+}
+
+/// Tells the scheduler how the attempt ended, until it has heard.
+async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Finish) {
+    let request = pb::FinishAttemptRequest {
+        lease_token: token.to_owned(),
+        exit: finish.exit.map(rpc::exit),
+        failure: finish.failure.as_ref().map(rpc::failure),
+        outputs: finish.outputs.iter().map(rpc::published_output).collect(),
+        started_at: finish.started.map(rpc::timestamp),
+    };
+    let call = || {
+        let (mut workloads, request) = (worker.workloads.clone(), request.clone());
+        async move { workloads.finish_attempt(request).await }
+    };
+    tokio::select! {
+        told = until_answered("end an attempt", call) => if let Err(refusal) = told {
+            // The attempt was ended without us; what it made is garbage already.
+            tracing::info!(lease.id = %lease, error = %refusal, "the end of an attempt was not wanted");
+        },
+        // The next gateway finds the process ended, and tells.
+        () = worker.stopping.cancelled() => return,
+    }
+    worker.set_phase(lease, pb::LeasePhase::Ended);
+}
+
+/// Ends whatever runs of an attempt that is not ours any more.
+async fn give_up(worker: &Worker, attempt: AttemptId) {
+    match worker.runtime.process(attempt).await {
+        Ok(ProcessState::Ended(_)) | Err(RuntimeError::ProcessNotFound(_)) => return,
+        Ok(_) | Err(_) => {}
+    }
+    let stopped = async {
+        worker.runtime.stop(attempt, std::time::Duration::ZERO).await?;
+        worker.runtime.wait(attempt).await
+    };
+    if let Err(error) = stopped.await {
+        tracing::warn!(attempt.id = %attempt, %error, "cannot stop a process whose lease is lost");
+    }
+}
+
+fn failure(stopped: &Stopped) -> Failure {
+    match stopped {
+        Stopped::Worker(error) => error.failure(),
+        Stopped::Refused(refusal) => Failure {
+            reason: refusal.reason.clone().unwrap_or_else(|| "UNAVAILABLE".to_owned()),
+            message: refusal.message.clone(),
+        },
+        Stopped::Wished(wish) => Failure { reason: wish.reason.clone(), message: stopped.to_string() },
+        Stopped::InputMissing(_) => {
+            Failure { reason: Reason::InputUnavailable.as_str().to_owned(), message: stopped.to_string() }
+        }
+        Stopped::Nonsense(_) | Stopped::GatewayStopping => {
+            Failure { reason: Reason::WorkerFailed.as_str().to_owned(), message: stopped.to_string() }
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Settings of a gateway.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use domain::worker::Labels;
+
+/// Settings of a gateway that attends one worker.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The worker's name, unique in the cluster.
+    pub worker_name: String,
+    /// Its tags: with some, it takes only workloads with tags.
+    pub tags: Vec<String>,
+    /// The only team that may use it. `None`: every team.
+    pub team: Option<String>,
+    /// Workloads at a time. `None`: no limit.
+    pub max_tasks: Option<u32>,
+    /// Where callers reach this gateway: `unix:///path` or `http://host:port`.
+    pub endpoint: String,
+    /// Where the scheduler listens.
+    pub scheduler: String,
+    /// Where the artifact store listens.
+    pub artifact_store: String,
+    /// Where manifests of volumes are kept, so that they need not be made again. A cache: it may be lost.
+    pub manifest_dir: PathBuf,
+    /// How often everything that the worker holds is reported.
+    pub report_interval: Duration,
+    /// How many containers or volumes are destroyed at a time.
+    pub destroy_concurrency: usize,
+}
+
+impl Config {
+    pub(crate) fn labels(&self, capabilities: &runtime::Capabilities) -> Labels {
+        Labels {
+            platform: "linux".to_owned(),
+            tags: self.tags.clone(),
+            team: self.team.clone(),
+            image_kinds: capabilities.image_kinds.clone(),
+            capabilities: capabilities.features.clone(),
+        }
+    }
+}

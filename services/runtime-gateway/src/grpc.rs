@@ -1,0 +1,432 @@
+//! The gateway's calls, and the only code of it that makes a `Status`.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use domain::worker::{TicketClaims, TicketOperation};
+use domain::workload::Exit;
+use domain::{AttemptId, Digest, chain};
+use futures::StreamExt;
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::attach_request::Message as Say;
+use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
+use rpc::pb::runtime::read_request::Message as ReadSaid;
+use rpc::pb::runtime::read_response::Message as ReadAnswer;
+use rpc::pb::runtime::volumes_server::{Volumes, VolumesServer};
+use rpc::pb::runtime::write_request::Message as WriteSaid;
+use rpc::pb::runtime::write_response::Message as WriteAnswer;
+use rpc::{Reason, Refusal, invalid_field, parse_id, parse_team};
+use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
+use transfer::{Limits, Manifest, ManifestBuilder, Runs, WriteError};
+
+use crate::SERVICE;
+use crate::volumes::{self, Filling, TransferError};
+use crate::worker::Worker;
+
+/// Messages that wait for a caller.
+const ANSWERS: usize = 4;
+/// Pieces of input that wait for a process. What a caller may have in flight, 1 MiB, fits when it is sent in pieces of 4 KiB or more.
+const STDIN_MESSAGES: usize = 257;
+
+type Answers<T> = mpsc::Sender<Result<T, Status>>;
+
+pub(crate) fn containers(worker: Arc<Worker>) -> ContainersServer<Handler> {
+    ContainersServer::new(Handler { worker })
+}
+
+pub(crate) fn volumes(worker: Arc<Worker>) -> VolumesServer<Handler> {
+    VolumesServer::new(Handler { worker })
+}
+
+pub(crate) struct Handler {
+    worker: Arc<Worker>,
+}
+
+impl Handler {
+    /// Runs a call in a task of its own, which answers through a bounded channel.
+    fn answer<T, F>(
+        &self,
+        call: impl FnOnce(Arc<Worker>, Answers<T>) -> F,
+    ) -> Response<ReceiverStream<Result<T, Status>>>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<(), Status>> + Send + 'static,
+    {
+        let (answers, stream) = mpsc::channel(ANSWERS);
+        let call = call(self.worker.clone(), answers.clone());
+        let stopping = self.worker.stopping.clone();
+        let task = async move {
+            let result = tokio::select! {
+                result = call => result,
+                () = answers.closed() => return,
+                () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+            };
+            if let Err(status) = result {
+                // Failing to answer means that nobody listens any more.
+                answers.send(Err(status)).await.ok();
+            }
+        };
+        self.worker.tasks.spawn(task.in_current_span());
+        Response::new(ReceiverStream::new(stream))
+    }
+}
+
+#[tonic::async_trait]
+impl Containers for Handler {
+    type AttachStream = ReceiverStream<Result<pb::AttachResponse, Status>>;
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<pb::AttachRequest>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        let said = request.into_inner();
+        Ok(self.answer(|worker, answers| attach(worker, said, answers)))
+    }
+}
+
+async fn attach(
+    worker: Arc<Worker>,
+    mut said: Streaming<pb::AttachRequest>,
+    answers: Answers<pb::AttachResponse>,
+) -> Result<(), Status> {
+    let resume = match said.message().await?.and_then(|request| request.message) {
+        Some(Say::Resume(resume)) => resume,
+        _ => return Err(invalid_field("message", "the first message must be `resume`")),
+    };
+    let team = parse_team("resume.team", resume.team)?;
+    let process: AttemptId = parse_id("resume.process_id", &resume.process_id)?;
+    let foreign = worker.attempts().values().any(|attempt| attempt.id == process && attempt.team != team);
+    if foreign {
+        return Err(status(RuntimeError::ProcessNotFound(process)));
+    }
+    let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
+    let Attachment { stdin_offset, mut events, input } =
+        worker.runtime.attach(process, from).await.map_err(status)?;
+
+    let started = Heard::Started(pb::Started { stdin_offset });
+    if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
+        return Ok(());
+    }
+    // Each direction holds back only itself: a process that does not read must not keep its output from being heard.
+    let hear = async {
+        while let Some(event) = events.next().await {
+            let (message, last) = heard(event.map_err(status)?);
+            if answers.send(Ok(pb::AttachResponse { message: Some(message) })).await.is_err() || last {
+                break;
+            }
+        }
+        Ok::<_, Status>(())
+    };
+    // Input waits in a queue of its own: a process that does not read it must not keep acknowledgements from arriving, for without those it
+    // may be unable to write, and so never come to read.
+    let (queue, mut queued) = mpsc::channel(STDIN_MESSAGES);
+    let feed = async {
+        while let Some(stdin) = queued.recv().await {
+            match stdin {
+                Some(pb::StdinData { offset, data }) => input.stdin(offset, data).await.map_err(status)?,
+                None => input.close_stdin().await.map_err(status)?,
+            }
+        }
+        std::future::pending::<Result<(), Status>>().await
+    };
+    let say = async {
+        while let Some(request) = said.message().await? {
+            let stdin = match request.message {
+                Some(Say::Stdin(stdin)) => Some(stdin),
+                Some(Say::CloseStdin(_)) => None,
+                other => {
+                    say(input.as_ref(), other).await?;
+                    continue;
+                }
+            };
+            let full = |_| invalid_field("stdin", "runs further ahead of `stdin_ack` than it may");
+            queue.try_send(stdin).map_err(full)?;
+        }
+        // The caller says no more. What the process says is still wanted.
+        std::future::pending::<Result<(), Status>>().await
+    };
+    tokio::select! {
+        heard = hear => heard,
+        said = say => said,
+        fed = feed => fed,
+    }
+}
+
+async fn say(input: &dyn ProcessInput, said: Option<Say>) -> Result<(), Status> {
+    let said = match said {
+        Some(Say::Signal(signal)) => {
+            let number = u8::try_from(signal.number).ok().filter(|number| (1..=64).contains(number));
+            let number = number.ok_or_else(|| invalid_field("signal.number", "must be 1 to 64"))?;
+            input.signal(number).await
+        }
+        Some(Say::Ack(ack)) => {
+            input.acknowledge(Offsets { stdout: ack.stdout_offset, stderr: ack.stderr_offset }).await
+        }
+        Some(Say::Detach(_)) => input.detach().await,
+        Some(Say::Resume(_)) => return Err(invalid_field("message", "`resume` was said before")),
+        Some(Say::Stdin(_) | Say::CloseStdin(_)) | None => {
+            return Err(invalid_field("message", "is required"));
+        }
+    };
+    said.map_err(status)
+}
+
+/// What a caller hears, and whether it is the last.
+fn heard(event: ProcessEvent) -> (Heard, bool) {
+    let wire = |stream| match stream {
+        OutputStream::Stdout => pb::Stream::Stdout.into(),
+        OutputStream::Stderr => pb::Stream::Stderr.into(),
+    };
+    match event {
+        ProcessEvent::StdinTaken(offset) => (Heard::StdinAck(pb::StdinAck { offset }), false),
+        ProcessEvent::Output { stream, offset, data } => {
+            (Heard::Output(pb::Output { stream: wire(stream), offset, data }), false)
+        }
+        ProcessEvent::Truncated { stream, from, to } => {
+            (Heard::Truncated(pb::Truncated { stream: wire(stream), from, to }), false)
+        }
+        ProcessEvent::Ended(ended) => {
+            let how = match ended {
+                Ended::Exited { exit: Exit::Code(code), .. } => Some(pb::exited::How::Code(code.into())),
+                Ended::Exited { exit: Exit::Signal(signal), .. } => {
+                    Some(pb::exited::How::Signal(signal.into()))
+                }
+                Ended::Exited { exit: Exit::OutOfMemory, .. } => {
+                    Some(pb::exited::How::OutOfMemory(pb::KilledForMemory {}))
+                }
+                Ended::NotStarted(_) | Ended::Unknown(_) => None,
+            };
+            (Heard::Exited(pb::Exited { how }), false)
+        }
+        ProcessEvent::Done(offsets) => {
+            (Heard::Done(pb::Done { stdout_offset: offsets.stdout, stderr_offset: offsets.stderr }), true)
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Volumes for Handler {
+    type WriteStream = ReceiverStream<Result<pb::WriteResponse, Status>>;
+    type ReadStream = ReceiverStream<Result<pb::ReadResponse, Status>>;
+    type ReadFileStream = ReceiverStream<Result<pb::ReadFileResponse, Status>>;
+
+    async fn write(
+        &self,
+        request: Request<Streaming<pb::WriteRequest>>,
+    ) -> Result<Response<Self::WriteStream>, Status> {
+        let said = request.into_inner();
+        Ok(self.answer(|worker, answers| write(worker, said, answers)))
+    }
+
+    async fn read(
+        &self,
+        request: Request<Streaming<pb::ReadRequest>>,
+    ) -> Result<Response<Self::ReadStream>, Status> {
+        let said = request.into_inner();
+        Ok(self.answer(|worker, answers| read(worker, said, answers)))
+    }
+
+    async fn read_file(
+        &self,
+        request: Request<pb::ReadFileRequest>,
+    ) -> Result<Response<Self::ReadFileStream>, Status> {
+        let request = request.into_inner();
+        let ticket = volumes::admit(&self.worker, &request.ticket, TicketOperation::Read).await?;
+        let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
+        Ok(self.answer(|worker, answers| read_file(worker, ticket, path, answers)))
+    }
+}
+
+/// The caller's stream ended before it was done: an aborted call looks just like a clean end.
+fn truncated() -> Status {
+    Reason::TransferTruncated.status(SERVICE, "the stream ended before the transfer was complete")
+}
+
+async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Status> {
+    answers.send(Ok(answer)).await.map_err(|_| truncated())
+}
+
+async fn write(
+    worker: Arc<Worker>,
+    mut said: Streaming<pb::WriteRequest>,
+    answers: Answers<pb::WriteResponse>,
+) -> Result<(), Status> {
+    let answer = |message| send(&answers, pb::WriteResponse { message: Some(message) });
+    let WriteSaid::Open(open) = next(&mut said).await? else {
+        return Err(invalid_field("message", "the first message must be `open`"));
+    };
+    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Write).await?;
+    let manifest = receive_manifest(&mut said).await?;
+
+    let mut filling = Filling::begin(&worker, &ticket, Arc::new(manifest)).await?;
+    for runs in rpc::tree::runs(&filling.missing) {
+        answer(WriteAnswer::Missing(runs)).await?;
+    }
+    answer(WriteAnswer::MissingEnd(pb::ExtentRunsEnd { bytes: filling.missing_bytes() })).await?;
+
+    let mut bytes = 0;
+    loop {
+        match next(&mut said).await? {
+            WriteSaid::Chunk(chunk) => {
+                let extents: Vec<_> =
+                    chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
+                bytes += extents.iter().map(|(_, data)| length(data)).sum::<u64>();
+                filling.put(extents).await?;
+                // Progress is for people: when the caller does not read it, it is left out.
+                let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
+                answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();
+            }
+            WriteSaid::Commit(_) => break,
+            _ => return Err(invalid_field("message", "only `chunk` and `commit` may follow the manifest")),
+        }
+    }
+    let manifest = filling.commit(&worker).await?;
+    let digest = manifest.tree_digest().as_bytes().to_vec().into();
+    answer(WriteAnswer::Committed(pb::Committed { digest, size_bytes: manifest.size_bytes() })).await
+}
+
+async fn next(said: &mut Streaming<pb::WriteRequest>) -> Result<WriteSaid, Status> {
+    let request = said.message().await?.ok_or_else(truncated)?;
+    rpc::required("message", request.message)
+}
+
+async fn receive_manifest(said: &mut Streaming<pb::WriteRequest>) -> Result<Manifest, Status> {
+    let mut builder = ManifestBuilder::new(Limits::default());
+    let invalid = |error| rpc::tree::invalid_manifest(SERVICE, &error);
+    let end = loop {
+        match next(said).await? {
+            WriteSaid::Manifest(part) => rpc::tree::push_part(&mut builder, &part).map_err(invalid)?,
+            WriteSaid::ManifestEnd(end) => break end,
+            _ => return Err(invalid_field("message", "the manifest must come first, and whole")),
+        }
+    };
+    let manifest = builder.finish().map_err(invalid)?;
+    let said = Digest::try_from(end.digest.as_ref());
+    if said != Ok(manifest.tree_digest()) {
+        return Err(Reason::DigestMismatch.status(SERVICE, "the manifest has another digest than was said"));
+    }
+    Ok(manifest)
+}
+
+fn length(data: &Bytes) -> u64 {
+    u64::try_from(data.len()).unwrap_or(u64::MAX)
+}
+
+async fn read(
+    worker: Arc<Worker>,
+    mut said: Streaming<pb::ReadRequest>,
+    answers: Answers<pb::ReadResponse>,
+) -> Result<(), Status> {
+    let answer = |message| send(&answers, pb::ReadResponse { message: Some(message) });
+    let open = match said.message().await?.ok_or_else(truncated)?.message {
+        Some(ReadSaid::Open(open)) => open,
+        _ => return Err(invalid_field("message", "the first message must be `open`")),
+    };
+    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Read).await?;
+    let manifest = volumes::manifest(&worker, &ticket).await?;
+    for part in rpc::tree::manifest_parts(&manifest) {
+        answer(ReadAnswer::Manifest(part)).await?;
+    }
+    answer(ReadAnswer::ManifestEnd(rpc::tree::manifest_end(&manifest))).await?;
+
+    let mut wanted = Runs::new();
+    loop {
+        match said.message().await?.ok_or_else(truncated)?.message {
+            Some(ReadSaid::Want(runs)) => rpc::tree::push_runs(&mut wanted, &runs)
+                .map_err(|error| invalid_field("want.runs", error.to_string()))?,
+            Some(ReadSaid::WantEnd(_)) => break,
+            Some(ReadSaid::Open(_)) | None => {
+                return Err(invalid_field("message", "must be `want` or `want_end`"));
+            }
+        }
+    }
+    if wanted.last().is_some_and(|last| last >= manifest.extent_count()) {
+        return Err(invalid_field("want.runs", "names an extent that the manifest does not have"));
+    }
+
+    let (batches, mut ready) = mpsc::channel::<Vec<transfer::ExtentData>>(ANSWERS);
+    let reading = async {
+        volumes::read(&worker, ticket.volume, manifest, wanted, batches).await.map_err(Status::from)
+    };
+    let sending = async {
+        while let Some(batch) = ready.recv().await {
+            let extents =
+                batch.into_iter().map(|extent| pb::ExtentData { ordinal: extent.ordinal, data: extent.data });
+            answer(ReadAnswer::Chunk(pb::Chunk { extents: extents.collect() })).await?;
+        }
+        Ok(())
+    };
+    tokio::try_join!(reading, sending)?;
+    answer(ReadAnswer::Done(pb::ReadDone {})).await
+}
+
+async fn read_file(
+    worker: Arc<Worker>,
+    ticket: TicketClaims,
+    path: PathBuf,
+    answers: Answers<pb::ReadFileResponse>,
+) -> Result<(), Status> {
+    let (chunks, mut ready) = mpsc::channel(ANSWERS);
+    let reading =
+        async { volumes::read_file(&worker, ticket.volume, path, chunks).await.map_err(Status::from) };
+    let sending = async {
+        let mut first = true;
+        while let Some((size, data)) = ready.recv().await {
+            let size_bytes = if std::mem::take(&mut first) { size } else { 0 };
+            send(&answers, pb::ReadFileResponse { size_bytes, data }).await?;
+        }
+        Ok(())
+    };
+    tokio::try_join!(reading, sending).map(|_| ())
+}
+
+impl From<TransferError> for Status {
+    fn from(error: TransferError) -> Self {
+        let reason = match &error {
+            TransferError::Ticket => Reason::InvalidToken,
+            TransferError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
+            TransferError::NotAttended(_) => Reason::NotAttended,
+            TransferError::Worker(_) => {
+                let TransferError::Worker(error) = error else { return truncated() };
+                return status(error);
+            }
+            TransferError::Write(WriteError::DiskFull { .. }) => Reason::DiskFull,
+            TransferError::Write(WriteError::DigestMismatch { .. }) => Reason::DigestMismatch,
+            TransferError::Write(WriteError::Missing { .. }) => Reason::TransferTruncated,
+            TransferError::Write(
+                WriteError::OutOfOrder(_) | WriteError::NoSuchExtent(_) | WriteError::Unsafe { .. },
+            ) => {
+                return invalid_field("chunk.extents", error.to_string());
+            }
+            TransferError::Write(WriteError::Io { .. }) | TransferError::Read(_) => Reason::WorkerFailed,
+            TransferError::PathNotFound(_) => Reason::PathNotFound,
+            TransferError::NotAFile(_) => Reason::NotAFile,
+            TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
+            TransferError::CallerGone => return truncated(),
+        };
+        reason.status(SERVICE, chain(&error))
+    }
+}
+
+/// A worker's failure, as callers see it.
+fn status(error: RuntimeError) -> Status {
+    let reason = match &error {
+        RuntimeError::VolumeNotFound(_) => Reason::VolumeNotFound,
+        RuntimeError::ProcessNotFound(_) => Reason::ProcessNotFound,
+        RuntimeError::OffsetOutOfRange { .. } => Reason::OffsetOutOfRange,
+        RuntimeError::DiskFull(_) => Reason::DiskFull,
+        _ => {
+            tracing::warn!(error = chain(&error), "the worker failed");
+            Reason::WorkerFailed
+        }
+    };
+    reason.status(SERVICE, error.to_string())
+}

@@ -1,0 +1,364 @@
+//! Containers: made, listed, destroyed, and adopted from the runtime before this one.
+//!
+//! A container that has not started anything is only a directory. Everything that it can be refused for is looked at here,
+//! before anything is made.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::ContainerHandle;
+use domain::workload::Bytes;
+use runtime::{ContainerSpec, RuntimeError};
+use rustix::fs::{Mode, OFlags};
+use tokio::time::Instant;
+
+use super::copy::own_tree;
+use super::files::{self, at, blocking};
+use super::processes::Process;
+use super::record::{Container, Intent};
+use super::users::{User, Users};
+use super::{Host, held, mounts, process_files as names};
+
+/// What a half-made container is called, and one that is being destroyed.
+const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
+/// Places where nothing may be mounted.
+const RESERVED: [&str; 3] = ["/proc", "/sys", "/dev"];
+/// Places that are empty when a container starts, and what is there all the same.
+const FRESH: [(&str, &[&str]); 5] = [
+    ("/proc", &["/proc"]),
+    ("/sys", &["/sys"]),
+    ("/dev", &["/dev", "/dev/shm", "/dev/pts"]),
+    ("/tmp", &["/tmp"]),
+    ("/run", &["/run", "/run/lock"]),
+];
+/// The working directory that is made when it is missing.
+const WORKSPACE: &str = "/workspace";
+/// How long a supervisor may take to end after everything in its container was killed.
+const LAST: Duration = Duration::from_secs(15);
+
+impl Host {
+    fn containers(&self) -> PathBuf {
+        self.config.state_dir.join("containers")
+    }
+
+    pub(super) fn container(&self, handle: ContainerHandle) -> PathBuf {
+        self.containers().join(handle.to_string())
+    }
+
+    pub(super) fn list_containers(&self) -> Result<Vec<ContainerHandle>, RuntimeError> {
+        let mut handles = files::handles_in(&self.containers(), &UNFINISHED)?;
+        handles.sort_unstable();
+        handles.dedup();
+        Ok(handles)
+    }
+
+    /// Learns what an earlier runtime left: removes what is half-made, remembers processes, revokes intents that nobody will
+    /// carry out, and ends what lost its supervisor.
+    pub(super) fn adopt(&self) -> Result<(), RuntimeError> {
+        let directory = self.containers();
+        files::make_directory(&directory).map_err(at("make", &directory))?;
+        for entry in fs::read_dir(&directory).map_err(at("list", &directory))? {
+            let path = entry.map_err(at("list", &directory))?.path();
+            let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+            if name.starts_with('.') {
+                files::remove_tree(&path).map_err(at("remove", &path))?;
+            } else if let Ok(handle) = name.parse() {
+                self.adopt_processes(handle)?;
+            }
+        }
+        self.remove_stale_sockets()
+    }
+
+    fn adopt_processes(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
+        for id in files::handles_in(&self.container(container).join(names::PROCESSES), &[])? {
+            let process = Process::new(self, container, id);
+            let mut known = false;
+            for name in [names::INTENT, names::STARTED, names::REVOKED, names::END] {
+                known |= files::exists(&process.file(name)).map_err(at("look at", &process.dir))?;
+            }
+            if known {
+                held(&self.processes).insert(id, container);
+                // Also settles what has no supervisor any more.
+                self.status(&process)?;
+            } else {
+                files::remove_tree(&process.dir).map_err(at("remove", &process.dir))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn remove_stale_sockets(&self) -> Result<(), RuntimeError> {
+        for id in files::handles_in(&self.config.runtime_dir, &[])? {
+            let container = held(&self.processes).get(&id).copied();
+            let lives = match container {
+                Some(container) => Process::new(self, container, id).is_alive()?,
+                None => false,
+            };
+            if !lives {
+                let socket = self.sockets.path(&id.to_string());
+                files::remove_file(&socket).map_err(at("remove", &socket))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) async fn create_container(
+        self: &Arc<Self>,
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.locks.lock(handle.uuid()).await, Arc::clone(self));
+        blocking(move || {
+            let _turn = turn;
+            host.create(handle, spec)
+        })
+        .await
+    }
+
+    fn create(&self, handle: ContainerHandle, spec: ContainerSpec) -> Result<(), RuntimeError> {
+        let container = self.container(handle);
+        if files::exists(&container).map_err(at("look for", &container))? {
+            return Ok(());
+        }
+        let user = find_user(spec.user.as_deref())?;
+        if let Some(missing) = self.cgroups.missing(&spec.limits) {
+            return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
+        }
+        check_mounts(&spec)?;
+        let mut volumes = Vec::new();
+        for mount in &spec.mounts {
+            volumes.push((mount, self.volumes.directory(mount.volume)?));
+        }
+        let make_directory = must_make(&spec);
+        if !make_directory {
+            check_directory(&spec.directory, &volumes)?;
+        }
+        if user.uid != 0 {
+            for (_, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
+                own_tree(path, user.uid, user.gid).map_err(at("change the owner of", path))?;
+            }
+        }
+        let record = Container::new(handle, spec, user, make_directory);
+        let new = self.containers().join(format!(".new-{handle}"));
+        let made =
+            fill(&new, &record).and_then(|()| fs::rename(&new, &container).map_err(at("make", &container)));
+        if made.is_err() {
+            // What it fails with matters more than what is left, which the next attempt or opening removes.
+            if let Err(error) = files::remove_tree(&new) {
+                tracing::warn!(container.handle = %handle, %error, "could not remove a half-made container");
+            }
+        }
+        made
+    }
+
+    pub(super) async fn destroy_container(
+        self: &Arc<Self>,
+        handle: ContainerHandle,
+    ) -> Result<(), RuntimeError> {
+        let turn = self.locks.lock(handle.uuid()).await;
+        let host = Arc::clone(self);
+        let processes = blocking(move || host.processes_of(handle)).await?;
+        for process in &processes {
+            self.end_supervisor(process).await?;
+        }
+        let host = Arc::clone(self);
+        blocking(move || {
+            let _turn = turn;
+            host.remove(handle, &processes)
+        })
+        .await
+    }
+
+    /// Every process of a container, half-made ones too.
+    pub(super) fn processes_of(&self, container: ContainerHandle) -> Result<Vec<Process>, RuntimeError> {
+        let directory = self.container(container).join(names::PROCESSES);
+        if !files::exists(&directory).map_err(at("look for", &directory))? {
+            return Ok(Vec::new());
+        }
+        let ids = files::handles_in(&directory, &[])?;
+        Ok(ids.into_iter().map(|id| Process::new(self, container, id)).collect())
+    }
+
+    /// Kills everything in a container, and waits until its supervisor has ended.
+    async fn end_supervisor(&self, process: &Process) -> Result<(), RuntimeError> {
+        process.revoke()?;
+        let deadline = Instant::now() + LAST;
+        let mut killed = false;
+        while process.is_alive()? {
+            let kill = async {
+                let mut connection = self.sockets.connect(&process.id.to_string()).await?;
+                connection.ask(&super::control::Request::Stop(Duration::ZERO)).await?;
+                connection.closed().await;
+                Ok::<_, io::Error>(())
+            };
+            match tokio::time::timeout_at(deadline, kill).await {
+                Ok(Ok(())) => {}
+                // It may just be ending.
+                Ok(Err(_)) => tokio::time::sleep(Duration::from_millis(2)).await,
+                Err(_) => {}
+            }
+            if Instant::now() >= deadline {
+                if killed && Instant::now() >= deadline + LAST {
+                    return Err(RuntimeError::Other(format!(
+                        "the supervisor of process {} does not end",
+                        process.id
+                    )));
+                }
+                if !killed {
+                    tracing::warn!(process.id = %process.id, "a supervisor does not end, and is killed");
+                    process.kill_supervisor()?;
+                    killed = true;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        Ok(())
+    }
+
+    fn remove(&self, handle: ContainerHandle, processes: &[Process]) -> Result<(), RuntimeError> {
+        for process in processes {
+            self.cgroups
+                .remove(&process.cgroup())
+                .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
+            let socket = self.sockets.path(&process.id.to_string());
+            files::remove_file(&socket).map_err(at("remove", &socket))?;
+            held(&self.processes).remove(&process.id);
+        }
+        let container = self.container(handle);
+        let [new, gone] = UNFINISHED.map(|prefix| self.containers().join(format!("{prefix}{handle}")));
+        if files::exists(&container).map_err(at("look for", &container))? {
+            files::remove_tree(&gone).map_err(at("remove", &gone))?;
+            fs::rename(&container, &gone).map_err(at("remove", &container))?;
+        }
+        for path in [gone, new] {
+            files::remove_tree(&path).map_err(at("remove", &path))?;
+        }
+        Ok(())
+    }
+}
+
+fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
+    files::remove_tree(new).map_err(at("remove", new))?;
+    let make = |path: PathBuf, mode| DirBuilder::new().mode(mode).create(&path).map_err(at("make", &path));
+    make(new.to_owned(), 0o700)?;
+    // The upper layer's own mode is that of the container's root.
+    for (name, mode) in [("upper", 0o755), ("work", 0o700), ("run", 0o700), (names::PROCESSES, 0o700)] {
+        make(new.join(name), mode)?;
+    }
+    let path = new.join(names::CONTAINER);
+    let text = serde_json::to_vec(record).map_err(|error| RuntimeError::Other(error.to_string()))?;
+    fs::write(&path, text).map_err(at("write", &path))
+}
+
+/// Looks up a user in the image, which is this machine.
+fn find_user(wanted: Option<&str>) -> Result<User, RuntimeError> {
+    let read = |path: &str| {
+        let contents = files::read_if_there(Path::new(path)).map_err(at("read", Path::new(path)))?;
+        Ok::<_, RuntimeError>(String::from_utf8_lossy(&contents.unwrap_or_default()).into_owned())
+    };
+    let (passwd, group) = (read("/etc/passwd")?, read("/etc/group")?);
+    let found = Users { passwd: &passwd, group: &group }.find(wanted);
+    found.ok_or_else(|| RuntimeError::UserNotFound(wanted.unwrap_or_default().to_owned()))
+}
+
+fn path(bytes: &Bytes) -> &Path {
+    Path::new(std::ffi::OsStr::from_bytes(bytes))
+}
+
+/// Whether the working directory is made when it is missing.
+fn must_make(spec: &ContainerSpec) -> bool {
+    let directory = path(&spec.directory);
+    directory == Path::new(WORKSPACE)
+        || spec.mounts.iter().any(|mount| path(&mount.path).starts_with(directory))
+}
+
+/// What a container has of its own at or above `path`, and whether `path` exists there.
+fn fresh(path: &Path) -> Option<bool> {
+    let (_, there) = FRESH.iter().find(|(fresh, _)| path.starts_with(fresh))?;
+    Some(there.iter().any(|there| path == Path::new(there)))
+}
+
+fn check_mounts(spec: &ContainerSpec) -> Result<(), RuntimeError> {
+    let refuse = |at: &Path, why: &str| {
+        Err(RuntimeError::InvalidMount { path: at.to_string_lossy().into_owned(), why: why.to_owned() })
+    };
+    for (index, mount) in spec.mounts.iter().enumerate() {
+        let at = path(&mount.path);
+        let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+        if !at.is_absolute() || !at.components().all(plain) || mount.path.contains(&0) {
+            return refuse(at, "it is no plain absolute path");
+        }
+        if at == Path::new("/") || RESERVED.iter().any(|reserved| at.starts_with(reserved)) {
+            return refuse(at, "nothing may be mounted there");
+        }
+        let mut others = spec.mounts[..index].iter().map(|other| path(&other.path));
+        if others.any(|other| at == other) {
+            return refuse(at, "another volume is mounted there");
+        }
+        if fresh(at).is_none()
+            && let Some(why) = not_a_place(at)?
+        {
+            return refuse(at, why);
+        }
+    }
+    Ok(())
+}
+
+/// Why no directory can be made at `path` of the image.
+fn not_a_place(path: &Path) -> Result<Option<&'static str>, RuntimeError> {
+    let root = rustix::fs::open("/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+    let root = root.map_err(|error| RuntimeError::io("open the root", error.into()))?;
+    let mut parents: Vec<_> = path.ancestors().collect();
+    parents.reverse();
+    for parent in parents {
+        match mounts::open_in(root.as_fd(), parent, OFlags::PATH | OFlags::DIRECTORY) {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let link = mounts::open_in(root.as_fd(), parent, OFlags::PATH | OFlags::NOFOLLOW).is_ok();
+                return Ok(link.then_some("a link that leads nowhere is in the way"));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                return Ok(Some("something that is no directory is in the way"));
+            }
+            Err(error) => return Err(at("look at", parent)(error)),
+        }
+    }
+    Ok(None)
+}
+
+/// Checks that a working directory which nobody makes is there: in the image, or in a volume.
+fn check_directory(directory: &Bytes, volumes: &[(&runtime::Mount, PathBuf)]) -> Result<(), RuntimeError> {
+    let directory = path(directory);
+    let within = volumes.iter().filter_map(|(mount, contents)| {
+        Some((contents.as_path(), directory.strip_prefix(path(&mount.path)).ok()?))
+    });
+    // Of volumes in volumes, the innermost is what is seen.
+    let within = within.min_by_key(|(_, inside)| inside.as_os_str().len());
+    let there = match (within, fresh(directory)) {
+        _ if !directory.is_absolute() => false,
+        (None, Some(there)) => there,
+        (within, _) => {
+            let (root, inside) = within.unwrap_or((Path::new("/"), directory));
+            let opened = rustix::fs::open(root, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+            let opened = opened.map_err(|error| at("open", root)(error.into()))?;
+            mounts::open_in(opened.as_fd(), inside, OFlags::PATH | OFlags::DIRECTORY).is_ok()
+        }
+    };
+    let missing = || RuntimeError::DirectoryMissing(directory.to_string_lossy().into_owned());
+    if there { Ok(()) } else { Err(missing()) }
+}
+
+impl Host {
+    /// What the intent of a process says, if it can be read.
+    pub(super) fn intent(process: &Process) -> Result<Option<Intent>, RuntimeError> {
+        let path = process.file(names::INTENT);
+        let contents = files::read_if_there(&path).map_err(at("read", &path))?;
+        Ok(contents.and_then(|contents| serde_json::from_slice(&contents).ok()))
+    }
+}

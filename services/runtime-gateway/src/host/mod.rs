@@ -1,0 +1,374 @@
+//! The host runtime: real containers on this machine.
+//!
+//! Everything is kept below one state directory, which one runtime at a time may hold:
+//!
+//! ```text
+//! lock  marker
+//! volumes/<handle>/contents            what is in it, or where it is mounted
+//!                 /upper work parent   a copy-on-write child
+//!                 /taken               its contents were a directory of another
+//! containers/<handle>/container.json   what it is
+//!                    /upper work       what it wrote to its root
+//!                    /run              where its supervisor mounts
+//!                    /processes/<id>/  alive  intent → started, or revoked  stdout  stderr  end  log
+//! ```
+//!
+//! Who does what: this process makes and destroys directories, mounts volumes, and writes intents. A [`supervisor`] per
+//! process does everything with the container itself, and outlives this process. They meet in the files above and over
+//! [`control`].
+//!
+//! Invariants:
+//!
+//! - Whatever is being made has a name that starts with a dot until it is complete.
+//! - A process is started only by whoever renames its intent, and an intent is written once.
+//! - What a container sees is mounted in namespaces that end with it. Only volumes are mounted where the machine sees them.
+
+mod cgroups;
+mod containers;
+mod control;
+mod copy;
+mod files;
+mod image;
+mod mounts;
+mod process_files;
+mod processes;
+mod record;
+mod spool;
+mod supervisor;
+mod users;
+mod volumes;
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File};
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use domain::worker::Marker;
+use domain::workload::Image;
+use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
+use runtime::{
+    Attachment, Capabilities, ContainerSpec, Disk, Ended, Holdings, Offsets, ProcessSpec, ProcessState,
+    Runtime, RuntimeError, VolumeSource,
+};
+use uuid::Uuid;
+
+use cgroups::Cgroups;
+use control::Sockets;
+use files::{at, blocking};
+use volumes::Volumes;
+
+/// How long a process may go on before the first contact, and by default.
+const STOP_AFTER: Duration = Duration::from_secs(600);
+
+/// Where the host runtime keeps things, and how it starts supervisors.
+#[derive(Debug, Clone)]
+pub struct HostConfig {
+    /// Where everything is kept. Absolute, UTF-8, and on a file system that may hold the upper layer of an overlay.
+    pub state_dir: PathBuf,
+    /// Where short-lived sockets are. Absolute, UTF-8.
+    pub runtime_dir: PathBuf,
+    /// The program whose `main` calls [`supervise_if_asked`] first.
+    pub supervisor: PathBuf,
+    /// How much output of each stream is kept.
+    pub spool_bytes: u64,
+    /// Absolute paths that no container may see, beside those that none ever does.
+    pub masked: Vec<PathBuf>,
+}
+
+impl HostConfig {
+    /// The defaults: this program is the supervisor, 32 MiB of each output.
+    ///
+    /// Errors: the path of this program is unknown.
+    pub fn new(state_dir: impl Into<PathBuf>, runtime_dir: impl Into<PathBuf>) -> std::io::Result<Self> {
+        Ok(Self {
+            state_dir: state_dir.into(),
+            runtime_dir: runtime_dir.into(),
+            supervisor: std::env::current_exe()?,
+            spool_bytes: 32 << 20,
+            masked: Vec::new(),
+        })
+    }
+}
+
+/// Runs a supervisor if that is what the arguments of this program ask for, and returns with which code to exit then.
+///
+/// Every binary that may be [`HostConfig::supervisor`] calls this first in `main`, before any other thread or runtime exists:
+/// containers must not be made by a process with several threads.
+#[must_use]
+pub fn supervise_if_asked(arguments: impl IntoIterator<Item = OsString>) -> Option<ExitCode> {
+    supervisor::supervise_if_asked(arguments)
+}
+
+/// This machine as a worker.
+#[derive(Debug)]
+pub struct HostRuntime {
+    host: Arc<Host>,
+    capabilities: Capabilities,
+}
+
+/// What its operations share.
+#[derive(Debug)]
+struct Host {
+    config: HostConfig,
+    /// Held as long as this lives.
+    _lock: File,
+    boot: String,
+    marker: MarkerId,
+    volumes: Volumes,
+    cgroups: Cgroups,
+    sockets: Sockets,
+    /// Whether writes to the root of a container are kept in memory.
+    upper_in_memory: bool,
+    locks: Locks,
+    /// The container of each process.
+    processes: Mutex<HashMap<AttemptId, ContainerHandle>>,
+    /// The last contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
+    contact: Mutex<Option<(Duration, Duration)>>,
+}
+
+/// Keeps operations on the same handle apart.
+#[derive(Debug)]
+struct Locks([Arc<tokio::sync::Mutex<()>>; 64]);
+
+impl Locks {
+    fn new() -> Self {
+        Self(std::array::from_fn(|_| Arc::default()))
+    }
+
+    /// Waits for its turn. Nobody holds two, so nobody waits for each other.
+    async fn lock(&self, handle: Uuid) -> tokio::sync::OwnedMutexGuard<()> {
+        let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(handle);
+        let slot = usize::try_from(hash % self.0.len() as u64).unwrap_or(0);
+        Arc::clone(&self.0[slot]).lock_owned().await
+    }
+}
+
+/// A lock that is only held for a moment, over what no panic leaves half changed.
+fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl HostRuntime {
+    /// Takes over a state directory, with whatever is in it and runs in it, and removes what a crash left half-made.
+    ///
+    /// Blocks on the disk. Errors: another runtime holds the directory, or the machine cannot run containers at all.
+    pub fn open(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
+        let host = Host::open(config)?;
+        let below = mounts::mounted().map(|mounted| image::below_root(&mounted, &host.hidden()));
+        let absent = below.map_err(|error| RuntimeError::io("list what is mounted", error))?.absent;
+        if !absent.is_empty() {
+            tracing::info!(?absent, "containers do not see these file systems of the machine");
+        }
+        let features = ["privileged", "limits", "network-loopback", "stop-after"];
+        let capabilities = Capabilities {
+            image_kinds: vec![Image::Host.kind().to_owned()],
+            features: features.map(str::to_owned).to_vec(),
+            copy_on_write: host.volumes.copy_on_write(),
+        };
+        Ok(Arc::new(Self { host: Arc::new(host), capabilities }))
+    }
+}
+
+impl Host {
+    fn open(config: HostConfig) -> Result<Self, RuntimeError> {
+        for path in [&config.state_dir, &config.runtime_dir, &config.supervisor] {
+            if !path.is_absolute() || path.to_str().is_none() {
+                return Err(RuntimeError::Other(format!("{path:?} is not an absolute path in UTF-8")));
+            }
+        }
+        if !rustix::process::geteuid().is_root() {
+            return Err(RuntimeError::Unsupported("containers on this machine need root".to_owned()));
+        }
+        for path in [&config.state_dir, &config.runtime_dir] {
+            DirBuilder::new().mode(0o700).recursive(true).create(path).map_err(at("make", path))?;
+        }
+        // Mounts are listed under their real paths.
+        let real = |path: &Path| fs::canonicalize(path).map_err(at("find", path));
+        let config = HostConfig {
+            state_dir: real(&config.state_dir)?,
+            runtime_dir: real(&config.runtime_dir)?,
+            supervisor: real(&config.supervisor)?,
+            ..config
+        };
+        let lock = lock(&config.state_dir)?;
+        let boot = boot()?;
+        let marker = marker(&config.state_dir)?;
+        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
+        let volumes = Volumes::open(&config.state_dir, &mounted)?;
+        let upper_in_memory = !volumes.overlays();
+        let sockets = Sockets::open(&config.runtime_dir).map_err(at("open", &config.runtime_dir))?;
+        let host = Self {
+            _lock: lock,
+            boot,
+            marker,
+            volumes,
+            cgroups: Cgroups::find(&mounted),
+            sockets,
+            upper_in_memory,
+            locks: Locks::new(),
+            processes: Mutex::default(),
+            contact: Mutex::default(),
+            config,
+        };
+        host.adopt()?;
+        Ok(host)
+    }
+
+    /// What is hidden from containers because it is ours, or because the operator says so.
+    fn hidden(&self) -> Vec<PathBuf> {
+        let own = [&self.config.state_dir, &self.config.runtime_dir];
+        own.into_iter().chain(&self.config.masked).cloned().collect()
+    }
+}
+
+/// Takes the state directory for this process alone.
+fn lock(state_dir: &Path) -> Result<File, RuntimeError> {
+    let path = state_dir.join("lock");
+    let file = File::options().read(true).write(true).create(true).truncate(false).open(&path);
+    let file = file.map_err(at("open", &path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => {
+            Err(RuntimeError::Other(format!("another runtime holds {}", state_dir.display())))
+        }
+        Err(fs::TryLockError::Error(error)) => Err(at("lock", &path)(error)),
+    }
+}
+
+/// The life of the machine, or of the container that this process is in.
+fn boot() -> Result<String, RuntimeError> {
+    let read = |path: &Path| fs::read_to_string(path).map_err(at("read", path));
+    let kernel = read(Path::new("/proc/sys/kernel/random/boot_id"))?;
+    let first = read(Path::new("/proc/1/stat"))?;
+    // The name in it may contain anything; the start time is the 20th field after it.
+    let started = first.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(19));
+    let started = started.ok_or_else(|| RuntimeError::Other("/proc/1/stat has no start time".to_owned()))?;
+    Ok(format!("{}/{started}", kernel.trim()))
+}
+
+/// The marker of the state directory, made when there is none.
+fn marker(state_dir: &Path) -> Result<MarkerId, RuntimeError> {
+    let path = state_dir.join("marker");
+    let found = files::read_if_there(&path).map_err(at("read", &path))?;
+    if let Some(marker) = found.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()) {
+        return Ok(marker);
+    }
+    let marker = MarkerId::new();
+    files::write_durably(&path, format!("{marker}\n").as_bytes()).map_err(at("write", &path))?;
+    Ok(marker)
+}
+
+#[async_trait]
+impl Runtime for HostRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    async fn marker(&self) -> Result<Marker, RuntimeError> {
+        Ok(Marker { id: self.host.marker, boot: self.host.boot.clone() })
+    }
+
+    async fn disk(&self) -> Result<Disk, RuntimeError> {
+        let path = &self.host.config.state_dir;
+        let found = rustix::fs::statvfs(path).map_err(|error| at("measure", path)(error.into()))?;
+        Ok(Disk {
+            total_bytes: found.f_blocks.saturating_mul(found.f_frsize),
+            free_bytes: found.f_bavail.saturating_mul(found.f_frsize),
+        })
+    }
+
+    async fn list(&self) -> Result<Holdings, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || Ok(Holdings { containers: host.list_containers()?, volumes: host.volumes.list()? }))
+            .await
+    }
+
+    async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.volumes.create(handle, &source)
+        })
+        .await
+    }
+
+    async fn volume_directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.volumes.directory(handle)
+        })
+        .await
+    }
+
+    async fn take_directory(
+        &self,
+        from: VolumeHandle,
+        path: &Path,
+        into: VolumeHandle,
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(into.uuid()).await, Arc::clone(&self.host));
+        let path = path.to_owned();
+        blocking(move || {
+            let _turn = turn;
+            host.volumes.take(from, &path, into)
+        })
+        .await
+    }
+
+    async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.volumes.destroy(handle)
+        })
+        .await
+    }
+
+    async fn create_container(
+        &self,
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+    ) -> Result<(), RuntimeError> {
+        self.host.create_container(handle, spec).await
+    }
+
+    async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
+        Host::destroy_container(&self.host, handle).await
+    }
+
+    async fn start(
+        &self,
+        container: ContainerHandle,
+        process: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        Host::start(&self.host, container, process, spec).await
+    }
+
+    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
+        Host::process(&self.host, process).await
+    }
+
+    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
+        Host::wait(&self.host, process).await
+    }
+
+    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+        Host::stop(&self.host, process, grace).await
+    }
+
+    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError> {
+        Host::attach(&self.host, process, from).await
+    }
+
+    async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {
+        self.host.contact(sent, stop_after).await
+    }
+}

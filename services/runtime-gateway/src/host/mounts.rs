@@ -1,0 +1,240 @@
+//! Mounts: what is mounted, overlays, binds.
+//!
+//! Everything is attached through descriptors, so that no path is resolved twice, and no path leads out of the tree it is
+//! resolved in.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatxFlags};
+use rustix::io::Errno;
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags};
+
+/// One line of the table of mounts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Mounted {
+    pub(super) at: PathBuf,
+    pub(super) kind: String,
+    /// Options of its file system.
+    pub(super) options: String,
+}
+
+/// Everything mounted in this process's namespace, in the order it was mounted.
+pub(super) fn mounted() -> io::Result<Vec<Mounted>> {
+    let table = fs::read("/proc/self/mountinfo")?;
+    Ok(table.split(|byte| *byte == b'\n').filter_map(parse_mounted).collect())
+}
+
+fn parse_mounted(line: &[u8]) -> Option<Mounted> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let at = unescape(fields.nth(4)?);
+    let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
+    let kind = String::from_utf8_lossy(rest.next()?).into_owned();
+    let options = String::from_utf8_lossy(rest.nth(1)?).into_owned();
+    Some(Mounted { at, kind, options })
+}
+
+/// The table has spaces, tabs, line ends and backslashes as three octal digits.
+fn unescape(field: &[u8]) -> PathBuf {
+    let mut path = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        let octal = after.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
+        match octal.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) if *first == b'\\' => {
+                path.push(byte);
+                rest = &after[3..];
+            }
+            _ => {
+                path.push(*first);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(path).into()
+}
+
+/// Whether something is mounted exactly there.
+pub(super) fn is_mount_point(path: &Path) -> io::Result<bool> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    let stat = rustix::fs::statx(CWD, path, flags, StatxFlags::TYPE)?;
+    Ok(stat.stx_attributes.contains(rustix::fs::StatxAttributes::MOUNT_ROOT))
+}
+
+/// An overlay, before it is attached anywhere.
+pub(super) struct Overlay<'a> {
+    /// Topmost first.
+    pub(super) lower: &'a [PathBuf],
+    pub(super) upper: &'a Path,
+    pub(super) work: &'a Path,
+    /// Options without a value, or `name=value`.
+    pub(super) options: &'a [&'a str],
+}
+
+impl Overlay<'_> {
+    /// Makes it, attached nowhere.
+    pub(super) fn make(&self) -> io::Result<OwnedFd> {
+        match self.make_with(|fs, lower| {
+            lower.iter().try_for_each(|layer| rustix::mount::fsconfig_set_string(fs, "lowerdir+", layer))
+        }) {
+            // Older kernels know only the one string with all layers.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.make_with(|fs, lower| {
+                let layers: Vec<_> = lower.iter().map(|layer| layer.as_os_str().as_bytes()).collect();
+                rustix::mount::fsconfig_set_string(fs, "lowerdir", OsString::from_vec(layers.join(&b':')))
+            }),
+            result => result,
+        }
+    }
+
+    fn make_with(
+        &self,
+        set_lower: impl FnOnce(BorrowedFd<'_>, &[PathBuf]) -> rustix::io::Result<()>,
+    ) -> io::Result<OwnedFd> {
+        let fs = rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        rustix::mount::fsconfig_set_string(&fs, "source", "gantry")?;
+        set_lower(fs.as_fd(), self.lower)?;
+        rustix::mount::fsconfig_set_string(&fs, "upperdir", self.upper)?;
+        rustix::mount::fsconfig_set_string(&fs, "workdir", self.work)?;
+        for option in self.options {
+            match option.split_once('=') {
+                Some((name, value)) => rustix::mount::fsconfig_set_string(&fs, name, value)?,
+                None => rustix::mount::fsconfig_set_flag(&fs, *option)?,
+            }
+        }
+        rustix::mount::fsconfig_create(&fs)?;
+        Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?)
+    }
+}
+
+/// A file system of memory, attached nowhere.
+pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let fs = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    rustix::mount::fsconfig_set_string(&fs, "source", "tmpfs")?;
+    for (name, value) in options {
+        rustix::mount::fsconfig_set_string(&fs, *name, *value)?;
+    }
+    rustix::mount::fsconfig_create(&fs)?;
+    Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+/// Another view of what is at `path`, without what is mounted below it, attached nowhere.
+pub(super) fn clone_of(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let tree = rustix::mount::open_tree(CWD, path, flags)?;
+    if read_only {
+        set_read_only(tree.as_fd())?;
+    }
+    Ok(tree)
+}
+
+fn set_read_only(mount: BorrowedFd<'_>) -> io::Result<()> {
+    #[repr(C)]
+    struct Attributes {
+        set: u64,
+        clear: u64,
+        propagation: u64,
+        user_namespace: u64,
+    }
+    let attributes = Attributes { set: libc::MOUNT_ATTR_RDONLY, clear: 0, propagation: 0, user_namespace: 0 };
+    // SAFETY: the path is a C string, and `attributes` has the layout and the size that are said.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<Attributes>(),
+        )
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Attaches a mount at what `target` is open on.
+pub(super) fn attach(mount: BorrowedFd<'_>, target: BorrowedFd<'_>) -> io::Result<()> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    Ok(rustix::mount::move_mount(mount, "", target, "", flags)?)
+}
+
+/// Attaches a mount at a path of the worker's own.
+pub(super) fn attach_at(mount: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    Ok(rustix::mount::move_mount(mount, "", CWD, path, flags)?)
+}
+
+/// Unmounts whatever is at `path`; succeeds when nothing is. What is in use goes away when its users do.
+pub(super) fn unmount(path: &Path) -> io::Result<()> {
+    loop {
+        let flags = UnmountFlags::NOFOLLOW;
+        match rustix::mount::unmount(path, flags) {
+            Ok(()) => {}
+            Err(Errno::BUSY) => rustix::mount::unmount(path, flags | UnmountFlags::DETACH)?,
+            // Nothing mounted there, or nothing there at all.
+            Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Opens `path` as it is seen by whoever has `root` as its root: no link leads out of it.
+pub(super) fn open_in(root: BorrowedFd<'_>, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    loop {
+        let flags = flags | OFlags::CLOEXEC;
+        match rustix::fs::openat2(root, path, flags, Mode::empty(), resolve) {
+            // A rename elsewhere got in the way.
+            Err(Errno::AGAIN) => {}
+            result => return Ok(result?),
+        }
+    }
+}
+
+/// A directory within `root`, and whether it had to be made. Its parents are made too.
+pub(super) fn directory_in(root: BorrowedFd<'_>, path: &Path) -> io::Result<(OwnedFd, bool)> {
+    match open_in(root, path, OFlags::PATH | OFlags::DIRECTORY) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        result => return Ok((result?, false)),
+    }
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let (parent, _) = directory_in(root, parent)?;
+    rustix::fs::mkdirat(&parent, name, Mode::from_raw_mode(0o755))?;
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok((rustix::fs::openat(&parent, name, flags, Mode::empty())?, true))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_the_table_is_understood() {
+        let line = br"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue";
+        let mounted =
+            Mounted { at: "/mnt 2".into(), kind: "ext3".into(), options: "rw,errors=continue".into() };
+        assert_eq!(parse_mounted(line), Some(mounted));
+        assert_eq!(parse_mounted(b""), None);
+        assert_eq!(parse_mounted(b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 -"), None);
+    }
+
+    #[test]
+    fn no_link_leads_out_of_a_root() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        std::os::unix::fs::symlink("/etc", directory.path().join("out"))?;
+        std::os::unix::fs::symlink("../../..", directory.path().join("up"))?;
+        let root = rustix::fs::open(directory.path(), OFlags::PATH, Mode::empty())?;
+        let found = directory_in(root.as_fd(), Path::new("/out/passwd")).map(|_| ());
+        assert!(found.is_err(), "the target of the link is not in the root, and not made");
+        assert!(directory_in(root.as_fd(), Path::new("/up/new"))?.1);
+        assert!(directory.path().join("new").is_dir());
+        assert!(directory_in(root.as_fd(), Path::new("a/b/c"))?.1);
+        assert!(!directory_in(root.as_fd(), Path::new("/a/b"))?.1);
+        Ok(())
+    }
+}

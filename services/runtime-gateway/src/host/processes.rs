@@ -1,0 +1,674 @@
+//! Processes: started, watched, stopped, attached to.
+//!
+//! How far a process is stands in its directory; see [`Host::status`] for what means what. Its supervisor is asked only to
+//! learn of changes, and to change something.
+
+use std::fs::{self, File};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use domain::{AttemptId, ContainerHandle};
+use futures::stream;
+use runtime::{
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
+    RuntimeError,
+};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::control::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
+use super::files::{self, at, blocking};
+use super::record::{Container, End, Intent, Launch};
+use super::spool::{Found, Reader};
+use super::{Host, STOP_AFTER, held, process_files as names, spool, supervisor};
+
+/// Before a supervisor that could not be reached is tried again.
+const PAUSE: Duration = Duration::from_millis(2);
+/// How long a supervisor may take to answer a contact.
+const CONTACT: Duration = Duration::from_secs(5);
+/// Space set aside for an exit record.
+const RESERVE: usize = 4096;
+
+/// A process, and where its files are.
+#[derive(Debug, Clone)]
+pub(super) struct Process {
+    pub(super) id: AttemptId,
+    pub(super) container: ContainerHandle,
+    pub(super) dir: PathBuf,
+}
+
+/// How far a process is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Status {
+    Starting,
+    Started,
+    Ended(End),
+    StartUnknown,
+}
+
+impl Process {
+    pub(super) fn new(host: &Host, container: ContainerHandle, id: AttemptId) -> Self {
+        let dir = host.container(container).join(names::PROCESSES).join(id.to_string());
+        Self { id, container, dir }
+    }
+
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// The name of its cgroups.
+    pub(super) fn cgroup(&self) -> String {
+        format!("gantry-{}", self.id)
+    }
+
+    /// Whether it has a supervisor.
+    pub(super) fn is_alive(&self) -> Result<bool, RuntimeError> {
+        let path = self.file(names::ALIVE);
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(at("open", &path)(error)),
+        };
+        match file.try_lock_shared() {
+            Ok(()) => Ok(false),
+            Err(fs::TryLockError::WouldBlock) => Ok(true),
+            Err(fs::TryLockError::Error(error)) => Err(at("lock", &path)(error)),
+        }
+    }
+
+    /// Kills its supervisor, and with it everything in the container.
+    pub(super) fn kill_supervisor(&self) -> Result<(), RuntimeError> {
+        let path = self.file(names::ALIVE);
+        let text = fs::read_to_string(&path).map_err(at("read", &path))?;
+        let Some(pid) = text.trim().parse().ok().and_then(rustix::process::Pid::from_raw) else {
+            return Ok(());
+        };
+        // Its id is nobody else's as long as it holds the lock.
+        if self.is_alive()?
+            && let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::KILL)
+            && error != rustix::io::Errno::SRCH
+        {
+            return Err(RuntimeError::io("kill a supervisor", error.into()));
+        }
+        Ok(())
+    }
+
+    /// Sees to it that it is never started, if that is still to be had. `true`: it never will be.
+    pub(super) fn revoke(&self) -> Result<bool, RuntimeError> {
+        match files::rename_exclusively(&self.file(names::INTENT), &self.file(names::REVOKED)) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(at("revoke the intent in", &self.dir)(error)),
+        }
+    }
+
+    fn exists(&self, name: &str) -> Result<bool, RuntimeError> {
+        files::exists(&self.file(name)).map_err(at("look at", &self.dir))
+    }
+
+    fn not_found(&self) -> RuntimeError {
+        RuntimeError::ProcessNotFound(self.id)
+    }
+
+    /// The last that its supervisor said, for people.
+    fn last_words(&self) -> String {
+        let text = || {
+            let mut file = File::open(self.file(names::LOG))?;
+            let length = file.metadata()?.len();
+            file.seek(SeekFrom::Start(length.saturating_sub(2000)))?;
+            io::read_to_string(file)
+        };
+        // It is only for people, and there may be none.
+        text().unwrap_or_default().trim().to_owned()
+    }
+}
+
+impl Host {
+    fn find(&self, id: AttemptId) -> Result<Process, RuntimeError> {
+        let container = held(&self.processes).get(&id).copied();
+        container.map(|container| Process::new(self, container, id)).ok_or(RuntimeError::ProcessNotFound(id))
+    }
+
+    /// How far a process is, from its files:
+    ///
+    /// | there is | with a supervisor | without |
+    /// |---|---|---|
+    /// | `end` | ended | ended |
+    /// | `started` | started | its end is unknown |
+    /// | `revoked` | will never be started | will never be started |
+    /// | `intent` | starting | of this boot: will never be started. Of an earlier one: who knows |
+    ///
+    /// What is found without its supervisor is settled: written down, and what is left of it killed.
+    pub(super) fn status(&self, process: &Process) -> Result<Status, RuntimeError> {
+        loop {
+            // Looked at first: what a dead supervisor left no longer changes.
+            let alive = process.is_alive()?;
+            let end = process.file(names::END);
+            if let Some(text) = files::read_if_there(&end).map_err(at("read", &end))? {
+                let unreadable = |_| End::unknown("EXIT_UNKNOWN", "the record of its end cannot be read");
+                return Ok(Status::Ended(serde_json::from_slice(&text).unwrap_or_else(unreadable)));
+            }
+            if process.exists(names::STARTED)? {
+                if alive {
+                    return Ok(Status::Started);
+                }
+                let mut message =
+                    "its supervisor ended, or the machine did, before its end was written down".to_owned();
+                let last = process.last_words();
+                if !last.is_empty() {
+                    message = format!("{message}; its last words: {last}");
+                }
+                return self.settle(process, End::unknown("EXIT_UNKNOWN", message)).map(Status::Ended);
+            }
+            if process.exists(names::REVOKED)? {
+                let end = End::not_started("STOPPED_BEFORE_START", "it was stopped before it was started");
+                return Ok(Status::Ended(end));
+            }
+            if process.exists(names::INTENT)? {
+                if alive {
+                    return Ok(Status::Starting);
+                }
+                let Some(intent) = Self::intent(process)?.filter(|intent| intent.boot == self.boot) else {
+                    // Revoked or taken in this moment, or of an earlier boot.
+                    if process.exists(names::INTENT)? {
+                        return Ok(Status::StartUnknown);
+                    }
+                    continue;
+                };
+                if process.revoke()? {
+                    let last = process.last_words();
+                    let message = format!("supervisor of {} ended before the start {last}", intent.process);
+                    return self
+                        .settle(process, End::not_started("START_FAILED", message.trim()))
+                        .map(Status::Ended);
+                }
+                continue;
+            }
+            if !process.exists("")? {
+                return Err(process.not_found());
+            }
+        }
+    }
+
+    /// Ends what a process left without a supervisor, and writes down how it ended.
+    fn settle(&self, process: &Process, end: End) -> Result<End, RuntimeError> {
+        self.cgroups
+            .remove(&process.cgroup())
+            .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
+        supervisor::write_end(&process.dir, &end).map_err(at("write the end in", &process.dir))?;
+        Ok(end)
+    }
+
+    async fn status_of(self: &Arc<Self>, process: &Process) -> Result<Status, RuntimeError> {
+        let (host, process) = (Arc::clone(self), process.clone());
+        blocking(move || host.status(&process)).await
+    }
+
+    pub(super) async fn start(
+        self: &Arc<Self>,
+        container: ContainerHandle,
+        id: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
+        blocking(move || {
+            let _turn = turn;
+            host.start_process(container, id, spec)
+        })
+        .await
+    }
+
+    fn start_process(
+        &self,
+        handle: ContainerHandle,
+        id: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        if held(&self.processes).contains_key(&id) {
+            return Ok(());
+        }
+        let path = self.container(handle).join(names::CONTAINER);
+        let Some(record) = files::read_if_there(&path).map_err(at("read", &path))? else {
+            return Err(RuntimeError::ContainerNotFound(handle));
+        };
+        let container: Container = serde_json::from_slice(&record)
+            .map_err(|error| RuntimeError::Other(format!("{}: {error}", path.display())))?;
+        for other in self.processes_of(handle)? {
+            if !matches!(self.status(&other)?, Status::Ended(_)) || other.is_alive()? {
+                let what = format!("a second process in container {handle} while {} runs", other.id);
+                return Err(RuntimeError::Unsupported(what));
+            }
+        }
+        for mount in &container.mounts {
+            // They may have been unmounted since, by a reboot.
+            self.volumes.directory(mount.volume)?;
+        }
+        let process = Process::new(self, handle, id);
+        let launched = self.launch(&process, spec);
+        match &launched {
+            Ok(()) => {
+                held(&self.processes).insert(id, handle);
+            }
+            Err(_) => self.forget(&process)?,
+        }
+        launched
+    }
+
+    fn launch(&self, process: &Process, spec: ProcessSpec) -> Result<(), RuntimeError> {
+        let dir = &process.dir;
+        fs::create_dir(dir).map_err(at("make", dir))?;
+        let path = process.file(names::ALIVE);
+        let alive =
+            File::create_new(&path).and_then(|file| file.lock().map(|()| file)).map_err(at("lock", &path))?;
+        for name in [names::STDOUT, names::STDERR] {
+            let path = process.file(name);
+            spool::create(&path, self.config.spool_bytes).map_err(at("make", &path))?;
+        }
+        let path = process.file(names::RESERVE);
+        fs::write(&path, [b' '; RESERVE]).map_err(at("write", &path))?;
+        let path = process.file(names::LOG);
+        let log = File::create_new(&path).map_err(at("make", &path))?;
+
+        let name = process.id.to_string();
+        let socket = self.sockets.path(&name);
+        let listener = OwnedFd::from(self.sockets.listen(&name).map_err(at("listen at", &socket))?);
+        let intent = Intent::new(process.id, self.boot.clone(), spec);
+        let intent = serde_json::to_vec(&intent).map_err(|error| RuntimeError::Other(error.to_string()))?;
+        let path = process.file(names::INTENT);
+        files::write_new(&path, &intent).map_err(at("write", &path))?;
+        files::sync_directory(dir).map_err(at("sync", dir))?;
+
+        let (contact, stop_after) = held(&self.contact).unwrap_or((boot_time(), STOP_AFTER));
+        let nanoseconds = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let launch = Launch {
+            state_dir: self.config.state_dir.clone(),
+            container_dir: self.container(process.container),
+            process_dir: dir.clone(),
+            socket,
+            cgroup: process.cgroup(),
+            upper_in_memory: self.upper_in_memory,
+            hidden: self.hidden(),
+            contact: nanoseconds(contact),
+            stop_after: nanoseconds(stop_after),
+        };
+        self.spawn(&launch, &alive, &listener, log)
+            .map_err(|error| RuntimeError::io("start a supervisor", error))
+    }
+
+    fn spawn(&self, launch: &Launch, alive: &File, listener: &OwnedFd, log: File) -> io::Result<()> {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+        let child = tokio::process::Command::new(&self.config.supervisor)
+            .arg(supervisor::ARGUMENT)
+            .env_clear()
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(log)
+            .process_group(0)
+            .spawn()?;
+        // Nobody waits for it: it outlives this process, and is reaped when it ends before.
+        drop(child);
+        supervisor::send(&ours.into(), launch, alive, listener)
+    }
+
+    /// Takes back a start that failed before it was under way.
+    fn forget(&self, process: &Process) -> Result<(), RuntimeError> {
+        process.revoke()?;
+        let socket = self.sockets.path(&process.id.to_string());
+        files::remove_file(&socket).map_err(at("remove", &socket))?;
+        files::remove_tree(&process.dir).map_err(at("remove", &process.dir))
+    }
+
+    pub(super) async fn process(self: &Arc<Self>, id: AttemptId) -> Result<ProcessState, RuntimeError> {
+        Ok(match self.status_of(&self.find(id)?).await? {
+            Status::Starting => ProcessState::Starting,
+            Status::Started => ProcessState::Started,
+            Status::Ended(end) => ProcessState::Ended(end.into()),
+            Status::StartUnknown => ProcessState::StartUnknown,
+        })
+    }
+
+    pub(super) async fn wait(self: &Arc<Self>, id: AttemptId) -> Result<Ended, RuntimeError> {
+        let process = self.find(id)?;
+        loop {
+            if let Some(ended) = ended(self.status_of(&process).await?) {
+                return Ok(ended);
+            }
+            if self.watch_to_the_end(&process).await.is_err() {
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+    }
+
+    async fn watch_to_the_end(&self, process: &Process) -> io::Result<()> {
+        let mut connection = self.sockets.connect(&process.id.to_string()).await?;
+        let mut seen = connection.progress(&Request::Look).await?;
+        while seen.phase != Phase::Ended {
+            // Only the end is news.
+            seen = connection.progress(&Request::Watch(Progress { stdout: u64::MAX, ..seen })).await?;
+        }
+        Ok(())
+    }
+
+    pub(super) async fn stop(self: &Arc<Self>, id: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+        let process = self.find(id)?;
+        let revoked = process.clone();
+        if blocking(move || revoked.revoke()).await? {
+            return Ok(());
+        }
+        self.tell(&process, &Request::Stop(grace)).await.map(|_| ())
+    }
+
+    /// Tells the supervisor of a process something. `None`: it has ended.
+    async fn tell(
+        self: &Arc<Self>,
+        process: &Process,
+        request: &Request,
+    ) -> Result<Option<Answer>, RuntimeError> {
+        loop {
+            let answer = match self.sockets.connect(&process.id.to_string()).await {
+                Ok(mut connection) => connection.ask(request).await,
+                Err(error) => Err(error),
+            };
+            if let Ok(answer) = answer {
+                return Ok(Some(answer));
+            }
+            if ended(self.status_of(process).await?).is_some() {
+                return Ok(None);
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    pub(super) async fn contact(
+        self: &Arc<Self>,
+        sent: Duration,
+        stop_after: Duration,
+    ) -> Result<(), RuntimeError> {
+        {
+            let mut contact = held(&self.contact);
+            if contact.is_some_and(|(earlier, _)| earlier > sent) {
+                return Ok(());
+            }
+            *contact = Some((sent, stop_after));
+        }
+        let processes: Vec<_> =
+            held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+        let request = Request::Contact { sent, stop_after };
+        let told = processes.into_iter().map(|(id, container)| {
+            let process = Process::new(self, container, id);
+            let request = &request;
+            async move {
+                // Most have ended; those have no socket any more.
+                let Ok(mut connection) = self.sockets.connect(&process.id.to_string()).await else { return };
+                match tokio::time::timeout(CONTACT, connection.ask(request)).await {
+                    Ok(Ok(_)) => {}
+                    // It is ending.
+                    Ok(Err(_)) => {}
+                    Err(_) => tracing::warn!(process.id = %process.id, "a supervisor does not answer"),
+                }
+            }
+        });
+        futures::future::join_all(told).await;
+        Ok(())
+    }
+
+    pub(super) async fn attach(
+        self: &Arc<Self>,
+        id: AttemptId,
+        from: Offsets,
+    ) -> Result<Attachment, RuntimeError> {
+        let process = self.find(id)?;
+        let opened = process.clone();
+        let spools = blocking(move || {
+            let open = |name| {
+                let path = opened.file(name);
+                Reader::open(&path).map(Arc::new).map_err(at("open", &path))
+            };
+            Ok([open(names::STDOUT)?, open(names::STDERR)?])
+        })
+        .await?;
+        for (spool, offset) in spools.iter().zip([from.stdout, from.stderr]) {
+            let head = spool.marks().map_err(|error| RuntimeError::io("read a spool", error))?.head;
+            if offset > head {
+                return Err(RuntimeError::OffsetOutOfRange { offset, limit: head });
+            }
+        }
+        let mut events = Events::new(Arc::clone(self), process.clone(), spools, from);
+        events.catch_up().await?;
+        let stdin_offset = events.seen.stdin_taken;
+        events.stdin_said = stdin_offset;
+        let events = stream::unfold(Some(events), |events| async move {
+            let mut events = events?;
+            match events.next().await {
+                Ok(Some(event)) => Some((Ok(event), Some(events))),
+                Ok(None) => None,
+                Err(error) => Some((Err(error), None)),
+            }
+        });
+        let input = Input { host: Arc::clone(self), process, connection: tokio::sync::Mutex::default() };
+        Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
+    }
+}
+
+/// The present, by the clock that counts time asleep too.
+fn boot_time() -> Duration {
+    let now = clock_gettime(ClockId::Boottime);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+fn ended(status: Status) -> Option<Ended> {
+    match status {
+        Status::Starting | Status::Started => None,
+        Status::Ended(end) => Some(end.into()),
+        Status::StartUnknown => {
+            let message = "the machine was restarted between the intent to start it and any proof of a start";
+            Some(End::unknown("START_UNKNOWN", message).into())
+        }
+    }
+}
+
+/// What is said to a reader.
+struct Events {
+    host: Arc<Host>,
+    process: Process,
+    spools: [Arc<Reader>; 2],
+    /// How far it has read.
+    at: [u64; 2],
+    /// What there is, as far as is known.
+    seen: Progress,
+    stdin_said: u64,
+    connection: Option<Connection>,
+    /// Which output is looked at first, so that neither waits for the other.
+    turn: usize,
+    ended: Option<Ended>,
+    said: Said,
+}
+
+#[derive(PartialEq, Eq)]
+enum Said {
+    Output,
+    Ended,
+    Done,
+}
+
+impl Events {
+    fn new(host: Arc<Host>, process: Process, spools: [Arc<Reader>; 2], from: Offsets) -> Self {
+        Self {
+            host,
+            process,
+            spools,
+            at: [from.stdout, from.stderr],
+            seen: Progress::default(),
+            stdin_said: 0,
+            connection: None,
+            turn: 0,
+            ended: None,
+            said: Said::Output,
+        }
+    }
+
+    async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
+        loop {
+            if self.said == Said::Done {
+                return Ok(None);
+            }
+            if self.seen.stdin_taken != self.stdin_said {
+                self.stdin_said = self.seen.stdin_taken;
+                return Ok(Some(ProcessEvent::StdinTaken(self.stdin_said)));
+            }
+            if let Some(event) = self.output().await? {
+                return Ok(Some(event));
+            }
+            match &self.ended {
+                Some(ended) if self.said == Said::Output => {
+                    self.said = Said::Ended;
+                    return Ok(Some(ProcessEvent::Ended(ended.clone())));
+                }
+                Some(_) => {
+                    self.said = Said::Done;
+                    let [stdout, stderr] = self.at;
+                    return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
+                }
+                None => self.news().await?,
+            }
+        }
+    }
+
+    /// Some output that was not said yet.
+    async fn output(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
+        for which in [self.turn, 1 - self.turn] {
+            let heads = [self.seen.stdout, self.seen.stderr];
+            let offset = self.at[which];
+            if offset >= heads[which] {
+                continue;
+            }
+            let spool = Arc::clone(&self.spools[which]);
+            let read = move || spool.read(offset).map_err(|error| RuntimeError::io("read a spool", error));
+            let found = blocking(read).await?;
+            self.turn = 1 - which;
+            let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
+            match found {
+                Found::Data(data) => {
+                    self.at[which] += data.len() as u64;
+                    return Ok(Some(ProcessEvent::Output { stream, offset, data }));
+                }
+                Found::Gone(to) => {
+                    self.at[which] = to;
+                    return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to }));
+                }
+                Found::Nothing => {
+                    return Err(RuntimeError::Other(
+                        "a spool holds less than its supervisor says".to_owned(),
+                    ));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Waits until something differs from what was seen.
+    async fn news(&mut self) -> Result<(), RuntimeError> {
+        let Some(connection) = &mut self.connection else { return self.catch_up().await };
+        match connection.progress(&Request::Watch(self.seen)).await {
+            Ok(seen) if seen.phase != Phase::Ended => self.seen = seen,
+            _ => self.connection = None,
+        }
+        Ok(())
+    }
+
+    /// Learns how far it is, from its supervisor while it has one.
+    async fn catch_up(&mut self) -> Result<(), RuntimeError> {
+        loop {
+            if let Some(ended) = ended(self.host.status_of(&self.process).await?) {
+                for (spool, head) in self.spools.iter().zip([&mut self.seen.stdout, &mut self.seen.stderr]) {
+                    *head = spool.marks().map_err(|error| RuntimeError::io("read a spool", error))?.head;
+                }
+                self.ended = Some(ended);
+                return Ok(());
+            }
+            if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
+                && let Ok(seen) = connection.progress(&Request::Look).await
+                && seen.phase != Phase::Ended
+            {
+                self.seen = seen;
+                self.connection = Some(connection);
+                return Ok(());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+/// What is said to a process.
+struct Input {
+    host: Arc<Host>,
+    process: Process,
+    /// Taken out while it is used, so that what was dropped halfway is not used again.
+    connection: tokio::sync::Mutex<Option<Connection>>,
+}
+
+impl Input {
+    /// `None`: it has ended.
+    async fn tell(&self, request: &Request) -> Result<Option<Answer>, RuntimeError> {
+        let mut kept = self.connection.lock().await;
+        if let Some(mut connection) = kept.take()
+            && let Ok(answer) = connection.ask(request).await
+        {
+            *kept = Some(connection);
+            return Ok(Some(answer));
+        }
+        loop {
+            if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
+                && let Ok(answer) = connection.ask(request).await
+            {
+                *kept = Some(connection);
+                return Ok(Some(answer));
+            }
+            if ended(self.host.status_of(&self.process).await?).is_some() {
+                return Ok(None);
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+#[async_trait]
+impl ProcessInput for Input {
+    async fn stdin(&self, offset: u64, data: bytes::Bytes) -> Result<(), RuntimeError> {
+        let mut at = offset;
+        let mut rest = data;
+        loop {
+            let part = rest.split_to(rest.len().min(MAX_STDIN));
+            let length = part.len() as u64;
+            let answer = self.tell(&Request::Stdin { offset: at, data: part }).await?;
+            if let Some(Answer::StdinGap(limit)) = answer {
+                return Err(RuntimeError::OffsetOutOfRange { offset: at, limit });
+            }
+            at += length;
+            if rest.is_empty() || answer.is_none() {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn close_stdin(&self) -> Result<(), RuntimeError> {
+        self.tell(&Request::CloseStdin).await.map(|_| ())
+    }
+
+    async fn signal(&self, number: u8) -> Result<(), RuntimeError> {
+        self.tell(&Request::Signal(number)).await.map(|_| ())
+    }
+
+    async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError> {
+        let Offsets { stdout, stderr } = up_to;
+        self.tell(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
+    }
+
+    async fn detach(&self) -> Result<(), RuntimeError> {
+        self.tell(&Request::Detach).await.map(|_| ())
+    }
+}

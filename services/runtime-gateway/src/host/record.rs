@@ -1,0 +1,185 @@
+//! What the runtime writes down: containers, intents to start, ends of processes.
+//!
+//! These are the only forms that outlive a version of the program on a worker's disk, so they are apart from the types
+//! of the trait, and fields are only ever added, with a default.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use domain::workload::{EnvironmentVariable, Exit, Failure, Limits, Network, OutputMode, Stdin};
+use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use runtime::{ContainerSpec, Ended, ProcessSpec};
+use serde::{Deserialize, Serialize};
+
+use super::users::User;
+
+/// Text of the system below: as text where it is UTF-8, else as its bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Text {
+    Utf8(String),
+    Raw(Vec<u8>),
+}
+
+impl Text {
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        match self {
+            Self::Utf8(text) => text.as_bytes(),
+            Self::Raw(bytes) => bytes,
+        }
+    }
+
+    pub(super) fn as_path(&self) -> &Path {
+        Path::new(std::ffi::OsStr::from_bytes(self.as_bytes()))
+    }
+}
+
+impl From<Vec<u8>> for Text {
+    fn from(bytes: Vec<u8>) -> Self {
+        String::from_utf8(bytes).map_or_else(|error| Self::Raw(error.into_bytes()), Self::Utf8)
+    }
+}
+
+impl From<PathBuf> for Text {
+    fn from(path: PathBuf) -> Self {
+        OsString::from(path).into_vec().into()
+    }
+}
+
+/// A container, with everything that was looked up when it was made.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Container {
+    pub(super) handle: ContainerHandle,
+    pub(super) mounts: Vec<Mount>,
+    pub(super) directory: Text,
+    /// Whether the working directory is made when it is missing.
+    pub(super) make_directory: bool,
+    pub(super) user: User,
+    pub(super) cpu_millis: Option<u64>,
+    pub(super) memory_bytes: Option<u64>,
+    pub(super) pids: Option<u64>,
+    pub(super) privileged: bool,
+    /// Whether it sees only a loopback device of its own.
+    pub(super) loopback: bool,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Mount {
+    pub(super) volume: VolumeHandle,
+    pub(super) path: Text,
+    pub(super) read_only: bool,
+}
+
+impl Container {
+    pub(super) fn new(
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+        user: User,
+        make_directory: bool,
+    ) -> Self {
+        let mounts = spec.mounts.into_iter().map(|mount| Mount {
+            volume: mount.volume,
+            path: mount.path.into(),
+            read_only: mount.read_only,
+        });
+        // Outer ones first, so that inner ones appear inside of them.
+        let mut mounts: Vec<_> = mounts.collect();
+        mounts.sort_by(|one: &Mount, other| one.path.as_path().cmp(other.path.as_path()));
+        Self {
+            handle,
+            mounts,
+            directory: spec.directory.into(),
+            make_directory,
+            user,
+            cpu_millis: spec.limits.cpu_millis,
+            memory_bytes: spec.limits.memory_bytes,
+            pids: spec.limits.pids,
+            privileged: spec.privileged,
+            loopback: spec.network == Network::Loopback,
+        }
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        Limits { cpu_millis: self.cpu_millis, memory_bytes: self.memory_bytes, pids: self.pids }
+    }
+}
+
+/// The intent to start a process. Holds secrets: readable by root only, and gone with its container.
+#[derive(Clone, Serialize, Deserialize)]
+pub(super) struct Intent {
+    pub(super) process: AttemptId,
+    /// The boot it was written in: in another one nothing can prove that it was not carried out.
+    pub(super) boot: String,
+    pub(super) command: Vec<Text>,
+    pub(super) environment: Vec<(Text, Text)>,
+    pub(super) stdin: bool,
+    /// Whether the process is held back rather than lose output.
+    pub(super) held_back: bool,
+}
+
+impl Intent {
+    pub(super) fn new(process: AttemptId, boot: String, spec: ProcessSpec) -> Self {
+        let variable = |EnvironmentVariable { name, value }| (Text::from(name), Text::from(value));
+        Self {
+            process,
+            boot,
+            command: spec.command.into_iter().map(Text::from).collect(),
+            environment: spec.environment.into_iter().map(variable).collect(),
+            stdin: spec.stdin == Stdin::Attached,
+            held_back: spec.output == OutputMode::Attached,
+        }
+    }
+}
+
+/// How a process ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum End {
+    Code { code: u8, stopped: bool },
+    Signal { signal: u8, stopped: bool },
+    OutOfMemory { stopped: bool },
+    NotStarted { reason: String, message: String },
+    Unknown { reason: String, message: String },
+}
+
+impl End {
+    pub(super) fn not_started(reason: &str, message: impl Into<String>) -> Self {
+        Self::NotStarted { reason: reason.to_owned(), message: message.into() }
+    }
+
+    pub(super) fn unknown(reason: &str, message: impl Into<String>) -> Self {
+        Self::Unknown { reason: reason.to_owned(), message: message.into() }
+    }
+}
+
+impl From<End> for Ended {
+    fn from(end: End) -> Self {
+        match end {
+            End::Code { code, stopped } => Self::Exited { exit: Exit::Code(code), stopped },
+            End::Signal { signal, stopped } => Self::Exited { exit: Exit::Signal(signal), stopped },
+            End::OutOfMemory { stopped } => Self::Exited { exit: Exit::OutOfMemory, stopped },
+            End::NotStarted { reason, message } => Self::NotStarted(Failure { reason, message }),
+            End::Unknown { reason, message } => Self::Unknown(Failure { reason, message }),
+        }
+    }
+}
+
+/// What a supervisor is told when it is started. Everything else is in the files it names.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Launch {
+    pub(super) state_dir: PathBuf,
+    pub(super) container_dir: PathBuf,
+    pub(super) process_dir: PathBuf,
+    /// Its control socket, which it removes.
+    pub(super) socket: PathBuf,
+    /// The name of its cgroups.
+    pub(super) cgroup: String,
+    /// Whether writes to the root file system are kept in memory.
+    pub(super) upper_in_memory: bool,
+    /// What is hidden from the container, beside what is hidden from all.
+    pub(super) hidden: Vec<PathBuf>,
+    /// When a gateway was last in contact, and how long the process may go on from then, in nanoseconds of `CLOCK_BOOTTIME`.
+    pub(super) contact: u64,
+    pub(super) stop_after: u64,
+}

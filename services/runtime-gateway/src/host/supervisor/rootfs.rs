@@ -1,0 +1,250 @@
+//! The root file system of a container, made in a mount namespace that only its supervisor and it are in.
+//!
+//! Everything here is gone with the supervisor, however it ends: nothing is ever mounted where the worker could see it.
+//! Paths of a container are resolved with its root as the root, before anything of the container runs, so that no link in
+//! its image leads a mount elsewhere.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
+use rustix::mount::{MountAttrFlags, MountPropagationFlags};
+use rustix::thread::UnshareFlags;
+
+use super::Failed;
+use crate::host::image;
+use crate::host::mounts::{self, Mounted, Overlay};
+use crate::host::record::{Container, Launch};
+use crate::host::users::Users;
+
+/// Where in the container's directory the supervisor's own file system of memory is.
+const PRIVATE: &str = "run";
+
+/// Directories of the supervisor.
+pub(super) struct Places {
+    /// The container's root.
+    pub(super) root: PathBuf,
+    /// libcontainer's configuration of it.
+    pub(super) bundle: PathBuf,
+    /// libcontainer's own state.
+    pub(super) state: PathBuf,
+}
+
+/// Enters namespaces of its own, and makes the container's root there.
+pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
+    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
+    enter_namespaces(container).map_err(Failed::while_doing("enter namespaces of its own"))?;
+
+    let private = launch.container_dir.join(PRIVATE);
+    make_private(&private).map_err(at("mount at", &private))?;
+    let place = |name: &str| private.join(name);
+    let places = Places { root: place("root"), bundle: place("bundle"), state: place("state") };
+
+    let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let mut hidden = image::hidden(&launch.hidden, &Users { passwd: &passwd, group: "" });
+    let mask = place("mask");
+    hidden.retain(|path| !whiteout(&mask, path).unwrap_or(false));
+
+    let lower = [mask, PathBuf::from("/")];
+    let root = mount_root(launch, &lower, &private).map_err(Failed::while_doing("mount the root"))?;
+    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
+
+    for path in image::below_root(&mounted, &launch.hidden).bound {
+        // What cannot be bound is absent; the runtime has said so when it was opened.
+        if bind(&path, root.as_fd(), &path, true).is_err() {
+            continue;
+        }
+    }
+    for path in &hidden {
+        cover(root.as_fd(), path).map_err(at("hide", path))?;
+    }
+    fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
+    resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+
+    let directory = container.directory.as_path();
+    if container.make_directory {
+        let (opened, made) = mounts::directory_in(root.as_fd(), directory).map_err(at("make", directory))?;
+        if made {
+            own(opened.as_fd(), container).map_err(at("own", directory))?;
+        }
+    }
+    for mount in &container.mounts {
+        let contents = volume(&launch.state_dir, &mount.volume);
+        let path = mount.path.as_path();
+        mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
+        bind(&contents, root.as_fd(), path, mount.read_only).map_err(at("mount a volume at", path))?;
+    }
+    drop(root);
+    forget_volumes(&mounted, &launch.state_dir).map_err(Failed::while_doing("unmount volumes"))?;
+    Ok(places)
+}
+
+/// Where the contents of a volume are.
+fn volume(state_dir: &Path, handle: &domain::VolumeHandle) -> PathBuf {
+    state_dir.join("volumes").join(handle.to_string()).join("contents")
+}
+
+fn enter_namespaces(container: &Container) -> io::Result<()> {
+    let mut namespaces = UnshareFlags::NEWNS;
+    if container.loopback {
+        namespaces |= UnshareFlags::NEWNET;
+    }
+    // SAFETY: this process has one thread, so none is left behind in another namespace.
+    unsafe { rustix::thread::unshare_unsafe(namespaces)? };
+    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    if container.loopback { raise_loopback() } else { Ok(()) }
+}
+
+/// Brings `lo` up: in a new network namespace it is down.
+fn raise_loopback() -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
+    // SAFETY: all zeroes is a value of this plain record.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(b"lo") {
+        *to = from.cast_signed();
+    }
+    request.ifr_ifru.ifru_flags = libc::c_short::try_from(libc::IFF_UP).unwrap_or(0);
+    // SAFETY: the request has the layout that this call reads.
+    match unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+fn make_private(at: &Path) -> io::Result<()> {
+    let memory = mounts::tmpfs(&[("mode", "0700")], MountAttrFlags::empty())?;
+    mounts::attach_at(memory.as_fd(), at)?;
+    for name in ["root", "bundle", "state", "mask", "upper", "work"] {
+        // What is the container's `/` has the mode of one.
+        let mode = if matches!(name, "mask" | "upper") { 0o755 } else { 0o700 };
+        fs::DirBuilder::new().mode(mode).create(at.join(name))?;
+    }
+    Ok(())
+}
+
+/// Makes `path` absent for whoever has `layer` above the worker's root. `false`: it is on another file system.
+fn whiteout(layer: &Path, path: &Path) -> io::Result<bool> {
+    let (Some(parent), Ok(relative)) = (path.parent(), path.strip_prefix("/")) else {
+        return Ok(true);
+    };
+    let device = fs::metadata("/")?.dev();
+    if fs::symlink_metadata(parent)?.dev() != device
+        || fs::symlink_metadata(path).is_ok_and(|found| found.dev() != device)
+    {
+        return Ok(false);
+    }
+    // A directory of this layer stands before the worker's, so it has to look the same.
+    let mut at = PathBuf::from("/");
+    for name in relative.parent().into_iter().flat_map(Path::components) {
+        at.push(name);
+        let Ok(inside) = at.strip_prefix("/") else { continue };
+        let copy = layer.join(inside);
+        match fs::DirBuilder::new().mode(0o700).create(&copy) {
+            Ok(()) => {
+                let original = fs::symlink_metadata(&at)?;
+                std::os::unix::fs::chown(&copy, Some(original.uid()), Some(original.gid()))?;
+                fs::set_permissions(&copy, original.permissions())?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                // Something above it is absent already, and it with it.
+                if !fs::symlink_metadata(&copy)?.is_dir() {
+                    return Ok(true);
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    let kind = rustix::fs::FileType::CharacterDevice;
+    let absent = layer.join(relative);
+    match rustix::fs::mknodat(rustix::fs::CWD, &absent, kind, Mode::empty(), rustix::fs::makedev(0, 0)) {
+        // A directory there holds what is absent below it; all of it is absent now.
+        Err(rustix::io::Errno::EXIST) if fs::symlink_metadata(&absent)?.is_dir() => {
+            fs::remove_dir_all(&absent)?;
+            rustix::fs::mknodat(rustix::fs::CWD, &absent, kind, Mode::empty(), rustix::fs::makedev(0, 0))?;
+        }
+        Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+        Err(error) => return Err(error.into()),
+    }
+    Ok(true)
+}
+
+fn mount_root(launch: &Launch, lower: &[PathBuf], private: &Path) -> io::Result<OwnedFd> {
+    let layer = if launch.upper_in_memory { private } else { launch.container_dir.as_path() };
+    let (upper, work) = (layer.join("upper"), layer.join("work"));
+    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it. The mark
+    // that the last such mount left would forbid another one.
+    let mark = work.join("work/incompat");
+    if mark.exists() {
+        fs::remove_dir_all(&mark)?;
+    }
+    Overlay { lower, upper: &upper, work: &work, options: &["volatile"] }.make()
+}
+
+/// Shows `from`, of the worker, at `path` of the container.
+fn bind(from: &Path, root: BorrowedFd<'_>, path: &Path, read_only: bool) -> io::Result<()> {
+    let target = mounts::open_in(root, path, OFlags::PATH)?;
+    mounts::attach(mounts::clone_of(from, read_only)?.as_fd(), target.as_fd())
+}
+
+/// Puts something empty in the place of what is at `path`, if anything is.
+fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+    let target = match mounts::open_in(root, path, OFlags::PATH) {
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(());
+        }
+        result => result?,
+    };
+    let stat = rustix::fs::fstat(&target)?;
+    let empty = if rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() {
+        mounts::tmpfs(&[("size", "4k"), ("mode", "0755")], MountAttrFlags::MOUNT_ATTR_RDONLY)?
+    } else {
+        mounts::clone_of(Path::new("/dev/null"), true)?
+    };
+    mounts::attach(empty.as_fd(), target.as_fd())
+}
+
+fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
+    for (path, mode) in [("/tmp", "1777"), ("/run", "0755")] {
+        let (target, _) = mounts::directory_in(root, Path::new(path))?;
+        let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+        let memory = mounts::tmpfs(&[("mode", mode)], attributes)?;
+        mounts::attach(memory.as_fd(), target.as_fd())?;
+        if path == "/run" {
+            rustix::fs::mkdirat(&memory, "lock", Mode::from_raw_mode(0o1777))?;
+            rustix::fs::chmodat(&memory, "lock", Mode::from_raw_mode(0o1777), AtFlags::empty())?;
+        }
+    }
+    Ok(())
+}
+
+/// Names are resolved as on the worker, also where its configuration is a link into its `/run`.
+fn resolver(root: BorrowedFd<'_>) -> io::Result<()> {
+    let path = Path::new("/etc/resolv.conf");
+    let link = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
+    if !link || mounts::open_in(root, path, OFlags::PATH).is_ok() {
+        return Ok(());
+    }
+    let Ok(contents) = fs::read(path) else { return Ok(()) };
+    let etc = mounts::open_in(root, Path::new("/etc"), OFlags::PATH | OFlags::DIRECTORY)?;
+    rustix::fs::unlinkat(&etc, "resolv.conf", AtFlags::empty())?;
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(&etc, "resolv.conf", flags, Mode::from_raw_mode(0o644))?;
+    io::Write::write_all(&mut fs::File::from(file), &contents)
+}
+
+/// Gives a directory to the container's user.
+fn own(directory: BorrowedFd<'_>, container: &Container) -> io::Result<()> {
+    let (uid, gid) = (Uid::from_raw(container.user.uid), Gid::from_raw(container.user.gid));
+    Ok(rustix::fs::chownat(directory, "", Some(uid), Some(gid), AtFlags::EMPTY_PATH)?)
+}
+
+/// Lets go of the volumes' mounts that this namespace has copies of, so that they can be destroyed while this process lives.
+fn forget_volumes(mounted: &[Mounted], state_dir: &Path) -> io::Result<()> {
+    let volumes = mounted.iter().rev().filter(|mount| mount.at.starts_with(state_dir.join("volumes")));
+    volumes.map(|mount| mount.at.as_path()).try_for_each(mounts::unmount)
+}

@@ -1,0 +1,219 @@
+//! What libcontainer is told: an OCI configuration, as a pure function of the container.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::host::record::Container;
+
+/// The capabilities that the common engines give by default.
+const CAPABILITIES: &[&str] = &[
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_FSETID",
+    "CAP_FOWNER",
+    "CAP_MKNOD",
+    "CAP_NET_RAW",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETFCAP",
+    "CAP_SETPCAP",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_SYS_CHROOT",
+    "CAP_KILL",
+    "CAP_AUDIT_WRITE",
+];
+
+/// Every capability, by its number.
+const ALL_CAPABILITIES: &[&str] = &[
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_DAC_READ_SEARCH",
+    "CAP_FOWNER",
+    "CAP_FSETID",
+    "CAP_KILL",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETPCAP",
+    "CAP_LINUX_IMMUTABLE",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_NET_BROADCAST",
+    "CAP_NET_ADMIN",
+    "CAP_NET_RAW",
+    "CAP_IPC_LOCK",
+    "CAP_IPC_OWNER",
+    "CAP_SYS_MODULE",
+    "CAP_SYS_RAWIO",
+    "CAP_SYS_CHROOT",
+    "CAP_SYS_PTRACE",
+    "CAP_SYS_PACCT",
+    "CAP_SYS_ADMIN",
+    "CAP_SYS_BOOT",
+    "CAP_SYS_NICE",
+    "CAP_SYS_RESOURCE",
+    "CAP_SYS_TIME",
+    "CAP_SYS_TTY_CONFIG",
+    "CAP_MKNOD",
+    "CAP_LEASE",
+    "CAP_AUDIT_WRITE",
+    "CAP_AUDIT_CONTROL",
+    "CAP_SETFCAP",
+    "CAP_MAC_OVERRIDE",
+    "CAP_MAC_ADMIN",
+    "CAP_SYSLOG",
+    "CAP_WAKE_ALARM",
+    "CAP_BLOCK_SUSPEND",
+    "CAP_AUDIT_READ",
+    "CAP_PERFMON",
+    "CAP_BPF",
+    "CAP_CHECKPOINT_RESTORE",
+];
+
+/// Parts of /proc and /sys that tell too much.
+const MASKED: &[&str] = &[
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+];
+
+/// Parts of /proc that reach beyond the container when written to.
+const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+
+/// What of the worker the configuration depends on.
+pub(super) struct Worker<'a> {
+    pub(super) root: &'a Path,
+    pub(super) cgroup: &'a str,
+    /// The capabilities of this process, which cannot give more than it has.
+    pub(super) capabilities: u64,
+    /// Whether swap counts against the memory limit.
+    pub(super) limits_swap: bool,
+}
+
+pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value {
+    let wanted = if container.privileged { ALL_CAPABILITIES } else { CAPABILITIES };
+    let known = ALL_CAPABILITIES.iter().enumerate();
+    let held = known.filter(|(number, _)| worker.capabilities & (1 << number) != 0).map(|(_, name)| *name);
+    let capabilities: Vec<_> = held.filter(|name| wanted.contains(name)).collect();
+    let hostname: String = container.handle.uuid().simple().to_string().chars().take(12).collect();
+    let (masked, read_only) = if container.privileged { (&[][..], &[][..]) } else { (MASKED, READ_ONLY) };
+    let sys_options = if container.privileged {
+        ["nosuid", "noexec", "nodev", "rw"]
+    } else {
+        ["nosuid", "noexec", "nodev", "ro"]
+    };
+    json!({
+        "ociVersion": "1.0.2",
+        "hostname": hostname,
+        "root": { "path": worker.root, "readonly": false },
+        "process": {
+            "terminal": false,
+            "cwd": "/",
+            // Neither of these is used: our own init knows the program and its environment.
+            "args": ["init"],
+            "env": [],
+            "noNewPrivileges": !container.privileged,
+            "user": {
+                "uid": container.user.uid,
+                "gid": container.user.gid,
+                "additionalGids": container.user.groups,
+            },
+            "capabilities": {
+                "bounding": capabilities,
+                "effective": capabilities,
+                "permitted": capabilities,
+                "inheritable": [],
+                "ambient": [],
+            },
+        },
+        "mounts": [
+            mount("/proc", "proc", &["nosuid", "noexec", "nodev"]),
+            mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+            mount("/dev/pts", "devpts",
+                &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]),
+            mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777"]),
+            mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
+            mount("/sys", "sysfs", &sys_options),
+        ],
+        "linux": {
+            "cgroupsPath": format!("/{}", worker.cgroup),
+            "namespaces": [
+                { "type": "pid" }, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" }, { "type": "cgroup" },
+            ],
+            "rootfsPropagation": "private",
+            "resources": resources(container, worker),
+            "maskedPaths": masked,
+            "readonlyPaths": read_only,
+        },
+    })
+}
+
+fn mount(destination: &str, kind: &str, options: &[&str]) -> Value {
+    json!({ "destination": destination, "type": kind, "source": kind, "options": options })
+}
+
+fn resources(container: &Container, worker: &Worker<'_>) -> Value {
+    let devices = json!([{ "allow": container.privileged, "access": "rwm" }]);
+    let mut resources = json!({ "devices": devices });
+    if let Some(bytes) = container.memory_bytes {
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        resources["memory"] = json!({ "limit": bytes });
+        if worker.limits_swap {
+            resources["memory"]["swap"] = json!(bytes);
+        }
+    }
+    if let Some(millis) = container.cpu_millis {
+        // The kernel takes no quota below a millisecond.
+        let period: u64 = if millis < 10 { 1_000_000 } else { 100_000 };
+        let quota = i64::try_from(millis.max(1).saturating_mul(period / 1000)).unwrap_or(i64::MAX);
+        resources["cpu"] = json!({ "quota": quota, "period": period });
+    }
+    if let Some(pids) = container.pids {
+        // One more, for init.
+        resources["pids"] = json!({ "limit": i64::try_from(pids).unwrap_or(i64::MAX).saturating_add(1) });
+    }
+    resources
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::record::Text;
+    use crate::host::users::User;
+
+    fn container(privileged: bool) -> Container {
+        Container {
+            handle: domain::ContainerHandle::new(),
+            mounts: Vec::new(),
+            directory: Text::Utf8("/".to_owned()),
+            make_directory: false,
+            user: User { uid: 1, gid: 2, groups: vec![3], home: "/".to_owned() },
+            cpu_millis: Some(5),
+            memory_bytes: Some(1 << 20),
+            pids: Some(10),
+            privileged,
+            loopback: false,
+        }
+    }
+
+    #[test]
+    fn the_configuration_is_one_that_libcontainer_reads() -> Result<(), serde_json::Error> {
+        let worker =
+            Worker { root: Path::new("/r"), cgroup: "g", capabilities: !(1 << 24), limits_swap: true };
+        for privileged in [false, true] {
+            let value = configuration(&container(privileged), &worker);
+            let count = value["process"]["capabilities"]["bounding"].as_array().map(Vec::len);
+            assert_eq!(count, Some(if privileged { 40 } else { 14 }), "never more than this process has");
+            serde_json::from_value::<libcontainer::oci_spec::runtime::Spec>(value)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,284 @@
+//! Volumes: directories, and copy-on-write children of them.
+//!
+//! A child is an overlay over its parent's contents, mounted when it is asked for, so also after a reboot. A child of a child
+//! names all layers below it, because overlays do not stack deep; where there are too many, or no overlays at all, it is a
+//! copy instead.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use domain::VolumeHandle;
+use runtime::{RuntimeError, VolumeSource};
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::io::Errno;
+
+use super::copy::copy_tree;
+use super::files::{self, at};
+use super::mounts::{self, Mounted, Overlay};
+
+/// What a half-made volume is called, and one that is being destroyed.
+const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
+/// Layers that one mount may have, the top one not counted.
+const MAX_LAYERS: usize = 100;
+
+/// How copy-on-write children are made.
+#[derive(Debug)]
+enum CopyOnWrite {
+    Overlay {
+        options: &'static [&'static str],
+    },
+    /// And why.
+    Copy(String),
+}
+
+/// Whether a change of owner leaves the contents where they are.
+const METACOPY: &[&str] = &["index=off", "redirect_dir=on", "metacopy=on"];
+const PLAIN: &[&str] = &["index=off"];
+
+#[derive(Debug)]
+pub(super) struct Volumes {
+    directory: PathBuf,
+    copy_on_write: CopyOnWrite,
+}
+
+impl Volumes {
+    /// Finds out how to make children, and removes what a crash left half-made.
+    pub(super) fn open(state_dir: &Path, mounted: &[Mounted]) -> Result<Self, RuntimeError> {
+        let directory = state_dir.join("volumes");
+        files::make_directory(&directory).map_err(at("make", &directory))?;
+        let mut left = Vec::new();
+        for entry in fs::read_dir(&directory).map_err(at("list", &directory))? {
+            let entry = entry.map_err(at("list", &directory))?;
+            if entry.file_name().to_string_lossy().starts_with('.') {
+                left.push(entry.path());
+            }
+        }
+        let stale = mounted.iter().rev().map(|mount| &mount.at).filter(|at| at.starts_with(&directory));
+        for path in stale {
+            let volume = path.parent().filter(|volume| volume.parent() == Some(&directory));
+            if volume.is_none_or(|volume| left.iter().any(|left| left == volume)) {
+                mounts::unmount(path).map_err(at("unmount", path))?;
+            }
+        }
+        for path in left {
+            files::remove_tree(&path).map_err(at("remove", &path))?;
+        }
+        let copy_on_write = probe(&directory).map_err(at("try overlays in", &directory))?;
+        Ok(Self { directory, copy_on_write })
+    }
+
+    /// Whether the file system can hold the upper layer of an overlay.
+    pub(super) fn overlays(&self) -> bool {
+        matches!(self.copy_on_write, CopyOnWrite::Overlay { .. })
+    }
+
+    /// How children are made, for people.
+    pub(super) fn copy_on_write(&self) -> String {
+        match &self.copy_on_write {
+            CopyOnWrite::Overlay { options: METACOPY } => "overlay, with metacopy".to_owned(),
+            CopyOnWrite::Overlay { .. } => "overlay; the kernel refuses metacopy".to_owned(),
+            CopyOnWrite::Copy(why) => format!("copy: no overlays here: {why}"),
+        }
+    }
+
+    fn volume(&self, handle: VolumeHandle) -> PathBuf {
+        self.directory.join(handle.to_string())
+    }
+
+    fn unfinished(&self, handle: VolumeHandle) -> [PathBuf; 2] {
+        UNFINISHED.map(|prefix| self.directory.join(format!("{prefix}{handle}")))
+    }
+
+    pub(super) fn list(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
+        let mut handles = files::handles_in(&self.directory, &UNFINISHED)?;
+        handles.sort_unstable();
+        handles.dedup();
+        Ok(handles)
+    }
+
+    pub(super) fn create(&self, handle: VolumeHandle, source: &VolumeSource) -> Result<(), RuntimeError> {
+        let volume = self.volume(handle);
+        if files::exists(&volume).map_err(at("look for", &volume))? {
+            return Ok(());
+        }
+        let [new, _] = self.unfinished(handle);
+        let made =
+            self.fill(&new, source).and_then(|()| fs::rename(&new, &volume).map_err(at("make", &volume)));
+        if made.is_err() {
+            // What it fails with matters more than what is left, which the next attempt or opening removes.
+            if let Err(error) = files::remove_tree(&new) {
+                tracing::warn!(volume.handle = %handle, %error, "could not remove a half-made volume");
+            }
+        }
+        made
+    }
+
+    fn fill(&self, new: &Path, source: &VolumeSource) -> Result<(), RuntimeError> {
+        files::remove_tree(new).map_err(at("remove", new))?;
+        let make = |name: &str| {
+            let path = new.join(name);
+            fs::create_dir(&path).map_err(at("make", &path)).map(|()| path)
+        };
+        fs::create_dir(new).map_err(at("make", new))?;
+        let contents = make("contents")?;
+        let VolumeSource::CopyOnWrite { parent } = *source else { return Ok(()) };
+        let layers = self.layers(parent)?;
+        if !self.overlays() || layers.len() >= MAX_LAYERS {
+            let from = self.directory(parent)?;
+            return copy_tree(&from, &contents).map_err(at("copy", &from));
+        }
+        let (upper, _) = (make("upper")?, make("work")?);
+        // The root of the topmost layer is what is seen.
+        let top = layers.first().map_or(&contents, |layer| layer);
+        like(&upper, top).map_err(at("make", &upper))?;
+        let path = new.join("parent");
+        fs::write(&path, parent.to_string()).map_err(at("write", &path))
+    }
+
+    /// The layers of a volume, topmost first.
+    fn layers(&self, handle: VolumeHandle) -> Result<Vec<PathBuf>, RuntimeError> {
+        let mut layers = Vec::new();
+        let mut next = Some(handle);
+        while let Some(handle) = next {
+            let volume = self.volume(handle);
+            if !files::exists(&volume).map_err(at("look for", &volume))? {
+                return Err(RuntimeError::VolumeNotFound(handle));
+            }
+            next = self.parent(handle)?;
+            layers.push(volume.join(if next.is_some() { "upper" } else { "contents" }));
+        }
+        Ok(layers)
+    }
+
+    fn parent(&self, handle: VolumeHandle) -> Result<Option<VolumeHandle>, RuntimeError> {
+        let path = self.volume(handle).join("parent");
+        let Some(text) = files::read_if_there(&path).map_err(at("read", &path))? else { return Ok(None) };
+        let parent = String::from_utf8(text).ok().and_then(|text| text.parse().ok());
+        // Written before the volume had its name; only a crash of the machine can have cut it.
+        parent.map(Some).ok_or_else(|| RuntimeError::Other(format!("{} names no volume", path.display())))
+    }
+
+    pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        let volume = self.volume(handle);
+        let contents = volume.join("contents");
+        if !files::exists(&contents).map_err(at("look for", &contents))? {
+            return Err(RuntimeError::VolumeNotFound(handle));
+        }
+        let Some(parent) = self.parent(handle)? else { return Ok(contents) };
+        if mounts::is_mount_point(&contents).map_err(at("look at", &contents))? {
+            return Ok(contents);
+        }
+        let CopyOnWrite::Overlay { options } = &self.copy_on_write else {
+            return Err(RuntimeError::Unsupported(format!("volume {handle} needs overlays")));
+        };
+        let overlay = Overlay {
+            lower: &self.layers(parent)?,
+            upper: &volume.join("upper"),
+            work: &volume.join("work"),
+            options,
+        };
+        let mount = overlay.make().map_err(at("mount the layers of", &volume))?;
+        mounts::attach_at(mount.as_fd(), &contents).map_err(at("mount at", &contents))?;
+        Ok(contents)
+    }
+
+    /// Makes a directory of one volume the contents of another, which is empty.
+    ///
+    /// The mark comes before the rename, so that a repeat after a crash can tell a directory that was taken from one that never was there.
+    pub(super) fn take(
+        &self,
+        from: VolumeHandle,
+        path: &Path,
+        into: VolumeHandle,
+    ) -> Result<(), RuntimeError> {
+        let (source, target) = (self.directory(from)?, self.directory(into)?);
+        let mark = self.volume(into).join("taken");
+        let missing = || RuntimeError::OutputMissing(path.to_string_lossy().into_owned());
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Err(missing()) };
+
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = |directory: BorrowedFd<'_>, path: &Path| match openat2(
+            directory,
+            path,
+            flags,
+            Mode::empty(),
+            resolve,
+        ) {
+            Ok(opened) => Ok(Some(opened)),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => Ok(None),
+            Err(error) => Err(at("open", &source.join(path))(error.into())),
+        };
+        let root = rustix::fs::open(&source, flags, Mode::empty())
+            .map_err(|error| at("open", &source)(error.into()))?;
+        let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+        let parent = open(root.as_fd(), parent)?;
+        let there = match &parent {
+            Some(parent) => open(parent.as_fd(), Path::new(name))?,
+            None => None,
+        };
+        let (Some(parent), Some(_)) = (parent, there) else {
+            let taken = files::exists(&mark).map_err(at("look for", &mark))?;
+            return if taken { Ok(()) } else { Err(missing()) };
+        };
+        fs::write(&mark, b"").map_err(at("write", &mark))?;
+        match rustix::fs::renameat(&parent, name, rustix::fs::CWD, &target) {
+            Ok(()) => Ok(()),
+            // Of a volume that is mounted by itself.
+            Err(Errno::XDEV) => {
+                copy_tree(&source.join(path), &target).map_err(at("copy", &source.join(path)))
+            }
+            Err(error) => Err(at("take", &source.join(path))(error.into())),
+        }
+    }
+
+    pub(super) fn destroy(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let volume = self.volume(handle);
+        let [new, gone] = self.unfinished(handle);
+        if files::exists(&volume).map_err(at("look for", &volume))? {
+            let contents = volume.join("contents");
+            mounts::unmount(&contents).map_err(at("unmount", &contents))?;
+            files::remove_tree(&gone).map_err(at("remove", &gone))?;
+            fs::rename(&volume, &gone).map_err(at("remove", &volume))?;
+        }
+        for path in [gone, new] {
+            files::remove_tree(&path).map_err(at("remove", &path))?;
+        }
+        Ok(())
+    }
+}
+
+/// Gives a directory the owner and the mode of another.
+fn like(directory: &Path, model: &Path) -> io::Result<()> {
+    let model = fs::metadata(model)?;
+    std::os::unix::fs::chown(directory, Some(model.uid()), Some(model.gid()))?;
+    fs::set_permissions(directory, model.permissions())
+}
+
+/// Tries what kind of overlay works, by making a child and reading through it.
+fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
+    let place = directory.join(".probe");
+    files::remove_tree(&place)?;
+    let names = ["lower", "upper", "work", "merged"];
+    fs::create_dir(&place)?;
+    let [lower, upper, work, merged] = names.map(|name| place.join(name));
+    for path in [&lower, &upper, &work, &merged] {
+        fs::create_dir(path)?;
+    }
+    fs::write(lower.join("file"), "below")?;
+    let attempt = |options: &'static [&'static str]| {
+        let lower = [lower.clone()];
+        let mount = Overlay { lower: &lower, upper: &upper, work: &work, options }.make()?;
+        mounts::attach_at(mount.as_fd(), &merged)?;
+        drop(mount);
+        let works = fs::write(merged.join("file"), "above").and_then(|()| fs::read(merged.join("file")));
+        mounts::unmount(&merged)?;
+        works.map(|_| CopyOnWrite::Overlay { options })
+    };
+    let found = attempt(METACOPY).or_else(|_| attempt(PLAIN));
+    files::remove_tree(&place)?;
+    Ok(found.unwrap_or_else(|error| CopyOnWrite::Copy(error.to_string())))
+}

@@ -1,0 +1,78 @@
+//! The runtime gateway as a process of its own: it attends this machine.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Parser;
+use runtime_gateway::Config;
+use runtime_gateway::host::{HostConfig, HostRuntime};
+
+/// Attends this machine as a worker.
+#[derive(Debug, Parser)]
+#[command(name = "runtime-gateway", version)]
+struct Args {
+    #[command(flatten)]
+    listen: server::ListenArgs,
+    /// Where callers reach this gateway, if not at the address that it listens on.
+    #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS")]
+    endpoint: Option<String>,
+    /// Where the scheduler listens: `unix:///path` or `http://host:port`.
+    #[arg(long, env = "GANTRY_SCHEDULER")]
+    scheduler: String,
+    /// Where the artifact store listens: `unix:///path` or `http://host:port`.
+    #[arg(long, env = "GANTRY_ARTIFACT_STORE")]
+    artifact_store: String,
+    /// The worker's name, unique in the cluster.
+    #[arg(long, env = "GANTRY_WORKER_NAME")]
+    name: String,
+    /// A tag of the worker. With some, it takes only workloads with tags.
+    #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_delimiter = ',')]
+    tags: Vec<String>,
+    /// The only team that may use the worker.
+    #[arg(long, env = "GANTRY_WORKER_TEAM")]
+    team: Option<String>,
+    /// Workloads at a time. Default: no limit.
+    #[arg(long, env = "GANTRY_WORKER_MAX_TASKS")]
+    max_tasks: Option<u32>,
+    /// Where volumes and containers are kept.
+    #[arg(long, env = "GANTRY_STATE_DIR", default_value = "/var/lib/gantry")]
+    state_dir: PathBuf,
+    /// Where sockets of supervisors are.
+    #[arg(long, env = "GANTRY_RUNTIME_DIR", default_value = "/run/gantry")]
+    runtime_dir: PathBuf,
+}
+
+fn main() -> ExitCode {
+    // Before any thread exists: a container is made by a process that has only one.
+    if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
+        return code;
+    }
+    match attend(Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("runtime-gateway: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn attend(args: Args) -> anyhow::Result<()> {
+    let _telemetry = server::telemetry::init("runtime-gateway", "info", None)?;
+    let listener = args.listen.bind().await?;
+    let runtime = HostRuntime::open(HostConfig::new(args.state_dir.clone(), args.runtime_dir)?)?;
+    let config = Config {
+        worker_name: args.name,
+        tags: args.tags,
+        team: args.team,
+        max_tasks: args.max_tasks,
+        endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
+        scheduler: args.scheduler,
+        artifact_store: args.artifact_store,
+        manifest_dir: args.state_dir.join("manifests"),
+        report_interval: Duration::from_secs(60),
+        destroy_concurrency: 8,
+    };
+    runtime_gateway::serve(config, runtime, listener, server::shutdown_signal()).await
+}

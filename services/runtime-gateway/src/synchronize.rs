@@ -1,0 +1,292 @@
+//! Speaking for the worker: one stream to the scheduler, current state up, desired state down.
+//!
+//! Each message is complete, so a lost one costs only time. What shall run is started once per lease, in a task that survives this
+//! stream; what shall stop is told to that task.
+//!
+//! Invariant: contact is told to the worker only as of a message that the scheduler has surely answered: the one before the last that
+//! was sent. So the worker's own deadline never lies behind the scheduler's picture of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::worker::{Incarnation, Session};
+use domain::{GatewayInstance, LeaseId, WorkerId, chain};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::desired_lease::Wish;
+use rpc::pb::scheduler::synchronize_request::Message as Up;
+use rpc::pb::scheduler::synchronize_response::Message as Down;
+use rpc::{Reason, Refusal};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+
+use crate::attempt;
+use crate::worker::{Attempt, OpenSession, StopWish, Worker};
+
+/// The version of the protocol that this gateway speaks.
+const PROTOCOL: u32 = 1;
+
+/// Why a stream to the scheduler ended.
+#[derive(Debug, thiserror::Error)]
+enum Ended {
+    #[error("the scheduler refused or broke off")]
+    Refused(#[from] Refusal),
+    #[error("the worker cannot say who it is")]
+    Runtime(#[from] runtime::RuntimeError),
+    #[error("the scheduler sent something that makes no sense: {0}")]
+    Nonsense(&'static str),
+    #[error("the scheduler ended the stream")]
+    Closed,
+}
+
+/// Keeps a stream to the scheduler open until the gateway stops.
+pub(crate) async fn forever(worker: Arc<Worker>) {
+    let mut instance = GatewayInstance::new();
+    let mut pause = Duration::from_millis(20);
+    loop {
+        let ended = tokio::select! {
+            ended = speak(&worker, instance, &mut pause) => ended,
+            () = worker.stopping.cancelled() => return,
+        };
+        match &ended {
+            Ended::Refused(refusal) if refusal.is(Reason::StaleSession) => {
+                tracing::warn!(
+                    worker.name = worker.config.worker_name,
+                    "another gateway has taken over this worker"
+                );
+                worker.set_session(None);
+                instance = GatewayInstance::new();
+            }
+            Ended::Refused(refusal) if refusal.is_transient() => {
+                tracing::debug!(error = %refusal, "the scheduler does not answer");
+            }
+            ended => tracing::warn!(error = %chain(ended), "cannot speak for the worker"),
+        }
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = worker.stopping.cancelled() => return,
+        }
+        pause = (pause * 2).min(Duration::from_secs(2));
+    }
+}
+
+/// One stream, from hello to its end.
+async fn speak(worker: &Arc<Worker>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
+    match try_speak(worker, instance, pause).await {
+        Ok(()) => Ended::Closed,
+        Err(ended) => ended,
+    }
+}
+
+async fn try_speak(
+    worker: &Arc<Worker>,
+    instance: GatewayInstance,
+    pause: &mut Duration,
+) -> Result<(), Ended> {
+    let (up, requests) = mpsc::channel(4);
+    let hello = hello(worker, instance).await?;
+    // The other end of the channel is the stream below, which is alive.
+    up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
+    let mut client = worker.workers.clone();
+    let mut down =
+        client.synchronize(ReceiverStream::new(requests)).await.map_err(Refusal::from)?.into_inner();
+
+    let welcome = match down.message().await.map_err(Refusal::from)?.and_then(|response| response.message) {
+        Some(Down::Welcome(welcome)) => welcome,
+        Some(Down::Desired(_)) => return Err(Ended::Nonsense("the first message is not `welcome`")),
+        None => return Err(Ended::Closed),
+    };
+    let session = open_session(&welcome)?;
+    tracing::info!(
+        worker.id = %session.worker,
+        worker.name = worker.config.worker_name,
+        incarnation = session.incarnation.0,
+        session = session.session.0,
+        "speaking for the worker"
+    );
+    worker.set_session(Some(session.clone()));
+    *pause = Duration::from_millis(20);
+
+    let heartbeat = seconds(welcome.heartbeat, Duration::from_secs(5));
+    let stop_after = seconds(welcome.stop_after, Duration::from_secs(600));
+    let mut applied = 0;
+    let mut sent = boottime();
+    let mut contact = Contact { sent_before: sent, told: None };
+    loop {
+        let observed = observe(worker, &session, applied).await?;
+        if up.send(pb::SynchronizeRequest { message: Some(Up::Observed(observed)) }).await.is_err() {
+            return Err(Ended::Closed);
+        }
+        contact.sent_before = sent;
+        sent = boottime();
+
+        let due = tokio::time::sleep(heartbeat / 2);
+        tokio::pin!(due);
+        loop {
+            tokio::select! {
+                message = down.message() => {
+                    match message.map_err(Refusal::from)?.and_then(|response| response.message) {
+                        Some(Down::Desired(desired)) => {
+                            contact.answered(worker, heartbeat, stop_after).await;
+                            let before = applied;
+                            applied = desired.generation;
+                            if apply(worker, desired)? || applied != before {
+                                break;
+                            }
+                        }
+                        Some(Down::Welcome(_)) => return Err(Ended::Nonsense("a second `welcome`")),
+                        None => return Err(Ended::Closed),
+                    }
+                }
+                () = worker.changed.notified() => break,
+                () = &mut due => break,
+            }
+        }
+    }
+}
+
+async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, Ended> {
+    let marker = worker.runtime.marker().await?;
+    let disk = worker.runtime.disk().await?;
+    let labels = worker.config.labels(worker.runtime.capabilities());
+    Ok(pb::Hello {
+        worker_name: worker.config.worker_name.clone(),
+        gateway_instance: instance.to_string(),
+        session_credential: worker.session().map(|session| session.credential).unwrap_or_default(),
+        marker: Some(pb::Marker { marker_id: marker.id.to_string(), boot_id: marker.boot }),
+        endpoint: worker.config.endpoint.clone(),
+        labels: Some(pb::WorkerLabels {
+            platform: labels.platform,
+            tags: labels.tags,
+            team: labels.team.unwrap_or_default(),
+            image_kinds: labels.image_kinds,
+            capabilities: labels.capabilities,
+        }),
+        capacity: Some(pb::Capacity {
+            max_tasks: worker.config.max_tasks.unwrap_or(0),
+            disk_bytes: disk.total_bytes,
+        }),
+        protocol_versions: vec![PROTOCOL],
+    })
+}
+
+fn open_session(welcome: &pb::Welcome) -> Result<OpenSession, Ended> {
+    let worker: WorkerId = welcome.worker_id.parse().map_err(|_| Ended::Nonsense("worker_id is no UUID"))?;
+    Ok(OpenSession {
+        credential: welcome.session_credential.clone(),
+        worker,
+        incarnation: Incarnation(welcome.incarnation),
+        session: Session(welcome.session),
+    })
+}
+
+async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result<pb::Observed, Ended> {
+    let disk = worker.runtime.disk().await?;
+    let leases = worker
+        .attempts()
+        .iter()
+        .map(|(lease, attempt)| pb::ObservedLease {
+            lease_id: lease.to_string(),
+            phase: attempt.phase.into(),
+        })
+        .collect();
+    let (containers, volumes) = *worker.kept.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    Ok(pb::Observed {
+        session_credential: session.credential.clone(),
+        applied_generation: applied,
+        leases,
+        containers,
+        volumes,
+        disk_free_bytes: disk.free_bytes,
+    })
+}
+
+/// Takes up what the scheduler wishes. Answers whether that changed anything here.
+fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> Result<bool, Ended> {
+    let mut wished = Vec::with_capacity(desired.leases.len());
+    let mut changed = false;
+    for lease in desired.leases {
+        let id: LeaseId = lease.lease_id.parse().map_err(|_| Ended::Nonsense("lease_id is no UUID"))?;
+        wished.push(id);
+        match lease.wish {
+            Some(Wish::Run(run)) => changed |= start(worker, id, run)?,
+            Some(Wish::Stop(stop)) => changed |= self::stop(worker, id, stop)?,
+            None => return Err(Ended::Nonsense("a lease without a wish")),
+        }
+    }
+    let mut attempts = worker.attempts();
+    attempts.retain(|lease, attempt| {
+        if wished.contains(lease) {
+            return true;
+        }
+        // Over without us: whatever still runs of it has to end. The task tells when it has.
+        if attempt.phase != pb::LeasePhase::Ended {
+            let wish = StopWish { grace: Duration::ZERO, reason: "LEASE_LOST".to_owned() };
+            attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
+            return true;
+        }
+        changed = true;
+        false
+    });
+    Ok(changed)
+}
+
+fn start(worker: &Arc<Worker>, lease: LeaseId, run: pb::RunAttempt) -> Result<bool, Ended> {
+    let mut attempts = worker.attempts();
+    if attempts.contains_key(&lease) {
+        return Ok(false);
+    }
+    let task =
+        attempt::Task::parse(lease, run).map_err(|_| Ended::Nonsense("an attempt that cannot be read"))?;
+    let (stop, stopped) = watch::channel(None);
+    let entry =
+        Attempt { id: task.attempt, team: task.spec.team.clone(), phase: pb::LeasePhase::Preparing, stop };
+    attempts.insert(lease, entry);
+    drop(attempts);
+    worker.tasks.spawn(attempt::run(worker.clone(), task, stopped));
+    Ok(true)
+}
+
+fn stop(worker: &Arc<Worker>, lease: LeaseId, stop: pb::StopAttempt) -> Result<bool, Ended> {
+    let grace = stop.grace.and_then(|grace| grace.try_into().ok()).unwrap_or(Duration::ZERO);
+    let wish = StopWish { grace, reason: stop.reason.clone() };
+    let mut attempts = worker.attempts();
+    if let Some(attempt) = attempts.get(&lease) {
+        return Ok(attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish)));
+    }
+    let id = stop.attempt_id.parse().map_err(|_| Ended::Nonsense("attempt_id is no UUID"))?;
+    let (sender, stopped) = watch::channel(Some(wish));
+    let entry = Attempt { id, team: String::new(), phase: pb::LeasePhase::Preparing, stop: sender };
+    attempts.insert(lease, entry);
+    drop(attempts);
+    worker.tasks.spawn(attempt::stop_unknown(worker.clone(), lease, id, stop.lease_token, stopped));
+    Ok(true)
+}
+
+/// What the worker knows of our contact with the scheduler.
+struct Contact {
+    /// When the message before the last was sent.
+    sent_before: Duration,
+    told: Option<Duration>,
+}
+
+impl Contact {
+    async fn answered(&mut self, worker: &Worker, heartbeat: Duration, stop_after: Duration) {
+        if self.told.is_some_and(|told| self.sent_before.saturating_sub(told) < heartbeat) {
+            return;
+        }
+        self.told = Some(self.sent_before);
+        if let Err(error) = worker.runtime.contact(self.sent_before, stop_after).await {
+            tracing::warn!(error = %chain(&error), "cannot tell the worker's processes that they may go on");
+        }
+    }
+}
+
+fn seconds(duration: Option<impl TryInto<Duration>>, default: Duration) -> Duration {
+    duration.and_then(|duration| duration.try_into().ok()).unwrap_or(default)
+}
+
+fn boottime() -> Duration {
+    let now = clock_gettime(ClockId::Boottime);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+}

@@ -1,0 +1,299 @@
+//! Bytes in and out of the worker's volumes.
+//!
+//! Invariant: a volume becomes known as complete only after its manifest was validated, every extent had the digest that the manifest
+//! says, and the writer said `commit`. What arrives before that lies in a volume that the artifact store knows as unfinished, and collects
+//! when its transfer ends.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use domain::VolumeHandle;
+use domain::worker::{TicketClaims, TicketOperation};
+use runtime::{RuntimeError, VolumeSource};
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use tokio::sync::mpsc;
+use transfer::{
+    ExtentData, Manifest, ReadOptions, Runs, TreeReader, TreeWriter, Trust, Verified, WriteError,
+    WriteOptions,
+};
+
+use crate::attempt;
+use crate::trees::blocking;
+use crate::worker::Worker;
+use rpc::Refusal;
+
+/// Verified extents that wait for the thread that writes them, in batches of about 1 MiB.
+const QUEUE: usize = 16;
+/// Bytes of one message of a file.
+const FILE_CHUNK: usize = 1 << 20;
+
+/// A transfer failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TransferError {
+    /// The ticket is forged, expired, or for something else.
+    #[error("the ticket is not good for this")]
+    Ticket,
+    /// The scheduler's keys cannot be had.
+    #[error("cannot verify the ticket")]
+    Keys(#[source] Refusal),
+    /// The ticket is for another worker.
+    #[error("this gateway does not attend worker {0}")]
+    NotAttended(domain::WorkerId),
+    /// The worker failed.
+    #[error(transparent)]
+    Worker(#[from] RuntimeError),
+    /// The tree cannot be written.
+    #[error(transparent)]
+    Write(#[from] WriteError),
+    /// The tree cannot be read.
+    #[error("cannot read the volume")]
+    Read(#[from] transfer::ReadError),
+    /// The file is not there.
+    #[error("no {0:?} in this volume")]
+    PathNotFound(PathBuf),
+    /// The path is something else than a regular file.
+    #[error("{0:?} is not a regular file")]
+    NotAFile(PathBuf),
+    /// The store refused.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The receiver is gone.
+    #[error("the caller is gone")]
+    CallerGone,
+}
+
+/// Verifies a ticket for `operation` on a volume of this worker.
+pub(crate) async fn admit(
+    worker: &Worker,
+    ticket: &str,
+    operation: TicketOperation,
+) -> Result<TicketClaims, TransferError> {
+    let claims: TicketClaims = worker.keys.verify(ticket).await.map_err(|error| match error {
+        rpc::token::VerifyError::Invalid(_) => TransferError::Ticket,
+        rpc::token::VerifyError::KeysUnavailable(refusal) => TransferError::Keys(refusal),
+    })?;
+    if claims.operation != operation || claims.expires_at < domain::Timestamp::now() {
+        return Err(TransferError::Ticket);
+    }
+    let session = worker.wait_for_session().await;
+    if claims.worker != session.worker {
+        return Err(TransferError::NotAttended(claims.worker));
+    }
+    Ok(claims)
+}
+
+/// A volume that is being filled.
+pub(crate) struct Filling {
+    volume: VolumeHandle,
+    team: String,
+    manifest: Arc<Manifest>,
+    /// What has to be sent.
+    pub(crate) missing: Runs,
+    queue: mpsc::Sender<Step>,
+    writer: tokio::task::JoinHandle<Result<(), WriteError>>,
+}
+
+enum Step {
+    Put(Vec<Verified<Bytes>>),
+    Commit,
+}
+
+impl Filling {
+    /// Makes the volume, copies what this worker has already, and says what is missing. An earlier try at the same volume is thrown away.
+    pub(crate) async fn begin(
+        worker: &Worker,
+        ticket: &TicketClaims,
+        manifest: Arc<Manifest>,
+    ) -> Result<Self, TransferError> {
+        worker.trees.forget(ticket.volume).await;
+        worker.runtime.destroy_volume(ticket.volume).await?;
+        worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
+        let root = worker.runtime.volume_directory(ticket.volume).await?;
+
+        let sources = Sources::find(worker, &ticket.team, &manifest).await?;
+        let options = WriteOptions { devices: true, ..WriteOptions::default() };
+        let tree = manifest.clone();
+        let (writer, missing) = blocking(move || {
+            let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
+            let missing = sources.copy(&mut writer, &tree)?;
+            Ok::<_, WriteError>((writer, missing))
+        })
+        .await??;
+
+        let (queue, steps) = mpsc::channel(QUEUE);
+        let writer = tokio::task::spawn_blocking(move || write(writer, steps));
+        Ok(Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer })
+    }
+
+    /// Bytes that have to be sent.
+    pub(crate) fn missing_bytes(&self) -> u64 {
+        self.manifest.bytes_of(&self.missing)
+    }
+
+    /// Takes some extents, in ascending order. Waits when the disk is slower than the sender.
+    pub(crate) async fn put(&mut self, extents: Vec<(u64, Bytes)>) -> Result<(), TransferError> {
+        let verified: Result<Vec<_>, _> =
+            extents.into_iter().map(|(ordinal, data)| self.manifest.verify(ordinal, data)).collect();
+        if self.queue.send(Step::Put(verified?)).await.is_err() {
+            return Err(self.writer_failed().await);
+        }
+        Ok(())
+    }
+
+    /// Ends the volume: everything is there, verified, and known to the artifact store.
+    pub(crate) async fn commit(mut self, worker: &Worker) -> Result<Arc<Manifest>, TransferError> {
+        if self.queue.send(Step::Commit).await.is_err() {
+            return Err(self.writer_failed().await);
+        }
+        let written = (&mut self.writer)
+            .await
+            .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))?;
+        written?;
+        attempt::complete(worker, self.volume, &self.manifest).await?;
+        worker.trees.insert(self.volume, &self.team, self.manifest.clone()).await;
+        Ok(self.manifest)
+    }
+
+    async fn writer_failed(&mut self) -> TransferError {
+        match (&mut self.writer).await {
+            Ok(Err(error)) => error.into(),
+            Ok(Ok(())) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
+        }
+    }
+}
+
+/// Writes until it is told to commit. A queue that ends before that leaves the volume unfinished.
+fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), WriteError> {
+    while let Some(step) = steps.blocking_recv() {
+        match step {
+            Step::Put(extents) => extents.iter().try_for_each(|extent| writer.put_verified(extent))?,
+            Step::Commit => return writer.finish().map(|_| ()),
+        }
+    }
+    Ok(())
+}
+
+/// Files of this worker that have some of the content that is wanted.
+struct Sources {
+    /// For each ordinal that can be copied: the file's index, and where in it.
+    extents: Vec<(u64, usize, u64)>,
+    files: Vec<PathBuf>,
+}
+
+impl Sources {
+    async fn find(worker: &Worker, team: &str, manifest: &Manifest) -> Result<Self, RuntimeError> {
+        let mut sources = Self { extents: Vec::new(), files: Vec::new() };
+        let mut roots = std::collections::HashMap::new();
+        let mut known = std::collections::HashMap::new();
+        for located in manifest.extents() {
+            let Some(found) = worker.trees.find(team, &located.extent.digest) else { continue };
+            let root = match roots.entry(found.volume) {
+                std::collections::hash_map::Entry::Occupied(root) => root.into_mut(),
+                std::collections::hash_map::Entry::Vacant(vacant) => {
+                    let Ok(root) = worker.runtime.volume_directory(found.volume).await else { continue };
+                    vacant.insert(root)
+                }
+            };
+            let path = root.join(&found.path);
+            let next = sources.files.len();
+            let file = *known.entry(path.clone()).or_insert(next);
+            if file == next {
+                sources.files.push(path);
+            }
+            sources.extents.push((located.ordinal, file, found.offset));
+        }
+        Ok(sources)
+    }
+
+    /// Copies what can be copied, verifying it: the source may be going at this moment. Answers what is missing.
+    fn copy(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<Runs, WriteError> {
+        let mut copied = Runs::new();
+        let mut open: Option<(usize, File)> = None;
+        for (ordinal, index, offset) in self.extents {
+            if open.as_ref().is_none_or(|(opened, _)| *opened != index) {
+                open = File::open(&self.files[index]).ok().map(|file| (index, file));
+            }
+            let Some((_, file)) = &open else { continue };
+            match writer.copy_extent(ordinal, file, offset, Trust::Verify) {
+                // Ordinals ascend, so this cannot be refused.
+                Ok(()) => copied.insert(ordinal).unwrap_or_default(),
+                Err(WriteError::DigestMismatch { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(copied.complement(manifest.extent_count()))
+    }
+}
+
+/// The manifest of a complete volume.
+pub(crate) async fn manifest(worker: &Worker, ticket: &TicketClaims) -> Result<Arc<Manifest>, TransferError> {
+    if let Some(manifest) = worker.trees.get(ticket.volume).await {
+        return Ok(manifest);
+    }
+    Ok(worker.trees.scan(worker.runtime.as_ref(), ticket.volume, &ticket.team).await?)
+}
+
+/// Reads extents of a volume into `batches`, which holds the reader back when it is full.
+pub(crate) async fn read(
+    worker: &Worker,
+    volume: VolumeHandle,
+    manifest: Arc<Manifest>,
+    wanted: Runs,
+    batches: mpsc::Sender<Vec<ExtentData>>,
+) -> Result<(), TransferError> {
+    let root = worker.runtime.volume_directory(volume).await?;
+    blocking(move || {
+        let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
+        for batch in reader.batches(&wanted) {
+            batches.blocking_send(batch?).map_err(|_| TransferError::CallerGone)?;
+        }
+        Ok(())
+    })
+    .await?
+}
+
+/// Reads one regular file of a volume: its size first, then its bytes.
+pub(crate) async fn read_file(
+    worker: &Worker,
+    volume: VolumeHandle,
+    path: PathBuf,
+    chunks: mpsc::Sender<(u64, Bytes)>,
+) -> Result<(), TransferError> {
+    let root = worker.runtime.volume_directory(volume).await?;
+    blocking(move || {
+        let failed = |source| RuntimeError::io(format!("reading {}", path.display()), source);
+        let root = File::open(&root).map_err(failed)?;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+        let file = match openat2(&root, &path, flags, Mode::empty(), resolve) {
+            Ok(file) => File::from(file),
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => {
+                return Err(TransferError::PathNotFound(path));
+            }
+            Err(rustix::io::Errno::LOOP | rustix::io::Errno::XDEV | rustix::io::Errno::NXIO) => {
+                return Err(TransferError::NotAFile(path));
+            }
+            Err(error) => return Err(failed(error.into()).into()),
+        };
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() {
+            return Err(TransferError::NotAFile(path));
+        }
+        let size = metadata.len();
+        let mut offset = 0;
+        loop {
+            let length = usize::try_from(size - offset).unwrap_or(usize::MAX).min(FILE_CHUNK);
+            let mut data = vec![0; length];
+            file.read_exact_at(&mut data, offset).map_err(failed)?;
+            chunks.blocking_send((size, data.into())).map_err(|_| TransferError::CallerGone)?;
+            offset += u64::try_from(length).unwrap_or(u64::MAX);
+            if offset == size {
+                return Ok(());
+            }
+        }
+    })
+    .await?
+}

@@ -1,0 +1,141 @@
+//! One worker, as its gateway knows it: the runtime, the session in which the gateway speaks for it, and the attempts under way.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use domain::worker::{Incarnation, Session};
+use domain::{AttemptId, LeaseId, WorkerId};
+use rpc::client::Outgoing;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::token::Keys;
+use runtime::Runtime;
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::Config;
+use crate::trees::Trees;
+use rpc::Peer;
+
+/// The session in which this gateway speaks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OpenSession {
+    pub(crate) credential: String,
+    pub(crate) worker: WorkerId,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) session: Session,
+}
+
+/// How an attempt shall be stopped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StopWish {
+    pub(crate) grace: Duration,
+    pub(crate) reason: String,
+}
+
+/// An attempt that this gateway works on, or has ended and not yet been told to forget.
+pub(crate) struct Attempt {
+    pub(crate) id: AttemptId,
+    pub(crate) team: String,
+    pub(crate) phase: pb::LeasePhase,
+    /// Set when it shall stop.
+    pub(crate) stop: watch::Sender<Option<StopWish>>,
+}
+
+/// Everything that belongs to one worker. Shared by the tasks of its gateway.
+pub(crate) struct Worker {
+    pub(crate) config: Config,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) inventory: InventoryClient<Peer>,
+    pub(crate) workers: WorkersClient<Peer>,
+    pub(crate) workloads: WorkloadsClient<Peer>,
+    pub(crate) keys: Keys,
+    pub(crate) trees: Trees,
+    pub(crate) tasks: TaskTracker,
+    pub(crate) stopping: CancellationToken,
+    session: watch::Sender<Option<OpenSession>>,
+    attempts: Mutex<HashMap<LeaseId, Attempt>>,
+    /// Containers and volumes on the worker, when they were last listed.
+    pub(crate) kept: Mutex<(u64, u64)>,
+    /// Wakes the synchronizing task when an attempt has changed.
+    pub(crate) changed: Notify,
+    /// Wakes the reporting task when something was destroyed.
+    pub(crate) destroyed: Notify,
+}
+
+impl Worker {
+    pub(crate) fn new(
+        config: Config,
+        runtime: Arc<dyn Runtime>,
+        tasks: TaskTracker,
+        stopping: CancellationToken,
+    ) -> anyhow::Result<Arc<Self>> {
+        let scheduler = rpc::client::peer(&config.scheduler, Outgoing::internal())?;
+        let store = rpc::client::peer(&config.artifact_store, Outgoing::internal())?;
+        Ok(Arc::new(Self {
+            inventory: InventoryClient::new(store),
+            workers: WorkersClient::new(scheduler.clone()),
+            workloads: WorkloadsClient::new(scheduler.clone()),
+            keys: Keys::new(scheduler),
+            trees: Trees::open(&config.manifest_dir)?,
+            session: watch::Sender::new(None),
+            attempts: Mutex::default(),
+            kept: Mutex::default(),
+            changed: Notify::new(),
+            destroyed: Notify::new(),
+            config,
+            runtime,
+            tasks,
+            stopping,
+        }))
+    }
+
+    /// The session in which this gateway speaks. `None`: it has not been let in yet.
+    pub(crate) fn session(&self) -> Option<OpenSession> {
+        self.session.borrow().clone()
+    }
+
+    /// Waits until this gateway has been let in.
+    pub(crate) async fn wait_for_session(&self) -> OpenSession {
+        let mut session = self.session.subscribe();
+        loop {
+            if let Some(open) = session.borrow_and_update().clone() {
+                return open;
+            }
+            if session.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    /// Resolves when the session is another than `open`.
+    pub(crate) async fn session_changed(&self, open: &OpenSession) {
+        let mut session = self.session.subscribe();
+        // Fails only when the sender is gone, and then nobody waits.
+        session.wait_for(|now| now.as_ref() != Some(open)).await.ok();
+    }
+
+    pub(crate) fn set_session(&self, open: Option<OpenSession>) {
+        self.session.send_if_modified(|now| {
+            let modified = *now != open;
+            *now = open;
+            modified
+        });
+    }
+
+    pub(crate) fn attempts(&self) -> MutexGuard<'_, HashMap<LeaseId, Attempt>> {
+        self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says how far an attempt is.
+    pub(crate) fn set_phase(&self, lease: LeaseId, phase: pb::LeasePhase) {
+        if let Some(attempt) = self.attempts().get_mut(&lease) {
+            attempt.phase = phase;
+        }
+        self.changed.notify_one();
+    }
+}

@@ -1,0 +1,16 @@
+//! The host runtime, on this machine.
+
+mod host {
+    mod inside;
+    mod leftovers;
+    mod speed;
+    pub(crate) mod subject;
+}
+
+use host::subject::HostSubject;
+
+mod conformance {
+    use super::HostSubject;
+
+    testing::runtime_conformance!(HostSubject::new());
+}

@@ -1,0 +1,305 @@
+//! What a container looks like from inside.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::workload::{Exit, Limits, Network, OutputMode};
+use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Runtime, RuntimeError};
+use runtime_gateway::host::{HostConfig, HostRuntime};
+use testing::conformance::{RuntimeExt, Subject, container, mount, process, read_until};
+
+use super::subject::{HostSubject, config};
+
+fn shell(script: &str) -> ProcessSpec {
+    process(&["/bin/sh", "-c", script].map(str::to_owned))
+}
+
+async fn output(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
+    let said = subject.runtime().ran(spec, shell(script)).await;
+    let errors = String::from_utf8_lossy(&said.stderr);
+    let text = said.text().trim_end().to_owned();
+    if errors.is_empty() { text } else { format!("{text}{errors}") }
+}
+
+fn field(status: &str, name: &str) -> String {
+    let line = status.lines().find_map(|line| line.strip_prefix(name));
+    line.and_then(|rest| rest.strip_prefix(':')).unwrap_or_default().trim().to_owned()
+}
+
+/// Takes ever more memory.
+const GREEDY: &str = "BEGIN { s = \"x\"; while (1) s = s s }";
+
+const STATUS: &str = "cat /proc/self/status";
+
+#[tokio::test]
+async fn root_has_the_usual_capabilities_and_cannot_get_others() {
+    let Some(subject) = HostSubject::new() else { return };
+    let status = output(&subject, container(), STATUS).await;
+    for set in ["CapPrm", "CapEff", "CapBnd"] {
+        assert_eq!(field(&status, set), "00000000a80425fb", "{set}");
+    }
+    for set in ["CapInh", "CapAmb"] {
+        assert_eq!(field(&status, set), "0000000000000000", "{set}");
+    }
+    assert_eq!(field(&status, "NoNewPrivs"), "1");
+    assert_eq!(field(&status, "Seccomp"), "2");
+    assert_eq!(field(&status, "Groups"), "", "none of the gateway's");
+    assert_eq!(field(&status, "Uid"), "0\t0\t0\t0");
+}
+
+#[tokio::test]
+async fn a_user_has_no_capabilities() {
+    let Some(subject) = HostSubject::new() else { return };
+    let spec = ContainerSpec { user: Some("1234:2345".to_owned()), ..container() };
+    let status = output(&subject, spec, STATUS).await;
+    assert_eq!(field(&status, "CapEff"), "0000000000000000");
+    assert_eq!(field(&status, "CapPrm"), "0000000000000000");
+    assert_eq!(field(&status, "NoNewPrivs"), "1");
+    assert_eq!(
+        (field(&status, "Uid"), field(&status, "Gid")),
+        ("1234\t1234\t1234\t1234".into(), "2345\t2345\t2345\t2345".into())
+    );
+}
+
+#[tokio::test]
+async fn the_privileged_may_do_what_root_on_the_worker_may() {
+    let Some(subject) = HostSubject::new() else { return };
+    let spec = ContainerSpec { privileged: true, ..container() };
+    let status = output(&subject, spec.clone(), STATUS).await;
+    let own = std::fs::read_to_string("/proc/self/status").expect("our own status");
+    assert_eq!(field(&status, "CapEff"), field(&own, "CapPrm"));
+    assert_eq!(field(&status, "Seccomp"), field(&own, "Seccomp"));
+    let mounted = "mount -t tmpfs none /mnt && touch /mnt/x && echo mounted; mknod /dev/log2 c 1 11 && head -c 0 /dev/log2 && echo opened";
+    let said = output(&subject, spec, mounted).await;
+    assert!(said.contains("mounted") && said.contains("opened"), "{said}");
+}
+
+#[tokio::test]
+async fn devices_of_the_worker_are_out_of_reach() {
+    let Some(subject) = HostSubject::new() else { return };
+    let script = "mknod /dev/log2 c 1 11; head -c 0 /dev/log2; echo x > /dev/null; head -c 1 /dev/zero | wc -c; ls /dev";
+    let said = output(&subject, container(), script).await;
+    assert!(said.contains("Operation not permitted"), "{said}");
+    assert!(said.starts_with('1'), "{said}");
+}
+
+/// Calls each with arguments that no kernel accepts, and says how that was refused.
+const CALLS: &str = r#"
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TRY(name) errno = 0; syscall(SYS_##name, -1L, -1L, -1L, -1L, -1L, -1L); printf(#name " %d\n", errno);
+int main(void) {
+    TRY(mount) TRY(umount2) TRY(pivot_root) TRY(setns) TRY(unshare) TRY(kexec_load) TRY(init_module) TRY(finit_module)
+    TRY(delete_module) TRY(bpf) TRY(perf_event_open) TRY(keyctl) TRY(add_key) TRY(request_key) TRY(open_by_handle_at)
+    TRY(swapon) TRY(swapoff) TRY(settimeofday) TRY(clock_settime) TRY(acct) TRY(quotactl) TRY(userfaultfd)
+    TRY(io_uring_setup) TRY(io_uring_enter) TRY(io_uring_register) TRY(fsopen) TRY(fsmount) TRY(fsconfig) TRY(fspick)
+    TRY(move_mount) TRY(open_tree) TRY(mount_setattr) TRY(iopl) TRY(ioperm) TRY(syslog) TRY(vhangup) TRY(kcmp)
+    TRY(personality)
+    errno = 0; syscall(SYS_clone, CLONE_NEWUSER | 17, 0, 0, 0, 0); printf("clone-newuser %d\n", errno);
+    errno = 0; syscall(SYS_socket, 40, 1, 0); printf("vsock %d\n", errno);
+    errno = 0; syscall(SYS_clone3, 0, 0); printf("clone3 %d\n", errno);
+    errno = 0; syscall(1000, 0, 0); printf("newer %d\n", errno);
+    errno = 0; syscall(SYS_personality, 0xffffffffL); printf("personality-get %d\n", errno);
+    return 0;
+}
+"#;
+
+#[tokio::test]
+async fn dangerous_calls_are_refused() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    let directory = runtime.volume_directory(volume).await.expect("a directory");
+    std::fs::write(directory.join("calls.c"), CALLS).expect("write");
+    let compiled =
+        std::process::Command::new("cc").args(["-o", "calls", "calls.c"]).current_dir(&directory).status();
+    if !compiled.is_ok_and(|status| status.success()) {
+        eprintln!("not applicable: no C compiler");
+        return;
+    }
+    let spec = ContainerSpec { mounts: vec![mount(volume, "/calls", true)], ..container() };
+    let said = output(&subject, spec, "/calls/calls").await;
+    assert!(said.lines().count() > 40, "{said}");
+    for line in said.lines() {
+        let (name, errno) = line.split_once(' ').expect("a name and a number");
+        let expected = match name {
+            "clone3" | "newer" => libc::ENOSYS,
+            "personality-get" => 0,
+            // Everything but the personality that only asks for it.
+            "personality" => continue,
+            _ => libc::EPERM,
+        };
+        assert_eq!(errno.parse(), Ok(expected), "{name}");
+    }
+}
+
+#[tokio::test]
+async fn programs_that_use_threads_and_files_work() {
+    let Some(subject) = HostSubject::new() else { return };
+    let script = "python3 -c 'import threading, subprocess, tempfile; t = threading.Thread(target=lambda: print(subprocess.check_output([\"echo\", \"child\"]).decode())); t.start(); t.join(); tempfile.TemporaryFile().write(b\"x\"); import socket; socket.socketpair()'";
+    if !Path::new("/usr/bin/python3").exists() {
+        eprintln!("not applicable: no python3");
+        return;
+    }
+    assert_eq!(output(&subject, container(), script).await, "child");
+}
+
+#[tokio::test]
+async fn a_memory_limit_kills_and_is_told() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let limits = Limits { memory_bytes: Some(64 << 20), ..Limits::default() };
+    let spec = ContainerSpec { limits, ..container() };
+    let greedy = ["awk", GREEDY].map(str::to_owned);
+    let out_of_memory = Some(Ended::Exited { exit: Exit::OutOfMemory, stopped: false });
+    let said = match runtime.create_container(domain::ContainerHandle::new(), spec.clone()).await {
+        Err(RuntimeError::CgroupUnavailable(_)) => {
+            eprintln!("not applicable: no memory cgroup");
+            return;
+        }
+        _ => runtime.ran(spec.clone(), process(&greedy)).await,
+    };
+    assert_eq!(said.ended, out_of_memory);
+    let said = runtime
+        .ran(spec.clone(), shell("head -c 500000000 /dev/zero | tail -c 500000000 > /dev/null; exit $?"))
+        .await;
+    assert_eq!(said.ended, out_of_memory, "through a shell");
+    let said = runtime.ran(spec, shell("kill -9 $$")).await;
+    assert_eq!(said.ended, Some(Ended::Exited { exit: Exit::Signal(9), stopped: false }));
+}
+
+#[tokio::test]
+async fn limits_of_processes_and_cpu_are_set() {
+    let Some(subject) = HostSubject::new() else { return };
+    let limits = Limits { pids: Some(5), cpu_millis: Some(250), ..Limits::default() };
+    let spec = ContainerSpec { limits, ..container() };
+    let script = "for i in 1 2 3 4; do sleep 1000 & done; echo four; sleep 1000 & echo five";
+    let said = output(&subject, spec.clone(), script).await;
+    assert!(said.starts_with("four") && !said.contains("five"), "{said}");
+
+    let Ok(root) = std::fs::canonicalize("/sys/fs/cgroup/cpu") else {
+        eprintln!("not applicable: no cpu cgroup of version 1");
+        return;
+    };
+    let runtime = subject.runtime();
+    let handle = runtime.made(spec).await;
+    let id = runtime.started(handle, shell("echo ready; sleep 1000")).await;
+    let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    read_until(&mut attachment.events, "ready").await;
+    let quota = std::fs::read_to_string(root.join(format!("gantry-{id}/cpu.cfs_quota_us"))).expect("a quota");
+    assert_eq!(quota.trim(), "25000");
+}
+
+#[tokio::test]
+async fn a_network_of_its_own_has_only_a_loopback() {
+    let Some(subject) = HostSubject::new() else { return };
+    let spec = ContainerSpec { network: Network::Loopback, ..container() };
+    let said =
+        output(&subject, spec, "ls /sys/class/net; cat /sys/class/net/lo/flags; grep -c . /proc/net/route")
+            .await;
+    assert_eq!(said, "lo\n0x9\n1", "its flags say that it is up, and its table of routes is empty");
+    let outside = std::fs::read_dir("/sys/class/net").expect("our own network").count();
+    let inside = output(&subject, container(), "ls /sys/class/net | wc -l").await;
+    assert_eq!(inside, outside.to_string(), "the worker's own otherwise");
+}
+
+#[tokio::test]
+async fn secrets_are_absent() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    // On the root's own file system, unlike what other tests use.
+    let secret = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let dir = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    std::fs::write(secret.path().join("file"), "secret").expect("write");
+    let later = secret.path().join("later");
+    let masked = vec![secret.path().join("file"), later.clone()];
+    let runtime = HostRuntime::open(HostConfig { masked, ..config(dir.path()) }).expect("open");
+    let runtime: Arc<dyn Runtime> = runtime;
+    let script = format!(
+        "ls -a {secret}; cat {secret}/file {secret}/later /etc/shadow; ls {state} /root/.ssh /var/lib/docker; \
+         echo mine > {secret}/file && cat {secret}/file; mkdir -p /root/.ssh && ls -A /root/.ssh; echo over",
+        secret = secret.path().display(),
+        state = dir.path().join("state").display(),
+    );
+    let handle = runtime.made(container()).await;
+    std::fs::write(&later, "secret").expect("write");
+    let id = runtime.started(handle, shell(&script)).await;
+    let said = runtime.said(id).await;
+    let (text, errors) = (said.text(), String::from_utf8_lossy(&said.stderr));
+    assert_eq!(text, ".\n..\nmine\nover\n", "{errors}");
+    assert_eq!(errors.matches("No such file").count(), 6, "{errors}");
+    assert_eq!(std::fs::read(secret.path().join("file")).expect("read"), b"secret");
+    runtime.destroy_container(handle).await.expect("destroy");
+}
+
+#[tokio::test]
+async fn the_worker_is_not_written_to() {
+    let Some(subject) = HostSubject::new() else { return };
+    let name = format!("gantry-{}", domain::AttemptId::new());
+    let script = format!(
+        "echo x > /var/tmp/{name} && echo x > /tmp/{name} && rm /etc/hostname; ls /tmp /etc/hostname; echo x > /proc/sys/kernel/hostname; echo x > /sys/kernel/mm/ksm/run"
+    );
+    let said = output(&subject, container(), &script).await;
+    assert!(said.contains(&name), "{said}");
+    assert_eq!(said.matches("Read-only file system").count(), 2, "{said}");
+    assert!(!Path::new("/var/tmp").join(&name).exists() && !Path::new("/tmp").join(&name).exists());
+    assert!(Path::new("/etc/hostname").exists());
+}
+
+#[tokio::test]
+async fn nothing_of_the_supervisor_leaks() {
+    let Some(subject) = HostSubject::new() else { return };
+    // Reading what process 1 is must fail, though root reads it.
+    let script = "ls /proc/self/fd; cat /proc/1/environ; readlink -v /proc/1/exe; ls /proc | grep -c '^[0-9]'; umask; ulimit -c";
+    let said = output(&subject, container(), script).await;
+    assert!(said.starts_with("0\n1\n2\n3\n"), "three streams, and the directory that is listed: {said}");
+    assert_eq!(said.matches("ermission denied").count(), 2, "{said}");
+    // Init, the shell, and the listing with its filter.
+    assert!(said.contains("\n4\n0022\n"), "{said}");
+}
+
+#[tokio::test]
+async fn output_mode_does_not_matter_for_a_short_word() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let spec = ProcessSpec { output: OutputMode::Spooled, ..shell("echo word") };
+    assert_eq!(runtime.ran(container(), spec).await.text(), "word\n");
+}
+
+#[tokio::test]
+async fn a_second_runtime_is_refused() {
+    let Some(subject) = HostSubject::new() else { return };
+    let refused = HostRuntime::open(config(subject.dir.path())).map(|_| ());
+    assert!(
+        refused.as_ref().is_err_and(|error| error.to_string().contains("another runtime holds")),
+        "{refused:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_container_runs_one_process_after_the_other() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let first = runtime.started(handle, shell("echo kept > /var/tmp/note; sleep 1000")).await;
+    let refused = runtime.start(handle, domain::AttemptId::new(), shell("true")).await;
+    assert!(matches!(refused, Err(RuntimeError::Unsupported(_))), "{refused:?}");
+    runtime.stop(first, Duration::ZERO).await.expect("stop");
+    runtime.ended(first).await;
+    testing::conformance::in_time("the end of the first", async {
+        let second = domain::AttemptId::new();
+        // Its supervisor may need another moment after the end was told.
+        while runtime.start(handle, second, shell("cat /var/tmp/note || echo absent")).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let said = runtime.said(second).await;
+        assert!(matches!(said.text(), "kept\n" | "absent\n"), "{said:?}");
+    })
+    .await;
+}

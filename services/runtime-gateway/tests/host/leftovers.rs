@@ -1,0 +1,317 @@
+//! Nothing is left behind: mounts, cgroups, processes, files; whatever ends, however it ends.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use domain::workload::{Limits, OutputMode};
+use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use runtime::{ContainerSpec, Ended, ProcessSpec, Runtime, RuntimeError, VolumeSource};
+use runtime_gateway::host::{HostConfig, HostRuntime};
+use testing::conformance::{RuntimeExt, Subject, container, in_time, mount, process, programs, until};
+
+use super::subject::{HostSubject, config};
+
+/// What there is of a runtime outside of its memory.
+#[derive(Debug, PartialEq, Eq)]
+struct Footprint {
+    files: BTreeSet<PathBuf>,
+    mounts: Vec<String>,
+    processes: BTreeSet<String>,
+    cgroups: BTreeSet<PathBuf>,
+}
+
+fn walk(directory: &Path, found: &mut BTreeSet<PathBuf>) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        found.insert(entry.path());
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            walk(&entry.path(), found);
+        }
+    }
+}
+
+/// Every process that has something open below `directory`; ourselves left out.
+fn users_of(directory: &Path) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let pid = process.file_name().to_string_lossy().into_owned();
+        if pid.parse::<u32>().is_err() || pid == std::process::id().to_string() {
+            continue;
+        }
+        let open = fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten();
+        if open.filter_map(|fd| fs::read_link(fd.path()).ok()).any(|path| path.starts_with(directory)) {
+            found.insert(pid);
+        }
+    }
+    found
+}
+
+fn footprint(subject: &HostSubject, ids: &[AttemptId]) -> Footprint {
+    let dir = subject.dir.path();
+    let mut files = BTreeSet::new();
+    walk(dir, &mut files);
+    let table = fs::read_to_string("/proc/self/mountinfo").expect("the table of mounts");
+    let mine = |line: &&str| line.contains(&*dir.to_string_lossy());
+    let names: Vec<_> = ids.iter().map(|id| format!("gantry-{id}")).collect();
+    let hierarchies = fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten();
+    let groups = hierarchies.flat_map(|hierarchy| names.iter().map(move |name| hierarchy.path().join(name)));
+    let flat = names.iter().map(|name| Path::new("/sys/fs/cgroup").join(name));
+    Footprint {
+        files,
+        mounts: table.lines().filter(mine).map(str::to_owned).collect(),
+        processes: users_of(dir),
+        cgroups: groups.chain(flat).filter(|path| path.exists()).collect(),
+    }
+}
+
+/// A way for a container to end.
+#[derive(Debug, Clone, Copy)]
+enum Ending {
+    Never,
+    Exit,
+    NotFound,
+    Signal,
+    Stopped,
+    StoppedAtOnce,
+    Destroyed,
+    DestroyedAtOnce,
+    OutOfMemory,
+    HeldBack,
+    SupervisorKilled,
+}
+
+const ENDINGS: [Ending; 11] = [
+    Ending::Never,
+    Ending::Exit,
+    Ending::NotFound,
+    Ending::Signal,
+    Ending::Stopped,
+    Ending::StoppedAtOnce,
+    Ending::Destroyed,
+    Ending::DestroyedAtOnce,
+    Ending::OutOfMemory,
+    Ending::HeldBack,
+    Ending::SupervisorKilled,
+];
+
+fn process_dir(subject: &HostSubject, container: ContainerHandle, id: AttemptId) -> PathBuf {
+    subject.dir.path().join(format!("state/containers/{container}/processes/{id}"))
+}
+
+/// Kills the supervisor of a process, once it has said who it is.
+async fn kill_supervisor(subject: &HostSubject, container: ContainerHandle, id: AttemptId) {
+    let path = process_dir(subject, container, id).join("alive");
+    let pid = || fs::read_to_string(&path).ok().and_then(|text| text.parse().ok());
+    until("a supervisor", || pid().is_some()).await;
+    let pid = pid().and_then(rustix::process::Pid::from_raw).expect("a process id");
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("kill");
+}
+
+async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> AttemptId {
+    let runtime = subject.runtime();
+    let limits = match ending {
+        Ending::OutOfMemory => Limits { memory_bytes: Some(32 << 20), ..Limits::default() },
+        _ => Limits { memory_bytes: Some(1 << 30), cpu_millis: Some(900), pids: Some(100) },
+    };
+    let handle = runtime.made(ContainerSpec { limits, ..spec }).await;
+    let id = AttemptId::new();
+    let command = match ending {
+        Ending::Exit => programs::leave_behind("/out/file"),
+        Ending::NotFound => programs::not_there(),
+        Ending::Signal => programs::signal_itself(11),
+        Ending::OutOfMemory => ["awk", "BEGIN { s = \"x\"; while (1) s = s s }"].map(str::to_owned).to_vec(),
+        Ending::HeldBack => programs::count(100 << 20),
+        _ => programs::stubborn(),
+    };
+    if !matches!(ending, Ending::Never) {
+        runtime.start(handle, id, process(&command)).await.expect("start");
+    }
+    let started = async {
+        let attachment = runtime.attach(id, runtime::Offsets::default()).await.expect("attach");
+        let mut events = attachment.events;
+        testing::conformance::read_until(&mut events, "ready").await;
+    };
+    match ending {
+        Ending::Never | Ending::DestroyedAtOnce => {}
+        Ending::StoppedAtOnce => runtime.stop(id, Duration::ZERO).await.expect("stop"),
+        Ending::Destroyed => started.await,
+        Ending::Stopped => {
+            started.await;
+            runtime.stop(id, Duration::from_millis(20)).await.expect("stop");
+            runtime.ended(id).await;
+        }
+        Ending::HeldBack => {
+            let full = super::subject::SPOOL;
+            let spool = process_dir(subject, handle, id).join("stdout");
+            until("a full spool", || fs::metadata(&spool).is_ok_and(|found| found.len() >= full)).await;
+        }
+        Ending::SupervisorKilled => {
+            started.await;
+            kill_supervisor(subject, handle, id).await;
+            let ended = runtime.ended(id).await;
+            assert!(
+                matches!(&ended, Ended::Unknown(failure) if failure.reason == "EXIT_UNKNOWN"),
+                "{ended:?}"
+            );
+        }
+        _ => {
+            runtime.ended(id).await;
+        }
+    }
+    in_time("the end of a container", runtime.destroy_container(handle)).await.expect("destroy");
+    id
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_left_behind() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let before = footprint(&subject, &[]);
+    for ending in ENDINGS {
+        eprintln!("{ending:?}");
+        let mut ids = Vec::new();
+        for _ in 0..4 {
+            let parent = runtime.volume().await;
+            let child = runtime.child(parent).await;
+            let grandchild = runtime.child(child).await;
+            let mounts = vec![mount(grandchild, "/out", false), mount(child, "/in", true)];
+            ids.push(end(&subject, ending, ContainerSpec { mounts, ..container() }).await);
+            for volume in [grandchild, child, parent] {
+                runtime.destroy_volume(volume).await.expect("destroy");
+            }
+        }
+        // A process that has ended is not reaped in the same moment.
+        let clean = || footprint(&subject, &ids) == before;
+        if tokio::time::timeout(Duration::from_secs(5), until("", clean)).await.is_err() {
+            assert_eq!(footprint(&subject, &ids), before, "{ending:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let before = footprint(&subject, &[]);
+    let mut ids = Vec::new();
+    for delay in (0..60).step_by(2) {
+        let handle = runtime.made(container()).await;
+        let id = runtime.started(handle, process(&programs::sleep())).await;
+        tokio::time::sleep(Duration::from_millis(delay)).await;
+        kill_supervisor(&subject, handle, id).await;
+        match runtime.ended(id).await {
+            Ended::NotStarted(failure) => assert_eq!(failure.reason, "START_FAILED"),
+            Ended::Unknown(failure) => assert_eq!(failure.reason, "EXIT_UNKNOWN"),
+            ended @ Ended::Exited { .. } => panic!("after {delay} ms: {ended:?}"),
+        }
+        assert_eq!(runtime.said(id).await.ended, Some(runtime.ended(id).await));
+        runtime.destroy_container(handle).await.expect("destroy");
+        ids.push(id);
+    }
+    let clean = || footprint(&subject, &ids) == before;
+    if tokio::time::timeout(Duration::from_secs(5), until("", clean)).await.is_err() {
+        assert_eq!(footprint(&subject, &ids), before);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_crash_left_half_made_is_listed_or_gone_after_opening() {
+    let Some(mut subject) = HostSubject::new() else { return };
+    let before = footprint(&subject, &[]);
+    let state = subject.dir.path().join("state");
+    let (volume, container) = (VolumeHandle::new(), ContainerHandle::new());
+    fs::create_dir_all(state.join(format!("volumes/.new-{volume}/contents"))).expect("make");
+    fs::create_dir_all(state.join(format!("containers/.gone-{container}/upper"))).expect("make");
+    fs::write(subject.dir.path().join("run").join(AttemptId::new().to_string()), "").expect("write");
+    let holdings = subject.runtime().list().await.expect("list");
+    assert_eq!((holdings.volumes, holdings.containers), (vec![volume], vec![container]));
+    subject.reopen().await;
+    assert_eq!(footprint(&subject, &[]), before);
+    assert_eq!(subject.runtime().list().await.expect("list"), runtime::Holdings::default());
+}
+
+/// A small file system, unmounted with it.
+struct Small(tempfile::TempDir);
+
+impl Small {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let flags = rustix::mount::MountFlags::empty();
+        rustix::mount::mount("tmpfs", dir.path(), "tmpfs", flags, c"size=64m").expect("mount");
+        Self(dir)
+    }
+
+    /// Leaves no room for anything.
+    fn fill(&self) {
+        let file = fs::File::create(self.0.path().join("fill")).expect("make");
+        let zeroes = vec![0; 4096];
+        while std::io::Write::write_all(&mut &file, &zeroes).is_ok() {}
+    }
+
+    fn empty(&self) {
+        fs::remove_file(self.0.path().join("fill")).expect("remove");
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        rustix::mount::unmount(self.0.path(), rustix::mount::UnmountFlags::DETACH).expect("unmount");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_disk_is_told_and_nothing_is_left() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let small = Small::new();
+    let host =
+        HostRuntime::open(HostConfig { spool_bytes: 1 << 20, ..config(small.0.path()) }).expect("open");
+    let runtime: std::sync::Arc<dyn Runtime> = host;
+    let parent = runtime.volume().await;
+    let handle = runtime.made(container()).await;
+    let before = runtime.list().await.expect("list");
+    small.fill();
+    let full = |result: Result<(), RuntimeError>| {
+        assert!(matches!(result, Err(RuntimeError::DiskFull(_))), "{result:?}");
+    };
+    full(runtime.create_volume(VolumeHandle::new(), VolumeSource::CopyOnWrite { parent }).await);
+    full(runtime.create_container(ContainerHandle::new(), container()).await);
+    let id = AttemptId::new();
+    full(runtime.start(handle, id, process(&programs::exit(0))).await);
+    assert!(matches!(runtime.process(id).await, Err(RuntimeError::ProcessNotFound(_))));
+    assert_eq!(runtime.list().await.expect("list"), before);
+
+    // It may be tried again, and a disk that fills up later loses output and not the end.
+    small.empty();
+    let spec = ProcessSpec { output: OutputMode::Spooled, ..process(&programs::exit(3)) };
+    runtime.start(handle, id, spec).await.expect("start");
+    assert_eq!(
+        runtime.ended(id).await,
+        Ended::Exited { exit: domain::workload::Exit::Code(3), stopped: false }
+    );
+    let handle = runtime.made(container()).await;
+    let waiting = ["/bin/sh", "-c", "read line; seq 1000000; exit 4"].map(str::to_owned);
+    let spec = ProcessSpec {
+        output: OutputMode::Spooled,
+        stdin: domain::workload::Stdin::Attached,
+        ..process(&waiting)
+    };
+    let id = runtime.started(handle, spec).await;
+    let attachment = runtime.attach(id, runtime::Offsets::default()).await.expect("attach");
+    small.fill();
+    attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
+    assert_eq!(
+        runtime.ended(id).await,
+        Ended::Exited { exit: domain::workload::Exit::Code(4), stopped: false }
+    );
+    drop(attachment);
+    let said = runtime.said(id).await;
+    assert!(said.gone > 0, "{:?}", said.ended);
+    for container in runtime.list().await.expect("list").containers {
+        runtime.destroy_container(container).await.expect("destroy");
+    }
+    runtime.destroy_volume(parent).await.expect("destroy");
+    assert_eq!(runtime.list().await.expect("list"), runtime::Holdings::default());
+}

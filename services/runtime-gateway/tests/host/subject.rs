@@ -1,0 +1,105 @@
+//! A host runtime for a test: over directories of its own, removed with it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use runtime::Runtime;
+use runtime_gateway::host::{HostConfig, HostRuntime};
+use tempfile::TempDir;
+use testing::conformance::Subject;
+
+/// Small, so that tests fill it quickly.
+pub(crate) const SPOOL: u64 = 256 * 1024;
+
+pub(crate) struct HostSubject {
+    runtime: Option<Arc<HostRuntime>>,
+    pub(crate) dir: TempDir,
+}
+
+/// The runtime over the directories in `dir`.
+pub(crate) fn config(dir: &Path) -> HostConfig {
+    HostConfig {
+        state_dir: dir.join("state"),
+        runtime_dir: dir.join("run"),
+        supervisor: env!("CARGO_BIN_EXE_runtime-gateway").into(),
+        spool_bytes: SPOOL,
+        masked: Vec::new(),
+    }
+}
+
+impl HostSubject {
+    /// `None` where this machine cannot run containers.
+    pub(crate) fn new() -> Option<Self> {
+        Self::with_spool(SPOOL)
+    }
+
+    /// With spools of so many bytes.
+    pub(crate) fn with_spool(spool_bytes: u64) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("not applicable: the effective user is not root");
+            return None;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let config = HostConfig { spool_bytes, ..config(dir.path()) };
+        let runtime = HostRuntime::open(config).expect("open the runtime");
+        Some(Self { runtime: Some(runtime), dir })
+    }
+
+    pub(crate) fn host(&self) -> Arc<HostRuntime> {
+        Arc::clone(self.runtime.as_ref().expect("a runtime"))
+    }
+}
+
+#[async_trait]
+impl Subject for HostSubject {
+    fn runtime(&self) -> Arc<dyn Runtime> {
+        self.host()
+    }
+
+    fn spool_bytes(&self) -> u64 {
+        SPOOL
+    }
+
+    async fn reopen(&mut self) {
+        let old = Arc::downgrade(&self.runtime.take().expect("a runtime"));
+        // Whatever is still being done on behalf of the old one keeps it.
+        testing::conformance::until("the end of the old runtime", || old.strong_count() == 0).await;
+        let path = self.dir.path().to_owned();
+        // What is still open inside it is let go of a moment later.
+        let mut runtime = HostRuntime::open(config(&path));
+        for _ in 0..200 {
+            if runtime.is_ok() {
+                break;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            runtime = HostRuntime::open(config(&path));
+        }
+        self.runtime = Some(runtime.expect("open the runtime again"));
+    }
+}
+
+impl Drop for HostSubject {
+    /// Leaves nothing behind, also when a test failed.
+    fn drop(&mut self) {
+        let Some(runtime) = self.runtime.take() else { return };
+        let clean = move || {
+            let local =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a tokio runtime");
+            local.block_on(async {
+                let held = runtime.list().await.expect("list");
+                for container in held.containers {
+                    runtime.destroy_container(container).await.expect("destroy a container");
+                }
+                // The newest first: children go before their parents.
+                for volume in held.volumes.into_iter().rev() {
+                    runtime.destroy_volume(volume).await.expect("destroy a volume");
+                }
+            });
+        };
+        let cleaned = std::thread::spawn(clean).join();
+        if cleaned.is_err() && !std::thread::panicking() {
+            panic!("a test could not clean up after itself");
+        }
+    }
+}

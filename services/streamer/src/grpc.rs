@@ -1,0 +1,159 @@
+//! The streamer's calls, and the only code of it that makes a `Status`.
+
+use domain::ArtifactId;
+use rpc::pb::streamer as pb;
+use rpc::pb::streamer::streamer_server::{Streamer, StreamerServer};
+use rpc::pb::streamer::upload_request::Message as Said;
+use rpc::pb::streamer::upload_response::Message as Answer;
+use rpc::{Reason, Refusal, parse_digest, parse_id, parse_optional_id, parse_team};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
+
+use crate::SERVICE;
+use crate::download::{self, DownloadError};
+use crate::upload::{Peers, Upload, Wanted, adopt};
+
+pub(crate) fn service(
+    peers: Peers,
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+) -> StreamerServer<Handler> {
+    StreamerServer::new(Handler { peers, tasks, stopping })
+}
+
+pub(crate) struct Handler {
+    peers: Peers,
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+}
+
+#[tonic::async_trait]
+impl Streamer for Handler {
+    type UploadStream = ReceiverStream<Result<pb::UploadResponse, Status>>;
+
+    async fn upload(
+        &self,
+        request: Request<Streaming<pb::UploadRequest>>,
+    ) -> Result<Response<Self::UploadStream>, Status> {
+        let said = request.into_inner();
+        let (answers, stream) = mpsc::channel(4);
+        let (peers, stopping) = (self.peers.clone(), self.stopping.clone());
+        // A task of its own: what was planned has to be abandoned even when the caller is gone and this future dropped.
+        let task = async move {
+            if let Err(status) = upload(peers, said, &answers, stopping).await {
+                // Failing to answer means that nobody listens any more.
+                answers.send(Err(status)).await.ok();
+            }
+        };
+        self.tasks.spawn(task.in_current_span());
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn download(
+        &self,
+        request: Request<pb::DownloadRequest>,
+    ) -> Result<Response<pb::DownloadResponse>, Status> {
+        let request = request.into_inner();
+        let team = parse_team("team", request.team)?;
+        let artifact: ArtifactId = parse_id("artifact_id", &request.artifact_id)?;
+        let answer = download::locate(&mut self.peers.clone(), team, artifact).await?;
+        Ok(Response::new(answer))
+    }
+}
+
+async fn upload(
+    mut peers: Peers,
+    mut said: Streaming<pb::UploadRequest>,
+    answers: &mpsc::Sender<Result<pb::UploadResponse, Status>>,
+    stopping: CancellationToken,
+) -> Result<(), Status> {
+    let open = match said.message().await?.and_then(|request| request.message) {
+        Some(Said::Open(open)) => open,
+        Some(Said::Commit(_)) | None => {
+            return Err(rpc::invalid_field("message", "the first message must be `open`"));
+        }
+    };
+    let wanted = parse_open(open)?;
+    let answer = |answer| async {
+        let gone = |_| Reason::TransferTruncated.status(SERVICE, "the caller is gone");
+        answers.send(Ok(pb::UploadResponse { message: Some(answer) })).await.map_err(gone)
+    };
+    if let Some(artifact_id) = adopt(&mut peers, &wanted).await.map_err(|refusal| refusal.pass_on(SERVICE))? {
+        return answer(Answer::Uploaded(pb::Uploaded { artifact_id })).await;
+    }
+
+    let mut upload = Upload::plan(&mut peers, wanted).await.map_err(|refusal| refusal.pass_on(SERVICE))?;
+    let sealed = async {
+        answer(Answer::GoTo(upload.go_to.clone())).await?;
+        let digest = wait_for_commit(&mut upload, &mut peers, &mut said, answers, &stopping).await?;
+        upload.seal(&mut peers, digest).await.map_err(|refusal| refusal.pass_on(SERVICE))
+    }
+    .await;
+    match sealed {
+        Ok(artifact_id) => {
+            let answered = answer(Answer::Uploaded(pb::Uploaded { artifact_id })).await;
+            upload.release(&mut peers).await;
+            answered
+        }
+        Err(status) => {
+            upload.abandon(&mut peers).await;
+            Err(status)
+        }
+    }
+}
+
+/// Keeps the upload alive until the caller says that the worker has everything.
+async fn wait_for_commit(
+    upload: &mut Upload,
+    peers: &mut Peers,
+    said: &mut Streaming<pb::UploadRequest>,
+    answers: &mpsc::Sender<Result<pb::UploadResponse, Status>>,
+    stopping: &CancellationToken,
+) -> Result<domain::Digest, Status> {
+    loop {
+        tokio::select! {
+            message = said.message() => return match message?.and_then(|request| request.message) {
+                Some(Said::Commit(commit)) => parse_digest("commit.digest", &commit.digest),
+                Some(Said::Open(_)) => Err(rpc::invalid_field("message", "`open` was said before")),
+                // An aborted call looks just like this: only `commit` counts.
+                None => Err(Reason::TransferTruncated.status(SERVICE, "the stream ended without a commit")),
+            },
+            () = answers.closed() => {
+                return Err(Reason::TransferTruncated.status(SERVICE, "the caller is gone"));
+            }
+            () = stopping.cancelled() => {
+                return Err(Reason::Unavailable.status(SERVICE, "the streamer is stopping"));
+            }
+            () = tokio::time::sleep(upload.renew_after()) => match upload.renew(peers).await {
+                Ok(()) => {}
+                Err(refusal) if refusal.is_transient() => tracing::debug!(error = %refusal, "cannot renew an upload"),
+                Err(refusal) => return Err(refusal.pass_on(SERVICE)),
+            },
+        }
+    }
+}
+
+fn parse_open(open: pb::UploadOpen) -> Result<Wanted, Status> {
+    Ok(Wanted {
+        team: parse_team("open.team", open.team)?,
+        artifact: parse_id("open.artifact_id", &open.artifact_id)?,
+        digest: parse_digest("open.digest", &open.digest)?,
+        build: parse_optional_id("open.build_id", &open.build_id)?,
+        label: open.label,
+    })
+}
+
+impl From<DownloadError> for Status {
+    fn from(error: DownloadError) -> Self {
+        let reason = match &error {
+            DownloadError::NotFound(_) => Reason::ArtifactNotFound,
+            DownloadError::NoReplica(_) => Reason::NoReplica,
+            DownloadError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
+        };
+        reason.status(SERVICE, error.to_string())
+    }
+}

@@ -1,0 +1,194 @@
+//! Uploads: a caller's directory becomes an artifact.
+//!
+//! ```text
+//! open ──the team has these bytes──▶ uploaded
+//!   └──place, create, plan, ticket──▶ go_to ──commit──▶ seal ──▶ uploaded
+//!                                        └──anything else──▶ abandon
+//! ```
+//!
+//! Invariant: nothing partial becomes visible. An artifact is sealed only after `commit`, and only with bytes that the worker's gateway
+//! reported complete under the same digest; the artifact store checks. Whatever ends an upload before that abandons it: by a call
+//! here, or, when this process dies, by the claim running out.
+
+use std::time::Duration;
+
+use domain::{ArtifactId, BuildId, Digest, LeaseId, TransferId};
+use rpc::client::{AddressError, Outgoing};
+use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::replicas_client::ReplicasClient;
+use rpc::pb::artifacts::{self as store};
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::{self as scheduler};
+use rpc::{Peer, Refusal};
+
+use crate::Config;
+
+/// The services that the streamer calls.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    pub(crate) artifacts: ArtifactsClient<Peer>,
+    pub(crate) replicas: ReplicasClient<Peer>,
+    pub(crate) placements: PlacementsClient<Peer>,
+    pub(crate) workers: WorkersClient<Peer>,
+}
+
+impl Peers {
+    pub(crate) fn new(config: &Config) -> Result<Self, AddressError> {
+        let store = rpc::client::peer(&config.artifact_store, Outgoing::internal())?;
+        let scheduler = rpc::client::peer(&config.scheduler, Outgoing::internal())?;
+        Ok(Self {
+            artifacts: ArtifactsClient::new(store.clone()),
+            replicas: ReplicasClient::new(store),
+            placements: PlacementsClient::new(scheduler.clone()),
+            workers: WorkersClient::new(scheduler),
+        })
+    }
+}
+
+/// What a caller wants to upload.
+#[derive(Debug, Clone)]
+pub(crate) struct Wanted {
+    pub(crate) team: String,
+    pub(crate) artifact: ArtifactId,
+    pub(crate) digest: Digest,
+    pub(crate) build: Option<BuildId>,
+    pub(crate) label: String,
+}
+
+impl Wanted {
+    fn build_id(&self) -> String {
+        self.build.map(|build| build.to_string()).unwrap_or_default()
+    }
+}
+
+/// The artifact of this team that has the wanted bytes already, now with the wanted owner. `None`: they have to be sent.
+pub(crate) async fn adopt(peers: &mut Peers, wanted: &Wanted) -> Result<Option<String>, Refusal> {
+    let request = store::AdoptByDigestRequest {
+        team: wanted.team.clone(),
+        digest: wanted.digest.as_bytes().to_vec().into(),
+        build_id: wanted.build_id(),
+    };
+    let answer = peers.artifacts.adopt_by_digest(request).await?.into_inner();
+    Ok(answer.artifact.map(|artifact| artifact.artifact_id))
+}
+
+/// An upload that a caller may fill now. End it with [`Upload::seal`] or [`Upload::abandon`].
+pub(crate) struct Upload {
+    wanted: Wanted,
+    transfer: TransferId,
+    lease_token: String,
+    /// Where the caller goes.
+    pub(crate) go_to: rpc::pb::streamer::GoTo,
+    /// Renew within this.
+    term: Duration,
+}
+
+impl Upload {
+    /// Finds a worker, makes the artifact and plans its first replica. What was done is undone when a later step is refused.
+    pub(crate) async fn plan(peers: &mut Peers, wanted: Wanted) -> Result<Self, Refusal> {
+        let place = scheduler::PlaceRequest {
+            lease_id: LeaseId::new().to_string(),
+            team: wanted.team.clone(),
+            kind: scheduler::PlacementKind::Transfer.into(),
+            tags: Vec::new(),
+            platform: String::new(),
+        };
+        let lease = peers.placements.place(place).await?.into_inner();
+        let mut upload = Self {
+            wanted,
+            transfer: TransferId::new(),
+            lease_token: lease.lease_token.clone(),
+            go_to: rpc::pb::streamer::GoTo {
+                worker_name: lease.worker_name.clone(),
+                ..rpc::pb::streamer::GoTo::default()
+            },
+            term: Duration::ZERO,
+        };
+        match upload.plan_on(peers, &lease).await {
+            Ok(()) => Ok(upload),
+            Err(refusal) => {
+                upload.abandon(peers).await;
+                Err(refusal)
+            }
+        }
+    }
+
+    async fn plan_on(&mut self, peers: &mut Peers, lease: &scheduler::PlaceResponse) -> Result<(), Refusal> {
+        let create = store::CreateArtifactRequest {
+            artifact_id: self.wanted.artifact.to_string(),
+            team: self.wanted.team.clone(),
+            build_id: self.wanted.build_id(),
+            label: self.wanted.label.clone(),
+        };
+        peers.artifacts.create_artifact(create).await?;
+        let plan = store::PlanReplicaRequest {
+            team: self.wanted.team.clone(),
+            artifact_id: self.wanted.artifact.to_string(),
+            worker_id: lease.worker_id.clone(),
+            transfer_id: self.transfer.to_string(),
+        };
+        let planned = peers.replicas.plan_replica(plan).await?.into_inner();
+        let issue = scheduler::IssueTicketRequest {
+            team: self.wanted.team.clone(),
+            worker_id: lease.worker_id.clone(),
+            volume_handle: planned.volume_handle,
+            operation: scheduler::TicketOperation::Write.into(),
+        };
+        let ticket = peers.workers.issue_ticket(issue).await?.into_inner();
+        self.go_to.ticket = ticket.ticket;
+        self.go_to.gateway_endpoint = ticket.gateway_endpoint;
+        self.term = shortest(planned.term, lease.term);
+        Ok(())
+    }
+
+    /// When to renew next.
+    pub(crate) fn renew_after(&self) -> Duration {
+        self.term / 3
+    }
+
+    /// Says that the transfer goes on. Refused: somebody else decided that it does not.
+    pub(crate) async fn renew(&mut self, peers: &mut Peers) -> Result<(), Refusal> {
+        let progress = store::ProgressRequest { transfer_id: self.transfer.to_string() };
+        let claim = peers.replicas.progress(progress).await?.into_inner();
+        let renew = scheduler::RenewRequest { lease_token: self.lease_token.clone() };
+        let lease = peers.placements.renew(renew).await?.into_inner();
+        self.term = shortest(claim.term, lease.term);
+        Ok(())
+    }
+
+    /// Seals the artifact with the bytes that the worker has under `digest`, and answers its id.
+    pub(crate) async fn seal(&self, peers: &mut Peers, digest: Digest) -> Result<String, Refusal> {
+        let request = store::SealUploadRequest {
+            team: self.wanted.team.clone(),
+            artifact_id: self.wanted.artifact.to_string(),
+            digest: digest.as_bytes().to_vec().into(),
+        };
+        peers.replicas.seal_upload(request).await?;
+        Ok(self.wanted.artifact.to_string())
+    }
+
+    /// Gives the worker back.
+    pub(crate) async fn release(&self, peers: &mut Peers) {
+        let release = scheduler::ReleaseRequest { lease_token: self.lease_token.clone() };
+        if let Err(status) = peers.placements.release(release).await {
+            tracing::debug!(error = %Refusal::from(status), "a transfer's lease is left to run out");
+        }
+    }
+
+    /// Throws away what arrived.
+    pub(crate) async fn abandon(&self, peers: &mut Peers) {
+        let abandon = store::AbandonUploadRequest { transfer_id: self.transfer.to_string() };
+        if let Err(status) = peers.replicas.abandon_upload(abandon).await {
+            tracing::debug!(error = %Refusal::from(status), "an upload's claim is left to run out");
+        }
+        self.release(peers).await;
+    }
+}
+
+/// The shorter of two terms that a peer answered; never so short that renewing would keep nobody else busy.
+fn shortest(one: Option<impl TryInto<Duration>>, other: Option<impl TryInto<Duration>>) -> Duration {
+    let one = one.and_then(|term| term.try_into().ok()).unwrap_or(Duration::from_secs(60));
+    let other = other.and_then(|term| term.try_into().ok()).unwrap_or(Duration::from_secs(60));
+    one.min(other).max(Duration::from_secs(1))
+}
