@@ -221,7 +221,8 @@ impl TreeWriter {
             return Err(WriteError::Unsafe { path: PathBuf::new() });
         }
         let caller = caller();
-        // Groups come from the process or, as some file systems have it, from the directory: where both say the same, nothing need be given away.
+        // Groups come from the process or, as some file systems have it, from the directory. Where both say the
+        // same, what is to be the caller's is so from the start.
         let stat = fstat(cursor.root()).map_err(|error| WriteError::new(root, error.into()))?;
         let is_callers = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid)) == caller;
         let metadata = Metadata { ownership: options.ownership, strict: options.strict, caller, is_callers };
