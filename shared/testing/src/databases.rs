@@ -81,6 +81,7 @@ async fn start_server() -> u16 {
     }
 }
 
+#[expect(clippy::zombie_processes, reason = "the server dies with this process, which never waits for it")]
 fn spawn_server() -> u16 {
     let bin =
         Command::new("pg_config").arg("--bindir").output().ok().filter(|output| output.status.success());
