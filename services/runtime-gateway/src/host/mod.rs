@@ -306,6 +306,11 @@ impl Runtime for HostRuntime {
         .await
     }
 
+    async fn sync_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || host.volumes.sync(handle)).await
+    }
+
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
         blocking(move || {

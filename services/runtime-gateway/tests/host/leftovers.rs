@@ -169,7 +169,6 @@ async fn nothing_is_left_behind() {
     let runtime = subject.runtime();
     let before = footprint(&subject, &[]);
     for ending in ENDINGS {
-        eprintln!("{ending:?}");
         let mut ids = Vec::new();
         for _ in 0..4 {
             let parent = runtime.volume().await;

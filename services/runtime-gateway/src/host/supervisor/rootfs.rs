@@ -210,12 +210,8 @@ impl Mask {
 fn mount_root(launch: &Launch, lower: &[PathBuf], private: &Path) -> io::Result<OwnedFd> {
     let layer = if launch.upper_in_memory { private } else { launch.container_dir.as_path() };
     let (upper, work) = (layer.join("upper"), layer.join("work"));
-    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it. The mark
-    // that the last such mount left would forbid another one.
-    let mark = work.join("work/incompat");
-    if mark.exists() {
-        fs::remove_dir_all(&mark)?;
-    }
+    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
+    crate::host::volumes::forget_volatile(&work)?;
     Overlay { lower, upper: &upper, work: &work, options: &["volatile"] }.make()
 }
 
