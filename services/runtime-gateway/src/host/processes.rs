@@ -345,11 +345,7 @@ impl Host {
 
     async fn watch_to_the_end(&self, process: &Process) -> io::Result<()> {
         let mut connection = self.sockets.connect(&process.id.to_string()).await?;
-        let mut seen = connection.progress(&Request::Look).await?;
-        while seen.phase != Phase::Ended {
-            // Only the end is news.
-            seen = connection.progress(&Request::Watch(Progress { stdout: u64::MAX, ..seen })).await?;
-        }
+        connection.progress(&Request::AwaitEnd).await?;
         Ok(())
     }
 
