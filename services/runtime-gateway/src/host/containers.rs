@@ -84,8 +84,10 @@ impl Host {
             }
             if known {
                 held(&self.processes).insert(id, container);
-                // Also settles what has no supervisor any more.
-                self.status(&process)?;
+                // Also settles what has no supervisor any more. What cannot be settled now will be when it is asked for.
+                if let Err(error) = self.status(&process) {
+                    tracing::warn!(process.id = %id, %error, "could not settle a process that lost its supervisor");
+                }
             } else {
                 files::remove_tree(&process.dir).map_err(at("remove", &process.dir))?;
             }

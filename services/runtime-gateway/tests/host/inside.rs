@@ -52,6 +52,7 @@ async fn root_has_the_usual_capabilities_and_cannot_get_others() {
 async fn a_user_has_no_capabilities() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { user: Some("1234:2345".to_owned()), ..container() };
+    assert_eq!(output(&subject, spec.clone(), "echo again > /dev/stdout").await, "again");
     let status = output(&subject, spec, STATUS).await;
     assert_eq!(field(&status, "CapEff"), "0000000000000000");
     assert_eq!(field(&status, "CapPrm"), "0000000000000000");
