@@ -296,6 +296,13 @@ fn check_mounts(spec: &ContainerSpec) -> Result<(), RuntimeError> {
         if !at.is_absolute() || !at.components().all(plain) || mount.path.contains(&0) {
             return refuse(at, "it is no plain absolute path");
         }
+        if at.to_str().is_none() {
+            // libcontainer reads the table of mounts as text.
+            return refuse(
+                at,
+                "it is not UTF-8, which this worker needs of paths where something is mounted",
+            );
+        }
         if at == Path::new("/") || RESERVED.iter().any(|reserved| at.starts_with(reserved)) {
             return refuse(at, "nothing may be mounted there");
         }

@@ -16,6 +16,9 @@
 //! process does everything with the container itself, and outlives this process. They meet in the files above and over
 //! [`control`].
 //!
+//! Supervisors are children of this process until it ends. A service manager that kills the whole group of a service would take
+//! them along, and has to be told to stop only this process.
+//!
 //! Invariants:
 //!
 //! - Whatever is being made has a name that starts with a dot until it is complete.

@@ -316,10 +316,10 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
 }
 
 /// Writes what an earlier life of the machine would have left of a process.
-fn left_behind(dir: &Path, id: AttemptId, name: &str) {
+fn left_behind(dir: &Path, id: AttemptId, name: &str, boot: &str) {
     fs::create_dir_all(dir).expect("make");
     let intent = format!(
-        r#"{{"process":"{id}","boot":"an earlier one","command":["true"],"environment":[],"stdin":false,"held_back":true}}"#
+        r#"{{"process":"{id}","boot":"{boot}","command":["true"],"environment":[],"stdin":false,"held_back":true}}"#
     );
     fs::write(dir.join(name), intent).expect("write");
 }
@@ -329,9 +329,12 @@ async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
     let Some(mut subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
-    let (intended, started) = (AttemptId::new(), AttemptId::new());
-    left_behind(&process_dir(&subject, handle, intended), intended, "intent");
-    left_behind(&process_dir(&subject, handle, started), started, "started");
+    let [intended, started, current] = [(); 3].map(|()| AttemptId::new());
+    left_behind(&process_dir(&subject, handle, intended), intended, "intent", "an earlier one");
+    left_behind(&process_dir(&subject, handle, started), started, "started", "an earlier one");
+    // In this boot, an intent that is still there was not carried out.
+    let boot = runtime.marker().await.expect("the marker").boot;
+    left_behind(&process_dir(&subject, handle, current), current, "intent", &boot);
     let child = runtime.child(runtime.volume().await).await;
     let directory = runtime.volume_directory(child).await.expect("a directory");
     fs::write(directory.join("file"), "kept").expect("write");
@@ -351,6 +354,8 @@ async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
     };
     assert_eq!(reason(runtime.ended(intended).await), "START_UNKNOWN");
     assert_eq!(reason(runtime.ended(started).await), "EXIT_UNKNOWN");
+    let ended = runtime.ended(current).await;
+    assert!(matches!(&ended, Ended::NotStarted(failure) if failure.reason == "START_FAILED"), "{ended:?}");
     runtime.destroy_container(handle).await.expect("destroy");
 }
 

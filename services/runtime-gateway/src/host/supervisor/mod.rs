@@ -181,11 +181,13 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
     let cgroups = Cgroups::find(&mounted);
 
     let places = rootfs::make(launch, &container)?;
+    let seen = cgroups.visible(&launch.cgroup).map_err(Failed::while_doing("make cgroups"))?;
     let worker = spec::Worker {
         root: &places.root,
         cgroup: &launch.cgroup,
         capabilities: held_capabilities().map_err(Failed::while_doing("read its capabilities"))?,
         limits_swap: cgroups.limits_swap(),
+        cgroups: &seen,
     };
     let configuration = spec::configuration(&container, &worker).to_string();
     fs::write(places.bundle.join("config.json"), configuration)
