@@ -1,2 +1,199 @@
-//! To come.
-fn main() {}
+//! The command line, and the cluster on this machine.
+//!
+//! ```text
+//! args ─▶ main ─▶ connect ─▶ run ── upload ─▶ follow ── watch, attach ─▶ download
+//!            │        └────▶ list · logs · …     └ output, stdin, signals
+//!            └──▶ cluster: start · up · down · status
+//! ```
+//!
+//! Answers go to standard output, everything else to standard error. Whatever fails is said once, here, in one sentence.
+
+mod args;
+mod attach;
+mod cluster;
+mod connect;
+mod download;
+mod error;
+mod exit;
+mod follow;
+mod json;
+mod list;
+mod logs;
+mod output;
+mod progress;
+mod rules;
+mod run;
+mod signals;
+mod stdin;
+mod stdout;
+mod table;
+mod trace;
+mod tree;
+mod ui;
+mod upload;
+mod values;
+mod watch;
+mod words;
+
+use std::os::unix::ffi::OsStrExt;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Parser;
+use serde_json::json;
+use server::telemetry::{self, RecentSpans, Telemetry};
+use tokio::runtime::{Builder, Runtime};
+use tracing::{Instrument, info_span};
+
+use crate::args::{Cli, Command, Global, RunArgs};
+use crate::connect::Connection;
+use crate::error::Interrupted;
+use crate::ui::Ui;
+
+fn main() -> ExitCode {
+    // Before any thread exists: a container is made by a process that has only one.
+    if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
+        return code;
+    }
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // When that cannot be written, nobody reads it.
+            _ = error.print();
+            return ExitCode::from(if error.use_stderr() { exit::OURS } else { 0 });
+        }
+    };
+    if matches!(&cli.command, Command::Up(args) if args.detached) {
+        detach();
+    }
+    let ui = match &cli.command {
+        Command::Run(_) | Command::Attach(_) | Command::Logs(_) => Ui::with_events(&cli.global),
+        _ => Ui::new(&cli.global),
+    };
+    let result = runtime(&cli.command).and_then(|runtime| {
+        let result = runtime.block_on(execute(&cli.command, &cli.global, &ui));
+        // A thread that reads our standard input may never end.
+        runtime.shutdown_background();
+        result
+    });
+    let code = result.unwrap_or_else(|error| fail(&ui, &error));
+    ui.finish();
+    ExitCode::from(code)
+}
+
+/// Says why the command failed, and answers the exit code.
+fn fail(ui: &Ui, error: &anyhow::Error) -> u8 {
+    if let Some(Interrupted(code)) = error.downcast_ref() {
+        ui.event("finished", json!({ "outcome": "interrupted", "status": code }));
+        return *code;
+    }
+    let message = error::describe(error);
+    ui.error(&message);
+    let failure = json!({ "reason": error::reason(error), "message": message });
+    ui.event("finished", json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }));
+    exit::OURS
+}
+
+/// A cluster has all cores. Whoever calls one needs no more than a thread, and starts sooner with it; but spans are sent to a
+/// collector while the main thread waits for that.
+fn runtime(command: &Command) -> anyhow::Result<Runtime> {
+    let mut builder = match command {
+        Command::Up(_) => Builder::new_multi_thread(),
+        _ if exports_spans() => Builder::new_multi_thread(),
+        _ => Builder::new_current_thread(),
+    };
+    builder.enable_all().build().context("cannot start")
+}
+
+fn exports_spans() -> bool {
+    std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT").is_some_and(|endpoint| !endpoint.is_empty())
+}
+
+async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
+    match command {
+        Command::Up(args) => return cluster::up(args, ui).await,
+        Command::Down(args) => return cluster::down(args, ui).await.map(|()| 0),
+        Command::Status => return cluster::status(global.json).await,
+        Command::Version => return version(global).map(|()| 0),
+        Command::Run(args) => return run(args, global, ui).await,
+        _ => {}
+    }
+    let _telemetry = exports_spans().then(|| telemetry::init("gantry", "warn", None)).transpose()?;
+    let connection = Connection::open(global, ui).await?;
+    let as_json = global.json;
+    match command {
+        Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
+        Command::Logs(args) => logs::logs(args, &connection, ui).await?,
+        Command::Cancel(args) => {
+            follow::cancel(&connection, args.workload.to_string(), args.grace).await?;
+            ui.note("asked it to end");
+        }
+        Command::Upload(args) => {
+            let artifact = upload::command(&connection, ui, args).await?;
+            if as_json {
+                stdout::print_json(&json!({ "artifact_id": artifact.to_string() }))?;
+            } else {
+                stdout::print(&format!("{artifact}\n"))?;
+            }
+        }
+        Command::Download(args) => {
+            let progress = ui.progress("downloading");
+            let downloader =
+                download::Downloader { connection: &connection, ui, replace: args.replace, progress };
+            downloader.download(args.artifact, &args.artifact.to_string(), &args.directory).await?;
+        }
+        Command::Cat(args) => {
+            let path = args.path.as_bytes();
+            let doing = || format!("cannot read {} of artifact {}", args.path.display(), args.artifact);
+            download::cat(&connection, args.artifact, path).await.with_context(doing)?;
+        }
+        Command::List(args) => list::list(&connection, args, as_json).await?,
+        Command::Show(args) => list::show(&connection, args, as_json).await?,
+        Command::Gc(args) => list::gc(&connection, args, as_json).await?,
+        Command::Up(_) | Command::Down(_) | Command::Status | Command::Version | Command::Run(_) => {}
+    }
+    Ok(0)
+}
+
+/// `gantry run`, traced when that is asked for.
+async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
+    run::check(args)?;
+    let spans = args.trace.is_some().then(RecentSpans::default);
+    let telemetry: Option<Telemetry> = (spans.is_some() || exports_spans())
+        .then(|| telemetry::init("gantry", "warn", spans.clone()))
+        .transpose()?;
+    let connection = Connection::open(global, ui).await?;
+
+    let root = info_span!(target: "gantry", "gantry run", service = "gantry");
+    let (trace_id, result) = async {
+        let result = run::run(args, &connection, ui, global.json).await;
+        (trace::current_id(), result)
+    }
+    .instrument(root)
+    .await;
+
+    if let (Some(file), Some(spans), Some(trace_id)) = (&args.trace, &spans, trace_id)
+        && let Err(error) = trace::write(file, &trace_id, spans, &connection, ui).await
+    {
+        ui.warn(&error::describe(&error));
+    }
+    drop(telemetry);
+    result
+}
+
+fn version(global: &Global) -> anyhow::Result<()> {
+    let version = env!("CARGO_PKG_VERSION");
+    if global.json {
+        stdout::print_json(&json!({ "version": version }))
+    } else {
+        stdout::print(&format!("gantry {version}\n"))
+    }
+}
+
+/// Makes this process independent of who started it: a session of its own, and no file of his but the log.
+fn detach() {
+    // It fails only for the leader of a process group, which is independent enough.
+    _ = rustix::process::setsid();
+    // SAFETY: nothing in this process has opened a file yet, so whatever is open beyond standard error belongs to nobody here.
+    unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
+}

@@ -39,4 +39,8 @@ pub mod pb {
     pub mod streamer {
         tonic::include_proto!("gantry.streamer.v1");
     }
+    /// `gantry.local.v1`
+    pub mod local {
+        tonic::include_proto!("gantry.local.v1");
+    }
 }

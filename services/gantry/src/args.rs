@@ -1,0 +1,391 @@
+//! The command line: what may be written, and how it is explained.
+//!
+//! Values are parsed by [`crate::values`]; nothing here does anything.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use domain::{ArtifactId, WorkloadId};
+
+use crate::values::{self, Copied, InputArg, OutputArg};
+
+/// Run a command in a container on a worker: your directories go there, what it made comes back.
+#[derive(Debug, Parser)]
+#[command(name = "gantry", version, max_term_width = 100, after_help = TOP_HELP)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const TOP_HELP: &str = "\
+Examples:
+  gantry run -- echo hello
+  gantry run -i src=. -o report=./out -- sh -c 'make -C src && cp src/log report/'
+  gantry list workloads
+  gantry help run
+
+Without --server, the cluster on this machine is used, and started when none runs. It keeps its state in
+$XDG_STATE_HOME/gantry (~/.local/state/gantry) and ends by itself when it was idle for 10 minutes.";
+
+/// Options that every command has.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Global {
+    /// The cluster: `unix:///path` or `http://host:port`. Default: the one on this machine
+    #[arg(
+        long,
+        global = true,
+        env = "GANTRY_SERVER",
+        value_name = "ADDRESS",
+        help_heading = "Global options"
+    )]
+    pub(crate) server: Option<String>,
+    /// The file that holds the token to present, as `gantry up --listen` made it
+    #[arg(
+        long,
+        global = true,
+        env = "GANTRY_TOKEN_FILE",
+        value_name = "FILE",
+        help_heading = "Global options"
+    )]
+    pub(crate) token_file: Option<PathBuf>,
+    /// On whose behalf
+    #[arg(
+        long,
+        global = true,
+        env = "GANTRY_TEAM",
+        value_name = "TEAM",
+        default_value = "main",
+        help_heading = "Global options"
+    )]
+    pub(crate) team: String,
+    /// Say nothing but errors
+    #[arg(short, long, global = true, help_heading = "Global options")]
+    pub(crate) quiet: bool,
+    /// Write JSON on standard output, one object a line
+    #[arg(long, global = true, help_heading = "Global options")]
+    pub(crate) json: bool,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a command in a container, with inputs and outputs
+    Run(Box<RunArgs>),
+    /// Watch a workload: its output, and its end
+    Attach(AttachArgs),
+    /// Print the output of a workload, also after it has ended
+    Logs(WorkloadArgs),
+    /// Ask a workload to stop
+    Cancel(CancelArgs),
+
+    /// Upload a directory and print the artifact's id
+    Upload(UploadArgs),
+    /// Bring an artifact into a directory
+    Download(DownloadArgs),
+    /// Print one file of an artifact
+    Cat(CatArgs),
+
+    /// List workers, workloads, artifacts, volumes or containers
+    List(ListArgs),
+    /// Show one worker, workload, artifact, volume or container
+    Show(ShowArgs),
+    /// Mark as garbage what nothing keeps any more
+    Gc(GcArgs),
+
+    /// Keep a cluster on this machine in the foreground
+    Up(UpArgs),
+    /// Stop the cluster on this machine
+    Down(DownArgs),
+    /// Show the cluster on this machine
+    Status,
+    /// Print the version
+    Version,
+}
+
+/// `gantry run`
+#[derive(Debug, Args)]
+#[command(after_help = RUN_HELP)]
+pub(crate) struct RunArgs {
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+
+    /// Upload DIR, or take an artifact, and show it to the command as ./NAME; `:ro` makes it read-only
+    #[arg(
+        short,
+        long = "input",
+        value_name = "NAME=DIR|NAME=artifact:UUID[:ro]",
+        value_parser = values::input_parser(),
+        help_heading = "Inputs and outputs"
+    )]
+    pub(crate) inputs: Vec<InputArg>,
+    /// Keep the directory ./NAME that the command fills, and bring it back into DIR where one is given
+    #[arg(
+        short,
+        long = "output",
+        value_name = "NAME[=DIR]",
+        value_parser = values::output_parser(),
+        help_heading = "Inputs and outputs"
+    )]
+    pub(crate) outputs: Vec<OutputArg>,
+    /// Outputs take the place of their directories, rather than being merged into them
+    #[arg(long, help_heading = "Inputs and outputs")]
+    pub(crate) replace: bool,
+    /// How long inputs and outputs are kept in the cluster after the end
+    #[arg(
+        long,
+        value_name = "DURATION",
+        default_value = "1h",
+        value_parser = values::duration,
+        help_heading = "Inputs and outputs"
+    )]
+    pub(crate) keep: Duration,
+    #[command(flatten)]
+    pub(crate) scan: ScanArgs,
+
+    /// Set a variable (K=V), or copy one of ours (K). Nothing else of our environment is inherited
+    #[arg(
+        short,
+        long = "env",
+        value_name = "K=V|K",
+        value_parser = values::environment_parser(),
+        help_heading = "The process"
+    )]
+    pub(crate) environment: Vec<Copied>,
+    /// Working directory; inputs and outputs are below it
+    #[arg(long = "dir", value_name = "PATH", default_value = "/workspace", help_heading = "The process")]
+    pub(crate) directory: OsString,
+    /// Who runs the command: a name or uid, with `:group` if you like
+    #[arg(long, value_name = "USER", default_value = "root", help_heading = "The process")]
+    pub(crate) user: String,
+    /// Processor time, in cores: `0.5`, `2`
+    #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "The process")]
+    pub(crate) cpu: Option<u64>,
+    /// Memory: `512M`, `2G`
+    #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "The process")]
+    pub(crate) memory: Option<u64>,
+    /// All capabilities and devices, no filter: as good as root on the worker
+    #[arg(long, help_heading = "The process")]
+    pub(crate) privileged: bool,
+    /// No network but a loopback device
+    #[arg(long, help_heading = "The process")]
+    pub(crate) hermetic: bool,
+    /// Do not forward standard input
+    #[arg(long, help_heading = "The process")]
+    pub(crate) no_stdin: bool,
+
+    /// Only on a worker with this tag. May be repeated
+    #[arg(long = "tag", value_name = "TAG", help_heading = "When and where")]
+    pub(crate) tags: Vec<String>,
+    /// Stop the command after this long, and exit 124
+    #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
+    pub(crate) timeout: Option<Duration>,
+    /// Give up when no worker was free for this long
+    #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
+    pub(crate) queue_timeout: Option<Duration>,
+    /// Print the workload's id and leave it to itself
+    #[arg(short, long, help_heading = "When and where")]
+    pub(crate) detach: bool,
+    /// Write the trace of this run, with the spans of all services, as JSON
+    #[arg(long, value_name = "FILE", help_heading = "When and where")]
+    pub(crate) trace: Option<PathBuf>,
+}
+
+const RUN_HELP: &str = "\
+Examples:
+  # Your directory as ./src, what the command leaves in ./report brought back into ./out:
+  gantry run -i src=. -o report=./out -- sh -c 'find src -type f | wc -l > report/files'
+
+  # An output with the name of an input starts with its contents; in place:
+  gantry run -i src=. -o src=. -- sh -c 'cd src && cargo fmt'
+
+  # Bytes in, bytes out:
+  gantry run -- sort -u < words > sorted
+
+  # What an earlier run made, limits, a variable, no network:
+  gantry run -i data=artifact:0197c1a2-0000-7000-8000-000000000000:ro --memory 1G --cpu 2 \\
+      --env LANG=C --hermetic -- sha256sum -b data/*
+
+  # In the background:
+  id=$(gantry run -d -- ./long.sh); gantry logs $id
+
+Exit codes: that of the command; 128+n when signal n ended it (137 also when it ran out of memory); 124 after --timeout;
+125 when something else than the command failed; 126 not executable; 127 not found; 130 after Ctrl-C, which gives the
+command 10 s to end (a second Ctrl-C does not wait for that); 143 after SIGTERM; 141 when standard output was closed.
+
+Left out of uploads: what .gantryignore files say (in the syntax of .gitignore), what .gitignore files say with
+--gitignore, and the directories of outputs that lie inside of an input.";
+
+/// How directories are scanned.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ScanArgs {
+    /// Leave out what .gitignore files say, too
+    #[arg(long, help_heading = "Inputs and outputs")]
+    pub(crate) gitignore: bool,
+    /// Go on when files cannot be read (they are left out) or change while they are uploaded
+    #[arg(long, help_heading = "Inputs and outputs")]
+    pub(crate) allow_changed: bool,
+}
+
+/// `gantry attach`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Prints the output from its start on, as far as it is still kept, forwards standard input where the workload was made for it, and exits \
+as `gantry run` would. Ctrl-C leaves the workload to itself; `gantry cancel` stops it.")]
+pub(crate) struct AttachArgs {
+    /// The workload
+    #[arg(value_name = "WORKLOAD")]
+    pub(crate) workload: WorkloadId,
+    /// Do not forward standard input
+    #[arg(long)]
+    pub(crate) no_stdin: bool,
+}
+
+/// A command about one workload.
+#[derive(Debug, Args)]
+pub(crate) struct WorkloadArgs {
+    /// The workload
+    #[arg(value_name = "WORKLOAD")]
+    pub(crate) workload: WorkloadId,
+}
+
+/// `gantry cancel`
+#[derive(Debug, Args)]
+pub(crate) struct CancelArgs {
+    /// The workload
+    #[arg(value_name = "WORKLOAD")]
+    pub(crate) workload: WorkloadId,
+    /// How long the process has between TERM and KILL
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = values::duration)]
+    pub(crate) grace: Duration,
+}
+
+/// `gantry upload`
+#[derive(Debug, Args)]
+pub(crate) struct UploadArgs {
+    /// The directory
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+    /// A name, for people
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub(crate) label: String,
+    #[command(flatten)]
+    pub(crate) scan: ScanArgs,
+}
+
+/// `gantry download`
+#[derive(Debug, Args)]
+pub(crate) struct DownloadArgs {
+    /// The artifact
+    #[arg(value_name = "ARTIFACT")]
+    pub(crate) artifact: ArtifactId,
+    /// Where to; made where it is missing
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+    /// Take the place of the directory, rather than being merged into it
+    #[arg(long)]
+    pub(crate) replace: bool,
+}
+
+/// `gantry cat`
+#[derive(Debug, Args)]
+pub(crate) struct CatArgs {
+    /// The artifact
+    #[arg(value_name = "ARTIFACT")]
+    pub(crate) artifact: ArtifactId,
+    /// The file, as seen from the root of the artifact
+    #[arg(value_name = "PATH")]
+    pub(crate) path: OsString,
+}
+
+/// What can be listed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Kind {
+    /// Machines that run workloads
+    #[value(alias = "worker")]
+    Workers,
+    /// What was submitted
+    #[value(alias = "workload")]
+    Workloads,
+    /// Bytes that are kept
+    #[value(alias = "artifact")]
+    Artifacts,
+    /// Directories on workers
+    #[value(alias = "volume")]
+    Volumes,
+    /// Containers on workers
+    #[value(alias = "container")]
+    Containers,
+}
+
+/// `gantry list`
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// What to list
+    #[arg(value_name = "KIND")]
+    pub(crate) kind: Kind,
+    /// How many at most
+    #[arg(long, value_name = "COUNT", default_value = "1000")]
+    pub(crate) limit: usize,
+}
+
+/// `gantry show`
+#[derive(Debug, Args)]
+pub(crate) struct ShowArgs {
+    /// What it is
+    #[arg(value_name = "KIND")]
+    pub(crate) kind: Kind,
+    /// Its id or, for a worker, its name
+    #[arg(value_name = "ID")]
+    pub(crate) id: String,
+}
+
+/// `gantry gc`
+#[derive(Debug, Args)]
+pub(crate) struct GcArgs {
+    /// Say what would be marked, and change nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+/// `gantry up`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  gantry up
+  gantry up --listen 127.0.0.1:7400      # Callers over TCP present the token in the file that is named.")]
+pub(crate) struct UpArgs {
+    /// Listen on this TCP address, too. Callers need the token that is generated in the state directory
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) listen: Option<String>,
+    /// Allow --listen on an address that others can reach, although nothing is encrypted
+    #[arg(long, requires = "listen")]
+    pub(crate) insecure: bool,
+    /// End after this long without a client, workload or kept container. Default: never
+    #[arg(long, value_name = "DURATION", value_parser = values::duration, env = "GANTRY_IDLE_END")]
+    pub(crate) idle_end: Option<Duration>,
+    /// How long the container and the log of a workload are kept after its end
+    #[arg(
+        long,
+        value_name = "DURATION",
+        value_parser = values::duration,
+        default_value = "5m",
+        env = "GANTRY_GC_GRACE"
+    )]
+    pub(crate) gc_grace: Duration,
+    /// Started by another command.
+    #[arg(long, hide = true)]
+    pub(crate) detached: bool,
+}
+
+/// `gantry down`
+#[derive(Debug, Args)]
+pub(crate) struct DownArgs {
+    /// Kill what runs instead of asking it to end
+    #[arg(long)]
+    pub(crate) force: bool,
+}

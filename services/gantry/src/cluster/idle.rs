@@ -1,0 +1,82 @@
+//! When a cluster ends by itself: nobody has used it for a while, nothing runs, and no container is kept.
+
+use std::time::{Duration, Instant};
+
+use rpc::Peer;
+use rpc::pb::artifacts::ListContainersRequest;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::pb::scheduler::{ListRequest, ListWorkersRequest, Workload, WorkloadState};
+use server::Activity;
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+
+/// How often it is looked at, at the least.
+const LOOK_AGAIN: Duration = Duration::from_secs(30);
+
+/// Resolves when the cluster has been idle for `idle_end`. Never, when it was told to stop before.
+pub(crate) async fn until_idle(
+    idle_end: Duration,
+    activity: Activity,
+    peer: Peer,
+    stopping: CancellationToken,
+) {
+    let mut last_busy = Instant::now();
+    let pause = LOOK_AGAIN.min(idle_end / 10).max(Duration::from_millis(50));
+    loop {
+        tokio::select! {
+            () = stopping.cancelled() => return std::future::pending().await,
+            () = tokio::time::sleep(pause) => {}
+        }
+        if activity.idle_for() < idle_end {
+            continue;
+        }
+        // Nobody uses it. Whoever does not answer is busy.
+        if !matches!(holds_nothing(&peer).await, Ok(true)) {
+            last_busy = Instant::now();
+        }
+        if last_busy.elapsed() >= idle_end {
+            return;
+        }
+    }
+}
+
+async fn holds_nothing(peer: &Peer) -> Result<bool, Status> {
+    let workers = WorkersClient::new(peer.clone()).list_workers(ListWorkersRequest::default()).await?;
+    if workers.into_inner().workers.iter().any(|worker| worker.active_tasks > 0) {
+        return Ok(false);
+    }
+    let request = ListContainersRequest { page_size: 1, ..ListContainersRequest::default() };
+    let containers = InventoryClient::new(peer.clone()).list_containers(request).await?;
+    if !containers.into_inner().containers.is_empty() {
+        return Ok(false);
+    }
+    Ok(unfinished(peer).await?.is_empty())
+}
+
+/// The team of whoever does not name one. A local cluster has one user, who seldom names another.
+pub(crate) const TEAM: &str = "main";
+
+/// Workloads that have not ended.
+pub(crate) async fn unfinished(peer: &Peer) -> Result<Vec<Workload>, Status> {
+    let mut unfinished = Vec::new();
+    for state in [
+        WorkloadState::Accepted,
+        WorkloadState::Pending,
+        WorkloadState::Assigned,
+        WorkloadState::Starting,
+        WorkloadState::Running,
+        WorkloadState::Settling,
+    ] {
+        let request = ListRequest {
+            team: TEAM.to_owned(),
+            state: state.into(),
+            page_size: 1000,
+            page_token: String::new(),
+        };
+        let page = WorkloadsClient::new(peer.clone()).list(request).await?;
+        unfinished.extend(page.into_inner().workloads);
+    }
+    Ok(unfinished)
+}

@@ -1,0 +1,169 @@
+//! Where the cluster on this machine keeps things.
+
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+
+/// The longest path that a socket may have: what `sockaddr_un` holds.
+const LONGEST_SOCKET: usize = 107;
+
+/// Where the cluster on this machine keeps things.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Paths {
+    /// `$XDG_STATE_HOME/gantry`: databases, volumes, logs. Stays from cluster to cluster.
+    pub(crate) state: PathBuf,
+    /// `$XDG_RUNTIME_DIR/gantry`, else in the state directory: the socket. Only we may enter it.
+    pub(crate) runtime: PathBuf,
+}
+
+impl Paths {
+    /// As the environment says.
+    pub(crate) fn find() -> anyhow::Result<Self> {
+        let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        Self::from(variable("XDG_STATE_HOME"), variable("XDG_RUNTIME_DIR"), std::env::home_dir())
+    }
+
+    fn from(state: Option<PathBuf>, runtime: Option<PathBuf>, home: Option<PathBuf>) -> anyhow::Result<Self> {
+        let state = match (state, home.filter(|home| home.is_absolute())) {
+            (Some(state), _) => state.join("gantry"),
+            (None, Some(home)) => home.join(".local/state/gantry"),
+            (None, None) => bail!("there is no place for the cluster's state; set XDG_STATE_HOME or HOME"),
+        };
+        // A runtime directory of somebody else, as `su` leaves it behind, is none.
+        let usable = |path: &PathBuf| {
+            path.metadata().is_ok_and(|metadata| {
+                metadata.is_dir() && metadata.uid() == rustix::process::geteuid().as_raw()
+            })
+        };
+        let runtime = match runtime.filter(usable) {
+            Some(runtime) => runtime.join("gantry"),
+            None => state.join("run"),
+        };
+        Ok(Self { state, runtime })
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.runtime.join("gantry.sock")
+    }
+
+    pub(crate) fn endpoint(&self) -> String {
+        endpoint(&self.socket())
+    }
+
+    pub(crate) fn lock(&self) -> PathBuf {
+        self.state.join("cluster.lock")
+    }
+
+    pub(crate) fn log(&self) -> PathBuf {
+        self.state.join("cluster.log")
+    }
+
+    pub(crate) fn token(&self) -> PathBuf {
+        self.state.join("token")
+    }
+
+    /// The database of one service.
+    pub(crate) fn database(&self, service: &str) -> String {
+        let path = self.state.join(format!("{service}.db")).display().to_string();
+        // In an address these mean something.
+        format!("sqlite://{}", path.replace('%', "%25").replace('?', "%3F"))
+    }
+
+    /// What the worker on this machine holds.
+    pub(crate) fn worker(&self) -> PathBuf {
+        self.state.join("worker")
+    }
+
+    /// Where supervisors of processes are reached.
+    pub(crate) fn supervisors(&self) -> PathBuf {
+        self.runtime.join("supervisors")
+    }
+
+    /// What no container may see.
+    pub(crate) fn private(&self) -> Vec<PathBuf> {
+        vec![self.state.clone(), self.runtime.clone()]
+    }
+
+    /// What is remembered of directories that were scanned; made where it is missing.
+    pub(crate) fn stat_caches(&self) -> anyhow::Result<PathBuf> {
+        let path = self.state.join("scanned");
+        make_private(&self.state)?;
+        make_private(&path)?;
+        Ok(path)
+    }
+
+    /// Makes the directories, so that nobody else can enter them.
+    pub(crate) fn make(&self) -> anyhow::Result<()> {
+        for path in [&self.state, &self.state.join("run"), &self.runtime] {
+            make_private(path)?;
+        }
+        let socket = self.socket();
+        if socket.as_os_str().len() > LONGEST_SOCKET {
+            bail!(
+                "the path of the socket, {}, is longer than the {LONGEST_SOCKET} bytes that the system allows; set XDG_RUNTIME_DIR to \
+                 a shorter one",
+                socket.display()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// A path as an address.
+pub(crate) fn endpoint(socket: &Path) -> String {
+    format!("unix://{}", socket.display())
+}
+
+fn make_private(path: &Path) -> anyhow::Result<()> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+        .with_context(|| format!("cannot make the directory {}", path.display()))?;
+    let metadata = path.metadata().with_context(|| format!("cannot look at {}", path.display()))?;
+    if metadata.uid() != rustix::process::geteuid().as_raw() {
+        bail!(
+            "the directory {} belongs to somebody else; set XDG_STATE_HOME or XDG_RUNTIME_DIR",
+            path.display()
+        );
+    }
+    if metadata.mode() & 0o077 != 0 {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700))
+            .with_context(|| format!("cannot close the directory {} to others", path.display()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_says_where() {
+        let root = tempfile::tempdir().expect("a directory");
+        let runtime = root.path().to_owned();
+        let home = || Some(PathBuf::from("/home/x"));
+        let paths = Paths::from(None, None, home()).expect("found");
+        assert_eq!(paths.state, Path::new("/home/x/.local/state/gantry"));
+        assert_eq!(paths.socket(), Path::new("/home/x/.local/state/gantry/run/gantry.sock"));
+        let paths = Paths::from(Some("/s".into()), Some(runtime.clone()), home()).expect("found");
+        assert_eq!((paths.state, paths.runtime), (PathBuf::from("/s/gantry"), runtime.join("gantry")));
+        let missing = Paths::from(Some("/s".into()), Some("/nonexistent".into()), home()).expect("found");
+        assert_eq!(missing.runtime, Path::new("/s/gantry/run"));
+        assert!(Paths::from(None, None, None).is_err());
+    }
+
+    #[test]
+    fn directories_are_closed_to_others_also_those_that_were_open() {
+        let root = tempfile::tempdir().expect("a directory");
+        std::fs::create_dir(root.path().join("gantry")).expect("made");
+        let paths = Paths::from(Some(root.path().into()), None, None).expect("found");
+        paths.make().expect("made");
+        for path in [&paths.state, &paths.runtime] {
+            assert_eq!(path.metadata().expect("there").mode() & 0o777, 0o700);
+        }
+        let long = Paths { runtime: root.path().join("x".repeat(100)), ..paths };
+        assert!(long.make().expect_err("refused").to_string().contains("XDG_RUNTIME_DIR"));
+    }
+}

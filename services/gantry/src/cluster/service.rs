@@ -1,0 +1,127 @@
+//! `gantry.local.v1.Cluster`: what only the cluster on one machine has.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use domain::Timestamp;
+use rpc::pb::local::cluster_server::Cluster;
+use rpc::pb::local::{
+    Attribute, GetStatusRequest, GetStatusResponse, GetTraceRequest, GetTraceResponse, ShutdownRequest,
+    ShutdownResponse, Span,
+};
+use rpc::pb::scheduler::CancelRequest;
+use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::{Peer, Reason, invalid_field};
+use server::Activity;
+use server::telemetry::{RecentSpan, RecentSpans};
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::idle::{TEAM, unfinished};
+
+/// What a process has between TERM and KILL.
+const GRACE: Duration = Duration::from_secs(10);
+/// How long Shutdown waits for workloads to end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What is known of this process.
+pub(crate) struct LocalCluster {
+    pub(crate) started_at: Timestamp,
+    pub(crate) state: String,
+    pub(crate) endpoints: Vec<String>,
+    pub(crate) idle_end: Option<Duration>,
+    pub(crate) recovered: Vec<String>,
+    pub(crate) activity: Activity,
+    pub(crate) spans: RecentSpans,
+    /// Reaches the services of this cluster.
+    pub(crate) peer: Peer,
+    /// Ends the process.
+    pub(crate) shutdown: CancellationToken,
+}
+
+/// The service. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct ClusterService(pub(crate) Arc<LocalCluster>);
+
+#[tonic::async_trait]
+impl Cluster for ClusterService {
+    async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
+        let cluster = &self.0;
+        Ok(Response::new(GetStatusResponse {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            process_id: std::process::id(),
+            started_at: Some(rpc::timestamp(cluster.started_at)),
+            state_directory: cluster.state.clone(),
+            endpoints: cluster.endpoints.clone(),
+            idle_for: Some(rpc::duration(cluster.activity.idle_for())),
+            idle_end: cluster.idle_end.map(rpc::duration),
+            recovered: cluster.recovered.clone(),
+        }))
+    }
+
+    async fn get_trace(
+        &self,
+        request: Request<GetTraceRequest>,
+    ) -> Result<Response<GetTraceResponse>, Status> {
+        let GetTraceRequest { trace_id } = request.into_inner();
+        if trace_id.len() != 32 || !trace_id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(invalid_field("trace_id", "must be 32 hex digits"));
+        }
+        let spans = self.0.spans.of_trace(&trace_id.to_ascii_lowercase());
+        Ok(Response::new(GetTraceResponse { spans: spans.into_iter().map(span).collect() }))
+    }
+
+    async fn shutdown(
+        &self,
+        request: Request<ShutdownRequest>,
+    ) -> Result<Response<ShutdownResponse>, Status> {
+        let ShutdownRequest { force } = request.into_inner();
+        let grace = if force { Duration::ZERO } else { GRACE };
+        let (cancelled, unfinished) = stop_workloads(&self.0.peer, grace).await?;
+        self.0.shutdown.cancel();
+        Ok(Response::new(ShutdownResponse { cancelled, unfinished }))
+    }
+}
+
+/// Cancels everything that has not finished, and waits for it. Answers how many there were, and how many are left.
+pub(crate) async fn stop_workloads(peer: &Peer, grace: Duration) -> Result<(u32, u32), Status> {
+    let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let unavailable = |status: Status| {
+        if status.code() == tonic::Code::Unavailable {
+            status
+        } else {
+            Reason::Unavailable.status("gantry.local", "cannot look after what runs just now")
+        }
+    };
+    let give_up = Instant::now() + PATIENCE;
+    let mut workloads = unfinished(peer).await.map_err(unavailable)?;
+    let cancelled = workloads.len();
+    for workload in &workloads {
+        let request = CancelRequest {
+            team: TEAM.to_owned(),
+            workload_id: workload.workload_id.clone(),
+            grace: Some(rpc::duration(grace)),
+        };
+        // One that cannot be cancelled is among those that are left.
+        _ = WorkloadsClient::new(peer.clone()).cancel(request).await;
+    }
+    while !workloads.is_empty() && Instant::now() < give_up {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        workloads = unfinished(peer).await.map_err(unavailable)?;
+    }
+    Ok((number(cancelled), number(workloads.len())))
+}
+
+fn span(span: RecentSpan) -> Span {
+    let attribute = |(name, value)| Attribute { name, value };
+    Span {
+        trace_id: span.trace_id,
+        span_id: span.span_id,
+        parent_span_id: span.parent_span_id.unwrap_or_default(),
+        name: span.name,
+        service: span.service,
+        start_unix_nano: span.start_unix_nano,
+        end_unix_nano: span.end_unix_nano,
+        attributes: span.attributes.into_iter().map(attribute).collect(),
+    }
+}

@@ -1,0 +1,152 @@
+//! From a command to a cluster that answers: finds the one on this machine, or starts it.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::local::cluster_client::ClusterClient;
+use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
+use tokio::time::Instant;
+
+use super::{ANOTHER_RUNS, Paths, lock, paths::endpoint};
+use crate::ui::Ui;
+
+/// How long a cluster may take until it answers.
+const PATIENCE: Duration = Duration::from_secs(30);
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+/// The log is put aside when it is larger than this before a start.
+const LONGEST_LOG: u64 = 8 << 20;
+/// How much of the log's end is shown when a start fails.
+const SHOWN_LINES: usize = 15;
+
+/// The address of the cluster on this machine, which is started when it does not run.
+pub(crate) async fn ensure(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
+    if let Some(endpoint) = running(paths) {
+        return Ok(endpoint);
+    }
+    start(paths, ui).await.context("cannot start a cluster on this machine")
+}
+
+/// The address of the cluster on this machine, if one listens.
+pub(crate) fn running(paths: &Paths) -> Option<String> {
+    if listens(&paths.socket()) {
+        return Some(paths.endpoint());
+    }
+    // It may have been started with another runtime directory.
+    let socket = lock::holder(&paths.lock())?.socket;
+    listens(&socket).then(|| endpoint(&socket))
+}
+
+/// Whether somebody listens on a socket. What a process that was killed left behind is there, and nobody does.
+pub(crate) fn listens(socket: &Path) -> bool {
+    UnixStream::connect(socket).is_ok()
+}
+
+async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
+    paths.make()?;
+    ui.note(&format!("starting a cluster on this machine, its log is {}", paths.log().display()));
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        let mut child = Starting::spawn(paths)?;
+        loop {
+            if let Some(endpoint) = running(paths)
+                && let Some(status) = child.answers(&endpoint).await?
+            {
+                for line in &status.recovered {
+                    ui.note(line);
+                }
+                return Ok(endpoint);
+            }
+            match child.exit_code()? {
+                None => {}
+                // Another command was faster, or the last cluster has not gone yet.
+                Some(code) if code == i32::from(ANOTHER_RUNS) => break,
+                Some(_) => bail!("it ended at once{}", child.log_end()),
+            }
+            if Instant::now() >= give_up {
+                bail!("it does not answer after {} s{}", PATIENCE.as_secs(), child.log_end());
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
+        if Instant::now() >= give_up {
+            bail!("another one is in its place and does not answer; see `gantry status`");
+        }
+    }
+}
+
+/// A cluster that was started and does not answer yet.
+struct Starting {
+    child: Child,
+    log: File,
+    /// Where the log ended before.
+    from: u64,
+}
+
+impl Starting {
+    fn spawn(paths: &Paths) -> anyhow::Result<Self> {
+        let path = paths.log();
+        if path.metadata().is_ok_and(|metadata| metadata.len() > LONGEST_LOG) {
+            // When that fails the log grows on.
+            _ = std::fs::rename(&path, path.with_extension("log.1"));
+        }
+        let mut log = File::options()
+            .read(true)
+            .append(true)
+            .create(true)
+            .mode(0o600)
+            .open(&path)
+            .with_context(|| format!("cannot open {}", path.display()))?;
+        let from = log.seek(SeekFrom::End(0))?;
+        let program = std::env::current_exe().context("the path of this program is unknown")?;
+        let child = Command::new(program)
+            .args(["up", "--detached"])
+            .env_remove("GANTRY_SERVER")
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log.try_clone()?)
+            .spawn()
+            .context("cannot start this program again")?;
+        Ok(Self { child, log, from })
+    }
+
+    fn exit_code(&mut self) -> anyhow::Result<Option<i32>> {
+        Ok(self.child.try_wait()?.map(|status| status.code().unwrap_or(-1)))
+    }
+
+    /// Whether the cluster answers. It may still be starting, or be the one that is going.
+    async fn answers(&mut self, endpoint: &str) -> anyhow::Result<Option<GetStatusResponse>> {
+        let mut cluster = ClusterClient::new(peer(endpoint, Outgoing::internal())?);
+        let mut asked = std::pin::pin!(cluster.get_status(GetStatusRequest {}));
+        loop {
+            tokio::select! {
+                answer = &mut asked => return Ok(answer.ok().map(tonic::Response::into_inner)),
+                () = tokio::time::sleep(Duration::from_millis(50)) => {
+                    // One that has ended says why in its log. One that found another in its place leaves the answer to that one.
+                    if self.exit_code()?.is_some_and(|code| code != i32::from(ANOTHER_RUNS)) {
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The last lines of what it wrote, for the end of a sentence.
+    fn log_end(&mut self) -> String {
+        let mut text = Vec::new();
+        if self.log.seek(SeekFrom::Start(self.from)).is_ok() {
+            // What cannot be read cannot be shown.
+            _ = self.log.read_to_end(&mut text);
+        }
+        let text = String::from_utf8_lossy(&text);
+        let lines: Vec<&str> = text.lines().collect();
+        let end = &lines[lines.len().saturating_sub(SHOWN_LINES)..];
+        if end.is_empty() { String::new() } else { format!("; its log ends with\n  {}", end.join("\n  ")) }
+    }
+}

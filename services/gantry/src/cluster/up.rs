@@ -1,0 +1,250 @@
+//! `gantry up`: the four services in one process, with the same functions and the same gRPC between them as in production.
+
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use domain::Timestamp;
+use rpc::client::{Outgoing, peer};
+use rpc::pb::local::cluster_server::ClusterServer;
+use runtime_gateway::host::{HostConfig, HostRuntime};
+use server::telemetry::{self, RecentSpans};
+use server::{Host, Listener};
+use tokio::net::{TcpListener, UnixListener};
+use tokio_util::sync::CancellationToken;
+
+use super::lock::{Lock, Record, holder};
+use super::service::{ClusterService, LocalCluster, stop_workloads};
+use super::{ANOTHER_RUNS, Paths, idle, start, token};
+use crate::args::UpArgs;
+use crate::signals::Signals;
+use crate::stdout::print;
+use crate::ui::Ui;
+
+/// A detached cluster ends after this long without use, unless it is told otherwise.
+const IDLE_END: Duration = Duration::from_secs(10 * 60);
+/// How long the cluster before may take to end.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How long somebody who connected just before the socket was hidden may take until his first call counts.
+const HESITATION: Duration = Duration::from_millis(300);
+
+/// Keeps a cluster until it is told to end. Answers the exit code.
+pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
+    let paths = Paths::find()?;
+    paths.make()?;
+    let Some(mut lock) = take_lock(&paths).await? else {
+        if args.detached {
+            return Ok(ANOTHER_RUNS);
+        }
+        let process = holder(&paths.lock())
+            .map_or_else(String::new, |holder| format!(" (process {})", holder.process_id));
+        bail!(
+            "a cluster runs on this machine already{process}; see `gantry status`, or stop it with `gantry down`"
+        );
+    };
+    let left_behind = lock.left_behind.take();
+    lock.record(&Record { process_id: std::process::id(), socket: paths.socket() })?;
+    let spans = RecentSpans::default();
+    let telemetry = telemetry::init("gantry", "info", Some(spans.clone()))?;
+
+    let recovered: Vec<String> = left_behind
+        .iter()
+        .map(|record| {
+            format!(
+                "the last cluster (process {}) did not end in order; what it left was taken over",
+                record.process_id
+            )
+        })
+        .collect();
+    let tcp = match &args.listen {
+        Some(address) => Some(listen(address, args.insecure, &paths).await?),
+        None => None,
+    };
+    let mut listeners = vec![bind(&paths)?];
+    let mut endpoints = vec![paths.endpoint()];
+    let mut token = None;
+    if let Some(tcp) = tcp {
+        endpoints.push(tcp.listener.endpoint()?);
+        token = Some(tcp.token);
+        listeners.push(tcp.listener);
+    }
+
+    let mut host = Host::new().with_token(token);
+    let peer = peer(&paths.endpoint(), Outgoing::internal())?;
+    let shutdown = CancellationToken::new();
+    let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
+    start_services(args, &paths, &mut host).await?;
+    host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
+        started_at: Timestamp::now(),
+        state: paths.state.display().to_string(),
+        endpoints: endpoints.clone(),
+        idle_end,
+        recovered: recovered.clone(),
+        activity: host.activity(),
+        spans,
+        peer: peer.clone(),
+        shutdown: shutdown.clone(),
+    }))));
+
+    for line in &recovered {
+        ui.note(line);
+        tracing::info!("{line}");
+    }
+    if args.detached {
+        tracing::info!(process.id = std::process::id(), "the cluster starts");
+    } else {
+        announce(&endpoints, &paths)?;
+    }
+    let (activity, stopping) = (host.activity(), host.stopping());
+    let end = async {
+        let idle = async {
+            match idle_end {
+                Some(idle_end) => end_when_idle(idle_end, &paths, &activity, &peer, &stopping).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = asked_to_end(&peer, ui) => {}
+            () = shutdown.cancelled() => {}
+            () = idle => tracing::info!("the cluster was idle and ends"),
+        }
+        // Whoever comes now starts a cluster of his own, which waits for our lock.
+        _ = std::fs::remove_file(paths.socket());
+    };
+    host.serve(listeners, end).await?;
+    drop(telemetry);
+    lock.release()?;
+    Ok(0)
+}
+
+/// Takes the lock, waiting for a cluster that is ending. `None`: another one runs.
+async fn take_lock(paths: &Paths) -> anyhow::Result<Option<Lock>> {
+    let give_up = tokio::time::Instant::now() + PATIENCE;
+    loop {
+        if let Some(lock) = Lock::take(&paths.lock())? {
+            return Ok(Some(lock));
+        }
+        if start::running(paths).is_some() || tokio::time::Instant::now() >= give_up {
+            return Ok(None);
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Binds the socket. What stands in its place was left behind: we hold the lock.
+fn bind(paths: &Paths) -> anyhow::Result<Listener> {
+    let socket = paths.socket();
+    let failed = || format!("cannot listen on {}", socket.display());
+    if let Err(error) = std::fs::remove_file(&socket)
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        return Err(error).with_context(failed);
+    }
+    let listener = UnixListener::bind(&socket).with_context(failed)?;
+    // Nobody else can enter its directory, so there is no moment at which it is open to others.
+    std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o600)).with_context(failed)?;
+    Ok(Listener::Unix(listener))
+}
+
+struct Tcp {
+    listener: Listener,
+    token: String,
+}
+
+async fn listen(address: &str, insecure: bool, paths: &Paths) -> anyhow::Result<Tcp> {
+    let addresses: Vec<_> = tokio::net::lookup_host(address)
+        .await
+        .with_context(|| format!("{address:?} is no address to listen on; write 127.0.0.1:7400"))?
+        .collect();
+    for address in &addresses {
+        token::check(*address, insecure)?;
+    }
+    let listener =
+        TcpListener::bind(&*addresses).await.with_context(|| format!("cannot listen on {address}"))?;
+    Ok(Tcp { listener: Listener::Tcp(listener), token: token::generate(&paths.token())? })
+}
+
+fn announce(endpoints: &[String], paths: &Paths) -> anyhow::Result<()> {
+    let mut text = String::new();
+    for endpoint in endpoints {
+        text.push_str(&format!("listening on {endpoint}\n"));
+    }
+    if endpoints.len() > 1 {
+        text.push_str(&format!("the token for TCP is in {}\n", paths.token().display()));
+    }
+    print(&text)
+}
+
+/// Starts the services on this host. They reach each other over its socket.
+async fn start_services(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
+    let endpoint = paths.endpoint();
+    let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
+    let keys = artifact_store::KeySource::Scheduler(endpoint.clone());
+    let store = artifact_store::Config {
+        gc_grace: args.gc_grace,
+        ..artifact_store::Config::new(paths.database("artifact-store"), keys)
+    };
+    let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
+    let gateway = runtime_gateway::Config {
+        worker_name: "local".to_owned(),
+        tags: Vec::new(),
+        team: None,
+        max_tasks: None,
+        endpoint: endpoint.clone(),
+        scheduler: endpoint.clone(),
+        artifact_store: endpoint,
+        manifest_dir: paths.worker().join("manifests"),
+        report_interval: Duration::from_secs(60),
+        destroy_concurrency: 8,
+    };
+    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
+    machine.masked = paths.private();
+    let machine = tokio::task::spawn_blocking(|| HostRuntime::open(machine)).await?;
+    let machine = machine.context("this machine cannot be a worker")?;
+
+    scheduler::start(scheduler, host).await?;
+    artifact_store::start(store, host).await?;
+    streamer::start(&streamer, host)?;
+    runtime_gateway::start(gateway, machine, host)
+}
+
+/// Resolves after Ctrl-C or SIGTERM, once what runs has ended. A second one does not wait for that.
+async fn asked_to_end(peer: &rpc::Peer, ui: &Ui) {
+    let Ok(mut signals) = Signals::catch() else { return std::future::pending().await };
+    signals.next().await;
+    ui.note("asks what runs to end, it has 10 s; once more to kill it");
+    let stopped = tokio::select! {
+        stopped = stop_workloads(peer, Duration::from_secs(10)) => stopped,
+        _ = signals.next() => stop_workloads(peer, Duration::ZERO).await,
+    };
+    if let Err(error) = stopped {
+        tracing::warn!(error = error.message(), "cannot stop what runs");
+    }
+}
+
+/// Resolves when the cluster is idle and nobody came while the socket was hidden.
+async fn end_when_idle(
+    idle_end: Duration,
+    paths: &Paths,
+    activity: &server::Activity,
+    peer: &rpc::Peer,
+    stopping: &CancellationToken,
+) {
+    let (socket, hidden) = (paths.socket(), paths.socket().with_extension("hidden"));
+    loop {
+        idle::until_idle(idle_end, activity.clone(), peer.clone(), stopping.clone()).await;
+        // Whoever connected a moment ago is about to call.
+        if std::fs::rename(&socket, &hidden).is_err() {
+            return;
+        }
+        tokio::time::sleep(HESITATION).await;
+        if activity.idle_for() >= idle_end {
+            _ = std::fs::remove_file(&hidden);
+            return;
+        }
+        if std::fs::rename(&hidden, &socket).is_err() {
+            return;
+        }
+    }
+}

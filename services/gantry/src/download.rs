@@ -1,0 +1,416 @@
+//! Artifacts become directories.
+//!
+//! What the target has already is not fetched. The rest is written into a staging directory beside it, verified, and only then merged
+//! into the target or put in its place: nothing partial is ever seen there.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, anyhow, bail};
+use domain::ArtifactId;
+use prost::Message;
+use rpc::pb::runtime::{
+    ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadRequest, ReadResponse, read_request::Message as Ask,
+    read_response::Message as Answer,
+};
+use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
+use serde_json::json;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use transfer::{
+    Limits, Manifest, ManifestBuilder, Matches, MergeOptions, Runs, ScanError, ScanOptions, TreeWriter,
+    Trust, WriteOptions, WrittenOwnership,
+};
+
+use crate::connect::{Connection, Pause, repeat};
+use crate::error::{Interrupted, Refused, is_transient};
+use crate::exit;
+use crate::progress::Progress;
+use crate::stdout;
+use crate::table::{bytes, count, duration};
+use crate::tree::{self, Remembered};
+use crate::ui::Ui;
+
+/// How often a download is tried when calls break.
+const TRIES: usize = 4;
+
+/// How artifacts are downloaded.
+pub(crate) struct Downloader<'a> {
+    pub(crate) connection: &'a Connection,
+    pub(crate) ui: &'a Ui,
+    /// Whether it takes the place of the target, rather than being merged into it.
+    pub(crate) replace: bool,
+    pub(crate) progress: Progress,
+}
+
+impl Downloader<'_> {
+    /// Brings an artifact into `directory`, which is made where it is missing. `name` is what it is called.
+    pub(crate) async fn download(
+        &self,
+        artifact: ArtifactId,
+        name: &str,
+        directory: &Path,
+    ) -> anyhow::Result<()> {
+        let mut pause = Pause::default();
+        for attempt in 1.. {
+            self.progress.doing(&format!("downloading {name}"));
+            match self.attempt(artifact, name, directory).await {
+                Err(error) if is_transient(&error) && attempt < TRIES => pause.wait().await,
+                result => {
+                    return result.with_context(|| format!("cannot download {name} into {directory:?}"));
+                }
+            }
+        }
+        unreachable!("the loop returns")
+    }
+
+    async fn attempt(&self, artifact: ArtifactId, name: &str, directory: &Path) -> anyhow::Result<()> {
+        let started = Instant::now();
+        let target = Target::find(directory, self.replace)?;
+        let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact).await?;
+        let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+
+        let (asks, queue) = mpsc::channel(4);
+        // The queue is empty and its other end is there.
+        _ = asks.send(ask(Ask::Open(ReadOpen { ticket }))).await;
+        let mut volumes = self.connection.volumes_at(&gateway_endpoint)?;
+        let mut answers = volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
+        let manifest = Arc::new(receive_manifest(&mut answers).await?);
+        if tree::digest(&digest)? != manifest.tree_digest() {
+            bail!("the worker sent another tree than that of the artifact");
+        }
+
+        let (staged, wanted) = self.stage(&target, &manifest).await?;
+        let wanted_bytes = manifest.bytes_of(&wanted);
+        self.progress.expect(wanted_bytes);
+        for runs in tree::runs(&wanted) {
+            // When sending fails the call has ended, and its answers say why.
+            _ = asks.send(ask(Ask::Want(runs))).await;
+        }
+        _ = asks.send(ask(Ask::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
+        let staged = self.receive_content(answers, staged).await?;
+        drop(asks);
+
+        let (replace, progress) = (self.replace, manifest.clone());
+        tokio::task::spawn_blocking(move || staged.put_in_place(&target, &progress, replace))
+            .await
+            .context("writing ended unexpectedly")??;
+        self.say(artifact, name, directory, &manifest, wanted_bytes, started);
+        Ok(())
+    }
+
+    /// Finds out what the target has, and makes a writer for the rest. Answers what must be fetched, too.
+    async fn stage(&self, target: &Target, manifest: &Arc<Manifest>) -> anyhow::Result<(Staged, Runs)> {
+        let (target, manifest, replace) = (target.clone(), manifest.clone(), self.replace);
+        let staging = tokio::task::spawn_blocking(move || {
+            let mut remembered = Remembered::load("download", &target.path);
+            let options = ScanOptions::default();
+            let there =
+                transfer::local_matches(&target.path, &manifest, &options, Some(&mut remembered.cache));
+            remembered.save();
+            let matches = match there {
+                Ok(matches) => matches,
+                // It cannot be read, but perhaps be written.
+                Err(ScanError::Root(_)) => Matches::default(),
+                Err(error) => return Err(error.into()),
+            };
+            let directory = Staging::make(&target.staging)?;
+            let options = WriteOptions {
+                ownership: WrittenOwnership::Caller,
+                devices: rustix::process::geteuid().is_root(),
+                strict: false,
+                sync: false,
+            };
+            let mut writer = TreeWriter::new(&directory.0, manifest.clone(), options)?;
+            if replace {
+                matches.copy_from(&target.path, &mut writer, Trust::Verify)?;
+            } else {
+                matches.prepare(&target.path, &mut writer)?;
+            }
+            let wanted = writer.missing();
+            Ok::<_, anyhow::Error>((Staged { writer, matches, directory }, wanted))
+        });
+        staging.await.context("writing ended unexpectedly")?
+    }
+
+    async fn receive_content(
+        &self,
+        mut answers: Streaming<ReadResponse>,
+        staged: Staged,
+    ) -> anyhow::Result<Staged> {
+        let (chunks, mut queue) = mpsc::channel::<rpc::pb::runtime::Chunk>(4);
+        let progress = self.progress.clone();
+        let writing = tokio::task::spawn_blocking(move || {
+            let mut staged = staged;
+            while let Some(chunk) = queue.blocking_recv() {
+                for extent in chunk.extents {
+                    staged.writer.put(extent.ordinal, &extent.data)?;
+                    progress.advance(extent.data.len() as u64);
+                }
+            }
+            Ok::<_, anyhow::Error>(staged)
+        });
+        let received = async {
+            while let Some(ReadResponse { message }) = answers.message().await.map_err(Refused::from)? {
+                match message {
+                    Some(Answer::Chunk(chunk)) => {
+                        if chunks.send(chunk).await.is_err() {
+                            // Writing has failed, and says why.
+                            return Ok(());
+                        }
+                    }
+                    Some(Answer::Done(_)) => return Ok(()),
+                    Some(Answer::Manifest(_) | Answer::ManifestEnd(_)) | None => {}
+                }
+            }
+            Err(anyhow::Error::from(Refused::cut()))
+        };
+        let received = received.await;
+        drop(chunks);
+        let staged = writing.await.context("writing ended unexpectedly")??;
+        received.map(|()| staged)
+    }
+
+    fn say(
+        &self,
+        artifact: ArtifactId,
+        name: &str,
+        directory: &Path,
+        manifest: &Manifest,
+        fetched: u64,
+        started: Instant,
+    ) {
+        let entries = manifest.entries().len() as u64 - 1;
+        let took = duration(started.elapsed());
+        let files = count(entries, "entry").replace("entrys", "entries");
+        self.ui.note(&format!(
+            "{name}: {files}, {} now in {}, {} fetched in {took}",
+            bytes(manifest.size_bytes()),
+            directory.display(),
+            bytes(fetched)
+        ));
+        self.ui.event(
+            "downloaded",
+            json!({
+                "name": name,
+                "artifact_id": artifact.to_string(),
+                "directory": directory.to_string_lossy(),
+                "entries": entries,
+                "size_bytes": manifest.size_bytes(),
+                "fetched_bytes": fetched,
+            }),
+        );
+    }
+}
+
+async fn locate(connection: &Connection, artifact: ArtifactId) -> anyhow::Result<DownloadResponse> {
+    let request = DownloadRequest { team: connection.team.clone(), artifact_id: artifact.to_string() };
+    let streamer = connection.streamer();
+    repeat("the artifact cannot be found", async || streamer.clone().download(request.clone()).await).await
+}
+
+async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Manifest> {
+    let mut builder = ManifestBuilder::new(Limits::default());
+    while let Some(ReadResponse { message }) = answers.message().await.map_err(Refused::from)? {
+        match message {
+            Some(Answer::Manifest(part)) => {
+                for entry in part.entries {
+                    builder.push_encoded(&entry.encode_to_vec())?;
+                }
+            }
+            Some(Answer::ManifestEnd(end)) => {
+                let manifest = builder.finish()?;
+                if tree::digest(&end.digest)? != manifest.tree_digest() {
+                    bail!("what the artifact holds arrived damaged");
+                }
+                return Ok(manifest);
+            }
+            Some(Answer::Chunk(_) | Answer::Done(_)) => {
+                bail!("the worker sent content before it was asked for any")
+            }
+            None => {}
+        }
+    }
+    Err(Refused::cut().into())
+}
+
+fn ask(message: Ask) -> ReadRequest {
+    ReadRequest { message: Some(message) }
+}
+
+/// Where an artifact goes.
+#[derive(Debug, Clone)]
+struct Target {
+    path: PathBuf,
+    /// Where the staging directory is made: beside the target, or within it when that is a file system of its own.
+    staging: PathBuf,
+}
+
+impl Target {
+    fn find(directory: &Path, replace: bool) -> anyhow::Result<Self> {
+        use std::os::unix::fs::MetadataExt;
+        let metadata = match directory.metadata() {
+            Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
+            Ok(metadata) => Some(metadata),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) => return Err(error.into()),
+        };
+        let Some(metadata) = metadata else {
+            let path = std::path::absolute(directory)?;
+            let parent = path.parent().ok_or_else(|| anyhow!("it has no parent"))?;
+            std::fs::create_dir_all(parent).with_context(|| format!("cannot make {parent:?}"))?;
+            let parent = parent.canonicalize()?;
+            let name = path.file_name().ok_or_else(|| anyhow!("it has no name"))?;
+            return Ok(Self { path: parent.join(name), staging: parent });
+        };
+        let path = directory.canonicalize()?;
+        let beside = path.parent().filter(|parent| {
+            parent.metadata().is_ok_and(|parent| parent.dev() == metadata.dev())
+                && rustix::fs::access(*parent, rustix::fs::Access::WRITE_OK).is_ok()
+        });
+        if replace {
+            let here = std::env::current_dir()?;
+            if here.starts_with(&path) {
+                bail!("we are in it, it cannot be replaced; run this elsewhere, or without --replace");
+            }
+            if beside.is_none() {
+                bail!("it is a file system of its own, or its parent cannot be written; leave out --replace");
+            }
+        }
+        let staging = beside.unwrap_or(&path).to_owned();
+        Ok(Self { path, staging })
+    }
+}
+
+/// A directory of ours that goes with us, with what is left in it.
+struct Staging(PathBuf);
+
+impl Staging {
+    fn make(parent: &Path) -> anyhow::Result<Self> {
+        use std::os::unix::fs::DirBuilderExt;
+        let path = parent.join(format!(".gantry-{}", ArtifactId::new()));
+        std::fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&path)
+            .with_context(|| format!("cannot make a directory in {parent:?}"))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if let Err(error) = transfer::remove_tree(&self.0) {
+            tracing::warn!(path = %self.0.display(), %error, "cannot remove a staging directory");
+        }
+    }
+}
+
+/// A tree that is being written.
+struct Staged {
+    writer: TreeWriter,
+    matches: Matches,
+    directory: Staging,
+}
+
+impl Staged {
+    fn put_in_place(self, target: &Target, manifest: &Manifest, replace: bool) -> anyhow::Result<()> {
+        let Self { writer, matches, directory } = self;
+        writer.finish()?;
+        if replace {
+            transfer::replace(&directory.0, &target.path)?;
+        } else {
+            let options =
+                MergeOptions { ownership: WrittenOwnership::Caller, strict: false, keep_root: true };
+            transfer::merge(&directory.0, &target.path, manifest, &matches, options)?;
+        }
+        Ok(())
+    }
+}
+
+/// `gantry cat`: one file of an artifact, to standard output.
+pub(crate) async fn cat(connection: &Connection, artifact: ArtifactId, path: &[u8]) -> anyhow::Result<()> {
+    use std::os::fd::AsFd;
+    let DownloadResponse { go_to, .. } = locate(connection, artifact).await?;
+    let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+    let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(strip_root(path)) };
+    let mut pieces = connection
+        .volumes_at(&gateway_endpoint)?
+        .read_file(request)
+        .await
+        .map_err(Refused::from)?
+        .into_inner();
+
+    let (sender, mut queue) = mpsc::channel::<bytes::Bytes>(8);
+    let mut file = std::fs::File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
+    let writing = tokio::task::spawn_blocking(move || {
+        while let Some(data) = queue.blocking_recv() {
+            stdout::write_all(&mut file, &data)?;
+        }
+        Ok::<_, std::io::Error>(())
+    });
+    let (mut size, mut received) = (0, 0);
+    let mut first = true;
+    while let Some(piece) = pieces.message().await.map_err(Refused::from)? {
+        if std::mem::take(&mut first) {
+            size = piece.size_bytes;
+        }
+        received += piece.data.len() as u64;
+        if sender.send(piece.data).await.is_err() {
+            break;
+        }
+    }
+    drop(sender);
+    match writing.await.context("writing ended unexpectedly")? {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {
+            return Err(Interrupted(exit::PIPE).into());
+        }
+        result => result.context("cannot write to standard output")?,
+    }
+    if first || received < size {
+        return Err(Refused::cut().into());
+    }
+    Ok(())
+}
+
+/// A path in an artifact has no slash at its beginning, but people like to write one.
+fn strip_root(path: &[u8]) -> &[u8] {
+    let mut path = path;
+    while let Some(rest) = path.strip_prefix(b"/").or_else(|| path.strip_prefix(b"./")) {
+        path = rest;
+    }
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn staging_is_beside_the_target() {
+        let root = tempfile::tempdir().expect("a directory");
+        let root = root.path().canonicalize().expect("there");
+        let target = Target::find(&root.join("a/new"), false).expect("usable");
+        assert_eq!((target.path, target.staging), (root.join("a/new"), root.join("a")));
+        std::os::unix::fs::symlink("a", root.join("link")).expect("made");
+        let target = Target::find(&root.join("link"), false).expect("usable");
+        assert_eq!((target.path, target.staging), (root.join("a"), root.clone()));
+        std::fs::write(root.join("file"), "").expect("written");
+        assert!(Target::find(&root.join("file"), false).is_err());
+    }
+
+    #[test]
+    fn we_are_never_replaced_from_within() {
+        let here = std::env::current_dir().expect("somewhere");
+        assert!(Target::find(&here, true).is_err());
+        assert!(Target::find(Path::new("/"), true).is_err());
+    }
+
+    #[test]
+    fn paths_in_artifacts_have_no_root() {
+        assert_eq!(strip_root(b"/a/b"), b"a/b");
+        assert_eq!(strip_root(b"./a"), b"a");
+        assert_eq!(strip_root(b"a"), b"a");
+    }
+}

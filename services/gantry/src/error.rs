@@ -1,0 +1,206 @@
+//! What went wrong, in one sentence: what failed, why, and what to do about it.
+//!
+//! Everything travels as `anyhow::Error`; [`describe`] makes the sentence, and only `main` prints it.
+
+use std::error::Error;
+use std::fmt;
+
+use rpc::{Reason, Refusal};
+use tonic::{Code, Status};
+
+/// Ends the command with this exit code, after a signal or a closed standard output.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error("interrupted")]
+pub(crate) struct Interrupted(pub(crate) u8);
+
+/// The reason for programs where a service gave none.
+pub(crate) const LOCAL_REASON: &str = "CLIENT";
+
+/// A call was refused or failed.
+#[derive(Debug, Clone)]
+pub(crate) struct Refused {
+    refusal: Refusal,
+    /// Why nobody answered, where nobody did.
+    unreachable: Option<String>,
+}
+
+impl Refused {
+    pub(crate) fn is(&self, reason: Reason) -> bool {
+        self.refusal.is(reason)
+    }
+
+    /// Whether the same call may succeed later and may be repeated blindly.
+    pub(crate) fn is_transient(&self) -> bool {
+        self.refusal.is_transient()
+    }
+
+    /// A stream ended before the message that says that it is whole.
+    pub(crate) fn cut() -> Self {
+        Self::from(Status::unavailable("the connection was cut"))
+    }
+}
+
+impl From<Status> for Refused {
+    fn from(status: Status) -> Self {
+        let mut deepest = None;
+        let mut next = status.source();
+        while let Some(error) = next {
+            deepest = Some(without_number(&error.to_string()));
+            next = error.source();
+        }
+        let refusal = Refusal::from(status);
+        let silent = refusal.reason.is_none() && refusal.is_transient();
+        let unreachable = silent.then(|| deepest.unwrap_or_else(|| refusal.message.clone()));
+        Self { refusal, unreachable }
+    }
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.unreachable, &self.refusal.reason) {
+            (Some(cause), _) => write!(f, "the cluster does not answer: {cause} (UNAVAILABLE)"),
+            (None, Some(reason)) => write!(f, "{} ({reason})", self.refusal.message),
+            (None, None) if self.refusal.code == Code::Unimplemented => {
+                write!(f, "the other side is no Gantry service that offers this (UNIMPLEMENTED)")
+            }
+            (None, None) => write!(f, "{} ({})", self.refusal.message, code_name(self.refusal.code)),
+        }
+    }
+}
+
+impl Error for Refused {}
+
+/// For `map_err`: the call that did `doing` was refused.
+pub(crate) fn refused(doing: impl Into<String>) -> impl FnOnce(Status) -> anyhow::Error {
+    move |status| anyhow::Error::new(Refused::from(status)).context(doing.into())
+}
+
+/// The refusal among the causes of `error`.
+pub(crate) fn refusal(error: &anyhow::Error) -> Option<&Refused> {
+    error.chain().find_map(|cause| cause.downcast_ref())
+}
+
+/// Whether the same may succeed later.
+pub(crate) fn is_transient(error: &anyhow::Error) -> bool {
+    refusal(error).is_some_and(Refused::is_transient)
+}
+
+/// The reason, for programs.
+pub(crate) fn reason(error: &anyhow::Error) -> String {
+    match refusal(error) {
+        Some(Refused { unreachable: Some(_), .. }) => Reason::Unavailable.to_string(),
+        Some(Refused { refusal, .. }) => {
+            refusal.reason.clone().unwrap_or_else(|| code_name(refusal.code).to_owned())
+        }
+        None => LOCAL_REASON.to_owned(),
+    }
+}
+
+/// One sentence about `error`, and one about what to do where we know.
+pub(crate) fn describe(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = without_number(&cause.to_string());
+        if text.ends_with(&cause) {
+            continue;
+        }
+        if !text.is_empty() {
+            text.push_str(": ");
+        }
+        text.push_str(&cause);
+    }
+    if let Some(advice) = advice(&reason(error)) {
+        text.push_str("; ");
+        text.push_str(advice);
+    }
+    text
+}
+
+/// What to do about a reason, where it is more than the message says.
+pub(crate) fn advice(reason: &str) -> Option<&'static str> {
+    Some(match reason {
+        "UNAUTHENTICATED" => "name the cluster's token file with --token-file",
+        "UNAVAILABLE" => "try again, or look at `gantry status`",
+        "INPUT_UNAVAILABLE" => "upload it again",
+        "NO_COMPATIBLE_WORKER" => "change what you ask for, or see `gantry list workers`",
+        "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
+        "DISK_FULL" => "free space on the worker, or drop what nobody needs with `gantry gc`",
+        "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
+        "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
+        "WORKER_NOT_FOUND" => "see `gantry list workers`",
+        "NO_REPLICA" => "make it again, its bytes are lost",
+        "PROGRAM_NOT_FOUND" => "give its path, or set PATH with --env",
+        "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name its interpreter",
+        "QUEUE_TIMEOUT" => "allow more time with --queue-timeout, or see `gantry list workers`",
+        _ => return None,
+    })
+}
+
+/// The text of an I/O error without its number.
+pub(crate) fn without_number(text: &str) -> String {
+    match text.rfind(" (os error ") {
+        Some(at) if text.ends_with(')') => text[..at].to_owned(),
+        _ => text.to_owned(),
+    }
+}
+
+fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_one_sentence_with_its_reason_and_what_to_do() {
+        let status = Reason::InputUnavailable.status("gantry.scheduler", "input \"src\" has no replica left");
+        let error = refused("cannot submit the workload")(status);
+        assert_eq!(
+            describe(&error),
+            "cannot submit the workload: input \"src\" has no replica left (INPUT_UNAVAILABLE); upload it again"
+        );
+        assert_eq!(reason(&error), "INPUT_UNAVAILABLE");
+        assert!(!is_transient(&error));
+    }
+
+    #[test]
+    fn nobody_who_answers_is_said_without_our_insides() {
+        let error = refused("cannot list workers")(Status::unknown("transport error"));
+        assert_eq!(
+            describe(&error),
+            "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or look at \
+             `gantry status`"
+        );
+        assert!(is_transient(&error));
+    }
+
+    #[test]
+    fn io_errors_lose_their_number() {
+        let error = Err::<(), _>(std::io::Error::from_raw_os_error(2))
+            .context("cannot read x")
+            .expect_err("it is one");
+        assert_eq!(describe(&error), "cannot read x: No such file or directory");
+        assert_eq!(reason(&error), LOCAL_REASON);
+    }
+}

@@ -1,0 +1,172 @@
+//! From the end of a workload to the exit code of the command.
+
+use rpc::pb::scheduler::{Exit, Failure, Finished, Outcome, exit::How};
+
+use crate::error::advice;
+
+/// Anything of ours failed.
+pub(crate) const OURS: u8 = 125;
+/// Ctrl-C.
+pub(crate) const INTERRUPTED: u8 = 130;
+/// Standard output was closed: SIGPIPE.
+pub(crate) const PIPE: u8 = 141;
+/// SIGTERM, or cancelled by somebody else.
+pub(crate) const TERMINATED: u8 = 143;
+
+const TIMEOUT: u8 = 124;
+const NOT_EXECUTABLE: u8 = 126;
+const NOT_FOUND: u8 = 127;
+const OUT_OF_MEMORY: u8 = 137;
+
+/// How the command ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct End {
+    /// The exit code.
+    pub(crate) code: u8,
+    /// What a person should be told, unless the exit code says it all.
+    pub(crate) said: Option<String>,
+}
+
+/// How the command ends when the workload ended like this. `asked` is the exit code of whatever made us cancel it.
+pub(crate) fn end(finished: &Finished, asked: Option<u8>) -> End {
+    let failure = finished.failure.as_ref();
+    match (asked, finished.outcome()) {
+        (Some(code), Outcome::Aborted) => End { code, said: None },
+        (None, Outcome::Aborted) => {
+            End { code: TERMINATED, said: Some("the workload was cancelled".to_owned()) }
+        }
+        (_, Outcome::Errored | Outcome::Unspecified) => errored(failure, finished.exit.as_ref()),
+        (_, Outcome::Succeeded | Outcome::Failed) => {
+            let mut end = exited(finished.exit.as_ref());
+            if let (None, Some(failure)) = (&end.said, failure) {
+                end.said = Some(sentence(failure));
+            }
+            end
+        }
+    }
+}
+
+fn errored(failure: Option<&Failure>, exit: Option<&Exit>) -> End {
+    let Some(failure) = failure else {
+        return match exit {
+            Some(_) => exited(exit),
+            None => {
+                End { code: OURS, said: Some("the workload failed, and nothing is known of why".to_owned()) }
+            }
+        };
+    };
+    let code = match failure.reason.as_str() {
+        "RUN_TIMEOUT" => TIMEOUT,
+        "PROGRAM_NOT_EXECUTABLE" => NOT_EXECUTABLE,
+        "PROGRAM_NOT_FOUND" => NOT_FOUND,
+        _ => OURS,
+    };
+    End { code, said: Some(sentence(failure)) }
+}
+
+fn exited(exit: Option<&Exit>) -> End {
+    let byte = |number: u32| u8::try_from(number).unwrap_or(OURS);
+    match exit.and_then(|exit| exit.how.as_ref()) {
+        Some(How::Code(code)) => End { code: byte(*code), said: None },
+        Some(How::Signal(signal)) => End {
+            code: byte(signal.saturating_add(128)),
+            said: Some(format!("the process was ended by signal {}", signal_name(*signal))),
+        },
+        Some(How::OutOfMemory(_)) => End {
+            code: OUT_OF_MEMORY,
+            said: Some("the process was killed: it ran out of memory; allow more with --memory".to_owned()),
+        },
+        None => End { code: OURS, said: Some("how the process ended is not known".to_owned()) },
+    }
+}
+
+fn sentence(failure: &Failure) -> String {
+    let Failure { reason, message } = failure;
+    match advice(reason) {
+        Some(advice) => format!("{message} ({reason}); {advice}"),
+        None => format!("{message} ({reason})"),
+    }
+}
+
+fn signal_name(signal: u32) -> String {
+    let name = match signal {
+        1 => "HUP",
+        2 => "INT",
+        3 => "QUIT",
+        4 => "ILL",
+        6 => "ABRT",
+        7 => "BUS",
+        8 => "FPE",
+        9 => "KILL",
+        11 => "SEGV",
+        13 => "PIPE",
+        14 => "ALRM",
+        15 => "TERM",
+        24 => "XCPU",
+        31 => "SYS",
+        _ => return signal.to_string(),
+    };
+    format!("{signal} ({name})")
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc::pb::scheduler::OutOfMemory;
+
+    use super::*;
+
+    fn finished(outcome: Outcome, how: Option<How>, reason: Option<&str>) -> Finished {
+        Finished {
+            outcome: outcome.into(),
+            exit: how.map(|how| Exit { how: Some(how) }),
+            failure: reason
+                .map(|reason| Failure { reason: reason.to_owned(), message: "it went wrong".to_owned() }),
+            ..Finished::default()
+        }
+    }
+
+    fn code(outcome: Outcome, how: Option<How>, reason: Option<&str>, asked: Option<u8>) -> u8 {
+        end(&finished(outcome, how, reason), asked).code
+    }
+
+    #[test]
+    fn the_command_ends_as_its_process_did() {
+        assert_eq!(
+            end(&finished(Outcome::Succeeded, Some(How::Code(0)), None), None),
+            End { code: 0, said: None }
+        );
+        assert_eq!(code(Outcome::Failed, Some(How::Code(3)), None, None), 3);
+        assert_eq!(code(Outcome::Failed, Some(How::Code(255)), None, None), 255);
+        assert_eq!(code(Outcome::Failed, Some(How::Signal(9)), None, None), 137);
+        assert_eq!(code(Outcome::Failed, Some(How::Signal(11)), None, None), 139);
+        let killed = end(&finished(Outcome::Failed, Some(How::OutOfMemory(OutOfMemory {})), None), None);
+        assert_eq!(killed.code, 137);
+        assert!(killed.said.expect("said").contains("out of memory"));
+    }
+
+    #[test]
+    fn what_is_not_the_process_has_codes_of_its_own() {
+        assert_eq!(code(Outcome::Errored, None, Some("PROGRAM_NOT_EXECUTABLE"), None), 126);
+        assert_eq!(code(Outcome::Errored, None, Some("PROGRAM_NOT_FOUND"), None), 127);
+        assert_eq!(code(Outcome::Errored, Some(How::Signal(15)), Some("RUN_TIMEOUT"), None), 124);
+        assert_eq!(code(Outcome::Errored, None, Some("QUEUE_TIMEOUT"), None), 125);
+        assert_eq!(code(Outcome::Errored, Some(How::Code(0)), Some("OUTPUT_MISSING"), None), 125);
+        assert_eq!(code(Outcome::Errored, None, None, None), 125);
+        assert_eq!(code(Outcome::Unspecified, None, None, None), 125);
+    }
+
+    #[test]
+    fn a_failure_beside_an_exit_is_said_and_the_exit_counts() {
+        let ended = end(&finished(Outcome::Failed, Some(How::Code(3)), Some("OUTPUT_MISSING")), None);
+        assert_eq!(ended, End { code: 3, said: Some("it went wrong (OUTPUT_MISSING)".to_owned()) });
+    }
+
+    #[test]
+    fn a_cancelled_workload_ends_with_the_code_of_who_asked() {
+        assert_eq!(code(Outcome::Aborted, Some(How::Signal(15)), None, Some(INTERRUPTED)), 130);
+        assert_eq!(code(Outcome::Aborted, Some(How::Code(0)), None, Some(PIPE)), 141);
+        assert_eq!(code(Outcome::Aborted, None, None, None), 143);
+        // It was over before it was cancelled: what became of it counts.
+        assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(INTERRUPTED)), 0);
+    }
+}

@@ -1,0 +1,274 @@
+//! Follows a workload to its end: says what happens, attaches to its process, and passes on what we are asked.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use rpc::pb::scheduler::{CancelRequest, Finished, Whereabouts, watch_response::Event};
+use serde_json::json;
+use tokio::task::JoinHandle;
+use tracing::Instrument;
+
+use crate::attach::{Attached, Streams, attach, detach};
+use crate::connect::{Connection, Pause};
+use crate::error::{Interrupted, Refused, refused};
+use crate::exit;
+use crate::json as shown;
+use crate::output::{Sink, Which};
+use crate::signals::Signals;
+use crate::stdin::Stdin;
+use crate::ui::Ui;
+use crate::watch::Watch;
+
+/// What the process of a cancelled workload has between TERM and KILL.
+pub(crate) const GRACE: Duration = Duration::from_secs(10);
+
+/// How often cancelling is tried while nobody answers.
+const CANCEL_TRIES: usize = 8;
+
+/// What a signal means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OnSignal {
+    /// The workload is cancelled; a second one does not wait for its end.
+    Cancel,
+    /// The workload is left to itself.
+    Leave,
+}
+
+/// How to follow.
+pub(crate) struct Follow<'a> {
+    pub(crate) connection: &'a Connection,
+    pub(crate) ui: &'a Ui,
+    pub(crate) workload: String,
+    pub(crate) on_signal: OnSignal,
+    /// Whether what happens before the process runs is said.
+    pub(crate) narrate: bool,
+    /// Whether our standard input is forwarded.
+    pub(crate) stdin: bool,
+    /// Whether output that was written is acknowledged.
+    pub(crate) acknowledge: bool,
+}
+
+/// A workload that was followed to its end.
+pub(crate) struct Followed {
+    pub(crate) finished: Finished,
+    /// The exit code of whatever made us cancel it.
+    pub(crate) asked: Option<u8>,
+    /// Some of its output is missing.
+    pub(crate) output_lost: bool,
+}
+
+/// What was seen of a workload so far, and what we were asked.
+#[derive(Default)]
+struct State {
+    running: Option<Whereabouts>,
+    finished: Option<Finished>,
+    /// The exit code of whatever made us cancel it.
+    asked: Option<u8>,
+    cancelling: Option<JoinHandle<anyhow::Result<()>>>,
+}
+
+impl Follow<'_> {
+    /// Until the workload has ended and all its output was written. [`Interrupted`]: we do not wait for that.
+    pub(crate) async fn run(&self, signals: &mut Signals) -> anyhow::Result<Followed> {
+        let mut watch = Watch::new(self.connection, self.ui, self.workload.clone());
+        let mut state = State::default();
+        let mut output_lost = false;
+
+        // Before the process runs there is nothing to copy.
+        while state.running.is_none() && state.finished.is_none() {
+            tokio::select! {
+                event = watch.next() => self.take(event?, &mut state),
+                code = signals.next() => self.signalled(code, &mut state).await?,
+            }
+        }
+        if let Some(whereabouts) = state.running.clone() {
+            output_lost = self.copy(whereabouts, &mut watch, signals, &mut state).await?;
+        }
+        let finished = loop {
+            if let Some(finished) = state.finished.take() {
+                break finished;
+            }
+            tokio::select! {
+                event = watch.next() => self.take(event?, &mut state),
+                code = signals.next() => self.signalled(code, &mut state).await?,
+            }
+        };
+        Ok(Followed { finished, asked: state.asked, output_lost })
+    }
+
+    /// Copies output and input until there is no more. Answers whether some of it is lost.
+    async fn copy(
+        &self,
+        whereabouts: Whereabouts,
+        watch: &mut Watch<'_>,
+        signals: &mut Signals,
+        state: &mut State,
+    ) -> anyhow::Result<bool> {
+        let Self { connection, ui, .. } = *self;
+        let mut streams = streams(ui, self.stdin, self.acknowledge)?;
+        let attached = {
+            let copying = attach(connection, ui, &self.workload, whereabouts.clone(), &mut streams)
+                .instrument(tracing::info_span!(target: "gantry", "copy output", service = "gantry"));
+            tokio::pin!(copying);
+            loop {
+                tokio::select! {
+                    end = &mut copying => break Ok(end),
+                    event = watch.next(), if state.finished.is_none() => self.take(event?, state),
+                    code = signals.next() => match self.on_signal {
+                        OnSignal::Cancel => self.cancel_or_leave(code, state).await?,
+                        OnSignal::Leave => break Err(code),
+                    },
+                }
+            }
+        };
+        match (attached, self.on_signal) {
+            (Ok(Attached::Done), _) => Ok(false),
+            (Ok(Attached::Lost(refused)), _) => {
+                ui.warn(&format!("the rest of the output cannot be had: {refused}"));
+                Ok(true)
+            }
+            (Ok(Attached::StdoutClosed), OnSignal::Leave) => {
+                self.leave(&whereabouts, &streams).await;
+                Err(Interrupted(exit::PIPE).into())
+            }
+            (Err(code), _) => {
+                self.leave(&whereabouts, &streams).await;
+                Err(Interrupted(code).into())
+            }
+            (Ok(Attached::StdoutClosed), OnSignal::Cancel) => {
+                if state.asked.is_none() && state.finished.is_none() {
+                    self.cancel(state);
+                }
+                state.asked.get_or_insert(exit::PIPE);
+                Ok(false)
+            }
+        }
+    }
+
+    /// Says what happened, and keeps what we need of it.
+    fn take(&self, event: Event, state: &mut State) {
+        if self.narrate {
+            self.say(&event);
+        }
+        match event {
+            Event::Running(event) => state.running = event.whereabouts,
+            Event::Finished(event) => state.finished = Some(event),
+            Event::Queued(_) | Event::Placed(_) | Event::Preparing(_) | Event::Publishing(_) => {}
+        }
+    }
+
+    fn say(&self, event: &Event) {
+        let ui = self.ui;
+        match event {
+            Event::Queued(queued) => {
+                ui.event("queued", json!({ "reasons": queued.reasons }));
+                match queued.reasons.as_slice() {
+                    [] => {}
+                    [reason] => ui.note(&format!("waits for a worker: {reason}")),
+                    reasons => ui.note(&format!("waits for a worker:\n  {}", reasons.join("\n  "))),
+                }
+            }
+            Event::Placed(placed) => {
+                let worker = placed.whereabouts.as_ref();
+                ui.event(
+                    "placed",
+                    json!({ "whereabouts": worker.map(shown::whereabouts), "reason": placed.reason }),
+                );
+                let name = worker.map_or("a worker", |worker| worker.worker_name.as_str());
+                ui.note(&format!("placed on {name}: {}", placed.reason));
+            }
+            Event::Preparing(_) => ui.event("preparing", json!({})),
+            Event::Running(running) => {
+                let worker = running.whereabouts.as_ref();
+                ui.event("running", json!({ "whereabouts": worker.map(shown::whereabouts) }));
+            }
+            Event::Publishing(_) => ui.event("publishing", json!({})),
+            // Said last, with the exit code.
+            Event::Finished(_) => {}
+        }
+    }
+
+    /// While there is nothing to detach from.
+    async fn signalled(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
+        match self.on_signal {
+            OnSignal::Cancel => self.cancel_or_leave(code, state).await,
+            OnSignal::Leave => {
+                self.say_left();
+                Err(Interrupted(code).into())
+            }
+        }
+    }
+
+    /// The first time the workload is cancelled; the second time we go once that was heard.
+    async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
+        if state.asked.is_some() {
+            if let Some(cancelling) = state.cancelling.take() {
+                // Two seconds are enough to be heard; we were asked to go.
+                _ = tokio::time::timeout(Duration::from_secs(2), cancelling).await;
+            }
+            return Err(Interrupted(code).into());
+        }
+        state.asked = Some(code);
+        self.ui.note("asks the command to end, it has 10 s; once more to not wait for it");
+        self.cancel(state);
+        Ok(())
+    }
+
+    fn cancel(&self, state: &mut State) {
+        state.cancelling = Some(tokio::spawn(cancel(self.connection, self.workload.clone(), GRACE)));
+    }
+
+    async fn leave(&self, whereabouts: &Whereabouts, streams: &Streams) {
+        if self.acknowledge {
+            detach(self.connection, whereabouts, streams).await;
+        }
+        self.say_left();
+    }
+
+    fn say_left(&self) {
+        let workload = &self.workload;
+        self.ui.note(&format!("workload {workload} goes on; stop it with `gantry cancel {workload}`"));
+    }
+}
+
+/// Our ends of a process's output and input.
+pub(crate) fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
+    let sink = |which: Which| match ui.events() {
+        Some(events) => Ok(Sink::events(which, events)),
+        None => Sink::raw(which).with_context(|| format!("our {} is closed", which.name())),
+    };
+    Ok(Streams {
+        stdout: sink(Which::Stdout)?,
+        stderr: sink(Which::Stderr)?,
+        stdin: stdin.then(Stdin::read),
+        acknowledge,
+        process: None,
+    })
+}
+
+/// Asks a workload to stop. The future does not borrow the connection.
+pub(crate) fn cancel(
+    connection: &Connection,
+    workload_id: String,
+    grace: Duration,
+) -> impl Future<Output = anyhow::Result<()>> + Send + use<> {
+    let mut workloads = connection.workloads();
+    let request =
+        CancelRequest { team: connection.team.clone(), workload_id, grace: Some(rpc::duration(grace)) };
+    async move {
+        let (mut tries, mut pause) = (1, Pause::default());
+        loop {
+            match workloads.cancel(request.clone()).await {
+                Ok(_) => return Ok(()),
+                Err(status) if tries < CANCEL_TRIES && Refused::from(status.clone()).is_transient() => {
+                    tries += 1;
+                    pause.wait().await;
+                }
+                Err(status) => {
+                    let workload = request.workload_id;
+                    return Err(refused(format!("cannot cancel workload {workload}"))(status));
+                }
+            }
+        }
+    }
+}

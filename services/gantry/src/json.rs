@@ -1,0 +1,180 @@
+//! What `--json` shows of the things in a cluster.
+//!
+//! Names are those of the protos; states are words, instants are text in UTC, digests are hex, and what is absent is null.
+
+use rpc::pb::{artifacts, scheduler};
+use serde_json::{Value, json};
+
+use crate::words;
+
+pub(crate) fn whereabouts(whereabouts: &scheduler::Whereabouts) -> Value {
+    json!({
+        "worker_id": whereabouts.worker_id,
+        "worker_name": whereabouts.worker_name,
+        "gateway_endpoint": whereabouts.gateway_endpoint,
+        "attempt_id": whereabouts.attempt_id,
+    })
+}
+
+pub(crate) fn exit(exit: &scheduler::Exit) -> Value {
+    use scheduler::exit::How;
+    match &exit.how {
+        Some(How::Code(code)) => json!({ "code": code }),
+        Some(How::Signal(signal)) => json!({ "signal": signal }),
+        Some(How::OutOfMemory(_)) => json!({ "out_of_memory": true }),
+        None => Value::Null,
+    }
+}
+
+pub(crate) fn failure(failure: &scheduler::Failure) -> Value {
+    json!({ "reason": failure.reason, "message": failure.message })
+}
+
+pub(crate) fn output(output: &scheduler::PublishedOutput) -> Value {
+    json!({
+        "name": output.name,
+        "artifact_id": output.artifact_id,
+        "size_bytes": output.size_bytes,
+        "digest": words::hex(&output.digest),
+        "entries": output.entries,
+    })
+}
+
+/// The last event of a run: how it ended, and with which exit code we end.
+pub(crate) fn finished(finished: &scheduler::Finished, status: u8) -> Value {
+    json!({
+        "outcome": words::outcome(finished.outcome()),
+        "exit": finished.exit.as_ref().map(exit),
+        "failure": finished.failure.as_ref().map(failure),
+        "outputs": finished.outputs.iter().map(output).collect::<Vec<_>>(),
+        "status": status,
+    })
+}
+
+pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
+    let labels = worker.labels.clone().unwrap_or_default();
+    let capacity = worker.capacity.unwrap_or_default();
+    json!({
+        "worker_id": worker.worker_id,
+        "name": worker.name,
+        "state": words::worker_state(worker.state()),
+        "incarnation": worker.incarnation,
+        "session": worker.session,
+        "gateway_endpoint": worker.gateway_endpoint,
+        "labels": {
+            "platform": labels.platform,
+            "tags": labels.tags,
+            "team": labels.team,
+            "image_kinds": labels.image_kinds,
+            "capabilities": labels.capabilities,
+        },
+        "capacity": { "max_tasks": capacity.max_tasks, "disk_bytes": capacity.disk_bytes },
+        "active_tasks": worker.active_tasks,
+        "containers": worker.containers,
+        "volumes": worker.volumes,
+        "disk_free_bytes": worker.disk_free_bytes,
+        "last_contact_at": worker.last_contact_at.as_ref().map(words::instant),
+    })
+}
+
+pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
+    json!({
+        "workload_id": workload.workload_id,
+        "spec": workload.spec.as_ref().map(spec),
+        "state": words::workload_state(workload.state()),
+        "submitted_at": workload.submitted_at.as_ref().map(words::instant),
+        "started_at": workload.started_at.as_ref().map(words::instant),
+        "finished_at": workload.finished_at.as_ref().map(words::instant),
+        "whereabouts": workload.whereabouts.as_ref().map(whereabouts),
+        "outcome": words::outcome(workload.outcome()),
+        "exit": workload.exit.as_ref().map(exit),
+        "failure": workload.failure.as_ref().map(failure),
+        "outputs": workload.outputs.iter().map(output).collect::<Vec<_>>(),
+        "waiting_for": workload.waiting_for,
+    })
+}
+
+fn spec(spec: &scheduler::WorkloadSpec) -> Value {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let limits = spec.limits.unwrap_or_default();
+    json!({
+        "team": spec.team,
+        "command": spec.command.iter().map(|argument| text(argument)).collect::<Vec<_>>(),
+        "environment": spec.environment.iter().map(|variable| text(&variable.name)).collect::<Vec<_>>(),
+        "directory": text(&spec.directory),
+        "user": spec.user,
+        "inputs": spec.inputs.iter().map(|input| json!({
+            "name": input.name,
+            "artifact_id": input.artifact_id,
+            "path": text(&input.path),
+            "read_only": input.access() == scheduler::Access::ReadOnly,
+        })).collect::<Vec<_>>(),
+        "outputs": spec.outputs.iter().map(|output| json!({
+            "name": output.name,
+            "path": text(&output.path),
+        })).collect::<Vec<_>>(),
+        "limits": {
+            "cpu_millis": limits.cpu_millis,
+            "memory_bytes": limits.memory_bytes,
+            "pids": limits.pids,
+        },
+        "privileged": spec.privilege() == scheduler::Privilege::Privileged,
+        "hermetic": spec.network() == scheduler::Network::Loopback,
+        "tags": spec.tags,
+        "platform": spec.platform,
+        "build_id": spec.build_id,
+    })
+}
+
+pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {
+    json!({
+        "artifact_id": artifact.artifact_id,
+        "team": artifact.team,
+        "label": artifact.label,
+        "state": words::artifact_state(artifact.state()),
+        "size_bytes": artifact.size_bytes,
+        "digest": words::hex(&artifact.digest),
+        "created_at": artifact.created_at.as_ref().map(words::instant),
+        "kept_by": artifact.kept_by,
+        "replicas": artifact.replicas.iter().map(|replica| json!({
+            "volume_handle": replica.volume_handle,
+            "worker_id": replica.worker_id,
+            "size_bytes": replica.size_bytes,
+            "verified": replica.verification() == artifacts::Verification::Verified,
+        })).collect::<Vec<_>>(),
+    })
+}
+
+pub(crate) fn volume(volume: &artifacts::Volume) -> Value {
+    json!({
+        "volume_handle": volume.volume_handle,
+        "worker_id": volume.worker_id,
+        "state": words::inventory_state(volume.state()),
+        "purpose": words::purpose(volume.purpose()),
+        "artifact_id": volume.artifact_id,
+        "parent_handle": volume.parent_handle,
+        "attempt_id": volume.attempt_id,
+        "size_bytes": volume.size_bytes,
+        "created_at": volume.created_at.as_ref().map(words::instant),
+    })
+}
+
+pub(crate) fn container(container: &artifacts::Container) -> Value {
+    json!({
+        "container_handle": container.container_handle,
+        "worker_id": container.worker_id,
+        "state": words::inventory_state(container.state()),
+        "attempt_id": container.attempt_id,
+        "workload_id": container.workload_id,
+        "created_at": container.created_at.as_ref().map(words::instant),
+    })
+}
+
+pub(crate) fn collected(collected: &artifacts::Collected) -> Value {
+    json!({
+        "kind": collected.kind,
+        "id": collected.id,
+        "why": collected.why,
+        "size_bytes": collected.size_bytes,
+    })
+}

@@ -1,0 +1,423 @@
+//! `gantry list`, `gantry show`, `gantry gc`: what is in a cluster, as tables or as JSON.
+
+use anyhow::bail;
+use futures::stream::{self, Stream, TryStreamExt};
+use rpc::pb::artifacts::{
+    Artifact, CollectRequest, Collected, Container, DryRun, GetArtifactRequest, ListArtifactsRequest,
+    ListContainersRequest, ListVolumesRequest, Volume,
+};
+use rpc::pb::scheduler::{
+    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Worker, Workload, WorkloadSpec,
+};
+use serde_json::Value;
+
+use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
+use crate::connect::{Connection, repeat};
+use crate::json;
+use crate::stdout::{print, print_json};
+use crate::table::{bytes, fields, plain, render};
+use crate::words;
+
+/// `gantry list`
+pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
+    let limit = args.limit;
+    match args.kind {
+        Kind::Workers => table(workers(connection), limit, as_json, json::worker, WORKERS, worker_row).await,
+        Kind::Workloads => {
+            table(workloads(connection), limit, as_json, json::workload, WORKLOADS, workload_row).await
+        }
+        Kind::Artifacts => {
+            table(artifacts(connection), limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
+        }
+        Kind::Volumes => table(volumes(connection), limit, as_json, json::volume, VOLUMES, volume_row).await,
+        Kind::Containers => {
+            table(containers(connection), limit, as_json, json::container, CONTAINERS, container_row).await
+        }
+    }
+}
+
+/// `gantry show`
+pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool) -> anyhow::Result<()> {
+    let id = &args.id;
+    match args.kind {
+        Kind::Workers => one(&worker(connection, id).await?, as_json, json::worker, worker_fields),
+        Kind::Workloads => one(&workload(connection, id).await?, as_json, json::workload, workload_fields),
+        Kind::Artifacts => one(&artifact(connection, id).await?, as_json, json::artifact, artifact_fields),
+        Kind::Volumes => {
+            let volume = find(volumes(connection), |volume| volume.volume_handle == *id).await?;
+            one(&known(volume, "volume", id)?, as_json, json::volume, volume_fields)
+        }
+        Kind::Containers => {
+            let container =
+                find(containers(connection), |container| container.container_handle == *id).await?;
+            one(&known(container, "container", id)?, as_json, json::container, container_fields)
+        }
+    }
+}
+
+/// `gantry gc`
+pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) -> anyhow::Result<()> {
+    let dry_run = if args.dry_run { DryRun::Only } else { DryRun::Off };
+    let collector = connection.collector();
+    let request = CollectRequest { dry_run: dry_run.into() };
+    let response =
+        repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
+    if as_json {
+        return response.collected.iter().try_for_each(|collected| print_json(&json::collected(collected)));
+    }
+    if response.collected.is_empty() {
+        return print("nothing is garbage\n");
+    }
+    let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
+    print(&render(&["KIND", "ID", "SIZE", "WHY"], &rows))
+}
+
+fn collected_row(collected: &Collected) -> Vec<String> {
+    vec![
+        collected.kind.clone(),
+        collected.id.clone(),
+        words::size(collected.size_bytes),
+        plain(&collected.why, 100),
+    ]
+}
+
+// How things are listed: page by page, as far as they are wanted.
+
+async fn table<T>(
+    items: impl Stream<Item = anyhow::Result<T>>,
+    limit: usize,
+    as_json: bool,
+    json: fn(&T) -> Value,
+    headers: &[&str],
+    row: fn(&T) -> Vec<String>,
+) -> anyhow::Result<()> {
+    use futures::StreamExt;
+    let items: Vec<T> = items.take(limit).try_collect().await?;
+    if as_json {
+        return items.iter().try_for_each(|item| print_json(&json(item)));
+    }
+    print(&render(headers, &items.iter().map(row).collect::<Vec<_>>()))
+}
+
+fn one<T>(
+    item: &T,
+    as_json: bool,
+    json: fn(&T) -> Value,
+    shown: fn(&T) -> Vec<(&'static str, String)>,
+) -> anyhow::Result<()> {
+    if as_json { print_json(&json(item)) } else { print(&fields(&shown(item))) }
+}
+
+async fn find<T>(
+    items: impl Stream<Item = anyhow::Result<T>>,
+    is_it: impl Fn(&T) -> bool,
+) -> anyhow::Result<Option<T>> {
+    items.try_filter(|item| std::future::ready(is_it(item))).try_next_of().await
+}
+
+fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
+    match item {
+        Some(item) => Ok(item),
+        None => bail!("there is no {kind} {id}; see `gantry list {kind}s`"),
+    }
+}
+
+trait TryNextOf<T> {
+    async fn try_next_of(self) -> anyhow::Result<Option<T>>;
+}
+
+impl<T, S: Stream<Item = anyhow::Result<T>>> TryNextOf<T> for S {
+    async fn try_next_of(self) -> anyhow::Result<Option<T>> {
+        std::pin::pin!(self).try_next().await
+    }
+}
+
+/// All items of a list, page after page.
+fn pages<T>(
+    next: impl AsyncFn(String) -> anyhow::Result<(Vec<T>, String)>,
+) -> impl Stream<Item = anyhow::Result<T>> {
+    stream::try_unfold((next, Some(String::new())), async |(next, token)| {
+        let Some(token) = token else { return Ok::<_, anyhow::Error>(None) };
+        let (items, token) = next(token).await?;
+        let page = stream::iter(items.into_iter().map(Ok::<_, anyhow::Error>));
+        Ok(Some((page, (next, (!token.is_empty()).then_some(token)))))
+    })
+    .try_flatten()
+}
+
+fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Worker>> {
+    pages(async |page_token| {
+        let request = ListWorkersRequest { page_size: 0, page_token };
+        let client = connection.workers();
+        let page = repeat("cannot list workers", async || client.clone().list_workers(request.clone()).await);
+        page.await.map(|page| (page.workers, page.next_page_token))
+    })
+}
+
+fn workloads(connection: &Connection) -> impl Stream<Item = anyhow::Result<Workload>> {
+    pages(async |page_token| {
+        let request = ListRequest { team: connection.team.clone(), state: 0, page_size: 0, page_token };
+        let client = connection.workloads();
+        let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
+        page.await.map(|page| (page.workloads, page.next_page_token))
+    })
+}
+
+fn artifacts(connection: &Connection) -> impl Stream<Item = anyhow::Result<Artifact>> {
+    pages(async |page_token| {
+        let request =
+            ListArtifactsRequest { team: connection.team.clone(), state: 0, page_size: 0, page_token };
+        let client = connection.artifacts();
+        let page =
+            repeat("cannot list artifacts", async || client.clone().list_artifacts(request.clone()).await);
+        page.await.map(|page| (page.artifacts, page.next_page_token))
+    })
+}
+
+fn volumes(connection: &Connection) -> impl Stream<Item = anyhow::Result<Volume>> {
+    pages(async |page_token| {
+        let request = ListVolumesRequest { page_token, ..ListVolumesRequest::default() };
+        let client = connection.inventory();
+        let page = repeat("cannot list volumes", async || client.clone().list_volumes(request.clone()).await);
+        page.await.map(|page| (page.volumes, page.next_page_token))
+    })
+}
+
+fn containers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Container>> {
+    pages(async |page_token| {
+        let request = ListContainersRequest { page_token, ..ListContainersRequest::default() };
+        let client = connection.inventory();
+        let page =
+            repeat("cannot list containers", async || client.clone().list_containers(request.clone()).await);
+        page.await.map(|page| (page.containers, page.next_page_token))
+    })
+}
+
+async fn worker(connection: &Connection, worker: &str) -> anyhow::Result<Worker> {
+    let request = GetWorkerRequest { worker: worker.to_owned() };
+    let client = connection.workers();
+    let doing = format!("cannot show worker {worker}");
+    let response = repeat(&doing, async || client.clone().get_worker(request.clone()).await).await?;
+    known(response.worker, "worker", worker)
+}
+
+pub(crate) async fn workload(connection: &Connection, id: &str) -> anyhow::Result<Workload> {
+    let request = GetRequest { team: connection.team.clone(), workload_id: id.to_owned() };
+    let client = connection.workloads();
+    let doing = format!("cannot show workload {id}");
+    let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;
+    known(response.workload, "workload", id)
+}
+
+async fn artifact(connection: &Connection, id: &str) -> anyhow::Result<Artifact> {
+    let request = GetArtifactRequest { team: connection.team.clone(), artifact_id: id.to_owned() };
+    let client = connection.artifacts();
+    let doing = format!("cannot show artifact {id}");
+    let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
+    known(response.artifact, "artifact", id)
+}
+
+// What is shown of them.
+
+const WORKERS: &[&str] =
+    &["NAME", "STATE", "PLATFORM", "TAGS", "TASKS", "CONTAINERS", "VOLUMES", "FREE", "CONTACT"];
+
+fn worker_row(worker: &Worker) -> Vec<String> {
+    let labels = worker.labels.clone().unwrap_or_default();
+    let limit = worker.capacity.unwrap_or_default().max_tasks;
+    vec![
+        plain(&worker.name, 60),
+        words::worker_state(worker.state()).to_owned(),
+        plain(&labels.platform, 20),
+        plain(&labels.tags.join(","), 40),
+        if limit == 0 { worker.active_tasks.to_string() } else { format!("{}/{limit}", worker.active_tasks) },
+        worker.containers.to_string(),
+        worker.volumes.to_string(),
+        bytes(worker.disk_free_bytes),
+        words::ago(worker.last_contact_at.as_ref()),
+    ]
+}
+
+fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
+    let labels = worker.labels.clone().unwrap_or_default();
+    let capacity = worker.capacity.unwrap_or_default();
+    let limit = match capacity.max_tasks {
+        0 => "no limit".to_owned(),
+        limit => format!("at most {limit}"),
+    };
+    vec![
+        ("name", plain(&worker.name, 255)),
+        ("id", worker.worker_id.clone()),
+        ("state", words::worker_state(worker.state()).to_owned()),
+        ("platform", plain(&labels.platform, 100)),
+        ("tags", plain(&labels.tags.join(" "), 1000)),
+        ("team", labels.team.clone()),
+        ("images", labels.image_kinds.join(" ")),
+        ("can", labels.capabilities.join(" ")),
+        ("tasks", format!("{}, {limit}", worker.active_tasks)),
+        ("containers", worker.containers.to_string()),
+        ("volumes", worker.volumes.to_string()),
+        ("disk", format!("{} free of {}", bytes(worker.disk_free_bytes), bytes(capacity.disk_bytes))),
+        ("gateway", worker.gateway_endpoint.clone()),
+        ("incarnation", worker.incarnation.to_string()),
+        ("session", worker.session.to_string()),
+        ("contact", format!("{} ago", words::ago(worker.last_contact_at.as_ref()))),
+    ]
+}
+
+const WORKLOADS: &[&str] = &["ID", "STATE", "END", "WORKER", "AGE", "COMMAND"];
+
+fn workload_row(workload: &Workload) -> Vec<String> {
+    let state = words::outcome(workload.outcome()).unwrap_or(words::workload_state(workload.state()));
+    vec![
+        workload.workload_id.clone(),
+        state.to_owned(),
+        words::end(workload),
+        workload.whereabouts.as_ref().map(|there| plain(&there.worker_name, 40)).unwrap_or_default(),
+        words::ago(workload.submitted_at.as_ref()),
+        plain(&command(workload.spec.as_ref()), 60),
+    ]
+}
+
+fn command(spec: Option<&WorkloadSpec>) -> String {
+    let arguments = spec.into_iter().flat_map(|spec| &spec.command);
+    arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
+}
+
+fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
+    let spec = workload.spec.clone().unwrap_or_default();
+    let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(words::instant).unwrap_or_default();
+    let input = |input: &rpc::pb::scheduler::Input| {
+        let read_only = if input.access() == Access::ReadOnly { ", read-only" } else { "" };
+        format!("{}: artifact {}{read_only}", plain(&input.name, 255), input.artifact_id)
+    };
+    let published = |output: &rpc::pb::scheduler::PublishedOutput| {
+        format!("{}: artifact {}, {}", plain(&output.name, 255), output.artifact_id, bytes(output.size_bytes))
+    };
+    let failure = workload.failure.as_ref();
+    vec![
+        ("id", workload.workload_id.clone()),
+        ("state", words::workload_state(workload.state()).to_owned()),
+        ("waits for", workload.waiting_for.join("\n")),
+        ("outcome", words::outcome(workload.outcome()).unwrap_or_default().to_owned()),
+        ("end", words::end(workload)),
+        ("failure", failure.map(|failure| plain(&failure.message, 1000)).unwrap_or_default()),
+        ("command", plain(&command(Some(&spec)), 1000)),
+        ("inputs", spec.inputs.iter().map(input).collect::<Vec<_>>().join("\n")),
+        ("outputs", workload.outputs.iter().map(published).collect::<Vec<_>>().join("\n")),
+        ("worker", workload.whereabouts.as_ref().map(|there| there.worker_name.clone()).unwrap_or_default()),
+        ("attempt", workload.whereabouts.as_ref().map(|there| there.attempt_id.clone()).unwrap_or_default()),
+        ("build", spec.build_id),
+        ("submitted", instant(&workload.submitted_at)),
+        ("started", instant(&workload.started_at)),
+        ("finished", instant(&workload.finished_at)),
+    ]
+}
+
+const ARTIFACTS: &[&str] = &["ID", "STATE", "SIZE", "AGE", "REPLICAS", "LABEL", "KEPT BY"];
+
+fn artifact_row(artifact: &Artifact) -> Vec<String> {
+    vec![
+        artifact.artifact_id.clone(),
+        words::artifact_state(artifact.state()).to_owned(),
+        bytes(artifact.size_bytes),
+        words::ago(artifact.created_at.as_ref()),
+        artifact.replicas.len().to_string(),
+        plain(&artifact.label, 30),
+        plain(&artifact.kept_by.join(", "), 80),
+    ]
+}
+
+fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)> {
+    let replicas = artifact
+        .replicas
+        .iter()
+        .map(|replica| format!("volume {} on worker {}", replica.volume_handle, replica.worker_id));
+    vec![
+        ("id", artifact.artifact_id.clone()),
+        ("label", plain(&artifact.label, 255)),
+        ("state", words::artifact_state(artifact.state()).to_owned()),
+        ("size", bytes(artifact.size_bytes)),
+        ("digest", words::hex(&artifact.digest)),
+        ("created", artifact.created_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("kept by", artifact.kept_by.join("\n")),
+        ("replicas", replicas.collect::<Vec<_>>().join("\n")),
+    ]
+}
+
+const VOLUMES: &[&str] = &["HANDLE", "STATE", "FOR", "SIZE", "AGE", "ARTIFACT", "PARENT"];
+
+fn volume_row(volume: &Volume) -> Vec<String> {
+    vec![
+        volume.volume_handle.clone(),
+        words::inventory_state(volume.state()).to_owned(),
+        words::purpose(volume.purpose()).to_owned(),
+        words::size(volume.size_bytes),
+        words::ago(volume.created_at.as_ref()),
+        volume.artifact_id.clone(),
+        volume.parent_handle.clone(),
+    ]
+}
+
+fn volume_fields(volume: &Volume) -> Vec<(&'static str, String)> {
+    vec![
+        ("handle", volume.volume_handle.clone()),
+        ("worker", volume.worker_id.clone()),
+        ("state", words::inventory_state(volume.state()).to_owned()),
+        ("for", words::purpose(volume.purpose()).to_owned()),
+        ("artifact", volume.artifact_id.clone()),
+        ("parent", volume.parent_handle.clone()),
+        ("attempt", volume.attempt_id.clone()),
+        ("size", words::size(volume.size_bytes)),
+        ("created", volume.created_at.as_ref().map(words::instant).unwrap_or_default()),
+    ]
+}
+
+const CONTAINERS: &[&str] = &["HANDLE", "STATE", "AGE", "WORKLOAD", "ATTEMPT"];
+
+fn container_row(container: &Container) -> Vec<String> {
+    vec![
+        container.container_handle.clone(),
+        words::inventory_state(container.state()).to_owned(),
+        words::ago(container.created_at.as_ref()),
+        container.workload_id.clone(),
+        container.attempt_id.clone(),
+    ]
+}
+
+fn container_fields(container: &Container) -> Vec<(&'static str, String)> {
+    vec![
+        ("handle", container.container_handle.clone()),
+        ("worker", container.worker_id.clone()),
+        ("state", words::inventory_state(container.state()).to_owned()),
+        ("workload", container.workload_id.clone()),
+        ("attempt", container.attempt_id.clone()),
+        ("created", container.created_at.as_ref().map(words::instant).unwrap_or_default()),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn lists_go_on_from_page_to_page() {
+        let all = pages(async |token: String| {
+            Ok(match token.as_str() {
+                "" => (vec![1, 2], "more".to_owned()),
+                "more" => (vec![], "last".to_owned()),
+                _ => (vec![3], String::new()),
+            })
+        });
+        assert_eq!(all.try_collect::<Vec<i32>>().await.expect("listed"), [1, 2, 3]);
+    }
+
+    #[test]
+    fn every_row_has_the_columns_of_its_table() {
+        assert_eq!(worker_row(&Worker::default()).len(), WORKERS.len());
+        assert_eq!(workload_row(&Workload::default()).len(), WORKLOADS.len());
+        assert_eq!(artifact_row(&Artifact::default()).len(), ARTIFACTS.len());
+        assert_eq!(volume_row(&Volume::default()).len(), VOLUMES.len());
+        assert_eq!(container_row(&Container::default()).len(), CONTAINERS.len());
+    }
+}

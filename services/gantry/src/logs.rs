@@ -1,0 +1,57 @@
+//! `gantry attach` and `gantry logs`: the output of a workload that somebody submitted.
+
+use rpc::pb::scheduler::{StdinMode, Workload, WorkloadState};
+use serde_json::json;
+
+use crate::args::{AttachArgs, WorkloadArgs};
+use crate::attach::{Attached, Streams, attach};
+use crate::connect::Connection;
+use crate::error::Interrupted;
+use crate::exit;
+use crate::follow::{Follow, OnSignal, streams};
+use crate::json as shown;
+use crate::list::workload;
+use crate::signals::Signals;
+use crate::stdin;
+use crate::ui::Ui;
+
+/// `gantry attach`. Answers the exit code.
+pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
+    let mut signals = Signals::catch()?;
+    let id = args.workload.to_string();
+    let Workload { spec, state, .. } = workload(connection, &id).await?;
+    let takes_input = spec.is_some_and(|spec| spec.stdin() == StdinMode::Attached);
+    let lives = state != i32::from(WorkloadState::Finished);
+    let follow = Follow {
+        connection,
+        ui,
+        workload: id,
+        on_signal: OnSignal::Leave,
+        narrate: lives,
+        stdin: takes_input && lives && !args.no_stdin && stdin::is_readable(),
+        acknowledge: true,
+    };
+    let followed = follow.run(&mut signals).await?;
+    let code = crate::run::end(ui, &followed, &Ok(()));
+    ui.event("finished", shown::finished(&followed.finished, code));
+    Ok(code)
+}
+
+/// `gantry logs`: all output that is still kept, and what comes, until there is no more.
+pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<()> {
+    let id = args.workload.to_string();
+    let Some(whereabouts) = workload(connection, &id).await?.whereabouts else {
+        ui.note("it has no output: it was never placed");
+        return Ok(());
+    };
+    // Whoever the process waits for acknowledges; reading along changes nothing.
+    let mut streams: Streams = streams(ui, false, false)?;
+    match attach(connection, ui, &id, whereabouts, &mut streams).await {
+        Attached::Done => {
+            ui.event("done", json!({}));
+            Ok(())
+        }
+        Attached::StdoutClosed => Err(Interrupted(exit::PIPE).into()),
+        Attached::Lost(refused) => Err(anyhow::Error::new(refused).context("its output cannot be had")),
+    }
+}

@@ -1,0 +1,380 @@
+//! `gantry run`, the main job: inputs go up, the workload is submitted and followed to its end, outputs come down.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use bytes::Bytes;
+use domain::{ArtifactId, BuildId, WorkloadId};
+use futures::future::try_join_all;
+use rpc::pb::artifacts::PutBuildRequest;
+use rpc::pb::scheduler::{
+    Access, EnvironmentVariable, Finished, HostImage, Image, Input, Limits, Network, Output, OutputMode,
+    Privilege, PublishedOutput, StdinMode, SubmitRequest, WorkloadKind, WorkloadSpec,
+    image::Source as ImageSource,
+};
+use serde_json::json;
+use tracing::{Instrument, info_span};
+
+use crate::args::RunArgs;
+use crate::connect::{Connection, repeat};
+use crate::download::Downloader;
+use crate::error::Interrupted;
+use crate::exit;
+use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
+use crate::json as shown;
+use crate::signals::Signals;
+use crate::stdin;
+use crate::stdout;
+use crate::ui::Ui;
+use crate::upload::{Directory, Uploader, inside, renew};
+use crate::values::{Copied, Source};
+
+/// A build without a workload ends after this long; it is renewed more often while inputs are uploaded.
+const BUILD_TERM: Duration = Duration::from_secs(10 * 60);
+
+/// Runs. Answers the exit code.
+pub(crate) async fn run(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<u8> {
+    let mut signals = Signals::catch()?;
+    if args.privileged {
+        ui.note("--privileged: the command has all capabilities and devices and no filter; it is as good as root on the worker");
+    }
+    let spec = spec(args, &connection.team, ui)?;
+    let workload = WorkloadId::new();
+
+    // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.
+    let (inputs, build) = tokio::select! {
+        prepared = prepare(args, connection, ui, workload) => prepared?,
+        code = signals.next() => return Err(Interrupted(code).into()),
+    };
+    let spec = WorkloadSpec {
+        inputs: spec_inputs(args, &inputs),
+        build_id: build.map(|build| build.to_string()).unwrap_or_default(),
+        ..spec
+    };
+    tokio::select! {
+        submitted = submit(connection, workload, spec) => submitted?,
+        code = signals.next() => {
+            // It may have been accepted.
+            _ = tokio::time::timeout(Duration::from_secs(2), cancel(connection, workload.to_string(), GRACE)).await;
+            return Err(Interrupted(code).into());
+        }
+    }
+    ui.event("submitted", json!({ "workload_id": workload.to_string() }));
+    if args.detach {
+        if !as_json {
+            stdout::print(&format!("{workload}\n"))?;
+        }
+        return Ok(0);
+    }
+
+    let follow = Follow {
+        connection,
+        ui,
+        workload: workload.to_string(),
+        on_signal: OnSignal::Cancel,
+        narrate: true,
+        stdin: forwards_stdin(args),
+        acknowledge: true,
+    };
+    let followed = follow.run(&mut signals).await?;
+    let downloaded = tokio::select! {
+        downloaded = download(args, connection, ui, &followed.finished) => downloaded,
+        code = signals.next() => return Err(Interrupted(code).into()),
+    };
+    let code = end(ui, &followed, &downloaded);
+    ui.event("finished", shown::finished(&followed.finished, code));
+    Ok(code)
+}
+
+/// Says how it ended, and answers the exit code.
+pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<()>) -> u8 {
+    let end = exit::end(&followed.finished, followed.asked);
+    if let Some(said) = &end.said {
+        ui.warn(said);
+    }
+    if let Err(error) = downloaded {
+        ui.error(&crate::error::describe(error));
+        return exit::OURS;
+    }
+    if followed.output_lost && end.code == 0 { exit::OURS } else { end.code }
+}
+
+fn forwards_stdin(args: &RunArgs) -> bool {
+    !args.no_stdin && !args.detach && stdin::is_readable()
+}
+
+/// What is uploaded or taken, for each input; and the build that owns it, where there is anything to own.
+async fn prepare(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    workload: WorkloadId,
+) -> anyhow::Result<(Vec<ArtifactId>, Option<BuildId>)> {
+    let uploads = args.inputs.iter().any(|input| matches!(input.source, Source::Directory(_)));
+    if !uploads && args.outputs.is_empty() {
+        return Ok((args.inputs.iter().filter_map(|input| taken(&input.source)).collect(), None));
+    }
+    let build = BuildId::new();
+    let put = PutBuildRequest {
+        build_id: build.to_string(),
+        team: connection.team.clone(),
+        ends_with_workload: workload.to_string(),
+        keep: Some(rpc::duration(args.keep)),
+        term: Some(rpc::duration(BUILD_TERM)),
+    };
+    let owners = connection.owners();
+    repeat("cannot prepare the run", async || owners.clone().put_build(put.clone()).await)
+        .instrument(info_span!(target: "gantry", "put build", service = "gantry"))
+        .await?;
+    let inputs = tokio::select! {
+        inputs = upload(args, connection, ui, build) => inputs?,
+        error = renew(connection, put, BUILD_TERM / 3) => return Err(error),
+    };
+    Ok((inputs, Some(build)))
+}
+
+async fn upload(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    build: BuildId,
+) -> anyhow::Result<Vec<ArtifactId>> {
+    let uploader =
+        Uploader { connection, ui, scan: &args.scan, build: Some(build), progress: ui.progress("uploading") };
+    let targets: Vec<&Path> = args.outputs.iter().filter_map(|output| output.directory.as_deref()).collect();
+    try_join_all(args.inputs.iter().map(async |input| {
+        let path = match &input.source {
+            Source::Artifact(artifact) => return Ok(*artifact),
+            Source::Directory(path) => path,
+        };
+        let left_out = inside(path, targets.iter().copied());
+        for target in &left_out {
+            ui.note(&format!("{}: {} is left out, an output goes there", input.name, target.display()));
+        }
+        uploader
+            .upload(&Directory { name: &input.name, path, left_out })
+            .instrument(info_span!(target: "gantry", "upload", service = "gantry", input.name = input.name))
+            .await
+    }))
+    .await
+}
+
+fn taken(source: &Source) -> Option<ArtifactId> {
+    match source {
+        Source::Artifact(artifact) => Some(*artifact),
+        Source::Directory(_) => None,
+    }
+}
+
+async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpec) -> anyhow::Result<()> {
+    let request = SubmitRequest { workload_id: workload.to_string(), spec: Some(spec) };
+    let workloads = connection.workloads();
+    repeat("cannot submit the workload", async || workloads.clone().submit(request.clone()).await)
+        .instrument(info_span!(target: "gantry", "submit", service = "gantry"))
+        .await
+        .map(drop)
+}
+
+/// Brings back the outputs that have a directory.
+async fn download(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    finished: &Finished,
+) -> anyhow::Result<()> {
+    if finished.outputs.is_empty() {
+        return Ok(());
+    }
+    let downloader =
+        Downloader { connection, ui, replace: args.replace, progress: ui.progress("downloading") };
+    for output in &args.outputs {
+        let Some(published) = finished.outputs.iter().find(|published| published.name == output.name) else {
+            continue;
+        };
+        let PublishedOutput { name, artifact_id, entries, .. } = published;
+        if *entries == 0 {
+            ui.note(&format!("{name}: the command left it empty"));
+        }
+        let Some(directory) = &output.directory else {
+            ui.note(&format!("{name}: kept as artifact {artifact_id}"));
+            continue;
+        };
+        let artifact = artifact_id.parse().context("the scheduler named an output that is no artifact")?;
+        downloader
+            .download(artifact, name, directory)
+            .instrument(info_span!(target: "gantry", "download", service = "gantry", output.name = name))
+            .await
+            .with_context(|| format!("it is kept as artifact {artifact_id}, see `gantry download`"))?;
+    }
+    Ok(())
+}
+
+/// The spec, but for its inputs and its build.
+fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
+    let attached = !args.detach;
+    Ok(WorkloadSpec {
+        team: team.to_owned(),
+        kind: WorkloadKind::Task.into(),
+        image: Some(Image { source: Some(ImageSource::Host(HostImage {})) }),
+        command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
+        environment: environment(&args.environment, |name| std::env::var_os(name), ui)?,
+        directory: Bytes::copy_from_slice(args.directory.as_bytes()),
+        user: args.user.clone(),
+        stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
+        output: if attached { OutputMode::Attached } else { OutputMode::Spooled }.into(),
+        inputs: Vec::new(),
+        outputs: args
+            .outputs
+            .iter()
+            .map(|output| Output { name: output.name.clone(), path: Bytes::new() })
+            .collect(),
+        limits: Some(Limits {
+            cpu_millis: args.cpu.unwrap_or(0),
+            memory_bytes: args.memory.unwrap_or(0),
+            pids: 0,
+        }),
+        privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
+        network: if args.hermetic { Network::Loopback } else { Network::Host }.into(),
+        tags: args.tags.clone(),
+        platform: String::new(),
+        queue_timeout: args.queue_timeout.map(rpc::duration),
+        run_timeout: args.timeout.map(rpc::duration),
+        build_id: String::new(),
+    })
+}
+
+fn spec_inputs(args: &RunArgs, artifacts: &[ArtifactId]) -> Vec<Input> {
+    let input = |(input, artifact): (&crate::values::InputArg, &ArtifactId)| Input {
+        name: input.name.clone(),
+        artifact_id: artifact.to_string(),
+        path: Bytes::new(),
+        access: if input.read_only { Access::ReadOnly } else { Access::CopyOnWrite }.into(),
+    };
+    args.inputs.iter().zip(artifacts).map(input).collect()
+}
+
+/// The last one of a name counts. What shall be copied and is not there is left out, and said.
+fn environment(
+    variables: &[Copied],
+    ours: impl Fn(&OsString) -> Option<OsString>,
+    ui: &Ui,
+) -> anyhow::Result<Vec<EnvironmentVariable>> {
+    let mut set: Vec<(OsString, OsString)> = Vec::new();
+    for Copied { name, value } in variables {
+        let value = match value {
+            Some(value) => value.clone(),
+            None => match ours(name) {
+                Some(value) => value,
+                None => {
+                    ui.note(&format!("--env {}: not set here, so not there", name.display()));
+                    continue;
+                }
+            },
+        };
+        if name.as_bytes().contains(&0) || value.as_bytes().contains(&0) {
+            bail!("--env {}: cannot contain a NUL byte", name.display());
+        }
+        set.retain(|(other, _)| other != name);
+        set.push((name.clone(), value));
+    }
+    let bytes = |text: OsString| Bytes::from(text.into_vec());
+    Ok(set
+        .into_iter()
+        .map(|(name, value)| EnvironmentVariable { name: bytes(name), value: bytes(value) })
+        .collect())
+}
+
+/// Says before anything is done what cannot work.
+pub(crate) fn check(args: &RunArgs) -> anyhow::Result<()> {
+    for input in &args.inputs {
+        if let Source::Directory(path) = &input.source {
+            check_directory(path).with_context(|| format!("cannot upload {path:?}"))?;
+        }
+    }
+    let mut seen: Vec<(&str, PathBuf)> = Vec::new();
+    for output in &args.outputs {
+        let Some(directory) = &output.directory else { continue };
+        let Some(directory) = crate::upload::resolve(directory) else { continue };
+        if let Some((other, _)) = seen.iter().find(|(_, path)| *path == directory) {
+            bail!("outputs {other:?} and {:?} go into the same directory; give each its own", output.name);
+        }
+        seen.push((&output.name, directory));
+    }
+    Ok(())
+}
+
+fn check_directory(path: &Path) -> anyhow::Result<()> {
+    if !path.metadata()?.is_dir() {
+        bail!("it is no directory; only directories can be uploaded");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    fn parse(arguments: &[&str]) -> RunArgs {
+        let arguments = ["gantry", "run"].iter().chain(arguments);
+        match Cli::try_parse_from(arguments).expect("parses").command {
+            Command::Run(args) => *args,
+            _ => panic!("it is a run"),
+        }
+    }
+
+    fn quiet() -> Ui {
+        let cli = Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses");
+        Ui::new(&cli.global)
+    }
+
+    #[test]
+    fn what_follows_the_command_belongs_to_it() {
+        let args =
+            parse(&["-i", "src=.", "-o", "out", "--memory", "1G", "sh", "-c", "true", "--memory", "2G"]);
+        assert_eq!(args.command, ["sh", "-c", "true", "--memory", "2G"].map(OsString::from));
+        assert_eq!(args.memory, Some(1 << 30));
+        assert_eq!(parse(&["--", "-x"]).command, [OsString::from("-x")]);
+        assert!(Cli::try_parse_from(["gantry", "run"]).is_err());
+        assert!(Cli::try_parse_from(["gantry", "run", "--no-such-flag", "true"]).is_err());
+    }
+
+    #[test]
+    fn the_spec_says_what_the_flags_say() {
+        let args =
+            parse(&["--privileged", "--hermetic", "--cpu", "1.5", "--timeout", "2m", "-d", "--", "true"]);
+        let spec = spec(&args, "main", &quiet()).expect("valid");
+        assert_eq!(spec.privilege(), Privilege::Privileged);
+        assert_eq!(spec.network(), Network::Loopback);
+        assert_eq!((spec.stdin(), spec.output()), (StdinMode::None, OutputMode::Spooled));
+        assert_eq!(spec.limits.map(|limits| limits.cpu_millis), Some(1500));
+        assert_eq!(spec.run_timeout, Some(rpc::duration(Duration::from_secs(120))));
+        assert!(rpc::spec::parse(spec).is_ok());
+    }
+
+    #[test]
+    fn the_last_variable_of_a_name_counts_and_copies_are_ours() {
+        let given = parse(&["--env", "A=1", "--env", "B", "--env", "A=2", "--env", "C", "--", "true"]);
+        let ours = |name: &OsString| (name == "B").then(|| OsString::from("ours"));
+        let set = environment(&given.environment, ours, &quiet()).expect("valid");
+        let set: Vec<_> = set.iter().map(|v| (v.name.as_ref(), v.value.as_ref())).collect();
+        assert_eq!(set, [(&b"B"[..], &b"ours"[..]), (b"A", b"2")]);
+    }
+
+    #[test]
+    fn two_outputs_never_share_a_directory() {
+        assert!(check(&parse(&["-o", "a=./x", "-o", "b=x", "--", "true"])).is_err());
+        assert!(check(&parse(&["-o", "a=./x", "-o", "b=./y", "--", "true"])).is_ok());
+        assert!(check(&parse(&["-i", "a=/nonexistent", "--", "true"])).is_err());
+    }
+}

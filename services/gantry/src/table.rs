@@ -1,0 +1,125 @@
+//! Tables for people, and sizes, ages and texts in them.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+/// Columns side by side, two spaces between them, without spaces at the ends of lines.
+pub(crate) fn render(headers: &[&str], rows: &[Vec<String>]) -> String {
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
+        cells.chain([headers[column].len()]).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..headers.len()).map(width).collect();
+    let mut text = String::new();
+    let mut line = |cells: &mut dyn Iterator<Item = &str>| {
+        let mut row = String::new();
+        for (cell, width) in cells.zip(&widths) {
+            let padding = width + 2 - cell.chars().count().min(*width);
+            row.push_str(cell);
+            row.extend(std::iter::repeat_n(' ', padding));
+        }
+        text.push_str(row.trim_end());
+        text.push('\n');
+    };
+    line(&mut headers.iter().copied());
+    for row in rows {
+        line(&mut row.iter().map(String::as_str));
+    }
+    text
+}
+
+/// Names and values below each other. Values of several lines are indented.
+pub(crate) fn fields(fields: &[(&str, String)]) -> String {
+    let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
+    let mut text = String::new();
+    for (name, value) in fields.iter().filter(|(_, value)| !value.is_empty()) {
+        let value = value.replace('\n', &format!("\n{:width$}", ""));
+        // Writing to a string cannot fail.
+        _ = writeln!(text, "{:width$}{value}", format!("{name}:"));
+    }
+    text
+}
+
+/// A size: `17 B`, `1.2 MiB`.
+pub(crate) fn bytes(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    #[expect(clippy::cast_precision_loss, reason = "shown with one digit behind the point")]
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+/// A duration: `0.3 s`, `42 s`, `5 min`, `3 h`, `2 d`.
+pub(crate) fn duration(duration: Duration) -> String {
+    match duration.as_secs() {
+        0..10 => format!("{:.1} s", duration.as_secs_f64()),
+        seconds @ 10..120 => format!("{seconds} s"),
+        seconds @ 120..7200 => format!("{} min", seconds / 60),
+        seconds @ 7200..172_800 => format!("{} h", seconds / 3600),
+        seconds => format!("{} d", seconds / 86_400),
+    }
+}
+
+/// A number of things: `1 file`, `2 files`.
+pub(crate) fn count(number: u64, thing: &str) -> String {
+    if number == 1 { format!("1 {thing}") } else { format!("{number} {thing}s") }
+}
+
+/// Text of unknown origin, safe for a terminal, and no longer than `limit` characters.
+pub(crate) fn plain(text: &str, limit: usize) -> String {
+    let mut plain: String = text.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+    if plain.chars().count() > limit {
+        plain = plain.chars().take(limit.saturating_sub(1)).collect();
+        plain.push('…');
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_cell() {
+        let rows = vec![
+            vec!["a".to_owned(), "long name".to_owned(), "x".to_owned()],
+            vec!["größer".to_owned(), String::new(), String::new()],
+        ];
+        assert_eq!(
+            render(&["ID", "NAME", "WHY"], &rows),
+            "ID      NAME       WHY\na       long name  x\ngrößer\n"
+        );
+        assert_eq!(render(&["ID", "NAME"], &[]), "ID  NAME\n");
+    }
+
+    #[test]
+    fn fields_stand_below_each_other_and_empty_ones_are_left_out() {
+        let shown = fields(&[("id", "7".to_owned()), ("why", String::new()), ("kept", "a\nb".to_owned())]);
+        assert_eq!(shown, "id:   7\nkept: a\n      b\n");
+    }
+
+    #[test]
+    fn numbers_for_people() {
+        assert_eq!(bytes(0), "0 B");
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1024), "1.0 KiB");
+        assert_eq!(bytes((1 << 20) - 1), "1.0 MiB");
+        assert_eq!(bytes(3 << 29), "1.5 GiB");
+        assert_eq!(duration(Duration::from_millis(340)), "0.3 s");
+        assert_eq!(duration(Duration::from_secs(119)), "119 s");
+        assert_eq!(duration(Duration::from_secs(3600)), "60 min");
+        assert_eq!(duration(Duration::from_secs(200_000)), "2 d");
+        assert_eq!(count(1, "file"), "1 file");
+        assert_eq!(count(0, "file"), "0 files");
+    }
+
+    #[test]
+    fn foreign_text_cannot_speak_to_the_terminal() {
+        assert_eq!(plain("a\u{1b}[31mb\n", 20), "a?[31mb?");
+        assert_eq!(plain("abcdef", 4), "abc…");
+    }
+}

@@ -1,0 +1,84 @@
+//! What is said while a command runs: lines on standard error, and events on standard output with `--json`.
+
+use std::io::{self, IsTerminal, Write};
+
+use serde_json::{Value, json};
+
+use crate::args::Global;
+use crate::output::Events;
+use crate::progress::Progress;
+
+/// Says what happens.
+pub(crate) struct Ui {
+    quiet: bool,
+    color: bool,
+    events: Option<Events>,
+}
+
+impl Ui {
+    /// For a command that has answers, and no events.
+    pub(crate) fn new(global: &Global) -> Self {
+        let color =
+            io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
+        Self { quiet: global.quiet, color, events: None }
+    }
+
+    /// For a command whose `--json` are events.
+    pub(crate) fn with_events(global: &Global) -> Self {
+        Self { events: global.json.then(Events::start), ..Self::new(global) }
+    }
+
+    /// Where events go, and output with them.
+    pub(crate) fn events(&self) -> Option<&Events> {
+        self.events.as_ref()
+    }
+
+    /// Something that a person likes to know.
+    pub(crate) fn note(&self, text: &str) {
+        if !self.quiet {
+            self.line("2", text);
+        }
+    }
+
+    /// Something that a person must know.
+    pub(crate) fn warn(&self, text: &str) {
+        self.line("33", text);
+    }
+
+    /// Why the command failed.
+    pub(crate) fn error(&self, text: &str) {
+        self.line("31", text);
+    }
+
+    /// Something that a program likes to know. `details` is an object.
+    pub(crate) fn event(&self, name: &str, details: Value) {
+        let Some(events) = &self.events else { return };
+        let mut event = json!({ "event": name });
+        if let (Value::Object(event), Value::Object(details)) = (&mut event, details) {
+            event.extend(details);
+        }
+        events.say(&event);
+    }
+
+    /// A bar, or lines, for a transfer.
+    pub(crate) fn progress(&self, what: &str) -> Progress {
+        Progress::start(what, self.quiet)
+    }
+
+    /// Waits until all events are written.
+    pub(crate) fn finish(self) {
+        if let Some(events) = self.events {
+            events.finish();
+        }
+    }
+
+    fn line(&self, color: &str, text: &str) {
+        let line = if self.color {
+            format!("\x1b[{color}mgantry: {text}\x1b[0m\n")
+        } else {
+            format!("gantry: {text}\n")
+        };
+        // Nobody can be told when that fails.
+        _ = io::stderr().lock().write_all(line.as_bytes());
+    }
+}

@@ -1,0 +1,494 @@
+//! Directories become artifacts.
+//!
+//! ```text
+//! scan ──▶ Streamer.Upload{digest} ──▶ uploaded (the cluster has these bytes)
+//!                                └──▶ go_to: Volumes.Write there, only what it lacks ──▶ commit ──▶ uploaded
+//! ```
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use domain::{ArtifactId, BuildId};
+use rpc::Reason;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::{
+    ManifestEnd, WriteCommit, WriteOpen, WriteRequest, WriteResponse, write_request::Message as Write,
+    write_response::Message as Answer,
+};
+use rpc::pb::streamer::{
+    GoTo, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request, upload_response,
+};
+use serde_json::json;
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::task::AbortOnDropHandle;
+use transfer::{
+    Manifest, Problem, ProblemKind, ReadError, ReadOptions, Runs, ScanError, ScanOptions, TreeReader,
+};
+
+use crate::args::ScanArgs;
+use crate::connect::{Connection, Pause};
+use crate::error::{Refused, is_transient, refusal, refused};
+use crate::progress::Progress;
+use crate::rules::Rules;
+use crate::table::{bytes, count, duration};
+use crate::tree::{self, Remembered};
+use crate::ui::Ui;
+
+/// How often an upload is tried when calls break, or files change while they are sent.
+const TRIES: usize = 4;
+/// How many problems are named.
+const NAMED: usize = 10;
+
+/// How directories are uploaded.
+pub(crate) struct Uploader<'a> {
+    pub(crate) connection: &'a Connection,
+    pub(crate) ui: &'a Ui,
+    pub(crate) scan: &'a ScanArgs,
+    /// The build that shall own what is uploaded.
+    pub(crate) build: Option<BuildId>,
+    pub(crate) progress: Progress,
+}
+
+/// One directory, and what it is called.
+pub(crate) struct Directory<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) path: &'a Path,
+    /// Paths relative to it that are left out.
+    pub(crate) left_out: Vec<PathBuf>,
+}
+
+impl Uploader<'_> {
+    /// Uploads a directory. Answers the artifact, which may be one that was there already.
+    pub(crate) async fn upload(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
+        let Directory { name, path, .. } = directory;
+        let started = Instant::now();
+        let mut pause = Pause::default();
+        for attempt in 1.. {
+            self.progress.doing(&format!("scanning {name}"));
+            let scanned = self.scan(directory).await.with_context(|| format!("cannot upload {path:?}"))?;
+            self.check(name, &scanned.problems)?;
+            self.progress.doing(&format!("uploading {name}"));
+            match self.send(directory, &scanned.manifest).await {
+                Ok(sent) => {
+                    self.say(name, &scanned.manifest, &sent, started);
+                    return Ok(sent.artifact);
+                }
+                Err(SendError::Changed(message)) if !self.scan.allow_changed || attempt >= TRIES => {
+                    bail!(
+                        "cannot upload {path:?}: {message} while it was uploaded; leave it alone, or allow it with --allow-changed"
+                    );
+                }
+                Err(SendError::Changed(_)) => {}
+                Err(SendError::Other(error)) if is_transient(&error) && attempt < TRIES => pause.wait().await,
+                Err(SendError::Other(error)) => {
+                    return Err(error.context(format!("cannot upload {path:?}")));
+                }
+            }
+        }
+        unreachable!("the loop returns")
+    }
+
+    async fn scan(&self, directory: &Directory<'_>) -> anyhow::Result<Scanned> {
+        let stop = StopOnDrop(Arc::new(AtomicBool::new(false)));
+        let (path, left_out) = (directory.path.to_owned(), directory.left_out.clone());
+        let (gitignore, stopped) = (self.scan.gitignore, stop.0.clone());
+        let scanned = tokio::task::spawn_blocking(move || {
+            let root = path.canonicalize()?;
+            let rules = Rules::new(&root, gitignore, left_out);
+            let exclude = |path: &Path, is_directory| rules.exclude(path, is_directory);
+            let mut remembered = Remembered::load("upload", &root);
+            let options = ScanOptions {
+                ownership: transfer::ScannedOwnership::Root,
+                exclude: Some(&exclude),
+                stop: Some(&stopped),
+                ..ScanOptions::default()
+            };
+            let scan = transfer::scan(&root, &options, Some(&mut remembered.cache))?;
+            remembered.save();
+            Ok::<_, anyhow::Error>(Scanned {
+                manifest: Arc::new(scan.manifest),
+                problems: scan.problems,
+                rules: rules.problems(),
+            })
+        });
+        let scanned = scanned.await.context("the scan ended unexpectedly")?.map_err(|error| {
+            match error.downcast::<ScanError>() {
+                // "Cannot open the directory" is said by what is around it.
+                Ok(ScanError::Root(error)) => error.into(),
+                Ok(error) => error.into(),
+                Err(error) => error,
+            }
+        })?;
+        for problem in &scanned.rules {
+            self.ui.warn(&format!("{}: a rule is ignored: {problem}", directory.name));
+        }
+        Ok(scanned)
+    }
+
+    /// Fails, or only tells, for files that are not as they should be.
+    fn check(&self, name: &str, problems: &[Problem]) -> anyhow::Result<()> {
+        let sockets =
+            problems.iter().filter(|problem| matches!(problem.what, ProblemKind::SkippedSocket)).count();
+        if sockets > 0 {
+            self.ui.note(&format!("{name}: {} left out", count(sockets as u64, "socket")));
+        }
+        let wrong: Vec<_> =
+            problems.iter().filter(|problem| !matches!(problem.what, ProblemKind::SkippedSocket)).collect();
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        let mut list = String::new();
+        for problem in wrong.iter().take(NAMED) {
+            // Writing to a string cannot fail.
+            _ = write!(list, "\n  {problem}");
+            if let ProblemKind::Unreadable(error) = &problem.what {
+                _ = write!(list, ": {}", crate::error::without_number(&error.to_string()));
+            }
+        }
+        if wrong.len() > NAMED {
+            _ = write!(list, "\n  and {} more", wrong.len() - NAMED);
+        }
+        if self.scan.allow_changed {
+            self.ui.warn(&format!("{name}: uploaded all the same:{list}"));
+            return Ok(());
+        }
+        bail!(
+            "cannot upload {name}: {} cannot be read, or changed meanwhile; leave out what is not needed with .gantryignore, or \
+             allow it with --allow-changed:{list}",
+            count(wrong.len() as u64, "path")
+        )
+    }
+
+    fn say(&self, name: &str, manifest: &Manifest, sent: &Sent, started: Instant) {
+        let entries = manifest.entries().len() as u64 - 1;
+        let what = format!(
+            "{name}: {}, {}",
+            count(entries, "entry").replace("entrys", "entries"),
+            bytes(manifest.size_bytes())
+        );
+        let took = duration(started.elapsed());
+        self.ui.note(&match sent.bytes {
+            None => format!("{what}, all of it in the cluster already"),
+            Some(sent) => format!("{what}, {} sent in {took}", bytes(sent)),
+        });
+        self.ui.event(
+            "uploaded",
+            json!({
+                "name": name,
+                "artifact_id": sent.artifact.to_string(),
+                "entries": entries,
+                "size_bytes": manifest.size_bytes(),
+                "sent_bytes": sent.bytes.unwrap_or(0),
+            }),
+        );
+    }
+
+    async fn send(&self, directory: &Directory<'_>, manifest: &Arc<Manifest>) -> Result<Sent, SendError> {
+        let digest = manifest.tree_digest().as_bytes().to_vec();
+        let (requests, queue) = mpsc::channel(2);
+        let open = UploadOpen {
+            team: self.connection.team.clone(),
+            artifact_id: ArtifactId::new().to_string(),
+            digest: digest.clone().into(),
+            build_id: self.build.map(|build| build.to_string()).unwrap_or_default(),
+            label: directory.name.to_owned(),
+        };
+        let request = |message| UploadRequest { message: Some(message) };
+        // The queue is empty and its other end is there.
+        _ = requests.send(request(upload_request::Message::Open(open))).await;
+        let mut answers = self
+            .connection
+            .streamer()
+            .upload(ReceiverStream::new(queue))
+            .await
+            .map_err(Refused::from)?
+            .into_inner();
+
+        let mut sent = None;
+        loop {
+            let UploadResponse { message } =
+                answers.message().await.map_err(Refused::from)?.ok_or_else(Refused::cut)?;
+            match message {
+                Some(upload_response::Message::Uploaded(uploaded)) => {
+                    let artifact =
+                        uploaded.artifact_id.parse().context("the streamer answered no artifact")?;
+                    return Ok(Sent { artifact, bytes: sent });
+                }
+                Some(upload_response::Message::GoTo(go_to)) => {
+                    // An answer before all was sent is a refusal.
+                    let written = tokio::select! {
+                        written = self.write(go_to, directory, manifest) => written?,
+                        early = answers.message() => {
+                            return Err(early.err().map_or_else(Refused::cut, Refused::from).into());
+                        }
+                    };
+                    sent = Some(written);
+                    let commit = UploadCommit { digest: digest.clone().into() };
+                    // When that fails, the answers say why.
+                    _ = requests.send(request(upload_request::Message::Commit(commit))).await;
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Fills the volume. Answers how many bytes of content were sent.
+    async fn write(
+        &self,
+        go_to: GoTo,
+        directory: &Directory<'_>,
+        manifest: &Arc<Manifest>,
+    ) -> Result<u64, SendError> {
+        let mut volumes: VolumesClient<_> = self.connection.volumes_at(&go_to.gateway_endpoint)?;
+        let (requests, queue) = mpsc::channel(4);
+        let (missing_known, missing) = oneshot::channel();
+        let sending = send_tree(go_to.ticket, directory.path.to_owned(), manifest.clone(), missing, requests);
+        let sender = AbortOnDropHandle::new(tokio::spawn(sending));
+
+        let answers = async {
+            let mut answers =
+                volumes.write(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
+            let mut missing_known = Some(missing_known);
+            let mut missing = Runs::new();
+            let (mut wanted, mut done) = (0, 0);
+            while let Some(WriteResponse { message }) = answers.message().await.map_err(Refused::from)? {
+                match message {
+                    Some(Answer::Missing(runs)) => tree::add_runs(&mut missing, &runs)?,
+                    Some(Answer::MissingEnd(_)) => {
+                        wanted = manifest.bytes_of(&missing);
+                        self.progress.expect(wanted);
+                        if let Some(known) = missing_known.take() {
+                            // When nobody waits for it, sending has failed, and says why.
+                            _ = known.send(std::mem::take(&mut missing));
+                        }
+                    }
+                    Some(Answer::Progress(progress)) => {
+                        self.progress.advance(progress.bytes.saturating_sub(done));
+                        done = done.max(progress.bytes);
+                    }
+                    Some(Answer::Committed(committed)) => {
+                        self.progress.advance(wanted.saturating_sub(done));
+                        if tree::digest(&committed.digest)? != manifest.tree_digest() {
+                            return Err(anyhow::anyhow!("the worker has written something else").into());
+                        }
+                        return Ok(wanted);
+                    }
+                    None => {}
+                }
+            }
+            Err(Refused::cut().into())
+        };
+        let answered: Result<u64, SendError> = answers.await;
+        match answered {
+            Ok(written) => Ok(written),
+            Err(SendError::Other(error)) => {
+                if refusal(&error).is_some_and(|refused| refused.is(Reason::DigestMismatch)) {
+                    return Err(SendError::Changed(self.changed(directory, manifest).await));
+                }
+                // What broke the sender broke the call.
+                if sender.is_finished()
+                    && let Ok(Err(cause)) = sender.await
+                {
+                    return Err(cause);
+                }
+                Err(SendError::Other(error))
+            }
+            changed => changed,
+        }
+    }
+
+    /// Names what is not as it was when it was scanned.
+    async fn changed(&self, directory: &Directory<'_>, manifest: &Manifest) -> String {
+        let Ok(now) = self.scan(directory).await else { return "the directory changed".to_owned() };
+        let before: HashMap<_, _> =
+            manifest.entries().iter().map(|entry| (&entry.path, entry.extents())).collect();
+        let mut changed = now
+            .manifest
+            .entries()
+            .iter()
+            .filter(|entry| before.get(&entry.path) != Some(&entry.extents()))
+            .map(transfer::Entry::path);
+        match (changed.next(), changed.count()) {
+            (None, _) => "a file changed".to_owned(),
+            (Some(path), 0) => format!("{path:?} changed"),
+            (Some(path), more) => format!("{path:?} and {} changed", count(more as u64, "other file")),
+        }
+    }
+}
+
+struct Scanned {
+    manifest: Arc<Manifest>,
+    problems: Vec<Problem>,
+    rules: Vec<String>,
+}
+
+struct Sent {
+    artifact: ArtifactId,
+    /// `None`: the cluster had it.
+    bytes: Option<u64>,
+}
+
+enum SendError {
+    /// Something is not as it was when it was scanned, and what.
+    Changed(String),
+    Other(anyhow::Error),
+}
+
+impl From<anyhow::Error> for SendError {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+impl From<Refused> for SendError {
+    fn from(refused: Refused) -> Self {
+        Self::Other(refused.into())
+    }
+}
+
+impl From<ReadError> for SendError {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::Shrunk { path } | ReadError::Changed { path } => {
+                Self::Changed(format!("{path:?} changed"))
+            }
+            ReadError::Io { path, source } if source.kind() == std::io::ErrorKind::NotFound => {
+                Self::Changed(format!("{path:?} vanished"))
+            }
+            error => Self::Other(error.into()),
+        }
+    }
+}
+
+/// Says everything that a writer says, in its order.
+async fn send_tree(
+    ticket: String,
+    root: PathBuf,
+    manifest: Arc<Manifest>,
+    missing: oneshot::Receiver<Runs>,
+    requests: mpsc::Sender<WriteRequest>,
+) -> Result<(), SendError> {
+    // When sending fails the call has ended, and its answers say why.
+    let request = |message| WriteRequest { message: Some(message) };
+    if requests.send(request(Write::Open(WriteOpen { ticket }))).await.is_err() {
+        return Ok(());
+    }
+    for part in manifest.parts(tree::PART_BYTES) {
+        if requests.send(request(Write::Manifest(tree::part(part)?))).await.is_err() {
+            return Ok(());
+        }
+    }
+    let end = ManifestEnd {
+        digest: manifest.tree_digest().as_bytes().to_vec().into(),
+        size_bytes: manifest.size_bytes(),
+        entries: manifest.entries().len() as u64,
+    };
+    if requests.send(request(Write::ManifestEnd(end))).await.is_err() {
+        return Ok(());
+    }
+    let Ok(missing) = missing.await else { return Ok(()) };
+    let content = requests.clone();
+    let read = tokio::task::spawn_blocking(move || {
+        let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
+        for batch in reader.batches(&missing) {
+            if content.blocking_send(request(Write::Chunk(tree::chunk(batch?)))).is_err() {
+                return Ok(());
+            }
+        }
+        Ok::<_, SendError>(())
+    });
+    read.await.context("reading ended unexpectedly")??;
+    _ = requests.send(request(Write::Commit(WriteCommit {}))).await;
+    Ok(())
+}
+
+/// Stops a scan that nobody waits for any more.
+struct StopOnDrop(Arc<AtomicBool>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Where the targets of outputs lie inside of an input, relative to it. One that is the input itself is no part of it.
+pub(crate) fn inside<'a>(input: &Path, targets: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
+    let Ok(input) = input.canonicalize() else { return Vec::new() };
+    let resolved = targets.into_iter().filter_map(resolve);
+    resolved
+        .filter_map(|target| target.strip_prefix(&input).ok().map(Path::to_owned))
+        .filter(|relative| !relative.as_os_str().is_empty())
+        .collect()
+}
+
+/// The path without symbolic links, also where its end does not exist yet.
+pub(crate) fn resolve(path: &Path) -> Option<PathBuf> {
+    let path = std::path::absolute(path).ok()?;
+    for (depth, ancestor) in path.ancestors().enumerate() {
+        if let Ok(resolved) = ancestor.canonicalize() {
+            let rest: PathBuf = path.components().skip(path.components().count() - depth).collect();
+            return Some(if depth == 0 { resolved } else { resolved.join(rest) });
+        }
+    }
+    None
+}
+
+/// `gantry upload`: uploads one directory and nothing else.
+pub(crate) async fn command(
+    connection: &Connection,
+    ui: &Ui,
+    args: &crate::args::UploadArgs,
+) -> anyhow::Result<ArtifactId> {
+    let name = args.directory.canonicalize().ok();
+    let name = name.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+    let name = if args.label.is_empty() { name.unwrap_or_default() } else { args.label.clone() };
+    let progress = ui.progress("uploading");
+    let uploader = Uploader { connection, ui, scan: &args.scan, build: None, progress };
+    uploader.upload(&Directory { name: &name, path: &args.directory, left_out: Vec::new() }).await
+}
+
+/// Keeps a build from running out while its inputs are uploaded.
+pub(crate) async fn renew(
+    connection: &Connection,
+    build: rpc::pb::artifacts::PutBuildRequest,
+    every: std::time::Duration,
+) -> anyhow::Error {
+    loop {
+        tokio::time::sleep(every).await;
+        if let Err(status) = connection.owners().put_build(build.clone()).await
+            && !Refused::from(status.clone()).is_transient()
+        {
+            return refused("cannot keep what was uploaded")(status);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn targets_inside_of_an_input_are_found_though_they_do_not_exist_yet() {
+        let root = tempfile::tempdir().expect("a directory");
+        let input = root.path().join("src");
+        fs::create_dir_all(input.join("a")).expect("made");
+        std::os::unix::fs::symlink(&input, root.path().join("link")).expect("made");
+        let targets = [
+            input.join("out"),
+            input.join("a/../new/deep"),
+            root.path().join("link/a"),
+            root.path().join("other"),
+            input.clone(),
+        ];
+        let found = inside(&input, targets.iter().map(PathBuf::as_path));
+        assert_eq!(found, ["out", "new/deep", "a"].map(PathBuf::from).to_vec());
+    }
+}

@@ -1,0 +1,281 @@
+//! Values on the command line: inputs, outputs, variables, durations, sizes.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use domain::ArtifactId;
+
+/// `-i`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct InputArg {
+    pub(crate) name: String,
+    pub(crate) source: Source,
+    pub(crate) read_only: bool,
+}
+
+/// Where an input comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Source {
+    Directory(PathBuf),
+    Artifact(ArtifactId),
+}
+
+/// `-o`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OutputArg {
+    pub(crate) name: String,
+    /// Where it is brought to. `None`: it stays in the cluster.
+    pub(crate) directory: Option<PathBuf>,
+}
+
+/// `--env`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Copied {
+    pub(crate) name: OsString,
+    /// `None`: copied from our environment.
+    pub(crate) value: Option<OsString>,
+}
+
+pub(crate) fn input_parser() -> impl TypedValueParser<Value = InputArg> {
+    OsStringValueParser::new().try_map(|text| input(&text))
+}
+
+pub(crate) fn output_parser() -> impl TypedValueParser<Value = OutputArg> {
+    OsStringValueParser::new().try_map(|text| output(&text))
+}
+
+pub(crate) fn environment_parser() -> impl TypedValueParser<Value = Copied> {
+    OsStringValueParser::new().try_map(|text| environment(&text))
+}
+
+/// Parses `NAME=DIR`, `NAME=artifact:UUID`, both with `:ro` behind them.
+fn input(text: &OsStr) -> Result<InputArg, String> {
+    let Some((name, rest)) = split(text) else {
+        return Err("write NAME=DIR, such as src=. (NAME is what the command sees)".to_owned());
+    };
+    let name = check_name(name)?;
+    let (rest, read_only) = match rest.strip_suffix(b":ro") {
+        Some(rest) => (rest, true),
+        None => (rest, false),
+    };
+    let source = match rest.strip_prefix(b"artifact:") {
+        Some(id) => {
+            let id = String::from_utf8_lossy(id);
+            Source::Artifact(id.parse().map_err(|_| {
+                format!(
+                    "{id:?} is not the id of an artifact (a directory of that name is written ./artifact:…)"
+                )
+            })?)
+        }
+        None if rest.is_empty() => return Err(format!("{name}= names no directory")),
+        None => Source::Directory(path(rest)),
+    };
+    Ok(InputArg { name, source, read_only })
+}
+
+/// Parses `NAME` or `NAME=DIR`.
+fn output(text: &OsStr) -> Result<OutputArg, String> {
+    match split(text) {
+        None => Ok(OutputArg { name: check_name(text.as_bytes())?, directory: None }),
+        Some((name, b"")) => Err(format!("{}= names no directory", String::from_utf8_lossy(name))),
+        Some((name, directory)) => {
+            Ok(OutputArg { name: check_name(name)?, directory: Some(path(directory)) })
+        }
+    }
+}
+
+/// Parses `K=V` or `K`.
+fn environment(text: &OsStr) -> Result<Copied, String> {
+    let os = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
+    let (name, value) = match split(text) {
+        Some((name, value)) => (name, Some(os(value))),
+        None => (text.as_bytes(), None),
+    };
+    if name.is_empty() {
+        return Err("write K=V to set a variable, or K to copy one of yours".to_owned());
+    }
+    Ok(Copied { name: os(name), value })
+}
+
+fn check_name(name: &[u8]) -> Result<String, String> {
+    let Ok(name) = String::from_utf8(name.to_vec()) else {
+        return Err("the name is not UTF-8; the directory may be, the name must".to_owned());
+    };
+    if name.is_empty() || name.len() > 255 || name.contains('/') || name == "." || name == ".." {
+        return Err(format!(
+            "{name:?} cannot be a name: write 1 to 255 bytes without a slash, and not . or .."
+        ));
+    }
+    Ok(name)
+}
+
+fn split(text: &OsStr) -> Option<(&[u8], &[u8])> {
+    let bytes = text.as_bytes();
+    let at = bytes.iter().position(|&byte| byte == b'=')?;
+    Some((&bytes[..at], &bytes[at + 1..]))
+}
+
+fn path(bytes: &[u8]) -> PathBuf {
+    PathBuf::from(OsString::from_vec(bytes.to_vec()))
+}
+
+/// Parses a duration: `90`, `90s`, `1h30m`, `500ms`, `2d`.
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    let malformed = || format!("{text:?} is no duration: write 90s, 10m, 1h30m, 2d or 500ms");
+    if let Ok(seconds) = text.parse() {
+        return Ok(Duration::from_secs(seconds));
+    }
+    let mut total = Duration::ZERO;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(malformed)?;
+        let (number, unit_on) = rest.split_at(digits);
+        let number: u64 = number.parse().map_err(|_| malformed())?;
+        let end = unit_on.find(|c: char| c.is_ascii_digit()).unwrap_or(unit_on.len());
+        let (unit, after) = unit_on.split_at(end);
+        let seconds = match unit {
+            "ms" => None,
+            "s" => Some(1),
+            "m" => Some(60),
+            "h" => Some(60 * 60),
+            "d" => Some(24 * 60 * 60),
+            _ => return Err(malformed()),
+        };
+        let part = match seconds {
+            None => Duration::from_millis(number),
+            Some(seconds) => Duration::from_secs(number.checked_mul(seconds).ok_or_else(malformed)?),
+        };
+        total = total.checked_add(part).ok_or_else(malformed)?;
+        rest = after;
+    }
+    if text.is_empty() { Err(malformed()) } else { Ok(total) }
+}
+
+/// Parses a size in bytes: `1048576`, `512M`, `512MiB`, `1.5G`. `M` is 1024², `MB` is 1000².
+pub(crate) fn size(text: &str) -> Result<u64, String> {
+    let malformed = || format!("{text:?} is no size: write 512M, 2G or 1.5GiB");
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let unit = unit.to_ascii_lowercase();
+    let (letter, base) = match unit.as_str() {
+        "" | "b" => ("", 1024),
+        unit if unit.ends_with("ib") => (&unit[..unit.len() - 2], 1024),
+        unit if unit.ends_with('b') => (&unit[..unit.len() - 1], 1000),
+        unit => (unit, 1024_u64),
+    };
+    let power = match letter {
+        "" => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return Err(malformed()),
+    };
+    scaled(number, base.pow(power)).filter(|&bytes| bytes > 0).ok_or_else(malformed)
+}
+
+/// Parses processor time in cores into thousandths of a core: `2`, `0.5`, `500m`.
+pub(crate) fn cpu(text: &str) -> Result<u64, String> {
+    let malformed = || format!("{text:?} is no number of cores: write 2, 0.5 or 500m");
+    let millis = match text.strip_suffix('m') {
+        Some(millis) => millis.parse().ok(),
+        None => scaled(text, 1000),
+    };
+    millis.filter(|&millis| millis > 0).ok_or_else(malformed)
+}
+
+/// `number`, which may have a decimal fraction, times `factor`, rounded down.
+fn scaled(number: &str, factor: u64) -> Option<u64> {
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if whole.is_empty() || fraction.len() > 9 || fraction.contains('.') {
+        return None;
+    }
+    let whole: u64 = whole.parse().ok()?;
+    let fraction_value: u64 = if fraction.is_empty() { 0 } else { fraction.parse().ok()? };
+    let parts =
+        u128::from(fraction_value) * u128::from(factor) / 10_u128.pow(u32::try_from(fraction.len()).ok()?);
+    whole.checked_mul(factor)?.checked_add(u64::try_from(parts).ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "0197c1a2-0000-7000-8000-000000000000";
+
+    #[test]
+    fn inputs_are_directories_or_artifacts() {
+        let parse = |text: &str| input(OsStr::new(text));
+        let directory = |path: &str| Source::Directory(PathBuf::from(path));
+        let is = |name: &str, source, read_only| Ok(InputArg { name: name.to_owned(), source, read_only });
+        assert_eq!(parse("src=."), is("src", directory("."), false));
+        assert_eq!(parse("src=/a=b:ro"), is("src", directory("/a=b"), true));
+        assert_eq!(parse("src=./x:ro/"), is("src", directory("./x:ro/"), false));
+        let artifact = Source::Artifact(ID.parse().expect("an id"));
+        assert_eq!(parse(&format!("a=artifact:{ID}")), is("a", artifact.clone(), false));
+        assert_eq!(parse(&format!("a=artifact:{ID}:ro")), is("a", artifact, true));
+        for wrong in ["src", "=.", "src=", "src=:ro", "a/b=.", "..=.", "a=artifact:7"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+        let odd = input(OsStr::from_bytes(b"src=\xff\n")).expect("any directory");
+        assert_eq!(odd.source, Source::Directory(PathBuf::from(OsStr::from_bytes(b"\xff\n"))));
+        assert!(input(OsStr::from_bytes(b"\xff=.")).is_err());
+    }
+
+    #[test]
+    fn outputs_may_stay_in_the_cluster() {
+        let parse = |text: &str| output(OsStr::new(text));
+        assert_eq!(parse("out"), Ok(OutputArg { name: "out".to_owned(), directory: None }));
+        let there = OutputArg { name: "out".to_owned(), directory: Some(PathBuf::from("./a=b")) };
+        assert_eq!(parse("out=./a=b"), Ok(there));
+        for wrong in ["", "=x", "out=", "a/b", "."] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn variables_are_set_or_copied() {
+        let parse = |text: &str| environment(OsStr::new(text));
+        let is =
+            |name: &str, value: Option<&str>| Ok(Copied { name: name.into(), value: value.map(Into::into) });
+        assert_eq!(parse("A=b=c"), is("A", Some("b=c")));
+        assert_eq!(parse("A="), is("A", Some("")));
+        assert_eq!(parse("A"), is("A", None));
+        assert!(parse("").is_err());
+        assert!(parse("=x").is_err());
+    }
+
+    #[test]
+    fn durations() {
+        assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
+        assert_eq!(duration("0"), Ok(Duration::ZERO));
+        assert_eq!(duration("1h30m"), Ok(Duration::from_secs(5400)));
+        assert_eq!(duration("2d"), Ok(Duration::from_secs(172_800)));
+        assert_eq!(duration("1s500ms"), Ok(Duration::from_millis(1500)));
+        for wrong in ["", "s", "1x", "1h30x", "-1s", "1.5h", "99999999999999999999s", "18446744073709551615d"]
+        {
+            assert!(duration(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn sizes_and_cores() {
+        assert_eq!(size("1048576"), Ok(1 << 20));
+        assert_eq!(size("512M"), Ok(512 << 20));
+        assert_eq!(size("512MiB"), Ok(512 << 20));
+        assert_eq!(size("1.5g"), Ok(3 << 29));
+        assert_eq!(size("2KB"), Ok(2000));
+        for wrong in ["", "M", "0", "1X", "1.2.3", "-1", ".5G", "99999999999T"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(cpu("2"), Ok(2000));
+        assert_eq!(cpu("0.5"), Ok(500));
+        assert_eq!(cpu("250m"), Ok(250));
+        for wrong in ["", "0", "x", "-1", "1.x"] {
+            assert!(cpu(wrong).is_err(), "{wrong}");
+        }
+    }
+}

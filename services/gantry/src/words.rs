@@ -1,0 +1,128 @@
+//! Words for what the protos say in numbers.
+
+use std::fmt::Write as _;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use prost_types::Timestamp;
+use rpc::pb::artifacts::{ArtifactState, InventoryState, VolumePurpose};
+use rpc::pb::scheduler::{Outcome, WorkerState, Workload, WorkloadState, exit::How};
+
+use crate::table::{bytes, duration};
+
+pub(crate) fn worker_state(state: WorkerState) -> &'static str {
+    match state {
+        WorkerState::Unspecified => "unknown",
+        WorkerState::Running => "running",
+        WorkerState::Stalled => "stalled",
+        WorkerState::Lost => "lost",
+    }
+}
+
+pub(crate) fn workload_state(state: WorkloadState) -> &'static str {
+    match state {
+        WorkloadState::Unspecified => "unknown",
+        WorkloadState::Accepted => "accepted",
+        WorkloadState::Pending => "pending",
+        WorkloadState::Assigned => "assigned",
+        WorkloadState::Starting => "starting",
+        WorkloadState::Running => "running",
+        WorkloadState::Settling => "settling",
+        WorkloadState::Finished => "finished",
+    }
+}
+
+/// `None`: it has not ended.
+pub(crate) fn outcome(outcome: Outcome) -> Option<&'static str> {
+    match outcome {
+        Outcome::Unspecified => None,
+        Outcome::Succeeded => Some("succeeded"),
+        Outcome::Failed => Some("failed"),
+        Outcome::Errored => Some("errored"),
+        Outcome::Aborted => Some("aborted"),
+    }
+}
+
+/// What is to be said of how a workload ended: `exit 3`, `signal 9`, `RUN_TIMEOUT`.
+pub(crate) fn end(workload: &Workload) -> String {
+    if let Some(failure) = &workload.failure {
+        return failure.reason.clone();
+    }
+    match workload.exit.as_ref().and_then(|exit| exit.how.as_ref()) {
+        Some(How::Code(code)) => format!("exit {code}"),
+        Some(How::Signal(signal)) => format!("signal {signal}"),
+        Some(How::OutOfMemory(_)) => "out of memory".to_owned(),
+        None => String::new(),
+    }
+}
+
+pub(crate) fn artifact_state(state: ArtifactState) -> &'static str {
+    match state {
+        ArtifactState::Unspecified => "unknown",
+        ArtifactState::Open => "open",
+        ArtifactState::Sealed => "sealed",
+        ArtifactState::Deleting => "deleting",
+    }
+}
+
+pub(crate) fn inventory_state(state: InventoryState) -> &'static str {
+    match state {
+        InventoryState::Unspecified => "unknown",
+        InventoryState::Creating => "creating",
+        InventoryState::Created => "created",
+        InventoryState::Unconfirmed => "unconfirmed",
+        InventoryState::Lost => "lost",
+        InventoryState::Destroying => "destroying",
+        InventoryState::Sweeping => "sweeping",
+    }
+}
+
+pub(crate) fn purpose(purpose: VolumePurpose) -> &'static str {
+    match purpose {
+        VolumePurpose::Unspecified => "unknown",
+        VolumePurpose::Replica => "replica",
+        VolumePurpose::Input => "input",
+        VolumePurpose::Output => "output",
+        VolumePurpose::Scratch => "scratch",
+    }
+}
+
+/// Bytes as hex digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        // Writing to a string cannot fail.
+        _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
+/// An instant as RFC 3339 writes it, in UTC. The dates of prost are those of the proleptic Gregorian calendar.
+pub(crate) fn instant(at: &Timestamp) -> String {
+    at.to_string()
+}
+
+/// How long ago it was, by our clock.
+pub(crate) fn ago(at: Option<&Timestamp>) -> String {
+    let Some(at) = at else { return String::new() };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let then = Duration::new(u64::try_from(at.seconds).unwrap_or(0), u32::try_from(at.nanos).unwrap_or(0));
+    duration(now.saturating_sub(then))
+}
+
+/// A size, or nothing for 0.
+pub(crate) fn size(size: u64) -> String {
+    if size == 0 { String::new() } else { bytes(size) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instants_and_digests_as_text() {
+        assert_eq!(instant(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), "2023-11-14T22:13:20Z");
+        assert_eq!(hex(&[0, 0xab, 0xff]), "00abff");
+        assert_eq!(ago(None), "");
+        assert_eq!(ago(Some(&Timestamp { seconds: i64::MAX, nanos: 0 })), "0.0 s");
+    }
+}
