@@ -166,7 +166,8 @@ CREATE TABLE volumes (
     verified BOOLEAN NOT NULL,
     -- When its row was made.
     created_at BIGINT NOT NULL,
-    -- Only a report whose token is higher says anything about it: the worker's sequence when it was made, or marked.
+    -- Only a report whose token is higher says anything about it: the worker's sequence when it was made or marked, or the
+    -- token of a report that named it although its gateway had been told to destroy it.
     judged_after BIGINT NOT NULL,
     -- Why it was marked, for people.
     marked_why TEXT
