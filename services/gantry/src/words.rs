@@ -82,6 +82,7 @@ pub(crate) fn purpose(purpose: VolumePurpose) -> &'static str {
         VolumePurpose::Replica => "replica",
         VolumePurpose::Input => "input",
         VolumePurpose::Output => "output",
+        VolumePurpose::Scratch => "scratch",
     }
 }
 
