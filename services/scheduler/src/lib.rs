@@ -1,1 +1,143 @@
-//! To come.
+//! The scheduler: who may run what, where, and until when.
+//!
+//! It owns the workers (who they are, who speaks for them), the leases on their slots, and the workloads and their queue. It touches no
+//! container, volume or byte, and does not know what an owner of an artifact is. Gateways dial it ([`grpc`]'s Synchronize);
+//! the artifact store is told how workloads end through an outbox ([`outbox`]).
+//!
+//! Layers, one direction: [`grpc`] → [`service`] (one transaction for each thing asked) → domain functions over a transaction
+//! ([`workloads`], [`workers`], [`leases`], [`dispatch`]) → [`entity`]. What is decided is decided by pure functions
+//! ([`placement`], [`outcome`]).
+//!
+//! Locks are taken in one order: a workload's row, then its lease's and its worker's. Hello locks a worker alone, and what it makes
+//! of leases is done afterwards.
+
+mod config;
+mod dispatch;
+mod effects;
+mod entity;
+mod events;
+mod expire;
+mod grpc;
+mod hints;
+mod leases;
+mod outbox;
+mod outcome;
+mod placement;
+mod reconcile;
+mod service;
+mod store;
+mod workers;
+mod workloads;
+
+use std::future::Future;
+use std::sync::Arc;
+
+use anyhow::Context;
+use db::{Database, SqlMigration, sql_migrations};
+use domain::Timestamp;
+use rpc::client::{Outgoing, peer};
+use rpc::pb::scheduler::placements_server::PlacementsServer;
+use rpc::pb::scheduler::workers_server::WorkersServer;
+use rpc::pb::scheduler::workloads_server::WorkloadsServer;
+use rpc::token::TokenSigner;
+use sea_orm::{DbErr, EntityTrait, Set};
+use sea_orm_migration::{MigrationTrait, MigratorTrait};
+use server::{Host, Listener};
+
+pub use config::Config;
+
+use crate::entity::signing_key;
+use crate::service::Scheduler;
+
+/// The longest message that is taken: a spec with large arguments and environment.
+const MESSAGE_LIMIT: usize = 16 << 20;
+
+struct Schema;
+
+impl MigratorTrait for Schema {
+    fn migrations() -> Vec<Box<dyn MigrationTrait>> {
+        sql_migrations(&[SqlMigration {
+            name: "0001_scheduler",
+            sql: include_str!("../migrations/0001_scheduler.sql"),
+        }])
+    }
+}
+
+/// Adds the scheduler to `host`: opens its database, starts its loops, and adds its services.
+pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
+    config.validate()?;
+    let outgoing = Outgoing::internal().with_token(config.token.as_deref());
+    let store = store::Store::new(peer(&config.artifact_store, outgoing)?);
+    let db = Database::connect::<Schema>(&config.database_url)
+        .await
+        .context("cannot open the scheduler's database")?;
+    let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
+    let alone = db.is_sqlite();
+    db.write(async |txn| {
+        let now = Timestamp::now();
+        workers::be_patient(&txn, alone, now).await?;
+        if alone {
+            outbox::release_claims(&txn, now).await?;
+        }
+        Ok::<_, DbErr>(())
+    })
+    .await
+    .context("cannot take up what the last start left")?;
+
+    let scheduler = Scheduler {
+        db,
+        config: Arc::new(config),
+        signer,
+        store,
+        hints: hints::Hints::default(),
+        tasks: host.tasks(),
+        stopping: host.stopping(),
+    };
+    host.spawn(dispatch::dispatch_forever(scheduler.clone()));
+    host.spawn(expire::expire_forever(scheduler.clone()));
+    host.spawn(outbox::redeliver_forever(scheduler.clone()));
+    host.spawn(reconcile::reconcile_forever(scheduler.clone()));
+    host.add_service(
+        WorkloadsServer::new(grpc::WorkloadsService(scheduler.clone()))
+            .max_decoding_message_size(MESSAGE_LIMIT),
+    );
+    host.add_service(
+        WorkersServer::new(grpc::WorkersService(scheduler.clone())).max_decoding_message_size(MESSAGE_LIMIT),
+    );
+    host.add_service(PlacementsServer::new(grpc::PlacementsService(scheduler)));
+    Ok(())
+}
+
+/// Serves the scheduler alone on `listener` until `shutdown` resolves, then lets work in flight finish.
+pub async fn serve(
+    config: Config,
+    listener: Listener,
+    shutdown: impl Future<Output = ()> + Send,
+) -> anyhow::Result<()> {
+    let mut host = Host::new();
+    start(config, &mut host).await?;
+    host.serve([listener], shutdown).await
+}
+
+/// What signs, made at the first start.
+async fn signing_key(db: &Database, now: Timestamp) -> anyhow::Result<TokenSigner> {
+    let mut fresh = [0; 32];
+    getrandom::fill(&mut fresh).map_err(|error| anyhow::anyhow!("no randomness: {error}"))?;
+    let row = db
+        .write(async |txn| {
+            let row =
+                signing_key::ActiveModel { id: Set(1), seed: Set(fresh.to_vec()), created_at: Set(now.0) };
+            // Of several replicas that start at once, one makes it.
+            signing_key::Entity::insert(row)
+                .on_conflict_do_nothing_on([signing_key::Column::Id])
+                .exec_without_returning(&*txn)
+                .await?;
+            signing_key::Entity::find_by_id(1)
+                .one(&*txn)
+                .await?
+                .ok_or_else(|| DbErr::RecordNotFound("the signing key".to_owned()))
+        })
+        .await?;
+    let seed = row.seed.as_slice().try_into().context("the signing key is malformed")?;
+    Ok(TokenSigner::from_seed(seed))
+}

@@ -9,6 +9,8 @@
 mod migrate;
 
 use std::error::Error;
+use std::ops::Deref;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rand::RngExt;
@@ -91,13 +93,14 @@ impl Database {
 
     /// Runs `change` in one transaction and commits it, unless it fails.
     ///
-    /// `change` may run several times, and must have no other effect than on the transaction; no network call happens in it.
-    pub async fn write<T, E>(
-        &self,
-        change: impl for<'t> AsyncFn(&'t DatabaseTransaction) -> Result<T, E>,
-    ) -> Result<T, E>
+    /// `change` may run several times, and must have no other effect than on the transaction; no network call happens in it. It gets
+    /// the transaction itself and not a reference, for the compiler cannot see that a future may go to another thread when
+    /// it holds for every lifetime; it must not keep it.
+    pub async fn write<T, E, F>(&self, change: impl Fn(Transaction) -> F + Send + Sync) -> Result<T, E>
     where
-        E: Error + From<DbErr> + 'static,
+        F: Future<Output = Result<T, E>> + Send,
+        T: Send,
+        E: Error + From<DbErr> + Send + 'static,
     {
         let mut attempt = 0;
         loop {
@@ -114,12 +117,11 @@ impl Database {
         }
     }
 
-    async fn write_once<T, E>(
-        &self,
-        change: &impl for<'t> AsyncFn(&'t DatabaseTransaction) -> Result<T, E>,
-    ) -> Result<T, E>
+    async fn write_once<T, E, F>(&self, change: &(impl Fn(Transaction) -> F + Send + Sync)) -> Result<T, E>
     where
-        E: From<DbErr>,
+        F: Future<Output = Result<T, E>> + Send,
+        T: Send,
+        E: From<DbErr> + Send,
     {
         let options = TransactionOptions {
             access_mode: Some(AccessMode::ReadWrite),
@@ -127,8 +129,10 @@ impl Database {
             sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
             ..TransactionOptions::default()
         };
-        let transaction = self.connection.begin_with_options(options).await?;
-        let answer = change(&transaction).await;
+        let transaction = Arc::new(self.connection.begin_with_options(options).await?);
+        let answer = change(Transaction(transaction.clone())).await;
+        let transaction = Arc::into_inner(transaction)
+            .ok_or_else(|| DbErr::Custom("a transaction was kept beyond its end".to_owned()))?;
         match answer {
             Ok(answer) => {
                 transaction.commit().await?;
@@ -142,6 +146,18 @@ impl Database {
                 Err(error)
             }
         }
+    }
+}
+
+/// A transaction that [`Database::write`] runs, commits and rolls back.
+#[derive(Debug)]
+pub struct Transaction(Arc<DatabaseTransaction>);
+
+impl Deref for Transaction {
+    type Target = DatabaseTransaction;
+
+    fn deref(&self) -> &DatabaseTransaction {
+        &self.0
     }
 }
 

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::{ArtifactId, BuildId, Digest};
 
 /// A file path or other text of the system below, which need not be UTF-8.
@@ -142,7 +144,7 @@ pub enum Network {
 }
 
 /// How a process ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Exit {
     /// It exited with this code.
     Code(u8),
@@ -153,7 +155,7 @@ pub enum Exit {
 }
 
 /// What went wrong outside the process, with one of the reasons of `docs/errors.md`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// For programs.
     pub reason: String,
@@ -162,7 +164,7 @@ pub struct Failure {
 }
 
 /// How a workload ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
     /// Its process exited with 0.
     Succeeded,
@@ -175,7 +177,7 @@ pub enum Outcome {
 }
 
 /// An output whose bytes are final.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PublishedOutput {
     /// Its name in the spec.
     pub name: String,

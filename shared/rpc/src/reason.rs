@@ -89,19 +89,18 @@ impl Reason {
     /// A status with this reason, as `service` (such as `gantry.scheduler`) answers it.
     #[must_use]
     pub fn status(self, service: &str, message: impl Into<String>) -> Status {
-        self.status_about(service, message, [])
+        self.status_about::<&str>(service, message, [])
     }
 
     /// A status with this reason, and with what it is about.
     #[must_use]
-    pub fn status_about<const N: usize>(
+    pub fn status_about<S: Into<String>>(
         self,
         service: &str,
         message: impl Into<String>,
-        about: [(&str, String); N],
+        about: impl IntoIterator<Item = (S, String)>,
     ) -> Status {
-        let metadata: HashMap<_, _> =
-            about.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        let metadata: HashMap<_, _> = about.into_iter().map(|(name, value)| (name.into(), value)).collect();
         let mut details = ErrorDetails::with_error_info(self.as_str(), service, metadata);
         if matches!(self, Self::AllWorkersBusy | Self::Unavailable) {
             details.set_retry_info(Some(Duration::from_secs(1)));

@@ -1,7 +1,8 @@
 //! How long trees of several shapes take, next to `tar c | tar x`.
 //!
 //! `cargo bench -p gantry-transfer` makes them in `/dev/shm` (or where `GANTRY_BENCH_DIR` says), so that no disk is
-//! measured, and prints the best of some rounds in milliseconds.
+//! measured, and prints the best of some rounds in milliseconds: elapsed, and
+//! of processors (that of other processes included), which says more on a machine that does other things too.
 #![allow(clippy::print_stdout)]
 
 use std::fs;
@@ -133,12 +134,23 @@ fn copy_with_reader(from: &Path, to: &Path, manifest: &Arc<Manifest>) {
 fn report(what: &str, prepare: impl Fn(), mut run: impl FnMut()) {
     let time = |_| {
         prepare();
-        let start = Instant::now();
+        let (start, processor) = (Instant::now(), processor_time());
         run();
-        start.elapsed()
+        (start.elapsed(), processor_time() - processor)
     };
-    let best = (0..ROUNDS).map(time).min().unwrap_or_default();
-    println!("{what:>34}: {:8.1} ms", best.as_secs_f64() * 1e3);
+    let times: Vec<_> = (0..ROUNDS).map(time).collect();
+    let milliseconds =
+        |times: &mut dyn Iterator<Item = Duration>| times.min().unwrap_or_default().as_millis();
+    let elapsed = milliseconds(&mut times.iter().map(|(elapsed, _)| *elapsed));
+    let processor = milliseconds(&mut times.iter().map(|(_, processor)| *processor));
+    println!("{what:>34}: {elapsed:6} ms, {processor:6} ms of processors");
+}
+
+/// What this process and its children have used so far, in steps of 10 ms.
+fn processor_time() -> Duration {
+    let stat = fs::read_to_string("/proc/self/stat").expect("a process");
+    let ticks = stat.rsplit(") ").next().unwrap_or_default().split(' ').skip(11).take(4);
+    Duration::from_millis(10 * ticks.map(|ticks| ticks.parse::<u64>().unwrap_or_default()).sum::<u64>())
 }
 
 /// Half of each file is noise and half is text.

@@ -304,7 +304,12 @@ pub fn merge(
         Err(Errno::EXIST) => false,
         Err(error) => return Err(failed(error.into())),
     };
-    let metadata = Metadata { ownership: options.ownership, strict: options.strict, caller: caller() };
+    let metadata = Metadata {
+        ownership: options.ownership,
+        strict: options.strict,
+        caller: caller(),
+        is_callers: false,
+    };
     let mut merge = Merge {
         manifest,
         matches,

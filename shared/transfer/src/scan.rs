@@ -4,7 +4,8 @@
 //! links are never followed. Content is cut at multiples of 1 MiB; holes become gaps.
 //!
 //! Problems with single paths are collected, and the caller decides: an unreadable file is left out, an unreadable
-//! directory is kept without what it holds, and a file that changed while it was read is kept as it was read.
+//! directory is kept without what it holds, a file that changed while it was read is kept as it was read, and what
+//! vanished is left out.
 //!
 //! Invariant: the order of entries does not depend on how many threads there are.
 

@@ -191,7 +191,7 @@ fn matches(extent: &Extent, data: &[u8]) -> bool {
 pub struct TreeWriter {
     manifest: Arc<Manifest>,
     options: WriteOptions,
-    caller: (Uid, Gid),
+    metadata: Metadata,
     cursor: Cursor,
     /// The ordinal after the last that was put.
     next_put: u64,
@@ -220,6 +220,12 @@ impl TreeWriter {
         if !names.map_err(|error| WriteError::new(root, error.into()))?.is_empty() {
             return Err(WriteError::Unsafe { path: PathBuf::new() });
         }
+        let caller = caller();
+        // Groups come from the process or, as some file systems have it, from the directory. Where both say the
+        // same, what is to be the caller's is so from the start.
+        let stat = fstat(cursor.root()).map_err(|error| WriteError::new(root, error.into()))?;
+        let is_callers = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid)) == caller;
+        let metadata = Metadata { ownership: options.ownership, strict: options.strict, caller, is_callers };
         let devices = |entry: &&Entry| matches!(entry.kind, EntryKind::Device { .. });
         if let Some(device) = manifest.entries().iter().find(devices)
             && options.strict
@@ -230,7 +236,7 @@ impl TreeWriter {
 
         let mut writer = Self {
             options,
-            caller: caller(),
+            metadata,
             cursor,
             next_put: 0,
             filled: vec![0; words],
@@ -485,12 +491,7 @@ impl TreeWriter {
                 ftruncate(file, *size_bytes).map_err(failed)?;
             }
         }
-        let how = self.metadata();
-        how.apply(entry, file, &mut self.written.left_out).map_err(failed)
-    }
-
-    fn metadata(&self) -> Metadata {
-        Metadata { ownership: self.options.ownership, strict: self.options.strict, caller: self.caller }
+        self.metadata.apply(entry, file, &mut self.written.left_out).map_err(failed)
     }
 
     /// Writes what has no content, then the metadata of directories.
@@ -581,11 +582,11 @@ impl TreeWriter {
     /// Gives its metadata to what was just made and cannot be opened.
     fn complete_by_name(&self, entry: &Entry, directory: &OwnedFd, name: &[u8]) -> Result<(), WriteError> {
         let failed = |error: Errno| WriteError::new(entry, error.into());
-        if let Some((uid, gid)) = self.metadata().owner(entry) {
+        if let Some((uid, gid)) = self.metadata.owner(entry) {
             chownat(directory, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
         }
         if !matches!(entry.kind, EntryKind::Symlink { .. }) {
-            chmod_no_follow(directory, name, self.metadata().mode(entry)).map_err(failed)?;
+            chmod_no_follow(directory, name, self.metadata.mode(entry)).map_err(failed)?;
         }
         utimensat(directory, name, &times(entry), AtFlags::SYMLINK_NOFOLLOW).map_err(failed)
     }
@@ -598,6 +599,8 @@ pub(crate) struct Metadata {
     pub(crate) strict: bool,
     /// The user and group that things belong to unless they are given away.
     pub(crate) caller: (Uid, Gid),
+    /// Whether everything is known to belong to the caller as yet: then what is to stay so need not be given away.
+    pub(crate) is_callers: bool,
 }
 
 impl Metadata {
@@ -629,7 +632,8 @@ impl Metadata {
     /// To whom an entry is to be given.
     fn owner(&self, entry: &Entry) -> Option<(Uid, Gid)> {
         let owner = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid));
-        (self.ownership == WrittenOwnership::Manifest).then_some(owner)
+        let stays = self.is_callers && owner == self.caller;
+        (self.ownership == WrittenOwnership::Manifest && !stays).then_some(owner)
     }
 
     /// The mode that an entry gets.

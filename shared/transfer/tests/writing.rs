@@ -279,6 +279,30 @@ fn setuid_is_dropped_with_the_owner_it_was_meant_for() {
 }
 
 #[test]
+fn owners_are_right_whatever_the_directory_hands_down() {
+    if !is_root() {
+        return;
+    }
+    let owned = |path: &str, uid, gid, kind| Entry { uid, gid, ..entry(path, kind) };
+    let manifest = manifest(vec![
+        owned("a", 0, 0, EntryKind::Directory),
+        owned("a/b", 0, 0, empty_file()),
+        owned("a/c", 0, 7, empty_file()),
+        owned("d", 7, 0, empty_file()),
+        Entry { mode: 0, ..owned("e", 0, 0, EntryKind::Symlink { target: b"a".to_vec() }) },
+        owned("f", 0, 0, EntryKind::Fifo),
+    ]);
+    for (mode, uid, gid) in [(0o700, 0, 0), (0o2770, 0, 7), (0o2770, 0, 0), (0o700, 0, 7), (0o700, 7, 0)] {
+        let to = tempdir().unwrap();
+        std::os::unix::fs::chown(to.path(), Some(uid), Some(gid)).unwrap();
+        set_mode(to.path(), mode);
+        let options = WriteOptions::default();
+        TreeWriter::new(to.path(), manifest.clone(), options).unwrap().finish().unwrap();
+        assert_eq!(manifest_of(to.path()), *manifest);
+    }
+}
+
+#[test]
 fn devices_are_made_only_if_permitted() {
     let null = EntryKind::Device { kind: DeviceKind::Character, major: 1, minor: 3 };
     let manifest = manifest(vec![entry("null", null)]);

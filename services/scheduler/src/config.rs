@@ -1,0 +1,72 @@
+//! Every setting of the scheduler.
+
+use std::time::Duration;
+
+use anyhow::ensure;
+
+/// Settings of the scheduler. [`Config::new`] has the defaults.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Where everything is kept: `postgres://…`, or `sqlite:///path` for a scheduler alone.
+    pub database_url: String,
+    /// Where the artifact store listens: `unix:///path` or `http://host:port`.
+    pub artifact_store: String,
+    /// The bearer token that is presented to the artifact store. `None`: none is needed.
+    pub token: Option<String>,
+    /// Gateways say at least this often what their workers do.
+    pub heartbeat: Duration,
+    /// A worker that was silent for longer is stalled: it gets no work, and another gateway may speak for it.
+    pub worker_ttl: Duration,
+    /// A worker that was silent for longer is lost: what it ran is given up. Longer than `stop_after`.
+    pub lost_after: Duration,
+    /// A worker that was without contact for longer ends its processes by itself.
+    pub stop_after: Duration,
+    /// How long a driven lease lasts unless it is renewed.
+    pub lease_term: Duration,
+    /// How long a ticket is good for opening a transfer.
+    pub ticket_validity: Duration,
+    /// How long a process may take to end when it ran for too long, before it is killed.
+    pub timeout_grace: Duration,
+    /// How long a finished workload can be asked for.
+    pub keep_finished: Duration,
+    /// How often what the artifact store holds for us is compared with what we know.
+    pub reconcile_every: Duration,
+    /// How long a holder of pins may be unknown or finished here before it is settled.
+    pub reconcile_grace: Duration,
+    /// How often loops look at the database although nobody gave them a hint.
+    pub poll: Duration,
+}
+
+impl Config {
+    /// The defaults, with the two addresses that have none.
+    #[must_use]
+    pub fn new(database_url: impl Into<String>, artifact_store: impl Into<String>) -> Self {
+        Self {
+            database_url: database_url.into(),
+            artifact_store: artifact_store.into(),
+            token: None,
+            heartbeat: Duration::from_secs(5),
+            worker_ttl: Duration::from_secs(30),
+            lost_after: Duration::from_secs(15 * 60),
+            stop_after: Duration::from_secs(10 * 60),
+            lease_term: Duration::from_secs(60),
+            ticket_validity: Duration::from_secs(5 * 60),
+            timeout_grace: Duration::from_secs(10),
+            keep_finished: Duration::from_secs(7 * 24 * 3600),
+            reconcile_every: Duration::from_secs(60),
+            reconcile_grace: Duration::from_secs(5 * 60),
+            poll: Duration::from_secs(1),
+        }
+    }
+
+    /// Refuses settings under which a worker could still run what was given up.
+    pub(crate) fn validate(&self) -> anyhow::Result<()> {
+        ensure!(!self.heartbeat.is_zero(), "heartbeat must not be zero");
+        ensure!(!self.poll.is_zero(), "poll must not be zero");
+        ensure!(self.worker_ttl > self.heartbeat, "worker_ttl must be longer than heartbeat");
+        ensure!(self.stop_after > self.worker_ttl, "stop_after must be longer than worker_ttl");
+        ensure!(self.lost_after > self.stop_after, "lost_after must be longer than stop_after");
+        ensure!(!self.lease_term.is_zero(), "lease_term must not be zero");
+        Ok(())
+    }
+}

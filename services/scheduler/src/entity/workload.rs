@@ -1,0 +1,54 @@
+//! Table `workloads`.
+
+use sea_orm::entity::prelude::*;
+
+#[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
+#[sea_orm(table_name = "workloads")]
+pub(crate) struct Model {
+    #[sea_orm(primary_key, auto_increment = false)]
+    pub(crate) id: Uuid,
+    pub(crate) sequence: Uuid,
+    pub(crate) team: String,
+    pub(crate) spec: Vec<u8>,
+    pub(crate) spec_digest: Vec<u8>,
+    pub(crate) traceparent: String,
+    pub(crate) settles: bool,
+    pub(crate) state: State,
+    pub(crate) revision: i64,
+    pub(crate) submitted_at: i64,
+    pub(crate) started_at: Option<i64>,
+    pub(crate) finished_at: Option<i64>,
+    pub(crate) queue_deadline: Option<i64>,
+    pub(crate) run_deadline: Option<i64>,
+    pub(crate) lease_id: Option<Uuid>,
+    pub(crate) attempt_id: Option<Uuid>,
+    pub(crate) whereabouts: Option<String>,
+    pub(crate) locations: String,
+    pub(crate) waiting_for: String,
+    pub(crate) ending: Option<String>,
+}
+
+#[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]
+pub(crate) enum Relation {}
+
+impl ActiveModelBehavior for ActiveModel {}
+
+/// Where a workload is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum State {
+    /// Durable, its inputs are being pinned.
+    Accepted,
+    /// Waits for a worker.
+    Pending,
+    /// A worker holds a lease for it and prepares.
+    Assigned,
+    /// Its process counts as started.
+    Starting,
+    /// Its process runs.
+    Running,
+    /// Its process is gone, its outputs are being settled.
+    Settling,
+    /// It has ended.
+    Finished,
+}

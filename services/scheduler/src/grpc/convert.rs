@@ -1,0 +1,145 @@
+//! Between what the scheduler knows and what its callers see.
+
+use domain::worker::{Capacity, Labels};
+use rpc::pb::scheduler as pb;
+use rpc::{invalid_field, timestamp};
+use tonic::Status;
+
+use crate::entity::{worker, workload};
+use crate::events::{Event, Revision, Whereabouts};
+use crate::outcome::Ending;
+use crate::workers::Worker;
+use crate::workloads::Workload;
+
+pub(super) fn whereabouts(whereabouts: Whereabouts) -> pb::Whereabouts {
+    pb::Whereabouts {
+        worker_id: whereabouts.worker.to_string(),
+        worker_name: whereabouts.worker_name,
+        gateway_endpoint: whereabouts.gateway_endpoint,
+        attempt_id: whereabouts.attempt.to_string(),
+    }
+}
+
+pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
+    use pb::watch_response::Event as Pb;
+    let event = match revision.event {
+        Event::Queued { reasons } => Pb::Queued(pb::Queued { reasons }),
+        Event::Placed { whereabouts: at, reason } => {
+            Pb::Placed(pb::Placed { whereabouts: Some(whereabouts(at)), reason })
+        }
+        Event::Preparing => Pb::Preparing(pb::Preparing {}),
+        Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
+        Event::Publishing => Pb::Publishing(pb::Publishing {}),
+        Event::Finished { ending, whereabouts: at } => {
+            let Ending { outcome, exit, failure, outputs } = ending;
+            Pb::Finished(pb::Finished {
+                outcome: rpc::outcome(outcome).into(),
+                exit: exit.map(rpc::exit),
+                failure: failure.as_ref().map(rpc::failure),
+                outputs: outputs.iter().map(rpc::published_output).collect(),
+                whereabouts: at.map(whereabouts),
+            })
+        }
+    };
+    pb::WatchResponse { revision: revision.revision, at: Some(timestamp(revision.at)), event: Some(event) }
+}
+
+fn workload_state(state: workload::State) -> pb::WorkloadState {
+    match state {
+        workload::State::Accepted => pb::WorkloadState::Accepted,
+        workload::State::Pending => pb::WorkloadState::Pending,
+        workload::State::Assigned => pb::WorkloadState::Assigned,
+        workload::State::Starting => pb::WorkloadState::Starting,
+        workload::State::Running => pb::WorkloadState::Running,
+        workload::State::Settling => pb::WorkloadState::Settling,
+        workload::State::Finished => pb::WorkloadState::Finished,
+    }
+}
+
+/// A filter: 0 is any.
+pub(super) fn parse_workload_state(field: &str, state: i32) -> Result<Option<workload::State>, Status> {
+    let state = pb::WorkloadState::try_from(state)
+        .map_err(|_| invalid_field(field, format!("{state} is not a value of this enum")))?;
+    Ok(match state {
+        pb::WorkloadState::Unspecified => None,
+        pb::WorkloadState::Accepted => Some(workload::State::Accepted),
+        pb::WorkloadState::Pending => Some(workload::State::Pending),
+        pb::WorkloadState::Assigned => Some(workload::State::Assigned),
+        pb::WorkloadState::Starting => Some(workload::State::Starting),
+        pb::WorkloadState::Running => Some(workload::State::Running),
+        pb::WorkloadState::Settling => Some(workload::State::Settling),
+        pb::WorkloadState::Finished => Some(workload::State::Finished),
+    })
+}
+
+pub(super) fn workload(workload: Workload) -> pb::Workload {
+    let ending = workload.ending;
+    let outcome = ending.as_ref().map_or(pb::Outcome::Unspecified, |ending| rpc::outcome(ending.outcome));
+    pb::Workload {
+        workload_id: workload.id.to_string(),
+        spec: Some(rpc::spec::without_secrets(rpc::spec::to_proto(&workload.spec))),
+        state: workload_state(workload.state).into(),
+        submitted_at: Some(timestamp(workload.submitted_at)),
+        started_at: workload.started_at.map(timestamp),
+        finished_at: workload.finished_at.map(timestamp),
+        whereabouts: workload.whereabouts.map(whereabouts),
+        outcome: outcome.into(),
+        exit: ending.as_ref().and_then(|ending| ending.exit).map(rpc::exit),
+        failure: ending.as_ref().and_then(|ending| ending.failure.as_ref()).map(rpc::failure),
+        outputs: ending.iter().flat_map(|ending| &ending.outputs).map(rpc::published_output).collect(),
+        waiting_for: workload.waiting_for,
+    }
+}
+
+pub(super) fn worker(worker: Worker) -> pb::Worker {
+    let Worker { placed, session, kept, last_contact_at } = worker;
+    let state = match placed.state {
+        worker::State::Running => pb::WorkerState::Running,
+        worker::State::Stalled => pb::WorkerState::Stalled,
+        worker::State::Lost => pb::WorkerState::Lost,
+    };
+    pb::Worker {
+        worker_id: placed.id.to_string(),
+        name: placed.name,
+        state: state.into(),
+        incarnation: placed.incarnation.0,
+        session: session.0,
+        gateway_endpoint: placed.endpoint,
+        labels: Some(pb::WorkerLabels {
+            platform: placed.labels.platform,
+            tags: placed.labels.tags,
+            team: placed.labels.team.unwrap_or_default(),
+            image_kinds: placed.labels.image_kinds,
+            capabilities: placed.labels.capabilities,
+        }),
+        capacity: Some(pb::Capacity {
+            max_tasks: placed.capacity.max_tasks.unwrap_or(0),
+            disk_bytes: placed.capacity.disk_bytes,
+        }),
+        active_tasks: placed.active_tasks,
+        containers: kept.containers,
+        volumes: kept.volumes,
+        disk_free_bytes: kept.disk_free_bytes,
+        last_contact_at: Some(timestamp(last_contact_at)),
+    }
+}
+
+pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
+    if labels.platform.is_empty() {
+        return Err(invalid_field("hello.labels.platform", "is required"));
+    }
+    Ok(Labels {
+        platform: labels.platform,
+        tags: labels.tags,
+        team: Some(labels.team).filter(|team| !team.is_empty()),
+        image_kinds: labels.image_kinds,
+        capabilities: labels.capabilities,
+    })
+}
+
+pub(super) fn parse_capacity(capacity: pb::Capacity) -> Capacity {
+    Capacity {
+        max_tasks: (capacity.max_tasks != 0).then_some(capacity.max_tasks),
+        disk_bytes: capacity.disk_bytes,
+    }
+}

@@ -1,0 +1,138 @@
+//! The three services on the wire: parse, call [`crate::service::Scheduler`], answer. The only code that makes a `Status`.
+
+mod convert;
+mod placements;
+mod synchronize;
+mod workers;
+mod workloads;
+
+use rpc::Reason;
+use sea_orm::DbErr;
+use tonic::Status;
+
+use crate::dispatch::SubmitError;
+use crate::leases::RenewError;
+use crate::placement::Refusals;
+use crate::service::{PlaceError, TicketError};
+use crate::workers::SessionError;
+use crate::workloads::{AttemptError, WorkloadError};
+
+pub(crate) use placements::PlacementsService;
+pub(crate) use workers::WorkersService;
+pub(crate) use workloads::WorkloadsService;
+
+/// Who answers, in error details.
+const SERVICE: &str = "gantry.scheduler";
+
+/// How many workers an error names: its details travel in headers, which are bounded.
+const NAMED: usize = 20;
+
+impl Reasoned for SubmitError {
+    fn status(self) -> Status {
+        match self {
+            Self::Exists(id) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
+            Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
+            Self::NotPinned(refusal) => {
+                // The store's reason is the answer to the caller's question.
+                let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
+                match reason {
+                    Some(reason) if !refusal.is_transient() => {
+                        reason.status_about(SERVICE, refusal.message, refusal.about)
+                    }
+                    _ => rpc::unavailable(SERVICE, "pin the inputs", &refusal),
+                }
+            }
+            Self::Database(error) => database("accept a workload", &error),
+        }
+    }
+}
+
+impl Reasoned for WorkloadError {
+    fn status(self) -> Status {
+        match self {
+            Self::NotFound(id) => about_workload(Reason::WorkloadNotFound, &self.to_string(), id),
+            Self::Database(error) => database("look at a workload", &error),
+        }
+    }
+}
+
+impl Reasoned for AttemptError {
+    fn status(self) -> Status {
+        match self {
+            Self::LeaseLost => Reason::LeaseLost.status(SERVICE, self.to_string()),
+            Self::Database(error) => database("note what an attempt does", &error),
+        }
+    }
+}
+
+impl Reasoned for SessionError {
+    fn status(self) -> Status {
+        match self {
+            Self::Stale => Reason::StaleSession.status(SERVICE, self.to_string()),
+            Self::AlreadyAttended => Reason::AlreadyAttended.status(SERVICE, self.to_string()),
+            Self::Database(error) => database("attend a worker", &error),
+        }
+    }
+}
+
+impl Reasoned for PlaceError {
+    fn status(self) -> Status {
+        match self {
+            Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
+            Self::AllWorkersBusy(refusals) => {
+                Reason::AllWorkersBusy.status_about(SERVICE, "no worker can do now", named(&refusals))
+            }
+            Self::Exists => Reason::LeaseExists.status(SERVICE, self.to_string()),
+            Self::Database(error) => database("grant a lease", &error),
+        }
+    }
+}
+
+impl Reasoned for RenewError {
+    fn status(self) -> Status {
+        match self {
+            Self::Lost => Reason::LeaseLost.status(SERVICE, self.to_string()),
+            Self::Database(error) => database("renew a lease", &error),
+        }
+    }
+}
+
+impl Reasoned for TicketError {
+    fn status(self) -> Status {
+        match self {
+            Self::NotFound(_) => Reason::WorkerNotFound.status(SERVICE, self.to_string()),
+            Self::Unreachable(_) => Reason::WorkerUnreachable.status(SERVICE, self.to_string()),
+            Self::Database(error) => database("issue a ticket", &error),
+        }
+    }
+}
+
+/// An error that callers can act on.
+trait Reasoned {
+    /// As they see it.
+    fn status(self) -> Status;
+}
+
+fn database(doing: &str, error: &DbErr) -> Status {
+    rpc::unavailable(SERVICE, doing, error)
+}
+
+fn about_workload(reason: Reason, message: &str, id: domain::WorkloadId) -> Status {
+    reason.status_about(SERVICE, message, [("workload_id", id.to_string())])
+}
+
+fn incompatible(refusals: &Refusals) -> Status {
+    Reason::NoCompatibleWorker.status_about(SERVICE, "no worker could ever run it", named(refusals))
+}
+
+fn named(refusals: &Refusals) -> Vec<(String, String)> {
+    refusals.0.iter().take(NAMED).map(|(worker, refusal)| (worker.clone(), refusal.to_string())).collect()
+}
+
+fn invalid_token(_: rpc::token::InvalidToken) -> Status {
+    Reason::InvalidToken.status(SERVICE, "the token was not signed by this scheduler")
+}
+
+fn stopping() -> Status {
+    Reason::Unavailable.status(SERVICE, "the scheduler is stopping, call again")
+}

@@ -1,0 +1,287 @@
+//! `Workers.Synchronize`: a gateway says what is, and hears what shall be.
+//!
+//! Both directions carry complete states, so nothing is kept here that a reconnect would miss: what was sent is remembered only to
+//! send less. A gateway that shuts down ends its side of the stream; one whose stream breaks is waited for.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use domain::worker::{Marker, SessionClaims};
+use domain::{AttemptId, LeaseId, WorkloadId};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::synchronize_request::Message as Said;
+use rpc::pb::scheduler::synchronize_response::Message as Told;
+use rpc::{Reason, invalid_field, parse_id, required};
+use tokio::sync::mpsc::Sender;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tonic::{Status, Streaming};
+use uuid::Uuid;
+
+use super::{Reasoned, SERVICE, convert, database};
+use crate::entity::lease;
+use crate::leases;
+use crate::service::Scheduler;
+use crate::workers::{self, CONTACT_EVERY, Hello, Kept};
+use crate::workloads::{self, Phase};
+
+/// The version of the protocol that is spoken here.
+const PROTOCOL: u32 = 1;
+
+type Answers = Sender<Result<pb::SynchronizeResponse, Status>>;
+
+/// Attends one stream of a gateway, until it ends or another gateway takes over.
+pub(super) async fn attend(
+    scheduler: &Scheduler,
+    mut inbound: Streaming<pb::SynchronizeRequest>,
+    answers: &Answers,
+) -> Result<(), Status> {
+    let hello = match inbound.message().await?.and_then(|message| message.message) {
+        Some(Said::Hello(hello)) => parse_hello(scheduler, hello)?,
+        Some(Said::Observed(_)) | None => {
+            return Err(invalid_field("hello", "must be the first message"));
+        }
+    };
+    let session = scheduler.hello(&hello).await.map_err(Reasoned::status)?;
+    tracing::info!(
+        worker.name = hello.name,
+        worker.id = %session.worker,
+        incarnation = session.incarnation.0,
+        session = session.session.0,
+        "a gateway speaks for a worker"
+    );
+
+    // Subscribed before the first look, so that nothing falls in between.
+    let mut hints = scheduler.hints.subscribe(session.worker.uuid());
+    let mut attendance = Attendance {
+        scheduler,
+        answers,
+        credential: scheduler.signer.sign(&session),
+        session,
+        told: None,
+        runs: HashMap::new(),
+        contact: Instant::now(),
+    };
+    attendance.welcome().await?;
+    attendance.tell(true).await?;
+
+    let every = |period: Duration| {
+        let mut ticks = interval(period);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        ticks.reset();
+        ticks
+    };
+    let mut heartbeat = every(scheduler.config.heartbeat);
+    let mut poll = every(scheduler.config.poll);
+    loop {
+        tokio::select! {
+            message = inbound.message() => match message {
+                Ok(Some(message)) => attendance.hear(message).await?,
+                Ok(None) => return attendance.leave().await,
+                Err(status) => {
+                    tracing::info!(worker.name = hello.name, error = %status, "the stream of a gateway broke");
+                    return Ok(());
+                }
+            },
+            () = hints.changed() => attendance.tell(false).await?,
+            _ = poll.tick() => attendance.tell(false).await?,
+            _ = heartbeat.tick() => attendance.tell(true).await?,
+        }
+    }
+}
+
+/// One stream of the gateway that speaks for a worker.
+struct Attendance<'s> {
+    scheduler: &'s Scheduler,
+    answers: &'s Answers,
+    session: SessionClaims,
+    credential: String,
+    /// The generation that was sent last.
+    told: Option<u64>,
+    /// What was sent about leases that are still live: it never changes, and is long.
+    runs: HashMap<Uuid, pb::RunAttempt>,
+    /// When its contact was noted last.
+    contact: Instant,
+}
+
+impl Attendance<'_> {
+    async fn send(&self, message: Told) -> Result<(), Status> {
+        let response = pb::SynchronizeResponse { message: Some(message) };
+        self.answers.send(Ok(response)).await.map_err(|_| Status::cancelled("the gateway has left"))
+    }
+
+    async fn welcome(&self) -> Result<(), Status> {
+        let config = &self.scheduler.config;
+        self.send(Told::Welcome(pb::Welcome {
+            session_credential: self.credential.clone(),
+            worker_id: self.session.worker.to_string(),
+            incarnation: self.session.incarnation.0,
+            session: self.session.session.0,
+            heartbeat: Some(rpc::duration(config.heartbeat)),
+            stop_after: Some(rpc::duration(config.stop_after)),
+            protocol_version: PROTOCOL,
+        }))
+        .await
+    }
+
+    /// Tells what the worker shall do, if it is new or `always`.
+    async fn tell(&mut self, always: bool) -> Result<(), Status> {
+        let db = self.scheduler.db.read();
+        // The generation is read first: the leases are at least as new as it says.
+        let worker = workers::speaks(db, &self.session).await.map_err(Reasoned::status)?;
+        let generation = worker.generation.unsigned_abs();
+        if !always && self.told == Some(generation) {
+            return Ok(());
+        }
+        let live = leases::live_tasks(db, self.session.worker, self.session.incarnation)
+            .await
+            .map_err(|error| database("read leases", &error))?;
+        self.runs.retain(|id, _| live.iter().any(|lease| lease.id == *id));
+        let mut desired = Vec::with_capacity(live.len());
+        for lease in &live {
+            if let Some(wish) = self.wish(lease).await? {
+                desired.push(pb::DesiredLease { lease_id: lease.id.to_string(), wish: Some(wish) });
+            }
+        }
+        self.send(Told::Desired(pb::Desired { generation, leases: desired })).await?;
+        self.told = Some(generation);
+        Ok(())
+    }
+
+    async fn wish(&mut self, lease: &lease::Model) -> Result<Option<pb::desired_lease::Wish>, Status> {
+        let Some((workload, attempt)) = leases::claims(lease).attempt else { return Ok(None) };
+        if lease.state == lease::State::Ending {
+            let micros = u64::try_from(lease.stop_grace_us.unwrap_or(0)).unwrap_or(0);
+            return Ok(Some(pb::desired_lease::Wish::Stop(pb::StopAttempt {
+                grace: Some(rpc::duration(Duration::from_micros(micros))),
+                reason: match lease.stop_reason {
+                    Some(lease::StopReason::RunTimeout) => "RUN_TIMEOUT".to_owned(),
+                    Some(lease::StopReason::Cancelled) | None => "CANCELLED".to_owned(),
+                },
+                lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
+                workload_id: workload.to_string(),
+                attempt_id: attempt.to_string(),
+            })));
+        }
+        if let Some(run) = self.runs.get(&lease.id) {
+            return Ok(Some(pb::desired_lease::Wish::Run(run.clone())));
+        }
+        let Some(run) = self.run(lease, workload, attempt).await? else { return Ok(None) };
+        self.runs.insert(lease.id, run.clone());
+        Ok(Some(pb::desired_lease::Wish::Run(run)))
+    }
+
+    async fn run(
+        &self,
+        lease: &lease::Model,
+        workload: WorkloadId,
+        attempt: AttemptId,
+    ) -> Result<Option<pb::RunAttempt>, Status> {
+        let failed = |error: sea_orm::DbErr| database("read a workload", &error);
+        let Some(row) = workloads::find(self.scheduler.db.read(), workload).await.map_err(failed)? else {
+            return Ok(None);
+        };
+        Ok(Some(pb::RunAttempt {
+            lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
+            workload_id: workload.to_string(),
+            attempt_id: attempt.to_string(),
+            spec: Some(rpc::spec::to_proto(&workloads::spec(&row).map_err(failed)?)),
+            traceparent: row.traceparent,
+        }))
+    }
+
+    async fn hear(&mut self, message: pb::SynchronizeRequest) -> Result<(), Status> {
+        let Some(Said::Observed(observed)) = message.message else {
+            return Err(invalid_field("observed", "must be every message but the first"));
+        };
+        if observed.session_credential != self.credential {
+            return Err(workers::SessionError::Stale.status());
+        }
+        let kept = Kept {
+            containers: observed.containers,
+            volumes: observed.volumes,
+            disk_free_bytes: observed.disk_free_bytes,
+        };
+        let phases = observed.leases.iter().map(parse_lease).collect::<Result<HashMap<_, _>, _>>()?;
+
+        if self.contact.elapsed() >= CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2) {
+            self.scheduler.contact(&self.session, kept).await.map_err(Reasoned::status)?;
+            self.contact = Instant::now();
+        } else {
+            workers::speaks(self.scheduler.db.read(), &self.session).await.map_err(Reasoned::status)?;
+        }
+        self.observe(&phases, observed.applied_generation)
+            .await
+            .map_err(|error| database("note what a worker does", &error))
+    }
+
+    async fn observe(
+        &self,
+        phases: &HashMap<LeaseId, Phase>,
+        applied_generation: u64,
+    ) -> Result<(), sea_orm::DbErr> {
+        let db = self.scheduler.db.read();
+        let live = leases::live_tasks(db, self.session.worker, self.session.incarnation).await?;
+        let mut advanced = Vec::new();
+        for lease in live {
+            match phases.get(&LeaseId::from_uuid(lease.id)) {
+                // That it has ended is said by FinishAttempt, with how.
+                Some(Phase::Ended) => {}
+                Some(phase) if *phase as i64 > lease.phase => advanced.push((lease, *phase)),
+                Some(_) => {}
+                None if lease.generation.unsigned_abs() <= applied_generation => {
+                    self.scheduler.observe_absence(&lease).await?;
+                }
+                None => {}
+            }
+        }
+        if advanced.is_empty() {
+            return Ok(());
+        }
+        // Always in the same order, so that two that lock several rows do not wait for each other.
+        advanced.sort_by_key(|(lease, _)| lease.workload_id);
+        self.scheduler.observe_phases(&advanced).await
+    }
+
+    async fn leave(&self) -> Result<(), Status> {
+        tracing::info!(worker.id = %self.session.worker, "a gateway said goodbye");
+        self.scheduler
+            .db
+            .write(async |txn| workers::leave(&txn, &self.session).await)
+            .await
+            .map_err(|error| database("let a gateway leave", &error))
+    }
+}
+
+fn parse_hello(scheduler: &Scheduler, hello: pb::Hello) -> Result<Hello, Status> {
+    if !hello.protocol_versions.contains(&PROTOCOL) {
+        let message = format!("this scheduler speaks version {PROTOCOL}");
+        return Err(Reason::UnsupportedProtocol.status(SERVICE, message));
+    }
+    if hello.worker_name.is_empty() || hello.worker_name.len() > 255 {
+        return Err(invalid_field("hello.worker_name", "must be 1 to 255 bytes"));
+    }
+    if hello.endpoint.is_empty() {
+        return Err(invalid_field("hello.endpoint", "is required"));
+    }
+    let marker = required("hello.marker", hello.marker)?;
+    Ok(Hello {
+        name: hello.worker_name,
+        instance: parse_id("hello.gateway_instance", &hello.gateway_instance)?,
+        // One that another key signed is of a database that was lost: it proves nothing, and is no reason to refuse.
+        last: scheduler.signer.verify(&hello.session_credential).ok(),
+        marker: Marker { id: parse_id("hello.marker.marker_id", &marker.marker_id)?, boot: marker.boot_id },
+        endpoint: hello.endpoint,
+        labels: convert::parse_labels(required("hello.labels", hello.labels)?)?,
+        capacity: convert::parse_capacity(hello.capacity.unwrap_or_default()),
+    })
+}
+
+fn parse_lease(lease: &pb::ObservedLease) -> Result<(LeaseId, Phase), Status> {
+    let phase = match rpc::parse_enum("observed.leases.phase", lease.phase)? {
+        pb::LeasePhase::Preparing | pb::LeasePhase::Unspecified => Phase::Preparing,
+        pb::LeasePhase::Running => Phase::Running,
+        pb::LeasePhase::Publishing => Phase::Publishing,
+        pb::LeasePhase::Ended => Phase::Ended,
+    };
+    Ok((parse_id("observed.leases.lease_id", &lease.lease_id)?, phase))
+}

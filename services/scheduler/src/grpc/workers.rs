@@ -1,0 +1,108 @@
+//! Service `Workers`.
+
+use domain::worker::TicketOperation;
+use domain::{Timestamp, WorkerId};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_server::Workers;
+use rpc::{Reason, page, parse_enum, parse_id, parse_team};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{Reasoned, SERVICE, convert, database, stopping, synchronize};
+use crate::service::Scheduler;
+use crate::workers;
+
+/// Service `Workers`.
+pub(crate) struct WorkersService(pub(crate) Scheduler);
+
+#[tonic::async_trait]
+impl Workers for WorkersService {
+    type SynchronizeStream = ReceiverStream<Result<pb::SynchronizeResponse, Status>>;
+
+    async fn synchronize(
+        &self,
+        request: Request<Streaming<pb::SynchronizeRequest>>,
+    ) -> Result<Response<Self::SynchronizeStream>, Status> {
+        let inbound = request.into_inner();
+        let (answers, outbound) = mpsc::channel(4);
+        let scheduler = self.0.clone();
+        self.0.tasks.spawn(async move {
+            let end = tokio::select! {
+                () = scheduler.stopping.cancelled() => Err(stopping()),
+                end = synchronize::attend(&scheduler, inbound, &answers) => end,
+            };
+            if let Err(status) = end {
+                // The gateway may have left.
+                answers.send(Err(status)).await.ok();
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(outbound)))
+    }
+
+    async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
+        Ok(Response::new(pb::KeysResponse { keys: vec![self.0.signer.public()] }))
+    }
+
+    async fn issue_ticket(
+        &self,
+        request: Request<pb::IssueTicketRequest>,
+    ) -> Result<Response<pb::IssueTicketResponse>, Status> {
+        let request = request.into_inner();
+        let team = parse_team("team", request.team)?;
+        let worker = parse_id("worker_id", &request.worker_id)?;
+        let volume = parse_id("volume_handle", &request.volume_handle)?;
+        let operation = match parse_enum("operation", request.operation)? {
+            pb::TicketOperation::Write => TicketOperation::Write,
+            pb::TicketOperation::Read | pb::TicketOperation::Unspecified => TicketOperation::Read,
+        };
+
+        let ticket = self
+            .0
+            .issue_ticket(team, worker, volume, operation, Timestamp::now())
+            .await
+            .map_err(Reasoned::status)?;
+
+        Ok(Response::new(pb::IssueTicketResponse {
+            ticket: ticket.token,
+            gateway_endpoint: ticket.gateway_endpoint,
+            valid_for: Some(rpc::duration(self.0.config.ticket_validity)),
+        }))
+    }
+
+    async fn list_workers(
+        &self,
+        request: Request<pb::ListWorkersRequest>,
+    ) -> Result<Response<pb::ListWorkersResponse>, Status> {
+        let request = request.into_inner();
+        let page = page::parse(SERVICE, request.page_size, &request.page_token)?;
+
+        let after = page.after.map(WorkerId::from_uuid);
+        let mut found = workers::list(self.0.db.read(), after, page.size + 1)
+            .await
+            .map_err(|error| database("list workers", &error))?;
+
+        let more = found.len() as u64 > page.size;
+        found.truncate(usize::try_from(page.size).unwrap_or(usize::MAX));
+        let last = found.last().filter(|_| more).map(|last| page::token(last.placed.id.uuid()));
+        Ok(Response::new(pb::ListWorkersResponse {
+            workers: found.into_iter().map(convert::worker).collect(),
+            next_page_token: last.unwrap_or_default(),
+        }))
+    }
+
+    async fn get_worker(
+        &self,
+        request: Request<pb::GetWorkerRequest>,
+    ) -> Result<Response<pb::GetWorkerResponse>, Status> {
+        let name = request.into_inner().worker;
+
+        let worker = workers::get(self.0.db.read(), &name)
+            .await
+            .map_err(|error| database("look at a worker", &error))?;
+
+        let worker = worker
+            .ok_or_else(|| Reason::WorkerNotFound.status(SERVICE, format!("worker {name:?} is unknown")))?;
+        Ok(Response::new(pb::GetWorkerResponse { worker: Some(convert::worker(worker)) }))
+    }
+}

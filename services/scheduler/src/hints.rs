@@ -1,0 +1,80 @@
+//! Hints: those who wait for a change in this process hear of it at once.
+//!
+//! A hint is given after the commit, and nothing depends on it: whoever waits also looks at the database now and then, for
+//! another replica may have made the change.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::{Notify, watch};
+use uuid::Uuid;
+
+/// Who waits for what. Cheap to clone; clones share it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Hints(Arc<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// By workload or worker.
+    subscribers: Mutex<HashMap<Uuid, watch::Sender<()>>>,
+    dispatch: Notify,
+    timer: Notify,
+}
+
+impl Hints {
+    /// Something about the workload or worker `id` changed.
+    pub(crate) fn changed(&self, id: Uuid) {
+        if let Some(sender) = self.subscribers().get(&id) {
+            sender.send_replace(());
+        }
+    }
+
+    /// Hears of changes of the workload or worker `id` from now on.
+    pub(crate) fn subscribe(&self, id: Uuid) -> Subscription {
+        let mut subscribers = self.subscribers();
+        let receiver = subscribers.entry(id).or_insert_with(|| watch::Sender::new(())).subscribe();
+        Subscription { id, receiver, hints: self.clone() }
+    }
+
+    /// There is something to place, or room to place it.
+    pub(crate) fn dispatch(&self) -> &Notify {
+        &self.0.dispatch
+    }
+
+    /// A deadline was set.
+    pub(crate) fn timer(&self) -> &Notify {
+        &self.0.timer
+    }
+
+    fn subscribers(&self) -> MutexGuard<'_, HashMap<Uuid, watch::Sender<()>>> {
+        self.0.subscribers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Hears of changes until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Subscription {
+    id: Uuid,
+    receiver: watch::Receiver<()>,
+    hints: Hints,
+}
+
+impl Subscription {
+    /// Resolves when something changed since the last time, or since it was subscribed. Cancel safe.
+    pub(crate) async fn changed(&mut self) {
+        // The sender lives as long as it has a subscriber.
+        if self.receiver.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        let mut subscribers = self.hints.subscribers();
+        // This one still counts.
+        if subscribers.get(&self.id).is_some_and(|sender| sender.receiver_count() <= 1) {
+            subscribers.remove(&self.id);
+        }
+    }
+}

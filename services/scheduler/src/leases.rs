@@ -1,0 +1,311 @@
+//! Leases: the right to use one worker's incarnation, and one of its slots.
+//!
+//! ```text
+//! granted ──shall stop──▶ ending ──its gateway says that it stopped──▶ ended
+//!    ├──its gateway says that it ended──────────────────────────────────▶ ended
+//!    └──its worker is lost, a new incarnation, or not renewed───────────▶ ended
+//! ```
+//!
+//! Invariants:
+//! - A worker's `active_tasks` is the number of its leases of kind task that have not ended, and never exceeds its slots when one
+//!   is granted. [`take_slot`] raises it under a guard in the transaction that writes the lease, and [`end`] lowers it in
+//!   the one guarded update that ends the lease: once, however often it is called.
+//! - A workload has at most one live lease. A unique index enforces it.
+//!
+//! Where a lease has a workload, the workload's row is locked first; so what is read of the lease after that stays true.
+
+use std::time::Duration;
+
+use domain::worker::{Incarnation, LeaseClaims};
+use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ActiveModelTrait, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait,
+    ExprTrait, QueryFilter, Set,
+};
+
+use crate::effects::Effects;
+use crate::entity::lease::{self, EndedBy, Kind, State, StopReason};
+use crate::entity::{to_json, worker};
+use crate::placement::{self, Demand};
+
+/// A driven lease cannot be kept.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RenewError {
+    /// It was released, ran out, or its worker is gone.
+    #[error("the lease is lost")]
+    Lost,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// What the token of `lease` claims.
+pub(crate) fn claims(lease: &lease::Model) -> LeaseClaims {
+    let attempt = lease.workload_id.zip(lease.attempt_id);
+    LeaseClaims {
+        lease: LeaseId::from_uuid(lease.id),
+        worker: WorkerId::from_uuid(lease.worker_id),
+        incarnation: Incarnation(u64::try_from(lease.incarnation).unwrap_or(0)),
+        team: lease.team.clone(),
+        attempt: attempt
+            .map(|(workload, attempt)| (WorkloadId::from_uuid(workload), AttemptId::from_uuid(attempt))),
+    }
+}
+
+/// Takes one slot of `worker`, and answers the generation of its desired state from then on. `None`: something changed since it
+/// was looked at, look again.
+pub(crate) async fn take_slot(
+    txn: &DatabaseTransaction,
+    worker: &placement::Worker,
+) -> Result<Option<i64>, DbErr> {
+    let room = Condition::any()
+        .add(worker::Column::MaxTasks.is_null())
+        .add(Expr::col(worker::Column::ActiveTasks).lt(Expr::col(worker::Column::MaxTasks)));
+    let taken = usable(worker)
+        .col_expr(worker::Column::ActiveTasks, Expr::col(worker::Column::ActiveTasks).add(1))
+        .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation).add(1))
+        .filter(room)
+        .exec_with_returning(txn)
+        .await?;
+    Ok(taken.first().map(|worker| worker.generation))
+}
+
+/// An update of `worker` that changes nothing unless it may still get work.
+fn usable(worker: &placement::Worker) -> sea_orm::UpdateMany<worker::Entity> {
+    worker::Entity::update_many()
+        .filter(worker::Column::Id.eq(worker.id.uuid()))
+        .filter(worker::Column::State.eq(worker::State::Running))
+        .filter(worker::Column::Desired.eq(worker::Desired::Run))
+        .filter(worker::Column::Incarnation.eq(i64::try_from(worker.incarnation.0).unwrap_or(i64::MAX)))
+}
+
+/// Writes the lease for an attempt, whose slot was taken in this transaction.
+pub(crate) async fn grant_task(
+    txn: &DatabaseTransaction,
+    worker: &placement::Worker,
+    generation: i64,
+    team: &str,
+    workload: WorkloadId,
+    (lease, attempt): (LeaseId, AttemptId),
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    let row = lease::ActiveModel {
+        kind: Set(Kind::Task),
+        generation: Set(generation),
+        workload_id: Set(Some(workload.uuid())),
+        attempt_id: Set(Some(attempt.uuid())),
+        ..granted(lease, worker, team, now)
+    };
+    lease::Entity::insert(row).exec_without_returning(txn).await.map(|_| ())
+}
+
+/// Grants a lease that its holder drives. `None`: something about the worker changed since it was looked at, look again.
+pub(crate) async fn grant_transfer(
+    txn: &DatabaseTransaction,
+    worker: &placement::Worker,
+    demand: &Demand,
+    lease: LeaseId,
+    now: Timestamp,
+    term: Duration,
+) -> Result<Option<lease::Model>, DbErr> {
+    // Locks the row until the commit, so that it cannot begin a new incarnation in between.
+    let same = usable(worker)
+        .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation))
+        .exec(txn)
+        .await?;
+    if same.rows_affected == 0 {
+        return Ok(None);
+    }
+    let row = lease::ActiveModel {
+        kind: Set(Kind::Transfer),
+        request: Set(request(demand)?),
+        expires_at: Set(Some((now + term).0)),
+        ..granted(lease, worker, &demand.team, now)
+    };
+    row.insert(txn).await.map(Some)
+}
+
+/// What a driven lease was asked for, to tell a repeat from another request.
+pub(crate) fn request(demand: &Demand) -> Result<String, DbErr> {
+    to_json(&(&demand.team, &demand.platform, &demand.tags))
+}
+
+fn granted(lease: LeaseId, worker: &placement::Worker, team: &str, now: Timestamp) -> lease::ActiveModel {
+    lease::ActiveModel {
+        id: Set(lease.uuid()),
+        worker_id: Set(worker.id.uuid()),
+        incarnation: Set(i64::try_from(worker.incarnation.0).unwrap_or(i64::MAX)),
+        kind: Set(Kind::Task),
+        team: Set(team.to_owned()),
+        state: Set(State::Granted),
+        generation: Set(0),
+        workload_id: Set(None),
+        attempt_id: Set(None),
+        phase: Set(0),
+        stop_reason: Set(None),
+        stop_grace_us: Set(None),
+        request: Set(String::new()),
+        expires_at: Set(None),
+        granted_at: Set(now.0),
+        ended_at: Set(None),
+        ended_by: Set(None),
+    }
+}
+
+/// One lease.
+pub(crate) async fn find(db: &impl ConnectionTrait, lease: LeaseId) -> Result<Option<lease::Model>, DbErr> {
+    lease::Entity::find_by_id(lease.uuid()).one(db).await
+}
+
+/// The leases of `worker` for attempts that have not ended, in its incarnation `incarnation`.
+pub(crate) async fn live_tasks(
+    db: &impl ConnectionTrait,
+    worker: WorkerId,
+    incarnation: Incarnation,
+) -> Result<Vec<lease::Model>, DbErr> {
+    lease::Entity::find()
+        .filter(lease::Column::WorkerId.eq(worker.uuid()))
+        .filter(lease::Column::State.ne(State::Ended))
+        .filter(lease::Column::Kind.eq(Kind::Task))
+        .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
+        .all(db)
+        .await
+}
+
+/// Lets the attempt under `lease` stop. A second wish can only shorten the grace, and the first reason stands.
+pub(crate) async fn stop(
+    txn: &DatabaseTransaction,
+    lease: lease::Model,
+    reason: StopReason,
+    grace: Duration,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let grace = i64::try_from(grace.as_micros()).unwrap_or(i64::MAX);
+    let shorter = lease.stop_grace_us.is_none_or(|present| grace < present);
+    if lease.state == State::Ended || !shorter {
+        return Ok(());
+    }
+    let stopped = lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ending))
+        .col_expr(lease::Column::StopReason, Expr::value(lease.stop_reason.unwrap_or(reason)))
+        .col_expr(lease::Column::StopGraceUs, Expr::value(grace))
+        .filter(lease::Column::Id.eq(lease.id))
+        .filter(lease::Column::State.ne(State::Ended))
+        .exec(txn)
+        .await?;
+    if stopped.rows_affected > 0 {
+        raise_generation(txn, lease.worker_id, 0, effects).await?;
+    }
+    Ok(())
+}
+
+/// Notes how far the gateway is with `lease`. `false`: it said so before, or the lease has ended.
+pub(crate) async fn raise_phase(
+    txn: &DatabaseTransaction,
+    lease: LeaseId,
+    phase: i64,
+) -> Result<bool, DbErr> {
+    let raised = lease::Entity::update_many()
+        .col_expr(lease::Column::Phase, Expr::value(phase))
+        .filter(lease::Column::Id.eq(lease.uuid()))
+        .filter(lease::Column::State.ne(State::Ended))
+        .filter(lease::Column::Phase.lt(phase))
+        .exec(txn)
+        .await?;
+    Ok(raised.rows_affected > 0)
+}
+
+/// Ends `lease` and frees its slot. `false`: it had ended before, and nothing was changed.
+pub(crate) async fn end(
+    txn: &DatabaseTransaction,
+    lease: LeaseId,
+    by: EndedBy,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<bool, DbErr> {
+    let ended = lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ended))
+        .col_expr(lease::Column::EndedAt, Expr::value(now.0))
+        .col_expr(lease::Column::EndedBy, Expr::value(by))
+        .filter(lease::Column::Id.eq(lease.uuid()))
+        .filter(lease::Column::State.ne(State::Ended))
+        .exec_with_returning(txn)
+        .await?;
+    let Some(lease) = ended.first() else { return Ok(false) };
+    if lease.kind == Kind::Task {
+        raise_generation(txn, lease.worker_id, 1, effects).await?;
+        effects.dispatch = true;
+    }
+    Ok(true)
+}
+
+/// What `worker` shall do changes, and `freed` of its slots are free again.
+async fn raise_generation(
+    txn: &DatabaseTransaction,
+    worker: uuid::Uuid,
+    freed: i64,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    worker::Entity::update_many()
+        .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation).add(1))
+        .col_expr(worker::Column::ActiveTasks, Expr::col(worker::Column::ActiveTasks).sub(freed))
+        .filter(worker::Column::Id.eq(worker))
+        .exec(txn)
+        .await?;
+    effects.workers.push(WorkerId::from_uuid(worker));
+    Ok(())
+}
+
+/// Keeps a driven lease until `now + term`.
+pub(crate) async fn renew(
+    txn: &DatabaseTransaction,
+    lease: LeaseId,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), RenewError> {
+    let renewed = lease::Entity::update_many()
+        .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
+        .filter(lease::Column::Id.eq(lease.uuid()))
+        .filter(lease::Column::State.eq(State::Granted))
+        .filter(lease::Column::ExpiresAt.gt(now.0))
+        .exec(txn)
+        .await?;
+    if renewed.rows_affected > 0 { Ok(()) } else { Err(RenewError::Lost) }
+}
+
+/// Ends the driven leases that were not renewed in time.
+pub(crate) async fn expire(txn: &DatabaseTransaction, now: Timestamp) -> Result<u64, DbErr> {
+    let expired = lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ended))
+        .col_expr(lease::Column::EndedAt, Expr::value(now.0))
+        .col_expr(lease::Column::EndedBy, Expr::value(EndedBy::Lost))
+        .filter(lease::Column::Kind.eq(Kind::Transfer))
+        .filter(lease::Column::State.ne(State::Ended))
+        .filter(lease::Column::ExpiresAt.lte(now.0))
+        .exec(txn)
+        .await?;
+    Ok(expired.rows_affected)
+}
+
+/// Whether a driven lease was not renewed in time.
+pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Result<bool, DbErr> {
+    let expired = lease::Entity::find()
+        .filter(lease::Column::State.ne(State::Ended))
+        .filter(lease::Column::ExpiresAt.is_not_null())
+        .filter(lease::Column::ExpiresAt.lte(now.0))
+        .one(db)
+        .await?;
+    Ok(expired.is_some())
+}
+
+/// Forgets driven leases that ended before `before`; the others go with their workloads.
+pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
+    lease::Entity::delete_many()
+        .filter(lease::Column::State.eq(State::Ended))
+        .filter(lease::Column::Kind.eq(Kind::Transfer))
+        .filter(lease::Column::EndedAt.lt(before.0))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}

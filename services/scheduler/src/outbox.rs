@@ -1,0 +1,247 @@
+//! The outbox: what the artifact store must still be told.
+//!
+//! A parcel is written in the transaction that causes it and removed once the store has acknowledged it; the store treats repeats
+//! as one. Whoever wrote a parcel delivers it at once ([`deliver`]); when that fails, or a crash comes in between, the loop
+//! ([`redeliver_forever`]) of any replica takes it up.
+
+use std::time::Duration;
+
+use domain::workload::{Outcome, PublishedOutput};
+use domain::{AttemptId, BuildId, Timestamp, WorkloadId};
+use rpc::Reason;
+use sea_orm::sea_query::{Expr, LockBehavior, LockType};
+use sea_orm::{
+    ActiveModelTrait, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
+    QueryOrder, QuerySelect, QueryTrait, Set,
+};
+use serde::{Deserialize, Serialize};
+use tracing::Instrument;
+use uuid::Uuid;
+
+use crate::effects::Effects;
+use crate::entity::{from_json, outbox, to_json};
+use crate::service::Scheduler;
+use crate::workloads;
+
+/// For how long whoever wrote or claimed a parcel has it to itself.
+const CLAIM: Duration = Duration::from_secs(15);
+
+/// How many parcels a loop claims at a time.
+const BATCH: u64 = 32;
+
+/// What the artifact store must be told about a workload.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Message {
+    /// It has ended for good.
+    Settle(Settlement),
+    /// One attempt at it has ended.
+    EndAttempt { attempt: AttemptId },
+}
+
+/// How a workload ended, as far as its artifacts are concerned.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Settlement {
+    pub(crate) team: String,
+    pub(crate) attempt: Option<AttemptId>,
+    pub(crate) outputs: Vec<PublishedOutput>,
+    pub(crate) build: Option<BuildId>,
+    pub(crate) outcome: Outcome,
+}
+
+/// One message, until it is acknowledged.
+#[derive(Debug, Clone)]
+pub(crate) struct Parcel {
+    pub(crate) id: Uuid,
+    pub(crate) workload: WorkloadId,
+    pub(crate) message: Message,
+    pub(crate) tries: i64,
+}
+
+/// Puts `message` into the outbox. Whoever commits it delivers it.
+pub(crate) async fn put(
+    txn: &DatabaseTransaction,
+    workload: WorkloadId,
+    message: Message,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let id = Uuid::now_v7();
+    let row = outbox::ActiveModel {
+        id: Set(id),
+        workload_id: Set(workload.uuid()),
+        message: Set(to_json(&message)?),
+        tries: Set(0),
+        due_at: Set((now + CLAIM).0),
+    };
+    row.insert(txn).await?;
+    effects.parcels.push(Parcel { id, workload, message, tries: 0 });
+    Ok(())
+}
+
+/// Claims parcels that nobody delivers.
+async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<Vec<Parcel>, DbErr> {
+    let due = outbox::Entity::find()
+        .select_only()
+        .column(outbox::Column::Id)
+        .filter(outbox::Column::DueAt.lte(now.0))
+        .order_by_asc(outbox::Column::DueAt)
+        .limit(BATCH)
+        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
+        .into_query();
+    let claimed = outbox::Entity::update_many()
+        .col_expr(outbox::Column::DueAt, Expr::value((now + CLAIM).0))
+        .filter(outbox::Column::Id.in_subquery(due))
+        .exec_with_returning(txn)
+        .await?;
+    claimed
+        .into_iter()
+        .map(|row| {
+            Ok(Parcel {
+                id: row.id,
+                workload: WorkloadId::from_uuid(row.workload_id),
+                message: from_json(&row.message)?,
+                tries: row.tries,
+            })
+        })
+        .collect()
+}
+
+/// Removes a parcel that was acknowledged. `false`: another replica delivered it as well.
+pub(crate) async fn remove(txn: &DatabaseTransaction, parcel: Uuid) -> Result<bool, DbErr> {
+    Ok(outbox::Entity::delete_by_id(parcel).exec(txn).await?.rows_affected > 0)
+}
+
+/// Says something else instead.
+pub(crate) async fn replace(txn: &DatabaseTransaction, parcel: Uuid, message: &Message) -> Result<(), DbErr> {
+    let message = to_json(message)?;
+    outbox::Entity::update_many()
+        .col_expr(outbox::Column::Message, Expr::value(message))
+        .filter(outbox::Column::Id.eq(parcel))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+/// Tries again after a pause.
+async fn postpone(txn: &DatabaseTransaction, parcel: &Parcel, now: Timestamp) -> Result<(), DbErr> {
+    let pause = Duration::from_millis(100 << parcel.tries.clamp(0, 8));
+    outbox::Entity::update_many()
+        .col_expr(outbox::Column::DueAt, Expr::value((now + pause).0))
+        .col_expr(outbox::Column::Tries, Expr::col(outbox::Column::Tries).add(1))
+        .filter(outbox::Column::Id.eq(parcel.id))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+/// Whether something about `workload` is still to be told.
+pub(crate) async fn pending(
+    txn: &impl sea_orm::ConnectionTrait,
+    workload: WorkloadId,
+) -> Result<bool, DbErr> {
+    let row = outbox::Entity::find().filter(outbox::Column::WorkloadId.eq(workload.uuid())).one(txn).await?;
+    Ok(row.is_some())
+}
+
+/// Parcels that a process which is no more had claimed for itself are anyone's again.
+pub(crate) async fn release_claims(txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
+    outbox::Entity::update_many()
+        .col_expr(outbox::Column::DueAt, Expr::value(now.0))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+/// Delivers `parcel` and notes the answer. What fails is tried again by the loop.
+pub(crate) async fn deliver(scheduler: Scheduler, mut parcel: Parcel) {
+    let span = match &parcel.message {
+        Message::Settle(_) => {
+            tracing::info_span!(target: "gantry", "settle", service = "scheduler", workload.id = %parcel.workload)
+        }
+        Message::EndAttempt { .. } => tracing::Span::none(),
+    };
+    if let Err(error) = deliver_once(&scheduler, &mut parcel).instrument(span).await {
+        if parcel.tries > 3 {
+            tracing::warn!(workload.id = %parcel.workload, tries = parcel.tries, error = %error, "cannot tell the artifact store how a workload ended");
+        }
+        let postponed = scheduler.db.write(async |txn| postpone(&txn, &parcel, Timestamp::now()).await).await;
+        if let Err(error) = postponed {
+            tracing::debug!(error = %error, "a parcel waits until its claim runs out");
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum DeliveryError {
+    #[error(transparent)]
+    Refused(#[from] rpc::Refusal),
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+async fn deliver_once(scheduler: &Scheduler, parcel: &mut Parcel) -> Result<(), DeliveryError> {
+    loop {
+        let answer = match &parcel.message {
+            Message::Settle(settlement) => scheduler.store.settle(parcel.workload, settlement).await,
+            Message::EndAttempt { attempt } => scheduler.store.end_attempt(parcel.workload, *attempt).await,
+        };
+        match (answer, &mut parcel.message) {
+            (Ok(()), _) => break,
+            (Err(refusal), Message::Settle(settlement))
+                if refusal.is(Reason::CandidateMissing) && !settlement.outputs.is_empty() =>
+            {
+                tracing::warn!(workload.id = %parcel.workload, error = %refusal, "settling without outputs");
+                settlement.outputs.clear();
+                settlement.outcome = Outcome::Errored;
+                let parcel = &*parcel;
+                scheduler.db.write(async |txn| workloads::lose_outputs(&txn, parcel).await).await?;
+            }
+            (Err(refusal), _) => return Err(refusal.into()),
+        }
+    }
+
+    scheduler
+        .change(async |txn| {
+            let mut effects = Effects::default();
+            if remove(&txn, parcel.id).await? && matches!(parcel.message, Message::Settle(_)) {
+                workloads::settled(&txn, parcel.workload, Timestamp::now(), &mut effects).await?;
+            }
+            Ok::<_, DbErr>(((), effects))
+        })
+        .await?;
+    Ok(())
+}
+
+/// Claims what is due. Writes nothing when nothing is.
+async fn claim_due(scheduler: &Scheduler) -> Result<Vec<Parcel>, DbErr> {
+    let now = Timestamp::now();
+    let due = outbox::Entity::find().filter(outbox::Column::DueAt.lte(now.0)).limit(1);
+    if due.one(scheduler.db.read()).await?.is_none() {
+        return Ok(vec![]);
+    }
+    scheduler.db.write(async |txn| claim(&txn, now).await).await
+}
+
+/// Delivers what was left over, until the service stops.
+pub(crate) async fn redeliver_forever(scheduler: Scheduler) {
+    loop {
+        match claim_due(&scheduler).await {
+            Ok(parcels) => {
+                let full = parcels.len() as u64 == BATCH;
+                let deliveries = parcels.into_iter().map(|parcel| deliver(scheduler.clone(), parcel));
+                tokio::select! {
+                    () = scheduler.stopping.cancelled() => return,
+                    _ = futures::future::join_all(deliveries) => {}
+                }
+                if full {
+                    continue;
+                }
+            }
+            Err(error) => tracing::warn!(error = %error, "cannot read the outbox"),
+        }
+        tokio::select! {
+            () = scheduler.stopping.cancelled() => return,
+            () = tokio::time::sleep(scheduler.config.poll / 4) => {}
+        }
+    }
+}

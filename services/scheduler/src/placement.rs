@@ -1,0 +1,363 @@
+//! Placement: which worker, or why none.
+//!
+//! [`choose`] is pure and touches nothing; nothing else filters or compares workers. Whoever grants the lease checks again what may
+//! have changed since, under a guard ([`crate::leases::grant`]).
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+
+use domain::WorkerId;
+use domain::worker::{Capacity, Incarnation, Labels};
+use domain::workload::{Limits, Network, WorkloadSpec};
+use serde::{Deserialize, Serialize};
+
+use crate::entity::worker::{Desired, State};
+
+/// A worker, as placement sees it.
+#[derive(Debug, Clone)]
+pub(crate) struct Worker {
+    pub(crate) id: WorkerId,
+    pub(crate) name: String,
+    pub(crate) endpoint: String,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) desired: Desired,
+    pub(crate) state: State,
+    pub(crate) labels: Labels,
+    pub(crate) capacity: Capacity,
+    pub(crate) active_tasks: u32,
+}
+
+/// What is asked of a worker.
+#[derive(Debug, Clone)]
+pub(crate) struct Demand {
+    pub(crate) team: String,
+    pub(crate) platform: String,
+    pub(crate) tags: Vec<String>,
+    /// What shall run there. `None`: nothing, bytes are moved.
+    pub(crate) process: Option<Process>,
+}
+
+/// What a process asks of its worker.
+#[derive(Debug, Clone)]
+pub(crate) struct Process {
+    pub(crate) image_kind: &'static str,
+    pub(crate) capabilities: Vec<&'static str>,
+}
+
+/// Where one input is.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Location {
+    pub(crate) size_bytes: u64,
+    pub(crate) workers: HashSet<WorkerId>,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub(crate) enum Choice<'w> {
+    /// This one.
+    Placed(Placement<'w>),
+    /// Everyone that could is busy or out of contact, or nobody has registered yet.
+    NotNow(Refusals),
+    /// No worker that is known could ever.
+    Never(Refusals),
+}
+
+/// A worker was found.
+#[derive(Debug)]
+pub(crate) struct Placement<'w> {
+    pub(crate) worker: &'w Worker,
+    /// Why it and no other, for people.
+    pub(crate) reason: String,
+}
+
+/// Why each worker refused, by its name.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Refusals(pub(crate) BTreeMap<String, Refusal>);
+
+impl Refusals {
+    /// One line for each worker.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        if self.0.is_empty() {
+            return vec!["no worker has registered yet".to_owned()];
+        }
+        self.0.iter().map(|(worker, refusal)| format!("{worker}: {refusal}")).collect()
+    }
+}
+
+/// Why a worker does not do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// It has been out of contact for so long that it does not count.
+    Lost,
+    /// It takes no more work, for good.
+    Retiring,
+    /// It is of another platform.
+    Platform(String),
+    /// It is another team's.
+    Team,
+    /// It takes only workloads with tags.
+    OnlyTagged(Vec<String>),
+    /// It lacks these tags.
+    MissingTags(Vec<String>),
+    /// It cannot run this kind of image.
+    ImageKind(&'static str),
+    /// Its runtime cannot do this.
+    Capability(&'static str),
+    /// It takes no work for now.
+    Landing,
+    /// It is out of contact.
+    Stalled,
+    /// All of its slots are taken.
+    Full { active: u32, max: u32 },
+}
+
+impl Refusal {
+    /// Whether it may pass by itself.
+    fn passes(&self) -> bool {
+        matches!(self, Self::Landing | Self::Stalled | Self::Full { .. })
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lost => f.write_str("is lost"),
+            Self::Retiring => f.write_str("is retiring"),
+            Self::Platform(platform) => write!(f, "its platform is {platform}"),
+            Self::Team => f.write_str("serves another team"),
+            Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
+            Self::MissingTags(tags) => write!(f, "lacks the tags {}", tags.join(", ")),
+            Self::ImageKind(kind) => write!(f, "cannot run {kind} images"),
+            Self::Capability(name) => write!(f, "its runtime lacks {name}"),
+            Self::Landing => f.write_str("is landing"),
+            Self::Stalled => f.write_str("is out of contact"),
+            Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
+        }
+    }
+}
+
+impl Demand {
+    /// What a workload asks of its worker.
+    pub(crate) fn of(spec: &WorkloadSpec) -> Self {
+        let mut capabilities = Vec::new();
+        if spec.privileged {
+            capabilities.push("privileged");
+        }
+        if spec.limits != Limits::default() {
+            capabilities.push("limits");
+        }
+        if spec.network == Network::Loopback {
+            capabilities.push("network-loopback");
+        }
+        Self {
+            team: spec.team.clone(),
+            platform: spec.platform.clone(),
+            tags: spec.tags.clone(),
+            process: Some(Process { image_kind: spec.image.kind(), capabilities }),
+        }
+    }
+}
+
+/// Lower is better; earlier fields decide first.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Score {
+    /// Input bytes that would have to be brought there.
+    bytes_to_move: u64,
+    active_tasks: u32,
+    /// Makes equal workers compare the same way every time.
+    worker: WorkerId,
+}
+
+/// Picks the worker that `demand` gets, or says why each one refused.
+pub(crate) fn choose<'w>(demand: &Demand, workers: &'w [Worker], locations: &[Location]) -> Choice<'w> {
+    let mut best: Option<(Score, &Worker)> = None;
+    let mut refusals = Refusals::default();
+    for worker in workers {
+        match refusal(demand, worker) {
+            None => {
+                let score = score(worker, locations);
+                if best.as_ref().is_none_or(|(least, _)| score < *least) {
+                    best = Some((score, worker));
+                }
+            }
+            Some(refusal) => _ = refusals.0.insert(worker.name.clone(), refusal),
+        }
+    }
+    match best {
+        Some((score, worker)) => Choice::Placed(Placement { worker, reason: reason(&score, workers.len()) }),
+        None if workers.is_empty() || refusals.0.values().any(Refusal::passes) => Choice::NotNow(refusals),
+        None => Choice::Never(refusals),
+    }
+}
+
+/// Why `worker` does not do: first what will not change, for that is what a caller must act on.
+fn refusal(demand: &Demand, worker: &Worker) -> Option<Refusal> {
+    let labels = &worker.labels;
+    if worker.state == State::Lost {
+        return Some(Refusal::Lost);
+    }
+    if worker.desired == Desired::Retire {
+        return Some(Refusal::Retiring);
+    }
+    if labels.platform != demand.platform {
+        return Some(Refusal::Platform(labels.platform.clone()));
+    }
+    if labels.team.as_ref().is_some_and(|team| *team != demand.team) {
+        return Some(Refusal::Team);
+    }
+    if demand.process.is_some() && demand.tags.is_empty() && !labels.tags.is_empty() {
+        return Some(Refusal::OnlyTagged(labels.tags.clone()));
+    }
+    let missing: Vec<_> = demand.tags.iter().filter(|tag| !labels.tags.contains(tag)).cloned().collect();
+    if !missing.is_empty() {
+        return Some(Refusal::MissingTags(missing));
+    }
+    if let Some(process) = &demand.process {
+        let has = |list: &[String], name: &str| list.iter().any(|item| item == name);
+        if !has(&labels.image_kinds, process.image_kind) {
+            return Some(Refusal::ImageKind(process.image_kind));
+        }
+        if let Some(name) = process.capabilities.iter().find(|name| !has(&labels.capabilities, name)) {
+            return Some(Refusal::Capability(name));
+        }
+    }
+
+    if worker.desired == Desired::Land {
+        return Some(Refusal::Landing);
+    }
+    if worker.state == State::Stalled {
+        return Some(Refusal::Stalled);
+    }
+    match worker.capacity.max_tasks {
+        Some(max) if demand.process.is_some() && worker.active_tasks >= max => {
+            Some(Refusal::Full { active: worker.active_tasks, max })
+        }
+        _ => None,
+    }
+}
+
+fn score(worker: &Worker, locations: &[Location]) -> Score {
+    let elsewhere = locations.iter().filter(|location| !location.workers.contains(&worker.id));
+    Score {
+        bytes_to_move: elsewhere.map(|location| location.size_bytes).sum(),
+        active_tasks: worker.active_tasks,
+        worker: worker.id,
+    }
+}
+
+fn reason(score: &Score, workers: usize) -> String {
+    if workers == 1 {
+        return "it is the only worker".to_owned();
+    }
+    let Score { bytes_to_move, active_tasks, .. } = score;
+    format!("best of {workers} workers: {bytes_to_move} bytes to move, {active_tasks} active tasks")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn worker(name: &str) -> Worker {
+        Worker {
+            id: WorkerId::new(),
+            name: name.to_owned(),
+            endpoint: "http://127.0.0.1:1".to_owned(),
+            incarnation: Incarnation(1),
+            desired: Desired::Run,
+            state: State::Running,
+            labels: Labels {
+                platform: "linux".to_owned(),
+                tags: vec![],
+                team: None,
+                image_kinds: vec!["host".to_owned()],
+                capabilities: vec![],
+            },
+            capacity: Capacity { max_tasks: Some(2), disk_bytes: 0 },
+            active_tasks: 0,
+        }
+    }
+
+    fn demand() -> Demand {
+        Demand {
+            team: "main".to_owned(),
+            platform: "linux".to_owned(),
+            tags: vec![],
+            process: Some(Process { image_kind: "host", capabilities: vec![] }),
+        }
+    }
+
+    fn placed(choice: &Choice<'_>) -> Option<WorkerId> {
+        match choice {
+            Choice::Placed(placement) => Some(placement.worker.id),
+            Choice::NotNow(_) | Choice::Never(_) => None,
+        }
+    }
+
+    #[test]
+    fn bytes_decide_then_load_then_the_id() {
+        let (mut near, mut busy, idle) = (worker("near"), worker("busy"), worker("idle"));
+        near.active_tasks = 1;
+        busy.active_tasks = 1;
+        let workers = [near.clone(), busy.clone(), idle.clone()];
+        assert_eq!(placed(&choose(&demand(), &workers, &[])), Some(idle.id));
+        let here = Location { size_bytes: 10, workers: HashSet::from([near.id]) };
+        assert_eq!(placed(&choose(&demand(), &workers, &[here])), Some(near.id));
+        assert_eq!(placed(&choose(&demand(), &[busy, near.clone()], &[])), Some(near.id), "the elder id");
+    }
+
+    #[test]
+    fn nobody_is_not_now_and_so_is_whoever_is_full_or_stalled() {
+        assert!(matches!(choose(&demand(), &[], &[]), Choice::NotNow(refusals) if refusals.0.is_empty()));
+        let full = Worker { active_tasks: 2, ..worker("full") };
+        let stalled = Worker { state: State::Stalled, ..worker("stalled") };
+        let landing = Worker { desired: Desired::Land, ..worker("landing") };
+        for worker in [full, stalled, landing] {
+            assert!(matches!(choose(&demand(), &[worker], &[]), Choice::NotNow(_)));
+        }
+    }
+
+    #[test]
+    fn what_can_never_match_says_so_even_where_it_is_also_busy() {
+        type Change = fn(&mut Worker, &mut Demand);
+        let cases: [(Change, Refusal); 9] = [
+            (|w, _| w.state = State::Lost, Refusal::Lost),
+            (|w, _| w.desired = Desired::Retire, Refusal::Retiring),
+            (|_, d| d.platform = "plan9".to_owned(), Refusal::Platform("linux".to_owned())),
+            (|w, _| w.labels.team = Some("other".to_owned()), Refusal::Team),
+            (|w, _| w.labels.tags = vec!["gpu".to_owned()], Refusal::OnlyTagged(vec!["gpu".to_owned()])),
+            (|_, d| d.tags = vec!["gpu".to_owned()], Refusal::MissingTags(vec!["gpu".to_owned()])),
+            (|w, _| w.labels.image_kinds.clear(), Refusal::ImageKind("host")),
+            (
+                |_, d| {
+                    if let Some(process) = &mut d.process {
+                        process.capabilities.push("privileged");
+                    }
+                },
+                Refusal::Capability("privileged"),
+            ),
+            (
+                |w, d| {
+                    w.labels.tags = vec!["gpu".to_owned()];
+                    d.tags = vec!["gpu".to_owned(), "big".to_owned()];
+                },
+                Refusal::MissingTags(vec!["big".to_owned()]),
+            ),
+        ];
+        for (change, expected) in cases {
+            let (mut worker, mut demand) = (Worker { active_tasks: 2, ..worker("w") }, demand());
+            change(&mut worker, &mut demand);
+            match choose(&demand, &[worker], &[]) {
+                Choice::Never(refusals) => assert_eq!(refusals.0.get("w"), Some(&expected)),
+                other => panic!("{expected:?}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn moving_bytes_takes_no_slot_and_needs_no_tag() {
+        let mut worker = Worker { active_tasks: 2, ..worker("w") };
+        worker.labels.tags = vec!["gpu".to_owned()];
+        let transfer = Demand { process: None, ..demand() };
+        assert_eq!(placed(&choose(&transfer, &[worker.clone()], &[])), Some(worker.id));
+    }
+}

@@ -1,0 +1,103 @@
+//! Reconciliation: what a crash between us and the artifact store left over, and what is too old to be kept.
+//!
+//! Slow, and needed only when something went wrong: what one owes the other is in the outbox. A holder of pins that has finished
+//! here is settled again; a workload whose pinning nobody came back to finish is given up, and settled by that.
+
+use std::time::Duration;
+
+use domain::{Timestamp, WorkloadId};
+use rand::RngExt;
+use sea_orm::DbErr;
+
+use crate::effects::Effects;
+use crate::leases;
+use crate::outbox::{self, Message};
+use crate::service::Scheduler;
+use crate::workloads;
+
+#[derive(Debug, thiserror::Error)]
+enum ReconcileError {
+    #[error("the artifact store does not list its pins")]
+    Store(#[from] rpc::Refusal),
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// Gives up workloads that were accepted long ago, and forgets what finished long ago.
+async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
+    let now = Timestamp::now();
+    let config = &scheduler.config;
+    for id in workloads::forgotten(scheduler.db.read(), now - config.reconcile_grace).await? {
+        scheduler
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                workloads::give_up(&txn, id, now, &mut effects).await?;
+                Ok::<_, DbErr>(((), effects))
+            })
+            .await?;
+    }
+    let before = now - config.keep_finished;
+    while scheduler.db.write(async |txn| workloads::forget(&txn, before).await).await? > 0 {}
+    scheduler.db.write(async |txn| leases::forget(&txn, before).await).await
+}
+
+/// Settles what the store still holds pins for although it has finished here.
+async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError> {
+    let mut page = String::new();
+    loop {
+        let (holders, next) = scheduler.store.holders(page).await?;
+        let before = Timestamp::now() - scheduler.config.reconcile_grace;
+        for holder in holders.iter().filter(|holder| holder.pinned_at < before) {
+            settle_again(scheduler, holder.workload).await?;
+        }
+        if next.is_empty() {
+            return Ok(());
+        }
+        page = next;
+    }
+}
+
+async fn settle_again(scheduler: &Scheduler, id: WorkloadId) -> Result<(), DbErr> {
+    let Some(row) = workloads::find(scheduler.db.read(), id).await? else {
+        // We do not know whose it is. Nothing of ours needs it, but a scheduler that lost its database must not unpin by guess.
+        tracing::warn!(workload.id = %id, "the artifact store holds pins for a workload that is unknown here");
+        return Ok(());
+    };
+    let Some(settlement) = workloads::settlement_of_finished(&row)? else { return Ok(()) };
+    if outbox::pending(scheduler.db.read(), id).await? {
+        return Ok(());
+    }
+    scheduler
+        .change(async |txn| {
+            let mut effects = Effects::default();
+            let message = Message::Settle(settlement.clone());
+            outbox::put(&txn, id, message, Timestamp::now(), &mut effects).await?;
+            Ok::<_, DbErr>(((), effects))
+        })
+        .await?;
+    Ok(())
+}
+
+/// Tidies and compares now and then, until the service stops.
+pub(crate) async fn reconcile_forever(scheduler: Scheduler) {
+    loop {
+        let every = scheduler.config.reconcile_every;
+        let jitter: f64 = rand::rng().random_range(0.8..1.2);
+        tokio::select! {
+            () = scheduler.stopping.cancelled() => return,
+            () = tokio::time::sleep(every.mul_f64(jitter).max(Duration::from_millis(10))) => {}
+        }
+        let round = async {
+            if let Err(error) = tidy(&scheduler).await {
+                tracing::warn!(error = %error, "cannot tidy up");
+            }
+            if let Err(error) = compare(&scheduler).await {
+                tracing::debug!(error = %error, "cannot compare pins with the artifact store");
+            }
+        };
+        tokio::select! {
+            () = scheduler.stopping.cancelled() => return,
+            () = round => {}
+        }
+    }
+}

@@ -1,0 +1,400 @@
+//! The scheduler itself: one transaction for each thing that is asked of it, and what somebody hears of it after the commit.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use db::{Database, Transaction};
+use domain::worker::{LeaseClaims, SessionClaims, TicketClaims, TicketOperation};
+use domain::workload::WorkloadSpec;
+use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
+use rpc::token::TokenSigner;
+use sea_orm::DbErr;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::config::Config;
+use crate::dispatch::{self, Accepted, SubmitError};
+use crate::effects::Effects;
+use crate::entity::lease::{self, EndedBy};
+use crate::entity::worker;
+use crate::hints::Hints;
+use crate::leases::{self, RenewError};
+use crate::outbox;
+use crate::outcome::{AttemptEnd, Report};
+use crate::placement::{self, Choice, Demand, Refusals};
+use crate::store::Store;
+use crate::workers::{self, Hello, Kept, SessionError};
+use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError};
+
+/// What every handler and loop has. Cheap to clone; clones share it.
+#[derive(Clone)]
+pub(crate) struct Scheduler {
+    pub(crate) db: Database,
+    pub(crate) config: Arc<Config>,
+    pub(crate) signer: TokenSigner,
+    pub(crate) store: Store,
+    pub(crate) hints: Hints,
+    pub(crate) tasks: TaskTracker,
+    pub(crate) stopping: CancellationToken,
+}
+
+/// A driven lease cannot be granted.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PlaceError {
+    /// No worker could ever do.
+    #[error("no worker could ever do: {}", .0.lines().join("; "))]
+    NoCompatibleWorker(Refusals),
+    /// Those that could are out of contact now.
+    #[error("no worker can do now: {}", .0.lines().join("; "))]
+    AllWorkersBusy(Refusals),
+    /// The id was used for something else, or its lease has ended.
+    #[error("the id names another lease, or one that has ended")]
+    Exists,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// A ticket cannot be issued.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TicketError {
+    /// There is no such worker.
+    #[error("worker {0} is unknown")]
+    NotFound(WorkerId),
+    /// No gateway attends it now.
+    #[error("worker {0} is out of contact")]
+    Unreachable(WorkerId),
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// A driven lease that was granted.
+#[derive(Debug)]
+pub(crate) struct Granted {
+    pub(crate) claims: LeaseClaims,
+    pub(crate) worker_name: String,
+    pub(crate) gateway_endpoint: String,
+}
+
+/// Permission for one transfer, and where to use it.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    pub(crate) token: String,
+    pub(crate) gateway_endpoint: String,
+}
+
+impl Scheduler {
+    /// Makes one change in one transaction, and announces its effects once it is committed.
+    pub(crate) async fn change<T, E, F>(
+        &self,
+        change: impl Fn(Transaction) -> F + Send + Sync,
+    ) -> Result<T, E>
+    where
+        F: Future<Output = Result<(T, Effects), E>> + Send,
+        T: Send,
+        E: std::error::Error + From<DbErr> + Send + 'static,
+    {
+        let (answer, effects) = self.db.write(change).await?;
+        self.announce(effects);
+        Ok(answer)
+    }
+
+    /// Tells those who wait what was committed, and delivers what was put into the outbox.
+    pub(crate) fn announce(&self, effects: Effects) {
+        let Effects { workloads, workers, parcels, dispatch, deadline } = effects;
+        workers.iter().for_each(|worker| self.hints.changed(worker.uuid()));
+        workloads.iter().for_each(|workload| self.hints.changed(workload.uuid()));
+        if dispatch {
+            self.hints.dispatch().notify_one();
+        }
+        if deadline {
+            self.hints.timer().notify_one();
+        }
+        for parcel in parcels {
+            self.tasks.spawn(outbox::deliver(self.clone(), parcel));
+        }
+    }
+
+    /// Accepts a workload: durable and queued once this answers.
+    pub(crate) async fn submit(
+        &self,
+        id: WorkloadId,
+        spec: WorkloadSpec,
+        traceparent: Option<String>,
+    ) -> Result<(), SubmitError> {
+        let submission = Submission::new(id, spec, traceparent);
+        let accepted = self
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                let accepted = dispatch::submit(&txn, &submission, Timestamp::now(), &mut effects).await?;
+                Ok::<_, SubmitError>((accepted, effects))
+            })
+            .await;
+        let accepted = match accepted {
+            Err(SubmitError::Database(error)) if is_duplicate(&error) => {
+                // Another call of the same id was faster. It is known now.
+                return self.known(&submission).await;
+            }
+            accepted => accepted?,
+        };
+        match accepted {
+            Accepted::Queued => Ok(()),
+            Accepted::Pinning => self.pin(&submission).await,
+        }
+    }
+
+    async fn known(&self, submission: &Submission) -> Result<(), SubmitError> {
+        match workloads::find(self.db.read(), submission.id).await? {
+            Some(row) if row.spec_digest != submission.digest.as_bytes() => {
+                Err(SubmitError::Exists(submission.id))
+            }
+            Some(row) if row.state == crate::entity::workload::State::Accepted => self.pin(submission).await,
+            Some(_) => Ok(()),
+            None => Err(DbErr::RecordNotFound("a workload that was just there".to_owned()).into()),
+        }
+    }
+
+    /// Pins the inputs of an accepted workload, and queues it.
+    async fn pin(&self, submission: &Submission) -> Result<(), SubmitError> {
+        let locations = match self.store.pin(submission).await {
+            Ok(locations) => locations,
+            // Whether it is pinned is unknown: a repeat, or the reconciliation, finds the row.
+            Err(refusal) if refusal.is_transient() => return Err(SubmitError::NotPinned(refusal)),
+            Err(refusal) => {
+                let withdrawn =
+                    self.db.write(async |txn| workloads::withdraw(&txn, submission.id).await).await?;
+                // Otherwise it went on without us: it was pinned by another call, or cancelled.
+                return if withdrawn { Err(SubmitError::NotPinned(refusal)) } else { Ok(()) };
+            }
+        };
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            dispatch::pinned(&txn, submission, &locations, Timestamp::now(), &mut effects).await?;
+            Ok::<_, SubmitError>(((), effects))
+        })
+        .await
+    }
+
+    /// The process of an attempt is about to start.
+    pub(crate) async fn start_attempt(&self, claims: &LeaseClaims) -> Result<(), AttemptError> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            workloads::start_attempt(&txn, claims, Timestamp::now(), &mut effects).await?;
+            Ok::<_, AttemptError>(((), effects))
+        })
+        .await
+    }
+
+    /// An attempt has ended.
+    pub(crate) async fn finish_attempt(
+        &self,
+        claims: &LeaseClaims,
+        report: &Report,
+    ) -> Result<(), AttemptError> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            let now = Timestamp::now();
+            workloads::finish_attempt(&txn, claims, report.clone(), now, &mut effects).await?;
+            Ok::<_, AttemptError>(((), effects))
+        })
+        .await
+    }
+
+    /// Lets a workload stop.
+    pub(crate) async fn cancel(
+        &self,
+        team: &str,
+        id: WorkloadId,
+        grace: Duration,
+    ) -> Result<(), WorkloadError> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            workloads::cancel(&txn, team, id, grace, Timestamp::now(), &mut effects).await?;
+            Ok::<_, WorkloadError>(((), effects))
+        })
+        .await
+    }
+
+    /// One workload as it is now.
+    pub(crate) async fn get(&self, team: &str, id: WorkloadId) -> Result<Workload, WorkloadError> {
+        let row = workloads::find(self.db.read(), id).await?.filter(|row| row.team == team);
+        let mut workload = workloads::view(row.ok_or(WorkloadError::NotFound(id))?)?;
+        if let Some(whereabouts) = &mut workload.whereabouts
+            && let Some((_, endpoint)) = workers::reach(self.db.read(), whereabouts.worker).await?
+        {
+            // Its gateway may have moved since the workload was placed.
+            whereabouts.gateway_endpoint = endpoint;
+        }
+        Ok(workload)
+    }
+
+    /// Opens or continues the session of a gateway.
+    pub(crate) async fn hello(&self, hello: &Hello) -> Result<SessionClaims, SessionError> {
+        let session = self
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                let now = Timestamp::now();
+                let session = workers::hello(&txn, hello, &self.config, now, &mut effects).await?;
+                Ok::<_, SessionError>((session, effects))
+            })
+            .await?;
+        self.end_orphans().await?;
+        Ok(session)
+    }
+
+    /// The gateway of `session` is in contact.
+    pub(crate) async fn contact(&self, session: &SessionClaims, kept: Kept) -> Result<(), SessionError> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            workers::observe(&txn, session, kept, Timestamp::now(), &mut effects).await?;
+            Ok::<_, SessionError>(((), effects))
+        })
+        .await
+    }
+
+    /// A gateway says how far it is with its leases.
+    pub(crate) async fn observe_phases(&self, phases: &[(lease::Model, Phase)]) -> Result<(), DbErr> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            for (lease, phase) in phases {
+                workloads::observe_phase(&txn, lease, *phase, Timestamp::now(), &mut effects).await?;
+            }
+            Ok::<_, DbErr>(((), effects))
+        })
+        .await
+    }
+
+    /// A gateway that was told of `lease` does not know it.
+    pub(crate) async fn observe_absence(&self, lease: &lease::Model) -> Result<(), DbErr> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            let (end, now) = (AttemptEnd::Unknown, Timestamp::now());
+            workloads::lose_attempt(&txn, lease, end, now, &mut effects).await?;
+            Ok::<_, DbErr>(((), effects))
+        })
+        .await
+    }
+
+    /// Ends the leases under which nothing can be running any more.
+    pub(crate) async fn end_orphans(&self) -> Result<(), DbErr> {
+        for lease in workers::orphans(self.db.read()).await? {
+            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending the lease of a worker that is gone");
+            match lease.kind {
+                lease::Kind::Task => {
+                    self.change(async |txn| {
+                        let mut effects = Effects::default();
+                        // It may have come back in the meantime.
+                        if workers::is_orphan(&*txn, &lease).await? {
+                            let (end, now) = (AttemptEnd::WorkerLost, Timestamp::now());
+                            workloads::lose_attempt(&txn, &lease, end, now, &mut effects).await?;
+                        }
+                        Ok::<_, DbErr>(((), effects))
+                    })
+                    .await?;
+                }
+                lease::Kind::Transfer => {
+                    self.end_lease(LeaseId::from_uuid(lease.id), EndedBy::Lost).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn end_lease(&self, lease: LeaseId, by: EndedBy) -> Result<(), DbErr> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            leases::end(&txn, lease, by, Timestamp::now(), &mut effects).await?;
+            Ok::<_, DbErr>(((), effects))
+        })
+        .await
+    }
+
+    /// Grants a driven lease, or answers the live one that this id names.
+    pub(crate) async fn place(&self, id: LeaseId, demand: &Demand) -> Result<Granted, PlaceError> {
+        let term = self.config.lease_term;
+        let granted = self
+            .db
+            .write(async |txn| {
+                let now = Timestamp::now();
+                loop {
+                    let workers = workers::for_placement(&*txn).await?;
+                    if let Some(lease) = leases::find(&*txn, id).await? {
+                        let same = lease.kind == lease::Kind::Transfer
+                            && lease.request == leases::request(demand)?
+                            && lease.state == lease::State::Granted
+                            && lease.expires_at.is_some_and(|at| at > now.0);
+                        let worker = workers.iter().find(|worker| worker.id.uuid() == lease.worker_id);
+                        return match worker {
+                            Some(worker) if same => Ok((grant(&lease, worker), false)),
+                            _ => Err(PlaceError::Exists),
+                        };
+                    }
+                    let worker = match placement::choose(demand, &workers, &[]) {
+                        Choice::Placed(placement) => placement.worker,
+                        Choice::NotNow(refusals) => return Err(PlaceError::AllWorkersBusy(refusals)),
+                        Choice::Never(refusals) => return Err(PlaceError::NoCompatibleWorker(refusals)),
+                    };
+                    if let Some(lease) = leases::grant_transfer(&txn, worker, demand, id, now, term).await? {
+                        return Ok((grant(&lease, worker), true));
+                    }
+                }
+            })
+            .await;
+        let (granted, new) = match granted {
+            // Two calls with the same id at once: the other won, and its lease is answered next time.
+            Err(PlaceError::Database(error)) if is_duplicate(&error) => return Err(PlaceError::Exists),
+            granted => granted?,
+        };
+        if new {
+            self.hints.timer().notify_one();
+        }
+        Ok(granted)
+    }
+
+    /// Keeps a driven lease for another term.
+    pub(crate) async fn renew(&self, claims: &LeaseClaims) -> Result<(), RenewError> {
+        let term = self.config.lease_term;
+        self.db.write(async |txn| leases::renew(&txn, claims.lease, Timestamp::now(), term).await).await
+    }
+
+    /// Gives a driven lease back. The lease of an attempt ends with the attempt, and is left alone.
+    pub(crate) async fn release(&self, claims: &LeaseClaims) -> Result<(), DbErr> {
+        if claims.attempt.is_some() {
+            return Ok(());
+        }
+        self.end_lease(claims.lease, EndedBy::Reported).await
+    }
+
+    /// Signs a permission for one transfer with a worker.
+    pub(crate) async fn issue_ticket(
+        &self,
+        team: String,
+        worker: WorkerId,
+        volume: VolumeHandle,
+        operation: TicketOperation,
+        now: Timestamp,
+    ) -> Result<Ticket, TicketError> {
+        let (state, gateway_endpoint) =
+            workers::reach(self.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
+        if state != worker::State::Running {
+            return Err(TicketError::Unreachable(worker));
+        }
+        let expires_at = now + self.config.ticket_validity;
+        let claims = TicketClaims { worker, volume, team, operation, expires_at };
+        Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
+    }
+}
+
+fn grant(lease: &lease::Model, worker: &placement::Worker) -> Granted {
+    Granted {
+        claims: leases::claims(lease),
+        worker_name: worker.name.clone(),
+        gateway_endpoint: worker.endpoint.clone(),
+    }
+}
+
+/// Whether a row with this key was there already.
+pub(crate) fn is_duplicate(error: &DbErr) -> bool {
+    matches!(error.sql_err(), Some(sea_orm::SqlErr::UniqueConstraintViolation(_)))
+}

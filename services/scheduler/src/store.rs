@@ -1,0 +1,104 @@
+//! The artifact store, as the scheduler calls it: pins, and how workloads ended.
+
+use std::time::Duration;
+
+use domain::workload::Outcome;
+use domain::{AttemptId, Timestamp, WorkloadId};
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::pins_client::PinsClient;
+use rpc::{Peer, Refusal};
+use tonic::Request;
+
+use crate::outbox::Settlement;
+use crate::placement::Location;
+use crate::workloads::Submission;
+
+/// How long a call may take.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Calls the store. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Store {
+    pins: PinsClient<Peer>,
+}
+
+/// A workload that the store holds pins for.
+#[derive(Debug, Clone)]
+pub(crate) struct Holder {
+    pub(crate) workload: WorkloadId,
+    pub(crate) pinned_at: Timestamp,
+}
+
+fn within<T>(message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.set_timeout(DEADLINE);
+    request
+}
+
+impl Store {
+    /// The store behind `peer`.
+    pub(crate) fn new(peer: Peer) -> Self {
+        Self { pins: PinsClient::new(peer) }
+    }
+
+    /// Pins the inputs of a workload, and answers where they are.
+    pub(crate) async fn pin(&self, submission: &Submission) -> Result<Vec<Location>, Refusal> {
+        let spec = &submission.spec;
+        let request = pb::PinRequest {
+            holder_id: submission.id.to_string(),
+            team: spec.team.clone(),
+            artifact_ids: spec.inputs.iter().map(|input| input.artifact.to_string()).collect(),
+            build_id: spec.build.map(|build| build.to_string()).unwrap_or_default(),
+        };
+        let answer = self.pins.clone().pin(within(request)).await?.into_inner();
+        let locations = answer.locations.into_iter().map(|location| Location {
+            size_bytes: location.size_bytes,
+            workers: location.replicas.iter().filter_map(|replica| replica.worker_id.parse().ok()).collect(),
+        });
+        Ok(locations.collect())
+    }
+
+    /// Ends a workload for good.
+    pub(crate) async fn settle(&self, workload: WorkloadId, settlement: &Settlement) -> Result<(), Refusal> {
+        let outputs = settlement.outputs.iter().map(|output| pb::SettledOutput {
+            artifact_id: output.artifact.to_string(),
+            digest: output.digest.as_bytes().to_vec().into(),
+            label: output.name.clone(),
+        });
+        let status = match settlement.outcome {
+            Outcome::Succeeded => pb::BuildStatus::Succeeded,
+            Outcome::Failed => pb::BuildStatus::Failed,
+            Outcome::Errored => pb::BuildStatus::Errored,
+            Outcome::Aborted => pb::BuildStatus::Aborted,
+        };
+        let request = pb::SettleRequest {
+            holder_id: workload.to_string(),
+            team: settlement.team.clone(),
+            attempt_id: settlement.attempt.map(|attempt| attempt.to_string()).unwrap_or_default(),
+            outputs: outputs.collect(),
+            build_id: settlement.build.map(|build| build.to_string()).unwrap_or_default(),
+            status: status.into(),
+        };
+        self.pins.clone().settle(within(request)).await?;
+        Ok(())
+    }
+
+    /// Ends one attempt at a workload.
+    pub(crate) async fn end_attempt(&self, workload: WorkloadId, attempt: AttemptId) -> Result<(), Refusal> {
+        let request =
+            pb::EndAttemptRequest { holder_id: workload.to_string(), attempt_id: attempt.to_string() };
+        self.pins.clone().end_attempt(within(request)).await?;
+        Ok(())
+    }
+
+    /// One page of the workloads that the store holds pins for, and where to go on.
+    pub(crate) async fn holders(&self, page_token: String) -> Result<(Vec<Holder>, String), Refusal> {
+        let request = pb::ListPinsRequest { page_size: 1000, page_token };
+        let answer = self.pins.clone().list_pins(within(request)).await?.into_inner();
+        let holders = answer.holders.into_iter().filter_map(|holder| {
+            let pinned_at = holder.pinned_at.as_ref().map_or(Timestamp::now(), rpc::from_timestamp);
+            Some(Holder { workload: holder.holder_id.parse().ok()?, pinned_at })
+        });
+        Ok((holders.collect(), answer.next_page_token))
+    }
+}

@@ -1,0 +1,413 @@
+//! Workers: who they are, who speaks for them, and whether they are in contact.
+//!
+//! ```text
+//! running ─silent for the TTL, or its gateway said goodbye─▶ stalled ─silent for `lost_after`─▶ lost
+//!    ▲──────────────────────hello or observed───────────────────┴──────────────────────────────┘
+//! ```
+//!
+//! Invariants: incarnation and session of a worker only rise, for they are minted as max(last + 1, now in µs) under the row's lock
+//! ([`hello`]); what an older session says changes nothing ([`observe`]). What a worker shall do (`desired`) is never
+//! changed by what it says.
+
+use std::time::Duration;
+
+use domain::worker::{Capacity, Incarnation, Labels, Marker, Session, SessionClaims};
+use domain::{GatewayInstance, Timestamp, WorkerId};
+use sea_orm::sea_query::{Expr, OnConflict, Query};
+use sea_orm::{
+    ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
+    QueryOrder, QuerySelect, Set,
+};
+use uuid::Uuid;
+
+use crate::config::Config;
+use crate::effects::Effects;
+use crate::entity::worker::{self, Desired, Model, State};
+use crate::entity::{contact, from_json, lease, to_json};
+use crate::placement;
+
+/// Between two writes of a contact time that says nothing new, at least this much passes.
+pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
+
+/// How a gateway introduces the worker it speaks for.
+#[derive(Debug, Clone)]
+pub(crate) struct Hello {
+    pub(crate) name: String,
+    pub(crate) instance: GatewayInstance,
+    /// The last session of this instance, if it had one that we signed.
+    pub(crate) last: Option<SessionClaims>,
+    pub(crate) marker: Marker,
+    pub(crate) endpoint: String,
+    pub(crate) labels: Labels,
+    pub(crate) capacity: Capacity,
+}
+
+/// A gateway may not speak for a worker.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SessionError {
+    /// Another gateway has taken over.
+    #[error("another gateway has taken over this worker")]
+    Stale,
+    /// Another gateway attends it and is in contact.
+    #[error("another gateway attends this worker")]
+    AlreadyAttended,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// What a gateway says about its worker as a whole.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Kept {
+    pub(crate) containers: u64,
+    pub(crate) volumes: u64,
+    pub(crate) disk_free_bytes: u64,
+}
+
+/// A worker as it is now.
+#[derive(Debug, Clone)]
+pub(crate) struct Worker {
+    pub(crate) placed: placement::Worker,
+    pub(crate) session: Session,
+    pub(crate) kept: Kept,
+    pub(crate) last_contact_at: Timestamp,
+}
+
+/// The next number, which no scheduler that lost its database hands out again.
+fn mint(last: i64, now: Timestamp) -> i64 {
+    Ord::max(now.0, last.saturating_add(1))
+}
+
+fn number(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+fn unsigned(value: i64) -> u64 {
+    u64::try_from(value).unwrap_or(0)
+}
+
+/// Opens or continues a session, as `hello` asks.
+pub(crate) async fn hello(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    config: &Config,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<SessionClaims, SessionError> {
+    let known = worker::Entity::find()
+        .filter(worker::Column::Name.eq(&*hello.name))
+        .lock_exclusive()
+        .one(txn)
+        .await?;
+    let (id, incarnation, session, generation) = match &known {
+        None => (Uuid::now_v7(), now.0, now.0, 1),
+        Some(known) => {
+            let session = continue_session(txn, hello, known, config, now).await?;
+            let same_life = known.marker_id == hello.marker.id.uuid() && known.boot_id == hello.marker.boot;
+            let incarnation = if same_life { known.incarnation } else { mint(known.incarnation, now) };
+            (known.id, incarnation, session, known.generation + 1)
+        }
+    };
+    let row = worker::ActiveModel {
+        id: Set(id),
+        name: Set(hello.name.clone()),
+        desired: Set(known.as_ref().map_or(Desired::Run, |known| known.desired)),
+        state: Set(State::Running),
+        generation: Set(generation),
+        active_tasks: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
+        max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
+        incarnation: Set(incarnation),
+        session: Set(session),
+        gateway_instance: Set(hello.instance.uuid()),
+        marker_id: Set(hello.marker.id.uuid()),
+        boot_id: Set(hello.marker.boot.clone()),
+        endpoint: Set(hello.endpoint.clone()),
+        labels: Set(to_json(&hello.labels)?),
+        disk_bytes: Set(number(hello.capacity.disk_bytes)),
+        registered_at: known.as_ref().map_or(Set(now.0), |_| sea_orm::NotSet),
+    };
+    match known {
+        None => _ = worker::Entity::insert(row).exec_without_returning(txn).await?,
+        Some(_) => {
+            _ = worker::Entity::update_many().set(row).filter(worker::Column::Id.eq(id)).exec(txn).await?;
+        }
+    }
+    let contact = contact::ActiveModel {
+        worker_id: Set(id),
+        last_contact_at: Set(now.0),
+        patient_since: Set(now.0),
+        attended: Set(true),
+        containers: Set(0),
+        volumes: Set(0),
+        disk_free_bytes: Set(0),
+    };
+    let again = OnConflict::column(contact::Column::WorkerId)
+        .update_columns([contact::Column::LastContactAt, contact::Column::Attended])
+        .to_owned();
+    contact::Entity::insert(contact).on_conflict(again).exec_without_returning(txn).await?;
+
+    let worker = WorkerId::from_uuid(id);
+    effects.workers.push(worker);
+    effects.dispatch = true;
+    Ok(SessionClaims {
+        worker,
+        incarnation: Incarnation(unsigned(incarnation)),
+        session: Session(unsigned(session)),
+        instance: hello.instance,
+    })
+}
+
+/// The session in which `hello` may speak for `known`.
+async fn continue_session(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    known: &Model,
+    config: &Config,
+    now: Timestamp,
+) -> Result<i64, SessionError> {
+    if known.gateway_instance == hello.instance.uuid() {
+        return Ok(known.session);
+    }
+    let superseded = |last: &SessionClaims| {
+        last.instance == hello.instance
+            && last.worker.uuid() == known.id
+            && number(last.session.0) < known.session
+    };
+    if hello.last.as_ref().is_some_and(superseded) {
+        return Err(SessionError::Stale);
+    }
+    let contact = contact::Entity::find_by_id(known.id).one(txn).await?;
+    let attended = contact.is_some_and(|contact| {
+        contact.attended && now.since(Timestamp(contact.last_contact_at)) < config.worker_ttl
+    });
+    if attended { Err(SessionError::AlreadyAttended) } else { Ok(mint(known.session, now)) }
+}
+
+/// The row of the worker that `session` speaks for. Refused when a newer session or incarnation exists.
+pub(crate) async fn speaks(
+    db: &impl ConnectionTrait,
+    session: &SessionClaims,
+) -> Result<Model, SessionError> {
+    let row = worker::Entity::find_by_id(session.worker.uuid()).one(db).await?.ok_or(SessionError::Stale)?;
+    let current =
+        row.session == number(session.session.0) && row.incarnation == number(session.incarnation.0);
+    if current { Ok(row) } else { Err(SessionError::Stale) }
+}
+
+/// The worker of `session` was in contact just now.
+pub(crate) async fn observe(
+    txn: &DatabaseTransaction,
+    session: &SessionClaims,
+    kept: Kept,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), SessionError> {
+    let row = speaks(txn, session).await?;
+    contact::Entity::update_many()
+        .set(contact::ActiveModel {
+            last_contact_at: Set(now.0),
+            attended: Set(true),
+            containers: Set(number(kept.containers)),
+            volumes: Set(number(kept.volumes)),
+            disk_free_bytes: Set(number(kept.disk_free_bytes)),
+            ..Default::default()
+        })
+        .filter(contact::Column::WorkerId.eq(session.worker.uuid()))
+        .exec(txn)
+        .await?;
+    if row.state != State::Running {
+        set_state(txn, session, State::Running).await?;
+        effects.dispatch = true;
+    }
+    Ok(())
+}
+
+/// The gateway of `session` said goodbye: another may take over at once. Does nothing when one has already.
+pub(crate) async fn leave(txn: &DatabaseTransaction, session: &SessionClaims) -> Result<(), DbErr> {
+    if set_state(txn, session, State::Stalled).await? {
+        contact::Entity::update_many()
+            .col_expr(contact::Column::Attended, Expr::value(false))
+            .filter(contact::Column::WorkerId.eq(session.worker.uuid()))
+            .exec(txn)
+            .await?;
+    }
+    Ok(())
+}
+
+async fn set_state(txn: &DatabaseTransaction, session: &SessionClaims, state: State) -> Result<bool, DbErr> {
+    let set = worker::Entity::update_many()
+        .col_expr(worker::Column::State, Expr::value(state))
+        .filter(worker::Column::Id.eq(session.worker.uuid()))
+        .filter(worker::Column::Session.eq(number(session.session.0)))
+        .exec(txn)
+        .await?;
+    Ok(set.rows_affected > 0)
+}
+
+/// A scheduler starts: it was perhaps its own silence, so every worker gets a full term again. `alone`: no other replica can have
+/// a stream open, so no worker is attended.
+pub(crate) async fn be_patient(txn: &DatabaseTransaction, alone: bool, now: Timestamp) -> Result<(), DbErr> {
+    let mut update =
+        contact::Entity::update_many().col_expr(contact::Column::PatientSince, Expr::value(now.0));
+    if alone {
+        update = update.col_expr(contact::Column::Attended, Expr::value(false));
+    }
+    update.exec(txn).await.map(|_| ())
+}
+
+/// Who has been silent since `before`, and was given the time since.
+fn silent_since(before: Timestamp) -> sea_orm::sea_query::SelectStatement {
+    Query::select()
+        .column(contact::Column::WorkerId)
+        .from(contact::Entity)
+        .and_where(Expr::col(contact::Column::LastContactAt).lt(before.0))
+        .and_where(Expr::col(contact::Column::PatientSince).lt(before.0))
+        .to_owned()
+}
+
+/// From which state to which silence leads, and how long it must have lasted.
+fn silences(config: &Config) -> [(State, State, Duration); 2] {
+    [(State::Running, State::Stalled, config.worker_ttl), (State::Stalled, State::Lost, config.lost_after)]
+}
+
+/// Whether somebody has been silent for too long whose state does not say so yet.
+pub(crate) async fn any_silent(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    now: Timestamp,
+) -> Result<bool, DbErr> {
+    for (from, _, term) in silences(config) {
+        let silent = worker::Entity::find()
+            .filter(worker::Column::State.eq(from))
+            .filter(worker::Column::Id.in_subquery(silent_since(now - term)))
+            .one(db)
+            .await?;
+        if silent.is_some() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Notes who has been silent for too long.
+pub(crate) async fn notice_silence(
+    txn: &DatabaseTransaction,
+    config: &Config,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    for (from, to, term) in silences(config) {
+        let changed = worker::Entity::update_many()
+            .col_expr(worker::Column::State, Expr::value(to))
+            .filter(worker::Column::State.eq(from))
+            .filter(worker::Column::Id.in_subquery(silent_since(now - term)))
+            .exec_with_returning(txn)
+            .await?;
+        for worker in changed {
+            tracing::warn!(worker.name = worker.name, worker.state = ?to, "a worker is silent");
+        }
+    }
+    Ok(())
+}
+
+/// Live leases under which nothing can be running any more: of a worker that is lost, or of an incarnation that is over.
+pub(crate) async fn orphans(db: &impl ConnectionTrait) -> Result<Vec<lease::Model>, DbErr> {
+    let own =
+        Expr::col((worker::Entity, worker::Column::Id)).equals((lease::Entity, lease::Column::WorkerId));
+    let lost = Expr::col((worker::Entity, worker::Column::State)).eq(State::Lost);
+    let over = Expr::col((lease::Entity, lease::Column::Incarnation))
+        .lt(Expr::col((worker::Entity, worker::Column::Incarnation)));
+    let workers = Query::select()
+        .expr(Expr::val(1))
+        .from(worker::Entity)
+        .and_where(own)
+        .and_where(lost.or(over))
+        .to_owned();
+    lease::Entity::find()
+        .filter(lease::Column::State.ne(lease::State::Ended))
+        .filter(Expr::exists(workers))
+        .limit(500)
+        .all(db)
+        .await
+}
+
+/// Whether nothing can be running under `lease` any more.
+pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+    let worker = worker::Entity::find_by_id(lease.worker_id).one(db).await?;
+    Ok(worker.is_none_or(|worker| worker.state == State::Lost || lease.incarnation < worker.incarnation))
+}
+
+/// All workers, as placement sees them.
+pub(crate) async fn for_placement(db: &impl ConnectionTrait) -> Result<Vec<placement::Worker>, DbErr> {
+    worker::Entity::find().all(db).await?.into_iter().map(|row| for_placement_row(&row)).collect()
+}
+
+fn for_placement_row(row: &Model) -> Result<placement::Worker, DbErr> {
+    Ok(placement::Worker {
+        id: WorkerId::from_uuid(row.id),
+        name: row.name.clone(),
+        endpoint: row.endpoint.clone(),
+        incarnation: Incarnation(unsigned(row.incarnation)),
+        desired: row.desired,
+        state: row.state,
+        labels: from_json(&row.labels)?,
+        capacity: Capacity {
+            max_tasks: row.max_tasks.map(|max| u32::try_from(max).unwrap_or(u32::MAX)),
+            disk_bytes: unsigned(row.disk_bytes),
+        },
+        active_tasks: u32::try_from(row.active_tasks).unwrap_or(u32::MAX),
+    })
+}
+
+fn view((row, contact): (Model, Option<contact::Model>)) -> Result<Worker, DbErr> {
+    let kept = contact.as_ref().map(|contact| Kept {
+        containers: unsigned(contact.containers),
+        volumes: unsigned(contact.volumes),
+        disk_free_bytes: unsigned(contact.disk_free_bytes),
+    });
+    Ok(Worker {
+        placed: for_placement_row(&row)?,
+        session: Session(unsigned(row.session)),
+        kept: kept.unwrap_or_default(),
+        last_contact_at: Timestamp(contact.map_or(row.registered_at, |contact| contact.last_contact_at)),
+    })
+}
+
+/// Up to `limit` workers whose names come after that of `after`, by name.
+pub(crate) async fn list(
+    db: &impl ConnectionTrait,
+    after: Option<WorkerId>,
+    limit: u64,
+) -> Result<Vec<Worker>, DbErr> {
+    let mut query = worker::Entity::find().find_also_related(contact::Entity);
+    if let Some(after) = after {
+        let name = Query::select()
+            .column(worker::Column::Name)
+            .from(worker::Entity)
+            .and_where(Expr::col(worker::Column::Id).eq(after.uuid()))
+            .to_owned();
+        query = query.filter(
+            Expr::col((worker::Entity, worker::Column::Name)).gt(Expr::SubQuery(None, Box::new(name.into()))),
+        );
+    }
+    let rows = query.order_by_asc(worker::Column::Name).limit(limit).all(db).await?;
+    rows.into_iter().map(view).collect()
+}
+
+/// One worker, by its name or its id.
+pub(crate) async fn get(db: &impl ConnectionTrait, worker: &str) -> Result<Option<Worker>, DbErr> {
+    let mut matches = Condition::any().add(worker::Column::Name.eq(worker));
+    if let Ok(id) = worker.parse::<WorkerId>() {
+        matches = matches.add(worker::Column::Id.eq(id.uuid()));
+    }
+    let row = worker::Entity::find().find_also_related(contact::Entity).filter(matches).one(db).await?;
+    row.map(view).transpose()
+}
+
+/// Whether a worker is in contact, and where its gateway listens. `None`: there is no such worker.
+pub(crate) async fn reach(
+    db: &impl ConnectionTrait,
+    worker: WorkerId,
+) -> Result<Option<(State, String)>, DbErr> {
+    let row = worker::Entity::find_by_id(worker.uuid()).one(db).await?;
+    Ok(row.map(|row| (row.state, row.endpoint)))
+}

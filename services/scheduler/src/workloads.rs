@@ -1,0 +1,681 @@
+//! Workloads: what was submitted, and how far it is.
+//!
+//! ```text
+//! accepted ─pinned─▶ pending ─placed─▶ assigned ─start─▶ starting ─seen─▶ running ─ended─▶ settling ─settled─▶ finished
+//!     └─refused─▶ (gone) ▲└─cancelled, waited too long─▶ finished  └────────ended────────────▲
+//!                        └──its lease ended, nothing ran──┘
+//! ```
+//!
+//! Every transition happens on a row that its transaction has locked ([`lock`]) or inserted, and raises the row's revision for each
+//! event that it makes. One that needs nothing from the artifact store goes to finished without settling.
+//!
+//! Invariants: `lease_id` names the live lease exactly while the state is assigned, starting or running; `ending` is set from
+//! settling on; `finished` is reached once, and is the last event.
+
+use std::time::Duration;
+
+use domain::worker::LeaseClaims;
+use domain::workload::WorkloadSpec;
+use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, IntoActiveModel,
+    QueryFilter, QueryOrder, QuerySelect, Set,
+};
+use uuid::Uuid;
+
+use crate::effects::Effects;
+use crate::entity::lease::{EndedBy, StopReason};
+use crate::entity::workload::{self, Model, State};
+use crate::entity::{from_json, lease, to_json};
+use crate::events::{self, Event, Whereabouts};
+use crate::leases;
+use crate::outbox::{self, Message, Parcel, Settlement};
+use crate::outcome::{self, AttemptEnd, Ending, Next, Report};
+use crate::placement::Location;
+
+/// What a caller submitted.
+#[derive(Debug, Clone)]
+pub(crate) struct Submission {
+    pub(crate) id: WorkloadId,
+    pub(crate) spec: WorkloadSpec,
+    encoded: Vec<u8>,
+    pub(crate) digest: Digest,
+    traceparent: String,
+}
+
+/// A workload as it is now.
+#[derive(Debug, Clone)]
+pub(crate) struct Workload {
+    pub(crate) id: WorkloadId,
+    pub(crate) sequence: Uuid,
+    pub(crate) spec: WorkloadSpec,
+    pub(crate) state: State,
+    pub(crate) submitted_at: Timestamp,
+    pub(crate) started_at: Option<Timestamp>,
+    pub(crate) finished_at: Option<Timestamp>,
+    pub(crate) whereabouts: Option<Whereabouts>,
+    /// Once finished.
+    pub(crate) ending: Option<Ending>,
+    /// While pending.
+    pub(crate) waiting_for: Vec<String>,
+}
+
+/// A call about one workload cannot be answered.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WorkloadError {
+    /// There is none in this team.
+    #[error("workload {0} is unknown to this team")]
+    NotFound(WorkloadId),
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// A gateway's word about an attempt does not count.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AttemptError {
+    /// Its lease has ended, or shall end.
+    #[error("the lease of this attempt is lost")]
+    LeaseLost,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+impl Submission {
+    /// What `spec` says, as it will be kept.
+    pub(crate) fn new(id: WorkloadId, spec: WorkloadSpec, traceparent: Option<String>) -> Self {
+        let encoded = rpc::spec::encode(&spec);
+        let digest = Digest(*blake3::hash(&encoded).as_bytes());
+        Self { id, spec, encoded, digest, traceparent: traceparent.unwrap_or_default() }
+    }
+
+    /// Whether something must be pinned in the artifact store before it may be queued.
+    pub(crate) fn pins(&self) -> bool {
+        !self.spec.inputs.is_empty() || self.spec.build.is_some()
+    }
+
+    /// Its row, which is in no database yet.
+    pub(crate) fn row(&self, state: State, now: Timestamp) -> Model {
+        Model {
+            id: self.id.uuid(),
+            sequence: Uuid::now_v7(),
+            team: self.spec.team.clone(),
+            spec: self.encoded.clone(),
+            spec_digest: self.digest.as_bytes().to_vec(),
+            traceparent: self.traceparent.clone(),
+            settles: self.pins() || !self.spec.outputs.is_empty(),
+            state,
+            revision: 0,
+            submitted_at: now.0,
+            started_at: None,
+            finished_at: None,
+            queue_deadline: self.spec.queue_timeout.map(|timeout| (now + timeout).0),
+            run_deadline: None,
+            lease_id: None,
+            attempt_id: None,
+            whereabouts: None,
+            locations: "[]".to_owned(),
+            waiting_for: "[]".to_owned(),
+            ending: None,
+        }
+    }
+}
+
+/// The spec that was kept.
+pub(crate) fn spec(row: &Model) -> Result<WorkloadSpec, DbErr> {
+    rpc::spec::decode(&row.spec).map_err(|error| DbErr::Type(error.message().to_owned()))
+}
+
+/// Where its inputs were when they were pinned.
+pub(crate) fn locations(row: &Model) -> Result<Vec<Location>, DbErr> {
+    from_json(&row.locations)
+}
+
+/// One row, as it was last committed.
+pub(crate) async fn find(db: &impl ConnectionTrait, id: WorkloadId) -> Result<Option<Model>, DbErr> {
+    workload::Entity::find_by_id(id.uuid()).one(db).await
+}
+
+/// One row, which nobody else changes until the end of the transaction.
+pub(crate) async fn lock(txn: &DatabaseTransaction, id: WorkloadId) -> Result<Option<Model>, DbErr> {
+    workload::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await
+}
+
+/// Whether somebody waits for a worker.
+pub(crate) async fn anyone_pending(db: &impl ConnectionTrait) -> Result<bool, DbErr> {
+    let one = workload::Entity::find()
+        .select_only()
+        .column(workload::Column::Id)
+        .filter(workload::Column::State.eq(State::Pending))
+        .limit(1)
+        .into_tuple::<Uuid>()
+        .one(db)
+        .await?;
+    Ok(one.is_some())
+}
+
+/// Up to `limit` workloads that wait for a worker and were submitted after `after`, in the order of their submission.
+pub(crate) async fn pending(
+    db: &impl ConnectionTrait,
+    after: Option<Uuid>,
+    limit: u64,
+) -> Result<Vec<Model>, DbErr> {
+    let mut query = workload::Entity::find().filter(workload::Column::State.eq(State::Pending));
+    if let Some(after) = after {
+        query = query.filter(workload::Column::Sequence.gt(after));
+    }
+    query.order_by_asc(workload::Column::Sequence).limit(limit).all(db).await
+}
+
+/// Whether `row` is in a database yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Write {
+    /// It is not.
+    Insert,
+    /// It is, and this transaction has locked it.
+    Update,
+}
+
+/// Writes `row`, with `event` as its next revision.
+pub(crate) async fn save(
+    txn: &DatabaseTransaction,
+    mut row: Model,
+    write: Write,
+    event: Option<&Event>,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let id = WorkloadId::from_uuid(row.id);
+    if event.is_some() {
+        row.revision += 1;
+    }
+    let revision = row.revision;
+    match write {
+        Write::Insert => {
+            _ = workload::Entity::insert(row.into_active_model()).exec_without_returning(txn).await?
+        }
+        Write::Update => {
+            // What never changes is left out.
+            let changes = workload::ActiveModel {
+                id: sea_orm::Unchanged(row.id),
+                state: Set(row.state),
+                revision: Set(row.revision),
+                started_at: Set(row.started_at),
+                finished_at: Set(row.finished_at),
+                run_deadline: Set(row.run_deadline),
+                lease_id: Set(row.lease_id),
+                attempt_id: Set(row.attempt_id),
+                whereabouts: Set(row.whereabouts),
+                locations: Set(row.locations),
+                waiting_for: Set(row.waiting_for),
+                ending: Set(row.ending),
+                ..Default::default()
+            };
+            workload::Entity::update_many()
+                .set(changes)
+                .filter(workload::Column::Id.eq(row.id))
+                .exec(txn)
+                .await?;
+        }
+    }
+    if let Some(event) = event {
+        events::append(txn, id, revision, event, now).await?;
+        effects.workloads.push(id);
+    }
+    Ok(())
+}
+
+/// Leaves a workload in the queue, and says why it waits where that is news.
+pub(crate) async fn queue(
+    txn: &DatabaseTransaction,
+    mut row: Model,
+    write: Write,
+    reasons: Vec<String>,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let waiting_for = to_json(&reasons)?;
+    if row.state == State::Pending && write == Write::Update && row.waiting_for == waiting_for {
+        return Ok(());
+    }
+    row.state = State::Pending;
+    row.waiting_for = waiting_for;
+    effects.deadline |= row.queue_deadline.is_some();
+    save(txn, row, write, Some(&Event::Queued { reasons }), now, effects).await
+}
+
+/// Removes a workload whose inputs could not be pinned. `false`: it has gone on in the meantime, and stays.
+pub(crate) async fn withdraw(txn: &DatabaseTransaction, id: WorkloadId) -> Result<bool, DbErr> {
+    let removed = workload::Entity::delete_many()
+        .filter(workload::Column::Id.eq(id.uuid()))
+        .filter(workload::Column::State.eq(State::Accepted))
+        .exec(txn)
+        .await?;
+    Ok(removed.rows_affected > 0)
+}
+
+/// Ends the workload of a row that is locked, after `attempt` if there was one.
+pub(crate) async fn conclude(
+    txn: &DatabaseTransaction,
+    mut row: Model,
+    ending: Ending,
+    attempt: Option<AttemptId>,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let id = WorkloadId::from_uuid(row.id);
+    row.lease_id = None;
+    row.attempt_id = None;
+    row.run_deadline = None;
+    row.waiting_for = "[]".to_owned();
+    row.ending = Some(to_json(&ending)?);
+    if row.settles {
+        let settlement = Settlement {
+            team: row.team.clone(),
+            attempt,
+            outputs: ending.outputs.clone(),
+            build: spec(&row)?.build,
+            outcome: ending.outcome,
+        };
+        outbox::put(txn, id, Message::Settle(settlement), now, effects).await?;
+    } else if let Some(attempt) = attempt {
+        outbox::put(txn, id, Message::EndAttempt { attempt }, now, effects).await?;
+    }
+    // Nobody waits for outputs of what never ran.
+    if row.settles && attempt.is_some() {
+        row.state = State::Settling;
+        return save(txn, row, Write::Update, None, now, effects).await;
+    }
+    finish(txn, row, ending, now, effects).await
+}
+
+async fn finish(
+    txn: &DatabaseTransaction,
+    mut row: Model,
+    ending: Ending,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    row.state = State::Finished;
+    row.finished_at = Some(now.0);
+    let event = Event::Finished { ending, whereabouts: whereabouts(&row)? };
+    save(txn, row, Write::Update, Some(&event), now, effects).await
+}
+
+/// The artifact store has settled a workload. Does nothing unless it was being settled.
+pub(crate) async fn settled(
+    txn: &DatabaseTransaction,
+    id: WorkloadId,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some(row) = lock(txn, id).await?.filter(|row| row.state == State::Settling) else { return Ok(()) };
+    let ending = ending(&row)?;
+    finish(txn, row, ending, now, effects).await
+}
+
+/// The artifact store lacks an output: the workload and its parcel go on without outputs.
+pub(crate) async fn lose_outputs(txn: &DatabaseTransaction, parcel: &Parcel) -> Result<(), DbErr> {
+    outbox::replace(txn, parcel.id, &parcel.message).await?;
+    let row = lock(txn, parcel.workload).await?.filter(|row| row.state == State::Settling);
+    let Some(mut row) = row else { return Ok(()) };
+    row.ending = Some(to_json(&ending(&row)?.without_outputs())?);
+    save(txn, row, Write::Update, None, Timestamp(0), &mut Effects::default()).await
+}
+
+fn ending(row: &Model) -> Result<Ending, DbErr> {
+    from_json(row.ending.as_deref().unwrap_or("null"))
+}
+
+/// Where the present or last attempt is.
+pub(crate) fn whereabouts(row: &Model) -> Result<Option<Whereabouts>, DbErr> {
+    row.whereabouts.as_deref().map(from_json).transpose()
+}
+
+/// From the commit on, the process of this attempt counts as started.
+pub(crate) async fn start_attempt(
+    txn: &DatabaseTransaction,
+    claims: &LeaseClaims,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), AttemptError> {
+    let (mut row, lease) = hold(txn, claims).await?.ok_or(AttemptError::LeaseLost)?;
+    if lease.state != lease::State::Granted {
+        return Err(AttemptError::LeaseLost);
+    }
+    match row.state {
+        State::Assigned => {}
+        State::Starting | State::Running => return Ok(()),
+        _ => return Err(AttemptError::LeaseLost),
+    }
+    row.state = State::Starting;
+    row.run_deadline = spec(&row)?.run_timeout.map(|timeout| (now + timeout).0);
+    effects.deadline |= row.run_deadline.is_some();
+    Ok(save(txn, row, Write::Update, None, now, effects).await?)
+}
+
+/// Ends an attempt as its gateway reports. The first report counts; repeating it is acknowledged.
+pub(crate) async fn finish_attempt(
+    txn: &DatabaseTransaction,
+    claims: &LeaseClaims,
+    report: Report,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), AttemptError> {
+    if let Some((row, lease)) = hold(txn, claims).await? {
+        return Ok(end_attempt(txn, row, &lease, AttemptEnd::Reported(report), now, effects).await?);
+    }
+    match leases::find(txn, claims.lease).await? {
+        Some(lease) if lease.ended_by == Some(EndedBy::Reported) => Ok(()),
+        _ => Err(AttemptError::LeaseLost),
+    }
+}
+
+/// The workload and the live lease that `claims` are about, locked. `None`: the lease has ended.
+async fn hold(
+    txn: &DatabaseTransaction,
+    claims: &LeaseClaims,
+) -> Result<Option<(Model, lease::Model)>, DbErr> {
+    let Some((workload, _)) = claims.attempt else { return Ok(None) };
+    let Some(row) = lock(txn, workload).await? else { return Ok(None) };
+    if row.lease_id != Some(claims.lease.uuid()) {
+        return Ok(None);
+    }
+    let lease = leases::find(txn, claims.lease).await?;
+    Ok(lease.filter(|lease| lease.state != lease::State::Ended).map(|lease| (row, lease)))
+}
+
+/// Ends the attempt under `lease` without a word of its gateway, because of `end`.
+pub(crate) async fn lose_attempt(
+    txn: &DatabaseTransaction,
+    lease: &lease::Model,
+    end: AttemptEnd,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    if let Some((row, lease)) = hold(txn, &leases::claims(lease)).await? {
+        end_attempt(txn, row, &lease, end, now, effects).await?;
+    }
+    Ok(())
+}
+
+async fn end_attempt(
+    txn: &DatabaseTransaction,
+    mut row: Model,
+    lease: &lease::Model,
+    end: AttemptEnd,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let by = if matches!(end, AttemptEnd::Reported(_)) { EndedBy::Reported } else { EndedBy::Lost };
+    if !leases::end(txn, LeaseId::from_uuid(lease.id), by, now, effects).await? {
+        return Ok(());
+    }
+    let id = WorkloadId::from_uuid(row.id);
+    let attempt = lease.attempt_id.map(AttemptId::from_uuid);
+    let end = match end {
+        AttemptEnd::Reported(mut report) => {
+            if row.started_at.is_none() {
+                row.started_at = report.started_at.map(|at| at.0);
+            }
+            let spec = spec(&row)?;
+            report.outputs.retain(|output| {
+                let known = spec.outputs.iter().any(|known| known.name == output.name)
+                    && output.artifact == id.output_artifact(&output.name);
+                if !known {
+                    tracing::warn!(workload.id = %id, output = output.name, "dropping an output that was not asked for");
+                }
+                known
+            });
+            AttemptEnd::Reported(report)
+        }
+        lost => lost,
+    };
+
+    let started = matches!(row.state, State::Starting | State::Running);
+    match outcome::decide(started, lease.stop_reason, end) {
+        Next::End(ending) => conclude(txn, row, ending, attempt, now, effects).await,
+        Next::Again => {
+            if let Some(attempt) = attempt {
+                outbox::put(txn, id, Message::EndAttempt { attempt }, now, effects).await?;
+            }
+            row.lease_id = None;
+            row.attempt_id = None;
+            row.run_deadline = None;
+            effects.dispatch = true;
+            queue(txn, row, Write::Update, vec![], now, effects).await
+        }
+    }
+}
+
+/// How far a gateway is with an attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Phase {
+    /// Its container is made.
+    Preparing = 1,
+    /// Its process runs.
+    Running = 2,
+    /// Its process is gone.
+    Publishing = 3,
+    /// Nothing of it runs.
+    Ended = 4,
+}
+
+/// The gateway says how far it is with the attempt under `lease`.
+pub(crate) async fn observe_phase(
+    txn: &DatabaseTransaction,
+    lease: &lease::Model,
+    phase: Phase,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some((mut row, lease)) = hold(txn, &leases::claims(lease)).await? else { return Ok(()) };
+    if !leases::raise_phase(txn, LeaseId::from_uuid(lease.id), phase as i64).await? {
+        return Ok(());
+    }
+    let event = match (phase, row.state) {
+        (Phase::Preparing, State::Assigned | State::Starting) => Event::Preparing,
+        (Phase::Running, State::Starting) => {
+            row.state = State::Running;
+            row.started_at = Some(now.0);
+            let Some(whereabouts) = whereabouts(&row)? else { return Ok(()) };
+            Event::Running { whereabouts }
+        }
+        (Phase::Publishing, State::Starting | State::Running) => Event::Publishing,
+        _ => return Ok(()),
+    };
+    save(txn, row, Write::Update, Some(&event), now, effects).await
+}
+
+/// Lets a workload stop. One that has ended, or is ending, goes on as it was.
+pub(crate) async fn cancel(
+    txn: &DatabaseTransaction,
+    team: &str,
+    id: WorkloadId,
+    grace: Duration,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), WorkloadError> {
+    let row = lock(txn, id).await?.filter(|row| row.team == team).ok_or(WorkloadError::NotFound(id))?;
+    match row.state {
+        State::Accepted | State::Pending => conclude(txn, row, Ending::aborted(), None, now, effects).await?,
+        State::Assigned | State::Starting | State::Running => {
+            stop(txn, &row, StopReason::Cancelled, grace, effects).await?;
+        }
+        State::Settling | State::Finished => {}
+    }
+    Ok(())
+}
+
+async fn stop(
+    txn: &DatabaseTransaction,
+    row: &Model,
+    reason: StopReason,
+    grace: Duration,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some(lease) = row.lease_id else { return Ok(()) };
+    match leases::find(txn, LeaseId::from_uuid(lease)).await? {
+        Some(lease) => leases::stop(txn, lease, reason, grace, effects).await,
+        None => Ok(()),
+    }
+}
+
+/// A workload whose queue or run deadline has passed.
+pub(crate) async fn overdue(db: &impl ConnectionTrait, now: Timestamp) -> Result<Vec<WorkloadId>, DbErr> {
+    let waited = workload::Column::State
+        .eq(State::Pending)
+        .and(workload::Column::QueueDeadline.is_not_null())
+        .and(workload::Column::QueueDeadline.lte(now.0));
+    let ran = workload::Column::RunDeadline.is_not_null().and(workload::Column::RunDeadline.lte(now.0));
+    let mut overdue = Vec::new();
+    for late in [waited, ran] {
+        let ids = workload::Entity::find().select_only().column(workload::Column::Id).filter(late).limit(100);
+        overdue.extend(ids.into_tuple::<Uuid>().all(db).await?.into_iter().map(WorkloadId::from_uuid));
+    }
+    Ok(overdue)
+}
+
+/// The next queue or run deadline.
+pub(crate) async fn next_deadline(db: &impl ConnectionTrait) -> Result<Option<Timestamp>, DbErr> {
+    let queue = workload::Entity::find()
+        .select_only()
+        .column_as(workload::Column::QueueDeadline.min(), "deadline")
+        .filter(workload::Column::State.eq(State::Pending))
+        .filter(workload::Column::QueueDeadline.is_not_null());
+    let run = workload::Entity::find()
+        .select_only()
+        .column_as(workload::Column::RunDeadline.min(), "deadline")
+        .filter(workload::Column::RunDeadline.is_not_null());
+    let mut next = None;
+    for query in [queue, run] {
+        let deadline = query.into_tuple::<Option<i64>>().one(db).await?.flatten();
+        next = [next, deadline].into_iter().flatten().min();
+    }
+    Ok(next.map(Timestamp))
+}
+
+/// Ends or stops a workload whose deadline has passed.
+pub(crate) async fn time_out(
+    txn: &DatabaseTransaction,
+    id: WorkloadId,
+    grace: Duration,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some(mut row) = lock(txn, id).await? else { return Ok(()) };
+    let passed = |deadline: Option<i64>| deadline.is_some_and(|deadline| deadline <= now.0);
+    if row.state == State::Pending && passed(row.queue_deadline) {
+        return conclude(txn, row, Ending::queue_timeout(), None, now, effects).await;
+    }
+    if passed(row.run_deadline) {
+        stop(txn, &row, StopReason::RunTimeout, grace, effects).await?;
+        // The wish is the lease's now.
+        row.run_deadline = None;
+        save(txn, row, Write::Update, None, now, effects).await?;
+    }
+    Ok(())
+}
+
+/// Workloads that were accepted before `before` and whose pinning nobody came back to finish.
+pub(crate) async fn forgotten(
+    db: &impl ConnectionTrait,
+    before: Timestamp,
+) -> Result<Vec<WorkloadId>, DbErr> {
+    let ids = workload::Entity::find()
+        .select_only()
+        .column(workload::Column::Id)
+        .filter(workload::Column::State.eq(State::Accepted))
+        .filter(workload::Column::SubmittedAt.lt(before.0))
+        .limit(100)
+        .into_tuple::<Uuid>()
+        .all(db)
+        .await?;
+    Ok(ids.into_iter().map(WorkloadId::from_uuid).collect())
+}
+
+/// Ends a workload whose pinning nobody came back to finish.
+pub(crate) async fn give_up(
+    txn: &DatabaseTransaction,
+    id: WorkloadId,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some(row) = lock(txn, id).await?.filter(|row| row.state == State::Accepted) else { return Ok(()) };
+    let ending = Ending::errored("UNAVAILABLE", "it was never queued: its inputs could not be pinned");
+    conclude(txn, row, ending, None, now, effects).await
+}
+
+/// Forgets up to 100 workloads that finished before `before`, with their events and leases.
+pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<u64, DbErr> {
+    let old = workload::Entity::find()
+        .select_only()
+        .column(workload::Column::Id)
+        .filter(workload::Column::State.eq(State::Finished))
+        .filter(workload::Column::FinishedAt.lt(before.0))
+        .limit(100)
+        .into_tuple::<Uuid>()
+        .all(txn)
+        .await?;
+    let mut forgotten = 0;
+    for id in old {
+        if !outbox::pending(txn, WorkloadId::from_uuid(id)).await? {
+            forgotten += workload::Entity::delete_by_id(id).exec(txn).await?.rows_affected;
+        }
+    }
+    Ok(forgotten)
+}
+
+/// How a workload that the artifact store still holds pins for is settled: `None` where it must not be.
+pub(crate) fn settlement_of_finished(row: &Model) -> Result<Option<Settlement>, DbErr> {
+    if row.state != State::Finished {
+        return Ok(None);
+    }
+    let ending = ending(row)?;
+    let whereabouts = whereabouts(row)?;
+    Ok(Some(Settlement {
+        team: row.team.clone(),
+        attempt: whereabouts.map(|whereabouts| whereabouts.attempt),
+        outputs: vec![],
+        build: spec(row)?.build,
+        outcome: ending.outcome,
+    }))
+}
+
+/// A row as callers see it.
+pub(crate) fn view(row: Model) -> Result<Workload, DbErr> {
+    let finished = row.state == State::Finished;
+    let pending = row.state == State::Pending;
+    Ok(Workload {
+        id: WorkloadId::from_uuid(row.id),
+        sequence: row.sequence,
+        spec: spec(&row)?,
+        state: row.state,
+        submitted_at: Timestamp(row.submitted_at),
+        started_at: row.started_at.map(Timestamp),
+        finished_at: row.finished_at.map(Timestamp),
+        whereabouts: whereabouts(&row)?,
+        ending: if finished { Some(ending(&row)?) } else { None },
+        waiting_for: if pending { from_json(&row.waiting_for)? } else { vec![] },
+    })
+}
+
+/// Up to `limit` workloads of `team`, newest first.
+pub(crate) async fn list(
+    db: &impl ConnectionTrait,
+    team: &str,
+    state: Option<State>,
+    before: Option<Uuid>,
+    limit: u64,
+) -> Result<Vec<Workload>, DbErr> {
+    let mut query = workload::Entity::find().filter(workload::Column::Team.eq(team));
+    if let Some(state) = state {
+        query = query.filter(workload::Column::State.eq(state));
+    }
+    if let Some(before) = before {
+        query = query.filter(workload::Column::Sequence.lt(before));
+    }
+    let rows = query.order_by_desc(workload::Column::Sequence).limit(limit).all(db).await?;
+    rows.into_iter().map(view).collect()
+}
