@@ -1,1 +1,67 @@
-//! To come.
+//! The artifact store: what exists, who keeps it alive, where its bytes are, and what is garbage.
+//!
+//! ```text
+//! grpc          parses, calls, answers; the only code that knows protobuf and makes a Status
+//! artifacts     names for bytes: made, found, located
+//! owners        builds, which keep artifacts
+//! pins          what workloads use; settling them
+//! replicas      copies that transfers make
+//! sessions      who may speak for a worker
+//! inventory     the rows of what workers hold, from before it is made until it is there
+//! sweep         handing out what gateways shall destroy
+//! report        what workers say they hold: confirmed, lost, forgotten
+//! mark          what is garbage, and why: pure
+//! collect       carries out what `mark` decides
+//! ```
+//!
+//! Domain functions work on a transaction that their caller begins and commits, and `now` is an argument. Two rules keep what is in
+//! use from being collected. Who adds a reference (a pin, an owner, a child volume) locks the live target row first, shared; who
+//! marks locks the target row, skips what others have locked, and looks for references again in a later statement. SQLite has one
+//! writer at a time and needs neither; sea-query leaves the locks out there.
+
+mod artifacts;
+mod clock;
+mod collect;
+mod config;
+mod entity;
+mod grpc;
+mod inventory;
+mod mark;
+mod migrations;
+mod owners;
+mod pins;
+mod replicas;
+mod report;
+mod sessions;
+mod store;
+mod sweep;
+
+use std::future::Future;
+use std::sync::Arc;
+
+use anyhow::Context;
+
+pub use clock::Clock;
+pub use config::{Config, ConfigError, KeySource};
+
+use store::Store;
+
+/// Opens the database, begins the background tasks, and adds the services to `host`.
+pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()> {
+    config.check()?;
+    let store = Arc::new(Store::open(config).await.context("cannot open the artifact store")?);
+    host.spawn(collect::collect_forever(store.clone(), host.stopping()));
+    grpc::add_services(&store, host);
+    Ok(())
+}
+
+/// Serves on `listener` until `shutdown` resolves, then lets work in flight finish.
+pub async fn serve(
+    config: Config,
+    listener: server::Listener,
+    shutdown: impl Future<Output = ()> + Send,
+) -> anyhow::Result<()> {
+    let mut host = server::Host::new().with_token(config.token.clone());
+    start(config, &mut host).await?;
+    host.serve([listener], shutdown).await
+}

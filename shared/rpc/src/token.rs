@@ -82,7 +82,8 @@ impl TokenSigner {
 
 /// The scheduler's public keys, asked for when one is missing.
 pub struct Keys {
-    scheduler: Peer,
+    /// `None`: the keys were given, and there are no others.
+    scheduler: Option<Peer>,
     known: RwLock<HashMap<KeyId, VerifyingKey>>,
 }
 
@@ -90,7 +91,14 @@ impl Keys {
     /// Knows no key yet; asks `scheduler`.
     #[must_use]
     pub fn new(scheduler: Peer) -> Self {
-        Self { scheduler, known: RwLock::default() }
+        Self { scheduler: Some(scheduler), known: RwLock::default() }
+    }
+
+    /// Knows these keys and asks nobody for others.
+    #[must_use]
+    pub fn fixed(keys: &[pb::PublicKey]) -> Self {
+        let known = RwLock::new(keys.iter().filter_map(verifying_key).collect());
+        Self { scheduler: None, known }
     }
 
     /// Verifies a token, and answers what it claims.
@@ -109,12 +117,10 @@ impl Keys {
     }
 
     async fn refresh(&self) -> Result<(), Refusal> {
-        let mut client = pb::workers_client::WorkersClient::new(self.scheduler.clone());
+        let Some(scheduler) = &self.scheduler else { return Ok(()) };
+        let mut client = pb::workers_client::WorkersClient::new(scheduler.clone());
         let answer = client.keys(pb::KeysRequest {}).await?.into_inner();
-        let keys = answer.keys.iter().filter_map(|key| {
-            let key = VerifyingKey::from_bytes(key.ed25519.as_ref().try_into().ok()?).ok()?;
-            Some((key_id(&key), key))
-        });
+        let keys = answer.keys.iter().filter_map(verifying_key);
         self.known.write().unwrap_or_else(std::sync::PoisonError::into_inner).extend(keys);
         Ok(())
     }
@@ -144,6 +150,12 @@ impl Unverified {
 
 fn signed_bytes(kind: &str, payload: &[u8]) -> Vec<u8> {
     [b"gantry/1/", kind.as_bytes(), b"\0", payload].concat()
+}
+
+/// A public key and its name. `None`: it is none.
+fn verifying_key(key: &pb::PublicKey) -> Option<(KeyId, VerifyingKey)> {
+    let key = VerifyingKey::from_bytes(key.ed25519.as_ref().try_into().ok()?).ok()?;
+    Some((key_id(&key), key))
 }
 
 fn key_id(key: &VerifyingKey) -> KeyId {

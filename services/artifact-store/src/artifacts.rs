@@ -1,0 +1,288 @@
+//! Artifacts: names, independent of any worker, for bytes that somebody cares about.
+//!
+//! ```text
+//! open ──bytes are final──▶ sealed
+//!   └───────marked─────────▶ deleting ◀──marked── sealed
+//!                               └──volumes forgotten, tombstone over──▶ (gone)
+//! ```
+//!
+//! A settled output begins sealed. Invariant: a sealed artifact's digest and size never change; every UPDATE that seals is guarded by
+//! `state = 'open'`.
+
+use std::collections::HashMap;
+
+use domain::{ArtifactId, BuildId, Digest, Timestamp, VolumeHandle, WorkerId};
+use sea_orm::sea_query::LockType;
+use sea_orm::{
+    ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
+    QueryFilter, QueryOrder, QuerySelect,
+};
+use uuid::Uuid;
+
+use crate::entity::{ArtifactState, Purpose, State, artifact, owner, volume};
+use crate::mark::{self, Keeper, Policy, Verdict};
+use crate::owners::{self, OwnerEnded};
+use crate::{collect, store};
+
+/// Where an artifact's bytes are.
+#[derive(Debug, Clone)]
+pub(crate) struct Located {
+    pub(crate) artifact: artifact::Model,
+    /// The complete replicas, the oldest first.
+    pub(crate) replicas: Vec<Replica>,
+}
+
+/// A volume that holds an artifact's bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct Replica {
+    pub(crate) handle: VolumeHandle,
+    pub(crate) worker: WorkerId,
+    pub(crate) size_bytes: u64,
+    pub(crate) verified: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CreateError {
+    #[error("artifact {0} exists already and is another")]
+    Exists(ArtifactId),
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while making an artifact")]
+    Database(#[from] DbErr),
+}
+
+/// What an artifact shall be.
+#[derive(Debug, Clone)]
+pub(crate) struct NewArtifact {
+    pub(crate) id: ArtifactId,
+    pub(crate) team: String,
+    pub(crate) label: String,
+    pub(crate) owner: Option<BuildId>,
+}
+
+/// Makes an artifact, open and without bytes. The same again changes nothing.
+pub(crate) async fn create(
+    txn: &DatabaseTransaction,
+    new: &NewArtifact,
+    now: Timestamp,
+) -> Result<(), CreateError> {
+    if let Some(row) = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await? {
+        return repeated(txn, new, &row).await;
+    }
+    if let Some(build) = new.owner {
+        owners::lock_live(txn, build, &new.team).await?;
+    }
+    let row = open_row(new, now);
+    let inserted = artifact::Entity::insert(row.clone().into_active_model().reset_all())
+        .on_conflict_do_nothing_on([artifact::Column::ArtifactId])
+        .exec_without_returning(txn)
+        .await?;
+    if !matches!(inserted, sea_orm::TryInsertResult::Inserted(1)) {
+        // Somebody made it since we looked.
+        let row = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await?;
+        return match row {
+            Some(row) => repeated(txn, new, &row).await,
+            None => Err(CreateError::Exists(new.id)),
+        };
+    }
+    if let Some(build) = new.owner {
+        owners::add(txn, build, [new.id.uuid()]).await?;
+    }
+    Ok(())
+}
+
+/// Whether a repeated call says the same as the first.
+async fn repeated(
+    txn: &DatabaseTransaction,
+    new: &NewArtifact,
+    row: &artifact::Model,
+) -> Result<(), CreateError> {
+    let owned = match new.owner {
+        None => !row.had_owner,
+        Some(build) => owner::Entity::find_by_id((new.id.uuid(), build.uuid())).one(txn).await?.is_some(),
+    };
+    let same = row.team == new.team && row.state != ArtifactState::Deleting && owned;
+    if same { Ok(()) } else { Err(CreateError::Exists(new.id)) }
+}
+
+fn open_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
+    artifact::Model {
+        artifact_id: new.id.uuid(),
+        ordinal: Uuid::now_v7(),
+        team: new.team.clone(),
+        label: new.label.clone(),
+        state: ArtifactState::Open,
+        digest: None,
+        size_bytes: 0,
+        had_owner: new.owner.is_some(),
+        created_at: now.0,
+        marked_at: None,
+        marked_why: None,
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AdoptError {
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while looking for an artifact by its digest")]
+    Database(#[from] DbErr),
+}
+
+/// Looks for a sealed artifact of `team` with these bytes and a replica that was not lost, and gives it `owner`.
+pub(crate) async fn adopt_by_digest(
+    txn: &DatabaseTransaction,
+    team: &str,
+    digest: Digest,
+    owner: Option<BuildId>,
+) -> Result<Option<Located>, AdoptError> {
+    if let Some(build) = owner {
+        owners::lock_live(txn, build, team).await?;
+    }
+    // The newest few: they are the likeliest to have a replica left. Locked as a writer where the row may change.
+    let lock = if owner.is_some() { LockType::Update } else { LockType::Share };
+    let candidates = artifact::Entity::find()
+        .filter(artifact::Column::Team.eq(team))
+        .filter(artifact::Column::Digest.eq(digest.as_bytes()))
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .order_by_desc(artifact::Column::Ordinal)
+        .limit(10)
+        .lock(lock)
+        .all(txn)
+        .await?;
+    let mut replicas =
+        replicas_of(txn, candidates.iter().map(|row| row.artifact_id), &[State::Created]).await?;
+    for row in candidates {
+        let Some(replicas) = replicas.remove(&row.artifact_id) else { continue };
+        if let Some(build) = owner {
+            owners::add(txn, build, [row.artifact_id]).await?;
+        }
+        return Ok(Some(Located { artifact: row, replicas }));
+    }
+    Ok(None)
+}
+
+/// An artifact of `team`, with where it is and what keeps it. `None`: there is none.
+pub(crate) async fn get(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    id: ArtifactId,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Option<(Located, Vec<Keeper>)>, DbErr> {
+    let rows = of_team(team).filter(artifact::Column::ArtifactId.eq(id.uuid())).all(conn).await?;
+    Ok(describe(conn, rows, now, policy).await?.pop())
+}
+
+/// A page of the artifacts of `team`, the newest first.
+pub(crate) async fn list(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    state: Option<ArtifactState>,
+    page: rpc::page::Page,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Vec<(Located, Vec<Keeper>)>, DbErr> {
+    let mut query = of_team(team).order_by_desc(artifact::Column::Ordinal).limit(page.size);
+    if let Some(state) = state {
+        query = query.filter(artifact::Column::State.eq(state));
+    }
+    if let Some(after) = page.after {
+        query = query.filter(artifact::Column::Ordinal.lt(after));
+    }
+    let rows = query.all(conn).await?;
+    describe(conn, rows, now, policy).await
+}
+
+fn of_team(team: &str) -> sea_orm::Select<artifact::Entity> {
+    artifact::Entity::find().filter(artifact::Column::Team.eq(team))
+}
+
+/// Adds to each row where it is and what keeps it, by the same rules that mark it.
+async fn describe(
+    conn: &impl ConnectionTrait,
+    rows: Vec<artifact::Model>,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Vec<(Located, Vec<Keeper>)>, DbErr> {
+    let mut facts = collect::artifact_facts(conn, &rows).await?;
+    let located = locate_rows(conn, rows).await?;
+    let described = located.into_iter().map(|located| {
+        let keepers = match facts.remove(&located.artifact.artifact_id) {
+            Some(facts) if located.artifact.state != ArtifactState::Deleting => {
+                match mark::artifact(&facts, now, policy) {
+                    Verdict::Keep(keepers) => keepers,
+                    Verdict::Mark(_) => Vec::new(),
+                }
+            }
+            _ => Vec::new(),
+        };
+        (located, keepers)
+    });
+    Ok(described.collect())
+}
+
+/// Where the bytes of artifacts of `team` are, in the order asked. Unknown and deleted ones are left out.
+pub(crate) async fn locate(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    ids: &[ArtifactId],
+) -> Result<Vec<Located>, DbErr> {
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let rows = of_team(team)
+        .filter(artifact::Column::ArtifactId.is_in(ids.iter().map(|id| id.uuid())))
+        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
+        .all(conn)
+        .await?;
+    let mut located: HashMap<_, _> = locate_rows(conn, rows)
+        .await?
+        .into_iter()
+        .map(|located| (located.artifact.artifact_id, located))
+        .collect();
+    Ok(ids.iter().filter_map(|id| located.remove(&id.uuid())).collect())
+}
+
+pub(crate) async fn locate_rows(
+    conn: &impl ConnectionTrait,
+    rows: Vec<artifact::Model>,
+) -> Result<Vec<Located>, DbErr> {
+    let mut replicas = replicas_of(conn, rows.iter().map(|row| row.artifact_id), &State::PRESENT).await?;
+    let located = rows.into_iter().map(|row| {
+        let replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
+        Located { artifact: row, replicas }
+    });
+    Ok(located.collect())
+}
+
+/// The complete replicas of artifacts, in these states.
+async fn replicas_of(
+    conn: &impl ConnectionTrait,
+    ids: impl Iterator<Item = Uuid>,
+    states: &[State],
+) -> Result<HashMap<Uuid, Vec<Replica>>, DbErr> {
+    let ids: Vec<_> = ids.collect();
+    if ids.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let rows = volume::Entity::find()
+        .filter(volume::Column::ArtifactId.is_in(ids))
+        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(volume::Column::Complete.eq(true))
+        .filter(volume::Column::State.is_in(states.iter().copied()))
+        .order_by_asc(volume::Column::Handle)
+        .all(conn)
+        .await?;
+    let mut replicas: HashMap<_, Vec<_>> = HashMap::new();
+    for row in rows {
+        let Some(artifact) = row.artifact_id else { continue };
+        replicas.entry(artifact).or_default().push(Replica {
+            handle: VolumeHandle::from_uuid(row.handle),
+            worker: WorkerId::from_uuid(row.worker_id),
+            size_bytes: store::size(row.size_bytes),
+            verified: row.verified,
+        });
+    }
+    Ok(replicas)
+}

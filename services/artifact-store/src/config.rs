@@ -1,0 +1,98 @@
+//! Every setting of the store, documented, with its default, and checked at start.
+
+use std::time::Duration;
+
+use rpc::pb::scheduler::PublicKey;
+
+use crate::Clock;
+
+/// Every setting.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Where the store keeps its rows: `postgres://…`, or `sqlite:///path`, made when it is missing. Required.
+    pub database_url: String,
+    /// What verifies session credentials. Required.
+    pub keys: KeySource,
+    /// The token that callers over TCP must present, and that the store presents to the scheduler. Default: none.
+    pub token: Option<String>,
+    /// An artifact that nobody ever owned goes this long after it was made. Default: 12 h.
+    pub unowned_ttl: Duration,
+    /// Containers and volumes of an attempt go this long after it ended. Default: 5 min.
+    pub gc_grace: Duration,
+    /// A build keeps its artifacts this long after its end, unless its caller says otherwise. Default: 5 min.
+    pub default_keep: Duration,
+    /// A build to which no workload was bound ends this long after it was last put, unless its caller says otherwise.
+    /// Default: 10 min.
+    pub default_term: Duration,
+    /// How often garbage is collected, give or take a fifth, so that replicas do not run in step. Default: 30 s.
+    pub collect_interval: Duration,
+    /// How long a transfer may take before it says that it goes on. Default: 60 s.
+    pub claim_term: Duration,
+    /// A deleted artifact can still be looked up for this long. Default: 1 h.
+    pub tombstone: Duration,
+    /// A settled workload, an ended attempt and an ended build are remembered this long, so that late calls for them are
+    /// refused. Longer than any call can be delayed. Default: 24 h.
+    pub remember: Duration,
+    /// How often a gateway's stream looks for marks by itself; marks of this process are streamed at once. Default: 1 s.
+    pub sweep_interval: Duration,
+    /// Begin a new store life: the database was restored from a backup, and what it does not know is no garbage.
+    /// Default: no.
+    pub restored: bool,
+    /// Tells the present. Default: the system's clock.
+    pub clock: Clock,
+}
+
+/// What verifies session credentials.
+#[derive(Debug, Clone)]
+pub enum KeySource {
+    /// The keys of the scheduler at this endpoint, asked for when one is missing.
+    Scheduler(String),
+    /// These keys, and no others.
+    Fixed(Vec<PublicKey>),
+}
+
+/// A setting cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// It must be longer than nothing.
+    #[error("{0} must not be zero")]
+    Zero(&'static str),
+}
+
+impl Config {
+    /// The defaults.
+    #[must_use]
+    pub fn new(database_url: impl Into<String>, keys: KeySource) -> Self {
+        let (second, minute, hour) =
+            (Duration::from_secs(1), Duration::from_secs(60), Duration::from_secs(3600));
+        Self {
+            database_url: database_url.into(),
+            keys,
+            token: None,
+            unowned_ttl: 12 * hour,
+            gc_grace: 5 * minute,
+            default_keep: 5 * minute,
+            default_term: 10 * minute,
+            collect_interval: 30 * second,
+            claim_term: 60 * second,
+            tombstone: hour,
+            remember: 24 * hour,
+            sweep_interval: second,
+            restored: false,
+            clock: Clock::system(),
+        }
+    }
+
+    /// Refuses what would make a loop spin or a transfer impossible.
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        let longer_than_nothing = [
+            ("collect_interval", self.collect_interval),
+            ("claim_term", self.claim_term),
+            ("sweep_interval", self.sweep_interval),
+        ];
+        match longer_than_nothing.iter().find(|(_, duration)| duration.is_zero()) {
+            Some((name, _)) => Err(ConfigError::Zero(name)),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! The tables, as sea-orm sees them. `migrations/` says what each column means.
+
+/// Where a volume or container is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum State {
+    Creating,
+    Created,
+    Unconfirmed,
+    Lost,
+    Destroying,
+    Sweeping,
+}
+
+impl State {
+    /// What is garbage: marked, whether its gateway was told or not.
+    pub(crate) const GARBAGE: [Self; 2] = [Self::Destroying, Self::Sweeping];
+    /// What is there, as far as we know.
+    pub(crate) const PRESENT: [Self; 2] = [Self::Created, Self::Unconfirmed];
+
+    pub(crate) fn is_garbage(self) -> bool {
+        Self::GARBAGE.contains(&self)
+    }
+
+    pub(crate) fn is_present(self) -> bool {
+        Self::PRESENT.contains(&self)
+    }
+}
+
+/// What a volume is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum Purpose {
+    Replica,
+    Input,
+    Output,
+}
+
+/// Whether an artifact's bytes are final.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum ArtifactState {
+    Open,
+    Sealed,
+    Deleting,
+}
+
+/// How a build ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum BuildStatus {
+    Succeeded,
+    Failed,
+    Errored,
+    Aborted,
+}
+
+macro_rules! entity {
+    ($(#[$doc:meta])* $module:ident, $table:literal {
+        $($(#[$key:meta])* $field:ident: $type:ty,)+
+    }) => {
+        $(#[$doc])*
+        pub(crate) mod $module {
+            #[allow(unused_imports, reason = "not every table has every kind of column")]
+            use super::{ArtifactState, BuildStatus, Purpose, State};
+            use sea_orm::entity::prelude::*;
+
+            #[derive(Debug, Clone, PartialEq, Eq, DeriveEntityModel)]
+            #[sea_orm(table_name = $table)]
+            pub(crate) struct Model {
+                $($(#[$key])* pub(crate) $field: $type,)+
+            }
+
+            #[derive(Debug, Clone, Copy, EnumIter, DeriveRelation)]
+            pub(crate) enum Relation {}
+
+            impl ActiveModelBehavior for ActiveModel {}
+        }
+    };
+}
+
+entity! {
+    /// What this database is.
+    store, "store" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        id: i64,
+        life: Uuid,
+    }
+}
+
+entity! {
+    /// Who was last heard to speak for each worker.
+    worker, "workers" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        worker_id: Uuid,
+        incarnation: i64,
+        session: i64,
+        sequence: i64,
+        reported: i64,
+    }
+}
+
+entity! {
+    /// Names for bytes that somebody cares about.
+    artifact, "artifacts" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        artifact_id: Uuid,
+        ordinal: Uuid,
+        team: String,
+        label: String,
+        state: ArtifactState,
+        digest: Option<Vec<u8>>,
+        size_bytes: i64,
+        had_owner: bool,
+        created_at: i64,
+        marked_at: Option<i64>,
+        marked_why: Option<String>,
+    }
+}
+
+entity! {
+    /// Owners that live until they ended, and then as long as their caller asked.
+    build, "builds" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        build_id: Uuid,
+        team: String,
+        ends_with: Uuid,
+        keep: i64,
+        term_ends_at: i64,
+        bound: bool,
+        status: Option<BuildStatus>,
+        ended_at: Option<i64>,
+        kept_until: Option<i64>,
+        created_at: i64,
+    }
+}
+
+entity! {
+    /// Which builds own which artifacts.
+    owner, "owners" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        artifact_id: Uuid,
+        #[sea_orm(primary_key, auto_increment = false)]
+        build_id: Uuid,
+    }
+}
+
+entity! {
+    /// Workloads, as far as they pin artifacts or have attempts.
+    holder, "holders" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        holder_id: Uuid,
+        team: String,
+        created_at: i64,
+        settled_at: Option<i64>,
+    }
+}
+
+entity! {
+    /// What workloads use.
+    pin, "pins" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        holder_id: Uuid,
+        #[sea_orm(primary_key, auto_increment = false)]
+        artifact_id: Uuid,
+        pinned_at: i64,
+    }
+}
+
+entity! {
+    /// Tries at workloads.
+    attempt, "attempts" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        attempt_id: Uuid,
+        holder_id: Uuid,
+        worker_id: Option<Uuid>,
+        ended_at: Option<i64>,
+    }
+}
+
+entity! {
+    /// Directories on workers.
+    volume, "volumes" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        handle: Uuid,
+        worker_id: Uuid,
+        state: State,
+        purpose: Purpose,
+        name: Option<String>,
+        artifact_id: Option<Uuid>,
+        from_artifact_id: Option<Uuid>,
+        parent: Option<Uuid>,
+        attempt_id: Option<Uuid>,
+        transfer_id: Option<Uuid>,
+        claimed_until: Option<i64>,
+        complete: bool,
+        digest: Option<Vec<u8>>,
+        size_bytes: i64,
+        verified: bool,
+        created_at: i64,
+        judged_after: i64,
+        marked_why: Option<String>,
+    }
+}
+
+entity! {
+    /// Containers on workers.
+    container, "containers" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        handle: Uuid,
+        worker_id: Uuid,
+        state: State,
+        attempt_id: Uuid,
+        holder_id: Uuid,
+        created_at: i64,
+        judged_after: i64,
+        marked_why: Option<String>,
+    }
+}

@@ -1,0 +1,101 @@
+//! `gantry.artifacts.v1.Artifacts`
+
+use rpc::pb::artifacts as pb;
+use tonic::{Request, Response, Status};
+use uuid::Uuid;
+
+use super::{Handlers, SERVICE, artifact, location, parse_artifacts, parse_state, status};
+use crate::artifacts::{self, NewArtifact};
+
+#[tonic::async_trait]
+impl pb::artifacts_server::Artifacts for Handlers {
+    async fn create_artifact(
+        &self,
+        request: Request<pb::CreateArtifactRequest>,
+    ) -> Result<Response<pb::CreateArtifactResponse>, Status> {
+        let request = request.into_inner();
+        let new = &NewArtifact {
+            id: rpc::parse_id("artifact_id", &request.artifact_id)?,
+            team: rpc::parse_team("team", request.team)?,
+            owner: rpc::parse_optional_id("build_id", &request.build_id)?,
+            label: request.label,
+        };
+        let now = self.store.now();
+
+        self.store.db.write(|txn| async move { artifacts::create(&txn, new, now).await }).await?;
+
+        Ok(Response::new(pb::CreateArtifactResponse {}))
+    }
+
+    async fn adopt_by_digest(
+        &self,
+        request: Request<pb::AdoptByDigestRequest>,
+    ) -> Result<Response<pb::AdoptByDigestResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let digest = rpc::parse_digest("digest", &request.digest)?;
+        let owner = rpc::parse_optional_id("build_id", &request.build_id)?;
+
+        let adopted = self
+            .store
+            .db
+            .write(|txn| async move { artifacts::adopt_by_digest(&txn, team, digest, owner).await })
+            .await?;
+
+        let artifact = adopted.map(|located| artifact(located, &[]));
+        Ok(Response::new(pb::AdoptByDigestResponse { artifact }))
+    }
+
+    async fn get_artifact(
+        &self,
+        request: Request<pb::GetArtifactRequest>,
+    ) -> Result<Response<pb::GetArtifactResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let id = rpc::parse_id("artifact_id", &request.artifact_id)?;
+
+        let found = artifacts::get(self.store.db.read(), team, id, self.store.now(), &self.policy())
+            .await
+            .map_err(|error| status::database("look for an artifact", &error))?;
+
+        let (located, keepers) = found.ok_or_else(|| status::artifact_not_found(id))?;
+        Ok(Response::new(pb::GetArtifactResponse { artifact: Some(artifact(located, &keepers)) }))
+    }
+
+    async fn list_artifacts(
+        &self,
+        request: Request<pb::ListArtifactsRequest>,
+    ) -> Result<Response<pb::ListArtifactsResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let state = parse_state("state", request.state)?;
+        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+
+        let listed =
+            artifacts::list(self.store.db.read(), team, state, page, self.store.now(), &self.policy())
+                .await
+                .map_err(|error| status::database("list artifacts", &error))?;
+
+        let ordinals: Vec<Uuid> = listed.iter().map(|(located, _)| located.artifact.ordinal).collect();
+        Ok(Response::new(pb::ListArtifactsResponse {
+            artifacts: listed.into_iter().map(|(located, keepers)| artifact(located, &keepers)).collect(),
+            next_page_token: super::next_page(page, &ordinals),
+        }))
+    }
+
+    async fn locate(
+        &self,
+        request: Request<pb::LocateRequest>,
+    ) -> Result<Response<pb::LocateResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let ids = parse_artifacts("artifact_ids", &request.artifact_ids)?;
+
+        let located = artifacts::locate(self.store.db.read(), team, &ids)
+            .await
+            .map_err(|error| status::database("locate artifacts", &error))?;
+
+        let locations = located.into_iter().map(location).collect();
+        Ok(Response::new(pb::LocateResponse { locations }))
+    }
+}

@@ -1,0 +1,408 @@
+//! `gantry.artifacts.v1.Inventory`
+
+use std::collections::HashSet;
+use std::pin::Pin;
+
+use domain::worker::SessionClaims;
+use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
+use rpc::pb::artifacts as pb;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status, Streaming};
+use uuid::Uuid;
+
+use super::{Handlers, SERVICE, status};
+use crate::entity::{Purpose, State, container, volume};
+use crate::inventory::{self, Bytes, NeededVolume, Needs};
+use crate::report::{self, Holdings, MOST_HANDLES, Token};
+use crate::store;
+use crate::sweep::{self, Sweep};
+
+/// How many volumes a container may need.
+const MOST_VOLUMES: usize = 1000;
+
+/// How many messages wait for a slow gateway.
+const SWEEPS_AHEAD: usize = 4;
+
+#[tonic::async_trait]
+impl pb::inventory_server::Inventory for Handlers {
+    async fn prepare(
+        &self,
+        request: Request<pb::PrepareRequest>,
+    ) -> Result<Response<pb::PrepareResponse>, Status> {
+        let request = request.into_inner();
+        let needs = &Needs {
+            holder: rpc::parse_id("holder_id", &request.holder_id)?,
+            attempt: rpc::parse_id("attempt_id", &request.attempt_id)?,
+            team: rpc::parse_team("team", request.team)?,
+            volumes: parse_volumes(request.volumes)?,
+        };
+        let claims = &self.session(&request.session_credential).await?;
+        let now = self.store.now();
+
+        let planned = self
+            .store
+            .db
+            .write(|txn| async move { inventory::prepare(&txn, claims, needs, now).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        let volumes = planned.volumes.into_iter().map(|volume| pb::PreparedVolume {
+            name: volume.name,
+            volume_handle: volume.handle.to_string(),
+            parent_handle: text(volume.parent),
+            missing_artifact_id: text(volume.missing),
+        });
+        Ok(Response::new(pb::PrepareResponse {
+            container_handle: planned.container.to_string(),
+            volumes: volumes.collect(),
+        }))
+    }
+
+    async fn prepared(
+        &self,
+        request: Request<pb::PreparedRequest>,
+    ) -> Result<Response<pb::PreparedResponse>, Status> {
+        let request = request.into_inner();
+        let attempt = rpc::parse_id("attempt_id", &request.attempt_id)?;
+        let claims = &self.session(&request.session_credential).await?;
+
+        self.store
+            .db
+            .write(|txn| async move { inventory::prepared(&txn, claims, attempt).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        Ok(Response::new(pb::PreparedResponse {}))
+    }
+
+    async fn volume_complete(
+        &self,
+        request: Request<pb::VolumeCompleteRequest>,
+    ) -> Result<Response<pb::VolumeCompleteResponse>, Status> {
+        let request = request.into_inner();
+        let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
+        let bytes = &Bytes {
+            digest: rpc::parse_digest("digest", &request.digest)?,
+            size_bytes: request.size_bytes,
+            verified: match rpc::parse_enum("verification", request.verification)? {
+                pb::Verification::Unspecified => {
+                    return Err(rpc::invalid_field("verification", "is required"));
+                }
+                pb::Verification::Verified => true,
+                pb::Verification::Reported => false,
+            },
+        };
+        let claims = &self.session(&request.session_credential).await?;
+        let now = self.store.now();
+
+        self.store
+            .db
+            .write(|txn| async move { inventory::volume_complete(&txn, claims, handle, bytes, now).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        Ok(Response::new(pb::VolumeCompleteResponse {}))
+    }
+
+    async fn begin_report(
+        &self,
+        request: Request<pb::BeginReportRequest>,
+    ) -> Result<Response<pb::BeginReportResponse>, Status> {
+        let claims = &self.session(&request.into_inner().session_credential).await?;
+        let life = self.store.life;
+
+        let token = self
+            .store
+            .db
+            .write(|txn| async move { report::begin(&txn, claims, life).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        let token = pb::ReportToken {
+            sequence: u64::try_from(token.sequence).unwrap_or(0),
+            store_life: token.life.to_string(),
+        };
+        Ok(Response::new(pb::BeginReportResponse { token: Some(token) }))
+    }
+
+    async fn report(
+        &self,
+        request: Request<Streaming<pb::ReportRequest>>,
+    ) -> Result<Response<pb::ReportResponse>, Status> {
+        let mut messages = request.into_inner();
+        let (claims, token) = self.open_report(&mut messages).await?;
+        let holdings = receive_holdings(&mut messages).await?;
+
+        let outcome = report::apply(&self.store, &claims, token, holdings)
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        Ok(Response::new(pb::ReportResponse {
+            forgotten: outcome.forgotten,
+            lost: outcome.lost,
+            unknown_volume_handles: texts(&outcome.unknown_volumes),
+            unknown_container_handles: texts(&outcome.unknown_containers),
+        }))
+    }
+
+    type WatchDestroyingStream =
+        Pin<Box<dyn Stream<Item = Result<pb::WatchDestroyingResponse, Status>> + Send>>;
+
+    async fn watch_destroying(
+        &self,
+        request: Request<pb::WatchDestroyingRequest>,
+    ) -> Result<Response<Self::WatchDestroyingStream>, Status> {
+        let claims = self.session(&request.into_inner().session_credential).await?;
+
+        let (answers, stream) = mpsc::channel(SWEEPS_AHEAD);
+        let handlers = self.clone();
+        self.tasks.spawn(async move { handlers.watch(&claims, answers).await });
+
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+
+    async fn list_volumes(
+        &self,
+        request: Request<pb::ListVolumesRequest>,
+    ) -> Result<Response<pb::ListVolumesResponse>, Status> {
+        let request = request.into_inner();
+        let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
+        let state = parse_state("state", request.state)?;
+        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+
+        let rows = inventory::list_volumes(self.store.db.read(), worker, state, page)
+            .await
+            .map_err(|error| status::database("list volumes", &error))?;
+
+        let handles: Vec<Uuid> = rows.iter().map(|row| row.handle).collect();
+        Ok(Response::new(pb::ListVolumesResponse {
+            volumes: rows.into_iter().map(listed_volume).collect(),
+            next_page_token: super::next_page(page, &handles),
+        }))
+    }
+
+    async fn list_containers(
+        &self,
+        request: Request<pb::ListContainersRequest>,
+    ) -> Result<Response<pb::ListContainersResponse>, Status> {
+        let request = request.into_inner();
+        let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
+        let state = parse_state("state", request.state)?;
+        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+
+        let rows = inventory::list_containers(self.store.db.read(), worker, state, page)
+            .await
+            .map_err(|error| status::database("list containers", &error))?;
+
+        let handles: Vec<Uuid> = rows.iter().map(|row| row.handle).collect();
+        Ok(Response::new(pb::ListContainersResponse {
+            containers: rows.into_iter().map(listed_container).collect(),
+            next_page_token: super::next_page(page, &handles),
+        }))
+    }
+}
+
+impl Handlers {
+    /// Takes the first message of a report, and refuses one that could not be judged before it is sent.
+    async fn open_report(
+        &self,
+        messages: &mut Streaming<pb::ReportRequest>,
+    ) -> Result<(SessionClaims, Token), Status> {
+        let Some(pb::report_request::Message::Open(open)) = next_message(messages).await? else {
+            return Err(rpc::invalid_field("message", "a report begins with `open`"));
+        };
+        let claims = self.session(&open.session_credential).await?;
+        let token = rpc::required("open.token", open.token)?;
+        let token = Token {
+            sequence: i64::try_from(token.sequence).unwrap_or(i64::MAX),
+            life: rpc::parse_id::<StoreLife>("open.token.store_life", &token.store_life)?,
+        };
+        report::check(self.store.db.read(), &claims, token, self.store.life)
+            .await
+            .map_err(|error| self.noticing(error))?;
+        Ok((claims, token))
+    }
+
+    /// Streams what the gateway shall destroy.
+    async fn watch(
+        &self,
+        claims: &SessionClaims,
+        answers: mpsc::Sender<Result<pb::WatchDestroyingResponse, Status>>,
+    ) {
+        let (sweeps, mut swept) = mpsc::channel(1);
+        let forward = async {
+            while let Some(sweep) = swept.recv().await {
+                if answers.send(Ok(answer(&sweep))).await.is_err() {
+                    break;
+                }
+            }
+            // Dropping it tells the other half that nobody listens any more.
+            drop(swept);
+        };
+        let watch = async {
+            let result = tokio::select! {
+                result = sweep::watch(&self.store, claims, &sweeps, &self.stopping) => result,
+                () = answers.closed() => Ok(()),
+            };
+            drop(sweeps);
+            result
+        };
+        let (result, ()) = tokio::join!(watch, forward);
+        if let Err(error) = result {
+            let status = self.noticing(error).into();
+            // Whoever left does not want to know.
+            answers.send(Err(status)).await.ok();
+        }
+    }
+}
+
+async fn next_message(
+    messages: &mut Streaming<pb::ReportRequest>,
+) -> Result<Option<pb::report_request::Message>, Status> {
+    match messages.next().await {
+        Some(Ok(request)) => rpc::required("message", request.message).map(Some),
+        Some(Err(status)) => Err(status::truncated(format!("the report was cut off: {}", status.message()))),
+        None => Ok(None),
+    }
+}
+
+/// Receives a report up to its commit, which alone makes it count.
+async fn receive_holdings(messages: &mut Streaming<pb::ReportRequest>) -> Result<Holdings, Status> {
+    use pb::report_request::Message;
+    let mut holdings = Holdings::default();
+    loop {
+        match next_message(messages).await? {
+            Some(Message::Holdings(some)) => {
+                for handle in &some.volume_handles {
+                    let handle: VolumeHandle = rpc::parse_id("holdings.volume_handles", handle)?;
+                    holdings.add_volume(handle);
+                }
+                for handle in &some.container_handles {
+                    let handle: ContainerHandle = rpc::parse_id("holdings.container_handles", handle)?;
+                    holdings.add_container(handle);
+                }
+                if holdings.len() > MOST_HANDLES {
+                    return Err(rpc::invalid_field("holdings", format!("must be at most {MOST_HANDLES}")));
+                }
+            }
+            Some(Message::Commit(commit)) => {
+                let sent = holdings.len();
+                if usize::try_from(commit.count) == Ok(sent) {
+                    return Ok(holdings);
+                }
+                return Err(status::truncated(format!(
+                    "{sent} handles came, and {} were sent",
+                    commit.count
+                )));
+            }
+            Some(Message::Open(_)) => {
+                return Err(rpc::invalid_field("message", "a report is opened once"));
+            }
+            None => return Err(status::truncated("the report ended without a commit".to_owned())),
+        }
+    }
+}
+
+fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, Status> {
+    if volumes.len() > MOST_VOLUMES {
+        return Err(rpc::invalid_field("volumes", format!("must be at most {MOST_VOLUMES}")));
+    }
+    let mut names = HashSet::new();
+    volumes
+        .into_iter()
+        .map(|volume| {
+            let purpose = match rpc::parse_enum("volumes.purpose", volume.purpose)? {
+                pb::VolumePurpose::Input => Purpose::Input,
+                pb::VolumePurpose::Output => Purpose::Output,
+                pb::VolumePurpose::Replica | pb::VolumePurpose::Unspecified => {
+                    return Err(rpc::invalid_field("volumes.purpose", "must be INPUT or OUTPUT"));
+                }
+            };
+            let output = rpc::parse_optional_id("volumes.output_artifact_id", &volume.output_artifact_id)?;
+            if output.is_some() != (purpose == Purpose::Output) {
+                let description = "is required for an OUTPUT, and only there";
+                return Err(rpc::invalid_field("volumes.output_artifact_id", description));
+            }
+            if volume.name.is_empty() || !names.insert(volume.name.clone()) {
+                return Err(rpc::invalid_field("volumes.name", "must be there, and unique"));
+            }
+            let from = rpc::parse_optional_id("volumes.from_artifact_id", &volume.from_artifact_id)?;
+            Ok(NeededVolume { name: volume.name, purpose, from, output })
+        })
+        .collect()
+}
+
+fn parse_state(field: &str, value: i32) -> Result<Option<State>, Status> {
+    if value == 0 {
+        return Ok(None);
+    }
+    Ok(match rpc::parse_enum(field, value)? {
+        pb::InventoryState::Unspecified => None,
+        pb::InventoryState::Creating => Some(State::Creating),
+        pb::InventoryState::Created => Some(State::Created),
+        pb::InventoryState::Unconfirmed => Some(State::Unconfirmed),
+        pb::InventoryState::Lost => Some(State::Lost),
+        pb::InventoryState::Destroying => Some(State::Destroying),
+        pb::InventoryState::Sweeping => Some(State::Sweeping),
+    })
+}
+
+fn state(state: State) -> pb::InventoryState {
+    match state {
+        State::Creating => pb::InventoryState::Creating,
+        State::Created => pb::InventoryState::Created,
+        State::Unconfirmed => pb::InventoryState::Unconfirmed,
+        State::Lost => pb::InventoryState::Lost,
+        State::Destroying => pb::InventoryState::Destroying,
+        State::Sweeping => pb::InventoryState::Sweeping,
+    }
+}
+
+fn answer(sweep: &Sweep) -> pb::WatchDestroyingResponse {
+    pb::WatchDestroyingResponse {
+        container_handles: texts(&sweep.containers),
+        volume_handles: texts(&sweep.volumes),
+    }
+}
+
+fn listed_volume(row: volume::Model) -> pb::Volume {
+    let purpose = match row.purpose {
+        Purpose::Replica => pb::VolumePurpose::Replica,
+        Purpose::Input => pb::VolumePurpose::Input,
+        Purpose::Output => pb::VolumePurpose::Output,
+    };
+    pb::Volume {
+        volume_handle: row.handle.to_string(),
+        worker_id: row.worker_id.to_string(),
+        state: state(row.state).into(),
+        purpose: purpose.into(),
+        // An input holds what it was made from; an output, what it may become.
+        artifact_id: text(row.artifact_id.or(row.from_artifact_id.filter(|_| row.purpose == Purpose::Input))),
+        parent_handle: text(row.parent),
+        attempt_id: text(row.attempt_id),
+        size_bytes: store::size(row.size_bytes),
+        created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
+    }
+}
+
+fn listed_container(row: container::Model) -> pb::Container {
+    pb::Container {
+        container_handle: row.handle.to_string(),
+        worker_id: row.worker_id.to_string(),
+        state: state(row.state).into(),
+        attempt_id: row.attempt_id.to_string(),
+        workload_id: row.holder_id.to_string(),
+        created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
+    }
+}
+
+/// An id that may be absent, which the empty string says.
+fn text(id: Option<impl ToString>) -> String {
+    id.map(|id| id.to_string()).unwrap_or_default()
+}
+
+fn texts(ids: &[impl ToString]) -> Vec<String> {
+    ids.iter().map(ToString::to_string).collect()
+}

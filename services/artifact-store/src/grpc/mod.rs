@@ -1,0 +1,178 @@
+//! The services of the store. Handlers parse, call a domain function in a transaction, and answer.
+
+mod artifacts;
+mod collector;
+mod inventory;
+mod owners;
+mod pins;
+mod replicas;
+mod status;
+
+use std::sync::Arc;
+
+use domain::worker::SessionClaims;
+use rpc::pb::artifacts as pb;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::Status;
+
+use crate::artifacts::{Located, Replica};
+use crate::entity::{ArtifactState, BuildStatus};
+use crate::mark::{Keeper, Policy};
+use crate::sessions::SessionError;
+use crate::store::{self, Store};
+
+/// The name of this service in error details.
+const SERVICE: &str = "gantry.artifacts";
+
+/// How many artifacts one call may name.
+const MOST_ARTIFACTS: usize = 1000;
+
+/// All services of the store. Cheap to clone.
+#[derive(Clone)]
+struct Handlers {
+    store: Arc<Store>,
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+}
+
+pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
+    let handlers = Handlers { store: store.clone(), tasks: host.tasks(), stopping: host.stopping() };
+    host.add_service(pb::artifacts_server::ArtifactsServer::new(handlers.clone()));
+    host.add_service(pb::owners_server::OwnersServer::new(handlers.clone()));
+    host.add_service(pb::pins_server::PinsServer::new(handlers.clone()));
+    host.add_service(pb::replicas_server::ReplicasServer::new(handlers.clone()));
+    host.add_service(pb::inventory_server::InventoryServer::new(handlers.clone()));
+    host.add_service(pb::collector_server::CollectorServer::new(handlers));
+}
+
+impl Handlers {
+    fn policy(&self) -> Policy {
+        Policy { unowned_ttl: self.store.config.unowned_ttl, gc_grace: self.store.config.gc_grace }
+    }
+
+    /// Who speaks, once the credential was verified and its session recorded.
+    async fn session(&self, credential: &str) -> Result<SessionClaims, Status> {
+        let claims: SessionClaims = self.store.verify(credential).await.map_err(status::verify)?;
+        self.store.record(&claims).await?;
+        Ok(claims)
+    }
+
+    /// Passes `error` on; a session that the database lost is recorded again by the call that repeats this one.
+    fn noticing<E: AsSession>(&self, error: E) -> E {
+        if let Some(SessionError::Unrecorded(claims)) = error.session() {
+            self.store.unrecord(claims.worker);
+        }
+        error
+    }
+}
+
+/// An error that may be about a session.
+trait AsSession {
+    fn session(&self) -> Option<&SessionError>;
+}
+
+impl AsSession for SessionError {
+    fn session(&self) -> Option<&SessionError> {
+        Some(self)
+    }
+}
+
+macro_rules! as_session {
+    ($($error:ty),+) => {$(
+        impl AsSession for $error {
+            fn session(&self) -> Option<&SessionError> {
+                match self {
+                    Self::Session(error) => Some(error),
+                    _ => None,
+                }
+            }
+        }
+    )+};
+}
+
+as_session!(
+    crate::inventory::PrepareError,
+    crate::inventory::PreparedError,
+    crate::inventory::CompleteError,
+    crate::report::ReportError
+);
+
+fn artifact(located: Located, keepers: &[Keeper]) -> pb::Artifact {
+    let Located { artifact, replicas } = located;
+    pb::Artifact {
+        artifact_id: artifact.artifact_id.to_string(),
+        state: state(artifact.state).into(),
+        size_bytes: store::size(artifact.size_bytes),
+        digest: artifact.digest.unwrap_or_default().into(),
+        created_at: Some(rpc::timestamp(domain::Timestamp(artifact.created_at))),
+        kept_by: keepers.iter().map(ToString::to_string).collect(),
+        replicas: replicas.iter().map(replica).collect(),
+        team: artifact.team,
+        label: artifact.label,
+    }
+}
+
+fn location(located: Located) -> pb::Location {
+    let Located { artifact, replicas } = located;
+    pb::Location {
+        artifact_id: artifact.artifact_id.to_string(),
+        state: state(artifact.state).into(),
+        size_bytes: store::size(artifact.size_bytes),
+        digest: artifact.digest.unwrap_or_default().into(),
+        replicas: replicas.iter().map(replica).collect(),
+    }
+}
+
+fn replica(replica: &Replica) -> pb::Replica {
+    let verification = if replica.verified { pb::Verification::Verified } else { pb::Verification::Reported };
+    pb::Replica {
+        volume_handle: replica.handle.to_string(),
+        worker_id: replica.worker.to_string(),
+        size_bytes: replica.size_bytes,
+        verification: verification.into(),
+    }
+}
+
+fn state(state: ArtifactState) -> pb::ArtifactState {
+    match state {
+        ArtifactState::Open => pb::ArtifactState::Open,
+        ArtifactState::Sealed => pb::ArtifactState::Sealed,
+        ArtifactState::Deleting => pb::ArtifactState::Deleting,
+    }
+}
+
+fn parse_state(field: &str, value: i32) -> Result<Option<ArtifactState>, Status> {
+    if value == 0 {
+        return Ok(None);
+    }
+    Ok(match rpc::parse_enum(field, value)? {
+        pb::ArtifactState::Unspecified => None,
+        pb::ArtifactState::Open => Some(ArtifactState::Open),
+        pb::ArtifactState::Sealed => Some(ArtifactState::Sealed),
+        pb::ArtifactState::Deleting => Some(ArtifactState::Deleting),
+    })
+}
+
+fn parse_build_status(field: &str, value: i32) -> Result<BuildStatus, Status> {
+    match rpc::parse_enum(field, value)? {
+        pb::BuildStatus::Unspecified => Err(rpc::invalid_field(field, "is required")),
+        pb::BuildStatus::Succeeded => Ok(BuildStatus::Succeeded),
+        pb::BuildStatus::Failed => Ok(BuildStatus::Failed),
+        pb::BuildStatus::Errored => Ok(BuildStatus::Errored),
+        pb::BuildStatus::Aborted => Ok(BuildStatus::Aborted),
+    }
+}
+
+fn parse_artifacts(field: &str, ids: &[String]) -> Result<Vec<domain::ArtifactId>, Status> {
+    if ids.len() > MOST_ARTIFACTS {
+        return Err(rpc::invalid_field(field, format!("must be at most {MOST_ARTIFACTS}")));
+    }
+    ids.iter().map(|id| rpc::parse_id(field, id)).collect()
+}
+
+/// The token of the page after one with `ids`. Empty: that was all.
+fn next_page(page: rpc::page::Page, ids: &[uuid::Uuid]) -> String {
+    let full = u64::try_from(ids.len()).is_ok_and(|len| len == page.size);
+    ids.last().filter(|_| full).map(|last| rpc::page::token(*last)).unwrap_or_default()
+}

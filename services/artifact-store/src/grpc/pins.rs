@@ -1,0 +1,115 @@
+//! `gantry.artifacts.v1.Pins`
+
+use std::collections::HashSet;
+
+use domain::Timestamp;
+use rpc::pb::artifacts as pb;
+use tonic::{Request, Response, Status};
+use uuid::Uuid;
+
+use super::{Handlers, MOST_ARTIFACTS, SERVICE, location, parse_artifacts, parse_build_status, status};
+use crate::pins::{self, SettledOutput, Settlement};
+
+#[tonic::async_trait]
+impl pb::pins_server::Pins for Handlers {
+    async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<pb::PinResponse>, Status> {
+        let request = request.into_inner();
+        let holder = rpc::parse_id("holder_id", &request.holder_id)?;
+        let team = &rpc::parse_team("team", request.team)?;
+        let artifacts = &distinct(parse_artifacts("artifact_ids", &request.artifact_ids)?);
+        let build = rpc::parse_optional_id("build_id", &request.build_id)?;
+        let now = self.store.now();
+
+        let located = self
+            .store
+            .db
+            .write(|txn| async move { pins::pin(&txn, holder, team, artifacts, build, now).await })
+            .await?;
+
+        Ok(Response::new(pb::PinResponse { locations: located.into_iter().map(location).collect() }))
+    }
+
+    async fn settle(
+        &self,
+        request: Request<pb::SettleRequest>,
+    ) -> Result<Response<pb::SettleResponse>, Status> {
+        let request = request.into_inner();
+        let settlement = &Settlement {
+            holder: rpc::parse_id("holder_id", &request.holder_id)?,
+            team: rpc::parse_team("team", request.team)?,
+            attempt: rpc::parse_optional_id("attempt_id", &request.attempt_id)?,
+            outputs: parse_outputs(request.outputs)?,
+            build: rpc::parse_optional_id("build_id", &request.build_id)?,
+            status: parse_build_status("status", request.status)?,
+        };
+        let now = self.store.now();
+
+        self.store.db.write(|txn| async move { pins::settle(&txn, settlement, now).await }).await?;
+
+        Ok(Response::new(pb::SettleResponse {}))
+    }
+
+    async fn end_attempt(
+        &self,
+        request: Request<pb::EndAttemptRequest>,
+    ) -> Result<Response<pb::EndAttemptResponse>, Status> {
+        let request = request.into_inner();
+        let holder = rpc::parse_id("holder_id", &request.holder_id)?;
+        let attempt = rpc::parse_id("attempt_id", &request.attempt_id)?;
+        let now = self.store.now();
+
+        self.store
+            .db
+            .write(|txn| async move { pins::end_attempt(&txn, holder, attempt, now).await })
+            .await
+            .map_err(|error| status::database("end an attempt", &error))?;
+
+        Ok(Response::new(pb::EndAttemptResponse {}))
+    }
+
+    async fn list_pins(
+        &self,
+        request: Request<pb::ListPinsRequest>,
+    ) -> Result<Response<pb::ListPinsResponse>, Status> {
+        let request = request.into_inner();
+        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+
+        let holders = pins::list(self.store.db.read(), page)
+            .await
+            .map_err(|error| status::database("list pins", &error))?;
+
+        let ids: Vec<Uuid> = holders.iter().map(|holder| holder.holder_id).collect();
+        let holders = holders.into_iter().map(|holder| pb::PinHolder {
+            holder_id: holder.holder_id.to_string(),
+            pinned_at: Some(rpc::timestamp(Timestamp(holder.pinned_at))),
+        });
+        Ok(Response::new(pb::ListPinsResponse {
+            holders: holders.collect(),
+            next_page_token: super::next_page(page, &ids),
+        }))
+    }
+}
+
+fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, Status> {
+    if outputs.len() > MOST_ARTIFACTS {
+        return Err(rpc::invalid_field("outputs", format!("must be at most {MOST_ARTIFACTS}")));
+    }
+    let mut seen = HashSet::new();
+    outputs
+        .into_iter()
+        .map(|output| {
+            let artifact = rpc::parse_id("outputs.artifact_id", &output.artifact_id)?;
+            if !seen.insert(artifact) {
+                return Err(rpc::invalid_field("outputs.artifact_id", "must be named once"));
+            }
+            let digest = rpc::parse_digest("outputs.digest", &output.digest)?;
+            Ok(SettledOutput { artifact, digest, label: output.label })
+        })
+        .collect()
+}
+
+/// Each once, in their order.
+fn distinct(ids: Vec<domain::ArtifactId>) -> Vec<domain::ArtifactId> {
+    let mut seen = HashSet::new();
+    ids.into_iter().filter(|id| seen.insert(*id)).collect()
+}

@@ -1,0 +1,76 @@
+//! `gantry.artifacts.v1.Replicas`
+
+use rpc::pb::artifacts as pb;
+use tonic::{Request, Response, Status};
+
+use super::{Handlers, artifact, status};
+use crate::replicas::{self, Plan};
+
+#[tonic::async_trait]
+impl pb::replicas_server::Replicas for Handlers {
+    async fn plan_replica(
+        &self,
+        request: Request<pb::PlanReplicaRequest>,
+    ) -> Result<Response<pb::PlanReplicaResponse>, Status> {
+        let request = request.into_inner();
+        let plan = &Plan {
+            team: rpc::parse_team("team", request.team)?,
+            artifact: rpc::parse_id("artifact_id", &request.artifact_id)?,
+            worker: rpc::parse_id("worker_id", &request.worker_id)?,
+            transfer: rpc::parse_id("transfer_id", &request.transfer_id)?,
+        };
+        let (now, term) = (self.store.now(), self.store.config.claim_term);
+
+        let handle =
+            self.store.db.write(|txn| async move { replicas::plan(&txn, plan, now, term).await }).await?;
+
+        let term = Some(rpc::duration(term));
+        Ok(Response::new(pb::PlanReplicaResponse { volume_handle: handle.to_string(), term }))
+    }
+
+    async fn progress(
+        &self,
+        request: Request<pb::ProgressRequest>,
+    ) -> Result<Response<pb::ProgressResponse>, Status> {
+        let transfer = rpc::parse_id("transfer_id", &request.into_inner().transfer_id)?;
+        let (now, term) = (self.store.now(), self.store.config.claim_term);
+
+        self.store.db.write(|txn| async move { replicas::progress(&txn, transfer, now, term).await }).await?;
+
+        Ok(Response::new(pb::ProgressResponse { term: Some(rpc::duration(term)) }))
+    }
+
+    async fn seal_upload(
+        &self,
+        request: Request<pb::SealUploadRequest>,
+    ) -> Result<Response<pb::SealUploadResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let id = rpc::parse_id("artifact_id", &request.artifact_id)?;
+        let digest = rpc::parse_digest("digest", &request.digest)?;
+
+        let (sealed, marked) =
+            self.store.db.write(|txn| async move { replicas::seal(&txn, team, id, digest).await }).await?;
+
+        self.store.marks.wake(marked);
+        Ok(Response::new(pb::SealUploadResponse { artifact: Some(artifact(sealed, &[])) }))
+    }
+
+    async fn abandon_upload(
+        &self,
+        request: Request<pb::AbandonUploadRequest>,
+    ) -> Result<Response<pb::AbandonUploadResponse>, Status> {
+        let transfer = rpc::parse_id("transfer_id", &request.into_inner().transfer_id)?;
+        let now = self.store.now();
+
+        let marked = self
+            .store
+            .db
+            .write(|txn| async move { replicas::abandon(&txn, transfer, now).await })
+            .await
+            .map_err(|error| status::database("abandon a transfer", &error))?;
+
+        self.store.marks.wake(marked);
+        Ok(Response::new(pb::AbandonUploadResponse {}))
+    }
+}

@@ -1,0 +1,220 @@
+//! From typed errors to what callers see. The only code of the store that makes a status.
+
+use domain::{ArtifactId, AttemptId, BuildId};
+use rpc::Reason;
+use rpc::token::VerifyError;
+use sea_orm::DbErr;
+use tonic::Status;
+
+use super::SERVICE;
+use crate::artifacts::{AdoptError, CreateError};
+use crate::inventory::{CompleteError, PrepareError, PreparedError};
+use crate::owners::{OwnerEnded, PutBuildError};
+use crate::pins::{HolderError, PinError, SettleError};
+use crate::replicas::{PlanError, ProgressError, SealError};
+use crate::report::ReportError;
+use crate::sessions::SessionError;
+
+pub(super) fn verify(error: VerifyError) -> Status {
+    match &error {
+        VerifyError::Invalid(_) => Reason::InvalidToken.status(SERVICE, error.to_string()),
+        VerifyError::KeysUnavailable(_) => rpc::unavailable(SERVICE, "verify a session credential", &error),
+    }
+}
+
+pub(super) fn database(doing: &str, error: &DbErr) -> Status {
+    rpc::unavailable(SERVICE, doing, error)
+}
+
+fn artifact(reason: Reason, message: String, id: ArtifactId) -> Status {
+    reason.status_about(SERVICE, message, [("artifact_id", id.to_string())])
+}
+
+fn attempt(message: String, id: AttemptId) -> Status {
+    Reason::AttemptEnded.status_about(SERVICE, message, [("attempt_id", id.to_string())])
+}
+
+fn build(reason: Reason, message: String, id: BuildId) -> Status {
+    reason.status_about(SERVICE, message, [("build_id", id.to_string())])
+}
+
+impl From<SessionError> for Status {
+    fn from(error: SessionError) -> Self {
+        let message = error.to_string();
+        let (reason, claims) = match &error {
+            SessionError::StaleIncarnation(claims) => (Reason::StaleIncarnation, claims),
+            SessionError::StaleSession(claims) => (Reason::StaleSession, claims),
+            SessionError::Unrecorded(claims) => (Reason::Unavailable, claims),
+            SessionError::Database(source) => return database("look for the session of a worker", source),
+        };
+        reason.status_about(SERVICE, message, [("worker_id", claims.worker.to_string())])
+    }
+}
+
+impl From<OwnerEnded> for Status {
+    fn from(error: OwnerEnded) -> Self {
+        match &error {
+            OwnerEnded::Ended(id) => build(Reason::OwnerEnded, error.to_string(), *id),
+            OwnerEnded::Database(source) => database("look for a build", source),
+        }
+    }
+}
+
+impl From<CreateError> for Status {
+    fn from(error: CreateError) -> Self {
+        match error {
+            CreateError::Exists(id) => artifact(Reason::ArtifactExists, error.to_string(), id),
+            CreateError::Owner(error) => error.into(),
+            CreateError::Database(source) => database("make an artifact", &source),
+        }
+    }
+}
+
+impl From<AdoptError> for Status {
+    fn from(error: AdoptError) -> Self {
+        match error {
+            AdoptError::Owner(error) => error.into(),
+            AdoptError::Database(source) => database("look for an artifact by its digest", &source),
+        }
+    }
+}
+
+impl From<PutBuildError> for Status {
+    fn from(error: PutBuildError) -> Self {
+        match &error {
+            PutBuildError::Ended(id) => build(Reason::BuildEnded, error.to_string(), *id),
+            PutBuildError::Exists(id) => build(Reason::BuildExists, error.to_string(), *id),
+            PutBuildError::Database(source) => database("put a build", source),
+        }
+    }
+}
+
+impl From<HolderError> for Status {
+    fn from(error: HolderError) -> Self {
+        match &error {
+            HolderError::OtherTeam(_) => rpc::invalid_field("team", error.to_string()),
+            HolderError::Database(source) => database("look for a workload", source),
+        }
+    }
+}
+
+impl From<PinError> for Status {
+    fn from(error: PinError) -> Self {
+        match error {
+            PinError::Holder(error) => error.into(),
+            PinError::Owner(error) => error.into(),
+            PinError::Settled(id) => Reason::HolderSettled.status_about(
+                SERVICE,
+                error.to_string(),
+                [("holder_id", id.to_string())],
+            ),
+            PinError::Unavailable(id) => artifact(Reason::InputUnavailable, error.to_string(), id),
+            PinError::Database(source) => database("pin artifacts", &source),
+        }
+    }
+}
+
+impl From<SettleError> for Status {
+    fn from(error: SettleError) -> Self {
+        match error {
+            SettleError::Holder(error) => error.into(),
+            SettleError::CandidateMissing(id) | SettleError::ArtifactTaken(id) => {
+                artifact(Reason::CandidateMissing, error.to_string(), id)
+            }
+            SettleError::Database(source) => database("settle a workload", &source),
+        }
+    }
+}
+
+impl From<PlanError> for Status {
+    fn from(error: PlanError) -> Self {
+        match &error {
+            PlanError::ArtifactNotFound(id) => artifact(Reason::ArtifactNotFound, error.to_string(), *id),
+            PlanError::Sealed(id) => artifact(Reason::ArtifactSealed, error.to_string(), *id),
+            PlanError::NotAttended(id) => {
+                Reason::NotAttended.status_about(SERVICE, error.to_string(), [("worker_id", id.to_string())])
+            }
+            PlanError::TransferTaken(_) => rpc::invalid_field("transfer_id", error.to_string()),
+            PlanError::Database(source) => database("plan a replica", source),
+        }
+    }
+}
+
+impl From<ProgressError> for Status {
+    fn from(error: ProgressError) -> Self {
+        match &error {
+            ProgressError::ClaimLost(id) => {
+                Reason::ClaimLost.status_about(SERVICE, error.to_string(), [("transfer_id", id.to_string())])
+            }
+            ProgressError::Database(source) => database("renew a claim", source),
+        }
+    }
+}
+
+impl From<SealError> for Status {
+    fn from(error: SealError) -> Self {
+        match &error {
+            SealError::ArtifactNotFound(id) => artifact(Reason::ArtifactNotFound, error.to_string(), *id),
+            SealError::CandidateMissing(id) => artifact(Reason::CandidateMissing, error.to_string(), *id),
+            SealError::OtherBytes(id) => artifact(Reason::ArtifactSealed, error.to_string(), *id),
+            SealError::Database(source) => database("seal an artifact", source),
+        }
+    }
+}
+
+impl From<PrepareError> for Status {
+    fn from(error: PrepareError) -> Self {
+        match error {
+            PrepareError::Session(error) => error.into(),
+            PrepareError::Holder(error) => error.into(),
+            PrepareError::AttemptEnded(id) => attempt(error.to_string(), id),
+            PrepareError::InputUnavailable(id) => artifact(Reason::InputUnavailable, error.to_string(), id),
+            PrepareError::Database(source) => database("prepare an attempt", &source),
+        }
+    }
+}
+
+impl From<PreparedError> for Status {
+    fn from(error: PreparedError) -> Self {
+        match error {
+            PreparedError::Session(error) => error.into(),
+            PreparedError::AttemptEnded(id) => attempt(error.to_string(), id),
+            PreparedError::Database(source) => database("record a container", &source),
+        }
+    }
+}
+
+impl From<CompleteError> for Status {
+    fn from(error: CompleteError) -> Self {
+        let message = error.to_string();
+        let (reason, handle) = match error {
+            CompleteError::Session(error) => return error.into(),
+            CompleteError::Input(_) => return rpc::invalid_field("volume_handle", message),
+            CompleteError::OtherBytes(_) => return rpc::invalid_field("digest", message),
+            CompleteError::Database(source) => return database("record a volume", &source),
+            CompleteError::NotFound(handle) => (Reason::VolumeNotFound, handle),
+            CompleteError::AttemptEnded(handle) => (Reason::AttemptEnded, handle),
+            CompleteError::ClaimLost(handle) => (Reason::ClaimLost, handle),
+        };
+        reason.status_about(SERVICE, message, [("volume_handle", handle.to_string())])
+    }
+}
+
+impl From<ReportError> for Status {
+    fn from(error: ReportError) -> Self {
+        match error {
+            ReportError::Session(error) => error.into(),
+            ReportError::Stale => Reason::StaleReport.status(SERVICE, error.to_string()),
+            ReportError::Database(source) => database("judge a report", &source),
+        }
+    }
+}
+
+pub(super) fn artifact_not_found(id: ArtifactId) -> Status {
+    artifact(Reason::ArtifactNotFound, format!("no artifact {id} in this team"), id)
+}
+
+/// A report that ended without a commit, or counted wrong.
+pub(super) fn truncated(message: String) -> Status {
+    Reason::ReportTruncated.status(SERVICE, message)
+}

@@ -1,0 +1,340 @@
+//! Pins: what keeps artifacts while a workload uses or makes them; and how a workload is settled.
+//!
+//! ```text
+//! holder:   (unknown) ──pin, prepare──▶ goes on ──settle──▶ settled ──a day later──▶ (gone)
+//! attempt:  (unknown) ──prepare──▶ goes on ──settle, end attempt──▶ ended ──with its holder──▶ (gone)
+//! ```
+//!
+//! Every change of a holder locks its row first, so pinning, preparing and settling never interleave for one workload. Invariants: a settled
+//! holder has no pins and is never pinned again; an ended attempt makes and settles nothing. An attempt may end before anybody prepared
+//! it: its row is made then, so that a late Prepare finds it ended.
+
+use std::collections::{HashMap, HashSet};
+
+use domain::{ArtifactId, AttemptId, BuildId, Digest, Timestamp, WorkloadId};
+use sea_orm::sea_query::{Expr, Func, OnConflict};
+use sea_orm::{
+    ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
+    EntityTrait, FromQueryResult, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect,
+};
+use uuid::Uuid;
+
+use crate::artifacts::{self, Located};
+use crate::entity::{
+    ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, volume,
+};
+use crate::owners::{self, OwnerEnded};
+
+/// A holder belongs to another team than the one that acts.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HolderError {
+    #[error("workload {0} belongs to another team")]
+    OtherTeam(WorkloadId),
+    #[error("database failed while looking for a workload")]
+    Database(#[from] DbErr),
+}
+
+/// Finds or makes a holder, and locks it.
+pub(crate) async fn lock_holder(
+    txn: &DatabaseTransaction,
+    id: WorkloadId,
+    team: &str,
+    now: Timestamp,
+) -> Result<holder::Model, HolderError> {
+    let fresh = holder::ActiveModel {
+        holder_id: Set(id.uuid()),
+        team: Set(team.to_owned()),
+        created_at: Set(now.0),
+        settled_at: Set(None),
+    };
+    // Changing nothing locks the row, and lets it be answered whether it was there or not.
+    let row = holder::Entity::insert(fresh)
+        .on_conflict(
+            OnConflict::column(holder::Column::HolderId).update_column(holder::Column::HolderId).to_owned(),
+        )
+        .exec_with_returning(txn)
+        .await?;
+    if row.team == team { Ok(row) } else { Err(HolderError::OtherTeam(id)) }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PinError {
+    #[error(transparent)]
+    Holder(#[from] HolderError),
+    #[error("workload {0} was settled before")]
+    Settled(WorkloadId),
+    #[error("artifact {0} is unknown to this team, not sealed, or has no replica left")]
+    Unavailable(ArtifactId),
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while pinning")]
+    Database(#[from] DbErr),
+}
+
+/// Pins `artifacts` for `holder`, all or none, and binds the holder to its build.
+pub(crate) async fn pin(
+    txn: &DatabaseTransaction,
+    id: WorkloadId,
+    team: &str,
+    artifacts: &[ArtifactId],
+    build: Option<BuildId>,
+    now: Timestamp,
+) -> Result<Vec<Located>, PinError> {
+    let holder = lock_holder(txn, id, team, now).await?;
+    if holder.settled_at.is_some() {
+        return Err(PinError::Settled(id));
+    }
+    if let Some(build) = build {
+        bind(txn, build, id, team).await?;
+    }
+    if artifacts.is_empty() {
+        return Ok(Vec::new());
+    }
+
+    let sealed = lock_sealed(txn, team, artifacts).await?;
+    if let Some(missing) = artifacts.iter().find(|id| !sealed.contains(&id.uuid())) {
+        return Err(PinError::Unavailable(*missing));
+    }
+    let located = artifacts::locate(txn, team, artifacts).await?;
+    if let Some(missing) = located.iter().find(|located| located.replicas.is_empty()) {
+        return Err(PinError::Unavailable(ArtifactId::from_uuid(missing.artifact.artifact_id)));
+    }
+    let rows = sealed.iter().map(|artifact| pin::ActiveModel {
+        holder_id: Set(id.uuid()),
+        artifact_id: Set(*artifact),
+        pinned_at: Set(now.0),
+    });
+    pin::Entity::insert_many(rows)
+        .on_conflict_do_nothing_on([pin::Column::HolderId, pin::Column::ArtifactId])
+        .exec_without_returning(txn)
+        .await?;
+    Ok(located)
+}
+
+/// Binds the workload that ends a build: from now on the build does not end by its term.
+async fn bind(
+    txn: &DatabaseTransaction,
+    build: BuildId,
+    workload: WorkloadId,
+    team: &str,
+) -> Result<(), OwnerEnded> {
+    let row = build::Entity::find_by_id(build.uuid()).lock_exclusive().one(txn).await?;
+    let Some(row) = row.filter(|row| row.team == team && row.ended_at.is_none()) else {
+        return Err(OwnerEnded::Ended(build));
+    };
+    if row.ends_with == workload.uuid() && !row.bound {
+        build::Entity::update_many()
+            .col_expr(build::Column::Bound, Expr::value(true))
+            .filter(build::Column::BuildId.eq(build.uuid()))
+            .exec(txn)
+            .await?;
+    }
+    Ok(())
+}
+
+/// Locks sealed artifacts of `team`, so that they are not marked before the caller commits, and answers which of `ids` are such.
+pub(crate) async fn lock_sealed(
+    txn: &DatabaseTransaction,
+    team: &str,
+    ids: &[ArtifactId],
+) -> Result<HashSet<Uuid>, DbErr> {
+    let rows = artifact::Entity::find()
+        .filter(artifact::Column::ArtifactId.is_in(ids.iter().map(|id| id.uuid())))
+        .filter(artifact::Column::Team.eq(team))
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .order_by_asc(artifact::Column::ArtifactId)
+        .lock_shared()
+        .all(txn)
+        .await?;
+    Ok(rows.into_iter().map(|row| row.artifact_id).collect())
+}
+
+/// How a workload is settled.
+#[derive(Debug, Clone)]
+pub(crate) struct Settlement {
+    pub(crate) holder: WorkloadId,
+    pub(crate) team: String,
+    pub(crate) attempt: Option<AttemptId>,
+    pub(crate) outputs: Vec<SettledOutput>,
+    pub(crate) build: Option<BuildId>,
+    pub(crate) status: BuildStatus,
+}
+
+/// An output that is settled.
+#[derive(Debug, Clone)]
+pub(crate) struct SettledOutput {
+    pub(crate) artifact: ArtifactId,
+    pub(crate) digest: Digest,
+    pub(crate) label: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SettleError {
+    #[error(transparent)]
+    Holder(#[from] HolderError),
+    #[error("the attempt has no complete candidate for artifact {0} with that digest")]
+    CandidateMissing(ArtifactId),
+    #[error("artifact {0} is taken by another")]
+    ArtifactTaken(ArtifactId),
+    #[error("database failed while settling")]
+    Database(#[from] DbErr),
+}
+
+/// Ends a holder for good: seals its outputs, gives them their owner, drops its pins, ends its attempts and the builds that end
+/// with it. The first call counts; a repeat changes nothing.
+pub(crate) async fn settle(
+    txn: &DatabaseTransaction,
+    settlement: &Settlement,
+    now: Timestamp,
+) -> Result<(), SettleError> {
+    let holder = settlement.holder;
+    let row = lock_holder(txn, holder, &settlement.team, now).await?;
+    if row.settled_at.is_some() {
+        return Ok(());
+    }
+    if !settlement.outputs.is_empty() {
+        seal_outputs(txn, settlement, now).await?;
+    }
+
+    pin::Entity::delete_many().filter(pin::Column::HolderId.eq(holder.uuid())).exec(txn).await?;
+    attempt::Entity::update_many()
+        .col_expr(attempt::Column::EndedAt, Expr::value(now.0))
+        .filter(attempt::Column::HolderId.eq(holder.uuid()))
+        .filter(attempt::Column::EndedAt.is_null())
+        .exec(txn)
+        .await?;
+    owners::end_with(txn, holder, settlement.status, now).await?;
+    holder::Entity::update_many()
+        .col_expr(holder::Column::SettledAt, Expr::value(now.0))
+        .filter(holder::Column::HolderId.eq(holder.uuid()))
+        .exec(txn)
+        .await?;
+    Ok(())
+}
+
+/// Makes each output's artifact, sealed, and its candidate the replica.
+async fn seal_outputs(
+    txn: &DatabaseTransaction,
+    settlement: &Settlement,
+    now: Timestamp,
+) -> Result<(), SettleError> {
+    let candidates = lock_candidates(txn, settlement).await?;
+    let mut artifacts = Vec::with_capacity(settlement.outputs.len());
+    let mut handles = Vec::with_capacity(settlement.outputs.len());
+    for output in &settlement.outputs {
+        let candidate = candidates
+            .get(&output.artifact.uuid())
+            .filter(|candidate| candidate.digest.as_deref() == Some(output.digest.as_bytes()))
+            .ok_or(SettleError::CandidateMissing(output.artifact))?;
+        handles.push(candidate.handle);
+        artifacts.push(artifact::Model {
+            artifact_id: output.artifact.uuid(),
+            ordinal: Uuid::now_v7(),
+            team: settlement.team.clone(),
+            label: output.label.clone(),
+            state: ArtifactState::Sealed,
+            digest: candidate.digest.clone(),
+            size_bytes: candidate.size_bytes,
+            had_owner: false,
+            created_at: now.0,
+            marked_at: None,
+            marked_why: None,
+        });
+    }
+    let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id).collect();
+    if let Some(taken) =
+        artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids.clone())).one(txn).await?
+    {
+        return Err(SettleError::ArtifactTaken(ArtifactId::from_uuid(taken.artifact_id)));
+    }
+    let rows = artifacts.into_iter().map(|artifact| artifact.into_active_model().reset_all());
+    artifact::Entity::insert_many(rows).exec_without_returning(txn).await?;
+    volume::Entity::update_many()
+        .col_expr(volume::Column::Purpose, Expr::value(Purpose::Replica))
+        .filter(volume::Column::Handle.is_in(handles))
+        .exec(txn)
+        .await?;
+    if let Some(build) = settlement.build {
+        match owners::lock_live(txn, build, &settlement.team).await {
+            Ok(_) => owners::add(txn, build, ids).await?,
+            // It ended before: nobody owns what comes too late.
+            Err(OwnerEnded::Ended(_)) => {}
+            Err(OwnerEnded::Database(error)) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// The complete candidates of an attempt that goes on, by the artifact that they may become.
+async fn lock_candidates(
+    txn: &DatabaseTransaction,
+    settlement: &Settlement,
+) -> Result<HashMap<Uuid, volume::Model>, DbErr> {
+    let Some(id) = settlement.attempt else { return Ok(HashMap::new()) };
+    let attempt = attempt::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
+    let goes_on = attempt
+        .is_some_and(|attempt| attempt.ended_at.is_none() && attempt.holder_id == settlement.holder.uuid());
+    if !goes_on {
+        return Ok(HashMap::new());
+    }
+    let rows = volume::Entity::find()
+        .filter(volume::Column::AttemptId.eq(id.uuid()))
+        .filter(volume::Column::Purpose.eq(Purpose::Output))
+        .filter(volume::Column::Complete.eq(true))
+        .filter(volume::Column::State.is_in(State::PRESENT))
+        .lock_exclusive()
+        .all(txn)
+        .await?;
+    Ok(rows.into_iter().filter_map(|row| Some((row.artifact_id?, row))).collect())
+}
+
+/// Ends one attempt of a holder that goes on.
+pub(crate) async fn end_attempt(
+    txn: &DatabaseTransaction,
+    holder: WorkloadId,
+    id: AttemptId,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    let ended = attempt::ActiveModel {
+        attempt_id: Set(id.uuid()),
+        holder_id: Set(holder.uuid()),
+        worker_id: Set(None),
+        ended_at: Set(Some(now.0)),
+    };
+    let first_end =
+        Func::coalesce([Expr::col((attempt::Entity, attempt::Column::EndedAt)), Expr::value(now.0)]);
+    attempt::Entity::insert(ended)
+        .on_conflict(
+            OnConflict::column(attempt::Column::AttemptId)
+                .value(attempt::Column::EndedAt, Expr::from(first_end))
+                .to_owned(),
+        )
+        .exec_without_returning(txn)
+        .await?;
+    Ok(())
+}
+
+/// A holder with at least one pin.
+#[derive(Debug, FromQueryResult)]
+pub(crate) struct PinHolder {
+    pub(crate) holder_id: Uuid,
+    pub(crate) pinned_at: i64,
+}
+
+/// A page of the holders with pins, by id.
+pub(crate) async fn list(
+    conn: &impl ConnectionTrait,
+    page: rpc::page::Page,
+) -> Result<Vec<PinHolder>, DbErr> {
+    let mut query = pin::Entity::find()
+        .select_only()
+        .column(pin::Column::HolderId)
+        .column_as(pin::Column::PinnedAt.min(), "pinned_at")
+        .group_by(pin::Column::HolderId)
+        .order_by_asc(pin::Column::HolderId)
+        .limit(page.size);
+    if let Some(after) = page.after {
+        query = query.filter(pin::Column::HolderId.gt(after));
+    }
+    query.into_model().all(conn).await
+}

@@ -1,0 +1,249 @@
+//! Marking volumes and containers, and handing the marks out to gateways.
+//!
+//! A mark makes a row `destroying`; handing it out makes it `sweeping`, which is final. A gateway's stream sends everything of its worker that
+//! is sweeping and that it has not sent yet: first what earlier streams handed out and nobody destroyed, then each mark as it comes.
+//! So a mark that went into a stream whose reader was gone already comes again, from the stream that followed.
+//!
+//! Invariant: children come before their parents. A parent is handed out only when every child is, and what is sent together is in order.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use domain::worker::SessionClaims;
+use domain::{ContainerHandle, VolumeHandle, WorkerId};
+use rand::RngExt;
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    QuerySelect, QueryTrait, Statement,
+};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use crate::entity::{State, container, volume, worker};
+use crate::mark::{self, Why};
+use crate::sessions::{self, SessionError};
+use crate::store::Store;
+
+/// How many rows are handed out in one transaction, and sent in one message.
+const BATCH: u64 = 1000;
+
+/// The sequence of the worker that a row belongs to, read behind a lock on the worker's row.
+const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = ";
+
+/// Marks volumes that are not marked yet, and answers their workers.
+pub(crate) async fn mark_volumes(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: Why,
+) -> Result<Vec<WorkerId>, DbErr> {
+    if handles.is_empty() {
+        return Ok(Vec::new());
+    }
+    let of_volumes = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::WorkerId)
+        .filter(volume::Column::Handle.is_in(handles.iter().copied()));
+    lock_workers(txn, of_volumes.into_query()).await?;
+    let marked = volume::Entity::update_many()
+        .col_expr(volume::Column::State, Expr::value(State::Destroying))
+        .col_expr(volume::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}volumes.worker_id)")))
+        .col_expr(volume::Column::MarkedWhy, Expr::value(why.to_string()))
+        .filter(volume::Column::Handle.is_in(handles.iter().copied()))
+        .filter(volume::Column::State.is_not_in(State::GARBAGE))
+        .exec_with_returning(txn)
+        .await?;
+    Ok(distinct(marked.into_iter().map(|row| row.worker_id)))
+}
+
+/// Marks containers that are not marked yet, and answers their workers.
+pub(crate) async fn mark_containers(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: Why,
+) -> Result<Vec<WorkerId>, DbErr> {
+    if handles.is_empty() {
+        return Ok(Vec::new());
+    }
+    let of_containers = container::Entity::find()
+        .select_only()
+        .column(container::Column::WorkerId)
+        .filter(container::Column::Handle.is_in(handles.iter().copied()));
+    lock_workers(txn, of_containers.into_query()).await?;
+    let marked = container::Entity::update_many()
+        .col_expr(container::Column::State, Expr::value(State::Destroying))
+        .col_expr(container::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}containers.worker_id)")))
+        .col_expr(container::Column::MarkedWhy, Expr::value(why.to_string()))
+        .filter(container::Column::Handle.is_in(handles.iter().copied()))
+        .filter(container::Column::State.is_not_in(State::GARBAGE))
+        .exec_with_returning(txn)
+        .await?;
+    Ok(distinct(marked.into_iter().map(|row| row.worker_id)))
+}
+
+/// Holds the workers' sequences still, so that no report begins between a mark and its commit.
+pub(crate) async fn lock_workers(
+    txn: &DatabaseTransaction,
+    workers: sea_orm::sea_query::SelectStatement,
+) -> Result<(), DbErr> {
+    worker::Entity::find()
+        .filter(worker::Column::WorkerId.in_subquery(workers))
+        .lock_shared()
+        .all(txn)
+        .await
+        .map(|_| ())
+}
+
+fn distinct(workers: impl Iterator<Item = Uuid>) -> Vec<WorkerId> {
+    let workers: HashSet<_> = workers.map(WorkerId::from_uuid).collect();
+    workers.into_iter().collect()
+}
+
+/// What a gateway shall destroy: first the containers, then the volumes in this order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Sweep {
+    pub(crate) containers: Vec<ContainerHandle>,
+    pub(crate) volumes: Vec<VolumeHandle>,
+}
+
+/// Sends what the gateway of `claims` shall destroy until it leaves, its session is over, or the store stops.
+pub(crate) async fn watch(
+    store: &Store,
+    claims: &SessionClaims,
+    sweeps: &mpsc::Sender<Sweep>,
+    stopping: &CancellationToken,
+) -> Result<(), SessionError> {
+    let mut marks = store.marks.subscribe(claims.worker);
+    let mut sent = HashSet::new();
+    loop {
+        marks.mark_unchanged();
+        while is_marked(store.db.read(), claims).await? {
+            store.db.write(|txn| async move { hand_out(&txn, claims).await }).await?;
+        }
+        for sweep in unsent(store.db.read(), claims.worker, &mut sent).await? {
+            if sweeps.send(sweep).await.is_err() {
+                return Ok(());
+            }
+        }
+        tokio::select! {
+            () = stopping.cancelled() => return Ok(()),
+            () = sweeps.closed() => return Ok(()),
+            // The sender lives as long as the store.
+            _ = marks.changed() => {}
+            () = tokio::time::sleep(jittered(store.config.sweep_interval)) => {}
+        }
+    }
+}
+
+/// `interval`, give or take a fifth.
+pub(crate) fn jittered(interval: Duration) -> Duration {
+    interval.mul_f64(rand::rng().random_range(0.8..1.2))
+}
+
+/// Whether something of the worker waits to be handed out. Refuses a session that is over.
+async fn is_marked(conn: &impl ConnectionTrait, claims: &SessionClaims) -> Result<bool, SessionError> {
+    sessions::check(conn, claims).await?;
+    let worker = claims.worker.uuid();
+    let container = container::Entity::find()
+        .filter(container::Column::WorkerId.eq(worker))
+        .filter(container::Column::State.eq(State::Destroying));
+    if container.one(conn).await?.is_some() {
+        return Ok(true);
+    }
+    let volume = ready_volumes(conn, worker, 1).await?;
+    Ok(!volume.is_empty())
+}
+
+/// Hands some marks out.
+async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(), SessionError> {
+    sessions::fence(txn, claims).await?;
+    let worker = claims.worker.uuid();
+    let containers = container::Entity::find()
+        .select_only()
+        .column(container::Column::Handle)
+        .filter(container::Column::WorkerId.eq(worker))
+        .filter(container::Column::State.eq(State::Destroying))
+        .limit(BATCH);
+    container::Entity::update_many()
+        .col_expr(container::Column::State, Expr::value(State::Sweeping))
+        .filter(container::Column::Handle.in_subquery(containers.into_query()))
+        .filter(container::Column::State.eq(State::Destroying))
+        .exec(txn)
+        .await?;
+    let volumes = ready_volumes(txn, worker, BATCH).await?;
+    if !volumes.is_empty() {
+        volume::Entity::update_many()
+            .col_expr(volume::Column::State, Expr::value(State::Sweeping))
+            .filter(volume::Column::Handle.is_in(volumes))
+            .filter(volume::Column::State.eq(State::Destroying))
+            .exec(txn)
+            .await?;
+    }
+    Ok(())
+}
+
+/// Marked volumes of a worker whose children have all been handed out.
+async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) -> Result<Vec<Uuid>, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Ready {
+        handle: Uuid,
+    }
+    let statement = Statement::from_sql_and_values(
+        conn.get_database_backend(),
+        "SELECT v.handle AS handle FROM volumes v
+         WHERE v.worker_id = $1 AND v.state = 'destroying'
+           AND NOT EXISTS (SELECT 1 FROM volumes c WHERE c.parent = v.handle AND c.state <> 'sweeping')
+         LIMIT $2",
+        [worker.into(), i64::try_from(limit).unwrap_or(i64::MAX).into()],
+    );
+    let ready = Ready::find_by_statement(statement).all(conn).await?;
+    Ok(ready.into_iter().map(|ready| ready.handle).collect())
+}
+
+/// What is sweeping on a worker and not in `sent`, which then has it and nothing that was forgotten.
+async fn unsent(
+    conn: &impl ConnectionTrait,
+    worker: WorkerId,
+    sent: &mut HashSet<Uuid>,
+) -> Result<Vec<Sweep>, DbErr> {
+    let containers: Vec<Uuid> = container::Entity::find()
+        .select_only()
+        .column(container::Column::Handle)
+        .filter(container::Column::WorkerId.eq(worker.uuid()))
+        .filter(container::Column::State.eq(State::Sweeping))
+        .into_tuple()
+        .all(conn)
+        .await?;
+    let volumes: Vec<(Uuid, Option<Uuid>)> = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::Handle)
+        .column(volume::Column::Parent)
+        .filter(volume::Column::WorkerId.eq(worker.uuid()))
+        .filter(volume::Column::State.eq(State::Sweeping))
+        .into_tuple()
+        .all(conn)
+        .await?;
+
+    let sweeping: HashSet<Uuid> =
+        containers.iter().copied().chain(volumes.iter().map(|(handle, _)| *handle)).collect();
+    sent.retain(|handle| sweeping.contains(handle));
+    let containers: Vec<_> = containers.into_iter().filter(|handle| sent.insert(*handle)).collect();
+    let volumes: Vec<_> = volumes.into_iter().filter(|(handle, _)| sent.insert(*handle)).collect();
+
+    let batch = usize::try_from(BATCH).unwrap_or(usize::MAX);
+    let containers = containers.chunks(batch).map(|chunk| Sweep {
+        containers: chunk.iter().copied().map(ContainerHandle::from_uuid).collect(),
+        volumes: Vec::new(),
+    });
+    let mut sweeps: Vec<_> = containers.collect();
+    for chunk in mark::children_first(&volumes).chunks(batch) {
+        let volumes = chunk.iter().copied().map(VolumeHandle::from_uuid).collect();
+        match sweeps.last_mut() {
+            // What is little goes in one message.
+            Some(last) if last.volumes.is_empty() => last.volumes = volumes,
+            _ => sweeps.push(Sweep { containers: Vec::new(), volumes }),
+        }
+    }
+    Ok(sweeps)
+}

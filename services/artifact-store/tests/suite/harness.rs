@@ -1,0 +1,434 @@
+//! A store on a loopback port, and those who call it: scheduler, streamer, gateways.
+
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+use std::time::Duration;
+
+use artifact_store::{Clock, Config, KeySource};
+use domain::worker::{Incarnation, Session, SessionClaims};
+use domain::{
+    ArtifactId, AttemptId, BuildId, Digest, GatewayInstance, Timestamp, TransferId, WorkerId, WorkloadId,
+};
+use rpc::client::Outgoing;
+use rpc::pb::artifacts as pb;
+use rpc::token::TokenSigner;
+use rpc::{Peer, Reason, Refusal};
+use testing::databases::TestDatabase;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tonic::Streaming;
+
+pub(crate) const TEAM: &str = "main";
+
+/// How long a test waits for a condition that must come true.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) type Answer<T> = Result<T, Refusal>;
+
+/// A running store.
+pub(crate) struct Suite {
+    pub(crate) clock: Clock,
+    pub(crate) peer: Peer,
+    database: TestDatabase,
+    signer: TokenSigner,
+    stop: oneshot::Sender<()>,
+    served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Suite {
+    /// Starts a store whose garbage goes at once and only when asked for.
+    pub(crate) async fn start(database: TestDatabase) -> Self {
+        Self::start_with(database, |_| {}).await
+    }
+
+    pub(crate) async fn start_with(database: TestDatabase, adjust: impl FnOnce(&mut Config)) -> Self {
+        let signer = TokenSigner::from_seed(&[7; 32]);
+        let clock = Clock::movable(Timestamp::now());
+        let keys = KeySource::Fixed(vec![signer.public()]);
+        let mut config = Config {
+            gc_grace: Duration::ZERO,
+            default_keep: Duration::ZERO,
+            tombstone: Duration::ZERO,
+            collect_interval: Duration::from_secs(24 * 3600),
+            clock: clock.clone(),
+            ..Config::new(&database.url, keys)
+        };
+        adjust(&mut config);
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let listener = server::Listener::Tcp(listener);
+        let endpoint = listener.endpoint().expect("its address");
+        let (stop, stopped) = oneshot::channel();
+        let shutdown = async { stopped.await.unwrap_or(()) };
+        let served = tokio::spawn(artifact_store::serve(config, listener, shutdown));
+        let peer = rpc::client::peer(&endpoint, Outgoing::default()).expect("an address");
+        Self { clock, peer, database, signer, stop, served }
+    }
+
+    /// Stops the store, and gives its database back.
+    pub(crate) async fn stop(self) -> TestDatabase {
+        self.stop.send(()).expect("the store runs");
+        self.served.await.expect("no panic").expect("the store served");
+        self.database
+    }
+
+    pub(crate) fn artifacts(&self) -> pb::artifacts_client::ArtifactsClient<Peer> {
+        pb::artifacts_client::ArtifactsClient::new(self.peer.clone())
+    }
+
+    pub(crate) fn pins(&self) -> pb::pins_client::PinsClient<Peer> {
+        pb::pins_client::PinsClient::new(self.peer.clone())
+    }
+
+    pub(crate) fn replicas(&self) -> pb::replicas_client::ReplicasClient<Peer> {
+        pb::replicas_client::ReplicasClient::new(self.peer.clone())
+    }
+
+    pub(crate) fn inventory(&self) -> pb::inventory_client::InventoryClient<Peer> {
+        pb::inventory_client::InventoryClient::new(self.peer.clone())
+    }
+
+    /// A gateway of a new worker, which the store has heard of.
+    pub(crate) async fn gateway(&self) -> Gateway {
+        let gateway = self.silent_gateway(WorkerId::new(), 1, 1);
+        gateway.begin_report().await.expect("a new worker may speak");
+        gateway
+    }
+
+    /// A gateway that has not spoken yet.
+    pub(crate) fn silent_gateway(&self, worker: WorkerId, incarnation: u64, session: u64) -> Gateway {
+        let claims = SessionClaims {
+            worker,
+            incarnation: Incarnation(incarnation),
+            session: Session(session),
+            instance: GatewayInstance::new(),
+        };
+        let credential = self.signer.sign(&claims);
+        Gateway { worker, credential, inventory: self.inventory() }
+    }
+
+    pub(crate) async fn put_build(
+        &self,
+        build: BuildId,
+        workload: WorkloadId,
+        keep: Option<Duration>,
+    ) -> Answer<()> {
+        let request = pb::PutBuildRequest {
+            build_id: build.to_string(),
+            team: TEAM.to_owned(),
+            ends_with_workload: workload.to_string(),
+            keep: keep.map(rpc::duration),
+            term: None,
+        };
+        pb::owners_client::OwnersClient::new(self.peer.clone()).put_build(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn create(&self, artifact: ArtifactId, build: Option<BuildId>) -> Answer<()> {
+        let request = pb::CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: TEAM.to_owned(),
+            build_id: text(build),
+            label: String::new(),
+        };
+        self.artifacts().create_artifact(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn plan(
+        &self,
+        artifact: ArtifactId,
+        worker: WorkerId,
+        transfer: TransferId,
+    ) -> Answer<String> {
+        let request = pb::PlanReplicaRequest {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            worker_id: worker.to_string(),
+            transfer_id: transfer.to_string(),
+        };
+        Ok(self.replicas().plan_replica(request).await?.into_inner().volume_handle)
+    }
+
+    pub(crate) async fn seal(&self, artifact: ArtifactId, digest: Digest) -> Answer<pb::Artifact> {
+        let request = pb::SealUploadRequest {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            digest: digest.as_bytes().to_vec().into(),
+        };
+        let answer = self.replicas().seal_upload(request).await?.into_inner();
+        Ok(answer.artifact.expect("the artifact"))
+    }
+
+    pub(crate) async fn abandon(&self, transfer: TransferId) -> Answer<()> {
+        let request = pb::AbandonUploadRequest { transfer_id: transfer.to_string() };
+        self.replicas().abandon_upload(request).await?;
+        Ok(())
+    }
+
+    /// An artifact that was uploaded to the gateway's worker, and its replica.
+    pub(crate) async fn upload(
+        &self,
+        gateway: &Gateway,
+        build: Option<BuildId>,
+        content: u64,
+    ) -> Answer<(ArtifactId, String)> {
+        let artifact = ArtifactId::new();
+        self.create(artifact, build).await?;
+        let handle = self.plan(artifact, gateway.worker, TransferId::new()).await?;
+        gateway.complete(&handle, digest(content)).await?;
+        self.seal(artifact, digest(content)).await?;
+        Ok((artifact, handle))
+    }
+
+    pub(crate) async fn adopt(&self, digest: Digest, build: Option<BuildId>) -> Answer<Option<pb::Artifact>> {
+        let request = pb::AdoptByDigestRequest {
+            team: TEAM.to_owned(),
+            digest: digest.as_bytes().to_vec().into(),
+            build_id: text(build),
+        };
+        Ok(self.artifacts().adopt_by_digest(request).await?.into_inner().artifact)
+    }
+
+    pub(crate) async fn get(&self, artifact: ArtifactId) -> Answer<pb::Artifact> {
+        let request = pb::GetArtifactRequest { team: TEAM.to_owned(), artifact_id: artifact.to_string() };
+        let answer = self.artifacts().get_artifact(request).await?.into_inner();
+        Ok(answer.artifact.expect("the artifact"))
+    }
+
+    pub(crate) async fn pin(
+        &self,
+        workload: WorkloadId,
+        artifacts: &[ArtifactId],
+        build: Option<BuildId>,
+    ) -> Answer<Vec<pb::Location>> {
+        let request = pb::PinRequest {
+            holder_id: workload.to_string(),
+            team: TEAM.to_owned(),
+            artifact_ids: artifacts.iter().map(ToString::to_string).collect(),
+            build_id: text(build),
+        };
+        Ok(self.pins().pin(request).await?.into_inner().locations)
+    }
+
+    pub(crate) async fn settle(
+        &self,
+        workload: WorkloadId,
+        attempt: Option<AttemptId>,
+        outputs: &[(ArtifactId, Digest)],
+        build: Option<BuildId>,
+    ) -> Answer<()> {
+        let output = |(artifact, digest): &(ArtifactId, Digest)| pb::SettledOutput {
+            artifact_id: artifact.to_string(),
+            digest: digest.as_bytes().to_vec().into(),
+            label: "out".to_owned(),
+        };
+        let request = pb::SettleRequest {
+            holder_id: workload.to_string(),
+            team: TEAM.to_owned(),
+            attempt_id: text(attempt),
+            outputs: outputs.iter().map(output).collect(),
+            build_id: text(build),
+            status: pb::BuildStatus::Succeeded.into(),
+        };
+        self.pins().settle(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn end_attempt(&self, workload: WorkloadId, attempt: AttemptId) -> Answer<()> {
+        let request =
+            pb::EndAttemptRequest { holder_id: workload.to_string(), attempt_id: attempt.to_string() };
+        self.pins().end_attempt(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn collect(&self, dry_run: pb::DryRun) -> Vec<pb::Collected> {
+        let mut collector = pb::collector_client::CollectorClient::new(self.peer.clone());
+        let request = pb::CollectRequest { dry_run: dry_run.into() };
+        collector.collect(request).await.expect("collected").into_inner().collected
+    }
+
+    pub(crate) async fn volumes(&self) -> Vec<pb::Volume> {
+        let request = pb::ListVolumesRequest { page_size: 1000, ..Default::default() };
+        self.inventory().list_volumes(request).await.expect("listed").into_inner().volumes
+    }
+
+    pub(crate) async fn containers(&self) -> Vec<pb::Container> {
+        let request = pb::ListContainersRequest { page_size: 1000, ..Default::default() };
+        self.inventory().list_containers(request).await.expect("listed").into_inner().containers
+    }
+
+    pub(crate) async fn all_artifacts(&self) -> Vec<pb::Artifact> {
+        let request =
+            pb::ListArtifactsRequest { team: TEAM.to_owned(), page_size: 1000, ..Default::default() };
+        self.artifacts().list_artifacts(request).await.expect("listed").into_inner().artifacts
+    }
+
+    /// The state of a volume. `None`: its row is gone.
+    pub(crate) async fn volume_state(&self, handle: &str) -> Option<pb::InventoryState> {
+        let volumes = self.volumes().await;
+        volumes.iter().find(|volume| volume.volume_handle == handle).map(pb::Volume::state)
+    }
+}
+
+/// A gateway that speaks for one worker.
+#[derive(Clone)]
+pub(crate) struct Gateway {
+    pub(crate) worker: WorkerId,
+    pub(crate) credential: String,
+    inventory: pb::inventory_client::InventoryClient<Peer>,
+}
+
+impl Gateway {
+    fn inventory(&self) -> pb::inventory_client::InventoryClient<Peer> {
+        self.inventory.clone()
+    }
+
+    pub(crate) async fn prepare(
+        &self,
+        workload: WorkloadId,
+        attempt: AttemptId,
+        volumes: &[pb::PrepareVolume],
+    ) -> Answer<pb::PrepareResponse> {
+        let request = pb::PrepareRequest {
+            session_credential: self.credential.clone(),
+            holder_id: workload.to_string(),
+            attempt_id: attempt.to_string(),
+            team: TEAM.to_owned(),
+            volumes: volumes.to_vec(),
+        };
+        Ok(self.inventory().prepare(request).await?.into_inner())
+    }
+
+    pub(crate) async fn prepared(&self, attempt: AttemptId) -> Answer<()> {
+        let request = pb::PreparedRequest {
+            session_credential: self.credential.clone(),
+            attempt_id: attempt.to_string(),
+        };
+        self.inventory().prepared(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn complete(&self, handle: &str, digest: Digest) -> Answer<()> {
+        let request = pb::VolumeCompleteRequest {
+            session_credential: self.credential.clone(),
+            volume_handle: handle.to_owned(),
+            size_bytes: 10,
+            digest: digest.as_bytes().to_vec().into(),
+            verification: pb::Verification::Verified.into(),
+        };
+        self.inventory().volume_complete(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn begin_report(&self) -> Answer<pb::ReportToken> {
+        let request = pb::BeginReportRequest { session_credential: self.credential.clone() };
+        let answer = self.inventory().begin_report(request).await?.into_inner();
+        Ok(answer.token.expect("a token"))
+    }
+
+    /// Reports `volumes` and `containers`, ended by a commit that counts `count`, or by nothing.
+    pub(crate) async fn report_counted(
+        &self,
+        token: pb::ReportToken,
+        volumes: &[String],
+        containers: &[String],
+        count: Option<u64>,
+    ) -> Answer<pb::ReportResponse> {
+        use pb::report_request::Message;
+        let open = pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token) };
+        let mut messages = vec![Message::Open(open)];
+        for chunk in volumes.chunks(10_000) {
+            let holdings = pb::Holdings { volume_handles: chunk.to_vec(), container_handles: Vec::new() };
+            messages.push(Message::Holdings(holdings));
+        }
+        for chunk in containers.chunks(10_000) {
+            let holdings = pb::Holdings { volume_handles: Vec::new(), container_handles: chunk.to_vec() };
+            messages.push(Message::Holdings(holdings));
+        }
+        messages.extend(count.map(|count| Message::Commit(pb::ReportCommit { count })));
+        let messages = messages.into_iter().map(|message| pb::ReportRequest { message: Some(message) });
+        Ok(self.inventory().report(tokio_stream::iter(messages.collect::<Vec<_>>())).await?.into_inner())
+    }
+
+    pub(crate) async fn report_with(
+        &self,
+        token: pb::ReportToken,
+        volumes: &[String],
+        containers: &[String],
+    ) -> Answer<pb::ReportResponse> {
+        let count = u64::try_from(volumes.len() + containers.len()).expect("few");
+        self.report_counted(token, volumes, containers, Some(count)).await
+    }
+
+    /// A complete report, begun now.
+    pub(crate) async fn report(
+        &self,
+        volumes: &[String],
+        containers: &[String],
+    ) -> Answer<pb::ReportResponse> {
+        let token = self.begin_report().await?;
+        self.report_with(token, volumes, containers).await
+    }
+
+    pub(crate) async fn watch(&self) -> Answer<Streaming<pb::WatchDestroyingResponse>> {
+        let request = pb::WatchDestroyingRequest { session_credential: self.credential.clone() };
+        Ok(self.inventory().watch_destroying(request).await?.into_inner())
+    }
+
+    /// Waits until the store has handed out `containers` and `volumes`, and answers the volumes in their order.
+    pub(crate) async fn swept(&self, containers: &[&str], volumes: &[&str]) -> Vec<String> {
+        let mut stream = self.watch().await.expect("a stream");
+        let mut missing: BTreeSet<&str> = containers.iter().chain(volumes).copied().collect();
+        let mut order = Vec::new();
+        while !missing.is_empty() {
+            let message = tokio::time::timeout(PATIENCE, stream.message()).await;
+            let message = message.unwrap_or_else(|_| panic!("not handed out: {missing:?}"));
+            let sweep = message.expect("no error").expect("the stream goes on");
+            for handle in sweep.container_handles.iter().chain(&sweep.volume_handles) {
+                missing.remove(handle.as_str());
+            }
+            order.extend(sweep.volume_handles);
+        }
+        order
+    }
+}
+
+/// A volume that starts with an artifact's bytes.
+pub(crate) fn input(name: &str, from: ArtifactId) -> pb::PrepareVolume {
+    pb::PrepareVolume {
+        name: name.to_owned(),
+        purpose: pb::VolumePurpose::Input.into(),
+        from_artifact_id: from.to_string(),
+        output_artifact_id: String::new(),
+    }
+}
+
+/// A volume that may become an artifact.
+pub(crate) fn output(name: &str, artifact: ArtifactId) -> pb::PrepareVolume {
+    pb::PrepareVolume {
+        name: name.to_owned(),
+        purpose: pb::VolumePurpose::Output.into(),
+        from_artifact_id: String::new(),
+        output_artifact_id: artifact.to_string(),
+    }
+}
+
+/// Some digest, another for each `content`.
+pub(crate) fn digest(content: u64) -> Digest {
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&content.to_le_bytes());
+    Digest(bytes)
+}
+
+fn text(id: Option<impl ToString>) -> String {
+    id.map(|id| id.to_string()).unwrap_or_default()
+}
+
+/// The call was refused for `reason`.
+#[track_caller]
+pub(crate) fn assert_refused<T: Debug>(answer: Answer<T>, reason: Reason) {
+    match answer {
+        Err(refusal) if refusal.is(reason) && refusal.code == reason.code() => {}
+        other => panic!("expected {reason}, got {other:?}"),
+    }
+}

@@ -1,0 +1,25 @@
+//! The store as its callers see it: over gRPC, on both databases.
+
+mod harness;
+mod lifecycles;
+
+pub(crate) use harness::*;
+
+/// Makes each test run on SQLite and on PostgreSQL.
+macro_rules! on_both_databases {
+    ($($name:ident),+ $(,)?) => {
+        mod sqlite {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $name() {
+                super::$name(testing::databases::sqlite()).await;
+            })+
+        }
+        mod postgres {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $name() {
+                super::$name(testing::databases::postgres().await).await;
+            })+
+        }
+    };
+}
+pub(crate) use on_both_databases;
