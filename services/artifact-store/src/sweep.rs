@@ -111,7 +111,7 @@ pub(crate) struct Sweep {
 pub(crate) async fn watch(
     store: &Store,
     claims: &SessionClaims,
-    sweeps: &mpsc::Sender<Sweep>,
+    sweeps: &mpsc::Sender<Result<Sweep, SessionError>>,
     stopping: &CancellationToken,
 ) -> Result<(), SessionError> {
     let mut marks = store.marks.subscribe(claims.worker);
@@ -122,8 +122,9 @@ pub(crate) async fn watch(
             store.db.write(|txn| async move { hand_out(&txn, claims).await }).await?;
         }
         for sweep in unsent(store.db.read(), claims.worker, &mut sent).await? {
-            if sweeps.send(sweep).await.is_err() {
-                return Ok(());
+            tokio::select! {
+                () = stopping.cancelled() => return Ok(()),
+                taken = sweeps.send(Ok(sweep)) => if taken.is_err() { return Ok(()) },
             }
         }
         tokio::select! {

@@ -1,6 +1,7 @@
 //! The store as its callers see it: over gRPC, on both databases.
 
 mod harness;
+mod inventory;
 mod lifecycles;
 
 pub(crate) use harness::*;
