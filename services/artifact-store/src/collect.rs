@@ -389,7 +389,7 @@ async fn volume_facts(txn: &DatabaseTransaction, rows: &[volume::Model]) -> Resu
                 artifact_marked: row.artifact_id.is_none_or(|id| !live_artifacts.contains(&id)),
                 claimed_until: row.claimed_until.filter(|_| !row.complete).map(Timestamp),
             },
-            Purpose::Input | Purpose::Output => Belongs::ToAttempt {
+            Purpose::Input | Purpose::Output | Purpose::Scratch => Belongs::ToAttempt {
                 ended_at: row.attempt_id.and_then(|id| ended.get(&id).copied()),
                 has_live_container: row.attempt_id.is_some_and(|id| with_container.contains(&id)),
             },

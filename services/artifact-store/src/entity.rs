@@ -34,6 +34,7 @@ pub(crate) enum Purpose {
     Replica,
     Input,
     Output,
+    Scratch,
 }
 
 /// Whether an artifact's bytes are final.

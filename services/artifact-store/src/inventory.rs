@@ -342,7 +342,7 @@ pub(crate) enum CompleteError {
     Session(#[from] SessionError),
     #[error("no volume {0} on this worker")]
     NotFound(VolumeHandle),
-    #[error("volume {0} is an input, which has no final bytes")]
+    #[error("volume {0} is no replica and no output, and has no final bytes")]
     Input(VolumeHandle),
     #[error("volume {0} was completed with other bytes")]
     OtherBytes(VolumeHandle),
@@ -369,7 +369,7 @@ pub(crate) async fn volume_complete(
     // What the volume is made for is locked before the volume itself, as everybody else does.
     let Some(seen) = of_worker().one(txn).await? else { return Err(CompleteError::NotFound(handle)) };
     let (wanted, refusal) = match seen.purpose {
-        Purpose::Input => return Err(CompleteError::Input(handle)),
+        Purpose::Input | Purpose::Scratch => return Err(CompleteError::Input(handle)),
         Purpose::Output => {
             (attempt_wants(txn, &seen, claims.worker).await?, CompleteError::AttemptEnded(handle))
         }

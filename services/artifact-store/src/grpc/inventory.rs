@@ -294,8 +294,9 @@ fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, S
             let purpose = match rpc::parse_enum("volumes.purpose", volume.purpose)? {
                 pb::VolumePurpose::Input => Purpose::Input,
                 pb::VolumePurpose::Output => Purpose::Output,
+                pb::VolumePurpose::Scratch => Purpose::Scratch,
                 pb::VolumePurpose::Replica | pb::VolumePurpose::Unspecified => {
-                    return Err(rpc::invalid_field("volumes.purpose", "must be INPUT or OUTPUT"));
+                    return Err(rpc::invalid_field("volumes.purpose", "must be INPUT, OUTPUT or SCRATCH"));
                 }
             };
             let output = rpc::parse_optional_id("volumes.output_artifact_id", &volume.output_artifact_id)?;
@@ -350,6 +351,7 @@ fn listed_volume(row: volume::Model) -> pb::Volume {
         Purpose::Replica => pb::VolumePurpose::Replica,
         Purpose::Input => pb::VolumePurpose::Input,
         Purpose::Output => pb::VolumePurpose::Output,
+        Purpose::Scratch => pb::VolumePurpose::Scratch,
     };
     pb::Volume {
         volume_handle: row.handle.to_string(),

@@ -140,7 +140,8 @@ CREATE TABLE volumes (
     -- lost: a report did not name it. destroying: garbage. sweeping: garbage, and its worker's gateway was told.
     state TEXT NOT NULL CHECK (state IN ('creating', 'created', 'unconfirmed', 'lost', 'destroying', 'sweeping')),
     -- replica: holds an artifact's bytes, or shall. input: of an attempt. output: of an attempt, a replica once settled.
-    purpose TEXT NOT NULL CHECK (purpose IN ('replica', 'input', 'output')),
+    -- scratch: room for an attempt, worth nothing after it.
+    purpose TEXT NOT NULL CHECK (purpose IN ('replica', 'input', 'output', 'scratch')),
     -- Its name within its attempt.
     name TEXT,
     -- The artifact whose bytes it holds or may come to hold. An output's artifact is made when it is settled.
