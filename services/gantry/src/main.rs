@@ -51,6 +51,10 @@ use crate::error::Interrupted;
 use crate::ui::Ui;
 
 fn main() -> ExitCode {
+    // Before any thread exists: a container is made by a process that has only one.
+    if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
+        return code;
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::lock::{Lock, Record, holder};
 use super::service::{ClusterService, LocalCluster, stop_workloads};
-use super::{ANOTHER_RUNS, Paths, idle, start, token};
+use super::{ANOTHER_RUNS, Paths, idle, services, start, token};
 use crate::args::UpArgs;
 use crate::signals::Signals;
 use crate::stdout::print;
@@ -73,7 +73,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
     let peer = peer(&paths.endpoint(), Outgoing::internal())?;
     let shutdown = CancellationToken::new();
     let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
-    start_services(&paths, &mut host).await?;
+    services::start(&paths, &mut host).await?;
     host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
         started_at: Timestamp::now(),
         state: paths.state.display().to_string(),
@@ -173,12 +173,6 @@ fn announce(endpoints: &[String], paths: &Paths) -> anyhow::Result<()> {
         text.push_str(&format!("the token for TCP is in {}\n", paths.token().display()));
     }
     print(&text)
-}
-
-/// Starts the services on this host. They reach each other over its socket.
-async fn start_services(paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
-    _ = (paths.database("scheduler"), paths.worker(), host);
-    Ok(())
 }
 
 /// Resolves after Ctrl-C or SIGTERM, once what runs has ended. A second one does not wait for that.
