@@ -61,8 +61,7 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
             () = stopping.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        // A round ends soon, and its batches are whole: it is not cut short.
-        match round(&store).await {
+        match round(&store, &stopping).await {
             Ok(collected) if collected.is_empty() => {}
             Ok(collected) => {
                 let size_bytes: u64 = collected.iter().map(|collected| collected.size_bytes).sum();
@@ -74,7 +73,9 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
 }
 
 /// Marks what is garbage now, and tells the streams.
-pub(crate) async fn round(store: &Store) -> Result<Vec<Collected>, DbErr> {
+///
+/// A round that is told to stop ends after the batch it is at.
+pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
     let (now, settings) = (store.now(), settings(store));
     let mut collected = Vec::new();
     for step in Step::ALL {
@@ -84,6 +85,9 @@ pub(crate) async fn round(store: &Store) -> Result<Vec<Collected>, DbErr> {
                 store.db.write(|txn| async move { step.run(&txn, &settings, now, cursor).await }).await?;
             store.marks.wake(batch.workers);
             collected.extend(batch.collected);
+            if stopping.is_cancelled() {
+                return Ok(collected);
+            }
             let Some(next) = batch.next else { break };
             cursor = next;
         }

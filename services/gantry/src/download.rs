@@ -9,7 +9,6 @@ use std::time::Instant;
 
 use anyhow::{Context, anyhow, bail};
 use domain::ArtifactId;
-use prost::Message;
 use rpc::pb::runtime::{
     ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadRequest, ReadResponse, read_request::Message as Ask,
     read_response::Message as Answer,
@@ -85,7 +84,7 @@ impl Downloader<'_> {
         let (staged, wanted) = self.stage(&target, &manifest).await?;
         let wanted_bytes = manifest.bytes_of(&wanted);
         self.progress.expect(wanted_bytes);
-        for runs in tree::runs(&wanted) {
+        for runs in rpc::tree::runs(&wanted) {
             // When sending fails the call has ended, and its answers say why.
             _ = asks.send(ask(Ask::Want(runs))).await;
         }
@@ -216,9 +215,7 @@ async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> anyhow::Resu
     while let Some(ReadResponse { message }) = answers.message().await.map_err(Refused::from)? {
         match message {
             Some(Answer::Manifest(part)) => {
-                for entry in part.entries {
-                    builder.push_encoded(&entry.encode_to_vec())?;
-                }
+                rpc::tree::push_part(&mut builder, &part)?;
             }
             Some(Answer::ManifestEnd(end)) => {
                 let manifest = builder.finish()?;

@@ -17,7 +17,7 @@ use domain::{ArtifactId, BuildId};
 use rpc::Reason;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::{
-    ManifestEnd, WriteCommit, WriteOpen, WriteRequest, WriteResponse, write_request::Message as Write,
+    WriteCommit, WriteOpen, WriteRequest, WriteResponse, write_request::Message as Write,
     write_response::Message as Answer,
 };
 use rpc::pb::streamer::{
@@ -259,7 +259,10 @@ impl Uploader<'_> {
             let (mut wanted, mut done) = (0, 0);
             while let Some(WriteResponse { message }) = answers.message().await.map_err(Refused::from)? {
                 match message {
-                    Some(Answer::Missing(runs)) => tree::add_runs(&mut missing, &runs)?,
+                    Some(Answer::Missing(runs)) => {
+                        let pushed = rpc::tree::push_runs(&mut missing, &runs);
+                        pushed.context("the worker asks for content that there is not")?;
+                    }
                     Some(Answer::MissingEnd(_)) => {
                         wanted = manifest.bytes_of(&missing);
                         self.progress.expect(wanted);
@@ -379,16 +382,12 @@ async fn send_tree(
     if requests.send(request(Write::Open(WriteOpen { ticket }))).await.is_err() {
         return Ok(());
     }
-    for part in manifest.parts(tree::PART_BYTES) {
-        if requests.send(request(Write::Manifest(tree::part(part)?))).await.is_err() {
+    for part in rpc::tree::manifest_parts(&manifest) {
+        if requests.send(request(Write::Manifest(part))).await.is_err() {
             return Ok(());
         }
     }
-    let end = ManifestEnd {
-        digest: manifest.tree_digest().as_bytes().to_vec().into(),
-        size_bytes: manifest.size_bytes(),
-        entries: manifest.entries().len() as u64,
-    };
+    let end = rpc::tree::manifest_end(&manifest);
     if requests.send(request(Write::ManifestEnd(end))).await.is_err() {
         return Ok(());
     }

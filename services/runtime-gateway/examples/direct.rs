@@ -29,7 +29,8 @@ async fn run() -> anyhow::Result<()> {
     let (Some(directory), Some(runs)) = (arguments.next(), arguments.next()) else {
         anyhow::bail!("usage: direct DIRECTORY RUNS");
     };
-    let runtime = HostRuntime::open(HostConfig::new(format!("{directory}/state"), format!("{directory}/run"))?)?;
+    let runtime =
+        HostRuntime::open(HostConfig::new(format!("{directory}/state"), format!("{directory}/run"))?)?;
     for _ in 0..runs.parse::<usize>()? {
         let begin = Instant::now();
         let (container, process) = (ContainerHandle::new(), AttemptId::new());

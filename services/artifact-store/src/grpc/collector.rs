@@ -18,7 +18,7 @@ impl pb::collector_server::Collector for Handlers {
         let collected = match rpc::parse_enum("dry_run", request.into_inner().dry_run)? {
             pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
             pb::DryRun::Only => collect::dry_round(&self.store).await,
-            pb::DryRun::Off => collect::round(&self.store).await,
+            pb::DryRun::Off => collect::round(&self.store, &self.stopping).await,
         }
         .map_err(|error| status::database("collect garbage", &error))?;
 

@@ -22,6 +22,9 @@ use crate::sweep::{self, Sweep};
 /// How many volumes a container may need.
 const MOST_VOLUMES: usize = 1000;
 
+/// How many handles of each kind that nobody knows one answer names, so that it fits into a message.
+const MOST_UNKNOWN: usize = 40_000;
+
 /// How many messages wait for a slow gateway.
 const SWEEPS_AHEAD: usize = 4;
 
@@ -142,8 +145,8 @@ impl pb::inventory_server::Inventory for Handlers {
         Ok(Response::new(pb::ReportResponse {
             forgotten: outcome.forgotten,
             lost: outcome.lost,
-            unknown_volume_handles: texts(&outcome.unknown_volumes),
-            unknown_container_handles: texts(&outcome.unknown_containers),
+            unknown_volume_handles: some_texts(&outcome.unknown_volumes),
+            unknown_container_handles: some_texts(&outcome.unknown_containers),
         }))
     }
 
@@ -156,11 +159,18 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<Self::WatchDestroyingStream>, Status> {
         let claims = self.session(&request.into_inner().session_credential).await?;
 
-        let (answers, stream) = mpsc::channel(SWEEPS_AHEAD);
+        let (sweeps, stream) = mpsc::channel(SWEEPS_AHEAD);
         let handlers = self.clone();
-        self.tasks.spawn(async move { handlers.watch(&claims, answers).await });
+        self.tasks.spawn(async move {
+            let watched = sweep::watch(&handlers.store, &claims, &sweeps, &handlers.stopping).await;
+            if let Err(error) = watched {
+                // Whoever left does not want to know.
+                sweeps.send(Err(handlers.noticing(error))).await.ok();
+            }
+        });
 
-        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+        let answers = ReceiverStream::new(stream).map(|sweep| Ok(answer(&sweep?)));
+        Ok(Response::new(Box::pin(answers)))
     }
 
     async fn list_volumes(
@@ -223,38 +233,6 @@ impl Handlers {
             .await
             .map_err(|error| self.noticing(error))?;
         Ok((claims, token))
-    }
-
-    /// Streams what the gateway shall destroy.
-    async fn watch(
-        &self,
-        claims: &SessionClaims,
-        answers: mpsc::Sender<Result<pb::WatchDestroyingResponse, Status>>,
-    ) {
-        let (sweeps, mut swept) = mpsc::channel(1);
-        let forward = async {
-            while let Some(sweep) = swept.recv().await {
-                if answers.send(Ok(answer(&sweep))).await.is_err() {
-                    break;
-                }
-            }
-            // Dropping it tells the other half that nobody listens any more.
-            drop(swept);
-        };
-        let watch = async {
-            let result = tokio::select! {
-                result = sweep::watch(&self.store, claims, &sweeps, &self.stopping) => result,
-                () = answers.closed() => Ok(()),
-            };
-            drop(sweeps);
-            result
-        };
-        let (result, ()) = tokio::join!(watch, forward);
-        if let Err(error) = result {
-            let status = self.noticing(error).into();
-            // Whoever left does not want to know.
-            answers.send(Err(status)).await.ok();
-        }
     }
 }
 
@@ -403,6 +381,11 @@ fn listed_container(row: container::Model) -> pb::Container {
 /// An id that may be absent, which the empty string says.
 fn text(id: Option<impl ToString>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
+}
+
+/// As many as fit into an answer; the next report names the rest.
+fn some_texts(ids: &[impl ToString]) -> Vec<String> {
+    texts(&ids[..ids.len().min(MOST_UNKNOWN)])
 }
 
 fn texts(ids: &[impl ToString]) -> Vec<String> {

@@ -21,7 +21,7 @@ use tonic::Streaming;
 pub(crate) const TEAM: &str = "main";
 
 /// How long a test waits for a condition that must come true.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(crate) type Answer<T> = Result<T, Refusal>;
 

@@ -1,7 +1,9 @@
 //! The store as its callers see it: over gRPC, on both databases.
 
 mod harness;
+mod inventory;
 mod lifecycles;
+mod model;
 
 pub(crate) use harness::*;
 

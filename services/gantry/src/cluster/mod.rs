@@ -13,6 +13,7 @@ mod idle;
 mod lock;
 mod paths;
 mod service;
+mod services;
 mod start;
 mod status;
 mod token;

@@ -8,7 +8,6 @@ use anyhow::{Context, bail};
 use domain::Timestamp;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::local::cluster_server::ClusterServer;
-use runtime_gateway::host::{HostConfig, HostRuntime};
 use server::telemetry::{self, RecentSpans};
 use server::{Host, Listener};
 use tokio::net::{TcpListener, UnixListener};
@@ -16,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::lock::{Lock, Record, holder};
 use super::service::{ClusterService, LocalCluster, stop_workloads};
-use super::{ANOTHER_RUNS, Paths, idle, start, token};
+use super::{ANOTHER_RUNS, Paths, idle, services, start, token};
 use crate::args::UpArgs;
 use crate::signals::Signals;
 use crate::stdout::print;
@@ -74,7 +73,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
     let peer = peer(&paths.endpoint(), Outgoing::internal())?;
     let shutdown = CancellationToken::new();
     let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
-    start_services(args, &paths, &mut host).await?;
+    services::start(args, &paths, &mut host).await?;
     host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
         started_at: Timestamp::now(),
         state: paths.state.display().to_string(),
@@ -174,39 +173,6 @@ fn announce(endpoints: &[String], paths: &Paths) -> anyhow::Result<()> {
         text.push_str(&format!("the token for TCP is in {}\n", paths.token().display()));
     }
     print(&text)
-}
-
-/// Starts the services on this host. They reach each other over its socket.
-async fn start_services(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
-    let endpoint = paths.endpoint();
-    let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
-    let keys = artifact_store::KeySource::Scheduler(endpoint.clone());
-    let store = artifact_store::Config {
-        gc_grace: args.gc_grace,
-        ..artifact_store::Config::new(paths.database("artifact-store"), keys)
-    };
-    let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
-    let gateway = runtime_gateway::Config {
-        worker_name: "local".to_owned(),
-        tags: Vec::new(),
-        team: None,
-        max_tasks: None,
-        endpoint: endpoint.clone(),
-        scheduler: endpoint.clone(),
-        artifact_store: endpoint,
-        manifest_dir: paths.worker().join("manifests"),
-        report_interval: Duration::from_secs(60),
-        destroy_concurrency: 8,
-    };
-    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
-    machine.masked = paths.private();
-    let machine = tokio::task::spawn_blocking(|| HostRuntime::open(machine)).await?;
-    let machine = machine.context("this machine cannot be a worker")?;
-
-    scheduler::start(scheduler, host).await?;
-    artifact_store::start(store, host).await?;
-    streamer::start(&streamer, host)?;
-    runtime_gateway::start(gateway, machine, host)
 }
 
 /// Resolves after Ctrl-C or SIGTERM, once what runs has ended. A second one does not wait for that.
