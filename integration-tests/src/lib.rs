@@ -64,6 +64,7 @@ impl Cluster {
     #[must_use]
     pub fn new() -> Self {
         let home = tempfile::Builder::new().prefix("gantry-it-").tempdir().expect("a temporary directory");
+        std::fs::create_dir(home.path().join("run")).expect("a runtime directory");
         Self { home, settings: Vec::new() }
     }
 
@@ -120,7 +121,7 @@ impl Cluster {
     pub fn pid(&self) -> Option<i32> {
         let status = self.output(["status", "--json"]);
         let status: serde_json::Value = serde_json::from_slice(status.stdout.trim_ascii()).ok()?;
-        i32::try_from(status.get("pid")?.as_i64()?).ok()
+        i32::try_from(status.get("process_id")?.as_i64()?).ok()
     }
 
     /// Kills the cluster's process without warning.
@@ -146,7 +147,7 @@ impl Drop for Cluster {
     fn drop(&mut self) {
         let down = self.output(["down", "--force"]);
         if std::thread::panicking() {
-            if let Ok(log) = std::fs::read_to_string(self.state().join("log")) {
+            if let Ok(log) = std::fs::read_to_string(self.state().join("cluster.log")) {
                 eprintln!("--- the cluster's log ---\n{log}");
             }
             eprintln!("--- down ---\n{}", describe(&down));

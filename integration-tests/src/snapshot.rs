@@ -34,7 +34,9 @@ impl Snapshot {
         all_files(&cluster.state(), &cluster.state(), &mut files);
         let mut rows = BTreeSet::new();
         for kind in ["volumes", "containers", "artifacts"] {
-            rows.extend(cluster.list(kind).iter().map(|row| format!("{kind} {row}")));
+            // A tombstone lets people ask what became of an artifact; it goes by itself.
+            let live = |row: &&serde_json::Value| row["state"] != "deleting";
+            rows.extend(cluster.list(kind).iter().filter(live).map(|row| format!("{kind} {row}")));
         }
         Self { mounts, cgroups, processes: processes(cluster), files, rows }
     }
@@ -71,7 +73,7 @@ fn all_files(root: &Path, below: &Path, found: &mut BTreeSet<String>) {
     for entry in entries.flatten() {
         let path = entry.path();
         let name = path.strip_prefix(root).unwrap_or(&path).display().to_string();
-        if name.contains(".db") || name == "log" {
+        if name.contains(".db") || name.ends_with(".log") {
             continue;
         }
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {

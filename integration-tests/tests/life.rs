@@ -1,6 +1,7 @@
 //! The life of a local cluster: started by whoever comes first, kept through crashes, ended when it is idle.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Stdio;
@@ -45,14 +46,16 @@ fn a_run_goes_on_when_its_cluster_is_killed_and_started_again() {
         return;
     }
     let cluster = Cluster::new();
-    fs::create_dir(cluster.path("gate")).expect("directory");
-    let script = "echo begin; until [ -e /tmp/go ]; do sleep 0.05; done; echo end; echo kept > out/file";
-    // What the test writes reaches the container through its own file system only, so the process waits for a while of its own.
-    let script = script.replace("until [ -e /tmp/go ]; do sleep 0.05; done", "sleep 3");
-    let id = cluster.succeed(["run", "-d", "-o", "out", "--", "sh", "-c", &script]);
+    // The process goes on by itself while there is no cluster, and ends after a while.
+    let script = "echo begin; sleep 3; echo end; echo kept > out/file";
+    let id = cluster.succeed(["run", "-d", "-o", "out", "--", "sh", "-c", script]);
     let id = String::from_utf8(id).expect("an id").trim().to_owned();
-    wait_for("output", || (cluster.output(["logs", &id]).stdout == b"begin\n").then_some(()));
+    let mut follower = cluster.gantry(["attach", &id]).stdout(Stdio::piped()).spawn().expect("gantry");
+    let mut line = String::new();
+    BufReader::new(follower.stdout.take().expect("stdout")).read_line(&mut line).expect("a line");
+    assert_eq!(line, "begin\n");
     cluster.kill();
+    follower.kill().and_then(|()| follower.wait()).expect("the follower ends");
 
     let attached = cluster.output(["attach", &id]);
     assert_eq!(code(&attached), 0, "{}", describe(&attached));

@@ -1,7 +1,8 @@
 //! Reports: what workers say they hold, and what follows from it.
 //!
 //! The gateway takes a token ([`begin`]) *before* it lists what its worker holds, and reports the list with it. [`apply`] judges the
-//! worker's rows one by one: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage.
+//! worker's rows one by one: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage; and what is still
+//! there although its gateway was told to destroy it, is told again.
 //!
 //! Invariant: a report never judges what is newer than itself. A row's `judged_after` is the worker's sequence when it was made or
 //! marked, read behind the worker's lock, and a token is minted by raising that sequence under the same lock; only a higher token judges.
@@ -147,6 +148,8 @@ enum Judgement {
     Lose,
     /// It was marked and is gone.
     Forget,
+    /// Its gateway was told to destroy it, and it is there: it was made after that, or could not be destroyed.
+    TellAgain,
 }
 
 fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Judgement {
@@ -157,7 +160,8 @@ fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Judgeme
         (State::Unconfirmed | State::Lost, true) => Judgement::Found,
         (State::Created | State::Unconfirmed, false) => Judgement::Lose,
         (State::Destroying | State::Sweeping, false) => Judgement::Forget,
-        (State::Creating | State::Created | State::Destroying | State::Sweeping, true)
+        (State::Sweeping, true) => Judgement::TellAgain,
+        (State::Creating | State::Created | State::Destroying, true)
         | (State::Creating | State::Lost, false) => Judgement::Nothing,
     }
 }
@@ -184,6 +188,13 @@ trait Kind {
         handles: &[Uuid],
         from: &[State],
         to: State,
+        token: i64,
+    ) -> impl Future<Output = Result<u64, DbErr>> + Send;
+
+    /// Makes rows that were handed out before the token news again for [`crate::sweep`].
+    fn tell_again(
+        txn: &DatabaseTransaction,
+        handles: &[Uuid],
         token: i64,
     ) -> impl Future<Output = Result<u64, DbErr>> + Send;
 
@@ -236,6 +247,24 @@ macro_rules! kind {
                 Ok(moved.rows_affected)
             }
 
+            async fn tell_again(
+                txn: &DatabaseTransaction,
+                handles: &[Uuid],
+                token: i64,
+            ) -> Result<u64, DbErr> {
+                if handles.is_empty() {
+                    return Ok(0);
+                }
+                let told = $module::Entity::update_many()
+                    .col_expr($module::Column::JudgedAfter, Expr::value(token))
+                    .filter($module::Column::Handle.is_in(handles.iter().copied()))
+                    .filter($module::Column::State.eq(State::Sweeping))
+                    .filter(Expr::col($module::Column::JudgedAfter).lt(token))
+                    .exec(txn)
+                    .await?;
+                Ok(told.rows_affected)
+            }
+
             async fn forget(txn: &DatabaseTransaction, handles: &[Uuid], token: i64) -> Result<u64, DbErr> {
                 if handles.is_empty() {
                     return Ok(0);
@@ -283,13 +312,15 @@ async fn judge_all<K: Kind>(
             let judgement = judge(row.state, row.judged_after, is_reported, token.sequence);
             judged.entry(judgement).or_default().push(row.handle);
         }
-        let [found, lost, forgotten] = [Judgement::Found, Judgement::Lose, Judgement::Forget]
-            .map(|judgement| judged.remove(&judgement).unwrap_or_default());
-        if found.is_empty() && lost.is_empty() && forgotten.is_empty() {
+        judged.remove(&Judgement::Nothing);
+        if judged.is_empty() {
             continue;
         }
-        let (found, lost, forgotten) = (&found, &lost, &forgotten);
-        let (lost, forgotten) = store
+        let [found, lost, forgotten, again] =
+            [Judgement::Found, Judgement::Lose, Judgement::Forget, Judgement::TellAgain]
+                .map(|judgement| judged.remove(&judgement).unwrap_or_default());
+        let (found, lost, forgotten, again) = (&found, &lost, &forgotten, &again);
+        let (lost, forgotten, again) = store
             .db
             .write(|txn| async move {
                 sessions::fence(&txn, claims).await?;
@@ -298,11 +329,15 @@ async fn judge_all<K: Kind>(
                 let lost =
                     K::set(&txn, lost, &[State::Created, State::Unconfirmed], State::Lost, token).await?;
                 let forgotten = K::forget(&txn, forgotten, token).await?;
-                Ok::<_, SessionError>((lost, forgotten))
+                let again = K::tell_again(&txn, again, token).await?;
+                Ok::<_, SessionError>((lost, forgotten, again))
             })
             .await?;
         outcome.lost += lost;
         outcome.forgotten += forgotten;
+        if again > 0 {
+            store.marks.wake([claims.worker]);
+        }
     }
     unknown.extend(reported);
     Ok(unknown)
@@ -326,9 +361,10 @@ mod tests {
     #[test]
     fn what_is_being_made_is_never_judged_and_what_is_named_never_forgotten() {
         assert_eq!(judge(State::Creating, 0, false, 7), Judgement::Nothing);
-        for state in [State::Creating, State::Created, State::Destroying, State::Sweeping] {
+        for state in [State::Creating, State::Created, State::Destroying] {
             assert_eq!(judge(state, 0, true, 7), Judgement::Nothing);
         }
+        assert_eq!(judge(State::Sweeping, 0, true, 7), Judgement::TellAgain);
         assert_eq!(judge(State::Unconfirmed, 0, true, 7), Judgement::Found);
         assert_eq!(judge(State::Lost, 0, true, 7), Judgement::Found);
         assert_eq!(judge(State::Lost, 0, false, 7), Judgement::Nothing);

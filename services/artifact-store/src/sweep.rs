@@ -2,11 +2,12 @@
 //!
 //! A mark makes a row `destroying`; handing it out makes it `sweeping`, which is final. A gateway's stream sends everything of its worker that
 //! is sweeping and that it has not sent yet: first what earlier streams handed out and nobody destroyed, then each mark as it comes.
-//! So a mark that went into a stream whose reader was gone already comes again, from the stream that followed.
+//! So a mark that went into a stream whose reader was gone already comes again, from the stream that followed. What a report still names
+//! raises its `judged_after` ([`crate::report`]), and is sent again by the same stream.
 //!
 //! Invariant: children come before their parents. A parent is handed out only when every child is, and what is sent together is in order.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use domain::worker::SessionClaims;
@@ -115,7 +116,7 @@ pub(crate) async fn watch(
     stopping: &CancellationToken,
 ) -> Result<(), SessionError> {
     let mut marks = store.marks.subscribe(claims.worker);
-    let mut sent = HashSet::new();
+    let mut sent = HashMap::new();
     loop {
         marks.mark_unchanged();
         while is_marked(store.db.read(), claims).await? {
@@ -203,22 +204,26 @@ async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) ->
 }
 
 /// What is sweeping on a worker and not in `sent`, which then has it and nothing that was forgotten.
+///
+/// `sent` has with each handle the `judged_after` that it was sent with.
 async fn unsent(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
-    sent: &mut HashSet<Uuid>,
+    sent: &mut HashMap<Uuid, i64>,
 ) -> Result<Vec<Sweep>, DbErr> {
-    let containers: Vec<Uuid> = container::Entity::find()
+    let containers: Vec<(Uuid, i64)> = container::Entity::find()
         .select_only()
         .column(container::Column::Handle)
+        .column(container::Column::JudgedAfter)
         .filter(container::Column::WorkerId.eq(worker.uuid()))
         .filter(container::Column::State.eq(State::Sweeping))
         .into_tuple()
         .all(conn)
         .await?;
-    let volumes: Vec<(Uuid, Option<Uuid>)> = volume::Entity::find()
+    let volumes: Vec<(Uuid, i64, Option<Uuid>)> = volume::Entity::find()
         .select_only()
         .column(volume::Column::Handle)
+        .column(volume::Column::JudgedAfter)
         .column(volume::Column::Parent)
         .filter(volume::Column::WorkerId.eq(worker.uuid()))
         .filter(volume::Column::State.eq(State::Sweeping))
@@ -226,11 +231,23 @@ async fn unsent(
         .all(conn)
         .await?;
 
-    let sweeping: HashSet<Uuid> =
-        containers.iter().copied().chain(volumes.iter().map(|(handle, _)| *handle)).collect();
-    sent.retain(|handle| sweeping.contains(handle));
-    let containers: Vec<_> = containers.into_iter().filter(|handle| sent.insert(*handle)).collect();
-    let volumes: Vec<_> = volumes.into_iter().filter(|(handle, _)| sent.insert(*handle)).collect();
+    let sweeping: HashSet<Uuid> = containers
+        .iter()
+        .map(|(handle, _)| *handle)
+        .chain(volumes.iter().map(|(handle, ..)| *handle))
+        .collect();
+    sent.retain(|handle, _| sweeping.contains(handle));
+    let mut is_news = |handle, judged_after| sent.insert(handle, judged_after) != Some(judged_after);
+    let containers: Vec<_> = containers
+        .into_iter()
+        .filter_map(|(handle, judged_after)| is_news(handle, judged_after).then_some(handle))
+        .collect();
+    let volumes: Vec<_> = volumes
+        .into_iter()
+        .filter_map(|(handle, judged_after, parent)| {
+            is_news(handle, judged_after).then_some((handle, parent))
+        })
+        .collect();
 
     let batch = usize::try_from(BATCH).unwrap_or(usize::MAX);
     let containers = containers.chunks(batch).map(|chunk| Sweep {

@@ -368,6 +368,15 @@ pub(crate) struct UpArgs {
     /// End after this long without a client, workload or kept container. Default: never
     #[arg(long, value_name = "DURATION", value_parser = values::duration, env = "GANTRY_IDLE_END")]
     pub(crate) idle_end: Option<Duration>,
+    /// How long the container and the log of a workload are kept after its end
+    #[arg(
+        long,
+        value_name = "DURATION",
+        value_parser = values::duration,
+        default_value = "5m",
+        env = "GANTRY_GC_GRACE"
+    )]
+    pub(crate) gc_grace: Duration,
     /// Started by another command.
     #[arg(long, hide = true)]
     pub(crate) detached: bool,

@@ -107,10 +107,11 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
             Err(Stopped::Refused(refusal))
                 if refusal.is(Reason::LeaseLost) || refusal.is(Reason::AttemptEnded) =>
             {
-                tracing::info!(lease.id = %task.lease, "the lease is lost");
+                tracing::info!(lease.id = %task.lease, "the lease is lost, or ending");
                 give_up(&worker, task.attempt).await;
-                worker.set_phase(task.lease, pb::LeasePhase::Ended);
-                return;
+                // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
+                let wish = stop.borrow().clone();
+                Finish::failed(failure(&wish.map_or(Stopped::Refused(refusal), Stopped::Wished)))
             }
             Err(stopped) => Finish::failed(failure(&stopped)),
         };

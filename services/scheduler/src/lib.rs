@@ -23,6 +23,8 @@ mod leases;
 mod outbox;
 mod outcome;
 mod placement;
+#[cfg(test)]
+mod random_operations;
 mod reconcile;
 mod service;
 mod store;

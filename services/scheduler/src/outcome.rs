@@ -45,9 +45,9 @@ pub(crate) enum Next {
 }
 
 impl Ending {
-    /// It was cancelled before anything of it ran.
+    /// It was cancelled.
     pub(crate) fn aborted() -> Self {
-        Self { outcome: Outcome::Aborted, exit: None, failure: None, outputs: vec![] }
+        Self { outcome: Outcome::Aborted, ..Self::errored("CANCELLED", "it was cancelled") }
     }
 
     /// It could not be run.
@@ -59,6 +59,11 @@ impl Ending {
     /// It waited for too long.
     pub(crate) fn queue_timeout() -> Self {
         Self::errored("QUEUE_TIMEOUT", "no worker took it in time")
+    }
+
+    /// It was accepted, and nobody came back to pin its inputs.
+    pub(crate) fn not_pinned() -> Self {
+        Self::errored("INPUT_UNAVAILABLE", "its inputs were never pinned")
     }
 
     /// Its outputs could not be sealed.
@@ -82,7 +87,7 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
     let Report { exit, failure, outputs, started_at: _ } = report;
 
     match stop {
-        Some(StopReason::Cancelled) => return Next::End(Ending { exit, failure, ..Ending::aborted() }),
+        Some(StopReason::Cancelled) => return Next::End(Ending { exit, ..Ending::aborted() }),
         Some(StopReason::RunTimeout) => {
             let timed_out = Ending::errored("RUN_TIMEOUT", "it ran for longer than its run timeout");
             return Next::End(Ending { exit, ..timed_out });
@@ -101,7 +106,7 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
             return Next::End(Ending { outcome: Outcome::Errored, exit, failure, outputs: vec![] });
         }
         (None, None) => {
-            return Next::End(Ending::errored("START_UNKNOWN", "its worker does not say how it ended"));
+            return Next::End(Ending::errored("EXIT_UNKNOWN", "its worker does not say how it ended"));
         }
     };
     Next::End(Ending { outcome, exit, failure, outputs })
@@ -110,6 +115,7 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
 #[cfg(test)]
 mod tests {
     use super::*;
+    use domain::workload::FAILURES;
     use domain::{Digest, WorkloadId};
 
     fn report(exit: Option<Exit>, failure: Option<&str>) -> AttemptEnd {
@@ -139,6 +145,18 @@ mod tests {
     }
 
     #[test]
+    fn each_failure_of_ours_is_documented() {
+        let endings = [
+            Ending::aborted(),
+            Ending::queue_timeout(),
+            Ending::not_pinned(),
+            Ending::aborted().without_outputs(),
+        ];
+        let reasons = endings.map(|ending| ending.failure.map(|failure| failure.reason).unwrap_or_default());
+        assert!(reasons.iter().all(|reason| FAILURES.contains(&reason.as_str())), "{reasons:?}");
+    }
+
+    #[test]
     fn each_end_has_its_outcome() {
         use Outcome::{Aborted, Errored, Failed, Succeeded};
         use StopReason::{Cancelled, RunTimeout};
@@ -150,20 +168,28 @@ mod tests {
             (true, None, report(Some(Exit::Signal(9)), None), Some(Failed), "", 1),
             (true, None, report(Some(Exit::OutOfMemory), None), Some(Failed), "", 1),
             (false, None, report(None, Some("DISK_FULL")), Some(Errored), "DISK_FULL", 0),
-            (true, None, report(None, None), Some(Errored), "START_UNKNOWN", 0),
-            (true, Some(Cancelled), report(code(0), None), Some(Aborted), "", 0),
-            (false, Some(Cancelled), report(None, None), Some(Aborted), "", 0),
+            (true, None, report(None, None), Some(Errored), "EXIT_UNKNOWN", 0),
+            (true, Some(Cancelled), report(code(0), None), Some(Aborted), "CANCELLED", 0),
+            (
+                false,
+                Some(Cancelled),
+                report(None, Some("STOPPED_BEFORE_START")),
+                Some(Aborted),
+                "CANCELLED",
+                0,
+            ),
             (true, Some(RunTimeout), report(Some(Exit::Signal(15)), None), Some(Errored), "RUN_TIMEOUT", 0),
             (false, None, AttemptEnd::WorkerLost, None, "", 0),
             (true, None, AttemptEnd::WorkerLost, Some(Errored), "WORKER_LOST", 0),
             (false, None, AttemptEnd::Unknown, None, "", 0),
             (true, None, AttemptEnd::Unknown, Some(Errored), "START_UNKNOWN", 0),
-            (false, Some(Cancelled), AttemptEnd::WorkerLost, Some(Aborted), "", 0),
+            (false, Some(Cancelled), AttemptEnd::WorkerLost, Some(Aborted), "CANCELLED", 0),
             (true, Some(RunTimeout), AttemptEnd::Unknown, Some(Errored), "RUN_TIMEOUT", 0),
         ];
         for (started, stop, end, expected, reason, outputs) in cases {
             let shown = format!("{started} {stop:?} {end:?}");
             assert_eq!(outcome(started, stop, end), (expected, reason.to_owned(), outputs), "{shown}");
+            assert!(reason.is_empty() || FAILURES.contains(&reason), "{reason}");
         }
     }
 }

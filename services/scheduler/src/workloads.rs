@@ -471,6 +471,10 @@ pub(crate) async fn observe_phase(
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let Some((mut row, lease)) = hold(txn, &leases::claims(lease)).await? else { return Ok(()) };
+    if phase == Phase::Ended && lease.state == lease::State::Ending && row.state == State::Assigned {
+        // Its start was refused because it shall stop. Its gateway has nothing to report about it.
+        return end_attempt(txn, row, &lease, AttemptEnd::Unknown, now, effects).await;
+    }
     if !leases::raise_phase(txn, LeaseId::from_uuid(lease.id), phase as i64).await? {
         return Ok(());
     }
@@ -603,8 +607,7 @@ pub(crate) async fn give_up(
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let Some(row) = lock(txn, id).await?.filter(|row| row.state == State::Accepted) else { return Ok(()) };
-    let ending = Ending::errored("UNAVAILABLE", "it was never queued: its inputs could not be pinned");
-    conclude(txn, row, ending, None, now, effects).await
+    conclude(txn, row, Ending::not_pinned(), None, now, effects).await
 }
 
 /// Forgets up to 100 workloads that finished before `before`, with their events and leases.

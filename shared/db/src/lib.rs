@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use rand::RngExt;
 use sea_orm::{
-    AccessMode, ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
+    ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
     SqliteTransactionMode, TransactionOptions, TransactionTrait,
 };
 use sea_orm_migration::MigratorTrait;
@@ -124,7 +124,6 @@ impl Database {
         E: From<DbErr> + Send,
     {
         let options = TransactionOptions {
-            access_mode: Some(AccessMode::ReadWrite),
             // A deferred transaction that reads first fails at once when another writes: the busy timeout does not apply.
             sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
             ..TransactionOptions::default()

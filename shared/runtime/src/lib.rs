@@ -138,6 +138,15 @@ pub trait Runtime: Send + Sync + 'static {
         into: VolumeHandle,
     ) -> Result<(), RuntimeError>;
 
+    /// Makes what a volume holds durable: it survives a crash of the machine. Syncing what lies in [`Runtime::volume_directory`]
+    /// may not do so.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`]; [`RuntimeError::Unsupported`] where nothing is known about durability, so that the
+    /// contents count as not durable.
+    async fn sync_volume(&self, _handle: VolumeHandle) -> Result<(), RuntimeError> {
+        Err(RuntimeError::Unsupported("durable volumes".to_owned()))
+    }
+
     /// Destroys a volume. Its children must have been destroyed before.
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError>;
 

@@ -395,6 +395,11 @@ pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
     std::fs::remove_file(middle.join("doomed")).expect("remove");
     std::fs::rename(middle.join("dir"), middle.join("renamed")).expect("rename");
 
+    match runtime.sync_volume(child).await {
+        Ok(()) | Err(RuntimeError::Unsupported(_)) => {}
+        Err(error) => panic!("{error:?}"),
+    }
+
     let grandchild = runtime.child(child).await;
     drop(runtime);
     subject.reopen().await;

@@ -140,7 +140,7 @@ CREATE TABLE volumes (
     -- lost: a report did not name it. destroying: garbage. sweeping: garbage, and its worker's gateway was told.
     state TEXT NOT NULL CHECK (state IN ('creating', 'created', 'unconfirmed', 'lost', 'destroying', 'sweeping')),
     -- replica: holds an artifact's bytes, or shall. input: of an attempt. output: of an attempt, a replica once settled.
-    -- scratch: room for an attempt, worth nothing after it.
+    -- scratch: of an attempt, holds nothing of lasting worth.
     purpose TEXT NOT NULL CHECK (purpose IN ('replica', 'input', 'output', 'scratch')),
     -- Its name within its attempt.
     name TEXT,
@@ -166,7 +166,8 @@ CREATE TABLE volumes (
     verified BOOLEAN NOT NULL,
     -- When its row was made.
     created_at BIGINT NOT NULL,
-    -- Only a report whose token is higher says anything about it: the worker's sequence when it was made, or marked.
+    -- Only a report whose token is higher says anything about it: the worker's sequence when it was made or marked, or the
+    -- token of a report that named it although its gateway had been told to destroy it.
     judged_after BIGINT NOT NULL,
     -- Why it was marked, for people.
     marked_why TEXT

@@ -21,6 +21,7 @@ on_both_databases! {
     more_handles_than_a_statement_can_bind_are_reported_at_once,
     what_was_handed_out_comes_again_until_it_is_gone,
     a_mark_is_streamed_when_it_comes,
+    what_is_reported_although_it_was_handed_out_is_streamed_again,
     a_store_that_comes_back_knows_everything,
     a_restored_store_begins_a_new_life,
 }
@@ -269,6 +270,26 @@ async fn a_mark_is_streamed_when_it_comes(database: TestDatabase) {
     }
     suite.stop().await;
     assert_eq!(stream.message().await.expect("no error"), None, "the stream ends with the store");
+}
+
+async fn what_is_reported_although_it_was_handed_out_is_streamed_again(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let mut stream = gateway.watch().await.expect("a stream");
+    let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+    let planned = gateway.prepare(workload, attempt, &[]).await.expect("prepared");
+    suite.settle(workload, None, &[], None).await.expect("settled");
+    suite.collect(DryRun::Off).await;
+    for _ in 0..3 {
+        let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
+        let sweep = message.expect("no error").expect("the stream goes on");
+        assert_eq!(sweep.container_handles, std::slice::from_ref(&planned.container_handle));
+        // It was made only now: a gateway may be told to destroy what it is about to make.
+        let reported = gateway.report(&[], std::slice::from_ref(&planned.container_handle)).await;
+        assert_eq!(reported.expect("reported").forgotten, 0);
+    }
+    assert_eq!(gateway.report(&[], &[]).await.expect("reported").forgotten, 1);
+    suite.stop().await;
 }
 
 async fn a_store_that_comes_back_knows_everything(database: TestDatabase) {

@@ -3,6 +3,7 @@
 mod harness;
 mod inventory;
 mod lifecycles;
+mod model;
 
 pub(crate) use harness::*;
 

@@ -8,31 +8,37 @@ use runtime_gateway::host::{HostConfig, HostRuntime};
 use server::Host;
 
 use super::Paths;
+use crate::args::UpArgs;
 
+/// The name of the worker.
+const WORKER: &str = "local";
 /// How often everything that the worker holds is reported.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// How many containers or volumes are destroyed at a time.
 const DESTROY_CONCURRENCY: usize = 8;
 
 /// Starts the services on `host`. They reach each other over the socket, which is bound and not yet served.
-pub(super) async fn start(paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
+pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
     let endpoint = paths.endpoint();
     let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
     scheduler::start(scheduler, host).await?;
-    let store =
-        artifact_store::Config::new(paths.database("artifact-store"), KeySource::Scheduler(endpoint.clone()));
+    let keys = KeySource::Scheduler(endpoint.clone());
+    let store = artifact_store::Config {
+        gc_grace: args.gc_grace,
+        ..artifact_store::Config::new(paths.database("artifact-store"), keys)
+    };
     artifact_store::start(store, host).await?;
     let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
     streamer::start(&streamer, host)?;
 
-    let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
-    machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
+    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
+    machine.masked = paths.private();
     let runtime = tokio::task::spawn_blocking(move || HostRuntime::open(machine))
         .await
         .context("the worker on this machine cannot be opened")?
         .context("this machine cannot be a worker")?;
     let gateway = runtime_gateway::Config {
-        worker_name: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        worker_name: WORKER.to_owned(),
         tags: Vec::new(),
         team: None,
         max_tasks: None,

@@ -83,7 +83,7 @@ async fn serve(
     let shutdown = CancellationToken::new();
     let was_left_behind = left_behind.is_some();
     let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
-    services::start(paths, &mut host).await?;
+    services::start(args, paths, &mut host).await?;
     host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
         started_at: Timestamp::now(),
         state: paths.state.display().to_string(),

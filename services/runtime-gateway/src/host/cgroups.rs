@@ -65,6 +65,27 @@ impl Cgroups {
         self.v1.iter().chain(&self.v2).map(move |(path, _)| path.join(name))
     }
 
+    /// Makes the groups of that name whose limits programs like to know, and says where in a container they are to be seen.
+    pub(super) fn visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
+        let mut seen = Vec::new();
+        if let Some((root, _)) = &self.v2 {
+            seen.push((root.join(name), "/sys/fs/cgroup".to_owned()));
+        }
+        for (root, _) in &self.v1 {
+            let hierarchy = root.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if hierarchy
+                .split(',')
+                .any(|controller| ["cpu", "cpuacct", "memory", "pids"].contains(&controller))
+            {
+                seen.push((root.join(name), format!("/sys/fs/cgroup/{hierarchy}")));
+            }
+        }
+        for (group, _) in &seen {
+            super::files::make_directory(group)?;
+        }
+        Ok(seen)
+    }
+
     /// How often the kernel killed something in the group for its memory limit.
     pub(super) fn out_of_memory_kills(&self, name: &str) -> u64 {
         let Some(memory) = self.controller("memory") else { return 0 };

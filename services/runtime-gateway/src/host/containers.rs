@@ -84,8 +84,10 @@ impl Host {
             }
             if known {
                 held(&self.processes).insert(id, container);
-                // Also settles what has no supervisor any more.
-                self.status(&process)?;
+                // Also settles what has no supervisor any more. What cannot be settled now will be when it is asked for.
+                if let Err(error) = self.status(&process) {
+                    tracing::warn!(process.id = %id, %error, "could not settle a process that lost its supervisor");
+                }
             } else {
                 files::remove_tree(&process.dir).map_err(at("remove", &process.dir))?;
             }
@@ -293,6 +295,13 @@ fn check_mounts(spec: &ContainerSpec) -> Result<(), RuntimeError> {
         let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
         if !at.is_absolute() || !at.components().all(plain) || mount.path.contains(&0) {
             return refuse(at, "it is no plain absolute path");
+        }
+        if at.to_str().is_none() {
+            // libcontainer reads the table of mounts as text.
+            return refuse(
+                at,
+                "it is not UTF-8, which this worker needs of paths where something is mounted",
+            );
         }
         if at == Path::new("/") || RESERVED.iter().any(|reserved| at.starts_with(reserved)) {
             return refuse(at, "nothing may be mounted there");

@@ -66,6 +66,8 @@ pub(super) enum Request {
     },
     /// Answer at once.
     Look,
+    /// Answer when it has ended.
+    AwaitEnd,
 }
 
 /// What a supervisor answers.
@@ -150,6 +152,7 @@ impl Request {
                 out.extend_from_slice(&nanoseconds(*stop_after).to_le_bytes());
             }
             Self::Look => out.push(9),
+            Self::AwaitEnd => out.push(10),
         }
         let length = u32::try_from(out.len() - 4).unwrap_or(u32::MAX);
         out[..4].copy_from_slice(&length.to_le_bytes());
@@ -175,6 +178,7 @@ impl Request {
                 Self::Contact { sent, stop_after: Duration::from_nanos(fields.number()?) }
             }
             9 => Self::Look,
+            10 => Self::AwaitEnd,
             _ => return None,
         })
     }
@@ -291,6 +295,7 @@ mod tests {
             Request::Stop(Duration::from_millis(1500)),
             Request::Contact { sent: Duration::from_secs(1), stop_after: Duration::from_secs(600) },
             Request::Look,
+            Request::AwaitEnd,
         ];
         for request in requests {
             assert_eq!(Request::decode(&request.encode()[4..]), Some(request));

@@ -110,6 +110,9 @@ const HIDDEN_IN_HOMES: &[&str] = &[
     ".python_history",
 ];
 
+/// Where people's homes are: secrets may come to be there at any time. Those of services have them from the beginning or never.
+const PEOPLE: &[&str] = &["/root", "/home"];
+
 /// Homes that are nobody's: nothing is looked for in them.
 const NO_HOMES: &[&str] = &["/", "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/games", "/nonexistent"];
 
@@ -156,7 +159,12 @@ pub(super) fn hidden(own: &[PathBuf], users: &Users<'_>) -> Vec<PathBuf> {
         if NO_HOMES.iter().any(|path| home == Path::new(path)) || fresh || !home.is_dir() {
             continue;
         }
-        HIDDEN_IN_HOMES.iter().for_each(|name| hide(&mut found, &home, Path::new(name)));
+        let people = PEOPLE.iter().any(|path| home.starts_with(path));
+        for name in HIDDEN_IN_HOMES {
+            if people || home.join(name).exists() {
+                hide(&mut found, &home, Path::new(name));
+            }
+        }
     }
     for path in own.iter().map(PathBuf::as_path).chain(HIDDEN.iter().map(Path::new)) {
         if let Ok(relative) = path.strip_prefix("/") {

@@ -17,6 +17,9 @@
 //! process does everything with the container itself, and outlives this process. They meet in the files above and over
 //! [`control`].
 //!
+//! Supervisors are children of this process until it ends. A service manager that kills the whole group of a service would take
+//! them along, and has to be told to stop only this process.
+//!
 //! Invariants:
 //!
 //! - Whatever is being made has a name that starts with a dot until it is complete.
@@ -50,7 +53,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::Marker;
-use domain::workload::Image;
+use domain::workload::{Image, Limits};
 use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerSpec, Disk, Ended, Holdings, Offsets, ProcessSpec, ProcessState,
@@ -128,6 +131,8 @@ struct Host {
     locks: Locks,
     /// The container of each process.
     processes: Mutex<HashMap<AttemptId, ContainerHandle>>,
+    /// Held by who writes down the end of a process that lost its supervisor.
+    settling: Mutex<()>,
     /// The last contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
     contact: Mutex<Option<(Duration, Duration)>>,
 }
@@ -165,10 +170,15 @@ impl HostRuntime {
         if !absent.is_empty() {
             tracing::info!(?absent, "containers do not see these file systems of the machine");
         }
-        let features = ["privileged", "limits", "network-loopback", "stop-after"];
+        let mut features = vec!["privileged", "network-loopback", "stop-after"];
+        let all = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
+        match host.cgroups.missing(&all) {
+            None => features.push("limits"),
+            Some(missing) => tracing::warn!(missing, "containers cannot be limited in everything"),
+        }
         let capabilities = Capabilities {
             image_kinds: vec![Image::Host.kind().to_owned()],
-            features: features.map(str::to_owned).to_vec(),
+            features: features.into_iter().map(str::to_owned).collect(),
             copy_on_write: host.volumes.copy_on_write(),
         };
         Ok(Arc::new(Self { host: Arc::new(host), capabilities }))
@@ -213,6 +223,7 @@ impl Host {
             upper_in_memory,
             locks: Locks::new(),
             processes: Mutex::default(),
+            settling: Mutex::default(),
             contact: Mutex::default(),
             config,
         };
@@ -320,6 +331,11 @@ impl Runtime for HostRuntime {
             host.volumes.take(from, &path, into)
         })
         .await
+    }
+
+    async fn sync_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || host.volumes.sync(handle)).await
     }
 
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {

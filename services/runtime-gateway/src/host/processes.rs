@@ -196,6 +196,12 @@ impl Host {
 
     /// Ends what a process left without a supervisor, and writes down how it ended.
     fn settle(&self, process: &Process, end: End) -> Result<End, RuntimeError> {
+        let _turn = held(&self.settling);
+        let path = process.file(names::END);
+        if let Some(text) = files::read_if_there(&path).map_err(at("read", &path))? {
+            // Somebody else came first.
+            return Ok(serde_json::from_slice(&text).unwrap_or(end));
+        }
         self.cgroups
             .remove(&process.cgroup())
             .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
@@ -300,18 +306,19 @@ impl Host {
     }
 
     fn spawn(&self, launch: &Launch, alive: &File, listener: &OwnedFd, log: File) -> io::Result<()> {
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+        use rustix::net::{AddressFamily, SocketFlags, SocketType};
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
         let child = tokio::process::Command::new(&self.config.supervisor)
             .arg(supervisor::ARGUMENT)
             .env_clear()
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
             .stderr(log)
-            .process_group(0)
             .spawn()?;
         // Nobody waits for it: it outlives this process, and is reaped when it ends before.
         drop(child);
-        supervisor::send(&ours.into(), launch, alive, listener)
+        supervisor::send(&ours, launch, alive, listener)
     }
 
     /// Takes back a start that failed before it was under way.
@@ -345,11 +352,7 @@ impl Host {
 
     async fn watch_to_the_end(&self, process: &Process) -> io::Result<()> {
         let mut connection = self.sockets.connect(&process.id.to_string()).await?;
-        let mut seen = connection.progress(&Request::Look).await?;
-        while seen.phase != Phase::Ended {
-            // Only the end is news.
-            seen = connection.progress(&Request::Watch(Progress { stdout: u64::MAX, ..seen })).await?;
-        }
+        connection.progress(&Request::AwaitEnd).await?;
         Ok(())
     }
 

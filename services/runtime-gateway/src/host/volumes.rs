@@ -3,6 +3,10 @@
 //! A child is an overlay over its parent's contents, mounted when it is asked for, so also after a reboot. A child of a child
 //! names all layers below it, because overlays do not stack deep; where there are too many, or no overlays at all, it is a
 //! copy instead.
+//!
+//! Overlays are mounted `volatile`: neither what runs in a container nor unmounting one waits for the disk, which would be the
+//! whole disk of the worker. What is to survive a crash of the machine is made durable by [`Volumes::sync`], and counts as
+//! suspect after a crash otherwise.
 
 use std::fs;
 use std::io;
@@ -34,9 +38,10 @@ enum CopyOnWrite {
     Copy(String),
 }
 
-/// Whether a change of owner leaves the contents where they are.
-const METACOPY: &[&str] = &["index=off", "redirect_dir=on", "metacopy=on"];
-const PLAIN: &[&str] = &["index=off"];
+/// With these, a change of owner leaves the contents where they are.
+const METACOPY: &[&str] = &["volatile", "index=off", "redirect_dir=on", "metacopy=on"];
+/// What older kernels know, and still older ones.
+const PLAIN: [&[&str]; 2] = [&["volatile", "index=off"], &["index=off"]];
 
 #[derive(Debug)]
 pub(super) struct Volumes {
@@ -174,12 +179,10 @@ impl Volumes {
         let CopyOnWrite::Overlay { options } = &self.copy_on_write else {
             return Err(RuntimeError::Unsupported(format!("volume {handle} needs overlays")));
         };
-        let overlay = Overlay {
-            lower: &self.layers(parent)?,
-            upper: &volume.join("upper"),
-            work: &volume.join("work"),
-            options,
-        };
+        let work = volume.join("work");
+        forget_volatile(&work).map_err(at("clean", &work))?;
+        let upper = volume.join("upper");
+        let overlay = Overlay { lower: &self.layers(parent)?, upper: &upper, work: &work, options };
         let mount = overlay.make().map_err(at("mount the layers of", &volume))?;
         mounts::attach_at(mount.as_fd(), &contents).map_err(at("mount at", &contents))?;
         Ok(contents)
@@ -235,6 +238,19 @@ impl Volumes {
         }
     }
 
+    /// Makes what is in a volume durable.
+    pub(super) fn sync(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let volume = self.volume(handle);
+        match fs::File::open(&volume) {
+            // The file system below: one that is mounted `volatile` over it would not.
+            Ok(directory) => rustix::fs::syncfs(directory).map_err(|error| at("sync", &volume)(error.into())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(RuntimeError::VolumeNotFound(handle))
+            }
+            Err(error) => Err(at("open", &volume)(error)),
+        }
+    }
+
     pub(super) fn destroy(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         let volume = self.volume(handle);
         let [new, gone] = self.unfinished(handle);
@@ -258,6 +274,12 @@ fn like(directory: &Path, model: &Path) -> io::Result<()> {
     fs::set_permissions(directory, model.permissions())
 }
 
+/// Takes away the mark that a `volatile` mount leaves, which forbids another one. Whether its contents can be trusted after a
+/// crash is for others to find out.
+pub(super) fn forget_volatile(work: &Path) -> io::Result<()> {
+    files::remove_tree(&work.join("work/incompat"))
+}
+
 /// Tries what kind of overlay works, by making a child and reading through it.
 fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     let place = directory.join(".probe");
@@ -270,6 +292,7 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     }
     fs::write(lower.join("file"), "below")?;
     let attempt = |options: &'static [&'static str]| {
+        forget_volatile(&work)?;
         let lower = [lower.clone()];
         let mount = Overlay { lower: &lower, upper: &upper, work: &work, options }.make()?;
         mounts::attach_at(mount.as_fd(), &merged)?;
@@ -278,7 +301,7 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
         mounts::unmount(&merged)?;
         works.map(|_| CopyOnWrite::Overlay { options })
     };
-    let found = attempt(METACOPY).or_else(|_| attempt(PLAIN));
+    let found = attempt(METACOPY).or_else(|_| attempt(PLAIN[0])).or_else(|_| attempt(PLAIN[1]));
     files::remove_tree(&place)?;
     Ok(found.unwrap_or_else(|error| CopyOnWrite::Copy(error.to_string())))
 }

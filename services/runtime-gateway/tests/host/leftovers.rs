@@ -169,7 +169,6 @@ async fn nothing_is_left_behind() {
     let runtime = subject.runtime();
     let before = footprint(&subject, &[]);
     for ending in ENDINGS {
-        eprintln!("{ending:?}");
         let mut ids = Vec::new();
         for _ in 0..4 {
             let parent = runtime.volume().await;
@@ -314,4 +313,86 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     }
     runtime.destroy_volume(parent).await.expect("destroy");
     assert_eq!(runtime.list().await.expect("list"), runtime::Holdings::default());
+}
+
+/// Writes what an earlier life of the machine would have left of a process.
+fn left_behind(dir: &Path, id: AttemptId, name: &str, boot: &str) {
+    fs::create_dir_all(dir).expect("make");
+    let intent = format!(
+        r#"{{"process":"{id}","boot":"{boot}","command":["true"],"environment":[],"stdin":false,"held_back":true}}"#
+    );
+    fs::write(dir.join(name), intent).expect("write");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
+    let Some(mut subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let [intended, started, current] = [(); 3].map(|()| AttemptId::new());
+    left_behind(&process_dir(&subject, handle, intended), intended, "intent", "an earlier one");
+    left_behind(&process_dir(&subject, handle, started), started, "started", "an earlier one");
+    // In this boot, an intent that is still there was not carried out.
+    let boot = runtime.marker().await.expect("the marker").boot;
+    left_behind(&process_dir(&subject, handle, current), current, "intent", &boot);
+    let child = runtime.child(runtime.volume().await).await;
+    let directory = runtime.volume_directory(child).await.expect("a directory");
+    fs::write(directory.join("file"), "kept").expect("write");
+    rustix::mount::unmount(&directory, rustix::mount::UnmountFlags::empty()).expect("unmount");
+    assert!(!directory.join("file").exists());
+    drop(runtime);
+    subject.reopen().await;
+
+    let runtime = subject.runtime();
+    let directory = runtime.volume_directory(child).await.expect("a directory");
+    assert_eq!(fs::read(directory.join("file")).expect("read"), b"kept");
+    runtime.start(handle, intended, process(&programs::exit(0))).await.expect("start again");
+    assert_eq!(runtime.process(intended).await.expect("a state"), runtime::ProcessState::StartUnknown);
+    let reason = |ended| match ended {
+        Ended::Unknown(failure) => failure.reason,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(reason(runtime.ended(intended).await), "START_UNKNOWN");
+    assert_eq!(reason(runtime.ended(started).await), "EXIT_UNKNOWN");
+    let ended = runtime.ended(current).await;
+    assert!(matches!(&ended, Ended::NotStarted(failure) if failure.reason == "START_FAILED"), "{ended:?}");
+    runtime.destroy_container(handle).await.expect("destroy");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_without_overlays_copies() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    // An overlay cannot hold the upper layer of another.
+    let small = Small::new();
+    let [lower, upper, work, merged] =
+        ["lower", "upper", "work", "merged"].map(|name| small.0.path().join(name));
+    for path in [&lower, &upper, &work, &merged] {
+        fs::create_dir(path).expect("make");
+    }
+    let (lower, upper, work) = (lower.display(), upper.display(), work.display());
+    let options = format!("lowerdir={lower},upperdir={upper},workdir={work}");
+    let options = std::ffi::CString::new(options).expect("options");
+    let flags = rustix::mount::MountFlags::empty();
+    rustix::mount::mount("overlay", &merged, "overlay", flags, options.as_c_str()).expect("mount");
+    {
+        let host = HostRuntime::open(config(&merged)).expect("open");
+        let runtime: std::sync::Arc<dyn Runtime> = host;
+        assert!(runtime.capabilities().copy_on_write.starts_with("copy: "), "{:?}", runtime.capabilities());
+        let parent = runtime.volume().await;
+        let directory = runtime.volume_directory(parent).await.expect("a directory");
+        fs::create_dir(directory.join("dir")).expect("make");
+        fs::write(directory.join("dir/file"), "line\n").expect("write");
+        let child = runtime.child(parent).await;
+        let spec = ContainerSpec { mounts: vec![mount(child, "/out", false)], ..container() };
+        let said = runtime.ran(spec, process(&programs::append("/out/dir/file"))).await;
+        assert!(matches!(said.ended, Some(Ended::Exited { .. })), "{said:?}");
+        let copied = runtime.volume_directory(child).await.expect("a directory").join("dir/file");
+        assert_eq!(fs::read(copied).expect("read"), b"line\nline\n");
+        assert_eq!(fs::read(directory.join("dir/file")).expect("read"), b"line\n");
+        let held = runtime.list().await.expect("list");
+        runtime.destroy_container(held.containers[0]).await.expect("destroy");
+    }
+    rustix::mount::unmount(&merged, rustix::mount::UnmountFlags::DETACH).expect("unmount");
 }

@@ -6,7 +6,7 @@ use domain::AttemptId;
 use domain::ContainerHandle;
 use domain::workload::OutputMode;
 use futures::StreamExt;
-use runtime::{Offsets, ProcessEvent, ProcessSpec, Runtime};
+use runtime::{Offsets, OutputStream, ProcessEvent, ProcessSpec, Runtime};
 use testing::conformance::{container, process};
 
 use super::subject::HostSubject;
@@ -59,7 +59,9 @@ async fn speed_of_output() {
         if read {
             let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
             while let Some(event) = attachment.events.next().await {
-                if let ProcessEvent::Output { offset, data, .. } = event.expect("an event") {
+                if let ProcessEvent::Output { stream: OutputStream::Stdout, offset, data } =
+                    event.expect("an event")
+                {
                     said += data.len() as u64;
                     let up_to = Offsets { stdout: offset + data.len() as u64, stderr: 0 };
                     attachment.input.acknowledge(up_to).await.expect("acknowledge");

@@ -224,8 +224,8 @@ impl Attendance<'_> {
         let mut advanced = Vec::new();
         for lease in live {
             match phases.get(&LeaseId::from_uuid(lease.id)) {
-                // That it has ended is said by FinishAttempt, with how.
-                Some(Phase::Ended) => {}
+                // How it has ended is said by FinishAttempt, unless it shall stop and was refused to start.
+                Some(Phase::Ended) if lease.state != lease::State::Ending => {}
                 Some(phase) if *phase as i64 > lease.phase => advanced.push((lease, *phase)),
                 Some(_) => {}
                 None if lease.generation.unsigned_abs() <= applied_generation => {

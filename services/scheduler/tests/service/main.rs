@@ -2,29 +2,33 @@
 
 mod support;
 
+use std::time::Duration;
+
+use domain::worker::{LeaseClaims, TicketClaims};
+use domain::{GatewayInstance, LeaseId, MarkerId, VolumeHandle, WorkloadId};
+use rpc::Reason;
 use rpc::pb::scheduler as pb;
-use support::{Gateway, Running, config, finish, hello, spec, start};
-use testing::databases::{self, TestDatabase};
+use rpc::token::Keys;
+use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
+use testing::databases::TestDatabase;
 
-/// Runs a test on both databases.
+/// Runs each test on both databases.
 macro_rules! on_both {
-    ($($(#[$doc:meta])* async fn $name:ident($database:ident) $body:block)+) => {$(
-        mod $name {
-            use super::*;
-
-            async fn test($database: TestDatabase) $body
-
+    ($($test:ident,)+) => {
+        mod sqlite {$(
             #[tokio::test(flavor = "multi_thread")]
-            async fn sqlite() {
-                test(databases::sqlite()).await;
+            async fn $test() {
+                super::$test(testing::databases::sqlite()).await;
             }
+        )+}
 
+        mod postgres {$(
             #[tokio::test(flavor = "multi_thread")]
-            async fn postgres() {
-                test(databases::postgres().await).await;
+            async fn $test() {
+                super::$test(testing::databases::postgres().await).await;
             }
-        }
-    )+};
+        )+}
+    };
 }
 
 fn names(events: &[pb::WatchResponse]) -> Vec<&'static str> {
@@ -43,37 +47,589 @@ fn names(events: &[pb::WatchResponse]) -> Vec<&'static str> {
         .collect()
 }
 
+async fn a_workload_goes_from_its_submission_to_its_end(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    assert_eq!(gateway.welcome.protocol_version, 1);
+
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(id).await;
+    assert_eq!(run.spec.as_ref().map(|spec| spec.command.clone()), Some(spec().command));
+    gateway.observe(&[(&lease, pb::LeasePhase::Preparing)]).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    start(&scheduler, &run.lease_token).await.expect("a repeat");
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    let running = scheduler.wait_for(id, pb::WorkloadState::Running).await;
+    let whereabouts = running.whereabouts.expect("it is somewhere");
+    assert_eq!(whereabouts.worker_name, "one");
+    assert_eq!(whereabouts.attempt_id, run.attempt_id);
+    assert_eq!(scheduler.worker("one").await.active_tasks, 1);
+
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    finish(&scheduler, &run.lease_token, 1).await.expect("the first report counts");
+    let refused = start(&scheduler, &run.lease_token).await.expect_err("it has ended");
+    assert!(refused.is(Reason::LeaseLost));
+    let events = scheduler.watch(id, 0).await;
+    assert_eq!(names(&events), ["placed", "preparing", "running", "finished"]);
+    let revisions: Vec<_> = events.iter().map(|event| event.revision).collect();
+    assert_eq!(revisions, [1, 2, 3, 4]);
+    assert_eq!(names(&scheduler.watch(id, 2).await), ["running", "finished"]);
+    assert_eq!(names(&scheduler.watch(id, 4).await), [""; 0]);
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
+    gateway.holds_nothing().await;
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    scheduler.stop().await;
+}
+
+async fn a_repeated_submission_is_one_workload(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = WorkloadId::new();
+    let submissions = (0..8).map(|_| scheduler.submit_as(id, spec()));
+    for submitted in futures::future::join_all(submissions).await {
+        submitted.expect("each is answered as the first");
+    }
+    let (_, run) = gateway.run(id).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    scheduler.submit_as(id, spec()).await.expect("even once it has finished");
+
+    let other = pb::WorkloadSpec { command: vec![b"false".as_slice().into()], ..spec() };
+    let refused = scheduler.submit_as(id, other).await.expect_err("another spec");
+    assert!(refused.is(Reason::WorkloadExists), "{refused}");
+    assert_eq!(names(&scheduler.watch(id, 0).await), ["placed", "finished"]);
+    scheduler.stop().await;
+}
+
+async fn a_workload_waits_for_the_first_worker_and_says_so(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let id = scheduler.submit(spec()).await.expect("queued");
+    let waiting = scheduler.wait_for(id, pb::WorkloadState::Pending).await;
+    assert_eq!(waiting.waiting_for, ["no worker has registered yet"]);
+
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let (_, run) = gateway.run(id).await;
+    finish(&scheduler, &run.lease_token, 3).await.expect("finished");
+    assert_eq!(names(&scheduler.watch(id, 0).await), ["queued", "placed", "finished"]);
+    let finished = scheduler.finished(id).await;
+    assert_eq!(finished.outcome(), pb::Outcome::Failed);
+    assert_eq!(finished.exit.and_then(|exit| exit.how), Some(pb::exit::How::Code(3)));
+    scheduler.stop().await;
+}
+
+async fn what_no_worker_could_ever_run_is_refused_and_nothing_is_queued(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = WorkloadId::new();
+    let tagged = pb::WorkloadSpec { tags: vec!["gpu".to_owned()], ..spec() };
+    let refused = scheduler.submit_as(id, tagged).await.expect_err("refused");
+    assert!(refused.is(Reason::NoCompatibleWorker), "{refused}");
+    assert_eq!(refused.about.get("one").map(String::as_str), Some("lacks the tags gpu"));
+    let request = pb::GetRequest { team: "main".to_owned(), workload_id: id.to_string() };
+    let unknown = rpc::Refusal::from(scheduler.workloads().get(request).await.expect_err("unknown"));
+    assert!(unknown.is(Reason::WorkloadNotFound));
+    scheduler.stop().await;
+}
+
+async fn who_finds_every_slot_taken_waits_for_his_turn(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut ids = Vec::new();
+    for _ in 0..4 {
+        ids.push(scheduler.submit(spec()).await.expect("accepted"));
+    }
+    let (_, first) = gateway.run(ids[0]).await;
+    let (_, second) = gateway.run(ids[1]).await;
+    for waiting in &ids[2..] {
+        until("it waits for a slot", async || {
+            (scheduler.get(*waiting).await.waiting_for == ["one: is full (2 of 2 tasks)"]).then_some(())
+        })
+        .await;
+    }
+    assert_eq!(gateway.desired.leases.len(), 2);
+
+    finish(&scheduler, &second.lease_token, 0).await.expect("finished");
+    let (_, third) = gateway.run(ids[2]).await;
+    assert_eq!(scheduler.get(ids[3]).await.state(), pb::WorkloadState::Pending, "first come, first served");
+    finish(&scheduler, &first.lease_token, 0).await.expect("finished");
+    finish(&scheduler, &third.lease_token, 0).await.expect("finished");
+    gateway.run(ids[3]).await;
+    assert_eq!(scheduler.worker("one").await.active_tasks, 1);
+    scheduler.stop().await;
+}
+
+async fn a_waiting_workload_is_cancelled_at_once(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let id = scheduler.submit(spec()).await.expect("queued");
+    scheduler.cancel(id, Duration::from_secs(5)).await;
+    let finished = scheduler.finished(id).await;
+    assert_eq!(finished.outcome(), pb::Outcome::Aborted);
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("CANCELLED".to_owned()));
+    scheduler.cancel(id, Duration::from_secs(5)).await;
+    scheduler.stop().await;
+}
+
+async fn a_placed_workload_is_asked_to_stop_and_may_not_start(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    scheduler.cancel(id, Duration::from_secs(5)).await;
+    let (_, stop) = gateway.stop(id).await;
+    assert_eq!((stop.reason.as_str(), &stop.attempt_id), ("CANCELLED", &run.attempt_id));
+    scheduler.cancel(id, Duration::from_secs(9)).await;
+    scheduler.cancel(id, Duration::from_secs(1)).await;
+    gateway
+        .desires("a shorter grace", |lease| match &lease.wish {
+            Some(pb::desired_lease::Wish::Stop(stop)) => {
+                let grace = stop.grace.as_ref().map_or(0, |grace| grace.seconds);
+                assert_ne!(grace, 9, "a later call only shortens");
+                (grace == 1).then_some(())
+            }
+            _ => None,
+        })
+        .await;
+    let refused = start(&scheduler, &run.lease_token).await.expect_err("it shall stop");
+    assert!(refused.is(Reason::LeaseLost), "{refused}");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 1, "until it has stopped, its slot is taken");
+
+    finish(&scheduler, &stop.lease_token, 0).await.expect("finished");
+    let finished = scheduler.finished(id).await;
+    assert_eq!(finished.outcome(), pb::Outcome::Aborted);
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    scheduler.stop().await;
+}
+
+async fn what_was_refused_to_start_ends_without_a_report(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, _) = gateway.run(id).await;
+    scheduler.cancel(id, Duration::ZERO).await;
+    gateway.stop(id).await;
+    gateway.observe(&[(&lease, pb::LeasePhase::Ended)]).await;
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Aborted);
+    scheduler.stop().await;
+}
+
+async fn time_that_is_up_is_noticed(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let short = Some(rpc::duration(Duration::from_millis(50)));
+    let queued = pb::WorkloadSpec { queue_timeout: short, ..spec() };
+    let id = scheduler.submit(queued).await.expect("queued");
+    let finished = scheduler.finished(id).await;
+    assert_eq!(finished.outcome(), pb::Outcome::Errored);
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("QUEUE_TIMEOUT".to_owned()));
+
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let running = pb::WorkloadSpec { run_timeout: short, ..spec() };
+    let id = scheduler.submit(running).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let (_, stop) = gateway.stop(id).await;
+    assert_eq!(stop.reason, "RUN_TIMEOUT");
+    finish(&scheduler, &stop.lease_token, 0).await.expect("finished");
+    let finished = scheduler.finished(id).await;
+    assert_eq!(finished.outcome(), pb::Outcome::Errored);
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("RUN_TIMEOUT".to_owned()));
+    scheduler.stop().await;
+}
+
+async fn a_new_incarnation_ends_what_ran_in_the_old_one(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut hello = hello("one");
+    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let (prepared, started) = (
+        scheduler.submit(spec()).await.expect("accepted"),
+        scheduler.submit(spec()).await.expect("accepted"),
+    );
+    let (_, first) = gateway.run(prepared).await;
+    let (_, second) = gateway.run(started).await;
+    start(&scheduler, &second.lease_token).await.expect("started");
+    let before = gateway.welcome.clone();
+    gateway.leave().await;
+
+    hello.session_credential = before.session_credential;
+    hello.marker = Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    assert_eq!(gateway.welcome.worker_id, before.worker_id);
+    assert_eq!(gateway.welcome.session, before.session, "the same instance speaks");
+    assert!(gateway.welcome.incarnation > before.incarnation);
+
+    let lost = scheduler.finished(started).await;
+    assert_eq!(lost.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
+    let (_, again) = gateway.run(prepared).await;
+    assert_ne!(again.attempt_id, first.attempt_id);
+    for stale in [&first, &second] {
+        let refused = finish(&scheduler, &stale.lease_token, 0).await.expect_err("its lease is lost");
+        assert!(refused.is(Reason::LeaseLost), "{refused}");
+    }
+    finish(&scheduler, &again.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.finished(prepared).await.outcome(), pb::Outcome::Succeeded);
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    scheduler.stop().await;
+}
+
+async fn what_a_gateway_does_not_know_is_not_running(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let (prepared, started) = (
+        scheduler.submit(spec()).await.expect("accepted"),
+        scheduler.submit(spec()).await.expect("accepted"),
+    );
+    let generation = gateway.desired.generation;
+    let (_, first) = gateway.run(prepared).await;
+    let (_, second) = gateway.run(started).await;
+    start(&scheduler, &second.lease_token).await.expect("started");
+
+    // As of a generation that did not name them yet, it says nothing.
+    let now = std::mem::replace(&mut gateway.desired.generation, generation);
+    until("it was heard", async || {
+        gateway.observe(&[]).await;
+        (scheduler.worker("one").await.containers == 3).then_some(())
+    })
+    .await;
+    assert_eq!(scheduler.get(prepared).await.state(), pb::WorkloadState::Assigned);
+
+    gateway.desired.generation = now;
+    gateway.observe(&[]).await;
+    let unknown = scheduler.finished(started).await;
+    assert_eq!(unknown.failure.map(|failure| failure.reason), Some("START_UNKNOWN".to_owned()));
+    let again = gateway
+        .desires("to run it again", |lease| match &lease.wish {
+            Some(pb::desired_lease::Wish::Run(run)) => (run.attempt_id != first.attempt_id
+                && run.workload_id == prepared.to_string())
+            .then(|| run.clone()),
+            _ => None,
+        })
+        .await;
+    finish(&scheduler, &again.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.finished(prepared).await.outcome(), pb::Outcome::Succeeded);
+    scheduler.stop().await;
+}
+
+async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let first = hello("one");
+    let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let (worker, session) = (gateway.welcome.worker_id.clone(), gateway.welcome.session);
+    let credential = gateway.welcome.session_credential.clone();
+
+    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first.clone() };
+    let refused = Gateway::connect(&scheduler, standby.clone()).await.err().expect("it is attended");
+    assert!(refused.is(Reason::AlreadyAttended), "{refused}");
+
+    gateway.leave().await;
+    let again = pb::Hello { session_credential: credential.clone(), ..first.clone() };
+    let gateway = Gateway::connect(&scheduler, again.clone()).await.expect("it comes back");
+    assert_eq!(gateway.welcome.session, session);
+    gateway.leave().await;
+
+    let gateway = Gateway::connect(&scheduler, standby).await.expect("it takes over");
+    assert_eq!(gateway.welcome.worker_id, worker);
+    assert!(gateway.welcome.session > session);
+    let refused = Gateway::connect(&scheduler, again).await.err().expect("it was superseded");
+    assert!(refused.is(Reason::StaleSession), "{refused}");
+    scheduler.stop().await;
+}
+
+async fn a_silent_gateway_is_superseded_and_told_so(database: TestDatabase) {
+    let scheduler =
+        Running::start(patient_config(&database, Duration::from_millis(400), Duration::from_secs(3600)))
+            .await;
+    let first = hello("one");
+    let mut silent = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
+    let gateway = within("the standby takes over", async {
+        loop {
+            match Gateway::connect(&scheduler, standby.clone()).await {
+                Ok(gateway) => return gateway,
+                Err(refused) => assert!(refused.is(Reason::AlreadyAttended), "{refused}"),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    assert!(gateway.welcome.session > silent.welcome.session);
+    let refused = within("the stream ends", async {
+        loop {
+            if let Err(refused) = silent.next().await {
+                return refused;
+            }
+        }
+    })
+    .await;
+    assert!(refused.is(Reason::StaleSession), "{refused}");
+    scheduler.stop().await;
+}
+
+fn patient_config(database: &TestDatabase, ttl: Duration, lost_after: Duration) -> scheduler::Config {
+    scheduler::Config {
+        worker_ttl: ttl,
+        stop_after: ttl + Duration::from_millis(50),
+        lost_after,
+        ..config(database)
+    }
+}
+
+async fn a_worker_that_is_silent_for_too_long_is_lost(database: TestDatabase) {
+    let (ttl, lost_after) = (Duration::from_millis(300), Duration::from_millis(800));
+    let scheduler = Running::start(patient_config(&database, ttl, lost_after)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+
+    until("it is stalled", async || {
+        (scheduler.worker("one").await.state() == pb::WorkerState::Stalled).then_some(())
+    })
+    .await;
+    let waits = scheduler.submit(spec()).await.expect("queued");
+    assert_eq!(scheduler.get(waits).await.waiting_for, ["one: is out of contact"]);
+    let lost = scheduler.finished(id).await;
+    assert_eq!(lost.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
+    assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Lost);
+
+    // It was only asleep: it is told that nothing of it is wanted, and gets work again.
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    gateway.run(waits).await;
+    assert_eq!(gateway.desired.leases.len(), 1);
+    scheduler.stop().await;
+}
+
+async fn work_survives_the_scheduler(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut first = hello("one");
+    let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    scheduler.stop().await;
+
+    let scheduler = Running::start(config(&database)).await;
+    first.session_credential = gateway.welcome.session_credential.clone();
+    let session = gateway.welcome.session;
+    let mut gateway = Gateway::connect(&scheduler, first).await.expect("welcome");
+    assert_eq!(gateway.welcome.session, session);
+    gateway.run(id).await;
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    scheduler.wait_for(id, pb::WorkloadState::Running).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("the old token is good");
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
+    scheduler.stop().await;
+}
+
+async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let place = |id: LeaseId, team: &str| pb::PlaceRequest {
+        lease_id: id.to_string(),
+        team: team.to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        tags: vec![],
+        platform: String::new(),
+    };
+    let refusal = |status: tonic::Status| rpc::Refusal::from(status);
+    let id = LeaseId::new();
+    let busy = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
+    assert!(busy.expect_err("nobody is there").is(Reason::AllWorkersBusy));
+
+    let mut one = hello("one");
+    one.capacity = Some(pb::Capacity { max_tasks: 1, disk_bytes: 0 });
+    let mut gateway = Gateway::connect(&scheduler, one).await.expect("welcome");
+    let busy = scheduler.submit(spec()).await.expect("accepted");
+    gateway.run(busy).await;
+    let granted = scheduler.placements().place(place(id, "main")).await.expect("granted").into_inner();
+    let again = scheduler.placements().place(place(id, "main")).await.expect("a repeat").into_inner();
+    assert_eq!(granted, again);
+    assert_eq!(granted.worker_name, "one");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 1);
+    let claims: LeaseClaims = Keys::new(scheduler.peer()).verify(&granted.lease_token).await.expect("ours");
+    assert_eq!((claims.lease, claims.team.as_str(), claims.attempt), (id, "main", None));
+    let other = scheduler.placements().place(place(id, "other")).await.map_err(refusal);
+    assert!(other.expect_err("another request").is(Reason::LeaseExists));
+
+    let renew = pb::RenewRequest { lease_token: granted.lease_token.clone() };
+    scheduler.placements().renew(renew.clone()).await.expect("kept");
+    let release = pb::ReleaseRequest { lease_token: granted.lease_token.clone() };
+    scheduler.placements().release(release.clone()).await.expect("released");
+    scheduler.placements().release(release).await.expect("a repeat");
+    let lost = scheduler.placements().renew(renew).await.map_err(refusal);
+    assert!(lost.expect_err("it has ended").is(Reason::LeaseLost));
+    let ended = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
+    assert!(ended.expect_err("it has ended").is(Reason::LeaseExists));
+    let forged = pb::RenewRequest { lease_token: "forged".to_owned() };
+    let forged = scheduler.placements().renew(forged).await.map_err(refusal);
+    assert!(forged.expect_err("forged").is(Reason::InvalidToken));
+    scheduler.stop().await;
+}
+
+async fn a_driven_lease_that_is_not_renewed_ends(database: TestDatabase) {
+    let term = Duration::from_millis(50);
+    let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
+    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let request = pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        ..pb::PlaceRequest::default()
+    };
+    scheduler.placements().place(request.clone()).await.expect("granted");
+    until("it has ended", async || {
+        let placed = scheduler.placements().place(request.clone()).await;
+        placed.err().map(|status| assert!(rpc::Refusal::from(status).is(Reason::LeaseExists)))
+    })
+    .await;
+    scheduler.stop().await;
+}
+
+async fn a_ticket_is_good_for_a_worker_that_can_be_reached(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let volume = VolumeHandle::new();
+    let request = pb::IssueTicketRequest {
+        team: "main".to_owned(),
+        worker_id: gateway.welcome.worker_id.clone(),
+        volume_handle: volume.to_string(),
+        operation: pb::TicketOperation::Write.into(),
+    };
+    let issued = scheduler.workers().issue_ticket(request.clone()).await.expect("issued").into_inner();
+    assert_eq!(issued.gateway_endpoint, "http://127.0.0.1:1");
+    let claims: TicketClaims = Keys::new(scheduler.peer()).verify(&issued.ticket).await.expect("ours");
+    assert_eq!((claims.volume, claims.team.as_str()), (volume, "main"));
+
+    gateway.leave().await;
+    until("it is out of contact", async || {
+        let refused = scheduler.workers().issue_ticket(request.clone()).await.err()?;
+        rpc::Refusal::from(refused).is(Reason::WorkerUnreachable).then_some(())
+    })
+    .await;
+    scheduler.stop().await;
+}
+
+async fn lists_come_in_pages(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateways = Vec::new();
+    for name in ["c", "a", "b"] {
+        let tagged = pb::WorkerLabels { tags: vec!["x".to_owned()], ..hello(name).labels.expect("labels") };
+        let hello = pb::Hello { labels: Some(tagged), ..hello(name) };
+        gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
+    }
+    let mut listed = Vec::new();
+    let mut page_token = String::new();
+    loop {
+        let request = pb::ListWorkersRequest { page_size: 2, page_token };
+        let page = scheduler.workers().list_workers(request).await.expect("a page").into_inner();
+        listed.extend(page.workers.into_iter().map(|worker| worker.name));
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(listed, ["a", "b", "c"]);
+    let by_id = scheduler.worker(&gateways[0].welcome.worker_id).await;
+    assert_eq!(by_id.name, "c");
+
+    let mut submitted = Vec::new();
+    for _ in 0..5 {
+        let spec = pb::WorkloadSpec { tags: vec!["x".to_owned()], ..spec() };
+        // Ids of callers are in no order.
+        let id = WorkloadId::from_uuid(uuid::Uuid::new_v4());
+        scheduler.submit_as(id, spec).await.expect("accepted");
+        submitted.push(id.to_string());
+    }
+    let mut listed = Vec::new();
+    let mut page_token = String::new();
+    loop {
+        let team = "main".to_owned();
+        let request = pb::ListRequest { team, page_size: 2, page_token, state: 0 };
+        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
+        listed.extend(page.workloads.into_iter().map(|workload| workload.workload_id));
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            break;
+        }
+    }
+    submitted.reverse();
+    assert_eq!(listed, submitted, "newest first");
+    scheduler.stop().await;
+}
+
+async fn secrets_are_not_shown(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let variable =
+        pb::EnvironmentVariable { name: b"TOKEN".as_slice().into(), value: b"secret".as_slice().into() };
+    let id =
+        scheduler.submit(pb::WorkloadSpec { environment: vec![variable], ..spec() }).await.expect("accepted");
+    let shown = scheduler.get(id).await.spec.expect("a spec");
+    assert_eq!(shown.environment[0].name.as_ref(), b"TOKEN");
+    assert!(shown.environment[0].value.is_empty());
+    scheduler.stop().await;
+}
+
+async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let input = pb::Input {
+        name: "src".to_owned(),
+        artifact_id: domain::ArtifactId::new().to_string(),
+        path: bytes::Bytes::new(),
+        access: pb::Access::ReadOnly.into(),
+    };
+    let spec = pb::WorkloadSpec { inputs: vec![input], ..spec() };
+    let id = WorkloadId::new();
+    for _ in 0..2 {
+        let refused = scheduler.submit_as(id, spec.clone()).await.expect_err("the store is away");
+        assert!(refused.is(Reason::Unavailable), "{refused}");
+        assert_eq!(scheduler.get(id).await.state(), pb::WorkloadState::Accepted);
+    }
+    scheduler.stop().await;
+}
+
 on_both! {
-    async fn a_workload_goes_from_its_submission_to_its_end(database) {
-        let scheduler = Running::start(config(&database)).await;
-        let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-        assert_eq!(gateway.welcome.protocol_version, 1);
+    a_workload_goes_from_its_submission_to_its_end,
+    a_repeated_submission_is_one_workload,
+    a_workload_waits_for_the_first_worker_and_says_so,
+    what_no_worker_could_ever_run_is_refused_and_nothing_is_queued,
+    who_finds_every_slot_taken_waits_for_his_turn,
+    a_waiting_workload_is_cancelled_at_once,
+    a_placed_workload_is_asked_to_stop_and_may_not_start,
+    what_was_refused_to_start_ends_without_a_report,
+    time_that_is_up_is_noticed,
+    a_new_incarnation_ends_what_ran_in_the_old_one,
+    what_a_gateway_does_not_know_is_not_running,
+    one_gateway_speaks_for_a_worker_at_a_time,
+    a_silent_gateway_is_superseded_and_told_so,
+    a_worker_that_is_silent_for_too_long_is_lost,
+    work_survives_the_scheduler,
+    a_driven_lease_takes_no_slot_and_ends_once,
+    a_driven_lease_that_is_not_renewed_ends,
+    a_ticket_is_good_for_a_worker_that_can_be_reached,
+    lists_come_in_pages,
+    secrets_are_not_shown,
+    without_the_artifact_store_nothing_with_inputs_is_queued,
+}
 
-        let id = scheduler.submit(spec()).await.expect("accepted");
-        let (lease, run) = gateway.run(id).await;
-        assert_eq!(run.spec.as_ref().map(|spec| spec.command.clone()), Some(spec().command));
-        gateway.observe(&[(&lease, pb::LeasePhase::Preparing)]).await;
-        start(&scheduler, &run.lease_token).await.expect("started");
-        start(&scheduler, &run.lease_token).await.expect("a repeat");
-        gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
-        let running = scheduler.wait_for(id, pb::WorkloadState::Running).await;
-        let whereabouts = running.whereabouts.expect("it is somewhere");
-        assert_eq!(whereabouts.worker_name, "one");
-        assert_eq!(whereabouts.attempt_id, run.attempt_id);
-        assert_eq!(scheduler.worker("one").await.active_tasks, 1);
-
-        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-        finish(&scheduler, &run.lease_token, 1).await.expect("the first report counts");
-        let events = scheduler.watch(id, 0).await;
-        assert_eq!(names(&events), ["placed", "preparing", "running", "finished"]);
-        let revisions: Vec<_> = events.iter().map(|event| event.revision).collect();
-        assert_eq!(revisions, [1, 2, 3, 4]);
-        assert_eq!(names(&scheduler.watch(id, 2).await), ["running", "finished"]);
-        assert_eq!(names(&scheduler.watch(id, 4).await), [""; 0]);
-        let finished = scheduler.finished(id).await;
-        assert_eq!(finished.outcome(), pb::Outcome::Succeeded);
-        gateway.holds_nothing().await;
-        assert_eq!(scheduler.worker("one").await.active_tasks, 0);
-        scheduler.stop().await;
+#[tokio::test(flavor = "multi_thread")]
+async fn replicas_share_the_work_of_one_database() {
+    let database = testing::databases::postgres().await;
+    let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
+    // The gateway is attended by one replica, the callers talk to the other.
+    let mut gateway = Gateway::connect(&replicas[0], hello("one")).await.expect("welcome");
+    let mut ids = Vec::new();
+    for turn in 0..6 {
+        ids.push(replicas[turn % 2].submit(spec()).await.expect("accepted"));
+    }
+    for id in &ids {
+        let (_, run) = gateway.run(*id).await;
+        assert!(gateway.desired.leases.len() <= 2, "the limit holds");
+        start(&replicas[1], &run.lease_token).await.expect("started");
+        finish(&replicas[1], &run.lease_token, 0).await.expect("finished");
+    }
+    for id in ids {
+        let events = names(&replicas[0].watch(id, 0).await);
+        assert_eq!(events.iter().filter(|event| **event == "placed").count(), 1, "{events:?}");
+        assert_eq!(events.last(), Some(&"finished"));
+    }
+    for replica in replicas {
+        replica.stop().await;
     }
 }

@@ -41,6 +41,7 @@ pub(crate) fn config(database: &TestDatabase) -> Config {
 }
 
 impl Running {
+    #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
     pub(crate) async fn start(config: Config) -> Self {
         let listener = Listener::Tcp(TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port"));
         let endpoint = listener.endpoint().expect("its address");

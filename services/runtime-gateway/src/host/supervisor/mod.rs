@@ -141,11 +141,7 @@ pub(super) fn send(to: &OwnedFd, launch: &Launch, alive: &File, listener: &Owned
 fn detach(alive: &OwnedFd) -> io::Result<()> {
     let pid = rustix::process::getpid().as_raw_nonzero().to_string();
     File::from(alive.try_clone()?).write_all_at(pid.as_bytes(), 0)?;
-    // It is a group leader already when it was started from a shell.
-    match rustix::process::setsid() {
-        Ok(_) | Err(rustix::io::Errno::PERM) => {}
-        Err(error) => return Err(error.into()),
-    }
+    rustix::process::setsid()?;
     for signal in
         [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::PIPE, Signal::USR1, Signal::USR2]
     {
@@ -185,17 +181,20 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
     let cgroups = Cgroups::find(&mounted);
 
     let places = rootfs::make(launch, &container)?;
+    let seen = cgroups.visible(&launch.cgroup).map_err(Failed::while_doing("make cgroups"))?;
     let worker = spec::Worker {
         root: &places.root,
         cgroup: &launch.cgroup,
         capabilities: held_capabilities().map_err(Failed::while_doing("read its capabilities"))?,
         limits_swap: cgroups.limits_swap(),
+        cgroups: &seen,
     };
     let configuration = spec::configuration(&container, &worker).to_string();
     fs::write(places.bundle.join("config.json"), configuration)
         .map_err(Failed::while_doing("write the configuration"))?;
 
-    let streams = Streams::open(launch, &intent).map_err(Failed::while_doing("open the streams"))?;
+    let streams =
+        Streams::open(launch, &container, &intent).map_err(Failed::while_doing("open the streams"))?;
     let (connection, init_end) =
         init::connection().map_err(Failed::while_doing("make a connection to init"))?;
     let mut program = program(&container, &intent)?;
@@ -265,11 +264,14 @@ struct Streams {
 }
 
 impl Streams {
-    fn open(launch: &Launch, intent: &Intent) -> rustix::io::Result<Self> {
-        use rustix::fs::{Mode, OFlags};
+    fn open(launch: &Launch, container: &Container, intent: &Intent) -> rustix::io::Result<Self> {
+        use rustix::fs::{Gid, Mode, OFlags, Uid};
         use rustix::pipe::PipeFlags;
         let output = || {
             let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+            // So that a program may open it again, as /dev/stdout.
+            let (uid, gid) = (Uid::from_raw(container.user.uid), Gid::from_raw(container.user.gid));
+            rustix::fs::fchown(&write, Some(uid), Some(gid))?;
             // Only ours: a program need not expect that writing fails.
             rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK)?;
             // A larger pipe is faster; the system may refuse it.

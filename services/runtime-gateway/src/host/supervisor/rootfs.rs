@@ -4,6 +4,7 @@
 //! Paths of a container are resolved with its root as the root, before anything of the container runs, so that no link in
 //! its image leads a mount elsewhere.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -45,11 +46,20 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let places = Places { root: place("root"), bundle: place("bundle"), state: place("state") };
 
     let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let mut hidden = image::hidden(&launch.hidden, &Users { passwd: &passwd, group: "" });
-    let mask = place("mask");
-    hidden.retain(|path| !whiteout(&mask, path).unwrap_or(false));
+    let hidden = image::hidden(&launch.hidden, &Users { passwd: &passwd, group: "" });
+    let mut mask = Mask::new(place("mask")).map_err(Failed::while_doing("look at the root"))?;
+    let mut covered = Vec::new();
+    for path in hidden {
+        match mask.hide(&path) {
+            Ok(true) => {}
+            Ok(false) => covered.push(path),
+            // Neither it nor the directory it would be in is there.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(at("hide", &path)(error)),
+        }
+    }
 
-    let lower = [mask, PathBuf::from("/")];
+    let lower = [mask.layer, PathBuf::from("/")];
     let root = mount_root(launch, &lower, &private).map_err(Failed::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
 
@@ -59,7 +69,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
             continue;
         }
     }
-    for path in &hidden {
+    for path in &covered {
         cover(root.as_fd(), path).map_err(at("hide", path))?;
     }
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
@@ -127,61 +137,81 @@ fn make_private(at: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes `path` absent for whoever has `layer` above the worker's root. `false`: it is on another file system.
-fn whiteout(layer: &Path, path: &Path) -> io::Result<bool> {
-    let (Some(parent), Ok(relative)) = (path.parent(), path.strip_prefix("/")) else {
-        return Ok(true);
-    };
-    let device = fs::metadata("/")?.dev();
-    if fs::symlink_metadata(parent)?.dev() != device
-        || fs::symlink_metadata(path).is_ok_and(|found| found.dev() != device)
-    {
-        return Ok(false);
+/// A layer above the worker's root in which things are absent.
+struct Mask {
+    layer: PathBuf,
+    /// The file system of the worker's root.
+    device: u64,
+    /// Directories that have been made in it: whether they are on that file system.
+    made: HashMap<PathBuf, bool>,
+}
+
+impl Mask {
+    fn new(layer: PathBuf) -> io::Result<Self> {
+        Ok(Self {
+            layer,
+            device: fs::metadata("/")?.dev(),
+            made: HashMap::from([(PathBuf::from("/"), true)]),
+        })
     }
-    // A directory of this layer stands before the worker's, so it has to look the same.
-    let mut at = PathBuf::from("/");
-    for name in relative.parent().into_iter().flat_map(Path::components) {
-        at.push(name);
-        let Ok(inside) = at.strip_prefix("/") else { continue };
-        let copy = layer.join(inside);
-        match fs::DirBuilder::new().mode(0o700).create(&copy) {
-            Ok(()) => {
-                let original = fs::symlink_metadata(&at)?;
-                std::os::unix::fs::chown(&copy, Some(original.uid()), Some(original.gid()))?;
-                fs::set_permissions(&copy, original.permissions())?;
+
+    /// Makes `path` absent. `false`: it is on another file system, which this layer is not above.
+    fn hide(&mut self, path: &Path) -> io::Result<bool> {
+        let (Some(parent), Ok(relative)) = (path.parent(), path.strip_prefix("/")) else { return Ok(true) };
+        let within = self.directory(parent)?;
+        if !within || fs::symlink_metadata(path).is_ok_and(|found| found.dev() != self.device) {
+            return Ok(false);
+        }
+        let absent = self.layer.join(relative);
+        let kind = rustix::fs::FileType::CharacterDevice;
+        let whiteout =
+            || rustix::fs::mknodat(rustix::fs::CWD, &absent, kind, Mode::empty(), rustix::fs::makedev(0, 0));
+        match whiteout() {
+            // A directory there holds what is absent below it; all of it is absent now.
+            Err(rustix::io::Errno::EXIST) if fs::symlink_metadata(&absent)?.is_dir() => {
+                fs::remove_dir_all(&absent)?;
+                whiteout()?;
             }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                // Something above it is absent already, and it with it.
-                if !fs::symlink_metadata(&copy)?.is_dir() {
-                    return Ok(true);
+            // Something above it is absent already, and it with it.
+            Ok(()) | Err(rustix::io::Errno::EXIST | rustix::io::Errno::NOTDIR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(true)
+    }
+
+    /// Makes a directory of this layer, which looks like the worker's own, for it stands before that.
+    fn directory(&mut self, path: &Path) -> io::Result<bool> {
+        if let Some(within) = self.made.get(path) {
+            return Ok(*within);
+        }
+        let (Some(parent), Ok(relative)) = (path.parent(), path.strip_prefix("/")) else { return Ok(true) };
+        let original = fs::symlink_metadata(path)?;
+        let within = self.directory(parent)? && original.dev() == self.device;
+        if within {
+            let copy = self.layer.join(relative);
+            match fs::DirBuilder::new().mode(0o700).create(&copy) {
+                Ok(()) => {
+                    std::os::unix::fs::chown(&copy, Some(original.uid()), Some(original.gid()))?;
+                    fs::set_permissions(&copy, original.permissions())?;
                 }
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory
+                    ) => {}
+                Err(error) => return Err(error),
             }
-            Err(error) => return Err(error),
         }
+        self.made.insert(path.to_owned(), within);
+        Ok(within)
     }
-    let kind = rustix::fs::FileType::CharacterDevice;
-    let absent = layer.join(relative);
-    match rustix::fs::mknodat(rustix::fs::CWD, &absent, kind, Mode::empty(), rustix::fs::makedev(0, 0)) {
-        // A directory there holds what is absent below it; all of it is absent now.
-        Err(rustix::io::Errno::EXIST) if fs::symlink_metadata(&absent)?.is_dir() => {
-            fs::remove_dir_all(&absent)?;
-            rustix::fs::mknodat(rustix::fs::CWD, &absent, kind, Mode::empty(), rustix::fs::makedev(0, 0))?;
-        }
-        Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-        Err(error) => return Err(error.into()),
-    }
-    Ok(true)
 }
 
 fn mount_root(launch: &Launch, lower: &[PathBuf], private: &Path) -> io::Result<OwnedFd> {
     let layer = if launch.upper_in_memory { private } else { launch.container_dir.as_path() };
     let (upper, work) = (layer.join("upper"), layer.join("work"));
-    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it. The mark
-    // that the last such mount left would forbid another one.
-    let mark = work.join("work/incompat");
-    if mark.exists() {
-        fs::remove_dir_all(&mark)?;
-    }
+    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
+    crate::host::volumes::forget_volatile(&work)?;
     Overlay { lower, upper: &upper, work: &work, options: &["volatile"] }.make()
 }
 

@@ -68,6 +68,7 @@ struct Client {
 
 enum Waiting {
     News(Progress),
+    End,
     Stdin { offset: u64, data: Bytes },
 }
 
@@ -324,7 +325,7 @@ impl Running {
     /// Does what needs no waiting for.
     fn carry_out(&mut self, request: &Request) -> io::Result<()> {
         match request {
-            Request::Watch(_) | Request::Stdin { .. } | Request::Look => {}
+            Request::Watch(_) | Request::AwaitEnd | Request::Stdin { .. } | Request::Look => {}
             Request::CloseStdin => self.close_stdin = true,
             Request::Signal(number) => init::signal(self.reports.as_fd(), *number)?,
             Request::Acknowledge { stdout, stderr } => {
@@ -383,7 +384,12 @@ impl Running {
         }
         let progress = self.progress();
         for client in &mut clients {
-            if matches!(&client.waiting, Some(Waiting::News(seen)) if *seen != progress) {
+            let due = match &client.waiting {
+                Some(Waiting::News(seen)) => *seen != progress,
+                Some(Waiting::End) => progress.phase == Phase::Ended,
+                Some(Waiting::Stdin { .. }) | None => false,
+            };
+            if due {
                 client.waiting = None;
                 client.answer(Answer::Progress(progress));
             }
@@ -530,6 +536,7 @@ impl Client {
         self.received.drain(..4 + length);
         self.waiting = Some(match &request {
             Request::Watch(seen) => Waiting::News(*seen),
+            Request::AwaitEnd => Waiting::End,
             Request::Stdin { offset, data } => Waiting::Stdin { offset: *offset, data: data.clone() },
             // Answered at once: no progress is like this one.
             _ => Waiting::News(Progress { stdin_taken: u64::MAX, ..Progress::default() }),

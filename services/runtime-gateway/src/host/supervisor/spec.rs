@@ -1,6 +1,6 @@
 //! What libcontainer is told: an OCI configuration, as a pure function of the container.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
@@ -88,6 +88,9 @@ const MASKED: &[&str] = &[
 /// Parts of /proc that reach beyond the container when written to.
 const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
+/// Where containers look for their groups.
+const CGROUPS: &str = "/sys/fs/cgroup";
+
 /// What of the worker the configuration depends on.
 pub(super) struct Worker<'a> {
     pub(super) root: &'a Path,
@@ -96,6 +99,8 @@ pub(super) struct Worker<'a> {
     pub(super) capabilities: u64,
     /// Whether swap counts against the memory limit.
     pub(super) limits_swap: bool,
+    /// Groups of the container's own, and where it sees them.
+    pub(super) cgroups: &'a [(PathBuf, String)],
 }
 
 pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value {
@@ -110,6 +115,25 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
     } else {
         ["nosuid", "noexec", "nodev", "ro"]
     };
+    let mut mounts = vec![
+        mount("/proc", "proc", &["nosuid", "noexec", "nodev"]),
+        mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+        mount(
+            "/dev/pts",
+            "devpts",
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
+        ),
+        mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777"]),
+        mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
+        mount("/sys", "sysfs", &sys_options),
+    ];
+    if worker.cgroups.iter().any(|(_, path)| path != CGROUPS) {
+        mounts.push(mount(CGROUPS, "tmpfs", &["nosuid", "noexec", "nodev", "mode=755"]));
+    }
+    for (group, path) in worker.cgroups {
+        let options = ["bind", "ro", "nosuid", "noexec", "nodev"];
+        mounts.push(json!({ "destination": path, "type": "bind", "source": group, "options": options }));
+    }
     json!({
         "ociVersion": "1.0.2",
         "hostname": hostname,
@@ -134,15 +158,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
                 "ambient": [],
             },
         },
-        "mounts": [
-            mount("/proc", "proc", &["nosuid", "noexec", "nodev"]),
-            mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
-            mount("/dev/pts", "devpts",
-                &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]),
-            mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777"]),
-            mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
-            mount("/sys", "sysfs", &sys_options),
-        ],
+        "mounts": mounts,
         "linux": {
             "cgroupsPath": format!("/{}", worker.cgroup),
             "namespaces": [
@@ -206,8 +222,14 @@ mod tests {
 
     #[test]
     fn the_configuration_is_one_that_libcontainer_reads() -> Result<(), serde_json::Error> {
-        let worker =
-            Worker { root: Path::new("/r"), cgroup: "g", capabilities: !(1 << 24), limits_swap: true };
+        let cgroups = [(PathBuf::from("/c/memory/g"), "/sys/fs/cgroup/memory".to_owned())];
+        let worker = Worker {
+            root: Path::new("/r"),
+            cgroup: "g",
+            capabilities: !(1 << 24),
+            limits_swap: true,
+            cgroups: &cgroups,
+        };
         for privileged in [false, true] {
             let value = configuration(&container(privileged), &worker);
             let count = value["process"]["capabilities"]["bounding"].as_array().map(Vec::len);

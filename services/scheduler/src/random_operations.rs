@@ -1,0 +1,507 @@
+//! Random operations on leases, many at a time, against what must always hold.
+//!
+//! Each round carries out some operations at once, each in its transaction as the service would, on real databases; then everything is
+//! at rest and is checked. The seed is printed; `GANTRY_SEED` repeats a run as far as the database's own races allow.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use db::Database;
+use domain::worker::{Capacity, Labels, LeaseClaims, Marker, SessionClaims};
+use domain::workload::{Exit, Image, Limits, Network, OutputMode, Stdin, WorkloadSpec};
+use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{RngExt, SeedableRng};
+use sea_orm::{ColumnTrait, DbErr, EntityTrait, QueryFilter, QueryOrder};
+
+use crate::config::Config;
+use crate::dispatch::{self, SubmitError};
+use crate::effects::Effects;
+use crate::entity::{event, from_json, lease, worker, workload};
+use crate::events::Event;
+use crate::leases::{self, RenewError};
+use crate::outcome::{AttemptEnd, Report};
+use crate::placement::{self, Choice, Demand};
+use crate::service::is_duplicate;
+use crate::workers::{self, Hello, Kept, SessionError};
+use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
+
+const WORKERS: usize = 3;
+const ROUNDS: usize = 60;
+const AT_ONCE: usize = 6;
+
+/// What the operations have seen. Only what can be said whatever the others do at the same time.
+#[derive(Default)]
+struct Seen {
+    sessions: HashMap<usize, SessionClaims>,
+    workloads: Vec<WorkloadId>,
+    /// Every lease that was ever live, so that stale ones are used as well.
+    claims: Vec<LeaseClaims>,
+    driven: Vec<LeaseClaims>,
+    /// The attempts that were allowed to start.
+    started: HashMap<WorkloadId, HashSet<LeaseId>>,
+    /// How finished workloads ended.
+    endings: HashMap<WorkloadId, String>,
+    ended_leases: HashSet<LeaseId>,
+    /// Microseconds by which the clock was moved.
+    moved: i64,
+}
+
+#[derive(Clone)]
+struct World {
+    db: Database,
+    config: Arc<Config>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Operation {
+    Submit,
+    Dispatch,
+    Start,
+    Finish,
+    Cancel,
+    Observe,
+    Forget,
+    Restart,
+    Silence,
+    Contact,
+    TimeOut,
+    PlaceDriven,
+    RenewDriven,
+    ReleaseDriven,
+}
+
+const OPERATIONS: [(Operation, u32); 14] = [
+    (Operation::Submit, 8),
+    (Operation::Dispatch, 8),
+    (Operation::Start, 8),
+    (Operation::Finish, 8),
+    (Operation::Cancel, 3),
+    (Operation::Observe, 5),
+    (Operation::Forget, 2),
+    (Operation::Restart, 2),
+    (Operation::Silence, 1),
+    (Operation::Contact, 5),
+    (Operation::TimeOut, 3),
+    (Operation::PlaceDriven, 2),
+    (Operation::RenewDriven, 2),
+    (Operation::ReleaseDriven, 2),
+];
+
+fn spec() -> WorkloadSpec {
+    WorkloadSpec {
+        team: "main".to_owned(),
+        image: Image::Host,
+        command: vec![b"true".to_vec()],
+        environment: vec![],
+        directory: b"/workspace".to_vec(),
+        user: None,
+        stdin: Stdin::None,
+        output: OutputMode::Spooled,
+        inputs: vec![],
+        outputs: vec![],
+        limits: Limits::default(),
+        privileged: false,
+        network: Network::Host,
+        tags: vec![],
+        platform: "linux".to_owned(),
+        queue_timeout: Some(Duration::from_secs(3600)),
+        run_timeout: Some(Duration::from_secs(5)),
+        build: None,
+    }
+}
+
+fn max_tasks(worker: usize) -> Option<u32> {
+    [Some(1), Some(3), None][worker]
+}
+
+impl World {
+    fn seen<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
+        look(&mut self.seen.lock().expect("no panic"))
+    }
+
+    fn now(&self) -> Timestamp {
+        Timestamp(Timestamp::now().0 + self.seen(|seen| seen.moved))
+    }
+
+    async fn hello(&self, worker: usize, marker: MarkerId) {
+        let hello = Hello {
+            name: format!("worker-{worker}"),
+            instance: GatewayInstance::from_uuid(uuid::Uuid::from_u128(worker as u128 + 1)),
+            last: None,
+            marker: Marker { id: marker, boot: String::new() },
+            endpoint: "http://127.0.0.1:1".to_owned(),
+            labels: Labels {
+                platform: "linux".to_owned(),
+                tags: vec![],
+                team: None,
+                image_kinds: vec!["host".to_owned()],
+                capabilities: vec![],
+            },
+            capacity: Capacity { max_tasks: max_tasks(worker), disk_bytes: 0 },
+        };
+        let session = self
+            .db
+            .write(async |txn| {
+                workers::hello(&txn, &hello, &self.config, self.now(), &mut Effects::default()).await
+            })
+            .await;
+        match session {
+            Ok(session) => self.seen(|seen| {
+                let newest = seen.sessions.entry(worker).or_insert_with(|| session.clone());
+                if newest.incarnation < session.incarnation {
+                    *newest = session;
+                }
+            }),
+            Err(SessionError::Database(error)) => panic!("hello: {error}"),
+            Err(SessionError::Stale | SessionError::AlreadyAttended) => {}
+        }
+    }
+
+    async fn end_orphans(&self) {
+        for lease in workers::orphans(self.db.read()).await.expect("orphans") {
+            let ended = self.db.write(async |txn| {
+                let (now, mut effects) = (self.now(), Effects::default());
+                if !workers::is_orphan(&*txn, &lease).await? {
+                    return Ok(());
+                }
+                match lease.kind {
+                    lease::Kind::Task => {
+                        workloads::lose_attempt(&txn, &lease, AttemptEnd::WorkerLost, now, &mut effects).await
+                    }
+                    lease::Kind::Transfer => {
+                        let id = LeaseId::from_uuid(lease.id);
+                        leases::end(&txn, id, lease::EndedBy::Lost, now, &mut effects).await.map(|_| ())
+                    }
+                }
+            });
+            ended.await.expect("an orphan ends");
+        }
+    }
+
+    /// Notes the leases that are live now, so that later operations have something to be about.
+    async fn learn(&self) {
+        let live = lease::Entity::find()
+            .filter(lease::Column::State.ne(lease::State::Ended))
+            .filter(lease::Column::Kind.eq(lease::Kind::Task))
+            .all(self.db.read())
+            .await
+            .expect("leases");
+        self.seen(|seen| {
+            for lease in &live {
+                let claims = leases::claims(lease);
+                if !seen.claims.contains(&claims) {
+                    seen.claims.push(claims);
+                }
+            }
+        });
+    }
+
+    async fn carry_out(&self, operation: Operation, mut dice: StdRng) {
+        let now = self.now();
+        let claims = self.seen(|seen| {
+            // Mostly a recent one.
+            let recent = seen.claims.len().saturating_sub(8);
+            let from = if dice.random_bool(0.8) { &seen.claims[recent..] } else { &seen.claims[..] };
+            from.choose(&mut dice).cloned()
+        });
+        match operation {
+            Operation::Submit => {
+                let again = self.seen(|seen| seen.workloads.choose(&mut dice).copied());
+                let id = again.filter(|_| dice.random_bool(0.2)).unwrap_or_else(WorkloadId::new);
+                let submission = Submission::new(id, spec(), None);
+                let submitted = self.db.write(async |txn| {
+                    dispatch::submit(&txn, &submission, now, &mut Effects::default()).await
+                });
+                match submitted.await {
+                    Ok(_) => {}
+                    // All of them are lost.
+                    Err(SubmitError::NoCompatibleWorker(_)) => return,
+                    // Two at once with one id: the service looks again.
+                    Err(SubmitError::Database(error)) if is_duplicate(&error) => {}
+                    Err(error) => panic!("submit: {error}"),
+                }
+                self.seen(|seen| {
+                    if !seen.workloads.contains(&id) {
+                        seen.workloads.push(id);
+                    }
+                });
+            }
+            Operation::Dispatch => {
+                for row in workloads::pending(self.db.read(), None, 10).await.expect("the queue") {
+                    let id = WorkloadId::from_uuid(row.id);
+                    let placed = self.db.write(async |txn| {
+                        dispatch::place_pending(&txn, id, now, &mut Effects::default()).await
+                    });
+                    placed.await.expect("placed or not");
+                }
+            }
+            Operation::Start => {
+                let Some(claims) = claims else { return };
+                let started = self.db.write(async |txn| {
+                    workloads::start_attempt(&txn, &claims, now, &mut Effects::default()).await
+                });
+                match (started.await, claims.attempt) {
+                    (Ok(()), Some((workload, _))) => {
+                        self.seen(|seen| seen.started.entry(workload).or_default().insert(claims.lease));
+                    }
+                    (Ok(()), None) | (Err(AttemptError::LeaseLost), _) => {}
+                    (Err(AttemptError::Database(error)), _) => panic!("start: {error}"),
+                }
+            }
+            Operation::Finish => {
+                let Some(claims) = claims else { return };
+                let exit = Some(Exit::Code(dice.random_range(0..2)));
+                let finished = self.db.write(async |txn| {
+                    let report = Report { exit, ..Report::default() };
+                    workloads::finish_attempt(&txn, &claims, report, now, &mut Effects::default()).await
+                });
+                match finished.await {
+                    Ok(()) | Err(AttemptError::LeaseLost) => {}
+                    Err(AttemptError::Database(error)) => panic!("finish: {error}"),
+                }
+            }
+            Operation::Cancel => {
+                let Some(id) = self.seen(|seen| seen.workloads.choose(&mut dice).copied()) else { return };
+                let grace = Duration::from_millis(dice.random_range(0..10));
+                let cancelled = self.db.write(async |txn| {
+                    workloads::cancel(&txn, "main", id, grace, now, &mut Effects::default()).await
+                });
+                match cancelled.await {
+                    Ok(()) | Err(WorkloadError::NotFound(_)) => {}
+                    Err(WorkloadError::Database(error)) => panic!("cancel: {error}"),
+                }
+            }
+            Operation::Observe => {
+                let Some(lease) = self.find(claims).await else { return };
+                let phase = [Phase::Preparing, Phase::Running, Phase::Publishing, Phase::Ended];
+                let phase = *phase.choose(&mut dice).expect("a phase");
+                let observed = self.db.write(async |txn| {
+                    workloads::observe_phase(&txn, &lease, phase, now, &mut Effects::default()).await
+                });
+                observed.await.expect("observed");
+            }
+            Operation::Forget => {
+                let Some(lease) = self.find(claims).await else { return };
+                let lost = self.db.write(async |txn| {
+                    let end = AttemptEnd::Unknown;
+                    workloads::lose_attempt(&txn, &lease, end, now, &mut Effects::default()).await
+                });
+                lost.await.expect("lost");
+            }
+            Operation::Restart => {
+                self.hello(dice.random_range(0..WORKERS), MarkerId::new()).await;
+                self.end_orphans().await;
+            }
+            Operation::Silence => {
+                let lost = i64::try_from(self.config.lost_after.as_micros()).expect("fits");
+                self.seen(|seen| seen.moved += lost + 1);
+                let now = self.now();
+                let noticed =
+                    self.db.write(async |txn| workers::notice_silence(&txn, &self.config, now).await);
+                noticed.await.expect("noticed");
+                self.end_orphans().await;
+            }
+            Operation::Contact => {
+                let worker = dice.random_range(0..WORKERS);
+                let Some(session) = self.seen(|seen| seen.sessions.get(&worker).cloned()) else { return };
+                let contact = self.db.write(async |txn| {
+                    workers::observe(&txn, &session, Kept::default(), now, &mut Effects::default()).await
+                });
+                match contact.await {
+                    Ok(()) | Err(SessionError::Stale | SessionError::AlreadyAttended) => {}
+                    Err(SessionError::Database(error)) => panic!("contact: {error}"),
+                }
+            }
+            Operation::TimeOut => {
+                self.seen(|seen| seen.moved += 6_000_000);
+                let now = self.now();
+                for id in workloads::overdue(self.db.read(), now).await.expect("overdue") {
+                    let stopped = self.db.write(async |txn| {
+                        let grace = Duration::from_secs(1);
+                        workloads::time_out(&txn, id, grace, now, &mut Effects::default()).await
+                    });
+                    stopped.await.expect("stopped");
+                }
+                self.db.write(async |txn| leases::expire(&txn, now).await).await.expect("expired");
+            }
+            Operation::PlaceDriven => {
+                let demand = Demand {
+                    team: "main".to_owned(),
+                    platform: "linux".to_owned(),
+                    tags: vec![],
+                    process: None,
+                };
+                let id = LeaseId::new();
+                let term = self.config.lease_term;
+                let granted = self.db.write(async |txn| {
+                    let known = workers::for_placement(&*txn).await?;
+                    match placement::choose(&demand, &known, &[]) {
+                        Choice::Placed(placement) => {
+                            leases::grant_transfer(&txn, placement.worker, &demand, id, now, term).await
+                        }
+                        Choice::NotNow(_) | Choice::Never(_) => Ok::<_, DbErr>(None),
+                    }
+                });
+                if let Some(lease) = granted.await.expect("granted or not") {
+                    self.seen(|seen| seen.driven.push(leases::claims(&lease)));
+                }
+            }
+            Operation::RenewDriven => {
+                let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
+                let term = self.config.lease_term;
+                let renewed =
+                    self.db.write(async |txn| leases::renew(&txn, claims.lease, now, term).await).await;
+                assert!(!matches!(renewed, Err(RenewError::Database(_))), "{renewed:?}");
+                let ended = self.seen(|seen| seen.ended_leases.contains(&claims.lease));
+                assert!(!ended || renewed.is_err(), "a lease that had ended was renewed");
+            }
+            Operation::ReleaseDriven => {
+                let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
+                let released = self.db.write(async |txn| {
+                    let by = lease::EndedBy::Reported;
+                    leases::end(&txn, claims.lease, by, now, &mut Effects::default()).await
+                });
+                released.await.expect("released");
+            }
+        }
+    }
+
+    async fn find(&self, claims: Option<LeaseClaims>) -> Option<lease::Model> {
+        leases::find(self.db.read(), claims?.lease).await.expect("leases")
+    }
+
+    /// Everything is at rest: what must hold, holds.
+    async fn check(&self) {
+        let db = self.db.read();
+        let all = lease::Entity::find().all(db).await.expect("leases");
+        let live: Vec<_> = all.iter().filter(|lease| lease.state != lease::State::Ended).collect();
+
+        for worker in worker::Entity::find().all(db).await.expect("workers") {
+            let tasks = live.iter().filter(|l| l.worker_id == worker.id && l.kind == lease::Kind::Task);
+            let tasks = i64::try_from(tasks.count()).expect("few");
+            assert_eq!(worker.active_tasks, tasks, "the counter of {} is not its ledger", worker.name);
+            assert!(worker.max_tasks.is_none_or(|max| tasks <= max), "{} has {tasks} tasks", worker.name);
+        }
+        let mut held = HashSet::new();
+        for lease in &live {
+            assert!(lease.workload_id.is_none_or(|id| held.insert(id)), "two live leases of a workload");
+        }
+        for row in workload::Entity::find().all(db).await.expect("workloads") {
+            self.check_workload(&row, &live).await;
+        }
+        let started = self.seen(|seen| seen.started.clone());
+        for (workload, attempts) in started {
+            assert_eq!(attempts.len(), 1, "{workload} was started twice");
+        }
+        let ended = all.iter().filter(|lease| lease.state == lease::State::Ended);
+        let ended: HashSet<_> = ended.map(|lease| LeaseId::from_uuid(lease.id)).collect();
+        self.seen(|seen| {
+            assert!(seen.ended_leases.is_subset(&ended), "a lease that had ended is live again");
+            seen.ended_leases = ended;
+        });
+    }
+
+    async fn check_workload(&self, row: &workload::Model, live: &[&lease::Model]) {
+        use workload::State::{Accepted, Assigned, Finished, Pending, Running, Settling, Starting};
+        let id = WorkloadId::from_uuid(row.id);
+        let lease = live.iter().find(|lease| lease.workload_id == Some(row.id));
+        match row.state {
+            Assigned | Starting | Running => {
+                assert_eq!(lease.map(|lease| lease.id), row.lease_id, "{id} is {:?}", row.state);
+            }
+            Pending | Finished => assert!(lease.is_none(), "{id} is {:?} and holds a lease", row.state),
+            Accepted | Settling => panic!("{id} needs nothing of the store and is {:?}", row.state),
+        }
+        let events = event::Entity::find()
+            .filter(event::Column::WorkloadId.eq(row.id))
+            .order_by_asc(event::Column::Revision)
+            .all(self.db.read())
+            .await
+            .expect("events");
+        let revisions: Vec<_> = events.iter().map(|event| event.revision).collect();
+        assert_eq!(revisions, (1..=row.revision).collect::<Vec<_>>(), "{id} misses a revision");
+        let last = events.iter().position(|event| {
+            matches!(from_json::<Event>(&event.event).expect("an event"), Event::Finished { .. })
+        });
+        match row.state {
+            Finished => {
+                assert_eq!(last, Some(events.len() - 1), "{id} has finished, and that is the last event")
+            }
+            _ => assert_eq!(last, None, "{id} has not finished"),
+        }
+        if let Some(ending) = &row.ending {
+            let first = self.seen(|seen| seen.endings.entry(id).or_insert_with(|| ending.clone()).clone());
+            assert_eq!(*ending, first, "{id} ended twice");
+        }
+    }
+
+    /// Lets everything end, and checks that nothing is left.
+    async fn quiesce(&self) {
+        for worker in 0..WORKERS {
+            self.hello(worker, MarkerId::new()).await;
+        }
+        self.end_orphans().await;
+        for id in self.seen(|seen| seen.workloads.clone()) {
+            let cancelled = self.db.write(async |txn| {
+                workloads::cancel(&txn, "main", id, Duration::ZERO, self.now(), &mut Effects::default()).await
+            });
+            cancelled.await.expect("cancelled");
+        }
+        for worker in 0..WORKERS {
+            self.hello(worker, MarkerId::new()).await;
+        }
+        self.end_orphans().await;
+        self.check().await;
+        for worker in worker::Entity::find().all(self.db.read()).await.expect("workers") {
+            assert_eq!(worker.active_tasks, 0, "{} keeps a slot", worker.name);
+        }
+        for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
+            assert_eq!(row.state, workload::State::Finished);
+        }
+    }
+}
+
+async fn run(url: &str) {
+    let seed = std::env::var("GANTRY_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed: u64 = seed.unwrap_or_else(|| rand::rng().random());
+    eprintln!("GANTRY_SEED={seed}");
+    let mut dice = StdRng::seed_from_u64(seed);
+
+    let config = Config::new(url, "http://127.0.0.1:9");
+    let db = Database::connect::<crate::Schema>(url).await.expect("a database");
+    let world = World { db, config: Arc::new(config), seen: Arc::default() };
+    for worker in 0..WORKERS {
+        world.hello(worker, MarkerId::new()).await;
+    }
+    for _ in 0..ROUNDS {
+        let mut operations = tokio::task::JoinSet::new();
+        for _ in 0..AT_ONCE {
+            let (operation, _) =
+                OPERATIONS.choose_weighted(&mut dice, |(_, weight)| *weight).expect("some weights");
+            let (world, operation, dice) = (world.clone(), *operation, StdRng::seed_from_u64(dice.random()));
+            operations.spawn(async move { world.carry_out(operation, dice).await });
+        }
+        while let Some(done) = operations.join_next().await {
+            done.expect("the operation");
+        }
+        world.learn().await;
+        world.check().await;
+    }
+    world.quiesce().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn limits_hold_and_nothing_is_granted_twice_sqlite() {
+    let database = testing::databases::sqlite();
+    run(&database.url).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn limits_hold_and_nothing_is_granted_twice_postgres() {
+    let database = testing::databases::postgres().await;
+    run(&database.url).await;
+}
