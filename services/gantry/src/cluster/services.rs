@@ -1,5 +1,6 @@
 //! The four services of a local cluster, each with a database or directory of its own, all on one socket.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -17,8 +18,8 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// How many containers or volumes are destroyed at a time.
 const DESTROY_CONCURRENCY: usize = 8;
 
-/// Starts the services on `host`. They reach each other over the socket, which is bound and not yet served.
-pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
+/// Starts the services on `host`, and answers this machine as their worker. They reach each other over the socket, which is bound and not yet served.
+pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<Arc<HostRuntime>> {
     let endpoint = paths.endpoint();
     let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
     scheduler::start(scheduler, host).await?;
@@ -31,8 +32,8 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
     let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
     streamer::start(&streamer, host)?;
 
-    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
-    machine.masked = paths.private();
+    let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
+    machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
     let runtime = tokio::task::spawn_blocking(move || HostRuntime::open(machine))
         .await
         .context("the worker on this machine cannot be opened")?
@@ -49,5 +50,6 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         report_interval: REPORT_INTERVAL,
         destroy_concurrency: DESTROY_CONCURRENCY,
     };
-    runtime_gateway::start(gateway, runtime, host)
+    runtime_gateway::start(gateway, runtime.clone(), host)?;
+    Ok(runtime)
 }
