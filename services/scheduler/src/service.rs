@@ -239,26 +239,30 @@ impl Scheduler {
         Ok(workload)
     }
 
-    /// Opens or continues the session of a gateway.
-    pub(crate) async fn hello(&self, hello: &Hello) -> Result<SessionClaims, SessionError> {
+    /// Opens or continues the session of a gateway. Answers as of when, too.
+    pub(crate) async fn hello(&self, hello: &Hello) -> Result<(SessionClaims, Timestamp), SessionError> {
         let session = self
             .change(async |txn| {
                 let mut effects = Effects::default();
                 let now = Timestamp::now();
                 let session = workers::hello(&txn, hello, &self.config, now, &mut effects).await?;
-                Ok::<_, SessionError>((session, effects))
+                Ok::<_, SessionError>(((session, now), effects))
             })
             .await?;
         self.end_orphans().await?;
         Ok(session)
     }
 
-    /// The gateway of `session` is in contact.
-    pub(crate) async fn contact(&self, session: &SessionClaims, kept: Kept) -> Result<(), SessionError> {
+    /// The gateway of `session` is in contact. Answers as of when.
+    pub(crate) async fn contact(
+        &self,
+        session: &SessionClaims,
+        kept: Kept,
+    ) -> Result<Timestamp, SessionError> {
         self.change(async |txn| {
-            let mut effects = Effects::default();
-            workers::observe(&txn, session, kept, Timestamp::now(), &mut effects).await?;
-            Ok::<_, SessionError>(((), effects))
+            let (now, mut effects) = (Timestamp::now(), Effects::default());
+            workers::observe(&txn, session, kept, now, &mut effects).await?;
+            Ok::<_, SessionError>((now, effects))
         })
         .await
     }
