@@ -342,7 +342,7 @@ pub(crate) enum CompleteError {
     Session(#[from] SessionError),
     #[error("no volume {0} on this worker")]
     NotFound(VolumeHandle),
-    #[error("volume {0} is no replica and no output, and has no final bytes")]
+    #[error("volume {0} is an input, which has no final bytes")]
     Input(VolumeHandle),
     #[error("volume {0} was completed with other bytes")]
     OtherBytes(VolumeHandle),

@@ -16,6 +16,7 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
+use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tonic::Status;
 
@@ -38,6 +39,8 @@ pub(crate) struct Connection {
     peer: Peer,
     /// Where the cluster is one of this machine that we may start.
     local: Option<Paths>,
+    /// Held while it is started again: calls that broke together start it once.
+    reviving: Mutex<()>,
     /// On whose behalf.
     pub(crate) team: String,
 }
@@ -55,7 +58,16 @@ impl Connection {
             }
         };
         let peer = peer(&address, outgoing.clone())?;
-        Ok(Self { address, outgoing, peer, local, team: global.team.clone() })
+        Ok(Self { address, outgoing, peer, local, reviving: Mutex::new(()), team: global.team.clone() })
+    }
+
+    /// The cluster at `address`.
+    #[cfg(test)]
+    pub(crate) fn to(address: &str) -> Self {
+        let outgoing = Outgoing::default();
+        let peer = peer(address, outgoing.clone()).expect("an address");
+        let (address, team) = (address.to_owned(), "main".to_owned());
+        Self { address, outgoing, peer, local: None, reviving: Mutex::new(()), team }
     }
 
     /// The gateway at `endpoint`.
@@ -75,7 +87,10 @@ impl Connection {
     /// Starts the cluster on this machine again if it has gone.
     pub(crate) async fn revive(&self, ui: &Ui) -> anyhow::Result<()> {
         match &self.local {
-            Some(paths) => cluster::ensure(paths, ui).await.map(drop),
+            Some(paths) => {
+                let _reviving = self.reviving.lock().await;
+                cluster::ensure(paths, ui).await.map(drop)
+            }
             None => Ok(()),
         }
     }

@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn nobody_who_answers_is_said_without_our_insides() {
-        let error = refused("cannot list workers")(Status::unknown("transport error"));
+        let error = refused("cannot list workers")(Status::new(Code::Unknown, "transport error"));
         assert_eq!(
             describe(&error),
             "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or look at \

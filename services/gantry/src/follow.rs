@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rpc::pb::scheduler::{CancelRequest, Finished, Whereabouts, watch_response::Event};
 use serde_json::json;
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tracing::Instrument;
 
 use crate::attach::{Attached, Streams, attach, detach};
@@ -64,7 +64,7 @@ struct State {
     finished: Option<Finished>,
     /// The exit code of whatever made us cancel it.
     asked: Option<u8>,
-    cancelling: Option<JoinHandle<anyhow::Result<()>>>,
+    cancelling: JoinSet<anyhow::Result<()>>,
 }
 
 impl Follow<'_> {
@@ -202,10 +202,8 @@ impl Follow<'_> {
     /// The first time the workload is cancelled; the second time we go once that was heard.
     async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
         if state.asked.is_some() {
-            if let Some(cancelling) = state.cancelling.take() {
-                // Two seconds are enough to be heard; we were asked to go.
-                _ = tokio::time::timeout(Duration::from_secs(2), cancelling).await;
-            }
+            // Two seconds are enough to be heard; we were asked to go.
+            _ = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
             return Err(Interrupted(code).into());
         }
         state.asked = Some(code);
@@ -215,7 +213,7 @@ impl Follow<'_> {
     }
 
     fn cancel(&self, state: &mut State) {
-        state.cancelling = Some(tokio::spawn(cancel(self.connection, self.workload.clone(), GRACE)));
+        state.cancelling.spawn(cancel(self.connection, self.workload.clone(), GRACE));
     }
 
     async fn leave(&self, whereabouts: &Whereabouts, streams: &Streams) {
@@ -232,7 +230,7 @@ impl Follow<'_> {
 }
 
 /// Our ends of a process's output and input.
-pub(crate) fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
+fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
     let sink = |which: Which| match ui.events() {
         Some(events) => Ok(Sink::events(which, events)),
         None => Sink::raw(which).with_context(|| format!("our {} is closed", which.name())),

@@ -1,14 +1,11 @@
 //! `gantry attach` and `gantry logs`: the output of a workload that somebody submitted.
 
+use anyhow::bail;
 use rpc::pb::scheduler::{StdinMode, Workload, WorkloadState};
-use serde_json::json;
 
 use crate::args::{AttachArgs, WorkloadArgs};
-use crate::attach::{Attached, Streams, attach};
 use crate::connect::Connection;
-use crate::error::Interrupted;
-use crate::exit;
-use crate::follow::{Follow, OnSignal, streams};
+use crate::follow::{Follow, OnSignal};
 use crate::json as shown;
 use crate::list::workload;
 use crate::signals::Signals;
@@ -39,19 +36,24 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
 
 /// `gantry logs`: all output that is still kept, and what comes, until there is no more.
 pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<()> {
-    let id = args.workload.to_string();
-    let Some(whereabouts) = workload(connection, &id).await?.whereabouts else {
-        ui.note("it has no output: it was never placed");
-        return Ok(());
+    let mut signals = Signals::catch()?;
+    let follow = Follow {
+        connection,
+        ui,
+        workload: args.workload.to_string(),
+        on_signal: OnSignal::Leave,
+        narrate: false,
+        stdin: false,
+        // Whoever the process waits for acknowledges; reading along changes nothing.
+        acknowledge: false,
     };
-    // Whoever the process waits for acknowledges; reading along changes nothing.
-    let mut streams: Streams = streams(ui, false, false)?;
-    match attach(connection, ui, &id, whereabouts, &mut streams).await {
-        Attached::Done => {
-            ui.event("done", json!({}));
-            Ok(())
-        }
-        Attached::StdoutClosed => Err(Interrupted(exit::PIPE).into()),
-        Attached::Lost(refused) => Err(anyhow::Error::new(refused).context("its output cannot be had")),
+    let followed = follow.run(&mut signals).await?;
+    if let (None, Some(failure)) = (&followed.finished.exit, &followed.finished.failure) {
+        ui.note(&format!("its process did not run: {} ({})", failure.message, failure.reason));
     }
+    if followed.output_lost {
+        bail!("the output is not whole");
+    }
+    ui.event("finished", shown::finished(&followed.finished, 0));
+    Ok(())
 }

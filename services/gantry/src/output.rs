@@ -6,8 +6,9 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, TrySendError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -19,6 +20,10 @@ use crate::stdout::write_all;
 
 /// How much of one output may wait to be written.
 const IN_FLIGHT: u64 = 4 << 20;
+/// How many pieces of output may wait, however small.
+const QUEUE: usize = 1024;
+/// How long a full queue is left to its thread before it is looked at again.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Which output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,19 +52,19 @@ enum Item {
 
 /// Writes events, one JSON object a line, in the order in which they are said.
 pub(crate) struct Events {
-    items: mpsc::Sender<Item>,
+    items: mpsc::SyncSender<Item>,
     thread: JoinHandle<()>,
 }
 
 impl Events {
     pub(crate) fn start() -> Self {
-        let (items, queue) = mpsc::channel();
+        let (items, queue) = mpsc::sync_channel(QUEUE);
         let thread = std::thread::spawn(move || write_events(queue));
         Self { items, thread }
     }
 
     pub(crate) fn say(&self, event: &Value) {
-        // When it fails, standard output is closed; whoever follows the output learns it there.
+        // Waits only when the reader stalls. When it fails, standard output is closed; whoever follows the output learns it there.
         _ = self.items.send(Item::Event(event.to_string()));
     }
 
@@ -73,7 +78,7 @@ impl Events {
 /// One output of a process.
 pub(crate) struct Sink {
     which: Which,
-    items: mpsc::Sender<Item>,
+    items: mpsc::SyncSender<Item>,
     /// Where the next byte stands in the whole of the output.
     received: u64,
     /// Up to where it has been written. Closed once nobody can read any more.
@@ -88,7 +93,7 @@ impl Sink {
             Which::Stdout => io::stdout().as_fd().try_clone_to_owned(),
             Which::Stderr => io::stderr().as_fd().try_clone_to_owned(),
         }?;
-        let (items, queue) = mpsc::channel();
+        let (items, queue) = mpsc::sync_channel(QUEUE);
         std::thread::spawn(move || write_raw(file, which, queue));
         Ok(Self::new(which, items))
     }
@@ -98,7 +103,15 @@ impl Sink {
         Self::new(which, events.items.clone())
     }
 
-    fn new(which: Which, items: mpsc::Sender<Item>) -> Self {
+    /// Copies to a file.
+    #[cfg(test)]
+    pub(crate) fn to_file(file: OwnedFd, which: Which) -> Self {
+        let (items, queue) = mpsc::sync_channel(QUEUE);
+        std::thread::spawn(move || write_raw(file, which, queue));
+        Self::new(which, items)
+    }
+
+    fn new(which: Which, items: mpsc::SyncSender<Item>) -> Self {
         let (writing, written) = watch::channel(0);
         Self { which, items, received: 0, written, writing }
     }
@@ -124,8 +137,15 @@ impl Sink {
         let offset = offset.max(self.received);
         self.received = offset + data.len() as u64;
         let room = self.received.saturating_sub(IN_FLIGHT);
-        let item = Item::Output { which: self.which, offset, data, written: self.writing.clone() };
-        self.items.send(item).map_err(|_| Closed)?;
+        let mut item = Item::Output { which: self.which, offset, data, written: self.writing.clone() };
+        loop {
+            item = match self.items.try_send(item) {
+                Ok(()) => break,
+                Err(TrySendError::Full(item)) => item,
+                Err(TrySendError::Disconnected(_)) => return Err(Closed),
+            };
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
         self.reach(room).await?;
         Ok(missed)
     }
@@ -210,20 +230,13 @@ fn write_events(queue: mpsc::Receiver<Item>) {
 #[cfg(test)]
 mod tests {
     use std::io::Read;
-    use std::time::Duration;
 
     use super::*;
-
-    fn sink_into(file: OwnedFd, which: Which) -> Sink {
-        let (items, queue) = mpsc::channel();
-        std::thread::spawn(move || write_raw(file, which, queue));
-        Sink::new(which, items)
-    }
 
     #[tokio::test]
     async fn bytes_that_come_twice_are_written_once_and_gaps_are_told() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = sink_into(writer.into(), Which::Stdout);
+        let mut sink = Sink::to_file(writer.into(), Which::Stdout);
         assert_eq!(sink.push(0, Bytes::from_static(b"hello ")).await, Ok(0));
         assert_eq!(sink.push(3, Bytes::from_static(b"lo wor")).await, Ok(0));
         assert_eq!(sink.push(2, Bytes::from_static(b"llo")).await, Ok(0));
@@ -239,7 +252,7 @@ mod tests {
     #[tokio::test]
     async fn a_reader_that_stalls_holds_the_output_back() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = sink_into(writer.into(), Which::Stdout);
+        let mut sink = Sink::to_file(writer.into(), Which::Stdout);
         let piece = Bytes::from(vec![7; 1 << 20]);
         let mut pushed = 0_u64;
         while tokio::time::timeout(Duration::from_millis(200), sink.push(pushed, piece.clone())).await.is_ok()
@@ -261,8 +274,8 @@ mod tests {
     async fn a_closed_standard_output_is_told_and_a_closed_standard_error_is_not() {
         let (reader, writer) = io::pipe().expect("a pipe");
         drop(reader);
-        let mut stdout = sink_into(writer.try_clone().expect("another").into(), Which::Stdout);
-        let mut stderr = sink_into(writer.into(), Which::Stderr);
+        let mut stdout = Sink::to_file(writer.try_clone().expect("another").into(), Which::Stdout);
+        let mut stderr = Sink::to_file(writer.into(), Which::Stderr);
         assert_eq!(
             match stdout.push(0, Bytes::from_static(b"x")).await {
                 Ok(_) => stdout.flush().await,

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 
 use crate::table::bytes;
 
@@ -19,7 +19,8 @@ pub(crate) struct Progress(Arc<Painted>);
 #[derive(Debug)]
 struct Painted {
     counts: Arc<Counts>,
-    painter: Option<JoinHandle<()>>,
+    /// Ends with it.
+    painter: JoinSet<()>,
     terminal: bool,
 }
 
@@ -35,7 +36,10 @@ impl Progress {
     pub(crate) fn start(what: &str, quiet: bool) -> Self {
         let counts = Arc::new(Counts { what: Mutex::new(what.to_owned()), ..Counts::default() });
         let terminal = io::stderr().is_terminal();
-        let painter = (!quiet).then(|| tokio::spawn(paint(counts.clone(), terminal)));
+        let mut painter = JoinSet::new();
+        if !quiet {
+            painter.spawn(paint(counts.clone(), terminal));
+        }
         Self(Arc::new(Painted { counts, painter, terminal: terminal && !quiet }))
     }
 
@@ -57,9 +61,7 @@ impl Progress {
 
 impl Drop for Painted {
     fn drop(&mut self) {
-        if let Some(painter) = &self.painter {
-            painter.abort();
-        }
+        self.painter.abort_all();
         if self.terminal {
             write_out("\r\x1b[K");
         }

@@ -36,6 +36,12 @@ impl Stdin {
         Self { pieces, kept: VecDeque::new(), read: 0, ended: false }
     }
 
+    /// What a sender says is read.
+    #[cfg(test)]
+    pub(crate) fn from(pieces: mpsc::Receiver<Bytes>) -> Self {
+        Self { pieces, kept: VecDeque::new(), read: 0, ended: false }
+    }
+
     /// Up to where input was read.
     pub(crate) fn position(&self) -> u64 {
         self.read

@@ -53,10 +53,11 @@ pub(crate) fn bytes(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
-/// A duration: `0.3 s`, `42 s`, `5 min`, `3 h`, `2 d`.
+/// A duration: `340 ms`, `1.5 s`, `42 s`, `5 min`, `3 h`, `2 d`.
 pub(crate) fn duration(duration: Duration) -> String {
     match duration.as_secs() {
-        0..10 => format!("{:.1} s", duration.as_secs_f64()),
+        0 => format!("{} ms", duration.as_millis()),
+        1..10 => format!("{:.1} s", duration.as_secs_f64()),
         seconds @ 10..120 => format!("{seconds} s"),
         seconds @ 120..7200 => format!("{} min", seconds / 60),
         seconds @ 7200..172_800 => format!("{} h", seconds / 3600),
@@ -109,7 +110,7 @@ mod tests {
         assert_eq!(bytes(1024), "1.0 KiB");
         assert_eq!(bytes((1 << 20) - 1), "1.0 MiB");
         assert_eq!(bytes(3 << 29), "1.5 GiB");
-        assert_eq!(duration(Duration::from_millis(340)), "0.3 s");
+        assert_eq!(duration(Duration::from_millis(340)), "340 ms");
         assert_eq!(duration(Duration::from_secs(119)), "119 s");
         assert_eq!(duration(Duration::from_secs(3600)), "60 min");
         assert_eq!(duration(Duration::from_secs(200_000)), "2 d");

@@ -25,8 +25,8 @@ use rpc::pb::streamer::{
 };
 use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::task::AbortOnDropHandle;
 use transfer::{
     Manifest, Problem, ProblemKind, ReadError, ReadOptions, Runs, ScanError, ScanOptions, TreeReader,
 };
@@ -249,7 +249,8 @@ impl Uploader<'_> {
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
         let sending = send_tree(go_to.ticket, directory.path.to_owned(), manifest.clone(), missing, requests);
-        let sender = AbortOnDropHandle::new(tokio::spawn(sending));
+        let mut sender = JoinSet::new();
+        sender.spawn(sending);
 
         let answers = async {
             let mut answers =
@@ -295,9 +296,7 @@ impl Uploader<'_> {
                     return Err(SendError::Changed(self.changed(directory, manifest).await));
                 }
                 // What broke the sender broke the call.
-                if sender.is_finished()
-                    && let Ok(Err(cause)) = sender.await
-                {
+                if let Some(Ok(Err(cause))) = sender.try_join_next() {
                     return Err(cause);
                 }
                 Err(SendError::Other(error))

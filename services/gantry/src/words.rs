@@ -123,6 +123,6 @@ mod tests {
         assert_eq!(instant(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), "2023-11-14T22:13:20Z");
         assert_eq!(hex(&[0, 0xab, 0xff]), "00abff");
         assert_eq!(ago(None), "");
-        assert_eq!(ago(Some(&Timestamp { seconds: i64::MAX, nanos: 0 })), "0.0 s");
+        assert_eq!(ago(Some(&Timestamp { seconds: i64::MAX, nanos: 0 })), "0 ms");
     }
 }

@@ -47,12 +47,17 @@ async fn holds_nothing(peer: &Peer) -> Result<bool, Status> {
     if workers.into_inner().workers.iter().any(|worker| worker.active_tasks > 0) {
         return Ok(false);
     }
-    let request = ListContainersRequest { page_size: 1, ..ListContainersRequest::default() };
-    let containers = InventoryClient::new(peer.clone()).list_containers(request).await?;
-    if !containers.into_inner().containers.is_empty() {
+    if containers(peer).await? > 0 {
         return Ok(false);
     }
     Ok(unfinished(peer).await?.is_empty())
+}
+
+/// How many containers there are, as far as one page tells.
+pub(crate) async fn containers(peer: &Peer) -> Result<u64, Status> {
+    let request = ListContainersRequest { page_size: 1000, ..ListContainersRequest::default() };
+    let containers = InventoryClient::new(peer.clone()).list_containers(request).await?;
+    Ok(containers.into_inner().containers.len() as u64)
 }
 
 /// The team of whoever does not name one. A local cluster has one user, who seldom names another.

@@ -14,10 +14,12 @@ use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::{Peer, Reason, invalid_field};
 use server::Activity;
 use server::telemetry::{RecentSpan, RecentSpans};
+use tokio::sync::OnceCell;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::idle::{TEAM, unfinished};
+use super::idle::{TEAM, containers, unfinished};
+use crate::table::count;
 
 /// What a process has between TERM and KILL.
 const GRACE: Duration = Duration::from_secs(10);
@@ -30,13 +32,42 @@ pub(crate) struct LocalCluster {
     pub(crate) state: String,
     pub(crate) endpoints: Vec<String>,
     pub(crate) idle_end: Option<Duration>,
-    pub(crate) recovered: Vec<String>,
+    /// The process of the cluster before, which did not end in order.
+    pub(crate) left_behind: Option<u32>,
+    /// What was found of it.
+    pub(crate) recovered: OnceCell<Vec<String>>,
     pub(crate) activity: Activity,
     pub(crate) spans: RecentSpans,
     /// Reaches the services of this cluster.
     pub(crate) peer: Peer,
     /// Ends the process.
     pub(crate) shutdown: CancellationToken,
+}
+
+impl LocalCluster {
+    /// Looks for what a cluster that did not end in order has left.
+    async fn recover(&self) -> Vec<String> {
+        let Some(process) = self.left_behind else { return Vec::new() };
+        let mut found =
+            vec![format!("the last cluster (process {process}) did not end in order; this one takes over")];
+        // Whoever asks wants to know; nobody is helped by an error.
+        let workloads = unfinished(&self.peer).await.unwrap_or_default().len() as u64;
+        let containers = containers(&self.peer).await.unwrap_or_default();
+        if workloads > 0 {
+            found.push(format!(
+                "{} had not ended: it goes on if its process is still there, and ends as lost if not",
+                count(workloads, "workload")
+            ));
+        }
+        if containers > 0 {
+            found.push(format!(
+                "{} adopted, and destroyed when nobody needs it",
+                count(containers, "container")
+            ));
+        }
+        found.iter().for_each(|line| tracing::warn!("{line}"));
+        found
+    }
 }
 
 /// The service. Cheap to clone.
@@ -55,7 +86,7 @@ impl Cluster for ClusterService {
             endpoints: cluster.endpoints.clone(),
             idle_for: Some(rpc::duration(cluster.activity.idle_for())),
             idle_end: cluster.idle_end.map(rpc::duration),
-            recovered: cluster.recovered.clone(),
+            recovered: cluster.recovered.get_or_init(|| cluster.recover()).await.clone(),
         }))
     }
 

@@ -31,8 +31,8 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
     let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
     streamer::start(&streamer, host)?;
 
-    let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
-    machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
+    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
+    machine.masked = paths.private();
     let runtime = tokio::task::spawn_blocking(move || HostRuntime::open(machine))
         .await
         .context("the worker on this machine cannot be opened")?

@@ -7,10 +7,13 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use domain::Timestamp;
 use rpc::client::{Outgoing, peer};
+use rpc::pb::local::GetStatusRequest;
+use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::cluster_server::ClusterServer;
 use server::telemetry::{self, RecentSpans};
 use server::{Host, Listener};
 use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::OnceCell;
 use tokio_util::sync::CancellationToken;
 
 use super::lock::{Lock, Record, holder};
@@ -23,6 +26,8 @@ use crate::ui::Ui;
 
 /// A detached cluster ends after this long without use, unless it is told otherwise.
 const IDLE_END: Duration = Duration::from_secs(10 * 60);
+/// What is logged unless `GANTRY_LOG` says otherwise. The database layer warns of each transaction that SQLite needs no mode for it.
+const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
 /// How long the cluster before may take to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// How long somebody who connected just before the socket was hidden may take until his first call counts.
@@ -32,6 +37,10 @@ const HESITATION: Duration = Duration::from_millis(300);
 pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
     let paths = Paths::find()?;
     paths.make()?;
+    let tcp = match &args.listen {
+        Some(address) => Some(listen(address, args.insecure).await?),
+        None => None,
+    };
     let Some(mut lock) = take_lock(&paths).await? else {
         if args.detached {
             return Ok(ANOTHER_RUNS);
@@ -44,62 +53,65 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
     };
     let left_behind = lock.left_behind.take();
     lock.record(&Record { process_id: std::process::id(), socket: paths.socket() })?;
-    let spans = RecentSpans::default();
-    let telemetry = telemetry::init("gantry", "info", Some(spans.clone()))?;
+    let served = serve(args, ui, &paths, tcp, left_behind).await;
+    lock.release()?;
+    served.map(|()| 0)
+}
 
-    let recovered: Vec<String> = left_behind
-        .iter()
-        .map(|record| {
-            format!(
-                "the last cluster (process {}) did not end in order; what it left was taken over",
-                record.process_id
-            )
-        })
-        .collect();
-    let tcp = match &args.listen {
-        Some(address) => Some(listen(address, args.insecure, &paths).await?),
-        None => None,
-    };
-    let mut listeners = vec![bind(&paths)?];
+/// Serves until it is told to end.
+async fn serve(
+    args: &UpArgs,
+    ui: &Ui,
+    paths: &Paths,
+    tcp: Option<TcpListener>,
+    left_behind: Option<Record>,
+) -> anyhow::Result<()> {
+    let spans = RecentSpans::default();
+    let _telemetry = telemetry::init("gantry", LOGGED, Some(spans.clone()))?;
+    let mut listeners = vec![bind(paths)?];
     let mut endpoints = vec![paths.endpoint()];
     let mut token = None;
     if let Some(tcp) = tcp {
-        endpoints.push(tcp.listener.endpoint()?);
-        token = Some(tcp.token);
-        listeners.push(tcp.listener);
+        let tcp = Listener::Tcp(tcp);
+        endpoints.push(tcp.endpoint()?);
+        listeners.push(tcp);
+        token = Some(token::generate(&paths.token())?);
     }
 
     let mut host = Host::new().with_token(token);
     let peer = peer(&paths.endpoint(), Outgoing::internal())?;
     let shutdown = CancellationToken::new();
+    let was_left_behind = left_behind.is_some();
     let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
-    services::start(args, &paths, &mut host).await?;
+    services::start(args, paths, &mut host).await?;
     host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
         started_at: Timestamp::now(),
         state: paths.state.display().to_string(),
         endpoints: endpoints.clone(),
         idle_end,
-        recovered: recovered.clone(),
+        left_behind: left_behind.map(|record| record.process_id),
+        recovered: OnceCell::new(),
         activity: host.activity(),
         spans,
         peer: peer.clone(),
         shutdown: shutdown.clone(),
     }))));
-
-    for line in &recovered {
-        ui.note(line);
-        tracing::info!("{line}");
+    if was_left_behind {
+        let mut cluster = ClusterClient::new(peer.clone());
+        // Answers once this host serves, and logs what was found.
+        host.spawn(async move { _ = cluster.get_status(GetStatusRequest {}).await });
     }
     if args.detached {
         tracing::info!(process.id = std::process::id(), "the cluster starts");
     } else {
-        announce(&endpoints, &paths)?;
+        announce(&endpoints, paths)?;
     }
+
     let (activity, stopping) = (host.activity(), host.stopping());
     let end = async {
         let idle = async {
             match idle_end {
-                Some(idle_end) => end_when_idle(idle_end, &paths, &activity, &peer, &stopping).await,
+                Some(idle_end) => end_when_idle(idle_end, paths, &activity, &peer, &stopping).await,
                 None => std::future::pending().await,
             }
         };
@@ -111,10 +123,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
         // Whoever comes now starts a cluster of his own, which waits for our lock.
         _ = std::fs::remove_file(paths.socket());
     };
-    host.serve(listeners, end).await?;
-    drop(telemetry);
-    lock.release()?;
-    Ok(0)
+    host.serve(listeners, end).await
 }
 
 /// Takes the lock, waiting for a cluster that is ending. `None`: another one runs.
@@ -146,12 +155,7 @@ fn bind(paths: &Paths) -> anyhow::Result<Listener> {
     Ok(Listener::Unix(listener))
 }
 
-struct Tcp {
-    listener: Listener,
-    token: String,
-}
-
-async fn listen(address: &str, insecure: bool, paths: &Paths) -> anyhow::Result<Tcp> {
+async fn listen(address: &str, insecure: bool) -> anyhow::Result<TcpListener> {
     let addresses: Vec<_> = tokio::net::lookup_host(address)
         .await
         .with_context(|| format!("{address:?} is no address to listen on; write 127.0.0.1:7400"))?
@@ -159,9 +163,7 @@ async fn listen(address: &str, insecure: bool, paths: &Paths) -> anyhow::Result<
     for address in &addresses {
         token::check(*address, insecure)?;
     }
-    let listener =
-        TcpListener::bind(&*addresses).await.with_context(|| format!("cannot listen on {address}"))?;
-    Ok(Tcp { listener: Listener::Tcp(listener), token: token::generate(&paths.token())? })
+    TcpListener::bind(&*addresses).await.with_context(|| format!("cannot listen on {address}"))
 }
 
 fn announce(endpoints: &[String], paths: &Paths) -> anyhow::Result<()> {
