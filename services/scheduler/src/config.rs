@@ -11,7 +11,7 @@ pub struct Config {
     pub database_url: String,
     /// Where the artifact store listens: `unix:///path` or `http://host:port`.
     pub artifact_store: String,
-    /// The bearer token that is presented to the artifact store. `None`: none is needed.
+    /// The token that callers over TCP must present to [`crate::serve`], and that is presented to the artifact store.
     pub token: Option<String>,
     /// Gateways say at least this often what their workers do.
     pub heartbeat: Duration,

@@ -1,7 +1,8 @@
 //! Expiry: what time alone changes. Workers fall silent, workloads wait or run for too long, driven leases are not renewed.
 //!
 //! The loop sleeps until the next deadline that the database knows, and hears of new ones ([`crate::hints`]); so a deadline is
-//! kept to a few milliseconds without looking often.
+//! kept to a few milliseconds without looking often. Driven leases are only tidied up here: a renewal that comes too late is
+//! refused by its own guard.
 
 use std::time::Duration;
 
@@ -40,23 +41,24 @@ async fn pause(scheduler: &Scheduler) -> Duration {
     let poll = scheduler.config.poll;
     match workloads::next_deadline(scheduler.db.read()).await {
         Ok(Some(deadline)) => deadline.since(Timestamp::now()).min(poll),
-        Ok(None) => poll,
-        Err(_) => poll,
+        Ok(None) | Err(_) => poll,
     }
 }
 
 /// Notices what time changes, until the service stops.
 pub(crate) async fn expire_forever(scheduler: Scheduler) {
     loop {
-        tokio::select! {
+        let result = tokio::select! {
             () = scheduler.stopping.cancelled() => return,
-            result = expire(&scheduler) => {
-                if let Err(error) = result {
-                    tracing::warn!(error = %error, "cannot look for what has expired");
-                }
+            result = expire(&scheduler) => result,
+        };
+        let pause = match result {
+            Ok(()) => pause(&scheduler).await,
+            Err(error) => {
+                tracing::warn!(error = %error, "cannot look for what has expired");
+                scheduler.config.poll
             }
-        }
-        let pause = pause(&scheduler).await;
+        };
         tokio::select! {
             () = scheduler.stopping.cancelled() => return,
             () = scheduler.hints.timer().notified() => {}

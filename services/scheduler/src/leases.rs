@@ -127,8 +127,16 @@ pub(crate) async fn grant_transfer(
 }
 
 /// What a driven lease was asked for, to tell a repeat from another request.
-pub(crate) fn request(demand: &Demand) -> Result<String, DbErr> {
+fn request(demand: &Demand) -> Result<String, DbErr> {
     to_json(&(&demand.team, &demand.platform, &demand.tags))
+}
+
+/// Whether `lease` is live and was granted for `demand`.
+pub(crate) fn answers(lease: &lease::Model, demand: &Demand, now: Timestamp) -> Result<bool, DbErr> {
+    Ok(lease.kind == Kind::Transfer
+        && lease.state == State::Granted
+        && lease.expires_at.is_some_and(|at| at > now.0)
+        && lease.request == request(demand)?)
 }
 
 fn granted(lease: LeaseId, worker: &placement::Worker, team: &str, now: Timestamp) -> lease::ActiveModel {

@@ -61,7 +61,7 @@ impl MigratorTrait for Schema {
     fn migrations() -> Vec<Box<dyn MigrationTrait>> {
         sql_migrations(&[SqlMigration {
             name: "0001_scheduler",
-            sql: include_str!("../migrations/0001_scheduler.sql"),
+            sql: include_str!("migrations/0001_scheduler.sql"),
         }])
     }
 }
@@ -118,7 +118,7 @@ pub async fn serve(
     listener: Listener,
     shutdown: impl Future<Output = ()> + Send,
 ) -> anyhow::Result<()> {
-    let mut host = Host::new();
+    let mut host = Host::new().with_token(config.token.clone());
     start(config, &mut host).await?;
     host.serve([listener], shutdown).await
 }

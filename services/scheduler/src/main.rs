@@ -1,50 +1,42 @@
-//! The scheduler as a process of its own.
+//! The scheduler as a service of its own.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
 use scheduler::Config;
-use server::{Host, Listener, telemetry};
-use tokio::net::{TcpListener, UnixListener};
-use tokio::signal::unix::{SignalKind, signal};
 
-/// Registers workers, places workloads on them, and keeps their queue.
+/// The scheduler of Gantry: workers, leases, workloads and their queue.
 #[derive(Debug, Parser)]
 #[command(name = "scheduler", version)]
 struct Arguments {
+    #[command(flatten)]
+    listen: server::ListenArgs,
     /// Where everything is kept: postgres://…, or sqlite:///path for a scheduler alone.
     #[arg(long, env = "GANTRY_DATABASE_URL", hide_env_values = true)]
     database_url: String,
-
-    /// Where to listen: host:port, or unix:///path.
-    #[arg(long, env = "GANTRY_LISTEN", default_value = "127.0.0.1:7801")]
-    listen: String,
-
-    /// Where the artifact store listens: http://host:port, or unix:///path.
-    #[arg(long, env = "GANTRY_ARTIFACT_STORE", default_value = "http://127.0.0.1:7802")]
+    /// Where the artifact store listens: http://host:port or unix:///path.
+    #[arg(long, env = "GANTRY_ARTIFACT_STORE")]
     artifact_store: String,
-
-    /// The bearer token of this cluster: asked of callers over TCP, and presented to the artifact store.
-    #[arg(long, env = "GANTRY_TOKEN", hide_env_values = true)]
-    token: Option<String>,
-
-    /// Seconds in which a gateway says at least once what its workers do.
+    /// A file with the token of this cluster, which callers over TCP present.
+    #[arg(long, env = "GANTRY_TOKEN_FILE")]
+    token_file: Option<PathBuf>,
+    /// Seconds in which a gateway says at least once what its worker does.
     #[arg(long, env = "GANTRY_HEARTBEAT", default_value_t = 5)]
     heartbeat: u64,
-
     /// Seconds of silence after which a worker is stalled.
     #[arg(long, env = "GANTRY_WORKER_TTL", default_value_t = 30)]
     worker_ttl: u64,
-
     /// Seconds without contact after which a worker ends its processes by itself.
     #[arg(long, env = "GANTRY_STOP_AFTER", default_value_t = 600)]
     stop_after: u64,
-
     /// Seconds of silence after which a worker is lost, and what it ran is given up. More than --stop-after.
     #[arg(long, env = "GANTRY_LOST_AFTER", default_value_t = 900)]
     lost_after: u64,
-
+    /// Seconds for which a driven lease lasts unless it is renewed.
+    #[arg(long, env = "GANTRY_LEASE_TERM", default_value_t = 60)]
+    lease_term: u64,
     /// Seconds for which a finished workload can be asked for.
     #[arg(long, env = "GANTRY_KEEP_FINISHED", default_value_t = 7 * 24 * 3600)]
     keep_finished: u64,
@@ -53,37 +45,29 @@ struct Arguments {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
-    let _telemetry = telemetry::init("scheduler", "info", None)?;
-    let config = Config {
-        token: arguments.token.clone(),
-        heartbeat: Duration::from_secs(arguments.heartbeat),
-        worker_ttl: Duration::from_secs(arguments.worker_ttl),
-        stop_after: Duration::from_secs(arguments.stop_after),
-        lost_after: Duration::from_secs(arguments.lost_after),
-        keep_finished: Duration::from_secs(arguments.keep_finished),
-        ..Config::new(arguments.database_url, arguments.artifact_store)
-    };
-    let listener = match arguments.listen.strip_prefix("unix://") {
-        Some(path) => {
-            Listener::Unix(UnixListener::bind(path).with_context(|| format!("cannot listen on {path}"))?)
-        }
-        None => {
-            let address = &arguments.listen;
-            Listener::Tcp(
-                TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?,
-            )
-        }
-    };
-    tracing::info!(endpoint = listener.endpoint()?, "the scheduler listens");
+    let _telemetry = server::telemetry::init("scheduler", "info", None)?;
+    let listener = arguments.listen.bind().await?;
+    scheduler::serve(arguments.config()?, listener, server::shutdown_signal()).await
+}
 
-    let mut terminate = signal(SignalKind::terminate())?;
-    let shutdown = async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = tokio::signal::ctrl_c() => {}
-        }
-    };
-    let mut host = Host::new().with_token(arguments.token);
-    scheduler::start(config, &mut host).await?;
-    host.serve([listener], shutdown).await
+impl Arguments {
+    fn config(self) -> anyhow::Result<Config> {
+        let token = match &self.token_file {
+            Some(path) => {
+                let token = std::fs::read_to_string(path);
+                Some(token.with_context(|| format!("cannot read {}", path.display()))?.trim().to_owned())
+            }
+            None => None,
+        };
+        Ok(Config {
+            token,
+            heartbeat: Duration::from_secs(self.heartbeat),
+            worker_ttl: Duration::from_secs(self.worker_ttl),
+            stop_after: Duration::from_secs(self.stop_after),
+            lost_after: Duration::from_secs(self.lost_after),
+            lease_term: Duration::from_secs(self.lease_term),
+            keep_finished: Duration::from_secs(self.keep_finished),
+            ..Config::new(self.database_url, self.artifact_store)
+        })
+    }
 }

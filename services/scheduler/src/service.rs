@@ -239,26 +239,30 @@ impl Scheduler {
         Ok(workload)
     }
 
-    /// Opens or continues the session of a gateway.
-    pub(crate) async fn hello(&self, hello: &Hello) -> Result<SessionClaims, SessionError> {
+    /// Opens or continues the session of a gateway. Answers as of when, too.
+    pub(crate) async fn hello(&self, hello: &Hello) -> Result<(SessionClaims, Timestamp), SessionError> {
         let session = self
             .change(async |txn| {
                 let mut effects = Effects::default();
                 let now = Timestamp::now();
                 let session = workers::hello(&txn, hello, &self.config, now, &mut effects).await?;
-                Ok::<_, SessionError>((session, effects))
+                Ok::<_, SessionError>(((session, now), effects))
             })
             .await?;
         self.end_orphans().await?;
         Ok(session)
     }
 
-    /// The gateway of `session` is in contact.
-    pub(crate) async fn contact(&self, session: &SessionClaims, kept: Kept) -> Result<(), SessionError> {
+    /// The gateway of `session` is in contact. Answers as of when.
+    pub(crate) async fn contact(
+        &self,
+        session: &SessionClaims,
+        kept: Kept,
+    ) -> Result<Timestamp, SessionError> {
         self.change(async |txn| {
-            let mut effects = Effects::default();
-            workers::observe(&txn, session, kept, Timestamp::now(), &mut effects).await?;
-            Ok::<_, SessionError>(((), effects))
+            let (now, mut effects) = (Timestamp::now(), Effects::default());
+            workers::observe(&txn, session, kept, now, &mut effects).await?;
+            Ok::<_, SessionError>((now, effects))
         })
         .await
     }
@@ -330,13 +334,11 @@ impl Scheduler {
                 loop {
                     let workers = workers::for_placement(&*txn).await?;
                     if let Some(lease) = leases::find(&*txn, id).await? {
-                        let same = lease.kind == lease::Kind::Transfer
-                            && lease.request == leases::request(demand)?
-                            && lease.state == lease::State::Granted
-                            && lease.expires_at.is_some_and(|at| at > now.0);
                         let worker = workers.iter().find(|worker| worker.id.uuid() == lease.worker_id);
                         return match worker {
-                            Some(worker) if same => Ok((grant(&lease, worker), false)),
+                            Some(worker) if leases::answers(&lease, demand, now)? => {
+                                Ok(grant(&lease, worker))
+                            }
                             _ => Err(PlaceError::Exists),
                         };
                     }
@@ -346,20 +348,27 @@ impl Scheduler {
                         Choice::Never(refusals) => return Err(PlaceError::NoCompatibleWorker(refusals)),
                     };
                     if let Some(lease) = leases::grant_transfer(&txn, worker, demand, id, now, term).await? {
-                        return Ok((grant(&lease, worker), true));
+                        return Ok(grant(&lease, worker));
                     }
                 }
             })
             .await;
-        let (granted, new) = match granted {
-            // Two calls with the same id at once: the other won, and its lease is answered next time.
-            Err(PlaceError::Database(error)) if is_duplicate(&error) => return Err(PlaceError::Exists),
-            granted => granted?,
-        };
-        if new {
-            self.hints.timer().notify_one();
+        match granted {
+            // Two calls with the same id at once: the other won, and its lease is answered this time.
+            Err(PlaceError::Database(error)) if is_duplicate(&error) => self.granted(id, demand).await,
+            granted => granted,
         }
-        Ok(granted)
+    }
+
+    /// Answers the live lease that this id names, if it was granted for `demand`.
+    async fn granted(&self, id: LeaseId, demand: &Demand) -> Result<Granted, PlaceError> {
+        let now = Timestamp::now();
+        let lease = leases::find(self.db.read(), id).await?.ok_or(PlaceError::Exists)?;
+        let workers = workers::for_placement(self.db.read()).await?;
+        match workers.iter().find(|worker| worker.id.uuid() == lease.worker_id) {
+            Some(worker) if leases::answers(&lease, demand, now)? => Ok(grant(&lease, worker)),
+            _ => Err(PlaceError::Exists),
+        }
     }
 
     /// Keeps a driven lease for another term.

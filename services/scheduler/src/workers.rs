@@ -222,14 +222,21 @@ pub(crate) async fn observe(
     Ok(())
 }
 
-/// The gateway of `session` said goodbye: another may take over at once. Does nothing when one has already.
-pub(crate) async fn leave(txn: &DatabaseTransaction, session: &SessionClaims) -> Result<(), DbErr> {
-    if set_state(txn, session, State::Stalled).await? {
-        contact::Entity::update_many()
-            .col_expr(contact::Column::Attended, Expr::value(false))
-            .filter(contact::Column::WorkerId.eq(session.worker.uuid()))
-            .exec(txn)
-            .await?;
+/// The gateway of `session` said goodbye: another may take over at once. Does nothing when one has already, or when this one has
+/// been heard of since `contact`: it has come back on another stream.
+pub(crate) async fn leave(
+    txn: &DatabaseTransaction,
+    session: &SessionClaims,
+    contact: Timestamp,
+) -> Result<(), DbErr> {
+    let left = contact::Entity::update_many()
+        .col_expr(contact::Column::Attended, Expr::value(false))
+        .filter(contact::Column::WorkerId.eq(session.worker.uuid()))
+        .filter(contact::Column::LastContactAt.eq(contact.0))
+        .exec(txn)
+        .await?;
+    if left.rows_affected > 0 {
+        set_state(txn, session, State::Stalled).await?;
     }
     Ok(())
 }

@@ -7,13 +7,13 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use domain::worker::{Marker, SessionClaims};
-use domain::{AttemptId, LeaseId, WorkloadId};
+use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::synchronize_request::Message as Said;
 use rpc::pb::scheduler::synchronize_response::Message as Told;
 use rpc::{Reason, invalid_field, parse_id, required};
 use tokio::sync::mpsc::Sender;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval};
 use tonic::{Status, Streaming};
 use uuid::Uuid;
 
@@ -41,7 +41,7 @@ pub(super) async fn attend(
             return Err(invalid_field("hello", "must be the first message"));
         }
     };
-    let session = scheduler.hello(&hello).await.map_err(Reasoned::status)?;
+    let (session, noted) = scheduler.hello(&hello).await.map_err(Reasoned::status)?;
     tracing::info!(
         worker.name = hello.name,
         worker.id = %session.worker,
@@ -59,7 +59,7 @@ pub(super) async fn attend(
         session,
         told: None,
         runs: HashMap::new(),
-        contact: Instant::now(),
+        noted,
     };
     attendance.welcome().await?;
     attendance.tell(true).await?;
@@ -99,8 +99,8 @@ struct Attendance<'s> {
     told: Option<u64>,
     /// What was sent about leases that are still live: it never changes, and is long.
     runs: HashMap<Uuid, pb::RunAttempt>,
-    /// When its contact was noted last.
-    contact: Instant,
+    /// The contact that was noted last.
+    noted: Timestamp,
 }
 
 impl Attendance<'_> {
@@ -203,9 +203,9 @@ impl Attendance<'_> {
         };
         let phases = observed.leases.iter().map(parse_lease).collect::<Result<HashMap<_, _>, _>>()?;
 
-        if self.contact.elapsed() >= CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2) {
-            self.scheduler.contact(&self.session, kept).await.map_err(Reasoned::status)?;
-            self.contact = Instant::now();
+        let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
+        if Timestamp::now().since(self.noted) >= every {
+            self.noted = self.scheduler.contact(&self.session, kept).await.map_err(Reasoned::status)?;
         } else {
             workers::speaks(self.scheduler.db.read(), &self.session).await.map_err(Reasoned::status)?;
         }
@@ -246,7 +246,7 @@ impl Attendance<'_> {
         tracing::info!(worker.id = %self.session.worker, "a gateway said goodbye");
         self.scheduler
             .db
-            .write(async |txn| workers::leave(&txn, &self.session).await)
+            .write(async |txn| workers::leave(&txn, &self.session, self.noted).await)
             .await
             .map_err(|error| database("let a gateway leave", &error))
     }

@@ -323,11 +323,14 @@ async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestDatabase) {
     let refused = Gateway::connect(&scheduler, standby.clone()).await.err().expect("it is attended");
     assert!(refused.is(Reason::AlreadyAttended), "{refused}");
 
-    gateway.leave().await;
+    // It comes back on another stream before the first one ends.
     let again = pb::Hello { session_credential: credential.clone(), ..first.clone() };
-    let gateway = Gateway::connect(&scheduler, again.clone()).await.expect("it comes back");
-    assert_eq!(gateway.welcome.session, session);
+    let second = Gateway::connect(&scheduler, again.clone()).await.expect("it comes back");
+    assert_eq!(second.welcome.session, session);
     gateway.leave().await;
+    assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Running);
+    second.leave().await;
+    assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Stalled);
 
     let gateway = Gateway::connect(&scheduler, standby).await.expect("it takes over");
     assert_eq!(gateway.welcome.worker_id, worker);
