@@ -19,6 +19,11 @@ const DESTROY_CONCURRENCY: usize = 8;
 
 /// Starts the services on `host`. They reach each other over the socket, which is bound and not yet served.
 pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
+    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
+    machine.masked = paths.private();
+    // Takes about as long as the databases do.
+    let opening = tokio::task::spawn_blocking(move || HostRuntime::open(machine));
+
     let endpoint = paths.endpoint();
     let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
     scheduler::start(scheduler, host).await?;
@@ -31,12 +36,8 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
     let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
     streamer::start(&streamer, host)?;
 
-    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
-    machine.masked = paths.private();
-    let runtime = tokio::task::spawn_blocking(move || HostRuntime::open(machine))
-        .await
-        .context("the worker on this machine cannot be opened")?
-        .context("this machine cannot be a worker")?;
+    let runtime = opening.await.context("the worker on this machine cannot be opened")?;
+    let runtime = runtime.context("this machine cannot be a worker")?;
     let gateway = runtime_gateway::Config {
         worker_name: WORKER.to_owned(),
         tags: Vec::new(),
