@@ -12,10 +12,10 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::{ArtifactId, AttemptId, BuildId, Digest, Timestamp, WorkloadId};
-use sea_orm::sea_query::{Expr, Func, OnConflict};
+use sea_orm::sea_query::{Expr, Func, OnConflict, Query};
 use sea_orm::{
     ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
-    EntityTrait, FromQueryResult, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect,
+    EntityTrait, ExprTrait, FromQueryResult, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect,
 };
 use uuid::Uuid;
 
@@ -319,6 +319,7 @@ pub(crate) async fn end_attempt(
 pub(crate) struct PinHolder {
     pub(crate) holder_id: Uuid,
     pub(crate) pinned_at: i64,
+    pub(crate) team: String,
 }
 
 /// A page of the holders with pins, by id.
@@ -326,10 +327,14 @@ pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     page: rpc::page::Page,
 ) -> Result<Vec<PinHolder>, DbErr> {
+    let own =
+        Expr::col((holder::Entity, holder::Column::HolderId)).equals((pin::Entity, pin::Column::HolderId));
+    let team = Query::select().column(holder::Column::Team).from(holder::Entity).and_where(own).to_owned();
     let mut query = pin::Entity::find()
         .select_only()
         .column(pin::Column::HolderId)
         .column_as(pin::Column::PinnedAt.min(), "pinned_at")
+        .expr_as(Expr::SubQuery(None, Box::new(team.into())), "team")
         .group_by(pin::Column::HolderId)
         .order_by_asc(pin::Column::HolderId)
         .limit(page.size);

@@ -19,8 +19,7 @@
 use domain::worker::SessionClaims;
 use sea_orm::sea_query::Expr;
 use sea_orm::{
-    ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
-    QuerySelect,
+    ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
 };
 
 use crate::entity::{Purpose, State, container, volume, worker};
@@ -135,12 +134,6 @@ pub(crate) async fn fence(
 ) -> Result<worker::Model, SessionError> {
     let row = worker::Entity::find_by_id(claims.worker.uuid()).lock_shared().one(txn).await?;
     judge(claims, row)
-}
-
-/// Whether the session of `claims` is the one that may speak, for what changes nothing.
-pub(crate) async fn check(conn: &impl ConnectionTrait, claims: &SessionClaims) -> Result<(), SessionError> {
-    let row = worker::Entity::find_by_id(claims.worker.uuid()).one(conn).await?;
-    judge(claims, row).map(|_| ())
 }
 
 /// Answers the worker's row if the session of `claims` is the one that may speak.

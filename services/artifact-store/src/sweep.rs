@@ -119,10 +119,16 @@ pub(crate) async fn watch(
     let mut sent = HashMap::new();
     loop {
         marks.mark_unchanged();
-        while is_marked(store.db.read(), claims).await? {
-            store.db.write(|txn| async move { hand_out(&txn, claims).await }).await?;
-        }
-        for sweep in unsent(store.db.read(), claims.worker, &mut sent).await? {
+        let sweeps_now = if is_marked(store.db.read(), claims).await? {
+            while is_waiting(store.db.read(), claims.worker.uuid()).await? {
+                store.db.write(|txn| async move { hand_out(&txn, claims).await }).await?;
+            }
+            unsent(store.db.read(), claims.worker, &mut sent).await?
+        } else {
+            sent.clear();
+            Vec::new()
+        };
+        for sweep in sweeps_now {
             tokio::select! {
                 () = stopping.cancelled() => return Ok(()),
                 taken = sweeps.send(Ok(sweep)) => if taken.is_err() { return Ok(()) },
@@ -143,18 +149,38 @@ pub(crate) fn jittered(interval: Duration) -> Duration {
     interval.mul_f64(rand::rng().random_range(0.8..1.2))
 }
 
-/// Whether something of the worker waits to be handed out. Refuses a session that is over.
+/// Whether something of the worker is marked, handed out or not. Refuses a session that is over.
+///
+/// One statement over empty indexes where nothing is: every stream asks again and again.
 async fn is_marked(conn: &impl ConnectionTrait, claims: &SessionClaims) -> Result<bool, SessionError> {
-    sessions::check(conn, claims).await?;
-    let worker = claims.worker.uuid();
+    #[derive(FromQueryResult)]
+    struct Row {
+        #[sea_orm(nested)]
+        worker: worker::Model,
+        marked: bool,
+    }
+    let statement = Statement::from_sql_and_values(
+        conn.get_database_backend(),
+        "SELECT w.worker_id, w.incarnation, w.session, w.sequence, w.reported,
+                EXISTS (SELECT 1 FROM containers c
+                        WHERE c.worker_id = w.worker_id AND c.state IN ('destroying', 'sweeping'))
+                OR EXISTS (SELECT 1 FROM volumes v
+                           WHERE v.worker_id = w.worker_id AND v.state IN ('destroying', 'sweeping')) AS marked
+         FROM workers w WHERE w.worker_id = $1",
+        [claims.worker.uuid().into()],
+    );
+    let row = Row::find_by_statement(statement).one(conn).await?;
+    let marked = row.as_ref().is_some_and(|row| row.marked);
+    sessions::judge(claims, row.map(|row| row.worker))?;
+    Ok(marked)
+}
+
+/// Whether something of the worker waits to be handed out.
+async fn is_waiting(conn: &impl ConnectionTrait, worker: Uuid) -> Result<bool, DbErr> {
     let container = container::Entity::find()
         .filter(container::Column::WorkerId.eq(worker))
         .filter(container::Column::State.eq(State::Destroying));
-    if container.one(conn).await?.is_some() {
-        return Ok(true);
-    }
-    let volume = ready_volumes(conn, worker, 1).await?;
-    Ok(!volume.is_empty())
+    Ok(container.one(conn).await?.is_some() || !ready_volumes(conn, worker, 1).await?.is_empty())
 }
 
 /// Hands some marks out.

@@ -45,6 +45,7 @@ use rpc::token::TokenSigner;
 use sea_orm::{DbErr, EntityTrait, Set};
 use sea_orm_migration::{MigrationTrait, MigratorTrait};
 use server::{Host, Listener};
+use tokio::sync::Semaphore;
 
 pub use config::Config;
 
@@ -91,6 +92,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         config: Arc::new(config),
         signer,
         store,
+        deliveries: Arc::new(Semaphore::new(outbox::DELIVERIES)),
         hints: hints::Hints::default(),
         tasks: host.tasks(),
         stopping: host.stopping(),

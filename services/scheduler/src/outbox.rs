@@ -26,6 +26,9 @@ use crate::workloads;
 /// For how long whoever wrote or claimed a parcel has it to itself.
 const CLAIM: Duration = Duration::from_secs(15);
 
+/// How many parcels are delivered at a time.
+pub(crate) const DELIVERIES: usize = 64;
+
 /// How many parcels a loop claims at a time.
 const BATCH: u64 = 32;
 
@@ -46,6 +49,13 @@ pub(crate) struct Settlement {
     pub(crate) outputs: Vec<PublishedOutput>,
     pub(crate) build: Option<BuildId>,
     pub(crate) outcome: Outcome,
+}
+
+impl Settlement {
+    /// Of a workload that nobody remembers: nothing is kept of it.
+    pub(crate) fn unknown(team: String) -> Self {
+        Self { team, attempt: None, outputs: vec![], build: None, outcome: Outcome::Errored }
+    }
 }
 
 /// One message, until it is acknowledged.
@@ -154,6 +164,8 @@ pub(crate) async fn release_claims(txn: &DatabaseTransaction, now: Timestamp) ->
 
 /// Delivers `parcel` and notes the answer. What fails is tried again by the loop.
 pub(crate) async fn deliver(scheduler: Scheduler, mut parcel: Parcel) {
+    // Nobody closes the semaphore.
+    let Ok(_permit) = scheduler.deliveries.clone().acquire_owned().await else { return };
     let span = match &parcel.message {
         Message::Settle(_) => {
             tracing::info_span!(target: "gantry", "settle", service = "scheduler", workload.id = %parcel.workload)

@@ -1,18 +1,20 @@
 //! Reconciliation: what a crash between us and the artifact store left over, and what is too old to be kept.
 //!
 //! Slow, and needed only when something went wrong: what one owes the other is in the outbox. A holder of pins that has finished
-//! here is settled again; a workload whose pinning nobody came back to finish is given up, and settled by that.
+//! here, or is unknown, is settled; a workload whose pinning nobody came back to finish is given up, and settled by that. Each only
+//! after a grace, so that nothing under way is mistaken for a leftover.
 
 use std::time::Duration;
 
-use domain::{Timestamp, WorkloadId};
+use domain::Timestamp;
 use rand::RngExt;
 use sea_orm::DbErr;
 
 use crate::effects::Effects;
 use crate::leases;
-use crate::outbox::{self, Message};
+use crate::outbox::{self, Message, Settlement};
 use crate::service::Scheduler;
+use crate::store::Holder;
 use crate::workloads;
 
 #[derive(Debug, thiserror::Error)]
@@ -41,14 +43,14 @@ async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
     scheduler.db.write(async |txn| leases::forget(&txn, before).await).await
 }
 
-/// Settles what the store still holds pins for although it has finished here.
+/// Settles what the store still holds pins for although it has finished here, or is unknown.
 async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError> {
     let mut page = String::new();
     loop {
         let (holders, next) = scheduler.store.holders(page).await?;
         let before = Timestamp::now() - scheduler.config.reconcile_grace;
         for holder in holders.iter().filter(|holder| holder.pinned_at < before) {
-            settle_again(scheduler, holder.workload).await?;
+            settle_again(scheduler, holder).await?;
         }
         if next.is_empty() {
             return Ok(());
@@ -57,13 +59,16 @@ async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError> {
     }
 }
 
-async fn settle_again(scheduler: &Scheduler, id: WorkloadId) -> Result<(), DbErr> {
-    let Some(row) = workloads::find(scheduler.db.read(), id).await? else {
-        // We do not know whose it is. Nothing of ours needs it, but a scheduler that lost its database must not unpin by guess.
-        tracing::warn!(workload.id = %id, "the artifact store holds pins for a workload that is unknown here");
-        return Ok(());
+async fn settle_again(scheduler: &Scheduler, holder: &Holder) -> Result<(), DbErr> {
+    let id = holder.workload;
+    let settlement = match workloads::find(scheduler.db.read(), id).await? {
+        Some(row) => match workloads::settlement_of_finished(&row)? {
+            Some(settlement) => settlement,
+            None => return Ok(()),
+        },
+        // Forgotten, or lost with a database: nobody else would ever settle it.
+        None => Settlement::unknown(holder.team.clone()),
     };
-    let Some(settlement) = workloads::settlement_of_finished(&row)? else { return Ok(()) };
     if outbox::pending(scheduler.db.read(), id).await? {
         return Ok(());
     }

@@ -9,6 +9,7 @@ use domain::workload::WorkloadSpec;
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use rpc::token::TokenSigner;
 use sea_orm::DbErr;
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -33,6 +34,8 @@ pub(crate) struct Scheduler {
     pub(crate) config: Arc<Config>,
     pub(crate) signer: TokenSigner,
     pub(crate) store: Store,
+    /// Bounds how many parcels are delivered at a time.
+    pub(crate) deliveries: Arc<Semaphore>,
     pub(crate) hints: Hints,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
@@ -112,7 +115,14 @@ impl Scheduler {
             self.hints.timer().notify_one();
         }
         for parcel in parcels {
-            self.tasks.spawn(outbox::deliver(self.clone(), parcel));
+            let scheduler = self.clone();
+            self.tasks.spawn(async move {
+                tokio::select! {
+                    // What is not delivered now is delivered after the next start.
+                    () = scheduler.stopping.cancelled() => {}
+                    () = outbox::deliver(scheduler.clone(), parcel) => {}
+                }
+            });
         }
     }
 

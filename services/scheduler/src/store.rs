@@ -26,6 +26,7 @@ pub(crate) struct Store {
 #[derive(Debug, Clone)]
 pub(crate) struct Holder {
     pub(crate) workload: WorkloadId,
+    pub(crate) team: String,
     pub(crate) pinned_at: Timestamp,
 }
 
@@ -97,7 +98,7 @@ impl Store {
         let answer = self.pins.clone().list_pins(within(request)).await?.into_inner();
         let holders = answer.holders.into_iter().filter_map(|holder| {
             let pinned_at = holder.pinned_at.as_ref().map_or(Timestamp::now(), rpc::from_timestamp);
-            Some(Holder { workload: holder.holder_id.parse().ok()?, pinned_at })
+            Some(Holder { workload: holder.holder_id.parse().ok()?, team: holder.team, pinned_at })
         });
         Ok((holders.collect(), answer.next_page_token))
     }

@@ -82,6 +82,7 @@ impl pb::pins_server::Pins for Handlers {
         let holders = holders.into_iter().map(|holder| pb::PinHolder {
             holder_id: holder.holder_id.to_string(),
             pinned_at: Some(rpc::timestamp(Timestamp(holder.pinned_at))),
+            team: holder.team,
         });
         Ok(Response::new(pb::ListPinsResponse {
             holders: holders.collect(),

@@ -140,7 +140,7 @@ CREATE TABLE volumes (
     -- lost: a report did not name it. destroying: garbage. sweeping: garbage, and its worker's gateway was told.
     state TEXT NOT NULL CHECK (state IN ('creating', 'created', 'unconfirmed', 'lost', 'destroying', 'sweeping')),
     -- replica: holds an artifact's bytes, or shall. input: of an attempt. output: of an attempt, a replica once settled.
-    -- scratch: of an attempt, holds nothing of lasting worth.
+    -- scratch: room for an attempt, worth nothing after it.
     purpose TEXT NOT NULL CHECK (purpose IN ('replica', 'input', 'output', 'scratch')),
     -- Its name within its attempt.
     name TEXT,

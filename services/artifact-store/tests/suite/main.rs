@@ -4,6 +4,8 @@ mod harness;
 mod inventory;
 mod lifecycles;
 mod model;
+mod queries;
+mod races;
 
 pub(crate) use harness::*;
 

@@ -30,7 +30,7 @@ async fn nothing_in_use_goes_and_nothing_unused_stays(database: TestDatabase) {
     let seed = number("GANTRY_SEED").unwrap_or_else(|| rand::rng().random());
     eprintln!("GANTRY_SEED={seed}");
     let mut model = Model::start(database, seed).await;
-    for step in 0..number("GANTRY_STEPS").unwrap_or(250) {
+    for step in 0..number("GANTRY_STEPS").unwrap_or(150) {
         model.step().await;
         model.check(step).await;
     }

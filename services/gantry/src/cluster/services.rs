@@ -10,7 +10,7 @@ use server::Host;
 use super::Paths;
 use crate::args::UpArgs;
 
-/// The name of the worker.
+/// The worker on this machine. Not the machine's name, which may change while what the worker holds stays the same.
 const WORKER: &str = "local";
 /// How often everything that the worker holds is reported.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);

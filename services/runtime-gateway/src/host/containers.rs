@@ -3,6 +3,7 @@
 //! A container that has not started anything is only a directory. Everything that it can be refused for is looked at here,
 //! before anything is made.
 
+use std::collections::HashSet;
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::fd::AsFd;
@@ -93,6 +94,27 @@ impl Host {
             }
         }
         Ok(())
+    }
+
+    pub(super) fn unmount_idle(&self) -> Result<(), RuntimeError> {
+        let mut used = HashSet::new();
+        for handle in self.list_containers()? {
+            let mut alive = false;
+            for process in self.processes_of(handle)? {
+                alive |= process.is_alive()?;
+            }
+            let record = if alive { self.read_container(handle)? } else { None };
+            used.extend(record.into_iter().flat_map(|record| record.mounts).map(|mount| mount.volume));
+        }
+        self.volumes.unmount_all_but(&used)
+    }
+
+    /// What a container is. `None`: there is none.
+    pub(super) fn read_container(&self, handle: ContainerHandle) -> Result<Option<Container>, RuntimeError> {
+        let path = self.container(handle).join(names::CONTAINER);
+        let Some(record) = files::read_if_there(&path).map_err(at("read", &path))? else { return Ok(None) };
+        let unreadable = |error| RuntimeError::Other(format!("{}: {error}", path.display()));
+        serde_json::from_slice(&record).map(Some).map_err(unreadable)
     }
 
     fn remove_stale_sockets(&self) -> Result<(), RuntimeError> {

@@ -185,6 +185,16 @@ impl HostRuntime {
     }
 }
 
+impl HostRuntime {
+    /// Unmounts the volumes that no running container uses, as is fit before this machine is left alone: for a program that
+    /// ends for good, and for one whose state directory is to be removed. They are mounted again when they are asked for.
+    ///
+    /// Directories that were told before are no longer valid. Blocks on the disk.
+    pub fn unmount_idle(&self) -> Result<(), RuntimeError> {
+        self.host.unmount_idle()
+    }
+}
+
 impl Host {
     fn open(config: HostConfig) -> Result<Self, RuntimeError> {
         for path in [&config.state_dir, &config.runtime_dir, &config.supervisor] {

@@ -22,7 +22,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::control::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
 use super::files::{self, at, blocking};
-use super::record::{Container, End, Intent, Launch};
+use super::record::{End, Intent, Launch};
 use super::spool::{Found, Reader};
 use super::{Host, STOP_AFTER, held, process_files as names, spool, supervisor};
 
@@ -237,12 +237,9 @@ impl Host {
         if held(&self.processes).contains_key(&id) {
             return Ok(());
         }
-        let path = self.container(handle).join(names::CONTAINER);
-        let Some(record) = files::read_if_there(&path).map_err(at("read", &path))? else {
+        let Some(container) = self.read_container(handle)? else {
             return Err(RuntimeError::ContainerNotFound(handle));
         };
-        let container: Container = serde_json::from_slice(&record)
-            .map_err(|error| RuntimeError::Other(format!("{}: {error}", path.display())))?;
         for other in self.processes_of(handle)? {
             if !matches!(self.status(&other)?, Status::Ended(_)) || other.is_alive()? {
                 let what = format!("a second process in container {handle} while {} runs", other.id);
@@ -310,6 +307,8 @@ impl Host {
         let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
         let child = tokio::process::Command::new(&self.config.supervisor)
+            // Containers see the name of their init, and need not see where on the worker its program is.
+            .arg0("gantry-supervisor")
             .arg(supervisor::ARGUMENT)
             .env_clear()
             .stdin(Stdio::from(theirs))

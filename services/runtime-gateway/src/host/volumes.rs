@@ -8,6 +8,7 @@
 //! whole disk of the worker. What is to survive a crash of the machine is made durable by [`Volumes::sync`], and counts as
 //! suspect after a crash otherwise.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -249,6 +250,17 @@ impl Volumes {
             }
             Err(error) => Err(at("open", &volume)(error)),
         }
+    }
+
+    /// Unmounts every volume but these.
+    pub(super) fn unmount_all_but(&self, used: &HashSet<VolumeHandle>) -> Result<(), RuntimeError> {
+        for handle in self.list()? {
+            if !used.contains(&handle) {
+                let contents = self.volume(handle).join("contents");
+                mounts::unmount(&contents).map_err(at("unmount", &contents))?;
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn destroy(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {

@@ -230,6 +230,28 @@ async fn what_a_crash_left_half_made_is_listed_or_gone_after_opening() {
     assert_eq!(subject.runtime().list().await.expect("list"), runtime::Holdings::default());
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn volumes_that_nothing_uses_can_be_unmounted() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let parent = runtime.volume().await;
+    let (used, idle) = (runtime.child(parent).await, runtime.child(parent).await);
+    fs::write(runtime.volume_directory(idle).await.expect("a directory").join("file"), "kept")
+        .expect("write");
+    let spec = ContainerSpec { mounts: vec![mount(used, "/out", false)], ..container() };
+    let handle = runtime.made(spec).await;
+    let id = runtime.started(handle, process(&programs::sleep())).await;
+    subject.host().unmount_idle().expect("unmount");
+    let mounts = footprint(&subject, &[]).mounts;
+    assert!(mounts.len() == 1 && mounts[0].contains(&used.to_string()), "{mounts:?}");
+    runtime.stop(id, Duration::ZERO).await.expect("stop");
+    runtime.destroy_container(handle).await.expect("destroy");
+    subject.host().unmount_idle().expect("unmount");
+    assert_eq!(footprint(&subject, &[]).mounts, Vec::<String>::new());
+    let directory = runtime.volume_directory(idle).await.expect("a directory");
+    assert_eq!(fs::read(directory.join("file")).expect("read"), b"kept");
+}
+
 /// A small file system, unmounted with it.
 struct Small(tempfile::TempDir);
 

@@ -1,5 +1,6 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
+mod store;
 mod support;
 
 use std::time::Duration;
@@ -9,6 +10,10 @@ use domain::{GatewayInstance, LeaseId, MarkerId, VolumeHandle, WorkloadId};
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
+use store::{
+    a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
+    inputs_that_cannot_be_pinned_are_refused, outputs_that_the_store_lacks_are_no_success,
+};
 use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
 use testing::databases::TestDatabase;
 
@@ -332,6 +337,21 @@ async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestDatabase) {
     scheduler.stop().await;
 }
 
+async fn a_gateway_whose_call_is_dropped_has_left(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let first = hello("one");
+    let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let session = gateway.welcome.session;
+    // tonic cannot tell a call that was dropped from one that ended, and the process of this gateway is alive to drop it.
+    drop(gateway);
+    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
+    let gateway =
+        until("the standby takes over", async || Gateway::connect(&scheduler, standby.clone()).await.ok())
+            .await;
+    assert!(gateway.welcome.session > session);
+    scheduler.stop().await;
+}
+
 async fn a_silent_gateway_is_superseded_and_told_so(database: TestDatabase) {
     let scheduler =
         Running::start(patient_config(&database, Duration::from_millis(400), Duration::from_secs(3600)))
@@ -597,6 +617,7 @@ on_both! {
     a_new_incarnation_ends_what_ran_in_the_old_one,
     what_a_gateway_does_not_know_is_not_running,
     one_gateway_speaks_for_a_worker_at_a_time,
+    a_gateway_whose_call_is_dropped_has_left,
     a_silent_gateway_is_superseded_and_told_so,
     a_worker_that_is_silent_for_too_long_is_lost,
     work_survives_the_scheduler,
@@ -606,6 +627,10 @@ on_both! {
     lists_come_in_pages,
     secrets_are_not_shown,
     without_the_artifact_store_nothing_with_inputs_is_queued,
+    a_build_ends_with_its_workload,
+    inputs_that_cannot_be_pinned_are_refused,
+    outputs_that_the_store_lacks_are_no_success,
+    a_store_that_is_away_delays_the_end_and_nothing_else,
 }
 
 #[tokio::test(flavor = "multi_thread")]

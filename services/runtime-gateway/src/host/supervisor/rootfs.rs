@@ -116,7 +116,7 @@ fn raise_loopback() -> io::Result<()> {
     // SAFETY: all zeroes is a value of this plain record.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     for (to, from) in request.ifr_name.iter_mut().zip(b"lo") {
-        *to = from.cast_signed();
+        *to = libc::c_char::from_ne_bytes([*from]);
     }
     request.ifr_ifru.ifru_flags = libc::c_short::try_from(libc::IFF_UP).unwrap_or(0);
     // SAFETY: the request has the layout that this call reads.

@@ -1,0 +1,189 @@
+//! Lists, what is refused at the door, and what goes by itself.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use domain::{ArtifactId, AttemptId, BuildId, WorkloadId};
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState};
+use rpc::{Reason, Refusal};
+use testing::databases::TestDatabase;
+
+use crate::{PATIENCE, Suite, TEAM, assert_refused, input, on_both_databases, output};
+
+on_both_databases! {
+    lists_are_paged_the_newest_first,
+    what_is_malformed_is_refused_at_the_door,
+    garbage_goes_by_itself,
+    what_ended_long_ago_is_forgotten,
+}
+
+async fn lists_are_paged_the_newest_first(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let mut uploaded = Vec::new();
+    for content in 0..5 {
+        uploaded.push(suite.upload(&gateway, None, content).await.expect("uploaded"));
+    }
+    suite.create(ArtifactId::new(), None).await.expect("created");
+    uploaded.reverse();
+
+    let mut listed = Vec::new();
+    let mut request = pb::ListArtifactsRequest {
+        team: TEAM.to_owned(),
+        state: ArtifactState::Sealed.into(),
+        page_size: 2,
+        page_token: String::new(),
+    };
+    loop {
+        let page = suite.artifacts().list_artifacts(request.clone()).await.expect("listed").into_inner();
+        listed.extend(page.artifacts);
+        if page.next_page_token.is_empty() {
+            break;
+        }
+        request.page_token = page.next_page_token;
+    }
+    let ids: Vec<_> = listed.iter().map(|artifact| artifact.artifact_id.clone()).collect();
+    assert_eq!(ids, uploaded.iter().map(|(id, _)| id.to_string()).collect::<Vec<_>>());
+    assert_eq!(listed[0].kept_by, ["nobody: it goes when it is old"]);
+    assert_eq!(listed[0].replicas[0].volume_handle, uploaded[0].1);
+
+    let mut listed = Vec::new();
+    let mut request = pb::ListVolumesRequest {
+        worker_id: gateway.worker.to_string(),
+        state: InventoryState::Created.into(),
+        page_size: 2,
+        page_token: String::new(),
+    };
+    loop {
+        let page = suite.inventory().list_volumes(request.clone()).await.expect("listed").into_inner();
+        listed.extend(page.volumes.into_iter().map(|volume| volume.volume_handle));
+        if page.next_page_token.is_empty() {
+            break;
+        }
+        request.page_token = page.next_page_token;
+    }
+    assert_eq!(listed, uploaded.into_iter().map(|(_, handle)| handle).collect::<Vec<_>>());
+    suite.stop().await;
+}
+
+async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let team = || TEAM.to_owned();
+    let list = pb::ListArtifactsRequest { team: team(), page_token: "?".to_owned(), ..Default::default() };
+    let refused = suite.artifacts().list_artifacts(list).await.map_err(Refusal::from);
+    assert_refused(refused, Reason::InvalidPageToken);
+    let list = pb::ListArtifactsRequest { team: team(), page_size: 1001, ..Default::default() };
+    let refused = suite.artifacts().list_artifacts(list).await.map_err(Refusal::from);
+    assert_refused(refused, Reason::InvalidField);
+    let get =
+        pb::GetArtifactRequest { team: "No Team".to_owned(), artifact_id: ArtifactId::new().to_string() };
+    let refused = suite.artifacts().get_artifact(get).await.map_err(Refusal::from);
+    assert_refused(refused, Reason::InvalidField);
+    let settle = pb::SettleRequest {
+        holder_id: WorkloadId::new().to_string(),
+        team: team(),
+        status: pb::BuildStatus::Unspecified.into(),
+        ..Default::default()
+    };
+    assert_refused(suite.pins().settle(settle).await.map_err(Refusal::from), Reason::InvalidField);
+    let put = pb::PutBuildRequest {
+        build_id: BuildId::new().to_string(),
+        team: team(),
+        ends_with_workload: WorkloadId::new().to_string(),
+        keep: None,
+        term: Some(rpc::duration(Duration::from_secs(24 * 3600 + 1))),
+    };
+    let mut owners = pb::owners_client::OwnersClient::new(suite.peer.clone());
+    assert_refused(owners.put_build(put).await.map_err(Refusal::from), Reason::InvalidField);
+
+    let (workload, artifact) = (WorkloadId::new(), ArtifactId::new());
+    let mut no_artifact = output("out", artifact);
+    no_artifact.output_artifact_id = String::new();
+    let mut no_purpose = output("out", artifact);
+    no_purpose.purpose = 0;
+    let twice = [output("out", artifact), output("out", artifact)];
+    for volumes in [&[no_artifact][..], &[no_purpose], &twice] {
+        let refused = gateway.prepare(workload, AttemptId::new(), volumes).await;
+        assert_refused(refused, Reason::InvalidField);
+    }
+    let open = ArtifactId::new();
+    suite.create(open, None).await.expect("created");
+    let mut request = pb::PinRequest {
+        holder_id: workload.to_string(),
+        team: "other".to_owned(),
+        artifact_ids: Vec::new(),
+        build_id: String::new(),
+    };
+    suite.pins().pin(request.clone()).await.expect("pinned");
+    request.team = team();
+    // A workload is of one team for good.
+    assert_refused(suite.pins().pin(request).await.map_err(Refusal::from), Reason::InvalidField);
+    suite.stop().await;
+}
+
+async fn garbage_goes_by_itself(database: TestDatabase) {
+    let adjust = |config: &mut artifact_store::Config| {
+        config.collect_interval = Duration::from_millis(20);
+        config.sweep_interval = Duration::from_millis(20);
+    };
+    let suite = Suite::start_with(database, adjust).await;
+    let gateway = suite.gateway().await;
+    let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());
+    suite.put_build(build, workload, None).await.expect("put");
+    let (source, replica) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    suite.pin(workload, &[source], Some(build)).await.expect("pinned");
+    let planned = gateway.prepare(workload, attempt, &[input("in", source)]).await.expect("prepared");
+    gateway.prepared(attempt).await.expect("recorded");
+    suite.settle(workload, Some(attempt), &[], Some(build)).await.expect("settled");
+
+    gateway.swept(&[&planned.container_handle], &[&planned.volumes[0].volume_handle, &replica]).await;
+    gateway.report(&[], &[]).await.expect("reported");
+    let nothing_left = async {
+        while !suite.all_artifacts().await.is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, nothing_left).await.expect("nothing is left in the end");
+    assert_eq!(suite.volumes().await, []);
+    suite.stop().await;
+}
+
+async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());
+    suite.put_build(build, workload, Some(Duration::from_secs(48 * 3600))).await.expect("put");
+    let (artifact, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    suite.pin(workload, &[artifact], Some(build)).await.expect("pinned");
+    let planned = gateway.prepare(workload, attempt, &[]).await.expect("prepared");
+    suite.settle(workload, Some(attempt), &[], None).await.expect("settled");
+
+    // As long as something of it is left it is remembered.
+    suite.clock.advance(Duration::from_secs(25 * 3600));
+    suite.collect(DryRun::Off).await;
+    assert_refused(suite.pin(workload, &[], None).await, Reason::HolderSettled);
+    assert_refused(suite.put_build(build, workload, None).await, Reason::BuildEnded);
+    gateway.swept(&[&planned.container_handle], &[]).await;
+    gateway.report(&handles(&suite).await, &[]).await.expect("reported");
+    suite.collect(DryRun::Off).await;
+    suite.pin(workload, &[], None).await.expect("nobody remembers it");
+    assert_refused(suite.put_build(build, workload, None).await, Reason::BuildEnded);
+
+    suite.clock.advance(Duration::from_secs(25 * 3600));
+    suite.collect(DryRun::Off).await;
+    gateway.report(&[], &[]).await.expect("reported");
+    suite.collect(DryRun::Off).await;
+    assert_eq!(suite.all_artifacts().await, []);
+    suite.collect(DryRun::Off).await;
+    suite.put_build(build, workload, None).await.expect("nobody remembers it");
+    suite.stop().await;
+}
+
+/// All volumes that are not garbage.
+async fn handles(suite: &Suite) -> Vec<String> {
+    let live: BTreeSet<_> = [InventoryState::Creating, InventoryState::Created].into();
+    let volumes = suite.volumes().await.into_iter();
+    volumes.filter(|volume| live.contains(&volume.state())).map(|volume| volume.volume_handle).collect()
+}

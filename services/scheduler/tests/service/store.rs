@@ -1,0 +1,176 @@
+//! The scheduler beside a real artifact store.
+
+use std::path::PathBuf;
+
+use artifact_store::KeySource;
+use domain::{ArtifactId, BuildId, WorkloadId};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::artifacts as store;
+use rpc::pb::artifacts::owners_client::OwnersClient;
+use rpc::pb::scheduler as pb;
+use rpc::{Reason, Refusal};
+use scheduler::Config;
+use server::Listener;
+use tempfile::TempDir;
+use testing::databases::TestDatabase;
+use tokio::net::UnixListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
+
+/// A place for an artifact store, which a test can start late.
+struct Place {
+    directory: TempDir,
+}
+
+struct Store {
+    stop: oneshot::Sender<()>,
+    served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self { directory: tempfile::tempdir().expect("a temporary directory") }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.path().join("store.sock")
+    }
+
+    fn endpoint(&self) -> String {
+        format!("unix://{}", self.socket().display())
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
+    fn start(&self) -> Store {
+        let url = format!("sqlite://{}/store.db", self.directory.path().display());
+        let config = artifact_store::Config::new(url, KeySource::Fixed(vec![]));
+        let listener = Listener::Unix(UnixListener::bind(self.socket()).expect("a socket"));
+        let (stop, stopped) = oneshot::channel();
+        let served = tokio::spawn(artifact_store::serve(config, listener, async move {
+            stopped.await.ok();
+        }));
+        Store { stop, served }
+    }
+
+    fn config(&self, database: &TestDatabase) -> Config {
+        Config { artifact_store: self.endpoint(), ..config(database) }
+    }
+
+    async fn put_build(&self, build: BuildId, workload: WorkloadId) -> Result<(), Refusal> {
+        let peer = peer(&self.endpoint(), Outgoing::internal()).expect("an address");
+        let request = store::PutBuildRequest {
+            build_id: build.to_string(),
+            team: "main".to_owned(),
+            ends_with_workload: workload.to_string(),
+            ..store::PutBuildRequest::default()
+        };
+        OwnersClient::new(peer).put_build(request).await?;
+        Ok(())
+    }
+}
+
+impl Store {
+    async fn stop(self) {
+        self.stop.send(()).expect("the store runs");
+        self.served.await.expect("no panic").expect("it ends well");
+    }
+}
+
+pub(crate) async fn a_build_ends_with_its_workload(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let (id, build) = (WorkloadId::new(), BuildId::new());
+    let spec = pb::WorkloadSpec { build_id: build.to_string(), ..spec() };
+
+    let refused = scheduler.submit_as(id, spec.clone()).await.expect_err("there is no such build");
+    assert!(refused.is(Reason::OwnerEnded), "{refused}");
+    place.put_build(build, id).await.expect("a build");
+    scheduler.submit_as(id, spec).await.expect("nothing was left of the refused one");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
+    let ended = place.put_build(build, id).await.expect_err("it ended with its workload");
+    assert!(ended.is(Reason::BuildEnded), "{ended}");
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    let artifact = ArtifactId::new().to_string();
+    let input = pb::Input {
+        name: "src".to_owned(),
+        artifact_id: artifact.clone(),
+        path: bytes::Bytes::new(),
+        access: pb::Access::ReadOnly.into(),
+    };
+    let id = WorkloadId::new();
+    let refused = scheduler.submit_as(id, pb::WorkloadSpec { inputs: vec![input], ..spec() }).await;
+    let refused = refused.expect_err("there is no such artifact");
+    assert!(refused.is(Reason::InputUnavailable), "{refused}");
+    assert_eq!(refused.about.get("artifact_id"), Some(&artifact));
+    scheduler.submit_as(id, spec()).await.expect("the id is free");
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+pub(crate) async fn outputs_that_the_store_lacks_are_no_success(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let output = pb::Output { name: "out".to_owned(), path: bytes::Bytes::new() };
+    let id = scheduler.submit(pb::WorkloadSpec { outputs: vec![output], ..spec() }).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let published = |name: &str| pb::PublishedOutput {
+        name: name.to_owned(),
+        artifact_id: id.output_artifact(name).to_string(),
+        size_bytes: 1,
+        digest: vec![7; 32].into(),
+        entries: 1,
+    };
+    let request = pb::FinishAttemptRequest {
+        lease_token: run.lease_token,
+        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        outputs: vec![published("out"), published("never asked for")],
+        ..pb::FinishAttemptRequest::default()
+    };
+    scheduler.workloads().finish_attempt(request).await.expect("finished");
+    let finished = scheduler.finished(id).await;
+    assert_eq!(finished.outcome(), pb::Outcome::Errored);
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("SETTLE_FAILED".to_owned()));
+    assert_eq!(finished.exit.and_then(|exit| exit.how), Some(pb::exit::How::Code(0)));
+    assert!(finished.outputs.is_empty());
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(database: TestDatabase) {
+    let place = Place::new();
+    let scheduler = Running::start(place.config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let output = pb::Output { name: "out".to_owned(), path: bytes::Bytes::new() };
+    let spec = pb::WorkloadSpec { outputs: vec![output], ..spec() };
+    let id = scheduler.submit(spec).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    finish(&scheduler, &run.lease_token, 3).await.expect("acknowledged all the same");
+    scheduler.wait_for(id, pb::WorkloadState::Settling).await;
+    assert_eq!(scheduler.get(id).await.outcome(), pb::Outcome::Unspecified);
+    until("its slot is free", async || (scheduler.worker("one").await.active_tasks == 0).then_some(())).await;
+    scheduler.stop().await;
+
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Failed);
+    scheduler.stop().await;
+    store.stop().await;
+}
