@@ -75,16 +75,6 @@ impl Paths {
         self.state.join("worker")
     }
 
-    /// Where supervisors of processes are reached.
-    pub(crate) fn supervisors(&self) -> PathBuf {
-        self.runtime.join("supervisors")
-    }
-
-    /// What no container may see.
-    pub(crate) fn private(&self) -> Vec<PathBuf> {
-        vec![self.state.clone(), self.runtime.clone()]
-    }
-
     /// What is remembered of directories that were scanned; made where it is missing.
     pub(crate) fn stat_caches(&self) -> anyhow::Result<PathBuf> {
         let path = self.state.join("scanned");

@@ -1,5 +1,6 @@
 //! The four services of a local cluster, each with a database or directory of its own, all on one socket.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -17,10 +18,11 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// How many containers or volumes are destroyed at a time.
 const DESTROY_CONCURRENCY: usize = 8;
 
-/// Starts the services on `host`. They reach each other over the socket, which is bound and not yet served.
-pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<()> {
-    let mut machine = HostConfig::new(paths.worker(), paths.supervisors())?;
-    machine.masked = paths.private();
+/// Starts the services on `host`, and answers this machine as their worker. They reach each other over the socket, which is bound and
+/// not yet served.
+pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<Arc<HostRuntime>> {
+    let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
+    machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
     // Takes about as long as the databases do.
     let opening = tokio::task::spawn_blocking(move || HostRuntime::open(machine));
 
@@ -50,5 +52,6 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         report_interval: REPORT_INTERVAL,
         destroy_concurrency: DESTROY_CONCURRENCY,
     };
-    runtime_gateway::start(gateway, runtime, host)
+    runtime_gateway::start(gateway, runtime.clone(), host)?;
+    Ok(runtime)
 }

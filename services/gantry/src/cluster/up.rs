@@ -83,7 +83,7 @@ async fn serve(
     let shutdown = CancellationToken::new();
     let was_left_behind = left_behind.is_some();
     let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
-    services::start(args, paths, &mut host).await?;
+    let machine = services::start(args, paths, &mut host).await?;
     host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
         started_at: Timestamp::now(),
         state: paths.state.display().to_string(),
@@ -123,7 +123,9 @@ async fn serve(
         // Whoever comes now starts a cluster of his own, which waits for our lock.
         _ = std::fs::remove_file(paths.socket());
     };
-    host.serve(listeners, end).await
+    host.serve(listeners, end).await?;
+    // What stays mounted would be in the way of whoever removes the state directory.
+    tokio::task::spawn_blocking(move || machine.unmount_idle()).await?.context("cannot unmount volumes")
 }
 
 /// Takes the lock, waiting for a cluster that is ending. `None`: another one runs.
