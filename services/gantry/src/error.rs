@@ -2,6 +2,7 @@
 //!
 //! Everything travels as `anyhow::Error`; [`describe`] makes the sentence, and only `main` prints it.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
 
@@ -55,11 +56,31 @@ impl From<Status> for Refused {
     }
 }
 
+impl Refused {
+    /// What each worker lacks, where that is what it is about.
+    fn fmt_workers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.is(Reason::NoCompatibleWorker) && !self.is(Reason::AllWorkersBusy) {
+            return Ok(());
+        }
+        let workers: BTreeMap<_, _> = self.refusal.about.iter().collect();
+        let mut separator = ": ";
+        for (worker, why) in workers {
+            write!(f, "{separator}{worker}: {why}")?;
+            separator = ", ";
+        }
+        Ok(())
+    }
+}
+
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.unreachable, &self.refusal.reason) {
             (Some(cause), _) => write!(f, "the cluster does not answer: {cause} (UNAVAILABLE)"),
-            (None, Some(reason)) => write!(f, "{} ({reason})", self.refusal.message),
+            (None, Some(reason)) => {
+                write!(f, "{}", self.refusal.message)?;
+                self.fmt_workers(f)?;
+                write!(f, " ({reason})")
+            }
             (None, None) if self.refusal.code == Code::Unimplemented => {
                 write!(f, "the other side is no Gantry service that offers this (UNIMPLEMENTED)")
             }
@@ -182,6 +203,14 @@ mod tests {
         );
         assert_eq!(reason(&error), "INPUT_UNAVAILABLE");
         assert!(!is_transient(&error));
+    }
+
+    #[test]
+    fn what_each_worker_lacks_is_said() {
+        let about = [("b", "is full".to_owned()), ("a", "has no tag \"x\"".to_owned())];
+        let status = Reason::NoCompatibleWorker.status_about("gantry.scheduler", "no worker could", about);
+        let said = Refused::from(status).to_string();
+        assert_eq!(said, "no worker could: a: has no tag \"x\", b: is full (NO_COMPATIBLE_WORKER)");
     }
 
     #[test]

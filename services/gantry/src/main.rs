@@ -37,6 +37,7 @@ mod words;
 
 use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
@@ -48,6 +49,7 @@ use tracing::{Instrument, info_span};
 use crate::args::{Cli, Command, Global, RunArgs};
 use crate::connect::Connection;
 use crate::error::Interrupted;
+use crate::signals::Signals;
 use crate::ui::Ui;
 
 fn main() -> ExitCode {
@@ -72,14 +74,17 @@ fn main() -> ExitCode {
     };
     let result = runtime(&cli.command).and_then(|runtime| {
         let result = runtime.block_on(execute(&cli.command, &cli.global, &ui));
-        // A thread that reads our standard input may never end.
-        runtime.shutdown_background();
+        // What was interrupted tidies up. What reads our standard input is a thread of its own, and may never end.
+        runtime.shutdown_timeout(TIDY_UP);
         result
     });
     let code = result.unwrap_or_else(|error| fail(&ui, &error));
     ui.finish();
     ExitCode::from(code)
 }
+
+/// How long what was interrupted may take to remove what it has half made.
+const TIDY_UP: Duration = Duration::from_secs(5);
 
 /// Says why the command failed, and answers the exit code.
 fn fail(ui: &Ui, error: &anyhow::Error) -> u8 {
@@ -120,16 +125,27 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
     }
     let _telemetry = exports_spans().then(|| telemetry::init("gantry", "warn", None)).transpose()?;
     let connection = Connection::open(global, ui).await?;
-    let as_json = global.json;
     match command {
         Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
-        Command::Logs(args) => logs::logs(args, &connection, ui).await?,
+        Command::Logs(args) => return logs::logs(args, &connection, ui).await.map(|()| 0),
+        _ => {}
+    }
+    let mut signals = Signals::catch()?;
+    tokio::select! {
+        answered = answer(command, &connection, ui, global.json) => answered.map(|()| 0),
+        code = signals.next() => Err(Interrupted(code).into()),
+    }
+}
+
+/// Commands that may be interrupted at any point.
+async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
+    match command {
         Command::Cancel(args) => {
-            follow::cancel(&connection, args.workload.to_string(), args.grace).await?;
+            follow::cancel(connection, args.workload.to_string(), args.grace).await?;
             ui.note("asked it to end");
         }
         Command::Upload(args) => {
-            let artifact = upload::command(&connection, ui, args).await?;
+            let artifact = upload::command(connection, ui, args).await?;
             if as_json {
                 stdout::print_json(&json!({ "artifact_id": artifact.to_string() }))?;
             } else {
@@ -138,21 +154,21 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
         }
         Command::Download(args) => {
             let progress = ui.progress("downloading");
-            let downloader =
-                download::Downloader { connection: &connection, ui, replace: args.replace, progress };
+            let downloader = download::Downloader { connection, ui, replace: args.replace, progress };
             downloader.download(args.artifact, &args.artifact.to_string(), &args.directory).await?;
         }
         Command::Cat(args) => {
             let path = args.path.as_bytes();
             let doing = || format!("cannot read {} of artifact {}", args.path.display(), args.artifact);
-            download::cat(&connection, args.artifact, path).await.with_context(doing)?;
+            download::cat(connection, args.artifact, path).await.with_context(doing)?;
         }
-        Command::List(args) => list::list(&connection, args, as_json).await?,
-        Command::Show(args) => list::show(&connection, args, as_json).await?,
-        Command::Gc(args) => list::gc(&connection, args, as_json).await?,
-        Command::Up(_) | Command::Down(_) | Command::Status | Command::Version | Command::Run(_) => {}
+        Command::List(args) => list::list(connection, args, as_json).await?,
+        Command::Show(args) => list::show(connection, args, as_json).await?,
+        Command::Gc(args) => list::gc(connection, args, as_json).await?,
+        Command::Attach(_) | Command::Logs(_) | Command::Run(_) => {}
+        Command::Up(_) | Command::Down(_) | Command::Status | Command::Version => {}
     }
-    Ok(0)
+    Ok(())
 }
 
 /// `gantry run`, traced when that is asked for.

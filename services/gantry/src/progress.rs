@@ -79,8 +79,10 @@ async fn paint(counts: Arc<Counts>, terminal: bool) {
         let (done, total) = (counts.done.load(Ordering::Relaxed), counts.total.load(Ordering::Relaxed));
         let line = line(&what, done, total, started.elapsed(), terminal);
         if terminal {
-            let width =
-                rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col));
+            let columns =
+                rustix::termios::tcgetwinsize(io::stderr()).map_or(0, |size| usize::from(size.ws_col));
+            // Some terminals do not know.
+            let width = if columns == 0 { 80 } else { columns };
             let line: String = line.chars().take(width.saturating_sub(1).max(20)).collect();
             write_out(&format!("\r{line}\x1b[K"));
         } else {

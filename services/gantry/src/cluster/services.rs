@@ -18,8 +18,14 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// How many containers or volumes are destroyed at a time.
 const DESTROY_CONCURRENCY: usize = 8;
 
-/// Starts the services on `host`, and answers this machine as their worker. They reach each other over the socket, which is bound and not yet served.
+/// Starts the services on `host`, and answers this machine as their worker. They reach each other over the socket, which is bound and
+/// not yet served.
 pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<Arc<HostRuntime>> {
+    let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
+    machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
+    // Takes about as long as the databases do.
+    let opening = tokio::task::spawn_blocking(move || HostRuntime::open(machine));
+
     let endpoint = paths.endpoint();
     let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
     scheduler::start(scheduler, host).await?;
@@ -32,12 +38,8 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
     let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
     streamer::start(&streamer, host)?;
 
-    let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
-    machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
-    let runtime = tokio::task::spawn_blocking(move || HostRuntime::open(machine))
-        .await
-        .context("the worker on this machine cannot be opened")?
-        .context("this machine cannot be a worker")?;
+    let runtime = opening.await.context("the worker on this machine cannot be opened")?;
+    let runtime = runtime.context("this machine cannot be a worker")?;
     let gateway = runtime_gateway::Config {
         worker_name: WORKER.to_owned(),
         tags: Vec::new(),
