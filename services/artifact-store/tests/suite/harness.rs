@@ -59,6 +59,7 @@ impl Suite {
         let endpoint = listener.endpoint().expect("its address");
         let (stop, stopped) = oneshot::channel();
         let shutdown = async { stopped.await.unwrap_or(()) };
+        #[expect(clippy::disallowed_methods, reason = "the harness waits for it when it stops")]
         let served = tokio::spawn(artifact_store::serve(config, listener, shutdown));
         let peer = rpc::client::peer(&endpoint, Outgoing::default()).expect("an address");
         Self { clock, peer, database, signer, stop, served }
