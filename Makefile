@@ -23,7 +23,7 @@ clippy:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
 doc:
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --locked
 
 # Advisories are left out: their database is not reachable from every machine that runs this.
 deny: $(TOOLS)/bin/cargo-deny
