@@ -1,7 +1,7 @@
 //! Placement: which worker, or why none.
 //!
 //! [`choose`] is pure and touches nothing; nothing else filters or compares workers. Whoever grants the lease checks again what may
-//! have changed since, under a guard ([`crate::leases::grant`]).
+//! have changed since, under a guard ([`crate::leases::grant_task`]).
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;

@@ -117,7 +117,7 @@ impl Entry {
     /// Reads an encoded `gantry.runtime.v1.Entry` and checks every rule that concerns it alone.
     ///
     /// Rules between entries (order, parents, targets of links) are those of a
-    /// [`ManifestBuilder`](crate::ManifestBuilder).
+    /// [`ManifestBuilder`].
     ///
     /// # Errors
     ///

@@ -33,14 +33,14 @@
 //!
 //! | To | use |
 //! |---|---|
-//! | describe a directory | [`scan`], with a [`StatCache`] if it is scanned again and again |
+//! | describe a directory | [`scan()`], with a [`StatCache`] if it is scanned again and again |
 //! | send a manifest | [`Manifest::parts`] and [`Entry::encode`]; to keep it, [`Manifest::encode`] |
 //! | receive one | [`ManifestBuilder::push_encoded`]; then compare [`Manifest::tree_digest`] |
 //! | say which extents | [`Runs`]; what a writer still lacks is [`TreeWriter::missing`] |
 //! | send content | [`TreeReader::batches`] |
 //! | receive it | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
-//! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge`] or [`replace`] |
+//! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
 //! | clean up | [`remove_tree`] |
 //!
 //! Everything here blocks: async callers run it in threads of their own. Types that do work own what they need, so
