@@ -61,6 +61,8 @@ pub(crate) struct PlannedVolume {
     pub(crate) name: String,
     pub(crate) handle: VolumeHandle,
     pub(crate) parent: Option<VolumeHandle>,
+    /// What the parent holds.
+    pub(crate) parent_digest: Option<Vec<u8>>,
     /// The artifact whose bytes are not on this worker.
     pub(crate) missing: Option<ArtifactId>,
 }
@@ -99,7 +101,7 @@ pub(crate) async fn prepare(
         existing.into_iter().filter_map(|row| Some((row.name.clone()?, row))).collect();
     let sources = lock_sources(txn, claims.worker, needs).await?;
 
-    let mut planned = Vec::with_capacity(needs.volumes.len());
+    let mut planned: Vec<PlannedVolume> = Vec::with_capacity(needs.volumes.len());
     let mut made = Vec::new();
     for need in &needs.volumes {
         let source = need.from.and_then(|from| sources.get(&from.uuid()).copied());
@@ -132,11 +134,16 @@ pub(crate) async fn prepare(
             name: need.name.clone(),
             handle: VolumeHandle::from_uuid(row.handle),
             parent: row.parent.map(VolumeHandle::from_uuid),
+            parent_digest: None,
             missing: row
                 .from_artifact_id
                 .filter(|_| row.parent.is_none() && row.state == State::Creating)
                 .map(ArtifactId::from_uuid),
         });
+    }
+    let digests = digests_of(txn, planned.iter().filter_map(|volume| volume.parent)).await?;
+    for volume in &mut planned {
+        volume.parent_digest = volume.parent.and_then(|parent| digests.get(&parent.uuid()).cloned());
     }
     if !made.is_empty() {
         let rows = made.into_iter().map(|row| row.into_active_model().reset_all());
@@ -201,6 +208,19 @@ async fn live_container(
         .filter(container::Column::State.is_not_in(State::GARBAGE))
         .one(txn)
         .await
+}
+
+/// What complete volumes hold.
+async fn digests_of(
+    txn: &DatabaseTransaction,
+    volumes: impl Iterator<Item = VolumeHandle>,
+) -> Result<HashMap<Uuid, Vec<u8>>, DbErr> {
+    let handles: Vec<_> = volumes.map(VolumeHandle::uuid).collect();
+    if handles.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let rows = volume::Entity::find().filter(volume::Column::Handle.is_in(handles)).all(txn).await?;
+    Ok(rows.into_iter().filter_map(|row| Some((row.handle, row.digest?))).collect())
 }
 
 /// Locks the artifacts that volumes start with, and a replica of each on this worker: they become parents. Answers the replicas.

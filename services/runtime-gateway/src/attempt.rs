@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use domain::workload::{Bytes, EnvironmentVariable, Exit, Failure, PublishedOutput, WorkloadSpec};
-use domain::{ArtifactId, AttemptId, ContainerHandle, LeaseId, VolumeHandle, WorkloadId};
+use domain::{ArtifactId, AttemptId, ContainerHandle, Digest, LeaseId, VolumeHandle, WorkloadId};
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
@@ -78,6 +78,9 @@ enum Stopped {
     /// It was asked to stop before its process was started.
     #[error("stopped before the process was started")]
     Wished(StopWish),
+    /// The bytes of an input did not survive a crash of the machine.
+    #[error("the volume {0} does not hold what it should any more")]
+    InputDamaged(VolumeHandle),
     /// An input has no bytes on this worker.
     #[error("the bytes of artifact {0} are not on this worker")]
     InputMissing(String),
@@ -275,8 +278,8 @@ impl Plan {
 /// The handles of what an attempt needs.
 struct Prepared {
     container: ContainerHandle,
-    /// In the order of the plan: the volume, and its parent.
-    volumes: Vec<(VolumeHandle, Option<VolumeHandle>)>,
+    /// In the order of the plan: the volume, and its parent with what that must hold.
+    volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
 }
 
 async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, Stopped> {
@@ -313,7 +316,11 @@ async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, 
         let handle = volume.volume_handle.parse().map_err(|_| nonsense("volume handle"))?;
         let parent = match volume.parent_handle.as_str() {
             "" => None,
-            parent => Some(parent.parse().map_err(|_| nonsense("parent handle"))?),
+            parent => {
+                let parent = parent.parse().map_err(|_| nonsense("parent handle"))?;
+                let digest = volume.parent_digest.as_ref().try_into();
+                Some((parent, digest.map_err(|_| nonsense("parent digest"))?))
+            }
         };
         volumes.push((handle, parent));
     }
@@ -327,7 +334,13 @@ async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, 
 /// Makes the volumes and the container on the worker.
 async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) -> Result<(), Stopped> {
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
-        let source = parent.map_or(VolumeSource::Empty, |parent| VolumeSource::CopyOnWrite { parent });
+        let source = match *parent {
+            Some((parent, digest)) => {
+                verify(worker, parent, &task.spec.team, digest).await?;
+                VolumeSource::CopyOnWrite { parent }
+            }
+            None => VolumeSource::Empty,
+        };
         worker.runtime.create_volume(*handle, source).await?;
         if !volume.directories.is_empty() {
             let root = worker.runtime.volume_directory(*handle).await?;
@@ -338,7 +351,7 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
                     .map_err(|error| RuntimeError::io(format!("making {}", directory.display()), error))?;
             }
         }
-        Ok::<_, RuntimeError>(())
+        Ok::<_, Stopped>(())
     });
     futures::future::try_join_all(made).await?;
 
@@ -357,6 +370,19 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     };
     worker.runtime.create_container(prepared.container, spec).await?;
     Ok(())
+}
+
+/// Makes sure that a replica holds what it should. One that does not is destroyed, so that the next report finds it lost and nobody is sent
+/// to it again.
+async fn verify(worker: &Worker, replica: VolumeHandle, team: &str, digest: Digest) -> Result<(), Stopped> {
+    if worker.trees.verify(worker.runtime.as_ref(), replica, team, digest).await? {
+        return Ok(());
+    }
+    tracing::error!(volume.handle = %replica, "a replica does not hold what it should, and is destroyed");
+    worker.trees.forget(replica).await;
+    worker.runtime.destroy_volume(replica).await?;
+    worker.destroyed.notify_one();
+    Err(Stopped::InputDamaged(replica))
 }
 
 /// Tells the scheduler that the process is about to start, and the store that everything for it is there. Only after both may it start.
@@ -540,7 +566,7 @@ fn failure(stopped: &Stopped) -> Failure {
             message: refusal.message.clone(),
         },
         Stopped::Wished(wish) => Failure { reason: wish.reason.clone(), message: stopped.to_string() },
-        Stopped::InputMissing(_) => {
+        Stopped::InputMissing(_) | Stopped::InputDamaged(_) => {
             Failure { reason: Reason::InputUnavailable.as_str().to_owned(), message: stopped.to_string() }
         }
         Stopped::Nonsense(_) | Stopped::GatewayStopping => {

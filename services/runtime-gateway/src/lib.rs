@@ -31,8 +31,9 @@ pub use config::Config;
 pub(crate) const SERVICE: &str = "gantry.runtime";
 
 /// Adds a gateway that attends the worker behind `runtime` to `host`.
-pub fn start(config: Config, runtime: Arc<dyn Runtime>, host: &mut Host) -> anyhow::Result<()> {
-    let worker = worker::Worker::new(config, runtime, host.tasks(), host.stopping())?;
+pub async fn start(config: Config, runtime: Arc<dyn Runtime>, host: &mut Host) -> anyhow::Result<()> {
+    let boot = runtime.marker().await?.boot;
+    let worker = worker::Worker::new(config, runtime, boot, host.tasks(), host.stopping())?;
     host.spawn(synchronize::forever(worker.clone()));
     host.spawn(sweeper::sweep_forever(worker.clone()));
     host.spawn(sweeper::report_forever(worker.clone()));
@@ -49,6 +50,6 @@ pub async fn serve(
     shutdown: impl Future<Output = ()> + Send,
 ) -> anyhow::Result<()> {
     let mut host = Host::new();
-    start(config, runtime, &mut host)?;
+    start(config, runtime, &mut host).await?;
     host.serve([listener], shutdown).await
 }

@@ -71,6 +71,7 @@ impl Worker {
     pub(crate) fn new(
         config: Config,
         runtime: Arc<dyn Runtime>,
+        boot: String,
         tasks: TaskTracker,
         stopping: CancellationToken,
     ) -> anyhow::Result<Arc<Self>> {
@@ -81,7 +82,7 @@ impl Worker {
             workers: WorkersClient::new(scheduler.clone()),
             workloads: WorkloadsClient::new(scheduler.clone()),
             keys: Keys::new(scheduler),
-            trees: Trees::open(&config.manifest_dir)?,
+            trees: Trees::open(&config.manifest_dir, boot)?,
             session: watch::Sender::new(None),
             attempts: Mutex::default(),
             kept: Mutex::default(),

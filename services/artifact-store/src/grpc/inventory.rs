@@ -56,6 +56,7 @@ impl pb::inventory_server::Inventory for Handlers {
             volume_handle: volume.handle.to_string(),
             parent_handle: text(volume.parent),
             missing_artifact_id: text(volume.missing),
+            parent_digest: volume.parent_digest.unwrap_or_default().into(),
         });
         Ok(Response::new(pb::PrepareResponse {
             container_handle: planned.container.to_string(),

@@ -52,6 +52,6 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         report_interval: REPORT_INTERVAL,
         destroy_concurrency: DESTROY_CONCURRENCY,
     };
-    runtime_gateway::start(gateway, runtime.clone(), host)?;
+    runtime_gateway::start(gateway, runtime.clone(), host).await?;
     Ok(runtime)
 }

@@ -1,0 +1,146 @@
+//! What the command line says: traces, events, what is left out, what goes where.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+
+use integration_tests::{Cluster, code, describe, may_run_containers};
+use serde_json::Value;
+
+#[test]
+fn a_trace_has_the_spans_of_all_services_and_every_parent() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("src")).expect("directory");
+    fs::write(cluster.path("src/file"), "content").expect("write");
+    let run = [
+        "run",
+        "--trace",
+        "trace.json",
+        "-i",
+        "src=src",
+        "-o",
+        "src=./out",
+        "--",
+        "sh",
+        "-c",
+        "echo $TRACEPARENT",
+    ];
+    let output = cluster.output(run);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    let trace: Value =
+        serde_json::from_slice(&fs::read(cluster.path("trace.json")).expect("the trace")).expect("JSON");
+    let spans = trace["spans"].as_array().expect("spans");
+    let text = |span: &Value, field: &str| span[field].as_str().map(str::to_owned);
+
+    let traces: BTreeSet<_> = spans.iter().map(|span| text(span, "trace_id")).collect();
+    assert_eq!(traces.len(), 1, "one trace");
+    let services: BTreeSet<_> = spans.iter().filter_map(|span| text(span, "service")).collect();
+    let expected = ["artifact-store", "gantry", "runtime-gateway", "scheduler", "streamer"];
+    assert_eq!(services, expected.map(str::to_owned).into());
+    let ids: BTreeSet<_> = spans.iter().filter_map(|span| text(span, "span_id")).collect();
+    let orphans: Vec<_> = spans
+        .iter()
+        .filter(|span| text(span, "parent_span_id").is_some_and(|parent| !ids.contains(&parent)))
+        .collect();
+    assert!(orphans.is_empty(), "spans without their parents: {orphans:#?}");
+    assert_eq!(spans.iter().filter(|span| span["parent_span_id"].is_null()).count(), 1, "one root");
+    let in_container = String::from_utf8(output.stdout).expect("text");
+    let id = in_container.split('-').nth(1).expect("a trace id");
+    assert_eq!(traces.first().cloned().flatten().as_deref(), Some(id), "the process continues the trace");
+}
+
+#[test]
+fn events_are_one_json_object_a_line_and_the_last_has_the_outcome() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let output = cluster.output(["--json", "run", "--", "sh", "-c", "echo hi; echo err >&2; exit 4"]);
+    assert_eq!(code(&output), 4, "{}", describe(&output));
+    let text = String::from_utf8(output.stdout).expect("text");
+    let events: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let said = |stream: &str| {
+        let ours = events.iter().filter(|event| event["event"] == "output" && event["stream"] == stream);
+        ours.filter_map(|event| event["data"].as_str()).collect::<String>()
+    };
+    assert_eq!((said("stdout").as_str(), said("stderr").as_str()), ("aGkK", "ZXJyCg=="));
+    let last = events.last().expect("an event");
+    assert_eq!((&last["event"], &last["outcome"]), (&Value::from("finished"), &Value::from("failed")));
+    assert_eq!((&last["exit"]["code"], &last["status"]), (&Value::from(4), &Value::from(4)));
+}
+
+#[test]
+fn what_is_ignored_and_where_outputs_go_is_not_uploaded() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let files = [
+        ("src/.gantryignore", "*.tmp\n!keep.tmp\n"),
+        ("src/.gitignore", "built\n"),
+        ("src/a", "a"),
+        ("src/x.tmp", "x"),
+        ("src/keep.tmp", "k"),
+        ("src/built", "b"),
+        ("src/out/old", "o"),
+    ];
+    fs::create_dir_all(cluster.path("src/out")).expect("directories");
+    for (path, content) in files {
+        fs::write(cluster.path(path), content).expect("write");
+    }
+    let list = |more: &[&str]| {
+        let mut arguments = vec!["run", "-i", "src=src", "-o", "out=src/out"];
+        arguments.extend(more);
+        arguments.extend(["--", "sh", "-c", "find src -type f | sort"]);
+        let output = cluster.output(arguments);
+        assert_eq!(code(&output), 0, "{}", describe(&output));
+        assert!(
+            String::from_utf8_lossy(&output.stderr).contains("left out"),
+            "it is said: {}",
+            describe(&output)
+        );
+        String::from_utf8(output.stdout).expect("text")
+    };
+    assert_eq!(list(&[]), "src/.gantryignore\nsrc/.gitignore\nsrc/a\nsrc/built\nsrc/keep.tmp\n");
+    assert_eq!(list(&["--gitignore"]), "src/.gantryignore\nsrc/.gitignore\nsrc/a\nsrc/keep.tmp\n");
+}
+
+#[test]
+fn a_result_is_merged_into_its_directory_or_takes_its_place() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir_all(cluster.path("out/sub")).expect("directories");
+    fs::create_dir(cluster.path("elsewhere")).expect("directory");
+    for (path, content) in [("out/mine", "mine"), ("out/shared", "old"), ("elsewhere/safe", "safe")] {
+        fs::write(cluster.path(path), content).expect("write");
+    }
+    std::os::unix::fs::symlink("../elsewhere", cluster.path("out/link")).expect("link");
+    let script = "echo new > out/shared; mkdir out/link; echo theirs > out/link/safe";
+    let run = |more: &[&str]| {
+        let mut arguments = vec!["run", "-o", "out=./out"];
+        arguments.extend(more);
+        arguments.extend(["--", "sh", "-c", script]);
+        let output = cluster.output(arguments);
+        assert_eq!(code(&output), 0, "{}", describe(&output));
+    };
+    let names = || -> BTreeMap<String, bool> {
+        let entries = fs::read_dir(cluster.path("out")).expect("a directory").flatten();
+        entries
+            .map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path().is_dir()))
+            .collect()
+    };
+    run(&[]);
+    assert_eq!(fs::read_to_string(cluster.path("out/shared")).expect("read"), "new\n");
+    assert_eq!(
+        fs::read_to_string(cluster.path("elsewhere/safe")).expect("read"),
+        "safe",
+        "no link is followed"
+    );
+    assert_eq!(names().into_keys().collect::<Vec<_>>(), ["link", "mine", "shared", "sub"]);
+    run(&["--replace"]);
+    assert_eq!(names().into_keys().collect::<Vec<_>>(), ["link", "shared"]);
+}
