@@ -33,6 +33,7 @@ pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
     if workers::any_silent(scheduler.db.read(), &scheduler.config, now).await? {
         scheduler.db.write(async |txn| workers::notice_silence(&txn, &scheduler.config, now).await).await?;
     }
+    scheduler.take_back_unheard().await?;
     scheduler.end_orphans().await
 }
 

@@ -315,6 +315,20 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Ends the leases of silent workers under which nothing was started, so that others can do the work.
+    pub(crate) async fn take_back_unheard(&self) -> Result<(), DbErr> {
+        for lease in workers::unheard(self.db.read(), &self.config, Timestamp::now()).await? {
+            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "taking back what a silent worker has not started");
+            self.change(async |txn| {
+                let mut effects = Effects::default();
+                workloads::take_back(&txn, &lease, Timestamp::now(), &mut effects).await?;
+                Ok::<_, DbErr>(((), effects))
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
     async fn end_lease(&self, lease: LeaseId, by: EndedBy) -> Result<(), DbErr> {
         self.change(async |txn| {
             let mut effects = Effects::default();

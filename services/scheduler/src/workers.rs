@@ -23,7 +23,7 @@ use uuid::Uuid;
 use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::worker::{self, Desired, Model, State};
-use crate::entity::{contact, from_json, lease, to_json};
+use crate::entity::{contact, from_json, lease, to_json, workload};
 use crate::placement;
 
 /// Between two writes of a contact time that says nothing new, at least this much passes.
@@ -332,6 +332,33 @@ pub(crate) async fn orphans(db: &impl ConnectionTrait) -> Result<Vec<lease::Mode
     lease::Entity::find()
         .filter(lease::Column::State.ne(lease::State::Ended))
         .filter(Expr::exists(workers))
+        .limit(500)
+        .all(db)
+        .await
+}
+
+/// Leases of workers that have been silent for the TTL, under which no process counts as started: nothing of them runs, and none may
+/// start any more once they are ended.
+pub(crate) async fn unheard(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    now: Timestamp,
+) -> Result<Vec<lease::Model>, DbErr> {
+    let stalled = Query::select()
+        .column(worker::Column::Id)
+        .from(worker::Entity)
+        .and_where(Expr::col(worker::Column::State).eq(State::Stalled))
+        .and_where(Expr::col(worker::Column::Id).in_subquery(silent_since(now - config.worker_ttl)))
+        .to_owned();
+    let unstarted = Query::select()
+        .column(workload::Column::LeaseId)
+        .from(workload::Entity)
+        .and_where(Expr::col(workload::Column::State).eq(workload::State::Assigned))
+        .to_owned();
+    lease::Entity::find()
+        .filter(lease::Column::State.ne(lease::State::Ended))
+        .filter(lease::Column::WorkerId.in_subquery(stalled))
+        .filter(lease::Column::Id.in_subquery(unstarted))
         .limit(500)
         .all(db)
         .await

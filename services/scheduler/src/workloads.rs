@@ -400,6 +400,21 @@ pub(crate) async fn lose_attempt(
     Ok(())
 }
 
+/// Ends the attempt under `lease` unless its process counts as started: its worker is silent, and another can do it.
+pub(crate) async fn take_back(
+    txn: &DatabaseTransaction,
+    lease: &lease::Model,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    if let Some((row, lease)) = hold(txn, &leases::claims(lease)).await?
+        && row.state == State::Assigned
+    {
+        end_attempt(txn, row, &lease, AttemptEnd::WorkerLost, now, effects).await?;
+    }
+    Ok(())
+}
+
 async fn end_attempt(
     txn: &DatabaseTransaction,
     mut row: Model,

@@ -420,6 +420,27 @@ async fn a_worker_that_is_silent_for_too_long_is_lost(database: TestDatabase) {
     scheduler.stop().await;
 }
 
+async fn what_a_silent_worker_has_not_started_goes_to_another(database: TestDatabase) {
+    let ttl = Duration::from_millis(300);
+    let scheduler = Running::start(patient_config(&database, ttl, Duration::from_secs(60))).await;
+    let mut silent = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = silent.run(id).await;
+    until("it waits again", async || {
+        (scheduler.get(id).await.state() == pb::WorkloadState::Pending).then_some(())
+    })
+    .await;
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    let refused = start(&scheduler, &run.lease_token).await.expect_err("it is somebody else's");
+    assert!(refused.is(Reason::LeaseLost), "{refused}");
+
+    let mut other = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let (_, run) = other.run(id).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
+    scheduler.stop().await;
+}
+
 async fn work_survives_the_scheduler(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let mut first = hello("one");
@@ -623,6 +644,7 @@ on_both! {
     a_gateway_whose_call_is_dropped_has_left,
     a_silent_gateway_is_superseded_and_told_so,
     a_worker_that_is_silent_for_too_long_is_lost,
+    what_a_silent_worker_has_not_started_goes_to_another,
     work_survives_the_scheduler,
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
