@@ -3,7 +3,6 @@
 mod host {
     mod inside;
     mod leftovers;
-    mod speed;
     pub(crate) mod subject;
 }
 

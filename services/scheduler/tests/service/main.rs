@@ -668,9 +668,12 @@ async fn replicas_share_the_work_of_one_database() {
     for turn in 0..6 {
         ids.push(replicas[turn % 2].submit(spec()).await.expect("accepted"));
     }
-    for id in &ids {
-        let (_, run) = gateway.run(*id).await;
+    let mut run_once = std::collections::HashSet::new();
+    while run_once.len() < ids.len() {
+        // Two replicas that place at the same moment may swap neighbours in the queue.
+        let run = gateway.run_other_than(&run_once).await;
         assert!(gateway.desired.leases.len() <= 2, "the limit holds");
+        run_once.insert(run.workload_id.clone());
         start(&replicas[1], &run.lease_token).await.expect("started");
         finish(&replicas[1], &run.lease_token, 0).await.expect("finished");
     }

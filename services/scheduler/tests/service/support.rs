@@ -1,5 +1,6 @@
 //! A scheduler on a port of its own, and a gateway that says what a test wants said.
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::time::Duration;
 
@@ -264,6 +265,17 @@ impl Gateway {
         self.desires("to run it", |lease| match &lease.wish {
             Some(pb::desired_lease::Wish::Run(run)) if run.workload_id == workload.to_string() => {
                 Some((lease.lease_id.clone(), run.clone()))
+            }
+            _ => None,
+        })
+        .await
+    }
+
+    /// Waits until it shall run a workload that is none of `others`.
+    pub(crate) async fn run_other_than(&mut self, others: &HashSet<String>) -> pb::RunAttempt {
+        self.desires("to run another", |lease| match &lease.wish {
+            Some(pb::desired_lease::Wish::Run(run)) if !others.contains(&run.workload_id) => {
+                Some(run.clone())
             }
             _ => None,
         })
