@@ -27,8 +27,9 @@ for service in services/*/; do
         /^test result:/{if (ours) n += $4; ours = 0}
         END{print n + 0}' "$log")
     # Tests of a package in its tests/ folder run under names of their own.
-    for suite in "services/$name"/tests/*.rs; do
+    for suite in "services/$name"/tests/*.rs "services/$name"/tests/*/main.rs; do
         [ -e "$suite" ] || continue
+        suite=${suite%/main.rs}
         more=$(awk -v suite="deps/$(basename "$suite" .rs)-" '
             /^ +Running /{ours = index($0, suite)}
             /^test result:/{if (ours) n += $4; ours = 0}
