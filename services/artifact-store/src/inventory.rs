@@ -77,6 +77,9 @@ pub(crate) enum PrepareError {
     AttemptEnded(AttemptId),
     #[error("artifact {0} is unknown to this team or not sealed")]
     InputUnavailable(ArtifactId),
+    /// The worker has begun another life, and its first report will tell.
+    #[error("whether artifact {0} is still on this worker is not known yet")]
+    Unconfirmed(ArtifactId),
     #[error("database failed while preparing an attempt")]
     Database(#[from] DbErr),
 }
@@ -243,14 +246,20 @@ async fn lock_sources(
         .filter(volume::Column::WorkerId.eq(worker.uuid()))
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
         .filter(volume::Column::Complete.eq(true))
-        .filter(volume::Column::State.eq(State::Created))
+        .filter(volume::Column::State.is_in([State::Created, State::Unconfirmed]))
         // The first of each artifact, verified ones before others.
         .order_by_asc(volume::Column::Verified)
         .order_by_desc(volume::Column::Handle)
         .lock_shared()
         .all(txn)
         .await?;
-    Ok(replicas.into_iter().filter_map(|row| Some((row.artifact_id?, row.handle))).collect())
+    let confirmed = replicas.iter().filter(|row| row.state == State::Created);
+    let sources: HashMap<_, _> = confirmed.filter_map(|row| Some((row.artifact_id?, row.handle))).collect();
+    let unconfirmed = replicas.iter().filter_map(|row| row.artifact_id).find(|id| !sources.contains_key(id));
+    match unconfirmed {
+        Some(id) => Err(PrepareError::Unconfirmed(ArtifactId::from_uuid(id))),
+        None => Ok(sources),
+    }
 }
 
 async fn make_container(

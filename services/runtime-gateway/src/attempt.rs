@@ -12,13 +12,14 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use domain::workload::{Bytes, EnvironmentVariable, Exit, Failure, PublishedOutput, WorkloadSpec};
 use domain::{ArtifactId, AttemptId, ContainerHandle, Digest, LeaseId, VolumeHandle, WorkloadId};
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
-use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, ProcessState, RuntimeError, VolumeSource};
+use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, RuntimeError, VolumeSource};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use tokio::sync::watch;
@@ -107,16 +108,23 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
         let finish = match carry_out(&worker, &task, &mut stop).await {
             Ok(finish) => finish,
             Err(Stopped::GatewayStopping) => return,
+            // Another gateway speaks for this worker: what runs is its, and so is what is to be said of it.
             Err(Stopped::Refused(refusal))
-                if refusal.is(Reason::LeaseLost) || refusal.is(Reason::AttemptEnded) =>
+                if refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation) =>
             {
-                tracing::info!(lease.id = %task.lease, "the lease is lost, or ending");
-                give_up(&worker, task.attempt).await;
-                // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
-                let wish = stop.borrow().clone();
-                Finish::failed(failure(&wish.map_or(Stopped::Refused(refusal), Stopped::Wished)))
+                tracing::info!(lease.id = %task.lease, "this attempt is another gateway's now");
+                return;
             }
-            Err(stopped) => Finish::failed(failure(&stopped)),
+            Err(stopped) => {
+                // Whatever went wrong: the slot is free only once nothing runs.
+                if !give_up(&worker, task.attempt).await {
+                    return;
+                }
+                let lost = matches!(&stopped, Stopped::Refused(refusal) if refusal.is(Reason::LeaseLost));
+                // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
+                let wish = stop.borrow().clone().filter(|_| lost);
+                Finish::failed(failure(&wish.map_or(stopped, Stopped::Wished)))
+            }
         };
         finish_attempt(&worker, task.lease, &task.token, finish).await;
     }
@@ -179,7 +187,13 @@ async fn carry_out(
     if publishable && !plan.outputs.is_empty() {
         worker.set_phase(task.lease, pb::LeasePhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
-        publish(worker, task, &plan, &prepared, &mut finish).instrument(publishing).await?;
+        let published = publish(worker, task, &plan, &prepared, &mut finish).instrument(publishing).await;
+        match published {
+            Ok(()) => {}
+            // How the process ended is known all the same.
+            Err(Stopped::Worker(error)) => finish.failure = Some(error.failure()),
+            Err(stopped) => return Err(stopped),
+        }
     }
     Ok(finish)
 }
@@ -372,16 +386,12 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     Ok(())
 }
 
-/// Makes sure that a replica holds what it should. One that does not is destroyed, so that the next report finds it lost and nobody is sent
-/// to it again.
+/// Makes sure that a replica holds what it should. One that does not is left where it is, for its operator to look at.
 async fn verify(worker: &Worker, replica: VolumeHandle, team: &str, digest: Digest) -> Result<(), Stopped> {
     if worker.trees.verify(worker.runtime.as_ref(), replica, team, digest).await? {
         return Ok(());
     }
-    tracing::error!(volume.handle = %replica, "a replica does not hold what it should, and is destroyed");
-    worker.trees.forget(replica).await;
-    worker.runtime.destroy_volume(replica).await?;
-    worker.destroyed.notify_one();
+    tracing::error!(volume.handle = %replica, "a replica does not hold what it should any more; nothing is made from it");
     Err(Stopped::InputDamaged(replica))
 }
 
@@ -533,28 +543,47 @@ async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Fi
         async move { workloads.finish_attempt(request).await }
     };
     tokio::select! {
-        told = until_answered("end an attempt", call) => if let Err(refusal) = told {
-            // The attempt was ended without us; what it made is garbage already.
-            tracing::info!(lease.id = %lease, error = %refusal, "the end of an attempt was not wanted");
-        },
+        () = tell(lease, call) => {}
         // The next gateway finds the process ended, and tells.
         () = worker.stopping.cancelled() => return,
     }
     worker.set_phase(lease, pb::LeasePhase::Ended);
 }
 
-/// Ends whatever runs of an attempt that is not ours any more.
-async fn give_up(worker: &Worker, attempt: AttemptId) {
-    match worker.runtime.process(attempt).await {
-        Ok(ProcessState::Ended(_)) | Err(RuntimeError::ProcessNotFound(_)) => return,
-        Ok(_) | Err(_) => {}
+/// Repeats `call` until the scheduler has heard, or says that it has no use for it.
+async fn tell<F>(lease: LeaseId, call: impl Fn() -> F)
+where
+    F: Future<Output = Result<tonic::Response<pb::FinishAttemptResponse>, Status>>,
+{
+    while let Err(refusal) = until_answered("end an attempt", &call).await {
+        if refusal.is(Reason::LeaseLost) {
+            // The attempt was ended without us; what it made is garbage already.
+            tracing::info!(lease.id = %lease, error = %refusal, "the end of an attempt was not wanted");
+            return;
+        }
+        // The slot stays taken until the scheduler has heard.
+        tracing::warn!(lease.id = %lease, error = %refusal, "cannot end an attempt");
+        tokio::time::sleep(Duration::from_secs(5)).await;
     }
-    let stopped = async {
-        worker.runtime.stop(attempt, std::time::Duration::ZERO).await?;
-        worker.runtime.wait(attempt).await
-    };
-    if let Err(error) = stopped.await {
-        tracing::warn!(attempt.id = %attempt, %error, "cannot stop a process whose lease is lost");
+}
+
+/// Ends whatever runs of an attempt that goes no further. Answers whether nothing of it runs; not so only when the gateway stops before
+/// that is sure.
+async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
+    loop {
+        let stopped = async {
+            worker.runtime.stop(attempt, Duration::ZERO).await?;
+            worker.runtime.wait(attempt).await
+        };
+        let stopped = tokio::select! {
+            stopped = stopped => stopped,
+            () = worker.stopping.cancelled() => return false,
+        };
+        match stopped {
+            Ok(_) | Err(RuntimeError::ProcessNotFound(_)) => return true,
+            Err(error) => tracing::warn!(attempt.id = %attempt, %error, "cannot stop a process yet"),
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
     }
 }
 

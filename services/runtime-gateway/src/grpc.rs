@@ -410,6 +410,8 @@ impl From<TransferError> for Status {
             TransferError::PathNotFound(_) => Reason::PathNotFound,
             TransferError::NotAFile(_) => Reason::NotAFile,
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
+            TransferError::Busy(_) => Reason::Unavailable,
+            TransferError::Complete(_) => Reason::ClaimLost,
             TransferError::CallerGone => return truncated(),
         };
         reason.status(SERVICE, chain(&error))

@@ -199,7 +199,9 @@ async fn remember_store_life(worker: &Worker, life: &str) -> Result<bool, SweepE
     match tokio::fs::read_to_string(&path).await {
         Ok(known) => Ok(known == life),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            tokio::fs::write(&path, life).await.map_err(SweepError::StoreLife)?;
+            let whole = path.with_extension("new");
+            tokio::fs::write(&whole, life).await.map_err(SweepError::StoreLife)?;
+            tokio::fs::rename(&whole, &path).await.map_err(SweepError::StoreLife)?;
             Ok(true)
         }
         Err(error) => Err(SweepError::StoreLife(error)),

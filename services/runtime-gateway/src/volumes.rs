@@ -4,10 +4,11 @@
 //! says, and the writer said `commit`. What arrives before that lies in a volume that the artifact store knows as unfinished, and collects
 //! when its transfer ends.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use domain::VolumeHandle;
@@ -60,6 +61,12 @@ pub(crate) enum TransferError {
     /// The store refused.
     #[error(transparent)]
     Refused(#[from] Refusal),
+    /// Somebody fills the volume at this moment.
+    #[error("volume {0} is being filled")]
+    Busy(VolumeHandle),
+    /// The volume has its final bytes.
+    #[error("volume {0} was filled before")]
+    Complete(VolumeHandle),
     /// The receiver is gone.
     #[error("the caller is gone")]
     CallerGone,
@@ -108,7 +115,11 @@ impl Filling {
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
     ) -> Result<Self, TransferError> {
-        worker.trees.forget(ticket.volume).await;
+        let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
+        if worker.trees.get(ticket.volume).await.is_some() {
+            // A delayed repeat: the volume has its bytes, and they are final.
+            return Err(TransferError::Complete(ticket.volume));
+        }
         worker.runtime.destroy_volume(ticket.volume).await?;
         worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
         let root = worker.runtime.volume_directory(ticket.volume).await?;
@@ -124,7 +135,11 @@ impl Filling {
         .await??;
 
         let (queue, steps) = mpsc::channel(QUEUE);
-        let writer = tokio::task::spawn_blocking(move || write(writer, steps));
+        let writer = tokio::task::spawn_blocking(move || {
+            // Until the last byte that this writer may write.
+            let _turn = turn;
+            write(writer, steps)
+        });
         Ok(Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer })
     }
 
@@ -162,6 +177,25 @@ impl Filling {
             Ok(Err(error)) => error.into(),
             Ok(Ok(())) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
         }
+    }
+}
+
+/// The right to fill a volume: one writer at a time.
+struct Turn {
+    filling: Arc<Mutex<HashSet<VolumeHandle>>>,
+    volume: VolumeHandle,
+}
+
+impl Turn {
+    fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
+        let mine = filling.lock().unwrap_or_else(PoisonError::into_inner).insert(volume);
+        mine.then(|| Self { filling: filling.clone(), volume })
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.filling.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.volume);
     }
 }
 

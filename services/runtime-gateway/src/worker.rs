@@ -1,11 +1,11 @@
 //! One worker, as its gateway knows it: the runtime, the session in which the gateway speaks for it, and the attempts under way.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use domain::worker::{Incarnation, Session};
-use domain::{AttemptId, LeaseId, WorkerId};
+use domain::{AttemptId, LeaseId, VolumeHandle, WorkerId};
 use rpc::client::Outgoing;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::scheduler as pb;
@@ -20,6 +20,9 @@ use tokio_util::task::TaskTracker;
 use crate::Config;
 use crate::trees::Trees;
 use rpc::Peer;
+
+/// Most bytes of a desired state.
+const DESIRED_BYTES: usize = 256 << 20;
 
 /// The session in which this gateway speaks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,6 +62,8 @@ pub(crate) struct Worker {
     pub(crate) stopping: CancellationToken,
     session: watch::Sender<Option<OpenSession>>,
     attempts: Mutex<HashMap<LeaseId, Attempt>>,
+    /// Volumes that are being filled, by one writer each.
+    pub(crate) filling: Arc<Mutex<HashSet<VolumeHandle>>>,
     /// Containers and volumes on the worker, when they were last listed.
     pub(crate) kept: Mutex<(u64, u64)>,
     /// Wakes the synchronizing task when an attempt has changed.
@@ -79,12 +84,14 @@ impl Worker {
         let store = rpc::client::peer(&config.artifact_store, Outgoing::internal())?;
         Ok(Arc::new(Self {
             inventory: InventoryClient::new(store),
-            workers: WorkersClient::new(scheduler.clone()),
+            // A desired state has the specs of all its leases.
+            workers: WorkersClient::new(scheduler.clone()).max_decoding_message_size(DESIRED_BYTES),
             workloads: WorkloadsClient::new(scheduler.clone()),
             keys: Keys::new(scheduler),
             trees: Trees::open(&config.manifest_dir, boot)?,
             session: watch::Sender::new(None),
             attempts: Mutex::default(),
+            filling: Arc::default(),
             kept: Mutex::default(),
             changed: Notify::new(),
             destroyed: Notify::new(),

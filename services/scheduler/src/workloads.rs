@@ -501,7 +501,11 @@ pub(crate) async fn observe_phase(
             let Some(whereabouts) = whereabouts(&row)? else { return Ok(()) };
             Event::Running { whereabouts }
         }
-        (Phase::Publishing, State::Starting | State::Running) => Event::Publishing,
+        (Phase::Publishing, State::Starting | State::Running) => {
+            // The limit is for the process, which has ended.
+            row.run_deadline = None;
+            Event::Publishing
+        }
         _ => return Ok(()),
     };
     save(txn, row, Write::Update, Some(&event), now, effects).await

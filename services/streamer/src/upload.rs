@@ -10,7 +10,7 @@
 //! reported complete under the same digest; the artifact store checks. Whatever ends an upload before that abandons it: by a call
 //! here, or, when this process dies, by the claim running out.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use domain::{ArtifactId, BuildId, Digest, LeaseId, TransferId};
 use rpc::client::{AddressError, Outgoing};
@@ -20,9 +20,13 @@ use rpc::pb::artifacts::{self as store};
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::{self as scheduler};
-use rpc::{Peer, Refusal};
+use rpc::{Peer, Reason, Refusal};
+use tonic::{Response, Status};
 
 use crate::Config;
+
+/// How long a cluster may take to be ready for uploads.
+const SETTLE_DOWN: Duration = Duration::from_secs(3);
 
 /// The services that the streamer calls.
 #[derive(Clone)]
@@ -94,7 +98,11 @@ impl Upload {
             tags: Vec::new(),
             platform: String::new(),
         };
-        let lease = peers.placements.place(place).await?.into_inner();
+        let lease = settle_down(|| {
+            let (mut placements, place) = (peers.placements.clone(), place.clone());
+            async move { placements.place(place).await }
+        })
+        .await?;
         let mut upload = Self {
             wanted,
             transfer: TransferId::new(),
@@ -128,7 +136,11 @@ impl Upload {
             worker_id: lease.worker_id.clone(),
             transfer_id: self.transfer.to_string(),
         };
-        let planned = peers.replicas.plan_replica(plan).await?.into_inner();
+        let planned = settle_down(|| {
+            let (mut replicas, plan) = (peers.replicas.clone(), plan.clone());
+            async move { replicas.plan_replica(plan).await }
+        })
+        .await?;
         let issue = scheduler::IssueTicketRequest {
             team: self.wanted.team.clone(),
             worker_id: lease.worker_id.clone(),
@@ -183,6 +195,26 @@ impl Upload {
             tracing::debug!(error = %Refusal::from(status), "an upload's claim is left to run out");
         }
         self.release(peers).await;
+    }
+}
+
+/// Repeats `call` for a moment while it is refused only because a cluster has just been started: no worker has come yet, or the store has
+/// not heard of it.
+async fn settle_down<T, F>(call: impl Fn() -> F) -> Result<T, Refusal>
+where
+    F: Future<Output = Result<Response<T>, Status>>,
+{
+    let deadline = Instant::now() + SETTLE_DOWN;
+    loop {
+        match call().await.map(Response::into_inner).map_err(Refusal::from) {
+            Err(refusal)
+                if (refusal.is(Reason::AllWorkersBusy) || refusal.is(Reason::NotAttended))
+                    && Instant::now() < deadline =>
+            {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            done => return done,
+        }
     }
 }
 

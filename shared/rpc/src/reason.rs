@@ -170,9 +170,11 @@ impl Refusal {
     /// Whether the same call may succeed later and may be repeated blindly.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        // tonic answers an expired client time-out and a broken connection with these.
+        // Everything that a service of ours refuses has a reason. What has none comes from below: an expired time-out, a connection that
+        // broke or was told to go away, a stream that was reset; tonic gives each of them one of these codes.
+        let from_below = matches!(self.code, Code::Unknown | Code::Internal | Code::ResourceExhausted);
         matches!(self.code, Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled)
-            || (self.code == Code::Unknown && self.reason.is_none())
+            || (from_below && self.reason.is_none())
     }
 }
 

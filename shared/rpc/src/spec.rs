@@ -16,8 +16,14 @@ use crate::{
 /// Where processes start unless the spec says otherwise.
 pub const DEFAULT_DIRECTORY: &[u8] = b"/workspace";
 
+/// Most bytes of a spec, encoded: a worker is told the specs of all its leases in one message.
+const MAX_BYTES: usize = 1 << 20;
+
 /// Validates a spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+    if spec.encoded_len() > MAX_BYTES {
+        return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
+    }
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,

@@ -3,6 +3,7 @@
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -49,6 +50,10 @@ impl Listener {
                 },
                 Self::Unix(unix) => unix.accept().await.map(|(stream, _)| Connection::Unix(stream)),
             };
+            if accepted.is_err() {
+                // As a rule no descriptor is free; asking again at once would only keep a processor busy.
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
             Some((accepted, listener))
         })
     }

@@ -169,6 +169,7 @@ impl From<PrepareError> for Status {
             PrepareError::Holder(error) => error.into(),
             PrepareError::AttemptEnded(id) => attempt(error.to_string(), id),
             PrepareError::InputUnavailable(id) => artifact(Reason::InputUnavailable, error.to_string(), id),
+            PrepareError::Unconfirmed(id) => artifact(Reason::Unavailable, error.to_string(), id),
             PrepareError::Database(source) => database("prepare an attempt", &source),
         }
     }
