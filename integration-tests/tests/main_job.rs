@@ -110,6 +110,27 @@ fn standard_input_and_output_are_binary_clean() {
 }
 
 #[test]
+fn many_short_runs_at_once_lose_no_output() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    for round in 0..4 {
+        let start = |number: usize| {
+            let text = format!("{round} {number}");
+            let mut run = cluster.gantry(["run", "--", "echo", &text]);
+            (text, run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry"))
+        };
+        let runs: Vec<_> = (0..16).map(start).collect();
+        for (text, run) in runs {
+            let output = run.wait_with_output().expect("gantry ends");
+            assert_eq!(code(&output), 0, "{}", describe(&output));
+            assert_eq!(String::from_utf8_lossy(&output.stdout), format!("{text}\n"), "{}", describe(&output));
+        }
+    }
+}
+
+#[test]
 fn nothing_of_the_callers_environment_is_inherited() {
     if !may_run_containers() {
         return;

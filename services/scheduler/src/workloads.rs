@@ -449,6 +449,9 @@ async fn end_attempt(
     };
 
     let started = matches!(row.state, State::Starting | State::Running);
+    if row.state == State::Starting && matches!(&end, AttemptEnd::Reported(report) if report.exit.is_some()) {
+        ran(txn, &mut row, now, effects).await?;
+    }
     match outcome::decide(started, lease.stop_reason, end) {
         Next::End(ending) => conclude(txn, row, ending, attempt, now, effects).await,
         Next::Again => {
@@ -462,6 +465,26 @@ async fn end_attempt(
             queue(txn, row, Write::Update, vec![], now, effects).await
         }
     }
+}
+
+/// Says that the process of a workload runs, or has run: whoever watches attaches to it then. A process may be gone before its gateway
+/// could say that it ran; this is said all the same, and first.
+///
+/// Changes `row`, which the caller saves.
+async fn ran(
+    txn: &DatabaseTransaction,
+    row: &mut Model,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some(whereabouts) = whereabouts(row)? else { return Ok(()) };
+    let id = WorkloadId::from_uuid(row.id);
+    row.state = State::Running;
+    row.started_at.get_or_insert(now.0);
+    row.revision += 1;
+    events::append(txn, id, row.revision, &Event::Running { whereabouts }, now).await?;
+    effects.workloads.push(id);
+    Ok(())
 }
 
 /// How far a gateway is with an attempt.
@@ -502,6 +525,9 @@ pub(crate) async fn observe_phase(
             Event::Running { whereabouts }
         }
         (Phase::Publishing, State::Starting | State::Running) => {
+            if row.state == State::Starting {
+                ran(txn, &mut row, now, effects).await?;
+            }
             // The limit is for the process, which has ended.
             row.run_deadline = None;
             Event::Publishing

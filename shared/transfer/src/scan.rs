@@ -91,7 +91,8 @@ impl Default for ScanOptions<'_> {
 pub enum ScannedOwnership {
     /// They are kept.
     Keep,
-    /// Everything belongs to user and group 0, so that the digest does not depend on who scans.
+    /// Everything belongs to user and group 0, so that the digest does not depend on who scans. Files that belong to others lose setuid and
+    /// setgid: they would become those of user and group 0.
     Root,
 }
 
@@ -494,7 +495,14 @@ impl<'a> Walk<'a> {
             ScannedOwnership::Keep => (stat.st_uid, stat.st_gid),
             ScannedOwnership::Root => (0, 0),
         };
-        let mode = if matches!(kind, EntryKind::Symlink { .. }) { 0 } else { stat.st_mode & 0o7777 };
+        let mut mode = if matches!(kind, EntryKind::Symlink { .. }) { 0 } else { stat.st_mode & 0o7777 };
+        // Under another owner these would give away rights that nobody gave.
+        if uid != stat.st_uid {
+            mode &= !0o4000;
+        }
+        if gid != stat.st_gid && !matches!(kind, EntryKind::Directory) {
+            mode &= !0o2000;
+        }
         Entry {
             path,
             mode,

@@ -517,3 +517,28 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn setuid_files_of_others_do_not_become_those_of_root() {
+    use std::os::unix::fs::{PermissionsExt, chown};
+
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let path = directory.path().join("file");
+    std::fs::write(&path, "#!").expect("write");
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return;
+    }
+    let mode_after = |owner: u32| {
+        chown(&path, Some(owner), Some(owner)).expect("chown");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o6755)).expect("chmod");
+        let options = gantry_transfer::ScanOptions {
+            ownership: gantry_transfer::ScannedOwnership::Root,
+            ..Default::default()
+        };
+        let scan = gantry_transfer::scan(directory.path(), &options, None).expect("a scan");
+        scan.manifest.entries()[1].mode
+    };
+    assert_eq!(mode_after(1234), 0o755);
+    assert_eq!(mode_after(0), 0o6755);
+}
