@@ -191,7 +191,7 @@ def bench_output(base, runs, size, stall):
     pipe = f"head -c {size} /dev/zero | cat >/dev/null"
     reference = timed(lambda: subprocess.run(["sh", "-c", pipe], check=True), runs)
     speed = lambda figures: [size / 1e6 / (figure / 1e3) for figure in figures]
-    lines.append(row("a pipe, `head -c | cat`", speed(reference), unit="MB/s"))
+    lines.append(row("a pipe, `head -c \\| cat`", speed(reference), unit="MB/s"))
     command = ["run", "-q", "--no-stdin", "--", "head", "-c", str(size), "/dev/zero"]
     with Cluster(base) as cluster:
         cluster.run("run", "-q", "--", "true")
