@@ -1,10 +1,14 @@
 //! Nothing is left behind, and the test would notice.
 
 use std::fs;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use integration_tests::snapshot::Snapshot;
 use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+
+/// What is on the machine is looked at as a whole, so one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// Runs of every kind of ending, with the exit code of each.
 const ENDINGS: &[(&[&str], i32)] = &[
@@ -58,6 +62,7 @@ fn a_hundred_runs_of_every_kind_of_ending_leave_nothing() {
     if !may_run_containers() {
         return;
     }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let cluster = cluster("0s");
     // What the first run of a cluster makes once.
     run_all(&cluster, 1_000_000);
@@ -80,6 +85,7 @@ fn what_is_not_destroyed_is_noticed() {
     if !may_run_containers() {
         return;
     }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let cluster = cluster("1h");
     run_all(&cluster, 1_000_000);
     let before = Snapshot::of(&cluster);
