@@ -108,7 +108,6 @@ impl Downloader<'_> {
             let options = ScanOptions::default();
             let there =
                 transfer::local_matches(&target.path, &manifest, &options, Some(&mut remembered.cache));
-            remembered.save();
             let matches = match there {
                 Ok(matches) => matches,
                 // It cannot be read, but perhaps be written.
@@ -129,7 +128,7 @@ impl Downloader<'_> {
                 matches.prepare(&target.path, &mut writer)?;
             }
             let wanted = writer.missing();
-            Ok::<_, anyhow::Error>((Staged { writer, matches, directory }, wanted))
+            Ok::<_, anyhow::Error>((Staged { writer, matches, directory, remembered }, wanted))
         });
         staging.await.context("writing ended unexpectedly")?
     }
@@ -309,19 +308,27 @@ struct Staged {
     writer: TreeWriter,
     matches: Matches,
     directory: Staging,
+    remembered: Remembered,
 }
 
 impl Staged {
     fn put_in_place(self, target: &Target, manifest: &Manifest, replace: bool) -> anyhow::Result<()> {
-        let Self { writer, matches, directory } = self;
+        let Self { writer, matches, directory, mut remembered } = self;
         writer.finish()?;
-        if replace {
+        let changed = if replace {
             transfer::replace(&directory.0, &target.path)?;
+            true
         } else {
             let options =
                 MergeOptions { ownership: WrittenOwnership::Caller, strict: false, keep_root: true };
-            transfer::merge(&directory.0, &target.path, manifest, &matches, options)?;
+            let merged = transfer::merge(&directory.0, &target.path, manifest, &matches, options)?;
+            merged.replaced + merged.corrected > 0
+        };
+        if changed {
+            let settle = ScanOptions::default().settle;
+            transfer::remember(&target.path, manifest, &mut remembered.cache, settle);
         }
+        remembered.save();
         Ok(())
     }
 }

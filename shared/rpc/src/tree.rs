@@ -6,24 +6,43 @@
 use bytes::Bytes;
 use prost::Message;
 use tonic::Status;
-use transfer::{InvalidManifest, InvalidRun, Manifest, ManifestBuilder, Runs};
+use transfer::{Entry, EntryKind, Extent, InvalidManifest, InvalidRun, Manifest, ManifestBuilder, Runs};
 
 use crate::pb::runtime as pb;
 
 /// Most encoded bytes of a part of a manifest.
 const PART_BYTES: usize = 1 << 20;
+/// Most extents of a file in a message: less than [`PART_BYTES`].
+const EXTENTS: usize = 16_000;
 /// Most runs in a message.
 const RUNS: usize = 50_000;
 
 /// A manifest, in parts that fit a message.
 pub fn manifest_parts(manifest: &Manifest) -> impl Iterator<Item = pb::ManifestPart> {
-    manifest.parts(PART_BYTES).map(|entries| pb::ManifestPart {
-        // Both sides are encodings of the same message, so decoding cannot fail; the tests hold that.
-        entries: entries
-            .iter()
-            .filter_map(|entry| pb::Entry::decode(Bytes::from(entry.encode())).ok())
-            .collect(),
+    manifest.parts(PART_BYTES).flat_map(|entries| match entries {
+        [entry] if entry.extents().len() > EXTENTS => pieces(entry),
+        entries => {
+            vec![pb::ManifestPart { entries: entries.iter().filter_map(on_wire).collect(), more: false }]
+        }
     })
+}
+
+/// A file with more extents than fit a message.
+fn pieces(entry: &Entry) -> Vec<pb::ManifestPart> {
+    let EntryKind::File { size_bytes, extents } = &entry.kind else { return Vec::new() };
+    let last = extents.len().div_ceil(EXTENTS) - 1;
+    let piece = |(number, extents): (usize, &[Extent])| {
+        let kind = EntryKind::File { size_bytes: *size_bytes, extents: extents.to_vec() };
+        let xattrs = if number == 0 { entry.xattrs.clone() } else { Vec::new() };
+        let piece = Entry { path: entry.path.clone(), xattrs, kind, ..*entry };
+        pb::ManifestPart { entries: on_wire(&piece).into_iter().collect(), more: number < last }
+    };
+    extents.chunks(EXTENTS).enumerate().map(piece).collect()
+}
+
+fn on_wire(entry: &Entry) -> Option<pb::Entry> {
+    // Both sides are encodings of the same message, so decoding cannot fail; the tests hold that.
+    pb::Entry::decode(Bytes::from(entry.encode())).ok()
 }
 
 /// The end of a manifest.
@@ -38,7 +57,12 @@ pub fn manifest_end(manifest: &Manifest) -> pb::ManifestEnd {
 
 /// Takes a part of a manifest.
 pub fn push_part(builder: &mut ManifestBuilder, part: &pb::ManifestPart) -> Result<(), InvalidManifest> {
-    part.entries.iter().try_for_each(|entry| builder.push_encoded(&entry.encode_to_vec()))
+    let (last, entries) = match part.entries.split_last() {
+        Some((last, entries)) if part.more => (Some(last), entries),
+        _ => (None, &part.entries[..]),
+    };
+    entries.iter().try_for_each(|entry| builder.push_encoded(&entry.encode_to_vec()))?;
+    last.map_or(Ok(()), |entry| builder.begin_encoded(&entry.encode_to_vec()))
 }
 
 /// Ordinals, in messages that are not too large. At least one message.
@@ -62,7 +86,7 @@ pub fn invalid_manifest(service: &str, error: &InvalidManifest) -> Status {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transfer::{DeviceKind, Entry, EntryKind, Extent, Limits, Xattr};
+    use transfer::{DeviceKind, Limits, Xattr};
 
     fn entry(path: &str, kind: EntryKind) -> Entry {
         Entry {
@@ -108,5 +132,37 @@ mod tests {
             push_part(&mut builder, &part).expect("valid");
         }
         assert_eq!(builder.finish().expect("whole").tree_digest(), manifest.tree_digest());
+    }
+
+    #[test]
+    fn a_file_with_many_extents_travels_in_messages_that_are_not_too_large() {
+        let count = 2 * EXTENTS as u64 + 1;
+        let extent =
+            |at| Extent { offset: at << 20, length: 1 << 20, digest: domain::Digest([at as u8; 32]) };
+        let extents: Vec<_> = (0..count).map(extent).collect();
+        let entries = [
+            entry("", EntryKind::Directory),
+            entry("large", EntryKind::File { size_bytes: count << 20, extents }),
+            entry("next", EntryKind::File { size_bytes: 0, extents: vec![] }),
+        ];
+        let manifest = Manifest::new(entries, Limits::default()).expect("valid");
+        let parts: Vec<_> = manifest_parts(&manifest).collect();
+        assert!(parts.iter().all(|part| part.encoded_len() < 2 << 20));
+        assert_eq!(parts.iter().filter(|part| part.more).count(), 2);
+
+        let receive = |parts: &[pb::ManifestPart]| {
+            let mut builder = ManifestBuilder::new(Limits::default());
+            parts.iter().try_for_each(|part| push_part(&mut builder, part))?;
+            builder.finish()
+        };
+        assert_eq!(receive(&parts).expect("whole").tree_digest(), manifest.tree_digest());
+        for missing in 0..parts.len() {
+            let some: Vec<_> = parts.iter().enumerate().filter(|(at, _)| *at != missing).collect();
+            let some: Vec<_> = some.into_iter().map(|(_, part)| part.clone()).collect();
+            let received = receive(&some).map(|manifest| manifest.tree_digest());
+            assert_ne!(received, Ok(manifest.tree_digest()), "without part {missing}");
+        }
+        let cut: Vec<_> = parts[..2].to_vec();
+        assert!(receive(&cut).is_err_and(|error| error.to_string().contains("not finished")));
     }
 }

@@ -6,7 +6,8 @@
 //! Invariant: an entry is kept only if the file's mtime and ctime were at least the *settling time* older than the
 //! start of the scan that read it. A younger file could be changed once more without a change of its timestamps,
 //! which have some granularity (git calls such files racily clean); it is read again until it has settled. The clock
-//! of the file system is trusted to agree with this machine's to within the settling time.
+//! of the file system is trusted to agree with this machine's to within the settling time. Of files that we wrote
+//! ourselves and gave an older mtime afterwards, only that must have settled: see [`remember`](crate::remember).
 //!
 //! The file is a magic line, BLAKE3 of the rest, and length-delimited records. It may be lost or damaged at any time:
 //! what does not match its digest is ignored as a whole.
@@ -96,12 +97,19 @@ impl Fingerprint {
 
     /// Whether the file was last changed at least `settle` before `at`.
     pub(crate) fn settled(&self, at: SystemTime, settle: Duration) -> bool {
-        let Some(limit) = at.duration_since(UNIX_EPOCH).ok().and_then(|at| at.checked_sub(settle)) else {
-            return false;
-        };
-        let limit = (i64::try_from(limit.as_secs()).unwrap_or(i64::MAX), limit.subsec_nanos());
-        self.mtime <= limit && self.ctime <= limit
+        before(at, settle).is_some_and(|limit| self.mtime <= limit && self.ctime <= limit)
     }
+
+    /// Whether its content was, by its mtime, last changed at least `settle` before `at`.
+    pub(crate) fn was_written_before(&self, at: SystemTime, settle: Duration) -> bool {
+        before(at, settle).is_some_and(|limit| self.mtime <= limit)
+    }
+}
+
+/// The time of a file that lies `settle` before `at`.
+fn before(at: SystemTime, settle: Duration) -> Option<(i64, u32)> {
+    let limit = at.duration_since(UNIX_EPOCH).ok()?.checked_sub(settle)?;
+    Some((i64::try_from(limit.as_secs()).unwrap_or(i64::MAX), limit.subsec_nanos()))
 }
 
 impl StatCache {

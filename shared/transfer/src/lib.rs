@@ -68,7 +68,9 @@ pub use manifest::{
     MAX_FILE_BYTES, MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES,
     MAX_XATTRS_BYTES, Manifest, ManifestBuilder, Xattr, compare_paths,
 };
-pub use merge::{Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, replace};
+pub use merge::{
+    Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember, replace,
+};
 pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};
 pub use remove::{RemoveError, remove_tree};
 pub use runs::{InvalidRun, Runs};

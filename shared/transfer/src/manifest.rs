@@ -157,6 +157,9 @@ pub enum EntryFault {
     /// A file is larger than a file can be.
     #[error("has an impossible size")]
     Size,
+    /// It was begun, and what came then was not the rest of it.
+    #[error("is not finished")]
+    Unfinished,
     /// Extents overlap, are out of order, pass the end of the file, or have an impossible length.
     #[error("has impossible extents")]
     Extents,
@@ -506,6 +509,8 @@ pub struct ManifestBuilder {
     manifest: Manifest,
     /// Indices of the directories that the last entry is in, outermost first, and itself if it is one.
     open: Vec<usize>,
+    /// A file whose extents have not all come.
+    begun: Option<Entry>,
     hasher: blake3::Hasher,
 }
 
@@ -522,7 +527,7 @@ impl ManifestBuilder {
             encoded_bytes: 0,
             digest: Digest([0; 32]),
         };
-        Self { limits, manifest, open: Vec::new(), hasher: blake3::Hasher::new() }
+        Self { limits, manifest, open: Vec::new(), begun: None, hasher: blake3::Hasher::new() }
     }
 
     /// How many entries it has.
@@ -537,18 +542,54 @@ impl ManifestBuilder {
         self.manifest.entries.is_empty()
     }
 
-    /// Adds an entry as it came over the wire.
+    /// Adds an entry as it came over the wire; if one was begun, the rest of its extents.
     ///
     /// # Errors
     ///
     /// It is malformed, breaks a rule, or is one too many.
     pub fn push_encoded(&mut self, bytes: &[u8]) -> Result<(), InvalidManifest> {
+        let entry = self.take(bytes)?;
+        self.push(entry)
+    }
+
+    /// Begins, or goes on with, a file that has more extents than fit a message: the next entry has the same path and
+    /// size, and further extents. Only the metadata of the first counts.
+    ///
+    /// # Errors
+    ///
+    /// It is malformed, no file, or too large.
+    pub fn begin_encoded(&mut self, bytes: &[u8]) -> Result<(), InvalidManifest> {
+        let entry = self.take(bytes)?;
+        if !matches!(entry.kind, EntryKind::File { .. }) {
+            return Err(InvalidManifest::Entry { path: entry.path().to_owned(), fault: EntryFault::Extents });
+        }
+        self.begun = Some(entry);
+        Ok(())
+    }
+
+    /// An entry that came over the wire, as far as it has come.
+    fn take(&mut self, bytes: &[u8]) -> Result<Entry, InvalidManifest> {
         if bytes.len() as u64 > self.limits.encoded_bytes {
             return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes));
         }
         let entry =
             Entry::decode(bytes).map_err(|fault| InvalidManifest::Entry { path: PathBuf::new(), fault })?;
-        self.push(entry)
+        let Some(mut begun) = self.begun.take() else { return Ok(entry) };
+        let path = begun.path().to_owned();
+        match (&mut begun.kind, entry.kind) {
+            (
+                EntryKind::File { size_bytes, extents },
+                EntryKind::File { size_bytes: same, extents: more },
+            ) if begun.path == entry.path && *size_bytes == same => {
+                extents.extend(more);
+                // Each takes more than its digest.
+                if (extents.len() * size_of::<Digest>()) as u64 > self.limits.encoded_bytes {
+                    return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes));
+                }
+                Ok(begun)
+            }
+            _ => Err(InvalidManifest::Entry { path, fault: EntryFault::Unfinished }),
+        }
     }
 
     /// Adds an entry.
@@ -558,6 +599,12 @@ impl ManifestBuilder {
     /// It breaks a rule, or is one too many. Nothing was added.
     pub fn push(&mut self, entry: Entry) -> Result<(), InvalidManifest> {
         let fault = |fault| InvalidManifest::Entry { path: entry.path().to_owned(), fault };
+        if let Some(begun) = &self.begun {
+            return Err(InvalidManifest::Entry {
+                path: begun.path().to_owned(),
+                fault: EntryFault::Unfinished,
+            });
+        }
         if self.len() as u64 >= self.limits.entries {
             return Err(InvalidManifest::TooManyEntries(self.limits.entries));
         }
@@ -617,6 +664,10 @@ impl ManifestBuilder {
     ///
     /// It has not even a root.
     pub fn finish(mut self) -> Result<Manifest, InvalidManifest> {
+        if let Some(begun) = self.begun {
+            let path = begun.path().to_owned();
+            return Err(InvalidManifest::Entry { path, fault: EntryFault::Unfinished });
+        }
         if self.is_empty() {
             return Err(InvalidManifest::NoRoot);
         }

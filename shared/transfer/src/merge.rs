@@ -16,26 +16,27 @@
 //! - What the manifest does not name stays. A directory that is not empty is never removed to make room for a file;
 //!   that is found out before anything is changed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, fstat, linkat, mkdirat, openat, renameat,
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, Uid, fstat, linkat, mkdirat, openat, renameat,
     renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 
-use crate::cache::StatCache;
+use crate::cache::{Content, Fingerprint, StatCache};
 use crate::dirs::{Cursor, list, make_workable, type_of};
 use crate::manifest::{Entry, EntryKind, Extent, Manifest, split};
 use crate::remove::{RemoveError, remove_tree};
 use crate::runs::Runs;
 use crate::scan::{ScanError, ScanOptions, ScannedOwnership, scan};
-use crate::write::{LeftOut, Metadata, TreeWriter, Trust, WriteError, WrittenOwnership, caller};
+use crate::write::{LeftOut, Metadata, TreeWriter, Trust, WriteError, WrittenOwnership, caller, has_times};
 use crate::xattrs;
 
 /// What a target has already of a tree.
@@ -43,6 +44,8 @@ use crate::xattrs;
 pub struct Matches {
     /// Files that may stay where they are, as indices of entries: their content is right.
     kept: BTreeSet<usize>,
+    /// Of these, those whose extended attributes are right as well, as they were found.
+    found: BTreeMap<usize, Fingerprint>,
     /// Extents of these.
     kept_extents: Runs,
     /// Extents of other files that stand at the same place of the same path.
@@ -171,6 +174,7 @@ pub fn local_matches(
     let changed: BTreeSet<&Path> = there.problems.iter().map(|problem| problem.path.as_path()).collect();
     let mut cursor = Cursor::through(target).map_err(ScanError::Root)?;
 
+    let (uid, _) = caller();
     let mut matches = Matches::default();
     for (index, entry) in manifest.entries().iter().enumerate() {
         let EntryKind::File { size_bytes, extents } = &entry.kind else { continue };
@@ -178,8 +182,17 @@ pub fn local_matches(
         if changed.contains(entry.path()) {
             continue;
         }
-        if size_there == *size_bytes && extents_there == extents && may_stay(&mut cursor, &entry.path) {
+        if size_there == *size_bytes
+            && extents_there == extents
+            && let Some(stat) = may_stay(&mut cursor, &entry.path, uid)
+        {
             matches.kept.insert(index);
+            if there.manifest.find(&entry.path).is_some_and(|there_at| {
+                let there = &there.manifest.entries()[there_at];
+                there.xattrs == entry.xattrs && has_times(&stat, there)
+            }) {
+                matches.found.insert(index, Fingerprint::of(&stat));
+            }
             for ordinal in manifest.ordinals_of(index) {
                 // Ascending, so it cannot be refused.
                 _ = matches.kept_extents.insert(ordinal);
@@ -206,15 +219,18 @@ fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Exte
     }
 }
 
-/// Whether metadata of the file at a path can be changed without changing another: it has one name, and is ours.
-fn may_stay(cursor: &mut Cursor, path: &[u8]) -> bool {
+/// The file at a path, if its metadata can be changed without changing another: it has one name, and is ours.
+fn may_stay(cursor: &mut Cursor, path: &[u8], uid: Uid) -> Option<Stat> {
+    let stat = stat_at(cursor, path)?;
+    (stat.st_nlink == 1 && (uid.is_root() || stat.st_uid == uid.as_raw())).then_some(stat)
+}
+
+/// The regular file at a path, if there is one.
+fn stat_at(cursor: &mut Cursor, path: &[u8]) -> Option<Stat> {
     let (parent, name) = split(path);
-    let Ok(directory) = cursor.go(parent) else { return false };
-    let Ok(stat) = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
-    let (uid, _) = caller();
-    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
-        && stat.st_nlink == 1
-        && (uid.is_root() || stat.st_uid == uid.as_raw())
+    let directory = cursor.go(parent).ok()?;
+    let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    (FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile).then_some(stat)
 }
 
 /// How to merge.
@@ -233,8 +249,10 @@ pub struct MergeOptions {
 pub struct Merged {
     /// Files and others that were put in place.
     pub replaced: u64,
-    /// Files that stayed, with their metadata put right.
+    /// Files that stayed.
     pub kept: u64,
+    /// Of these, those whose metadata had to be put right.
+    pub corrected: u64,
     /// Attributes that were left out.
     pub left_out: Vec<LeftOut>,
 }
@@ -349,7 +367,10 @@ struct Merge<'a> {
 impl Merge<'_> {
     /// Refuses to begin if a directory would have to be removed for something that is none.
     fn look_for_directories(&mut self) -> Result<(), MergeError> {
-        for entry in self.manifest.entries().iter().filter(|entry| !entry.is_directory()) {
+        for (index, entry) in self.manifest.entries().iter().enumerate() {
+            if entry.is_directory() || self.matches.kept.contains(&index) {
+                continue;
+            }
             let (parent, name) = split(&entry.path);
             // What cannot be reached is not there, or its parent is going to be replaced.
             let Ok(directory) = self.target.go(parent) else { continue };
@@ -372,7 +393,7 @@ impl Merge<'_> {
                 place_directory(&directory, name).map_err(|error| failed(error.into()))?;
                 make_workable(&staged, name).map_err(|error| failed(error.into()))
             }
-            EntryKind::File { .. } if self.matches.kept.contains(&index) => self.keep(entry),
+            EntryKind::File { .. } if self.matches.kept.contains(&index) => self.keep(index, entry),
             EntryKind::HardLink { to } if self.is_kept(to) => {
                 let (parent, target) = split(to);
                 let from = self.links.go(parent).map_err(failed)?;
@@ -403,11 +424,21 @@ impl Merge<'_> {
         self.manifest.find(path).is_some_and(|index| self.matches.kept.contains(&index))
     }
 
-    /// Puts right the metadata of a file that stays.
-    fn keep(&mut self, entry: &Entry) -> Result<(), MergeError> {
+    /// Puts right the metadata of a file that stays, if anything is wrong: as it is, the stat cache may know it.
+    fn keep(&mut self, index: usize, entry: &Entry) -> Result<(), MergeError> {
+        if let Some(found) = self.matches.found.get(&index)
+            && let Some(stat) = stat_at(&mut self.target, &entry.path)
+            && Fingerprint::of(&stat) == *found
+            && self.metadata.is_right(entry, &stat)
+        {
+            self.merged.kept += 1;
+            return Ok(());
+        }
         let file = open_file(&mut self.target, &entry.path)
             .map_err(|_| MergeError::Missing { path: entry.path().to_owned() })?;
         self.merged.kept += 1;
+        self.merged.corrected += 1;
+        self.metadata.take_over(&file).map_err(|error| MergeError::new(entry, error.into()))?;
         self.complete(entry, &file)
     }
 
@@ -422,6 +453,30 @@ impl Merge<'_> {
         let done = xattrs::remove_others(file, !entry.is_directory(), &entry.xattrs)
             .and_then(|()| self.metadata.apply(entry, file, &mut self.merged.left_out));
         done.map_err(|error| MergeError::new(entry, error.into()))
+    }
+}
+
+/// Tells a cache of the files that stand below `target` now that `manifest` was written there, so that the next
+/// [`local_matches`] need not read them.
+///
+/// The writer gave each file its mtime after its last byte. So a file that still has it, and whose mtime is older than
+/// `settle`, was not written to since, as that would have made it younger: its ctime, which is that of its renaming, need
+/// not have settled. What is younger, or is otherwise than the manifest says, is not remembered.
+pub fn remember(target: &Path, manifest: &Manifest, cache: &mut StatCache, settle: Duration) {
+    let now = SystemTime::now();
+    // What cannot be found is read the next time.
+    let Ok(mut cursor) = Cursor::through(target) else { return };
+    for entry in manifest.entries() {
+        let EntryKind::File { size_bytes, extents } = &entry.kind else { continue };
+        let Some(stat) = stat_at(&mut cursor, &entry.path) else { continue };
+        let fingerprint = Fingerprint::of(&stat);
+        if stat.st_size.cast_unsigned() == *size_bytes
+            && has_times(&stat, entry)
+            && fingerprint.was_written_before(now, settle)
+        {
+            let content = Content { xattrs: entry.xattrs.clone(), extents: extents.clone() };
+            cache.insert(entry.path.clone(), fingerprint, content);
+        }
     }
 }
 

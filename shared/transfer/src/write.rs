@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use domain::Digest;
 use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chownat, copy_file_range, fchmod,
+    AtFlags, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, chownat, copy_file_range, fchmod,
     fchown, fstat, ftruncate, futimens, ioctl_ficlone, linkat, mkdirat, mknodat, openat, symlinkat, syncfs,
     utimensat,
 };
@@ -629,6 +629,23 @@ impl Metadata {
         futimens(file, &times(entry))
     }
 
+    /// Whether a file has the owner, mode and times that its entry says.
+    pub(crate) fn is_right(&self, entry: &Entry, stat: &Stat) -> bool {
+        let owner = match self.ownership {
+            WrittenOwnership::Manifest => stat.st_uid == entry.uid && stat.st_gid == entry.gid,
+            WrittenOwnership::Caller => stat.st_uid == self.caller.0.as_raw(),
+        };
+        owner && Mode::from_raw_mode(stat.st_mode) == self.mode(entry) && has_times(stat, entry)
+    }
+
+    /// Makes a file the caller's that was not made by the caller, if that is whose everything is to be.
+    pub(crate) fn take_over(&self, file: &OwnedFd) -> Result<(), Errno> {
+        if self.ownership == WrittenOwnership::Caller && fstat(file)?.st_uid != self.caller.0.as_raw() {
+            fchown(file, Some(self.caller.0), Some(self.caller.1))?;
+        }
+        Ok(())
+    }
+
     /// To whom an entry is to be given.
     fn owner(&self, entry: &Entry) -> Option<(Uid, Gid)> {
         let owner = (Uid::from_raw(entry.uid), Gid::from_raw(entry.gid));
@@ -651,6 +668,12 @@ impl Metadata {
 /// The user and group that what the caller makes belongs to.
 pub(crate) fn caller() -> (Uid, Gid) {
     (rustix::process::geteuid(), rustix::process::getegid())
+}
+
+/// Whether a file was last modified when an entry says.
+pub(crate) fn has_times(stat: &Stat, entry: &Entry) -> bool {
+    let Timespec { tv_sec, tv_nsec } = times(entry).last_modification;
+    stat.st_mtime == tv_sec && i64::try_from(stat.st_mtime_nsec) == Ok(tv_nsec)
 }
 
 /// The times that an entry gets: both are that of its last modification.

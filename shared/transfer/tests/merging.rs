@@ -131,6 +131,53 @@ fn a_second_download_moves_nothing_and_keeps_files_in_place() {
 }
 
 #[test]
+fn what_is_right_already_is_not_touched() {
+    let fixture = Fixture::new();
+    for name in ["same", "mode", "time"] {
+        fixture.from(name, noise(1, 100));
+        set_mtime(&fixture.path("from").join(name), 1_000, 5);
+    }
+    fixture.download().unwrap();
+    let changed = |name: &str| {
+        let there = fixture.path("target").join(name).metadata().unwrap();
+        (there.ctime(), there.ctime_nsec())
+    };
+    let before = changed("same");
+    set_mode(&fixture.path("target/mode"), 0o700);
+    set_mtime(&fixture.path("target/time"), 2_000, 5);
+
+    let again = fixture.download().unwrap();
+
+    assert_eq!((again.bytes, again.merged.kept, again.merged.corrected), (0, 3, 2));
+    assert_eq!(changed("same"), before);
+    assert_eq!(fixture.entries("target"), fixture.entries("from"));
+}
+
+#[test]
+fn a_download_is_remembered_except_for_files_that_are_as_young_as_it() {
+    let fixture = Fixture::new();
+    for name in ["old", "written", "other", "young"] {
+        fixture.from(name, noise(2, 1000));
+        set_mtime(&fixture.path("from").join(name), 1_000, 0);
+    }
+    File::open(fixture.path("from/young")).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+    fixture.download().unwrap();
+    let manifest = manifest_of(&fixture.path("from"));
+    let target = fixture.path("target");
+    fs::write(target.join("written"), noise(3, 1000)).unwrap();
+    fs::write(target.join("other"), "another size").unwrap();
+    set_mtime(&target.join("other"), 1_000, 0);
+
+    let mut cache = StatCache::new();
+    remember(&target, &manifest, &mut cache, Duration::from_secs(2));
+
+    let scan = scan(&target, &ScanOptions::default(), Some(&mut cache)).unwrap();
+    assert_eq!((scan.files_known, scan.files_read), (1, 3));
+    let at = |tree: &Manifest| tree.entries()[tree.find(b"old").unwrap()].clone();
+    assert_eq!(at(&scan.manifest), at(&manifest));
+}
+
+#[test]
 fn the_stat_cache_spares_reading_the_target() {
     let fixture = Fixture::new();
     fixture.from("file", noise(1, 1000));

@@ -1,0 +1,193 @@
+//! Reading and hashing what the walk found, by several threads.
+
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use domain::Digest;
+use rustix::fs::{Mode, OFlags, SeekFrom, fstat, openat, seek};
+use rustix::io::Errno;
+
+use super::queue::DoneOnDrop;
+use super::{PIECE_BYTES, Shared};
+use crate::cache::{Content, Fingerprint};
+use crate::manifest::{Extent, MAX_EXTENT_BYTES};
+use crate::xattrs;
+
+/// A file that is to be read.
+pub(super) struct Unread {
+    pub(super) entry: usize,
+    pub(super) directory: Arc<OwnedFd>,
+    pub(super) name: Vec<u8>,
+    pub(super) path: Vec<u8>,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) size_bytes: u64,
+    pub(super) may_have_holes: bool,
+}
+
+/// A file that several threads read.
+pub(super) struct Shareable {
+    unread: Unread,
+    file: OwnedFd,
+    pieces_left: AtomicUsize,
+}
+
+pub(super) enum Task {
+    File(Unread),
+    Piece { of: Arc<Shareable>, extents: Vec<(u64, u32)> },
+}
+
+pub(super) struct Read {
+    pub(super) entry: usize,
+    pub(super) outcome: Outcome,
+}
+
+pub(super) enum Outcome {
+    /// Some of its content.
+    Content(Content),
+    Changed,
+    Unreadable(Errno),
+}
+
+pub(super) struct Reader<'a> {
+    shared: &'a Shared<'a>,
+    buffer: Vec<u8>,
+    read: Vec<Read>,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(shared: &'a Shared<'a>) -> Self {
+        Self { shared, buffer: vec![0; MAX_EXTENT_BYTES as usize], read: Vec::new() }
+    }
+
+    pub(super) fn run(mut self) -> Vec<Read> {
+        while let Some(batch) = self.shared.queue.pop() {
+            let _done = DoneOnDrop(&self.shared.queue);
+            for task in batch {
+                if self.shared.stopped() {
+                    continue; // The queue must be emptied, or the walker would wait for ever.
+                }
+                match task {
+                    Task::File(file) => self.file(file),
+                    Task::Piece { of, extents } => self.piece(&of, &extents),
+                }
+            }
+        }
+        self.read
+    }
+
+    fn file(&mut self, unread: Unread) {
+        let entry = unread.entry;
+        if let Err(error) = self.try_file(unread) {
+            self.read.push(Read { entry, outcome: Outcome::Unreadable(error) });
+        }
+    }
+
+    fn try_file(&mut self, unread: Unread) -> Result<(), Errno> {
+        // Not blocking: by now it may be a fifo.
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let file = openat(&unread.directory, &unread.name[..], flags, Mode::empty())?;
+        let xattrs = xattrs::read(&file, true)?;
+        let extents = layout(&file, unread.size_bytes, unread.may_have_holes)?;
+        let pieces = extents.len().div_ceil((PIECE_BYTES / u64::from(MAX_EXTENT_BYTES)) as usize);
+        if pieces <= 1 {
+            let extents = self.hash(&file, &extents)?;
+            self.check(&unread, &file)?;
+            self.read
+                .push(Read { entry: unread.entry, outcome: Outcome::Content(Content { xattrs, extents }) });
+            return Ok(());
+        }
+
+        let content = Content { xattrs, extents: Vec::new() };
+        self.read.push(Read { entry: unread.entry, outcome: Outcome::Content(content) });
+        let of = Arc::new(Shareable { unread, file, pieces_left: AtomicUsize::new(pieces) });
+        for extents in extents.chunks(extents.len().div_ceil(pieces)) {
+            self.shared.queue.push_urgent(vec![Task::Piece { of: of.clone(), extents: extents.to_vec() }]);
+        }
+        Ok(())
+    }
+
+    fn piece(&mut self, of: &Shareable, extents: &[(u64, u32)]) {
+        let entry = of.unread.entry;
+        let outcome = match self.hash(&of.file, extents) {
+            Ok(extents) => Outcome::Content(Content { xattrs: Vec::new(), extents }),
+            Err(error) => Outcome::Unreadable(error),
+        };
+        self.read.push(Read { entry, outcome });
+        // The last one to read sees every change that any of them could have seen.
+        if of.pieces_left.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Err(error) = self.check(&of.unread, &of.file)
+        {
+            self.read.push(Read { entry, outcome: Outcome::Unreadable(error) });
+        }
+    }
+
+    /// Hashes extents; those that end before they should are cut short, as the file has shrunk.
+    fn hash(&mut self, file: &OwnedFd, extents: &[(u64, u32)]) -> Result<Vec<Extent>, Errno> {
+        let mut hashed = Vec::with_capacity(extents.len());
+        for (offset, length) in extents {
+            if self.shared.stopped() {
+                break;
+            }
+            let buffer = &mut self.buffer[..*length as usize];
+            let length = crate::read::fill(file, buffer, *offset)?;
+            if length == 0 {
+                break;
+            }
+            let digest = Digest(*blake3::hash(&buffer[..length]).as_bytes());
+            // At most the length asked for, which is one of an extent.
+            hashed.push(Extent { offset: *offset, length: length as u32, digest });
+            self.shared.count(0, length as u64);
+        }
+        Ok(hashed)
+    }
+
+    fn check(&mut self, unread: &Unread, file: &OwnedFd) -> Result<(), Errno> {
+        if let Some(after_read) = self.shared.after_read {
+            after_read(Path::new(OsStr::from_bytes(&unread.path)));
+        }
+        if Fingerprint::of(&fstat(file)?) != unread.fingerprint {
+            self.read.push(Read { entry: unread.entry, outcome: Outcome::Changed });
+        }
+        self.shared.count(1, 0);
+        Ok(())
+    }
+}
+
+/// Where extents of a file are to stand: data between holes, cut at multiples of 1 MiB.
+fn layout(file: &OwnedFd, size_bytes: u64, may_have_holes: bool) -> Result<Vec<(u64, u32)>, Errno> {
+    let mut extents = Vec::new();
+    let mut cut = |mut offset: u64, end: u64| {
+        let step = u64::from(MAX_EXTENT_BYTES);
+        while offset < end {
+            let next = end.min((offset / step + 1) * step);
+            extents.push((offset, (next - offset) as u32));
+            offset = next;
+        }
+    };
+    if !may_have_holes {
+        cut(0, size_bytes);
+        return Ok(extents);
+    }
+    let mut offset = 0;
+    while offset < size_bytes {
+        let data = match seek(file, SeekFrom::Data(offset)) {
+            Ok(data) => data,
+            Err(Errno::NXIO) => break,
+            // The file system knows nothing of holes.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => offset,
+            Err(error) => return Err(error),
+        };
+        let hole = match seek(file, SeekFrom::Hole(data)) {
+            Ok(hole) => hole,
+            Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => size_bytes,
+            Err(error) => return Err(error),
+        };
+        cut(data.min(size_bytes), hole.min(size_bytes));
+        offset = hole.max(offset + 1);
+    }
+    Ok(extents)
+}

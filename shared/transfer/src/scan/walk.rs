@@ -1,0 +1,387 @@
+//! The walk: one thread goes through the tree in canonical order, and says what is to be read.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+use std::vec;
+
+use rustix::fs::{AtFlags, FileType, Stat, fstat, readlinkat, statat};
+use rustix::io::Errno;
+
+use super::read::{Outcome, Read, Task, Unread};
+use super::{
+    OtherFileSystems, PIECE_BYTES, Problem, ProblemKind, Scan, ScanError, ScanOptions, ScannedOwnership,
+    Shared,
+};
+use crate::cache::{Content, Fingerprint, StatCache};
+use crate::dirs::Cursor;
+use crate::manifest::{
+    DeviceKind, Entry, EntryKind, InvalidManifest, Limits, MAX_PATH_BYTES, Manifest, as_path,
+};
+use crate::xattrs;
+
+/// Files that are handed to a thread together, if they are small.
+const BATCH_FILES: usize = 32;
+
+/// A directory whose names are being gone through.
+struct Level {
+    path: Vec<u8>,
+    names: vec::IntoIter<Vec<u8>>,
+}
+
+pub(super) struct Walk<'a> {
+    cursor: Cursor,
+    options: &'a ScanOptions<'a>,
+    cache: Option<&'a StatCache>,
+    shared: &'a Shared<'a>,
+    device: u64,
+    /// The first path of each file that has several.
+    linked: HashMap<(u64, u64), usize>,
+    batch: Vec<Task>,
+    batch_bytes: u64,
+    listing: Vec<u8>,
+    walked: Walked,
+}
+
+/// What the walk found.
+#[derive(Default)]
+pub(super) struct Walked {
+    entries: Vec<Entry>,
+    /// For each entry that is a file, what it was found to be.
+    fingerprints: HashMap<usize, Fingerprint>,
+    /// Entries that turned out to be unreadable.
+    left_out: HashMap<usize, Errno>,
+    problems: Vec<Problem>,
+    /// Files that changed while they were read: nothing to remember.
+    changed: HashSet<usize>,
+    files_known: u64,
+    files_read: u64,
+}
+
+impl<'a> Walk<'a> {
+    pub(super) fn new(
+        cursor: Cursor,
+        options: &'a ScanOptions<'a>,
+        cache: Option<&'a StatCache>,
+        shared: &'a Shared<'a>,
+    ) -> Self {
+        Self {
+            cursor,
+            options,
+            cache,
+            shared,
+            device: 0,
+            linked: HashMap::new(),
+            batch: Vec::new(),
+            batch_bytes: 0,
+            listing: Vec::with_capacity(64 << 10),
+            walked: Walked::default(),
+        }
+    }
+
+    pub(super) fn run(mut self) -> Result<Walked, ScanError> {
+        let root = self.cursor.root().clone();
+        let stat = fstat(&root).map_err(|error| ScanError::Root(error.into()))?;
+        self.device = stat.st_dev;
+        let xattrs = xattrs::read(&root, false).map_err(|error| ScanError::Root(error.into()))?;
+        self.walked.entries.push(self.entry(Vec::new(), &stat, xattrs, EntryKind::Directory));
+        let names = self.list(&root).map_err(|error| ScanError::Root(error.into()))?;
+
+        let mut levels = vec![Level { path: Vec::new(), names }];
+        while let Some(level) = levels.last_mut() {
+            let Some(name) = level.names.next() else {
+                levels.pop();
+                continue;
+            };
+            if self.shared.stopped() {
+                return Err(ScanError::Stopped);
+            }
+            if self.walked.entries.len() as u64 > self.options.limits.entries {
+                return Err(InvalidManifest::TooManyEntries(self.options.limits.entries).into());
+            }
+            let mut path = level.path.clone();
+            if !path.is_empty() {
+                path.push(b'/');
+            }
+            path.extend_from_slice(&name);
+            match self.visit(&level.path, &name, &path) {
+                Ok(Some(names)) => levels.push(Level { path, names }),
+                Ok(None) => {}
+                Err(error) => self.walked.problem(&path, error),
+            }
+        }
+        self.send_batch();
+        Ok(self.walked)
+    }
+
+    /// Takes in what stands at a path; if that is a directory, the names in it.
+    fn visit(
+        &mut self,
+        parent: &[u8],
+        name: &[u8],
+        path: &[u8],
+    ) -> Result<Option<vec::IntoIter<Vec<u8>>>, Errno> {
+        if path.len() > MAX_PATH_BYTES {
+            return Err(Errno::NAMETOOLONG);
+        }
+        let directory = self.cursor.go(parent).map_err(errno)?;
+        let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let file_type = FileType::from_raw_mode(stat.st_mode);
+        let is_directory = file_type == FileType::Directory;
+        if self.options.exclude.is_some_and(|exclude| exclude(as_path(path), is_directory)) {
+            return Ok(None);
+        }
+        if is_directory {
+            return self.enter(path);
+        }
+        if self.is_another_link(path, &stat) {
+            return Ok(None);
+        }
+
+        let kind = match file_type {
+            FileType::RegularFile => {
+                self.file(directory, name, path, &stat);
+                return Ok(None);
+            }
+            FileType::Symlink => {
+                EntryKind::Symlink { target: readlinkat(&directory, name, Vec::new())?.into_bytes() }
+            }
+            FileType::Fifo => EntryKind::Fifo,
+            FileType::CharacterDevice => device(DeviceKind::Character, &stat),
+            FileType::BlockDevice => device(DeviceKind::Block, &stat),
+            _ => {
+                let what = ProblemKind::SkippedSocket;
+                self.walked.problems.push(Problem { path: as_path(path).to_owned(), what });
+                return Ok(None);
+            }
+        };
+        let entry = self.entry(path.to_vec(), &stat, Vec::new(), kind);
+        self.walked.entries.push(entry);
+        Ok(None)
+    }
+
+    fn enter(&mut self, path: &[u8]) -> Result<Option<vec::IntoIter<Vec<u8>>>, Errno> {
+        let opened = self.cursor.go(path).map_err(errno);
+        let (stat, xattrs) = match &opened {
+            Ok(directory) => (fstat(directory)?, xattrs::read(directory, false)?),
+            Err(error) => {
+                // It is there, but may not be opened: an entry without what it holds.
+                let (parent, name) = crate::manifest::split(path);
+                let parent = self.cursor.go(parent).map_err(errno)?;
+                let stat = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+                if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
+                    return Err(*error);
+                }
+                (stat, Vec::new())
+            }
+        };
+        let elsewhere =
+            stat.st_dev != self.device && self.options.other_file_systems == OtherFileSystems::Leave;
+        let entry = self.entry(path.to_vec(), &stat, xattrs, EntryKind::Directory);
+        self.walked.entries.push(entry);
+        if elsewhere {
+            return Ok(None);
+        }
+        let directory = opened?;
+        self.list(&directory).map(Some)
+    }
+
+    /// The names in a directory, in order.
+    fn list(&mut self, directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
+        let mut names = crate::dirs::list(directory, &mut self.listing)?;
+        names.sort_unstable();
+        Ok(names.into_iter())
+    }
+
+    /// Whether this is a file that was found before at another path; then it is taken in as a link to that.
+    fn is_another_link(&mut self, path: &[u8], stat: &Stat) -> bool {
+        if stat.st_nlink < 2 || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return false;
+        }
+        let index = self.walked.entries.len();
+        let first = *self.linked.entry((stat.st_dev, stat.st_ino)).or_insert(index);
+        if first == index {
+            return false;
+        }
+        let to = self.walked.entries[first].path.clone();
+        self.walked.entries.push(Entry {
+            path: path.to_vec(),
+            mode: 0,
+            uid: 0,
+            gid: 0,
+            mtime_seconds: 0,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind: EntryKind::HardLink { to },
+        });
+        true
+    }
+
+    /// Takes in a file: as it is known, or to be read.
+    fn file(&mut self, directory: Arc<OwnedFd>, name: &[u8], path: &[u8], stat: &Stat) {
+        let index = self.walked.entries.len();
+        let fingerprint = Fingerprint::of(stat);
+        let size_bytes = stat.st_size.cast_unsigned();
+        let known = self.cache.and_then(|cache| cache.get(path, &fingerprint)).cloned();
+        let is_known = known.is_some();
+        let Content { xattrs, extents } = known.unwrap_or_default();
+        let entry = self.entry(path.to_vec(), stat, xattrs, EntryKind::File { size_bytes, extents });
+        self.walked.entries.push(entry);
+        self.walked.fingerprints.insert(index, fingerprint);
+        if is_known {
+            self.walked.files_known += 1;
+            self.shared.count(1, size_bytes);
+            return;
+        }
+        self.walked.files_read += 1;
+        // Files whose blocks cannot hold all of their bytes have holes, or are compressed: that takes a closer look.
+        let may_have_holes = stat.st_blocks.cast_unsigned().saturating_mul(512) < size_bytes;
+        let file = Unread {
+            entry: index,
+            directory,
+            name: name.to_vec(),
+            path: path.to_vec(),
+            fingerprint,
+            size_bytes,
+            may_have_holes,
+        };
+        self.batch.push(Task::File(file));
+        self.batch_bytes += size_bytes;
+        if self.batch.len() >= BATCH_FILES || self.batch_bytes >= PIECE_BYTES / 2 {
+            self.send_batch();
+        }
+    }
+
+    fn send_batch(&mut self) {
+        self.batch_bytes = 0;
+        let batch = std::mem::take(&mut self.batch);
+        if !batch.is_empty() {
+            self.shared.queue.push(batch);
+        }
+    }
+
+    #[allow(clippy::unnecessary_cast)] // The fields differ from architecture to architecture.
+    fn entry(&self, path: Vec<u8>, stat: &Stat, xattrs: Vec<crate::Xattr>, kind: EntryKind) -> Entry {
+        let (uid, gid) = match self.options.ownership {
+            ScannedOwnership::Keep => (stat.st_uid, stat.st_gid),
+            ScannedOwnership::Root => (0, 0),
+        };
+        let mut mode = if matches!(kind, EntryKind::Symlink { .. }) { 0 } else { stat.st_mode & 0o7777 };
+        // Under another owner these would give away rights that nobody gave.
+        if uid != stat.st_uid {
+            mode &= !0o4000;
+        }
+        if gid != stat.st_gid && !matches!(kind, EntryKind::Directory) {
+            mode &= !0o2000;
+        }
+        Entry {
+            path,
+            mode,
+            uid,
+            gid,
+            mtime_seconds: stat.st_mtime as i64,
+            mtime_nanos: stat.st_mtime_nsec as u32,
+            xattrs,
+            kind,
+        }
+    }
+}
+
+fn device(kind: DeviceKind, stat: &Stat) -> EntryKind {
+    EntryKind::Device { kind, major: rustix::fs::major(stat.st_rdev), minor: rustix::fs::minor(stat.st_rdev) }
+}
+
+fn errno(error: io::Error) -> Errno {
+    Errno::from_io_error(&error).unwrap_or(Errno::IO)
+}
+
+impl Walked {
+    fn problem(&mut self, path: &[u8], error: Errno) {
+        let what = match error {
+            // It was there when its name was listed, and was what its entry said.
+            Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::STALE => ProblemKind::ChangedWhileRead,
+            error => ProblemKind::Unreadable(error.into()),
+        };
+        self.problems.push(Problem { path: as_path(path).to_owned(), what });
+    }
+
+    /// Takes in what the readers read.
+    pub(super) fn take_in(&mut self, read: Vec<Read>) {
+        for Read { entry: index, outcome } in read {
+            let path = self.entries[index].path.clone();
+            match outcome {
+                Outcome::Content(content) => {
+                    let entry = &mut self.entries[index];
+                    if let EntryKind::File { extents, .. } = &mut entry.kind {
+                        extents.extend(content.extents);
+                        extents.sort_unstable_by_key(|extent| extent.offset);
+                    }
+                    entry.xattrs.extend(content.xattrs);
+                }
+                Outcome::Changed => {
+                    self.changed.insert(index);
+                    let what = ProblemKind::ChangedWhileRead;
+                    self.problems.push(Problem { path: as_path(&path).to_owned(), what });
+                }
+                Outcome::Unreadable(error) => {
+                    if self.left_out.insert(index, error).is_none() {
+                        self.problem(&path, error);
+                    }
+                }
+            }
+        }
+        if self.left_out.is_empty() {
+            return;
+        }
+        // What is another link to a file that cannot be read cannot be read either.
+        let unreadable: HashMap<&[u8], Errno> =
+            self.left_out.iter().map(|(index, error)| (&self.entries[*index].path[..], *error)).collect();
+        let links: Vec<_> = (0..)
+            .zip(&self.entries)
+            .filter_map(|(index, entry)| match &entry.kind {
+                EntryKind::HardLink { to } => Some((index, *unreadable.get(&to[..])?)),
+                _ => None,
+            })
+            .collect();
+        for (index, error) in links {
+            self.left_out.insert(index, error);
+            let path = self.entries[index].path.clone();
+            self.problem(&path, error);
+        }
+    }
+
+    /// What the next scan need not read.
+    pub(super) fn cache(&self, started: SystemTime, settle: Duration) -> StatCache {
+        let mut cache = StatCache::new();
+        for (index, fingerprint) in &self.fingerprints {
+            if !fingerprint.settled(started, settle)
+                || self.left_out.contains_key(index)
+                || self.changed.contains(index)
+            {
+                continue;
+            }
+            let entry = &self.entries[*index];
+            let content = Content { xattrs: entry.xattrs.clone(), extents: entry.extents().to_vec() };
+            cache.insert(entry.path.clone(), *fingerprint, content);
+        }
+        cache
+    }
+
+    pub(super) fn finish(mut self, limits: Limits) -> Result<Scan, ScanError> {
+        let left_out = self.left_out;
+        let entries = (0..).zip(self.entries).filter(|(index, _)| !left_out.contains_key(index));
+        let manifest = Manifest::new(entries.map(|(_, entry)| entry), limits)?;
+        self.problems.sort_by(|a, b| {
+            crate::manifest::compare_paths(a.path.as_os_str().as_bytes(), b.path.as_os_str().as_bytes())
+        });
+        Ok(Scan {
+            manifest,
+            problems: self.problems,
+            files_known: self.files_known,
+            files_read: self.files_read,
+        })
+    }
+}
