@@ -23,6 +23,7 @@ mod output;
 mod progress;
 mod rules;
 mod run;
+mod screen;
 mod signals;
 mod stdin;
 mod stdout;
