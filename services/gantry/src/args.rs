@@ -166,7 +166,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "The process")]
     pub(crate) cpu: Option<u64>,
     /// Memory: `512M`, `2G`
-    #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "The process")]
+    #[arg(long, value_name = "SIZE", value_parser = values::memory, help_heading = "The process")]
     pub(crate) memory: Option<u64>,
     /// All capabilities and devices, no filter: as good as root on the worker
     #[arg(long, help_heading = "The process")]
