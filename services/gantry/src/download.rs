@@ -67,8 +67,8 @@ impl Downloader<'_> {
 
     async fn attempt(&self, artifact: ArtifactId, name: &str, directory: &Path) -> anyhow::Result<()> {
         let started = Instant::now();
-        let target = Target::find(directory, self.replace)?;
         let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact).await?;
+        let target = Target::find(directory, self.replace)?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
 
         let (asks, queue) = mpsc::channel(4);
@@ -247,7 +247,6 @@ struct Target {
 
 impl Target {
     fn find(directory: &Path, replace: bool) -> anyhow::Result<Self> {
-        use std::os::unix::fs::MetadataExt;
         let metadata = match directory.metadata() {
             Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
             Ok(metadata) => Some(metadata),
@@ -263,22 +262,34 @@ impl Target {
             return Ok(Self { path: parent.join(name), staging: parent });
         };
         let path = directory.canonicalize()?;
-        let beside = path.parent().filter(|parent| {
-            parent.metadata().is_ok_and(|parent| parent.dev() == metadata.dev())
-                && rustix::fs::access(*parent, rustix::fs::Access::WRITE_OK).is_ok()
-        });
         if replace {
-            let here = std::env::current_dir()?;
-            if here.starts_with(&path) {
-                bail!("we are in it, it cannot be replaced; run this elsewhere, or without --replace");
-            }
-            if beside.is_none() {
-                bail!("it is a file system of its own, or its parent cannot be written; leave out --replace");
-            }
+            check_replace(&path, &metadata)?;
         }
+        let beside = beside(&path, &metadata);
         let staging = beside.unwrap_or(&path).to_owned();
         Ok(Self { path, staging })
     }
+}
+
+/// The directory around `path`, when something that is made there can be put in its place.
+fn beside<'a>(path: &'a Path, metadata: &std::fs::Metadata) -> Option<&'a Path> {
+    use std::os::unix::fs::MetadataExt;
+    path.parent().filter(|parent| {
+        parent.metadata().is_ok_and(|parent| parent.dev() == metadata.dev())
+            && rustix::fs::access(*parent, rustix::fs::Access::WRITE_OK).is_ok()
+    })
+}
+
+/// Whether something else can be put in the place of the directory `path`, which has no links in it.
+pub(crate) fn check_replace(path: &Path, metadata: &std::fs::Metadata) -> anyhow::Result<()> {
+    let here = std::env::current_dir()?;
+    if here.starts_with(path) {
+        bail!("we are in it, it cannot be replaced; run this elsewhere, or without --replace");
+    }
+    if beside(path, metadata).is_none() {
+        bail!("it is a file system of its own, or its parent cannot be written; leave out --replace");
+    }
+    Ok(())
 }
 
 /// A directory of ours that goes with us, with what is left in it.

@@ -10,12 +10,14 @@
 
 mod args;
 mod attach;
+mod check;
 mod cluster;
 mod connect;
 mod download;
 mod error;
 mod exit;
 mod follow;
+mod hint;
 mod json;
 mod list;
 mod logs;
@@ -124,6 +126,13 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
         Command::Run(args) => return run(args, global, ui).await,
         _ => {}
     }
+    match command {
+        Command::Upload(args) => check::directory(&args.directory)
+            .with_context(|| format!("cannot upload {:?}", args.directory))?,
+        Command::Download(args) => check::target(&args.directory, args.replace)
+            .with_context(|| format!("cannot download into {:?}", args.directory))?,
+        _ => {}
+    }
     let _telemetry = exports_spans().then(|| telemetry::init("gantry", "warn", None)).transpose()?;
     let connection = Connection::open(global, ui).await?;
     match command {
@@ -141,10 +150,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
 /// Commands that may be interrupted at any point.
 async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     match command {
-        Command::Cancel(args) => {
-            follow::cancel(connection, args.workload.to_string(), args.grace).await?;
-            ui.note("asked it to end");
-        }
+        Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
         Command::Upload(args) => {
             let artifact = upload::command(connection, ui, args).await?;
             if as_json {
@@ -174,7 +180,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
 
 /// `gantry run`, traced when that is asked for.
 async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
-    run::check(args)?;
+    check::run(args)?;
     let spans = args.trace.is_some().then(RecentSpans::default);
     let telemetry: Option<Telemetry> = (spans.is_some() || exports_spans())
         .then(|| telemetry::init("gantry", "warn", spans.clone()))
