@@ -62,10 +62,10 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) team: String,
-    /// Say nothing but errors
+    /// Say nothing but answers, warnings and errors
     #[arg(short, long, global = true, help_heading = "Global options")]
     pub(crate) quiet: bool,
-    /// Write JSON on standard output, one object a line
+    /// Answer in JSON on standard output: one object, or with run, attach, logs and list one a line
     #[arg(long, global = true, help_heading = "Global options")]
     pub(crate) json: bool,
 }

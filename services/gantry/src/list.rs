@@ -65,7 +65,8 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
     let response =
         repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
     if as_json {
-        return response.collected.iter().try_for_each(|collected| print_json(&json::collected(collected)));
+        let collected: Vec<_> = response.collected.iter().map(json::collected).collect();
+        return print_json(&serde_json::json!({ "dry_run": args.dry_run, "collected": collected }));
     }
     if response.collected.is_empty() {
         return print("nothing is garbage\n");

@@ -10,6 +10,7 @@
 
 mod args;
 mod attach;
+mod cat;
 mod check;
 mod cluster;
 mod connect;
@@ -38,7 +39,6 @@ mod values;
 mod watch;
 mod words;
 
-use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
         runtime.shutdown_timeout(TIDY_UP);
         result
     });
-    let code = result.unwrap_or_else(|error| fail(&ui, &error));
+    let code = result.unwrap_or_else(|error| fail(&ui, &cli.global, &error));
     ui.finish();
     ExitCode::from(code)
 }
@@ -89,17 +89,23 @@ fn main() -> ExitCode {
 /// How long what was interrupted may take to remove what it has half made.
 const TIDY_UP: Duration = Duration::from_secs(5);
 
-/// Says why the command failed, and answers the exit code.
-fn fail(ui: &Ui, error: &anyhow::Error) -> u8 {
-    if let Some(Interrupted(code)) = error.downcast_ref() {
-        ui.event("finished", json!({ "outcome": "interrupted", "status": code }));
-        return *code;
+/// Says why the command failed, and answers the exit code. With `--json` a failure is an answer, too.
+fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
+    let (code, ended) = match error.downcast_ref() {
+        Some(Interrupted(code)) => (*code, json!({ "outcome": "interrupted", "status": code })),
+        None => {
+            let message = error::describe(error);
+            ui.error(&message);
+            let failure = json!({ "reason": error::reason(error), "message": message });
+            (exit::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }))
+        }
+    };
+    if global.json && ui.events().is_none() && code != exit::PIPE {
+        // When that cannot be written, nobody reads it.
+        _ = stdout::print_json(&ended);
     }
-    let message = error::describe(error);
-    ui.error(&message);
-    let failure = json!({ "reason": error::reason(error), "message": message });
-    ui.event("finished", json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }));
-    exit::OURS
+    ui.event("finished", ended);
+    code
 }
 
 /// A cluster has all cores. Whoever calls one needs no more than a thread, and starts sooner with it; but spans are sent to a
@@ -119,8 +125,8 @@ fn exports_spans() -> bool {
 
 async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
     match command {
-        Command::Up(args) => return cluster::up(args, ui).await,
-        Command::Down(args) => return cluster::down(args, ui).await.map(|()| 0),
+        Command::Up(args) => return cluster::up(args, ui, global.json).await,
+        Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
         Command::Status => return cluster::status(global.json).await,
         Command::Version => return version(global).map(|()| 0),
         Command::Run(args) => return run(args, global, ui).await,
@@ -162,13 +168,13 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Download(args) => {
             let progress = ui.progress("downloading");
             let downloader = download::Downloader { connection, ui, replace: args.replace, progress };
-            downloader.download(args.artifact, &args.artifact.to_string(), &args.directory).await?;
+            let name = args.artifact.to_string();
+            let downloaded = downloader.download(args.artifact, &name, &args.directory).await?;
+            if as_json {
+                stdout::print_json(&downloaded)?;
+            }
         }
-        Command::Cat(args) => {
-            let path = args.path.as_bytes();
-            let doing = || format!("cannot read {} of artifact {}", args.path.display(), args.artifact);
-            download::cat(connection, args.artifact, path).await.with_context(doing)?;
-        }
+        Command::Cat(args) => cat::cat(args, connection, as_json).await?,
         Command::List(args) => list::list(connection, args, as_json).await?,
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::Gc(args) => list::gc(connection, args, as_json).await?,
