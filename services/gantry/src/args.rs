@@ -213,7 +213,7 @@ Examples:
       --memory 1G --cpu 2 -e LANG=C --hermetic -- sha256sum -b data/file
 
   # In the background:
-  id=$(gantry run -d -o out -- ./long.sh); gantry logs $id
+  id=$(gantry run -d -i src=. -o out -- src/long.sh); gantry logs $id
   gantry show workload $id; gantry download ARTIFACT ./out
 
 What the command sees: the file system of the worker, with a layer of its own for what it writes; its inputs and outputs below the \

@@ -119,6 +119,11 @@ pub(crate) fn reason(error: &anyhow::Error) -> String {
 
 /// One sentence about `error`, and one about what to do where we know.
 pub(crate) fn describe(error: &anyhow::Error) -> String {
+    describe_at(None, error)
+}
+
+/// The same of a cluster that was named by its address, which is not the one on this machine.
+pub(crate) fn describe_at(server: Option<&str>, error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
         let cause = without_number(&cause.to_string());
@@ -130,7 +135,10 @@ pub(crate) fn describe(error: &anyhow::Error) -> String {
         }
         text.push_str(&cause);
     }
-    if let Some(advice) = advice(&reason(error)) {
+    let reason = reason(error);
+    if let (Some(server), "UNAVAILABLE") = (server, reason.as_str()) {
+        text.push_str(&format!("; see whether it runs and {server} is its address, or try again"));
+    } else if let Some(advice) = advice(&reason) {
         text.push_str("; ");
         text.push_str(advice);
     }
@@ -220,6 +228,11 @@ mod tests {
             describe(&error),
             "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or look at \
              `gantry status`"
+        );
+        let there = describe_at(Some("http://there:1"), &error);
+        assert!(
+            there.ends_with("see whether it runs and http://there:1 is its address, or try again"),
+            "{there}"
         );
         assert!(is_transient(&error));
     }

@@ -94,7 +94,7 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
     let (code, ended) = match error.downcast_ref() {
         Some(Interrupted(code)) => (*code, json!({ "outcome": "interrupted", "status": code })),
         None => {
-            let message = error::describe(error);
+            let message = error::describe_at(global.server.as_deref(), error);
             ui.error(&message);
             let failure = json!({ "reason": error::reason(error), "message": message });
             (exit::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }))

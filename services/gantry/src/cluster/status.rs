@@ -158,7 +158,7 @@ fn as_fields(
         (None, _) => String::new(),
     };
     let workloads = match workloads {
-        [] => "none that has not ended".to_owned(),
+        [] => "none runs or waits".to_owned(),
         some => some.iter().map(|(state, count)| format!("{count} {state}")).collect::<Vec<_>>().join(", "),
     };
     vec![
