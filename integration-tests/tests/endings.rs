@@ -22,7 +22,12 @@ fn the_exit_code_is_that_of_the_process() {
     }
     let missing = cluster.output(["run", "--", "no-such-program"]);
     assert_eq!(code(&missing), 127, "{}", describe(&missing));
-    assert!(String::from_utf8_lossy(&missing.stderr).contains("PROGRAM_NOT_FOUND"), "{}", describe(&missing));
+    assert!(
+        String::from_utf8_lossy(&missing.stderr)
+            .contains("no-such-program: no such program in the image (PROGRAM_NOT_FOUND)"),
+        "{}",
+        describe(&missing)
+    );
     let not_executable = cluster.output(["run", "--", "/etc/passwd"]);
     assert_eq!(code(&not_executable), 126, "{}", describe(&not_executable));
     let user = cluster.output(["run", "--user", "nobody-here", "--", "true"]);

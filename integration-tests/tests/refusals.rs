@@ -1,9 +1,10 @@
 //! What the command line refuses, before it does anything where that is possible, and what it says.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::process::Output;
+use std::process::{Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use integration_tests::{Cluster, code, describe, may_run_containers};
@@ -72,6 +73,36 @@ fn a_cluster_that_is_not_there_is_named() {
     let json = cluster.output(["--json", "--server", "http://127.0.0.1:1", "list", "workers"]);
     let document: Value = serde_json::from_slice(&json.stdout).expect("one JSON document");
     assert_eq!((&document["failure"]["reason"], &document["status"]), (&"UNAVAILABLE".into(), &125.into()));
+}
+
+#[test]
+fn a_token_is_asked_for_and_a_wrong_one_is_named() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let mut up = cluster.gantry(["--json", "up", "--listen", "127.0.0.1:0"]);
+    let mut up = up.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("gantry");
+    let mut line = String::new();
+    BufReader::new(up.stdout.take().expect("stdout")).read_line(&mut line).expect("a line");
+    let up_says: Value = serde_json::from_str(&line).expect("one JSON document");
+    let server = up_says["endpoints"][1].as_str().expect("the address").to_owned();
+    let token_file = up_says["token_file"].as_str().expect("the file").to_owned();
+    let list = |more: &[&str]| {
+        let line = ["--server", &server, "list", "workers"];
+        cluster.output(line.iter().chain(more))
+    };
+    fs::write(cluster.path("wrong"), "wrong").expect("write");
+    fs::write(cluster.path("empty"), "\n").expect("write");
+    refused(&list(&[]), "name the cluster's token file with --token-file");
+    refused(&list(&["--token-file", "wrong"]), "what wrong holds is not that");
+    refused(&list(&["--token-file", "empty"]), "\"empty\" holds no token");
+    let right = list(&["--token-file", &token_file]);
+    assert_eq!(code(&right), 0, "{}", describe(&right));
+    let down = cluster.succeed(["--json", "down"]);
+    let down: Value = serde_json::from_slice(&down).expect("one JSON document");
+    assert_eq!((&down["was_running"], &down["cancelled"]), (&true.into(), &0.into()));
+    assert_eq!(up.wait().expect("it ends").code(), Some(0));
 }
 
 #[test]
@@ -168,7 +199,7 @@ fn files_that_change_or_cannot_be_read_are_named_and_allowed_when_asked() {
     fs::create_dir(cluster.path("d")).expect("directory");
     fs::write(cluster.path("d/fine"), "fine").expect("write");
     fs::write(cluster.path("d/secret"), "secret").expect("write");
-    fs::set_permissions(cluster.path("d/secret"), fs::Permissions::from_mode(0)).expect("chmod");
+    fs::set_permissions(cluster.path("d/secret"), fs::Permissions::from_mode(0o000)).expect("chmod");
     let upload = |more: &[&str]| {
         let mut command = cluster.gantry(["upload", "d"].iter().chain(more));
         // SAFETY: between fork and exec this calls nothing but prctl, which takes no memory.

@@ -51,7 +51,7 @@ use tracing::{Instrument, info_span};
 
 use crate::args::{Cli, Command, Global, RunArgs};
 use crate::connect::Connection;
-use crate::error::Interrupted;
+use crate::error::{Interrupted, Told};
 use crate::signals::Signals;
 use crate::ui::Ui;
 
@@ -94,7 +94,8 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
     let (code, ended) = match error.downcast_ref() {
         Some(Interrupted(code)) => (*code, json!({ "outcome": "interrupted", "status": code })),
         None => {
-            let message = error::describe_at(global.server.as_deref(), error);
+            let (server, token_file) = (global.server.as_deref(), global.token_file.as_deref());
+            let message = error::describe_told(Told { server, token_file }, error);
             ui.error(&message);
             let failure = json!({ "reason": error::reason(error), "message": message });
             (exit::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }))

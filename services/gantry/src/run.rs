@@ -85,7 +85,13 @@ pub(crate) async fn run(
         stdin: forwards_stdin(args),
         acknowledge: true,
     };
-    let followed = follow.run(&mut signals).await?;
+    let mut followed = follow.run(&mut signals).await?;
+    if let Some(failure) = &mut followed.finished.failure
+        && failure.reason.starts_with("PROGRAM_NOT_")
+        && let Some(program) = args.command.first()
+    {
+        failure.message = format!("{}: {}", program.display(), failure.message);
+    }
     let downloaded = tokio::select! {
         downloaded = download(args, connection, ui, &followed.finished) => downloaded,
         code = signals.next() => return Err(Interrupted(code).into()),
