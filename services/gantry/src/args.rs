@@ -284,8 +284,8 @@ pub(crate) struct UploadArgs {
     /// The directory
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// A name, for people
-    #[arg(long, value_name = "TEXT", default_value = "")]
+    /// A name, for people. Default: that of the directory
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub(crate) label: String,
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
@@ -311,7 +311,7 @@ pub(crate) struct CatArgs {
     /// The artifact
     #[arg(value_name = "ARTIFACT")]
     pub(crate) artifact: ArtifactId,
-    /// The file, as seen from the root of the artifact
+    /// The file, as seen from the root of the artifact. Symbolic links are not followed
     #[arg(value_name = "PATH")]
     pub(crate) path: OsString,
 }
