@@ -22,7 +22,12 @@ fn the_exit_code_is_that_of_the_process() {
     }
     let missing = cluster.output(["run", "--", "no-such-program"]);
     assert_eq!(code(&missing), 127, "{}", describe(&missing));
-    assert!(String::from_utf8_lossy(&missing.stderr).contains("PROGRAM_NOT_FOUND"), "{}", describe(&missing));
+    assert!(
+        String::from_utf8_lossy(&missing.stderr)
+            .contains("no-such-program: no such program in the image (PROGRAM_NOT_FOUND)"),
+        "{}",
+        describe(&missing)
+    );
     let not_executable = cluster.output(["run", "--", "/etc/passwd"]);
     assert_eq!(code(&not_executable), 126, "{}", describe(&not_executable));
     let user = cluster.output(["run", "--user", "nobody-here", "--", "true"]);
@@ -47,6 +52,26 @@ fn a_time_limit_ends_it_and_publishes_nothing() {
     let output = cluster.output(["run", "--timeout", "500ms", "-o", "out=./out", "--", "sh", "-c", script]);
     assert_eq!(code(&output), 124, "{}", describe(&output));
     assert!(!cluster.path("out").exists(), "nothing was downloaded");
+}
+
+#[test]
+fn a_time_limit_ends_the_whole_tree() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    // A number that nobody else sleeps for.
+    let mark = format!("{}", 1_000_000 + std::process::id());
+    let script = format!("setsid sleep {mark} & (sleep {mark} &); echo ready; exec sleep {mark}");
+    let (child, _stdout) = started(cluster.gantry(["run", "--timeout", "1s", "--", "sh", "-c", &script]));
+    let output = child.wait_with_output().expect("gantry ends");
+    assert_eq!(code(&output), 124, "{}", describe(&output));
+    let sleepers = || {
+        let processes = fs::read_dir("/proc").expect("/proc").flatten();
+        let lines = processes.filter_map(|process| fs::read(process.path().join("cmdline")).ok());
+        lines.filter(|line| *line == format!("sleep\0{mark}\0").as_bytes()).count()
+    };
+    assert_eq!(sleepers(), 0, "a process outlived its workload");
 }
 
 #[test]
@@ -111,6 +136,74 @@ fn an_interrupt_asks_the_process_to_stop() {
     let (child, _stdout) = started(cluster.gantry(sh("sleep 1000 & echo ready; wait")));
     send(&child, libc::SIGINT);
     assert_eq!(code(&child.wait_with_output().expect("gantry ends")), 130);
+}
+
+#[test]
+fn a_second_interrupt_does_not_wait_and_the_work_ends_all_the_same() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    // It is told to end and does not, so that there is something to wait for.
+    let script = "trap '' TERM; echo ready; while :; do sleep 0.05; done";
+    let (mut child, _stdout) = started(cluster.gantry(sh(script)));
+    let mut stderr = BufReader::new(child.stderr.take().expect("stderr"));
+    send(&child, libc::SIGINT);
+    let mut line = String::new();
+    while !line.contains("once more to not wait") {
+        line.clear();
+        assert_ne!(stderr.read_line(&mut line).expect("a line"), 0, "it ended at the first interrupt");
+    }
+    send(&child, libc::SIGINT);
+    assert_eq!(child.wait().expect("gantry ends").code(), Some(130));
+    let workload = || cluster.list("workloads").pop().expect("the workload");
+    assert_ne!(workload()["state"], "finished", "nobody waited for its end");
+    let ended = wait_for("the end of the workload", || {
+        let workload = workload();
+        (workload["state"] == "finished").then_some(workload)
+    });
+    assert_eq!(ended["outcome"], "aborted", "{ended}");
+}
+
+#[test]
+fn what_has_ended_is_not_said_to_go_on() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let submit = |script: &str| {
+        let id = cluster.succeed(["run", "-d", "--", "sh", "-c", script]);
+        String::from_utf8(id).expect("an id").trim().to_owned()
+    };
+    let ended = submit("yes | head -c 3000000; exit 3");
+    assert_eq!(code(&cluster.output(["attach", &ended])), 3);
+    let cancelled = cluster.output(["cancel", &ended]);
+    assert_eq!(code(&cancelled), 0, "{}", describe(&cancelled));
+    let said = String::from_utf8_lossy(&cancelled.stderr).into_owned();
+    assert!(said.contains("it had ended before: failed (exit 3)"), "{}", describe(&cancelled));
+    let json = cluster.succeed(["--json", "cancel", &ended]);
+    let json: serde_json::Value = serde_json::from_slice(&json).expect("one JSON document");
+    assert_eq!((&json["asked"], &json["outcome"]), (&false.into(), &"failed".into()));
+
+    let running = submit("yes");
+    for (command, id, goes_on) in [
+        ("logs", &ended, false),
+        ("attach", &ended, false),
+        ("logs", &running, false),
+        ("attach", &running, true),
+    ] {
+        let mut gantry = cluster.gantry([command, id]);
+        let mut child = gantry.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
+        let mut first = [0; 1];
+        child.stdout.take().expect("stdout").read_exact(&mut first).expect("a byte");
+        let output = child.wait_with_output().expect("gantry ends");
+        assert_eq!(code(&output), 141, "{command}: {}", describe(&output));
+        let said = String::from_utf8_lossy(&output.stderr).contains("goes on");
+        assert_eq!(said, goes_on, "{command}: {}", describe(&output));
+    }
+    let show = cluster.succeed(["show", "workload", &running, "--json"]);
+    let show: serde_json::Value = serde_json::from_slice(&show).expect("JSON");
+    assert_eq!(show["state"], "running", "nobody asked it to end: {show}");
 }
 
 #[test]

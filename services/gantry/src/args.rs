@@ -24,12 +24,13 @@ pub(crate) struct Cli {
 const TOP_HELP: &str = "\
 Examples:
   gantry run -- echo hello
-  gantry run -i src=. -o report=./out -- sh -c 'make -C src && cp src/log report/'
+  gantry run -i src=. -o report=./out -- sh -c 'make -C src >report/log'
+  id=$(gantry run -d -- sleep 60); gantry logs $id; gantry cancel $id
   gantry list workloads
   gantry help run
 
-Without --server, the cluster on this machine is used, and started when none runs. It keeps its state in
-$XDG_STATE_HOME/gantry (~/.local/state/gantry) and ends by itself when it was idle for 10 minutes.";
+Without --server, the cluster on this machine is used, and started when none runs. It keeps its state in $XDG_STATE_HOME/gantry \
+(~/.local/state/gantry) and ends by itself when it was idle for 10 minutes.";
 
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]
@@ -62,10 +63,10 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) team: String,
-    /// Say nothing but errors
+    /// Say nothing but answers, warnings and errors
     #[arg(short, long, global = true, help_heading = "Global options")]
     pub(crate) quiet: bool,
-    /// Write JSON on standard output, one object a line
+    /// Answer in JSON on standard output: one object, or with run, attach, logs and list one a line
     #[arg(long, global = true, help_heading = "Global options")]
     pub(crate) json: bool,
 }
@@ -114,16 +115,17 @@ pub(crate) struct RunArgs {
     #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,
 
-    /// Upload DIR, or take an artifact, and show it to the command as ./NAME; `:ro` makes it read-only
+    /// Show a directory to the command as ./NAME: upload DIR, or take the artifact of `NAME=artifact:UUID`. With `:ro` at
+    /// the end it is read-only
     #[arg(
         short,
         long = "input",
-        value_name = "NAME=DIR|NAME=artifact:UUID[:ro]",
+        value_name = "NAME=DIR[:ro]",
         value_parser = values::input_parser(),
         help_heading = "Inputs and outputs"
     )]
     pub(crate) inputs: Vec<InputArg>,
-    /// Keep the directory ./NAME that the command fills, and bring it back into DIR where one is given
+    /// Keep the directory ./NAME that the command fills, and bring it back into DIR if one is given
     #[arg(
         short,
         long = "output",
@@ -156,7 +158,7 @@ pub(crate) struct RunArgs {
         help_heading = "The process"
     )]
     pub(crate) environment: Vec<Copied>,
-    /// Working directory; inputs and outputs are below it
+    /// Working directory, absolute or as seen from /workspace; inputs and outputs are below it
     #[arg(long = "dir", value_name = "PATH", default_value = "/workspace", help_heading = "The process")]
     pub(crate) directory: OsString,
     /// Who runs the command: a name or uid, with `:group` if you like
@@ -165,8 +167,8 @@ pub(crate) struct RunArgs {
     /// Processor time, in cores: `0.5`, `2`
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "The process")]
     pub(crate) cpu: Option<u64>,
-    /// Memory: `512M`, `2G`
-    #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "The process")]
+    /// Memory, with page cache: `512M`, `2G`; 6M at the least
+    #[arg(long, value_name = "SIZE", value_parser = values::memory, help_heading = "The process")]
     pub(crate) memory: Option<u64>,
     /// All capabilities and devices, no filter: as good as root on the worker
     #[arg(long, help_heading = "The process")]
@@ -197,8 +199,8 @@ pub(crate) struct RunArgs {
 
 const RUN_HELP: &str = "\
 Examples:
-  # Your directory as ./src, what the command leaves in ./report brought back into ./out:
-  gantry run -i src=. -o report=./out -- sh -c 'find src -type f | wc -l > report/files'
+  # Your directory as ./src, and what is left in ./report back into ./out:
+  gantry run -i src=. -o report=./out -- sh -c 'ls src > report/files'
 
   # An output with the name of an input starts with its contents; in place:
   gantry run -i src=. -o src=. -- sh -c 'cd src && cargo fmt'
@@ -207,18 +209,30 @@ Examples:
   gantry run -- sort -u < words > sorted
 
   # What an earlier run made, limits, a variable, no network:
-  gantry run -i data=artifact:0197c1a2-0000-7000-8000-000000000000:ro --memory 1G --cpu 2 \\
-      --env LANG=C --hermetic -- sha256sum -b data/*
+  gantry run -i data=artifact:0197c1a2-0000-7000-8000-000000000000:ro \\
+      --memory 1G --cpu 2 -e LANG=C --hermetic -- sha256sum -b data/file
 
   # In the background:
-  id=$(gantry run -d -- ./long.sh); gantry logs $id
+  id=$(gantry run -d -i src=. -o out -- src/long.sh); gantry logs $id
+  gantry show workload $id; gantry download ARTIFACT ./out
 
-Exit codes: that of the command; 128+n when signal n ended it (137 also when it ran out of memory); 124 after --timeout;
-125 when something else than the command failed; 126 not executable; 127 not found; 130 after Ctrl-C, which gives the
-command 10 s to end (a second Ctrl-C does not wait for that); 143 after SIGTERM; 141 when standard output was closed.
+What the command sees: the file system of the worker, with a layer of its own for what it writes; its inputs and outputs below the \
+working directory; a /tmp and a /run of its own, empty. Of your working directory, and of your /tmp, it sees what you bring with -i.
 
-Left out of uploads: what .gantryignore files say (in the syntax of .gitignore), what .gitignore files say with
---gitignore, and the directories of outputs that lie inside of an input.";
+Left out of uploads: what .gantryignore files say (in the syntax of .gitignore), what .gitignore files say with --gitignore, and the \
+directories of outputs that lie inside of an input. A directory whose own name ends in :ro is written with a slash behind it, as in \
+-i src=odd:ro/.
+
+Exit codes:
+  N      that of the command
+  128+N  signal N ended it; 137 also when it ran out of memory
+  124    it ran for longer than --timeout
+  125    something else than the command failed
+  126    the program cannot be executed
+  127    the program was not found
+  130    Ctrl-C: the command has 10 s to end; a second one does not wait
+  141    our standard output was closed, and the command asked to end
+  143    SIGTERM, or somebody else cancelled it";
 
 /// How directories are scanned.
 #[derive(Debug, Clone, Args)]
@@ -270,8 +284,8 @@ pub(crate) struct UploadArgs {
     /// The directory
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// A name, for people
-    #[arg(long, value_name = "TEXT", default_value = "")]
+    /// A name, for people. Default: that of the directory
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub(crate) label: String,
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
@@ -297,7 +311,7 @@ pub(crate) struct CatArgs {
     /// The artifact
     #[arg(value_name = "ARTIFACT")]
     pub(crate) artifact: ArtifactId,
-    /// The file, as seen from the root of the artifact
+    /// The file, as seen from the root of the artifact. Symbolic links are not followed
     #[arg(value_name = "PATH")]
     pub(crate) path: OsString,
 }

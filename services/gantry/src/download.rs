@@ -10,11 +10,11 @@ use std::time::Instant;
 use anyhow::{Context, anyhow, bail};
 use domain::ArtifactId;
 use rpc::pb::runtime::{
-    ExtentRunsEnd, ReadFileRequest, ReadOpen, ReadRequest, ReadResponse, read_request::Message as Ask,
+    ExtentRunsEnd, ReadOpen, ReadRequest, ReadResponse, read_request::Message as Ask,
     read_response::Message as Answer,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
@@ -24,10 +24,8 @@ use transfer::{
 };
 
 use crate::connect::{Connection, Pause, repeat};
-use crate::error::{Interrupted, Refused, is_transient};
-use crate::exit;
+use crate::error::{Refused, is_transient};
 use crate::progress::Progress;
-use crate::stdout;
 use crate::table::{bytes, count, duration};
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
@@ -45,13 +43,14 @@ pub(crate) struct Downloader<'a> {
 }
 
 impl Downloader<'_> {
-    /// Brings an artifact into `directory`, which is made where it is missing. `name` is what it is called.
+    /// Brings an artifact into `directory`, which is made where it is missing. `name` is what it is called. Answers what was done,
+    /// for programs.
     pub(crate) async fn download(
         &self,
         artifact: ArtifactId,
         name: &str,
         directory: &Path,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<Value> {
         let mut pause = Pause::default();
         for attempt in 1.. {
             self.progress.doing(&format!("downloading {name}"));
@@ -65,10 +64,10 @@ impl Downloader<'_> {
         unreachable!("the loop returns")
     }
 
-    async fn attempt(&self, artifact: ArtifactId, name: &str, directory: &Path) -> anyhow::Result<()> {
+    async fn attempt(&self, artifact: ArtifactId, name: &str, directory: &Path) -> anyhow::Result<Value> {
         let started = Instant::now();
-        let target = Target::find(directory, self.replace)?;
         let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact).await?;
+        let target = Target::find(directory, self.replace)?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
 
         let (asks, queue) = mpsc::channel(4);
@@ -96,8 +95,7 @@ impl Downloader<'_> {
         tokio::task::spawn_blocking(move || staged.put_in_place(&target, &progress, replace))
             .await
             .context("writing ended unexpectedly")??;
-        self.say(artifact, name, directory, &manifest, wanted_bytes, started);
-        Ok(())
+        Ok(self.say(artifact, name, directory, &manifest, wanted_bytes, started))
     }
 
     /// Finds out what the target has, and makes a writer for the rest. Answers what must be fetched, too.
@@ -179,7 +177,7 @@ impl Downloader<'_> {
         manifest: &Manifest,
         fetched: u64,
         started: Instant,
-    ) {
+    ) -> Value {
         let entries = manifest.entries().len() as u64 - 1;
         let took = duration(started.elapsed());
         let files = count(entries, "entry").replace("entrys", "entries");
@@ -189,21 +187,24 @@ impl Downloader<'_> {
             directory.display(),
             bytes(fetched)
         ));
-        self.ui.event(
-            "downloaded",
-            json!({
-                "name": name,
-                "artifact_id": artifact.to_string(),
-                "directory": directory.to_string_lossy(),
-                "entries": entries,
-                "size_bytes": manifest.size_bytes(),
-                "fetched_bytes": fetched,
-            }),
-        );
+        let done = json!({
+            "name": name,
+            "artifact_id": artifact.to_string(),
+            "directory": directory.to_string_lossy(),
+            "entries": entries,
+            "size_bytes": manifest.size_bytes(),
+            "fetched_bytes": fetched,
+        });
+        self.ui.event("downloaded", done.clone());
+        done
     }
 }
 
-async fn locate(connection: &Connection, artifact: ArtifactId) -> anyhow::Result<DownloadResponse> {
+/// Where the bytes of an artifact are.
+pub(crate) async fn locate(
+    connection: &Connection,
+    artifact: ArtifactId,
+) -> anyhow::Result<DownloadResponse> {
     let request = DownloadRequest { team: connection.team.clone(), artifact_id: artifact.to_string() };
     let streamer = connection.streamer();
     repeat("the artifact cannot be found", async || streamer.clone().download(request.clone()).await).await
@@ -246,7 +247,6 @@ struct Target {
 
 impl Target {
     fn find(directory: &Path, replace: bool) -> anyhow::Result<Self> {
-        use std::os::unix::fs::MetadataExt;
         let metadata = match directory.metadata() {
             Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
             Ok(metadata) => Some(metadata),
@@ -262,22 +262,34 @@ impl Target {
             return Ok(Self { path: parent.join(name), staging: parent });
         };
         let path = directory.canonicalize()?;
-        let beside = path.parent().filter(|parent| {
-            parent.metadata().is_ok_and(|parent| parent.dev() == metadata.dev())
-                && rustix::fs::access(*parent, rustix::fs::Access::WRITE_OK).is_ok()
-        });
         if replace {
-            let here = std::env::current_dir()?;
-            if here.starts_with(&path) {
-                bail!("we are in it, it cannot be replaced; run this elsewhere, or without --replace");
-            }
-            if beside.is_none() {
-                bail!("it is a file system of its own, or its parent cannot be written; leave out --replace");
-            }
+            check_replace(&path, &metadata)?;
         }
+        let beside = beside(&path, &metadata);
         let staging = beside.unwrap_or(&path).to_owned();
         Ok(Self { path, staging })
     }
+}
+
+/// The directory around `path`, when something that is made there can be put in its place.
+fn beside<'a>(path: &'a Path, metadata: &std::fs::Metadata) -> Option<&'a Path> {
+    use std::os::unix::fs::MetadataExt;
+    path.parent().filter(|parent| {
+        parent.metadata().is_ok_and(|parent| parent.dev() == metadata.dev())
+            && rustix::fs::access(*parent, rustix::fs::Access::WRITE_OK).is_ok()
+    })
+}
+
+/// Whether something else can be put in the place of the directory `path`, which has no links in it.
+pub(crate) fn check_replace(path: &Path, metadata: &std::fs::Metadata) -> anyhow::Result<()> {
+    let here = std::env::current_dir()?;
+    if here.starts_with(path) {
+        bail!("we are in it, it cannot be replaced; run this elsewhere, or without --replace");
+    }
+    if beside(path, metadata).is_none() {
+        bail!("it is a file system of its own, or its parent cannot be written; leave out --replace");
+    }
+    Ok(())
 }
 
 /// A directory of ours that goes with us, with what is left in it.
@@ -333,60 +345,6 @@ impl Staged {
     }
 }
 
-/// `gantry cat`: one file of an artifact, to standard output.
-pub(crate) async fn cat(connection: &Connection, artifact: ArtifactId, path: &[u8]) -> anyhow::Result<()> {
-    use std::os::fd::AsFd;
-    let DownloadResponse { go_to, .. } = locate(connection, artifact).await?;
-    let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
-    let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(strip_root(path)) };
-    let mut pieces = connection
-        .volumes_at(&gateway_endpoint)?
-        .read_file(request)
-        .await
-        .map_err(Refused::from)?
-        .into_inner();
-
-    let (sender, mut queue) = mpsc::channel::<bytes::Bytes>(8);
-    let mut file = std::fs::File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
-    let writing = tokio::task::spawn_blocking(move || {
-        while let Some(data) = queue.blocking_recv() {
-            stdout::write_all(&mut file, &data)?;
-        }
-        Ok::<_, std::io::Error>(())
-    });
-    let (mut size, mut received) = (0, 0);
-    let mut first = true;
-    while let Some(piece) = pieces.message().await.map_err(Refused::from)? {
-        if std::mem::take(&mut first) {
-            size = piece.size_bytes;
-        }
-        received += piece.data.len() as u64;
-        if sender.send(piece.data).await.is_err() {
-            break;
-        }
-    }
-    drop(sender);
-    match writing.await.context("writing ended unexpectedly")? {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {
-            return Err(Interrupted(exit::PIPE).into());
-        }
-        result => result.context("cannot write to standard output")?,
-    }
-    if first || received < size {
-        return Err(Refused::cut().into());
-    }
-    Ok(())
-}
-
-/// A path in an artifact has no slash at its beginning, but people like to write one.
-fn strip_root(path: &[u8]) -> &[u8] {
-    let mut path = path;
-    while let Some(rest) = path.strip_prefix(b"/").or_else(|| path.strip_prefix(b"./")) {
-        path = rest;
-    }
-    path
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -409,12 +367,5 @@ mod tests {
         let here = std::env::current_dir().expect("somewhere");
         assert!(Target::find(&here, true).is_err());
         assert!(Target::find(Path::new("/"), true).is_err());
-    }
-
-    #[test]
-    fn paths_in_artifacts_have_no_root() {
-        assert_eq!(strip_root(b"/a/b"), b"a/b");
-        assert_eq!(strip_root(b"./a"), b"a");
-        assert_eq!(strip_root(b"a"), b"a");
     }
 }

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
+use std::path::Path;
 
 use rpc::{Reason, Refusal};
 use tonic::{Code, Status};
@@ -117,8 +118,35 @@ pub(crate) fn reason(error: &anyhow::Error) -> String {
     }
 }
 
+/// What the command was told of the cluster.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Told<'a> {
+    pub(crate) server: Option<&'a str>,
+    pub(crate) token_file: Option<&'a Path>,
+}
+
+impl Told<'_> {
+    fn advice(self, reason: &str) -> Option<String> {
+        match (reason, self) {
+            ("UNAVAILABLE", Told { server: Some(server), .. }) => {
+                Some(format!("see whether it runs and {server} is its address, or try again"))
+            }
+            ("UNAUTHENTICATED", Told { token_file: Some(file), .. }) => Some(format!(
+                "what {} holds is not that; each `gantry up --listen` makes a new one",
+                file.display()
+            )),
+            _ => advice(reason).map(str::to_owned),
+        }
+    }
+}
+
 /// One sentence about `error`, and one about what to do where we know.
 pub(crate) fn describe(error: &anyhow::Error) -> String {
+    describe_told(Told::default(), error)
+}
+
+/// The same, where the command was told which cluster to use.
+pub(crate) fn describe_told(told: Told<'_>, error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
         let cause = without_number(&cause.to_string());
@@ -130,9 +158,9 @@ pub(crate) fn describe(error: &anyhow::Error) -> String {
         }
         text.push_str(&cause);
     }
-    if let Some(advice) = advice(&reason(error)) {
+    if let Some(advice) = told.advice(&reason(error)) {
         text.push_str("; ");
-        text.push_str(advice);
+        text.push_str(&advice);
     }
     text
 }
@@ -150,7 +178,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
         "WORKER_NOT_FOUND" => "see `gantry list workers`",
         "NO_REPLICA" => "make it again, its bytes are lost",
-        "PROGRAM_NOT_FOUND" => "give its path, or set PATH with --env",
+        "PROGRAM_NOT_FOUND" => "give the path that it has there, or set PATH with --env",
         "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name its interpreter",
         "QUEUE_TIMEOUT" => "allow more time with --queue-timeout, or see `gantry list workers`",
         _ => return None,
@@ -221,7 +249,22 @@ mod tests {
             "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or look at \
              `gantry status`"
         );
+        let told = Told { server: Some("http://there:1"), ..Told::default() };
+        let there = describe_told(told, &error);
+        assert!(
+            there.ends_with("see whether it runs and http://there:1 is its address, or try again"),
+            "{there}"
+        );
         assert!(is_transient(&error));
+    }
+
+    #[test]
+    fn a_token_that_was_given_and_is_wrong_is_named() {
+        let error =
+            refused("cannot list workers")(Reason::Unauthenticated.status("gantry", "present the token"));
+        assert!(describe(&error).ends_with("with --token-file"));
+        let told = Told { token_file: Some(Path::new("old")), ..Told::default() };
+        assert!(describe_told(told, &error).contains("what old holds is not that"));
     }
 
     #[test]

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use anyhow::Context;
-use rpc::pb::scheduler::{CancelRequest, Finished, Whereabouts, watch_response::Event};
+use rpc::pb::scheduler::{
+    CancelRequest, Finished, GetRequest, Whereabouts, WorkloadState, watch_response::Event,
+};
 use serde_json::json;
 use tokio::task::JoinSet;
 use tracing::Instrument;
@@ -128,11 +130,11 @@ impl Follow<'_> {
                 Ok(true)
             }
             (Ok(Attached::StdoutClosed), OnSignal::Leave) => {
-                self.leave(&whereabouts, &streams).await;
+                self.leave(&whereabouts, &streams, state).await;
                 Err(Interrupted(exit::PIPE).into())
             }
             (Err(code), _) => {
-                self.leave(&whereabouts, &streams).await;
+                self.leave(&whereabouts, &streams, state).await;
                 Err(Interrupted(code).into())
             }
             (Ok(Attached::StdoutClosed), OnSignal::Cancel) => {
@@ -193,7 +195,7 @@ impl Follow<'_> {
         match self.on_signal {
             OnSignal::Cancel => self.cancel_or_leave(code, state).await,
             OnSignal::Leave => {
-                self.say_left();
+                self.say_left(state).await;
                 Err(Interrupted(code).into())
             }
         }
@@ -216,16 +218,26 @@ impl Follow<'_> {
         state.cancelling.spawn(cancel(self.connection, self.workload.clone(), GRACE));
     }
 
-    async fn leave(&self, whereabouts: &Whereabouts, streams: &Streams) {
+    async fn leave(&self, whereabouts: &Whereabouts, streams: &Streams, state: &State) {
         if self.acknowledge {
             detach(self.connection, whereabouts, streams).await;
         }
-        self.say_left();
+        self.say_left(state).await;
     }
 
-    fn say_left(&self) {
+    /// Says that the workload goes on, if it does. Whoever only read along never thought otherwise.
+    async fn say_left(&self, state: &State) {
+        if !self.acknowledge || state.finished.is_some() {
+            return;
+        }
         let workload = &self.workload;
-        self.ui.note(&format!("workload {workload} goes on; stop it with `gantry cancel {workload}`"));
+        let request = GetRequest { team: self.connection.team.clone(), workload_id: workload.clone() };
+        let mut workloads = self.connection.workloads();
+        let answer = tokio::time::timeout(Duration::from_secs(2), workloads.get(request)).await;
+        let Ok(Ok(response)) = answer else { return };
+        if response.into_inner().workload.is_some_and(|now| now.state() != WorkloadState::Finished) {
+            self.ui.note(&format!("workload {workload} goes on; stop it with `gantry cancel {workload}`"));
+        }
     }
 }
 

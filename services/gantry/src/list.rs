@@ -41,7 +41,9 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
     let id = &args.id;
     match args.kind {
         Kind::Workers => one(&worker(connection, id).await?, as_json, json::worker, worker_fields),
-        Kind::Workloads => one(&workload(connection, id).await?, as_json, json::workload, workload_fields),
+        Kind::Workloads => {
+            one(&workload(connection, "show", id).await?, as_json, json::workload, workload_fields)
+        }
         Kind::Artifacts => one(&artifact(connection, id).await?, as_json, json::artifact, artifact_fields),
         Kind::Volumes => {
             let volume = find(volumes(connection), |volume| volume.volume_handle == *id).await?;
@@ -63,7 +65,8 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
     let response =
         repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
     if as_json {
-        return response.collected.iter().try_for_each(|collected| print_json(&json::collected(collected)));
+        let collected: Vec<_> = response.collected.iter().map(json::collected).collect();
+        return print_json(&serde_json::json!({ "dry_run": args.dry_run, "collected": collected }));
     }
     if response.collected.is_empty() {
         return print("nothing is garbage\n");
@@ -201,10 +204,11 @@ async fn worker(connection: &Connection, worker: &str) -> anyhow::Result<Worker>
     known(response.worker, "worker", worker)
 }
 
-pub(crate) async fn workload(connection: &Connection, id: &str) -> anyhow::Result<Workload> {
+/// One workload, for a command that does `doing` with it.
+pub(crate) async fn workload(connection: &Connection, doing: &str, id: &str) -> anyhow::Result<Workload> {
     let request = GetRequest { team: connection.team.clone(), workload_id: id.to_owned() };
     let client = connection.workloads();
-    let doing = format!("cannot show workload {id}");
+    let doing = format!("cannot {doing} workload {id}");
     let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;
     known(response.workload, "workload", id)
 }

@@ -1,22 +1,25 @@
-//! `gantry attach` and `gantry logs`: the output of a workload that somebody submitted.
+//! `gantry attach`, `gantry logs` and `gantry cancel`: workloads that somebody submitted.
 
 use anyhow::bail;
 use rpc::pb::scheduler::{StdinMode, Workload, WorkloadState};
+use serde_json::json;
 
-use crate::args::{AttachArgs, WorkloadArgs};
+use crate::args::{AttachArgs, CancelArgs, WorkloadArgs};
 use crate::connect::Connection;
-use crate::follow::{Follow, OnSignal};
+use crate::follow::{self, Follow, OnSignal};
 use crate::json as shown;
 use crate::list::workload;
 use crate::signals::Signals;
 use crate::stdin;
+use crate::stdout::print_json;
 use crate::ui::Ui;
+use crate::words;
 
 /// `gantry attach`. Answers the exit code.
 pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let id = args.workload.to_string();
-    let Workload { spec, state, .. } = workload(connection, &id).await?;
+    let Workload { spec, state, .. } = workload(connection, "attach to", &id).await?;
     let takes_input = spec.is_some_and(|spec| spec.stdin() == StdinMode::Attached);
     let lives = state != i32::from(WorkloadState::Finished);
     let follow = Follow {
@@ -55,5 +58,32 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
         bail!("the output is not whole");
     }
     ui.event("finished", shown::finished(&followed.finished, 0));
+    Ok(())
+}
+
+/// `gantry cancel`. One that has ended stays as it is, which is said.
+pub(crate) async fn cancel(
+    args: &CancelArgs,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let id = args.workload.to_string();
+    let known = workload(connection, "cancel", &id).await?;
+    let ended = known.state() == WorkloadState::Finished;
+    if ended {
+        let outcome = words::outcome(known.outcome()).unwrap_or("ended");
+        let end = Some(words::end(&known)).filter(|end| !end.is_empty());
+        let end = end.map_or_else(String::new, |end| format!(" ({end})"));
+        ui.note(&format!("it had ended before: {outcome}{end}"));
+    } else {
+        follow::cancel(connection, id.clone(), args.grace).await?;
+        ui.note("asked it to end");
+    }
+    if as_json {
+        let state = words::workload_state(known.state());
+        let outcome = words::outcome(known.outcome());
+        print_json(&json!({ "workload_id": id, "asked": !ended, "state": state, "outcome": outcome }))?;
+    }
     Ok(())
 }

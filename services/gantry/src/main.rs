@@ -10,12 +10,15 @@
 
 mod args;
 mod attach;
+mod cat;
+mod check;
 mod cluster;
 mod connect;
 mod download;
 mod error;
 mod exit;
 mod follow;
+mod hint;
 mod json;
 mod list;
 mod logs;
@@ -23,6 +26,7 @@ mod output;
 mod progress;
 mod rules;
 mod run;
+mod screen;
 mod signals;
 mod stdin;
 mod stdout;
@@ -35,7 +39,6 @@ mod values;
 mod watch;
 mod words;
 
-use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -48,7 +51,7 @@ use tracing::{Instrument, info_span};
 
 use crate::args::{Cli, Command, Global, RunArgs};
 use crate::connect::Connection;
-use crate::error::Interrupted;
+use crate::error::{Interrupted, Told};
 use crate::signals::Signals;
 use crate::ui::Ui;
 
@@ -78,7 +81,7 @@ fn main() -> ExitCode {
         runtime.shutdown_timeout(TIDY_UP);
         result
     });
-    let code = result.unwrap_or_else(|error| fail(&ui, &error));
+    let code = result.unwrap_or_else(|error| fail(&ui, &cli.global, &error));
     ui.finish();
     ExitCode::from(code)
 }
@@ -86,17 +89,24 @@ fn main() -> ExitCode {
 /// How long what was interrupted may take to remove what it has half made.
 const TIDY_UP: Duration = Duration::from_secs(5);
 
-/// Says why the command failed, and answers the exit code.
-fn fail(ui: &Ui, error: &anyhow::Error) -> u8 {
-    if let Some(Interrupted(code)) = error.downcast_ref() {
-        ui.event("finished", json!({ "outcome": "interrupted", "status": code }));
-        return *code;
+/// Says why the command failed, and answers the exit code. With `--json` a failure is an answer, too.
+fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
+    let (code, ended) = match error.downcast_ref() {
+        Some(Interrupted(code)) => (*code, json!({ "outcome": "interrupted", "status": code })),
+        None => {
+            let (server, token_file) = (global.server.as_deref(), global.token_file.as_deref());
+            let message = error::describe_told(Told { server, token_file }, error);
+            ui.error(&message);
+            let failure = json!({ "reason": error::reason(error), "message": message });
+            (exit::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }))
+        }
+    };
+    if global.json && ui.events().is_none() && code != exit::PIPE {
+        // When that cannot be written, nobody reads it.
+        _ = stdout::print_json(&ended);
     }
-    let message = error::describe(error);
-    ui.error(&message);
-    let failure = json!({ "reason": error::reason(error), "message": message });
-    ui.event("finished", json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }));
-    exit::OURS
+    ui.event("finished", ended);
+    code
 }
 
 /// A cluster has all cores. Whoever calls one needs no more than a thread, and starts sooner with it; but spans are sent to a
@@ -116,11 +126,18 @@ fn exports_spans() -> bool {
 
 async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
     match command {
-        Command::Up(args) => return cluster::up(args, ui).await,
-        Command::Down(args) => return cluster::down(args, ui).await.map(|()| 0),
+        Command::Up(args) => return cluster::up(args, ui, global.json).await,
+        Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
         Command::Status => return cluster::status(global.json).await,
         Command::Version => return version(global).map(|()| 0),
         Command::Run(args) => return run(args, global, ui).await,
+        _ => {}
+    }
+    match command {
+        Command::Upload(args) => check::directory(&args.directory)
+            .with_context(|| format!("cannot upload {:?}", args.directory))?,
+        Command::Download(args) => check::target(&args.directory, args.replace)
+            .with_context(|| format!("cannot download into {:?}", args.directory))?,
         _ => {}
     }
     let _telemetry = exports_spans().then(|| telemetry::init("gantry", "warn", None)).transpose()?;
@@ -140,10 +157,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
 /// Commands that may be interrupted at any point.
 async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     match command {
-        Command::Cancel(args) => {
-            follow::cancel(connection, args.workload.to_string(), args.grace).await?;
-            ui.note("asked it to end");
-        }
+        Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
         Command::Upload(args) => {
             let artifact = upload::command(connection, ui, args).await?;
             if as_json {
@@ -155,13 +169,13 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Download(args) => {
             let progress = ui.progress("downloading");
             let downloader = download::Downloader { connection, ui, replace: args.replace, progress };
-            downloader.download(args.artifact, &args.artifact.to_string(), &args.directory).await?;
+            let name = args.artifact.to_string();
+            let downloaded = downloader.download(args.artifact, &name, &args.directory).await?;
+            if as_json {
+                stdout::print_json(&downloaded)?;
+            }
         }
-        Command::Cat(args) => {
-            let path = args.path.as_bytes();
-            let doing = || format!("cannot read {} of artifact {}", args.path.display(), args.artifact);
-            download::cat(connection, args.artifact, path).await.with_context(doing)?;
-        }
+        Command::Cat(args) => cat::cat(args, connection, as_json).await?,
         Command::List(args) => list::list(connection, args, as_json).await?,
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::Gc(args) => list::gc(connection, args, as_json).await?,
@@ -173,7 +187,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
 
 /// `gantry run`, traced when that is asked for.
 async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
-    run::check(args)?;
+    check::run(args)?;
     let spans = args.trace.is_some().then(RecentSpans::default);
     let telemetry: Option<Telemetry> = (spans.is_some() || exports_spans())
         .then(|| telemetry::init("gantry", "warn", spans.clone()))

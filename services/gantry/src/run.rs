@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -24,6 +24,7 @@ use crate::download::Downloader;
 use crate::error::Interrupted;
 use crate::exit;
 use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
+use crate::hint;
 use crate::json as shown;
 use crate::signals::Signals;
 use crate::stdin;
@@ -84,12 +85,21 @@ pub(crate) async fn run(
         stdin: forwards_stdin(args),
         acknowledge: true,
     };
-    let followed = follow.run(&mut signals).await?;
+    let mut followed = follow.run(&mut signals).await?;
+    if let Some(failure) = &mut followed.finished.failure
+        && failure.reason.starts_with("PROGRAM_NOT_")
+        && let Some(program) = args.command.first()
+    {
+        failure.message = format!("{}: {}", program.display(), failure.message);
+    }
     let downloaded = tokio::select! {
         downloaded = download(args, connection, ui, &followed.finished) => downloaded,
         code = signals.next() => return Err(Interrupted(code).into()),
     };
     let code = end(ui, &followed, &downloaded);
+    if let Some(hint) = hint::hint(args, &followed.finished, Path::exists) {
+        ui.note(&hint);
+    }
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
 }
@@ -292,32 +302,6 @@ fn environment(
         .collect())
 }
 
-/// Says before anything is done what cannot work.
-pub(crate) fn check(args: &RunArgs) -> anyhow::Result<()> {
-    for input in &args.inputs {
-        if let Source::Directory(path) = &input.source {
-            check_directory(path).with_context(|| format!("cannot upload {path:?}"))?;
-        }
-    }
-    let mut seen: Vec<(&str, PathBuf)> = Vec::new();
-    for output in &args.outputs {
-        let Some(directory) = &output.directory else { continue };
-        let Some(directory) = crate::upload::resolve(directory) else { continue };
-        if let Some((other, _)) = seen.iter().find(|(_, path)| *path == directory) {
-            bail!("outputs {other:?} and {:?} go into the same directory; give each its own", output.name);
-        }
-        seen.push((&output.name, directory));
-    }
-    Ok(())
-}
-
-fn check_directory(path: &Path) -> anyhow::Result<()> {
-    if !path.metadata()?.is_dir() {
-        bail!("it is no directory; only directories can be uploaded");
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use clap::Parser;
@@ -369,12 +353,5 @@ mod tests {
         let set = environment(&given.environment, ours, &quiet()).expect("valid");
         let set: Vec<_> = set.iter().map(|v| (v.name.as_ref(), v.value.as_ref())).collect();
         assert_eq!(set, [(&b"B"[..], &b"ours"[..]), (b"A", b"2")]);
-    }
-
-    #[test]
-    fn two_outputs_never_share_a_directory() {
-        assert!(check(&parse(&["-o", "a=./x", "-o", "b=x", "--", "true"])).is_err());
-        assert!(check(&parse(&["-o", "a=./x", "-o", "b=./y", "--", "true"])).is_ok());
-        assert!(check(&parse(&["-i", "a=/nonexistent", "--", "true"])).is_err());
     }
 }

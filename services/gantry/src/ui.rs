@@ -1,17 +1,20 @@
 //! What is said while a command runs: lines on standard error, and events on standard output with `--json`.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
+use std::sync::Arc;
 
 use serde_json::{Value, json};
 
 use crate::args::Global;
 use crate::output::Events;
 use crate::progress::Progress;
+use crate::screen::Screen;
 
 /// Says what happens.
 pub(crate) struct Ui {
     quiet: bool,
     color: bool,
+    screen: Arc<Screen>,
     events: Option<Events>,
 }
 
@@ -20,7 +23,7 @@ impl Ui {
     pub(crate) fn new(global: &Global) -> Self {
         let color =
             io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
-        Self { quiet: global.quiet, color, events: None }
+        Self { quiet: global.quiet, color, screen: Arc::new(Screen::stderr()), events: None }
     }
 
     /// For a command whose `--json` are events.
@@ -62,7 +65,7 @@ impl Ui {
 
     /// A bar, or lines, for a transfer.
     pub(crate) fn progress(&self, what: &str) -> Progress {
-        Progress::start(what, self.quiet)
+        Progress::start(what, &self.screen, self.quiet)
     }
 
     /// Waits until all events are written.
@@ -78,7 +81,6 @@ impl Ui {
         } else {
             format!("gantry: {text}\n")
         };
-        // Nobody can be told when that fails.
-        _ = io::stderr().lock().write_all(line.as_bytes());
+        self.screen.line(&line);
     }
 }

@@ -32,6 +32,7 @@ use transfer::{
 };
 
 use crate::args::ScanArgs;
+use crate::cluster::Paths;
 use crate::connect::{Connection, Pause};
 use crate::error::{Refused, is_transient, refusal, refused};
 use crate::progress::Progress;
@@ -68,6 +69,13 @@ impl Uploader<'_> {
     pub(crate) async fn upload(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
         let Directory { name, path, .. } = directory;
         let started = Instant::now();
+        let own = own_state(path);
+        for state in &own {
+            self.ui
+                .note(&format!("{name}: {} is left out, the cluster keeps its state there", state.display()));
+        }
+        let left_out = directory.left_out.iter().cloned().chain(own).collect();
+        let directory = &Directory { left_out, ..*directory };
         let mut pause = Pause::default();
         for attempt in 1.. {
             self.progress.doing(&format!("scanning {name}"));
@@ -79,12 +87,20 @@ impl Uploader<'_> {
                     self.say(name, &scanned.manifest, &sent, started);
                     return Ok(sent.artifact);
                 }
-                Err(SendError::Changed(message)) if !self.scan.allow_changed || attempt >= TRIES => {
+                Err(SendError::Changed(message)) if self.scan.allow_changed && attempt >= TRIES => {
+                    bail!(
+                        "cannot upload {path:?}: {message} while it was uploaded, each of {TRIES} times; leave out what never rests with \
+                         .gantryignore"
+                    );
+                }
+                Err(SendError::Changed(message)) if !self.scan.allow_changed => {
                     bail!(
                         "cannot upload {path:?}: {message} while it was uploaded; leave it alone, or allow it with --allow-changed"
                     );
                 }
-                Err(SendError::Changed(_)) => {}
+                Err(SendError::Changed(message)) => {
+                    self.ui.warn(&format!("{name}: {message} while it was uploaded; once more"));
+                }
                 Err(SendError::Other(error)) if is_transient(&error) && attempt < TRIES => pause.wait().await,
                 Err(SendError::Other(error)) => {
                     return Err(error.context(format!("cannot upload {path:?}")));
@@ -423,6 +439,12 @@ pub(crate) fn inside<'a>(input: &Path, targets: impl IntoIterator<Item = &'a Pat
         .filter_map(|target| target.strip_prefix(&input).ok().map(Path::to_owned))
         .filter(|relative| !relative.as_os_str().is_empty())
         .collect()
+}
+
+/// Where the cluster on this machine keeps its state inside of a directory: it is secret, and changes all the time.
+fn own_state(directory: &Path) -> Vec<PathBuf> {
+    let Ok(Paths { state, runtime }) = Paths::find() else { return Vec::new() };
+    inside(directory, [state.as_path(), runtime.as_path()].into_iter().filter(|path| path.is_dir()))
 }
 
 /// The path without symbolic links, also where its end does not exist yet.

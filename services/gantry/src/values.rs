@@ -7,6 +7,9 @@ use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use domain::ArtifactId;
+use rpc::spec::{LEAST_MEMORY_BYTES, MOST_CPU_MILLIS, MOST_MEMORY_BYTES};
+
+use crate::table;
 
 /// `-i`
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -177,14 +180,33 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     scaled(number, base.pow(power)).filter(|&bytes| bytes > 0).ok_or_else(malformed)
 }
 
+/// Parses the memory of a container, as [`size`] does.
+pub(crate) fn memory(text: &str) -> Result<u64, String> {
+    let bytes = size(text)?;
+    if bytes < LEAST_MEMORY_BYTES {
+        return Err(format!(
+            "a container needs {} to start, and the command some more",
+            table::bytes(LEAST_MEMORY_BYTES)
+        ));
+    }
+    if bytes > MOST_MEMORY_BYTES {
+        return Err("no worker has as much".to_owned());
+    }
+    Ok(bytes)
+}
+
 /// Parses processor time in cores into thousandths of a core: `2`, `0.5`, `500m`.
 pub(crate) fn cpu(text: &str) -> Result<u64, String> {
-    let malformed = || format!("{text:?} is no number of cores: write 2, 0.5 or 500m");
+    let malformed = || format!("{text:?} is no number of cores: write 2, 0.5 or 500m, and 1m at the least");
     let millis = match text.strip_suffix('m') {
         Some(millis) => millis.parse().ok(),
         None => scaled(text, 1000),
     };
-    millis.filter(|&millis| millis > 0).ok_or_else(malformed)
+    let millis = millis.filter(|&millis| millis > 0).ok_or_else(malformed)?;
+    if millis > MOST_CPU_MILLIS {
+        return Err("no worker has as many cores".to_owned());
+    }
+    Ok(millis)
 }
 
 /// `number`, which may have a decimal fraction, times `factor`, rounded down.
@@ -271,10 +293,16 @@ mod tests {
         for wrong in ["", "M", "0", "1X", "1.2.3", "-1", ".5G", "99999999999T"] {
             assert!(size(wrong).is_err(), "{wrong}");
         }
+        assert_eq!(memory("6M"), Ok(6 << 20));
+        for wrong in ["1K", "5M", "2097152T"] {
+            assert!(memory(wrong).is_err(), "{wrong}");
+        }
+        assert!(memory("1K").expect_err("refused").contains("6.0 MiB"));
+        assert_eq!(cpu("1m"), Ok(1));
         assert_eq!(cpu("2"), Ok(2000));
         assert_eq!(cpu("0.5"), Ok(500));
         assert_eq!(cpu("250m"), Ok(250));
-        for wrong in ["", "0", "x", "-1", "1.x"] {
+        for wrong in ["", "0", "x", "-1", "1.x", "0.0001", "1000000"] {
             assert!(cpu(wrong).is_err(), "{wrong}");
         }
     }

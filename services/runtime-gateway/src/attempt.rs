@@ -45,7 +45,7 @@ impl Task {
             lease,
             attempt: rpc::parse_id("attempt_id", &run.attempt_id)?,
             workload: rpc::parse_id("workload_id", &run.workload_id)?,
-            spec: rpc::spec::parse(rpc::required("spec", run.spec)?)?,
+            spec: rpc::spec::accepted(rpc::required("spec", run.spec)?)?,
             token: run.lease_token,
             traceparent: run.traceparent,
         })

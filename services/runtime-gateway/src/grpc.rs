@@ -408,7 +408,7 @@ impl From<TransferError> for Status {
             }
             TransferError::Write(WriteError::Io { .. }) | TransferError::Read(_) => Reason::WorkerFailed,
             TransferError::PathNotFound(_) => Reason::PathNotFound,
-            TransferError::NotAFile(_) => Reason::NotAFile,
+            TransferError::NotAFile { .. } => Reason::NotAFile,
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,

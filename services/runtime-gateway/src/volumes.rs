@@ -53,11 +53,16 @@ pub(crate) enum TransferError {
     #[error("cannot read the volume")]
     Read(#[from] transfer::ReadError),
     /// The file is not there.
-    #[error("no {0:?} in this volume")]
+    #[error("there is no {0:?}")]
     PathNotFound(PathBuf),
     /// The path is something else than a regular file.
-    #[error("{0:?} is not a regular file")]
-    NotAFile(PathBuf),
+    #[error("{path:?} is {what}")]
+    NotAFile {
+        /// What was asked for.
+        path: PathBuf,
+        /// What it is.
+        what: String,
+    },
     /// The store refused.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -307,14 +312,28 @@ pub(crate) async fn read_file(
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => {
                 return Err(TransferError::PathNotFound(path));
             }
-            Err(rustix::io::Errno::LOOP | rustix::io::Errno::XDEV | rustix::io::Errno::NXIO) => {
-                return Err(TransferError::NotAFile(path));
+            Err(rustix::io::Errno::LOOP) => {
+                let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+                let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let link = openat2(&root, &path, flags, Mode::empty(), resolve);
+                let what = match link.and_then(|link| rustix::fs::readlinkat(link, "", Vec::new())) {
+                    Ok(to) => format!("a symbolic link to {to:?}, and links are not followed"),
+                    Err(_) => "behind a symbolic link, and links are not followed".to_owned(),
+                };
+                return Err(TransferError::NotAFile { path, what });
+            }
+            Err(rustix::io::Errno::XDEV) => {
+                return Err(TransferError::NotAFile { path, what: "outside of the volume".to_owned() });
+            }
+            Err(rustix::io::Errno::NXIO) => {
+                return Err(TransferError::NotAFile { path, what: "no regular file".to_owned() });
             }
             Err(error) => return Err(failed(error.into()).into()),
         };
         let metadata = file.metadata().map_err(failed)?;
         if !metadata.is_file() {
-            return Err(TransferError::NotAFile(path));
+            let what = if metadata.is_dir() { "a directory" } else { "no regular file" };
+            return Err(TransferError::NotAFile { path, what: what.to_owned() });
         }
         let size = metadata.len();
         let mut offset = 0;

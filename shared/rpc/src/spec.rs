@@ -16,11 +16,28 @@ use crate::{
 /// Where processes start unless the spec says otherwise.
 pub const DEFAULT_DIRECTORY: &[u8] = b"/workspace";
 
+/// Least memory that a container can be limited to. Its init and the start of a process are counted; below a few MiB either
+/// would be killed before the process did anything.
+pub const LEAST_MEMORY_BYTES: u64 = 6 << 20;
+/// Most memory that a container can be limited to: what every kernel takes, and more than any worker has.
+pub const MOST_MEMORY_BYTES: u64 = 1 << 60;
+/// Most processor time that a container can be limited to: what every kernel takes, and more than any worker has.
+pub const MOST_CPU_MILLIS: u64 = 10_000_000;
+/// Most processes that a container can be limited to. The kernel takes one more, which is for its init.
+pub const MOST_PIDS: u64 = (1 << 22) - 1;
+
 /// Most bytes of a spec, encoded: a worker is told the specs of all its leases in one message.
 const MAX_BYTES: usize = 1 << 20;
 
 /// Validates a spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+    check_limits(&spec.limits.unwrap_or_default())?;
+    accepted(spec)
+}
+
+/// A spec that was accepted before. It is not asked by how much it is limited: that may be narrower now than it was then, and one such
+/// spec must not be in the way of others.
+pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     if spec.encoded_len() > MAX_BYTES {
         return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
     }
@@ -37,7 +54,7 @@ pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
 
     let directory = match spec.directory.as_ref() {
         b"" => DEFAULT_DIRECTORY.to_vec(),
-        directory => absolute("spec.directory", directory, b"/")?,
+        directory => absolute("spec.directory", directory, DEFAULT_DIRECTORY)?,
     };
     let inputs = parse_inputs(spec.inputs, &directory)?;
     let outputs = parse_outputs(spec.outputs, &directory)?;
@@ -162,7 +179,7 @@ pub fn encode(spec: &WorkloadSpec) -> Vec<u8> {
 /// A spec that was kept. Fails only when it was not written by [`encode`].
 pub fn decode(bytes: &[u8]) -> Result<WorkloadSpec, Status> {
     let spec = pb::WorkloadSpec::decode(bytes).map_err(|error| invalid_field("spec", error.to_string()))?;
-    parse(spec)
+    accepted(spec)
 }
 
 fn parse_environment(variables: Vec<pb::EnvironmentVariable>) -> Result<Vec<EnvironmentVariable>, Status> {
@@ -212,6 +229,27 @@ fn parse_outputs(outputs: Vec<pb::Output>, directory: &[u8]) -> Result<Vec<Outpu
         });
     }
     Ok(parsed)
+}
+
+fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
+    let pb::Limits { cpu_millis, memory_bytes, pids } = *limits;
+    let refuse = |field: &str, why: String| Err(invalid_field(format!("spec.limits.{field}"), why));
+    if memory_bytes != 0 && memory_bytes < LEAST_MEMORY_BYTES {
+        return refuse(
+            "memory_bytes",
+            format!("must be at least {LEAST_MEMORY_BYTES}, which is what a container needs to start"),
+        );
+    }
+    for (field, value, most) in [
+        ("memory_bytes", memory_bytes, MOST_MEMORY_BYTES),
+        ("cpu_millis", cpu_millis, MOST_CPU_MILLIS),
+        ("pids", pids, MOST_PIDS),
+    ] {
+        if value > most {
+            return refuse(field, format!("must be at most {most}"));
+        }
+    }
+    Ok(())
 }
 
 fn parse_limits(limits: pb::Limits) -> Limits {
@@ -376,5 +414,40 @@ mod tests {
         assert!(refusal(pb::WorkloadSpec { command: vec![], ..spec() }).contains("names no program"));
         assert!(refusal(pb::WorkloadSpec { stdin: 0, ..spec() }).contains("is required"));
         assert!(refusal(pb::WorkloadSpec { stdin: 99, ..spec() }).contains("99"));
+    }
+
+    #[test]
+    fn the_working_directory_is_seen_from_the_workspace() {
+        let at = |directory: &'static [u8]| {
+            let spec =
+                pb::WorkloadSpec { directory: directory.into(), outputs: vec![output("o", b"")], ..spec() };
+            parse(spec).map(|spec| (spec.directory, spec.outputs[0].path.clone()))
+        };
+        let there = |directory: &[u8], output: &[u8]| (directory.to_vec(), output.to_vec());
+        assert_eq!(at(b"").expect("valid"), there(b"/workspace", b"/workspace/o"));
+        assert_eq!(at(b"sub/./dir/").expect("valid"), there(b"/workspace/sub/dir", b"/workspace/sub/dir/o"));
+        assert_eq!(at(b"/srv").expect("valid"), there(b"/srv", b"/srv/o"));
+        assert!(at(b"../x").expect_err("refused").message().contains("spec.directory"));
+    }
+
+    #[test]
+    fn limits_that_no_process_could_start_with_are_refused_and_kept_ones_are_still_read() {
+        let with = |limits: pb::Limits| pb::WorkloadSpec { limits: Some(limits), ..spec() };
+        let limits = pb::Limits::default();
+        for (wrong, field) in [
+            (pb::Limits { memory_bytes: 1, ..limits }, "spec.limits.memory_bytes"),
+            (pb::Limits { memory_bytes: LEAST_MEMORY_BYTES - 1, ..limits }, "spec.limits.memory_bytes"),
+            (pb::Limits { memory_bytes: MOST_MEMORY_BYTES + 1, ..limits }, "spec.limits.memory_bytes"),
+            (pb::Limits { cpu_millis: u64::MAX, ..limits }, "spec.limits.cpu_millis"),
+            (pb::Limits { pids: 1 << 22, ..limits }, "spec.limits.pids"),
+        ] {
+            let status = parse(with(wrong)).expect_err("refused");
+            let violations =
+                tonic_types::StatusExt::get_details_bad_request(&status).expect("a field is named");
+            assert_eq!(violations.field_violations[0].field, field);
+            assert!(decode(&with(wrong).encode_to_vec()).is_ok());
+        }
+        let most = pb::Limits { memory_bytes: LEAST_MEMORY_BYTES, cpu_millis: 1, pids: 1 };
+        assert!(parse(with(most)).is_ok() && parse(with(limits)).is_ok());
     }
 }

@@ -7,11 +7,13 @@ use rpc::client::{Outgoing, peer};
 use rpc::pb::local::ShutdownRequest;
 use rpc::pb::local::cluster_client::ClusterClient;
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 use tokio::time::Instant;
 
 use super::{Paths, lock, start};
 use crate::args::DownArgs;
 use crate::error::refused;
+use crate::stdout::print_json;
 use crate::table::count;
 use crate::ui::Ui;
 
@@ -20,16 +22,16 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// How long it may take to end after that.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-pub(crate) async fn down(args: &DownArgs, ui: &Ui) -> anyhow::Result<()> {
+pub(crate) async fn down(args: &DownArgs, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     let paths = Paths::find()?;
     let Some(endpoint) = start::running(&paths) else {
         let Some(holder) = lock::holder(&paths.lock()) else {
             ui.note("no cluster runs on this machine");
-            return Ok(());
+            return answer(as_json, false, 0, 0);
         };
         // It is ending, or hangs.
         if wait(&paths, if args.force { Duration::from_secs(1) } else { PATIENCE }).await {
-            return Ok(());
+            return answer(as_json, true, 0, 0);
         }
         if !args.force {
             bail!(
@@ -40,7 +42,7 @@ pub(crate) async fn down(args: &DownArgs, ui: &Ui) -> anyhow::Result<()> {
         kill(holder.process_id)?;
         if wait(&paths, PATIENCE).await {
             ui.note("killed a cluster that did not answer; the next one adopts what it left");
-            return Ok(());
+            return answer(as_json, true, 0, 0);
         }
         bail!("the cluster, process {}, cannot be killed", holder.process_id);
     };
@@ -64,7 +66,15 @@ pub(crate) async fn down(args: &DownArgs, ui: &Ui) -> anyhow::Result<()> {
         bail!("the cluster has stopped what ran and does not end; see {}", paths.log().display());
     }
     ui.note("the cluster has ended");
-    Ok(())
+    answer(as_json, true, response.cancelled, response.unfinished)
+}
+
+/// Says it to programs, where they asked.
+fn answer(as_json: bool, was_running: bool, cancelled: u32, unfinished: u32) -> anyhow::Result<()> {
+    if !as_json {
+        return Ok(());
+    }
+    print_json(&json!({ "was_running": was_running, "cancelled": cancelled, "unfinished": unfinished }))
 }
 
 /// Whether the process ended in time.

@@ -1,14 +1,19 @@
 //! `gantry status`: whether a cluster runs on this machine, and what it does.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::bail;
+use rpc::Peer;
 use rpc::client::{Outgoing, peer};
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::{ListVolumesRequest, Volume, VolumePurpose};
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
 use rpc::pb::scheduler::workers_client::WorkersClient;
-use rpc::pb::scheduler::{ListWorkersRequest, Worker};
+use rpc::pb::scheduler::{ListWorkersRequest, Worker, Workload, WorkloadState};
 use serde_json::json;
+use tonic::Status;
 
 use super::{Paths, idle, lock, start};
 use crate::error::refused;
@@ -46,16 +51,71 @@ pub(crate) async fn status(as_json: bool) -> anyhow::Result<u8> {
     let status = response.map_err(refused("cannot ask the cluster"))?.into_inner();
     let workers = WorkersClient::new(peer.clone()).list_workers(ListWorkersRequest::default()).await;
     let workers = workers.map_err(refused("cannot list workers"))?.into_inner().workers;
-    let unfinished = idle::unfinished(&peer).await.map_err(refused("cannot list workloads"))?.len();
+    let unfinished = idle::unfinished(&peer).await.map_err(refused("cannot list workloads"))?;
+    let workloads = states(&unfinished);
+    let volumes = volumes(&peer).await.map_err(refused("cannot list volumes"))?;
+    let used = Used::of(&volumes);
     if as_json {
-        print_json(&as_document(&status, &workers, unfinished))?;
+        print_json(&as_document(&status, &workers, &workloads, &used))?;
     } else {
-        print(&fields(&as_fields(&status, &workers, unfinished)))?;
+        print(&fields(&as_fields(&status, &workers, &workloads, &used)))?;
     }
     Ok(0)
 }
 
-fn as_document(status: &GetStatusResponse, workers: &[Worker], unfinished: usize) -> serde_json::Value {
+/// How many workloads that have not ended are in which state, in the order in which they pass through them.
+fn states(workloads: &[Workload]) -> Vec<(&'static str, u64)> {
+    let mut states = BTreeMap::new();
+    for workload in workloads {
+        *states.entry(workload.state).or_insert(0) += 1;
+    }
+    let word = |state| words::workload_state(WorkloadState::try_from(state).unwrap_or_default());
+    states.into_iter().map(|(state, count)| (word(state), count)).collect()
+}
+
+async fn volumes(peer: &Peer) -> Result<Vec<Volume>, Status> {
+    let mut inventory = InventoryClient::new(peer.clone());
+    let (mut volumes, mut page_token) = (Vec::new(), String::new());
+    loop {
+        let request = ListVolumesRequest { page_size: 1000, page_token, ..ListVolumesRequest::default() };
+        let page = inventory.list_volumes(request).await?.into_inner();
+        volumes.extend(page.volumes);
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            return Ok(volumes);
+        }
+    }
+}
+
+/// What fills the disk. Blocks that volumes share count for each of them.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Used {
+    artifacts: u64,
+    artifact_bytes: u64,
+    volumes: u64,
+    volume_bytes: u64,
+}
+
+impl Used {
+    fn of(volumes: &[Volume]) -> Self {
+        let replicas = volumes.iter().filter(|volume| volume.purpose() == VolumePurpose::Replica);
+        let artifacts: BTreeMap<_, _> =
+            replicas.map(|replica| (&replica.artifact_id, replica.size_bytes)).collect();
+        Self {
+            artifacts: artifacts.len() as u64,
+            artifact_bytes: artifacts.values().sum(),
+            volumes: volumes.len() as u64,
+            volume_bytes: volumes.iter().map(|volume| volume.size_bytes).sum(),
+        }
+    }
+}
+
+fn as_document(
+    status: &GetStatusResponse,
+    workers: &[Worker],
+    workloads: &[(&str, u64)],
+    used: &Used,
+) -> serde_json::Value {
     let seconds = |duration: &prost_types::Duration| duration.seconds;
     json!({
         "running": true,
@@ -67,7 +127,9 @@ fn as_document(status: &GetStatusResponse, workers: &[Worker], unfinished: usize
         "idle_for_seconds": status.idle_for.as_ref().map(seconds),
         "idle_end_seconds": status.idle_end.as_ref().map(seconds),
         "recovered": status.recovered,
-        "workloads": unfinished,
+        "workloads": workloads.iter().copied().collect::<BTreeMap<_, _>>(),
+        "artifacts": { "count": used.artifacts, "size_bytes": used.artifact_bytes },
+        "volumes": { "count": used.volumes, "size_bytes": used.volume_bytes },
         "workers": workers.iter().map(shown::worker).collect::<Vec<_>>(),
     })
 }
@@ -75,7 +137,8 @@ fn as_document(status: &GetStatusResponse, workers: &[Worker], unfinished: usize
 fn as_fields(
     status: &GetStatusResponse,
     workers: &[Worker],
-    unfinished: usize,
+    workloads: &[(&str, u64)],
+    used: &Used,
 ) -> Vec<(&'static str, String)> {
     let time = |time: &Option<prost_types::Duration>| {
         time.and_then(|time| Duration::try_from(time).ok()).map(duration)
@@ -83,12 +146,20 @@ fn as_fields(
     let worker = |worker: &Worker| {
         let state = words::worker_state(worker.state());
         let free = bytes(worker.disk_free_bytes);
-        format!("{} {state}, {}, {free} free", worker.name, count(worker.active_tasks.into(), "task"))
+        let tasks = count(worker.active_tasks.into(), "task");
+        match worker.capacity.unwrap_or_default().disk_bytes {
+            0 => format!("{} {state}, {tasks}, {free} free", worker.name),
+            disk => format!("{} {state}, {tasks}, {free} free of {}", worker.name, bytes(disk)),
+        }
     };
     let idle = match (time(&status.idle_for), time(&status.idle_end)) {
         (Some(idle), Some(end)) => format!("{idle}, ends after {end} if nothing is kept"),
         (Some(idle), None) => idle,
         (None, _) => String::new(),
+    };
+    let workloads = match workloads {
+        [] => "none runs or waits".to_owned(),
+        some => some.iter().map(|(state, count)| format!("{count} {state}")).collect::<Vec<_>>().join(", "),
     };
     vec![
         ("version", status.version.clone()),
@@ -97,8 +168,41 @@ fn as_fields(
         ("listens on", status.endpoints.join("\n")),
         ("state in", status.state_directory.clone()),
         ("workers", workers.iter().map(worker).collect::<Vec<_>>().join("\n")),
-        ("workloads", count(unfinished as u64, "unfinished workload")),
+        ("workloads", workloads),
+        ("artifacts", format!("{}, {}", used.artifacts, bytes(used.artifact_bytes))),
+        ("volumes", format!("{}, {}", used.volumes, bytes(used.volume_bytes))),
         ("idle for", idle),
         ("recovered", status.recovered.join("\n")),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_artifact_counts_once_however_many_replicas_it_has() {
+        let volume = |purpose: VolumePurpose, artifact: &str, size_bytes| Volume {
+            purpose: purpose.into(),
+            artifact_id: artifact.to_owned(),
+            size_bytes,
+            ..Volume::default()
+        };
+        let volumes = [
+            volume(VolumePurpose::Replica, "a", 5),
+            volume(VolumePurpose::Replica, "a", 5),
+            volume(VolumePurpose::Replica, "b", 2),
+            volume(VolumePurpose::Scratch, "", 1),
+        ];
+        let used = Used { artifacts: 2, artifact_bytes: 7, volumes: 4, volume_bytes: 13 };
+        assert_eq!(Used::of(&volumes), used);
+    }
+
+    #[test]
+    fn states_are_counted_in_their_order() {
+        let workload = |state: WorkloadState| Workload { state: state.into(), ..Workload::default() };
+        let running = || workload(WorkloadState::Running);
+        let workloads = [running(), workload(WorkloadState::Pending), running()];
+        assert_eq!(states(&workloads), [("pending", 1), ("running", 2)]);
+    }
 }

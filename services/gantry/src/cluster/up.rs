@@ -10,6 +10,7 @@ use rpc::client::{Outgoing, peer};
 use rpc::pb::local::GetStatusRequest;
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::cluster_server::ClusterServer;
+use serde_json::json;
 use server::telemetry::{self, RecentSpans};
 use server::{Host, Listener};
 use tokio::net::{TcpListener, UnixListener};
@@ -21,7 +22,7 @@ use super::service::{ClusterService, LocalCluster, stop_workloads};
 use super::{ANOTHER_RUNS, Paths, idle, services, start, token};
 use crate::args::UpArgs;
 use crate::signals::Signals;
-use crate::stdout::print;
+use crate::stdout::{print, print_json};
 use crate::ui::Ui;
 
 /// A detached cluster ends after this long without use, unless it is told otherwise.
@@ -34,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const HESITATION: Duration = Duration::from_millis(300);
 
 /// Keeps a cluster until it is told to end. Answers the exit code.
-pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
+pub(crate) async fn up(args: &UpArgs, ui: &Ui, as_json: bool) -> anyhow::Result<u8> {
     let paths = Paths::find()?;
     paths.make()?;
     let tcp = match &args.listen {
@@ -53,7 +54,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
     };
     let left_behind = lock.left_behind.take();
     lock.record(&Record { process_id: std::process::id(), socket: paths.socket() })?;
-    let served = serve(args, ui, &paths, tcp, left_behind).await;
+    let served = serve(args, ui, as_json, &paths, tcp, left_behind).await;
     lock.release()?;
     served.map(|()| 0)
 }
@@ -62,6 +63,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui) -> anyhow::Result<u8> {
 async fn serve(
     args: &UpArgs,
     ui: &Ui,
+    as_json: bool,
     paths: &Paths,
     tcp: Option<TcpListener>,
     left_behind: Option<Record>,
@@ -104,7 +106,7 @@ async fn serve(
     if args.detached {
         tracing::info!(process.id = std::process::id(), "the cluster starts");
     } else {
-        announce(&endpoints, paths)?;
+        announce(&endpoints, paths, as_json)?;
     }
 
     let (activity, stopping) = (host.activity(), host.stopping());
@@ -168,7 +170,14 @@ async fn listen(address: &str, insecure: bool) -> anyhow::Result<TcpListener> {
     TcpListener::bind(&*addresses).await.with_context(|| format!("cannot listen on {address}"))
 }
 
-fn announce(endpoints: &[String], paths: &Paths) -> anyhow::Result<()> {
+fn announce(endpoints: &[String], paths: &Paths, as_json: bool) -> anyhow::Result<()> {
+    if as_json {
+        let token_file = (endpoints.len() > 1).then(|| paths.token().display().to_string());
+        let process = std::process::id();
+        return print_json(
+            &json!({ "process_id": process, "endpoints": endpoints, "token_file": token_file }),
+        );
+    }
     let mut text = String::new();
     for endpoint in endpoints {
         text.push_str(&format!("listening on {endpoint}\n"));

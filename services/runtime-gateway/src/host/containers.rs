@@ -298,8 +298,11 @@ fn path(bytes: &Bytes) -> &Path {
 /// Whether the working directory is made when it is missing.
 fn must_make(spec: &ContainerSpec) -> bool {
     let directory = path(&spec.directory);
-    directory == Path::new(WORKSPACE)
-        || spec.mounts.iter().any(|mount| path(&mount.path).starts_with(directory))
+    let workspace = Path::new(WORKSPACE);
+    // What lies in an input is the input's matter.
+    let in_mount = |at: &Path| at != workspace && directory.starts_with(at);
+    spec.mounts.iter().any(|mount| path(&mount.path).starts_with(directory))
+        || (directory.starts_with(workspace) && !spec.mounts.iter().any(|mount| in_mount(path(&mount.path))))
 }
 
 /// What a container has of its own at or above `path`, and whether `path` exists there.

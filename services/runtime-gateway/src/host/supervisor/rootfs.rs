@@ -76,17 +76,22 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
 
     let directory = container.directory.as_path();
-    if container.make_directory {
+    let make_directory = || {
         let (opened, made) = mounts::directory_in(root.as_fd(), directory).map_err(at("make", directory))?;
-        if made {
-            own(opened.as_fd(), container).map_err(at("own", directory))?;
-        }
+        if made { own(opened.as_fd(), container).map_err(at("own", directory)) } else { Ok(()) }
+    };
+    if container.make_directory {
+        make_directory()?;
     }
     for mount in &container.mounts {
         let contents = volume(&launch.state_dir, &mount.volume);
         let path = mount.path.as_path();
         mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
         bind(&contents, root.as_fd(), path, mount.read_only).map_err(at("mount a volume at", path))?;
+    }
+    if container.make_directory {
+        // A volume may have been mounted over it.
+        make_directory()?;
     }
     drop(root);
     forget_volumes(&mounted, &launch.state_dir).map_err(Failed::while_doing("unmount volumes"))?;

@@ -1,0 +1,254 @@
+//! What the command line refuses, before it does anything where that is possible, and what it says.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use integration_tests::{Cluster, code, describe, may_run_containers};
+use serde_json::Value;
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Fails unless the command was refused with `text` and nothing else.
+fn refused(output: &Output, text: &str) {
+    assert_eq!(code(output), 125, "{}", describe(output));
+    assert!(said(output).contains(text), "{text:?} is not said: {}", describe(output));
+    assert!(output.stdout.is_empty(), "{}", describe(output));
+}
+
+#[test]
+fn what_cannot_work_is_refused_before_a_cluster_is_started() {
+    let cluster = Cluster::new();
+    fs::write(cluster.path("file"), "").expect("write");
+    fs::create_dir(cluster.path("d")).expect("directory");
+    let cases: [(&[&str], &str); 13] = [
+        (&["-i", "src=gone"], "cannot upload \"gone\": No such file or directory"),
+        (&["-i", "src=file"], "it is no directory"),
+        (&["-i", "a=d", "-i", "a=d"], "two inputs are called \"a\""),
+        (&["-o", "a", "-o", "a"], "two outputs are called \"a\""),
+        (&["-o", "a=file"], "output \"a\" cannot be brought into \"file\": it is no directory"),
+        (&["-o", "a=file/x"], "is no directory"),
+        (&["-o", "a=x", "-o", "b=./x"], "go into the same directory"),
+        (&["-o", "a=x", "-o", "b=x/y"], "lies in \"x\""),
+        (&["-d", "-o", "a=x"], "with --detach"),
+        (&["--trace", "gone/trace"], "there is no directory"),
+        (&["--memory", "1K"], "a container needs 6.0 MiB to start"),
+        (&["--cpu", "0"], "is no number of cores"),
+        (&["--cpu", "99999999"], "no worker has as many cores"),
+    ];
+    for (arguments, text) in cases {
+        let line = ["run"].iter().chain(arguments).chain(&["--", "true"]);
+        refused(&cluster.output(line), text);
+    }
+    refused(&cluster.output(["upload", "gone"]), "cannot upload \"gone\": No such file or directory");
+    let artifact = "0197c1a2-0000-7000-8000-000000000000";
+    refused(&cluster.output(["download", artifact, "file"]), "cannot download into \"file\"");
+    assert!(!cluster.state().join("cluster.log").exists(), "no cluster was started");
+    let mut left: Vec<_> =
+        fs::read_dir(cluster.path("")).expect("listed").flatten().map(|e| e.file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["d", "file", "run"], "nothing was made");
+}
+
+#[test]
+fn a_cluster_that_is_not_there_is_named() {
+    let cluster = Cluster::new();
+    for address in ["there", "127.0.0.1:1", "https://127.0.0.1:1", "unix:relative", "http://"] {
+        refused(&cluster.output(["--server", address, "list", "workers"]), "is no address of a service");
+    }
+    for address in ["http://127.0.0.1:1", "unix:///nonexistent/gantry.sock"] {
+        let output = cluster.output(["--server", address, "list", "workers"]);
+        refused(&output, "the cluster does not answer");
+        refused(&output, &format!("see whether it runs and {address} is its address"));
+    }
+    refused(
+        &cluster.output(["--token-file", "gone", "list", "workers"]),
+        "cannot read the token in \"gone\"",
+    );
+    let json = cluster.output(["--json", "--server", "http://127.0.0.1:1", "list", "workers"]);
+    let document: Value = serde_json::from_slice(&json.stdout).expect("one JSON document");
+    assert_eq!((&document["failure"]["reason"], &document["status"]), (&"UNAVAILABLE".into(), &125.into()));
+}
+
+#[test]
+fn a_token_is_asked_for_and_a_wrong_one_is_named() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let mut up = cluster.gantry(["--json", "up", "--listen", "127.0.0.1:0"]);
+    let mut up = up.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("gantry");
+    let mut line = String::new();
+    BufReader::new(up.stdout.take().expect("stdout")).read_line(&mut line).expect("a line");
+    let up_says: Value = serde_json::from_str(&line).expect("one JSON document");
+    let server = up_says["endpoints"][1].as_str().expect("the address").to_owned();
+    let token_file = up_says["token_file"].as_str().expect("the file").to_owned();
+    let list = |more: &[&str]| {
+        let line = ["--server", &server, "list", "workers"];
+        cluster.output(line.iter().chain(more))
+    };
+    fs::write(cluster.path("wrong"), "wrong").expect("write");
+    fs::write(cluster.path("empty"), "\n").expect("write");
+    refused(&list(&[]), "name the cluster's token file with --token-file");
+    refused(&list(&["--token-file", "wrong"]), "what wrong holds is not that");
+    refused(&list(&["--token-file", "empty"]), "\"empty\" holds no token");
+    let right = list(&["--token-file", &token_file]);
+    assert_eq!(code(&right), 0, "{}", describe(&right));
+    let down = cluster.succeed(["--json", "down"]);
+    let down: Value = serde_json::from_slice(&down).expect("one JSON document");
+    assert_eq!((&down["was_running"], &down["cancelled"]), (&true.into(), &0.into()));
+    assert_eq!(up.wait().expect("it ends").code(), Some(0));
+}
+
+#[test]
+fn a_path_of_ours_that_the_container_lacks_is_explained() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let script = cluster.path("hello.sh");
+    fs::write(&script, "#!/bin/sh\necho hello from $PWD\n").expect("write");
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("chmod");
+    // The test's directory is below /tmp, unless somebody set TMPDIR.
+    let below_tmp = script.starts_with("/tmp");
+    let script = script.display().to_string();
+    let by_path = cluster.output(["run", "--", &script]);
+    let by_shell = cluster.output(["run", "--", "sh", "-c", &format!("exec {script}")]);
+    for output in [&by_path, &by_shell] {
+        assert_eq!(code(output), 127, "{}", describe(output));
+        assert_eq!(
+            said(output).contains("/tmp in the container is its own"),
+            below_tmp,
+            "{}",
+            describe(output)
+        );
+    }
+    let relative = cluster.output(["run", "--", "./hello.sh"]);
+    assert_eq!(code(&relative), 127, "{}", describe(&relative));
+    assert!(said(&relative).contains("bring it with -i"), "{}", describe(&relative));
+    let nowhere = cluster.output(["run", "--", "/tmp/no-such-program"]);
+    assert_eq!(code(&nowhere), 127, "{}", describe(&nowhere));
+    assert!(!said(&nowhere).contains("its own"), "it is not here either: {}", describe(&nowhere));
+    // As it was said. The cluster's own state lies in that directory, and is nobody's business.
+    let brought = ["run", "-i", "here=.", "--", "sh", "-c", "here/hello.sh; ls -A here here/state"];
+    let brought = cluster.output(brought);
+    assert_eq!(code(&brought), 0, "{}", describe(&brought));
+    let listed = String::from_utf8_lossy(&brought.stdout).into_owned();
+    assert_eq!(listed, "hello from /workspace\nhere:\nhello.sh\nrun\nstate\n\nhere/state:\n");
+    assert!(said(&brought).contains("state/gantry is left out"), "{}", describe(&brought));
+}
+
+#[test]
+fn a_relative_working_directory_lies_in_the_workspace() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("src")).expect("directory");
+    fs::write(cluster.path("src/file"), "content").expect("write");
+    let script = "pwd; [ -w . ] && echo ours; ls";
+    let bare = cluster.succeed(["run", "--dir", "a/b", "--user", "nobody", "--", "sh", "-c", script]);
+    assert_eq!(String::from_utf8_lossy(&bare), "/workspace/a/b\nours\n");
+    let with = cluster.succeed(["run", "--dir", "a", "-i", "src=src", "-o", "out", "--", "sh", "-c", script]);
+    assert_eq!(String::from_utf8_lossy(&with), "/workspace/a\nours\nout\nsrc\n");
+    refused(&cluster.output(["run", "--dir", "../x", "--", "true"]), "must not contain ..");
+}
+
+#[test]
+fn cat_says_what_a_path_is() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir_all(cluster.path("d/sub")).expect("directory");
+    fs::write(cluster.path("d/sub/file"), "content\n").expect("write");
+    std::os::unix::fs::symlink("sub/file", cluster.path("d/link")).expect("link");
+    std::os::unix::fs::symlink("sub", cluster.path("d/other")).expect("link");
+    let artifact = String::from_utf8(cluster.succeed(["upload", "d"])).expect("an id");
+    let artifact = artifact.trim();
+    assert_eq!(cluster.succeed(["cat", artifact, "/sub/file"]), b"content\n");
+    let json = cluster.succeed(["--json", "cat", artifact, "sub/file"]);
+    let document: Value = serde_json::from_slice(&json).expect("one JSON document");
+    assert_eq!((&document["size_bytes"], &document["data"]), (&8.into(), &"Y29udGVudAo=".into()));
+    for (path, text) in [
+        ("../x", "leave out .."),
+        ("sub/../../x", "leave out .."),
+        ("/", "name a file in it"),
+        ("link", "\"link\" is a symbolic link to \"sub/file\", and links are not followed"),
+        ("other/file", "is behind a symbolic link"),
+        ("sub", "\"sub\" is a directory"),
+        ("gone", "there is no \"gone\""),
+        ("sub/file/x", "there is no \"sub/file/x\""),
+    ] {
+        refused(&cluster.output(["cat", artifact, path]), text);
+    }
+}
+
+#[test]
+fn files_that_change_or_cannot_be_read_are_named_and_allowed_when_asked() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "--", "true"]); // Starts a cluster, which must keep its capabilities.
+    fs::create_dir(cluster.path("d")).expect("directory");
+    fs::write(cluster.path("d/fine"), "fine").expect("write");
+    fs::write(cluster.path("d/secret"), "secret").expect("write");
+    fs::set_permissions(cluster.path("d/secret"), fs::Permissions::from_mode(0o000)).expect("chmod");
+    let upload = |more: &[&str]| {
+        let mut command = cluster.gantry(["upload", "d"].iter().chain(more));
+        // SAFETY: between fork and exec this calls nothing but prctl, which takes no memory.
+        unsafe {
+            command.pre_exec(|| {
+                // Without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, root reads what its mode allows.
+                for capability in [1, 2] {
+                    if libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) != 0 {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                }
+                Ok(())
+            });
+        }
+        command.output().expect("gantry runs")
+    };
+    let files = |output: &Output| {
+        let artifact = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        let into = cluster.path(&artifact);
+        cluster.succeed(["download".as_ref(), artifact.as_ref(), into.as_os_str()]);
+        let mut names: Vec<_> =
+            fs::read_dir(into).expect("listed").flatten().map(|e| e.file_name()).collect();
+        names.sort();
+        names
+    };
+    refused(&upload(&[]), "\"secret\" cannot be read: Permission denied");
+    let allowed = upload(&["--allow-changed"]);
+    assert_eq!(code(&allowed), 0, "{}", describe(&allowed));
+    assert!(said(&allowed).contains("\"secret\" cannot be read"), "{}", describe(&allowed));
+    assert_eq!(files(&allowed), ["fine"], "what cannot be read is left out");
+
+    fs::remove_file(cluster.path("d/secret")).expect("removed");
+    // Large enough that it grows while it is read.
+    let growing = fs::File::create(cluster.path("d/growing")).expect("created");
+    std::io::Write::write_all(&mut &growing, &vec![7; 64 << 20]).expect("written");
+    let enough = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !enough.load(Ordering::Relaxed) {
+                std::io::Write::write_all(&mut &growing, b"more").expect("written");
+                std::thread::yield_now();
+            }
+        });
+        let stopped = upload(&[]);
+        let allowed = upload(&["--allow-changed"]);
+        enough.store(true, Ordering::Relaxed);
+        refused(&stopped, "\"growing\" changed");
+        assert_eq!(code(&allowed), 0, "{}", describe(&allowed));
+        assert!(said(&allowed).contains("\"growing\" changed"), "{}", describe(&allowed));
+        assert_eq!(files(&allowed), ["fine", "growing"]);
+    });
+}

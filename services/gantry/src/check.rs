@@ -1,0 +1,250 @@
+//! What cannot work is said before anything is done: no cluster was started, and nothing uploaded, submitted or made.
+//!
+//! Whatever changes between this and the work itself is met there, too.
+
+use std::collections::HashSet;
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use rustix::fs::Access;
+
+use crate::args::RunArgs;
+use crate::upload::resolve;
+use crate::values::{InputArg, Source};
+
+/// For `gantry run`.
+pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
+    let mut names = HashSet::new();
+    for input in &args.inputs {
+        if !names.insert(input.name.as_str()) {
+            bail!("two inputs are called {:?}; give each a name of its own", input.name);
+        }
+        check_input(input)?;
+    }
+    let mut names = HashSet::new();
+    let mut targets: Vec<(&str, &Path, PathBuf)> = Vec::new();
+    for output in &args.outputs {
+        let name = output.name.as_str();
+        if !names.insert(name) {
+            bail!("two outputs are called {name:?}; give each a name of its own");
+        }
+        if args.inputs.iter().any(|input| input.name == name && input.read_only) {
+            bail!(
+                "output {name:?} starts with the contents of the input of that name, which is read-only; leave out :ro"
+            );
+        }
+        let Some(directory) = output.directory.as_deref() else { continue };
+        if args.detach {
+            bail!(
+                "nothing is brought back into {directory:?} with --detach; write -o {name}, and fetch it afterwards with \
+                 `gantry download`"
+            );
+        }
+        target(directory, args.replace)
+            .with_context(|| format!("output {name:?} cannot be brought into {directory:?}"))?;
+        let resolved = resolve(directory).unwrap_or_else(|| directory.to_owned());
+        for (other, other_directory, other_resolved) in &targets {
+            if resolved == *other_resolved {
+                bail!("outputs {other:?} and {name:?} go into the same directory; give each its own");
+            }
+            let nested = |(outer, outer_at): (&str, &Path), (inner, inner_at): (&str, &Path)| {
+                format!(
+                    "output {inner:?} goes into {inner_at:?}, which lies in {outer_at:?}, where output {outer:?} goes; give each a directory of its own"
+                )
+            };
+            if resolved.starts_with(other_resolved) {
+                bail!(nested((*other, *other_directory), (name, directory)));
+            }
+            if other_resolved.starts_with(&resolved) {
+                bail!(nested((name, directory), (*other, *other_directory)));
+            }
+        }
+        targets.push((name, directory, resolved));
+    }
+    if let Some(trace) = &args.trace {
+        file(trace).with_context(|| format!("the trace cannot be written into {trace:?}"))?;
+        let resolved = resolve(trace);
+        if let Some((name, ..)) = targets.iter().find(|(.., target)| Some(target) == resolved.as_ref()) {
+            bail!("the trace cannot be written into {trace:?}: output {name:?} goes there");
+        }
+    }
+    Ok(())
+}
+
+/// `:ro` at the end always means read-only. Where a directory's own name ends so, it is said how to name it.
+fn check_input(input: &InputArg) -> anyhow::Result<()> {
+    let Source::Directory(path) = &input.source else { return Ok(()) };
+    let mut literal = OsString::from(path);
+    literal.push(":ro");
+    let literal = PathBuf::from(literal);
+    if input.read_only && literal.is_dir() {
+        let (path, literal) = (path.display(), literal.display());
+        bail!(
+            "-i {name}={literal} could mean two things; write {name}={literal}/ for the directory {literal}, and {name}={path}/:ro for \
+             {path}, read-only",
+            name = input.name
+        );
+    }
+    directory(path).with_context(|| format!("cannot upload {path:?}"))
+}
+
+/// Whether a directory can be read.
+pub(crate) fn directory(path: &Path) -> anyhow::Result<()> {
+    if !path.metadata()?.is_dir() {
+        bail!("it is no directory; only directories can be uploaded");
+    }
+    std::fs::read_dir(path)?;
+    Ok(())
+}
+
+/// Whether results can be brought into a directory, which need not exist.
+pub(crate) fn target(directory: &Path, replace: bool) -> anyhow::Result<()> {
+    match directory.metadata() {
+        Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
+        Ok(metadata) => {
+            let path = directory.canonicalize()?;
+            writable(&path).with_context(|| format!("{path:?}"))?;
+            if replace {
+                crate::download::check_replace(&path, &metadata)?;
+            }
+            Ok(())
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound && directory.is_symlink() => {
+            bail!("it is a symbolic link that leads nowhere")
+        }
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            let path = std::path::absolute(directory)?;
+            if path.file_name().is_none() || path.ends_with("..") {
+                return Err(error.into());
+            }
+            let there = path.ancestors().skip(1).find(|ancestor| ancestor.symlink_metadata().is_ok());
+            let there = there.unwrap_or(Path::new("/"));
+            if !there.is_dir() {
+                bail!("{there:?} is no directory");
+            }
+            writable(there).with_context(|| format!("nothing can be made in {there:?}"))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a file can be written, which need not exist. Its directory must.
+fn file(path: &Path) -> anyhow::Result<()> {
+    match path.metadata() {
+        Ok(metadata) if metadata.is_dir() => bail!("it is a directory"),
+        Ok(_) => Ok(rustix::fs::access(path, Access::WRITE_OK).map_err(std::io::Error::from)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let path = std::path::absolute(path)?;
+            let parent = path.parent().unwrap_or(Path::new("/"));
+            if !parent.is_dir() {
+                bail!("there is no directory {parent:?}");
+            }
+            writable(parent).with_context(|| format!("nothing can be made in {parent:?}"))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn writable(directory: &Path) -> anyhow::Result<()> {
+    Ok(rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK).map_err(std::io::Error::from)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    /// What is said of a command line in which `@` is a directory that has the directories `d`, `e` and `e:ro`, the file `f` and
+    /// the link `nowhere`. Nothing is left in it.
+    fn said(arguments: &[&str]) -> String {
+        let root = tempfile::tempdir().expect("a directory");
+        for name in ["d", "e", "e:ro"] {
+            fs::create_dir(root.path().join(name)).expect("made");
+        }
+        fs::write(root.path().join("f"), "").expect("written");
+        symlink("gone", root.path().join("nowhere")).expect("linked");
+        symlink("d", root.path().join("link")).expect("linked");
+        let here = root.path().display().to_string();
+        let arguments: Vec<_> = arguments.iter().map(|argument| argument.replace('@', &here)).collect();
+        let line = ["gantry", "run"].map(str::to_owned).into_iter().chain(arguments);
+        let Command::Run(args) =
+            Cli::try_parse_from(line.chain(["true".to_owned()])).expect("parses").command
+        else {
+            panic!("it is a run")
+        };
+        let checked = run(&args);
+        assert_eq!(fs::read_dir(root.path()).expect("listed").count(), 6, "nothing was made");
+        checked.map_or_else(|error| crate::error::describe(&error).replace(&here, "@"), |()| String::new())
+    }
+
+    #[test]
+    fn inputs_are_directories_with_names_of_their_own() {
+        assert_eq!(said(&["-i", "a=@/d", "-i", "b=@/d", "-i", "c=@/link:ro"]), "");
+        assert_eq!(said(&["-i", "a=@/x"]), "cannot upload \"@/x\": No such file or directory");
+        assert_eq!(
+            said(&["-i", "a=@/f"]),
+            "cannot upload \"@/f\": it is no directory; only directories can be uploaded"
+        );
+        assert_eq!(
+            said(&["-i", "a=@/d", "-i", "a=@/e"]),
+            "two inputs are called \"a\"; give each a name of its own"
+        );
+    }
+
+    #[test]
+    fn a_directory_whose_name_ends_as_read_only_does_is_never_taken_by_mistake() {
+        assert_eq!(
+            said(&["-i", "a=@/e:ro"]),
+            "-i a=@/e:ro could mean two things; write a=@/e:ro/ for the directory @/e:ro, and a=@/e/:ro for @/e, read-only"
+        );
+        assert_eq!(said(&["-i", "a=@/e:ro/", "-i", "b=@/e/:ro", "-i", "c=@/e:ro:ro"]), "");
+    }
+
+    #[test]
+    fn outputs_go_into_directories_of_their_own() {
+        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/new/deep", "-o", "c", "--replace"]), "");
+        assert_eq!(
+            said(&["-o", "a", "-o", "a"]),
+            "two outputs are called \"a\"; give each a name of its own"
+        );
+        assert_eq!(
+            said(&["-o", "a=@/d", "-o", "b=@/link"]),
+            "outputs \"a\" and \"b\" go into the same directory; give each its own"
+        );
+        let nested = "output \"b\" goes into \"@/d/x/y\", which lies in \"@/d\", where output \"a\" goes; give each a directory of its own";
+        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/d/x/y"]), nested);
+        assert_eq!(said(&["-o", "b=@/d/x/y", "-o", "a=@/d"]), nested);
+        assert_eq!(said(&["-o", "a=@/f"]), "output \"a\" cannot be brought into \"@/f\": it is no directory");
+        assert_eq!(
+            said(&["-o", "a=@/f/x/y"]),
+            "output \"a\" cannot be brought into \"@/f/x/y\": \"@/f\" is no directory"
+        );
+        assert_eq!(
+            said(&["-o", "a=@/nowhere"]),
+            "output \"a\" cannot be brought into \"@/nowhere\": it is a symbolic link that leads nowhere"
+        );
+        assert!(said(&["-o", "a=/proc/self/x"]).starts_with("output \"a\" cannot be brought into"));
+        assert!(said(&["-i", "a=@/d:ro", "-o", "a=@/d"]).ends_with("leave out :ro"));
+        assert!(said(&["-d", "-o", "a=@/d"]).contains("--detach"));
+        assert!(said(&["-o", "a=.", "--replace"]).contains("we are in it"));
+    }
+
+    #[test]
+    fn a_trace_can_be_written() {
+        assert_eq!(said(&["--trace", "@/f"]), "");
+        assert_eq!(said(&["--trace", "@/new", "-o", "a=@/d"]), "");
+        assert_eq!(said(&["--trace", "@/d"]), "the trace cannot be written into \"@/d\": it is a directory");
+        assert_eq!(
+            said(&["--trace", "@/x/y"]),
+            "the trace cannot be written into \"@/x/y\": there is no directory \"@/x\""
+        );
+        assert!(said(&["--trace", "@/new", "-o", "a=@/new"]).ends_with("output \"a\" goes there"));
+    }
+}
