@@ -23,7 +23,7 @@ use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, build, con
 use crate::mark::{
     self, ArtifactFacts, Belongs, ContainerFacts, OwnerFacts, Policy, Verdict, VolumeFacts, Why,
 };
-use crate::store::{Store, micros, size};
+use crate::store::{Store, be_patient, micros, size};
 use crate::{owners, sweep};
 
 /// How many candidates are judged in one transaction.
@@ -55,13 +55,28 @@ struct Settings {
 
 /// Runs rounds until the store stops.
 pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationToken) {
+    // When the last round began that came to its end, and after how long nobody's silence proves anything.
+    let mut looked = store.now();
+    let blindness = Ord::max(store.config.claim_term, store.config.collect_interval * 3);
     loop {
         let pause = sweep::jittered(store.config.collect_interval);
         tokio::select! {
             () = stopping.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        match round(&store, &stopping).await {
+        let now = store.now();
+        let collected = async {
+            if now.since(looked) > blindness {
+                tracing::warn!("could not look for a while: transfers and builds get a full term");
+                be_patient(&store.db, now, store.config.claim_term).await?;
+            }
+            round(&store, &stopping).await
+        };
+        let collected = collected.await;
+        if collected.is_ok() {
+            looked = now;
+        }
+        match collected {
             Ok(collected) if collected.is_empty() => {}
             Ok(collected) => {
                 let size_bytes: u64 = collected.iter().map(|collected| collected.size_bytes).sum();

@@ -59,6 +59,7 @@ pub(crate) async fn put_build(
         team: Set(new.team.clone()),
         ends_with: Set(new.ends_with.uuid()),
         keep: Set(micros(new.keep)),
+        term: Set(micros(new.term)),
         term_ends_at: Set((now + new.term).0),
         bound: Set(false),
         status: Set(None),
@@ -86,6 +87,7 @@ pub(crate) async fn put_build(
     }
     build::Entity::update_many()
         .col_expr(build::Column::Keep, Expr::value(micros(new.keep)))
+        .col_expr(build::Column::Term, Expr::value(micros(new.term)))
         .col_expr(build::Column::TermEndsAt, Expr::value((now + new.term).0))
         .filter(build::Column::BuildId.eq(id))
         .filter(build::Column::EndedAt.is_null())
@@ -149,6 +151,19 @@ pub(crate) async fn end_with(
         .exec(txn)
         .await?;
     Ok(())
+}
+
+/// Gives every build that its caller must renew at least a full term from `now`: the caller could perhaps not renew it.
+pub(crate) async fn be_patient(txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
+    let full = || Expr::col(build::Column::Term).add(now.0);
+    build::Entity::update_many()
+        .col_expr(build::Column::TermEndsAt, full())
+        .filter(build::Column::EndedAt.is_null())
+        .filter(build::Column::Bound.eq(false))
+        .filter(Expr::col(build::Column::TermEndsAt).lt(full()))
+        .exec(txn)
+        .await
+        .map(|_| ())
 }
 
 /// Ends the builds whose term passed before a workload was bound to them, and answers how many.

@@ -64,7 +64,9 @@ CREATE TABLE builds (
     ends_with UUID NOT NULL,
     -- How long it keeps its artifacts after its end, in microseconds.
     keep BIGINT NOT NULL,
-    -- When it ends by itself unless that workload was bound to it.
+    -- How long it lives after its caller last put it, in microseconds, unless that workload is bound to it.
+    term BIGINT NOT NULL,
+    -- When it ends by itself unless that workload was bound to it. At least a full term after a store started.
     term_ends_at BIGINT NOT NULL,
     -- Whether that workload was bound to it: from then on only its settling ends the build.
     bound BOOLEAN NOT NULL,
@@ -154,7 +156,7 @@ CREATE TABLE volumes (
     attempt_id UUID,
     -- The transfer that makes it.
     transfer_id UUID,
-    -- Until when that transfer may take, unless it says that it goes on.
+    -- Until when that transfer may take, unless it says that it goes on. At least a full term after a store started.
     claimed_until BIGINT,
     -- Whether it has its final bytes.
     complete BOOLEAN NOT NULL,

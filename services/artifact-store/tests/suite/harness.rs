@@ -43,17 +43,17 @@ impl Suite {
 
     pub(crate) async fn start_with(database: TestDatabase, adjust: impl FnOnce(&mut Config)) -> Self {
         let signer = TokenSigner::from_seed(&[7; 32]);
-        let clock = Clock::movable(Timestamp::now());
         let keys = KeySource::Fixed(vec![signer.public()]);
         let mut config = Config {
             gc_grace: Duration::ZERO,
             default_keep: Duration::ZERO,
             tombstone: Duration::ZERO,
             collect_interval: Duration::from_secs(24 * 3600),
-            clock: clock.clone(),
+            clock: Clock::movable(Timestamp::now()),
             ..Config::new(&database.url, keys)
         };
         adjust(&mut config);
+        let clock = config.clock.clone();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let listener = server::Listener::Tcp(listener);
         let endpoint = listener.endpoint().expect("its address");
