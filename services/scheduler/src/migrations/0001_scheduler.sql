@@ -91,7 +91,7 @@ CREATE TABLE workloads (
     ending TEXT
 );
 CREATE INDEX workloads_by_team ON workloads (team, sequence);
-CREATE INDEX workloads_pending ON workloads (sequence) WHERE state = 'pending';
+CREATE INDEX workloads_by_state ON workloads (state, sequence);
 CREATE INDEX workloads_accepted ON workloads (submitted_at) WHERE state = 'accepted';
 CREATE INDEX workloads_queue_deadline ON workloads (queue_deadline) WHERE state = 'pending' AND queue_deadline IS NOT NULL;
 CREATE INDEX workloads_run_deadline ON workloads (run_deadline) WHERE run_deadline IS NOT NULL;

@@ -597,6 +597,19 @@ async fn lists_come_in_pages(database: TestDatabase) {
     }
     submitted.reverse();
     assert_eq!(listed, submitted, "newest first");
+
+    let of_another = scheduler
+        .submit(pb::WorkloadSpec { team: "other".to_owned(), tags: vec!["x".to_owned()], ..spec() })
+        .await;
+    let of_another = of_another.expect("accepted").to_string();
+    let list = async |team: &str| {
+        let request = pb::ListRequest { team: team.to_owned(), ..pb::ListRequest::default() };
+        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
+        page.workloads.into_iter().map(|workload| workload.workload_id).collect::<Vec<_>>()
+    };
+    assert_eq!(list("main").await, submitted, "of one team");
+    submitted.insert(0, of_another);
+    assert_eq!(list("").await, submitted, "of all teams");
     scheduler.stop().await;
 }
 
