@@ -24,6 +24,10 @@ pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     if spec.encoded_len() > MAX_BYTES {
         return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
     }
+    parse_any_size(spec)
+}
+
+fn parse_any_size(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,
@@ -159,10 +163,11 @@ pub fn encode(spec: &WorkloadSpec) -> Vec<u8> {
     to_proto(spec).encode_to_vec()
 }
 
-/// A spec that was kept. Fails only when it was not written by [`encode`].
+/// A spec that was kept. Fails only when it was not written by [`encode`]. With its defaults and absolute paths it may be larger than what
+/// its caller sent.
 pub fn decode(bytes: &[u8]) -> Result<WorkloadSpec, Status> {
     let spec = pb::WorkloadSpec::decode(bytes).map_err(|error| invalid_field("spec", error.to_string()))?;
-    parse(spec)
+    parse_any_size(spec)
 }
 
 fn parse_environment(variables: Vec<pb::EnvironmentVariable>) -> Result<Vec<EnvironmentVariable>, Status> {
@@ -359,6 +364,21 @@ mod tests {
         assert_eq!(parsed.inputs[1].path, b"/opt/lib");
         assert_eq!(parsed.outputs[1].path, b"/workspace/report");
         assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+    }
+
+    #[test]
+    fn what_was_accepted_can_be_read_again_however_large_its_defaults_make_it() {
+        let large = |bytes| pb::WorkloadSpec {
+            command: vec![b"true".as_slice().into(), vec![b'x'; bytes].into()],
+            inputs: vec![input("src", b"", pb::Access::ReadOnly)],
+            ..spec()
+        };
+        let room = MAX_BYTES - large(MAX_BYTES / 2).encoded_len() + MAX_BYTES / 2;
+        assert_eq!(large(room).encoded_len(), MAX_BYTES);
+        let parsed = parse(large(room)).expect("it just fits");
+        assert!(encode(&parsed).len() > MAX_BYTES);
+        assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+        assert!(refusal(large(room + 1)).contains("larger than"));
     }
 
     #[test]
