@@ -105,6 +105,7 @@ CREATE TABLE holders (
     settled_at BIGINT
 );
 CREATE INDEX holders_by_age ON holders (created_at);
+CREATE INDEX holders_going_on ON holders (holder_id) WHERE settled_at IS NULL;
 
 -- What workloads use, from the moment they are accepted until they are settled. Whoever adds a row has locked the artifact.
 CREATE TABLE pins (

@@ -72,6 +72,11 @@ impl Suite {
         self.database
     }
 
+    /// Where its rows are, for what no call can bring about.
+    pub(crate) fn url(&self) -> String {
+        self.database.url.clone()
+    }
+
     pub(crate) fn artifacts(&self) -> pb::artifacts_client::ArtifactsClient<Peer> {
         pb::artifacts_client::ArtifactsClient::new(self.peer.clone())
     }
@@ -121,6 +126,12 @@ impl Suite {
             term: None,
         };
         pb::owners_client::OwnersClient::new(self.peer.clone()).put_build(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn delete_build(&self, build: BuildId) -> Answer<()> {
+        let request = pb::DeleteBuildRequest { team: TEAM.to_owned(), build_id: build.to_string() };
+        pb::owners_client::OwnersClient::new(self.peer.clone()).delete_build(request).await?;
         Ok(())
     }
 
