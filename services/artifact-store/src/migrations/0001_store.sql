@@ -81,7 +81,8 @@ CREATE TABLE builds (
 );
 CREATE INDEX builds_by_workload ON builds (ends_with);
 CREATE INDEX builds_going_on ON builds (term_ends_at) WHERE ended_at IS NULL;
-CREATE INDEX builds_ended ON builds (kept_until) WHERE ended_at IS NOT NULL;
+CREATE INDEX builds_letting_go ON builds (kept_until) WHERE kept_until IS NOT NULL;
+CREATE INDEX builds_ended ON builds (ended_at) WHERE ended_at IS NOT NULL;
 
 -- Which builds own which artifacts. Whoever adds a row has locked both targets.
 CREATE TABLE owners (
@@ -131,6 +132,7 @@ CREATE TABLE attempts (
     ended_at BIGINT
 );
 CREATE INDEX attempts_by_holder ON attempts (holder_id);
+CREATE INDEX attempts_going_on ON attempts (holder_id) WHERE ended_at IS NULL;
 CREATE INDEX attempts_ended ON attempts (ended_at) WHERE ended_at IS NOT NULL;
 
 -- Directories on workers. A row is written before its directory is made, and goes after it is gone.
