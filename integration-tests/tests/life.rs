@@ -76,3 +76,19 @@ fn an_idle_cluster_ends_by_itself() {
     cluster.succeed(["run", "--", "true"]);
     wait_for("the end of the cluster", || find_socket(&cluster.path("run")).is_none().then_some(()));
 }
+
+#[test]
+fn a_cluster_knows_the_workloads_of_every_team() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "-d", "--team", "other", "--", "sleep", "600"]);
+    let status = cluster.succeed(["status", "--json"]);
+    let status: serde_json::Value = serde_json::from_slice(status.trim_ascii()).expect("JSON");
+    assert_eq!(status["workloads"], 1, "{status}");
+    let down = cluster.output(["down", "--force"]);
+    assert_eq!(code(&down), 0, "{}", describe(&down));
+    let said = String::from_utf8_lossy(&down.stderr);
+    assert!(said.contains("cancelled 1 workload"), "{said}");
+}

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use domain::{BuildId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
-    QuerySelect, QueryTrait, Statement, Value,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, JoinType,
+    QueryFilter, QuerySelect, QueryTrait, Statement, Value,
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -23,7 +23,7 @@ use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, build, con
 use crate::mark::{
     self, ArtifactFacts, Belongs, ContainerFacts, OwnerFacts, Policy, Verdict, VolumeFacts, Why,
 };
-use crate::store::{Store, micros, size};
+use crate::store::{Store, be_patient, micros, size};
 use crate::{owners, sweep};
 
 /// How many candidates are judged in one transaction.
@@ -55,13 +55,28 @@ struct Settings {
 
 /// Runs rounds until the store stops.
 pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationToken) {
+    // When the last round began that came to its end, and after how long nobody's silence proves anything.
+    let mut looked = store.now();
+    let blindness = Ord::max(store.config.claim_term, store.config.collect_interval * 3);
     loop {
         let pause = sweep::jittered(store.config.collect_interval);
         tokio::select! {
             () = stopping.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        match round(&store, &stopping).await {
+        let now = store.now();
+        let collected = async {
+            if now.since(looked) > blindness {
+                tracing::warn!("could not look for a while: transfers and builds get a full term");
+                be_patient(&store.db, now, store.config.claim_term).await?;
+            }
+            round(&store, &stopping).await
+        };
+        let collected = collected.await;
+        if collected.is_ok() {
+            looked = now;
+        }
+        match collected {
             Ok(collected) if collected.is_empty() => {}
             Ok(collected) => {
                 let size_bytes: u64 = collected.iter().map(|collected| collected.size_bytes).sum();
@@ -362,12 +377,17 @@ async fn mark_volumes(
 
 /// What is known of volumes, in their order.
 async fn volume_facts(txn: &DatabaseTransaction, rows: &[volume::Model]) -> Result<Vec<VolumeFacts>, DbErr> {
-    let children = volume::Entity::find()
+    // A replica may have very many children: one row for each parent.
+    let with_children: Vec<Uuid> = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::Parent)
+        .distinct()
         .filter(volume::Column::Parent.is_in(rows.iter().map(|row| row.handle)))
         .filter(volume::Column::State.is_not_in(State::GARBAGE))
+        .into_tuple()
         .all(txn)
         .await?;
-    let with_children: HashSet<_> = children.into_iter().filter_map(|child| child.parent).collect();
+    let with_children: HashSet<_> = with_children.into_iter().collect();
     let ended = ended_attempts(txn, rows.iter().filter_map(|row| row.attempt_id)).await?;
     let containers = container::Entity::find()
         .filter(container::Column::AttemptId.is_in(ended.keys().copied()))
@@ -437,6 +457,9 @@ async fn artifacts(
             batch.collected.push(Collected { kind: Kind::Artifact, id: row.artifact_id, why, size_bytes });
         }
     }
+    let kept: Vec<_> =
+        facts.iter().filter(|(_, facts)| mark::has_live_owner(facts, now)).map(|(id, _)| *id).collect();
+    forget_owners(txn, &kept, now).await?;
     for (why, ids) in by_reason(&batch.collected) {
         artifact::Entity::update_many()
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
@@ -448,6 +471,24 @@ async fn artifacts(
             .await?;
     }
     Ok(batch)
+}
+
+/// Forgets the owners that have let go of artifacts that others still own and that were locked. What is used again and again would
+/// gather owners for ever. Who has lost its last owner keeps it: by that it is found.
+async fn forget_owners(txn: &DatabaseTransaction, artifacts: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
+    if artifacts.is_empty() {
+        return Ok(());
+    }
+    let let_go = build::Entity::find()
+        .select_only()
+        .column(build::Column::BuildId)
+        .filter(build::Column::KeptUntil.lte(now.0));
+    owner::Entity::delete_many()
+        .filter(owner::Column::ArtifactId.is_in(artifacts.iter().copied()))
+        .filter(owner::Column::BuildId.in_subquery(let_go.into_query()))
+        .exec(txn)
+        .await
+        .map(|_| ())
 }
 
 /// What is known of artifacts, by their id.
@@ -473,15 +514,27 @@ pub(crate) async fn artifact_facts(
         })
         .collect();
 
-    let owners = owner::Entity::find().filter(owner::Column::ArtifactId.is_in(ids())).all(conn).await?;
-    let builds: HashSet<_> = owners.iter().map(|owner| owner.build_id).collect();
-    let builds = build::Entity::find().filter(build::Column::BuildId.is_in(builds)).all(conn).await?;
-    let builds: HashMap<_, _> =
-        builds.into_iter().map(|build| (build.build_id, build.kept_until.map(Timestamp))).collect();
-    for owner in owners {
-        let Some(facts) = facts.get_mut(&owner.artifact_id) else { continue };
-        let Some(kept_until) = builds.get(&owner.build_id).copied() else { continue };
-        facts.owners.push(OwnerFacts { build: BuildId::from_uuid(owner.build_id), kept_until });
+    // Joined, for there may be more owners than a statement takes values.
+    let owners: Vec<(Uuid, Uuid, Option<i64>)> = owner::Entity::find()
+        .select_only()
+        .column(owner::Column::ArtifactId)
+        .column(owner::Column::BuildId)
+        .column(build::Column::KeptUntil)
+        .join(
+            JoinType::InnerJoin,
+            owner::Entity::belongs_to(build::Entity)
+                .from(owner::Column::BuildId)
+                .to(build::Column::BuildId)
+                .into(),
+        )
+        .filter(owner::Column::ArtifactId.is_in(ids()))
+        .into_tuple()
+        .all(conn)
+        .await?;
+    for (artifact, build, kept_until) in owners {
+        let Some(facts) = facts.get_mut(&artifact) else { continue };
+        let kept_until = kept_until.map(Timestamp);
+        facts.owners.push(OwnerFacts { build: BuildId::from_uuid(build), kept_until });
     }
     for pin in pin::Entity::find().filter(pin::Column::ArtifactId.is_in(ids())).all(conn).await? {
         if let Some(facts) = facts.get_mut(&pin.artifact_id) {
@@ -550,12 +603,17 @@ async fn forget(txn: &DatabaseTransaction, settings: &Settings, now: Timestamp) 
              SELECT h.holder_id FROM holders h
              WHERE h.created_at <= $1 AND (h.settled_at IS NULL OR h.settled_at <= $1) AND h.created_at <= $2
                AND NOT EXISTS (SELECT 1 FROM pins p WHERE p.holder_id = h.holder_id)
+               AND NOT EXISTS (SELECT 1 FROM builds b
+                               WHERE b.ends_with = h.holder_id AND b.bound = TRUE AND b.ended_at IS NULL)
                AND NOT EXISTS (SELECT 1 FROM attempts a WHERE a.holder_id = h.holder_id)
              LIMIT $3)",
     ];
+    let mut most = 0;
     for sql in statements {
         let values = [long_ago.into(), now.0.into(), BATCH.into()];
-        txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await?;
+        let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values);
+        most = Ord::max(most, txn.execute_raw(statement).await?.rows_affected());
     }
-    Ok(Batch::default())
+    let more = i64::try_from(most).is_ok_and(|most| most >= BATCH);
+    Ok(Batch { next: more.then_some(Uuid::nil()), ..Batch::default() })
 }

@@ -127,6 +127,7 @@ entity! {
         team: String,
         ends_with: Uuid,
         keep: i64,
+        term: i64,
         term_ends_at: i64,
         bound: bool,
         status: Option<BuildStatus>,

@@ -41,6 +41,12 @@ pub(crate) struct OwnerFacts {
     pub(crate) kept_until: Option<Timestamp>,
 }
 
+impl OwnerFacts {
+    fn holds_on(&self, now: Timestamp) -> bool {
+        self.kept_until.is_none_or(|until| until > now)
+    }
+}
+
 /// What is known of a container that has not been marked.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ContainerFacts {
@@ -131,11 +137,19 @@ impl fmt::Display for Keeper {
     }
 }
 
+/// Whether a build has not let go of an artifact yet.
+pub(crate) fn has_live_owner(facts: &ArtifactFacts, now: Timestamp) -> bool {
+    facts.owners.iter().any(|owner| owner.holds_on(now))
+}
+
 /// Judges an artifact.
 pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Verdict<Vec<Keeper>> {
-    let holds_on = |owner: &&OwnerFacts| owner.kept_until.is_none_or(|until| until > now);
-    let mut keepers: Vec<Keeper> =
-        facts.owners.iter().filter(holds_on).map(|owner| Keeper::Build(owner.build)).collect();
+    let mut keepers: Vec<Keeper> = facts
+        .owners
+        .iter()
+        .filter(|owner| owner.holds_on(now))
+        .map(|owner| Keeper::Build(owner.build))
+        .collect();
     keepers.extend(facts.pinned_by.iter().copied().map(Keeper::Pin));
     keepers.extend(facts.used_by.iter().copied().map(Keeper::Volume));
     if !facts.had_owner && facts.created_at + policy.unowned_ttl > now {

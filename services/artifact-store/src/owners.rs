@@ -3,8 +3,8 @@
 //! A build ends when the workload it was made for is settled ([`crate::pins::settle`]), or, until that workload was bound to it, when its
 //! term passes ([`end_overdue`]). It lets go of its artifacts a while after its end.
 //!
-//! Invariant: a build that ended stays ended. Every UPDATE that changes one is guarded by `ended_at IS NULL`, and whoever makes it own
-//! something has locked it first ([`lock_live`]).
+//! Invariant: a build that ended stays ended, and lets go no later than it said then. Every UPDATE that ends one or prolongs it is guarded by
+//! `ended_at IS NULL`, [`delete`] only lets go earlier, and whoever makes it own something has locked it first ([`lock_live`]).
 
 use std::time::Duration;
 
@@ -59,6 +59,7 @@ pub(crate) async fn put_build(
         team: Set(new.team.clone()),
         ends_with: Set(new.ends_with.uuid()),
         keep: Set(micros(new.keep)),
+        term: Set(micros(new.term)),
         term_ends_at: Set((now + new.term).0),
         bound: Set(false),
         status: Set(None),
@@ -86,6 +87,7 @@ pub(crate) async fn put_build(
     }
     build::Entity::update_many()
         .col_expr(build::Column::Keep, Expr::value(micros(new.keep)))
+        .col_expr(build::Column::Term, Expr::value(micros(new.term)))
         .col_expr(build::Column::TermEndsAt, Expr::value((now + new.term).0))
         .filter(build::Column::BuildId.eq(id))
         .filter(build::Column::EndedAt.is_null())
@@ -105,6 +107,39 @@ pub(crate) async fn lock_live(
         Some(row) if row.team == team && row.ended_at.is_none() => Ok(row),
         _ => Err(OwnerEnded::Ended(build)),
     }
+}
+
+/// There is no such build in the team.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DeleteBuildError {
+    #[error("no build {0} in this team")]
+    NotFound(BuildId),
+    #[error("database failed while deleting a build")]
+    Database(#[from] DbErr),
+}
+
+/// Ends a build unless it has ended, and lets it go of its artifacts now. Its row stays, so that its id is not used again.
+pub(crate) async fn delete(
+    txn: &DatabaseTransaction,
+    team: &str,
+    build: BuildId,
+    now: Timestamp,
+) -> Result<(), DeleteBuildError> {
+    let row = build::Entity::find_by_id(build.uuid()).lock_exclusive().one(txn).await?;
+    let Some(row) = row.filter(|row| row.team == team) else {
+        return Err(DeleteBuildError::NotFound(build));
+    };
+    if row.kept_until.is_some_and(|until| until <= now.0) {
+        return Ok(());
+    }
+    build::Entity::update_many()
+        .col_expr(build::Column::Status, Expr::value(row.status.unwrap_or(BuildStatus::Aborted)))
+        .col_expr(build::Column::EndedAt, Expr::value(row.ended_at.unwrap_or(now.0)))
+        .col_expr(build::Column::KeptUntil, Expr::value(now.0))
+        .filter(build::Column::BuildId.eq(build.uuid()))
+        .exec(txn)
+        .await?;
+    Ok(())
 }
 
 /// Makes a build that was locked own artifacts that were locked.
@@ -149,6 +184,19 @@ pub(crate) async fn end_with(
         .exec(txn)
         .await?;
     Ok(())
+}
+
+/// Gives every build that its caller must renew at least a full term from `now`: the caller could perhaps not renew it.
+pub(crate) async fn be_patient(txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
+    let full = || Expr::col(build::Column::Term).add(now.0);
+    build::Entity::update_many()
+        .col_expr(build::Column::TermEndsAt, full())
+        .filter(build::Column::EndedAt.is_null())
+        .filter(build::Column::Bound.eq(false))
+        .filter(Expr::col(build::Column::TermEndsAt).lt(full()))
+        .exec(txn)
+        .await
+        .map(|_| ())
 }
 
 /// Ends the builds whose term passed before a workload was bound to them, and answers how many.

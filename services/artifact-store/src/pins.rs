@@ -12,10 +12,10 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::{ArtifactId, AttemptId, BuildId, Digest, Timestamp, WorkloadId};
-use sea_orm::sea_query::{Expr, Func, OnConflict, Query};
+use sea_orm::sea_query::{Expr, Func, OnConflict};
 use sea_orm::{
     ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
-    EntityTrait, ExprTrait, FromQueryResult, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect,
+    EntityTrait, FromQueryResult, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect, Statement,
 };
 use uuid::Uuid;
 
@@ -314,7 +314,7 @@ pub(crate) async fn end_attempt(
     Ok(())
 }
 
-/// A holder with at least one pin.
+/// A holder for which something is kept: pins, a build that only its settling ends, or an attempt that goes on.
 #[derive(Debug, FromQueryResult)]
 pub(crate) struct PinHolder {
     pub(crate) holder_id: Uuid,
@@ -322,24 +322,22 @@ pub(crate) struct PinHolder {
     pub(crate) team: String,
 }
 
-/// A page of the holders with pins, by id.
+/// A page of the holders for which something is kept, by id.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     page: rpc::page::Page,
 ) -> Result<Vec<PinHolder>, DbErr> {
-    let own =
-        Expr::col((holder::Entity, holder::Column::HolderId)).equals((pin::Entity, pin::Column::HolderId));
-    let team = Query::select().column(holder::Column::Team).from(holder::Entity).and_where(own).to_owned();
-    let mut query = pin::Entity::find()
-        .select_only()
-        .column(pin::Column::HolderId)
-        .column_as(pin::Column::PinnedAt.min(), "pinned_at")
-        .expr_as(Expr::SubQuery(None, Box::new(team.into())), "team")
-        .group_by(pin::Column::HolderId)
-        .order_by_asc(pin::Column::HolderId)
-        .limit(page.size);
-    if let Some(after) = page.after {
-        query = query.filter(pin::Column::HolderId.gt(after));
-    }
-    query.into_model().all(conn).await
+    let limit = i64::try_from(page.size).unwrap_or(i64::MAX);
+    let statement = Statement::from_sql_and_values(
+        conn.get_database_backend(),
+        "SELECT h.holder_id, h.created_at AS pinned_at, h.team FROM holders h
+         WHERE h.settled_at IS NULL AND h.holder_id > $1
+           AND (EXISTS (SELECT 1 FROM pins p WHERE p.holder_id = h.holder_id)
+                OR EXISTS (SELECT 1 FROM builds b
+                           WHERE b.ends_with = h.holder_id AND b.bound = TRUE AND b.ended_at IS NULL)
+                OR EXISTS (SELECT 1 FROM attempts a WHERE a.holder_id = h.holder_id AND a.ended_at IS NULL))
+         ORDER BY h.holder_id LIMIT $2",
+        [page.after.unwrap_or_default().into(), limit.into()],
+    );
+    PinHolder::find_by_statement(statement).all(conn).await
 }

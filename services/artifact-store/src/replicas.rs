@@ -122,6 +122,23 @@ pub(crate) async fn progress(
     if renewed.rows_affected == 0 { Err(ProgressError::ClaimLost(transfer)) } else { Ok(()) }
 }
 
+/// Gives every transfer that has not arrived at least a full `term` from `now`: it could perhaps not say that it goes on. However often
+/// this is done at one time, no claim gets more than that one term.
+pub(crate) async fn be_patient(
+    txn: &DatabaseTransaction,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), DbErr> {
+    volume::Entity::update_many()
+        .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
+        .filter(volume::Column::Complete.eq(false))
+        .filter(volume::Column::ClaimedUntil.lt((now + term).0))
+        .filter(volume::Column::State.is_not_in(State::GARBAGE))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SealError {
     #[error("no artifact {0} in this team")]

@@ -8,13 +8,14 @@ use db::Database;
 use domain::worker::SessionClaims;
 use domain::{StoreLife, Timestamp, WorkerId};
 use rpc::token::{Keys, VerifyError};
-use sea_orm::{ActiveValue::Set, EntityTrait, sea_query::OnConflict};
+use sea_orm::{ActiveValue::Set, DbErr, EntityTrait, sea_query::OnConflict};
 use tokio::sync::watch;
 
 use crate::config::{Config, KeySource};
 use crate::entity::store;
 use crate::migrations::Schema;
 use crate::sessions::{self, SessionError};
+use crate::{owners, replicas};
 
 /// The store, as one process has it. Everything that must last is in the database.
 pub(crate) struct Store {
@@ -30,6 +31,7 @@ impl Store {
     pub(crate) async fn open(config: Config) -> anyhow::Result<Self> {
         let db = Database::connect::<Schema>(&config.database_url).await?;
         let life = life(&db, config.restored).await?;
+        be_patient(&db, config.clock.now(), config.claim_term).await?;
         let keys = match &config.keys {
             KeySource::Fixed(keys) => Keys::fixed(keys),
             KeySource::Scheduler(endpoint) => {
@@ -72,8 +74,17 @@ impl Store {
     }
 }
 
+/// Gives all who must renew a claim or a build a full term from `now` on, in one transaction: nobody could while we were away.
+pub(crate) async fn be_patient(db: &Database, now: Timestamp, claim_term: Duration) -> Result<(), DbErr> {
+    db.write(|txn| async move {
+        owners::be_patient(&txn, now).await?;
+        replicas::be_patient(&txn, now, claim_term).await
+    })
+    .await
+}
+
 /// The life of this database: minted once, and again after a backup was restored.
-async fn life(db: &Database, restored: bool) -> Result<StoreLife, sea_orm::DbErr> {
+async fn life(db: &Database, restored: bool) -> Result<StoreLife, DbErr> {
     let fresh = store::ActiveModel { id: Set(1), life: Set(StoreLife::new().uuid()) };
     let mut conflict = OnConflict::column(store::Column::Id);
     if restored {

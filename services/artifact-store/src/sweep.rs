@@ -39,23 +39,7 @@ pub(crate) async fn mark_volumes(
     handles: &[Uuid],
     why: Why,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    if handles.is_empty() {
-        return Ok(Vec::new());
-    }
-    let of_volumes = volume::Entity::find()
-        .select_only()
-        .column(volume::Column::WorkerId)
-        .filter(volume::Column::Handle.is_in(handles.iter().copied()));
-    lock_workers(txn, of_volumes.into_query()).await?;
-    let marked = volume::Entity::update_many()
-        .col_expr(volume::Column::State, Expr::value(State::Destroying))
-        .col_expr(volume::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}volumes.worker_id)")))
-        .col_expr(volume::Column::MarkedWhy, Expr::value(why.to_string()))
-        .filter(volume::Column::Handle.is_in(handles.iter().copied()))
-        .filter(volume::Column::State.is_not_in(State::GARBAGE))
-        .exec_with_returning(txn)
-        .await?;
-    Ok(distinct(marked.into_iter().map(|row| row.worker_id)))
+    mark_rows::<volume::Entity>(txn, handles, why).await
 }
 
 /// Marks containers that are not marked yet, and answers their workers.
@@ -64,24 +48,63 @@ pub(crate) async fn mark_containers(
     handles: &[Uuid],
     why: Why,
 ) -> Result<Vec<WorkerId>, DbErr> {
+    mark_rows::<container::Entity>(txn, handles, why).await
+}
+
+/// Marks rows of one of the two tables.
+async fn mark_rows<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: Why,
+) -> Result<Vec<WorkerId>, DbErr> {
     if handles.is_empty() {
         return Ok(Vec::new());
     }
-    let of_containers = container::Entity::find()
-        .select_only()
-        .column(container::Column::WorkerId)
-        .filter(container::Column::Handle.is_in(handles.iter().copied()));
-    lock_workers(txn, of_containers.into_query()).await?;
-    let marked = container::Entity::update_many()
-        .col_expr(container::Column::State, Expr::value(State::Destroying))
-        .col_expr(container::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}containers.worker_id)")))
-        .col_expr(container::Column::MarkedWhy, Expr::value(why.to_string()))
-        .filter(container::Column::Handle.is_in(handles.iter().copied()))
-        .filter(container::Column::State.is_not_in(State::GARBAGE))
+    let of_handles = || E::HANDLE.is_in(handles.iter().copied());
+    let of_rows = E::find().select_only().column(E::WORKER_ID).filter(of_handles());
+    lock_workers(txn, of_rows.into_query()).await?;
+    let sequence = format!("{SEQUENCE}{}.worker_id)", E::default().table_name());
+    let marked = E::update_many()
+        .col_expr(E::STATE, Expr::value(State::Destroying))
+        .col_expr(E::JUDGED_AFTER, Expr::cust(sequence))
+        .col_expr(E::MARKED_WHY, Expr::value(why.to_string()))
+        .filter(of_handles())
+        .filter(E::STATE.is_not_in(State::GARBAGE))
         .exec_with_returning(txn)
         .await?;
-    Ok(distinct(marked.into_iter().map(|row| row.worker_id)))
+    let workers: HashSet<_> = marked.iter().map(E::worker).collect();
+    Ok(workers.into_iter().collect())
 }
+
+/// A table of things that gateways destroy.
+trait Sweepable: EntityTrait {
+    const HANDLE: Self::Column;
+    const WORKER_ID: Self::Column;
+    const STATE: Self::Column;
+    const JUDGED_AFTER: Self::Column;
+    const MARKED_WHY: Self::Column;
+
+    /// Where the thing is.
+    fn worker(row: &Self::Model) -> WorkerId;
+}
+
+macro_rules! sweepable {
+    ($($table:ident),+) => {$(
+        impl Sweepable for $table::Entity {
+            const HANDLE: Self::Column = $table::Column::Handle;
+            const WORKER_ID: Self::Column = $table::Column::WorkerId;
+            const STATE: Self::Column = $table::Column::State;
+            const JUDGED_AFTER: Self::Column = $table::Column::JudgedAfter;
+            const MARKED_WHY: Self::Column = $table::Column::MarkedWhy;
+
+            fn worker(row: &Self::Model) -> WorkerId {
+                WorkerId::from_uuid(row.worker_id)
+            }
+        }
+    )+};
+}
+
+sweepable!(volume, container);
 
 /// Holds the workers' sequences still, so that no report begins between a mark and its commit.
 pub(crate) async fn lock_workers(
@@ -94,11 +117,6 @@ pub(crate) async fn lock_workers(
         .all(txn)
         .await
         .map(|_| ())
-}
-
-fn distinct(workers: impl Iterator<Item = Uuid>) -> Vec<WorkerId> {
-    let workers: HashSet<_> = workers.map(WorkerId::from_uuid).collect();
-    workers.into_iter().collect()
 }
 
 /// What a gateway shall destroy: first the containers, then the volumes in this order.

@@ -3,17 +3,38 @@
 //! The loop sleeps until the next deadline that the database knows, and hears of new ones ([`crate::hints`]); so a deadline is
 //! kept to a few milliseconds without looking often. Driven leases are only tidied up here: a renewal that comes too late is
 //! refused by its own guard.
+//!
+//! Only time in which we could be reached counts against anybody: after a start, and after a while in which the loop did not get at the
+//! database (which was away, or we were frozen), every worker and every driven lease has a full term before it ([`be_patient`]).
 
 use std::time::Duration;
 
+use db::Database;
 use domain::Timestamp;
 use sea_orm::DbErr;
 
+use crate::config::Config;
 use crate::effects::Effects;
 use crate::leases;
 use crate::service::Scheduler;
 use crate::workers;
 use crate::workloads;
+
+/// Gives everybody who must stay in contact a full term from now on, in one transaction. `alone`: no other replica can have a stream
+/// open, so no worker is attended.
+pub(crate) async fn be_patient(db: &Database, config: &Config, alone: bool) -> Result<(), DbErr> {
+    db.write(async |txn| {
+        let now = Timestamp::now();
+        workers::be_patient(&txn, alone, now).await?;
+        leases::be_patient(&txn, now, config.lease_term).await
+    })
+    .await
+}
+
+/// After how long without a look nobody's silence proves anything.
+fn blindness(config: &Config) -> Duration {
+    Ord::max(config.worker_ttl.min(config.lease_term) / 2, config.poll * 5)
+}
 
 /// Looks at all that time changes, once.
 pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
@@ -48,13 +69,27 @@ async fn pause(scheduler: &Scheduler) -> Duration {
 
 /// Notices what time changes, until the service stops.
 pub(crate) async fn expire_forever(scheduler: Scheduler) {
+    // When the last look began that came to its end.
+    let mut looked = Timestamp::now();
     loop {
+        let now = Timestamp::now();
+        let was_blind = now.since(looked) > blindness(&scheduler.config);
+        let look = async {
+            if was_blind {
+                tracing::warn!("could not look for a while: workers and leases get a full term");
+                be_patient(&scheduler.db, &scheduler.config, false).await?;
+            }
+            expire(&scheduler).await
+        };
         let result = tokio::select! {
             () = scheduler.stopping.cancelled() => return,
-            result = expire(&scheduler) => result,
+            result = look => result,
         };
         let pause = match result {
-            Ok(()) => pause(&scheduler).await,
+            Ok(()) => {
+                looked = now;
+                pause(&scheduler).await
+            }
             Err(error) => {
                 tracing::warn!(error = %error, "cannot look for what has expired");
                 scheduler.config.poll

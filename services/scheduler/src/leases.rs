@@ -282,6 +282,23 @@ pub(crate) async fn renew(
     if renewed.rows_affected > 0 { Ok(()) } else { Err(RenewError::Lost) }
 }
 
+/// Gives every driven lease that has not ended at least a full term from `now`: its holder could perhaps not renew it. However often
+/// this is done at one time, no lease gets more than that one term.
+pub(crate) async fn be_patient(
+    txn: &DatabaseTransaction,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), DbErr> {
+    lease::Entity::update_many()
+        .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
+        .filter(lease::Column::Kind.eq(Kind::Transfer))
+        .filter(lease::Column::State.ne(State::Ended))
+        .filter(lease::Column::ExpiresAt.lt((now + term).0))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
 /// Ends the driven leases that were not renewed in time.
 pub(crate) async fn expire(txn: &DatabaseTransaction, now: Timestamp) -> Result<u64, DbErr> {
     let expired = lease::Entity::update_many()

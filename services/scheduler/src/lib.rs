@@ -76,16 +76,14 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         .context("cannot open the scheduler's database")?;
     let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
     let alone = db.is_sqlite();
-    db.write(async |txn| {
-        let now = Timestamp::now();
-        workers::be_patient(&txn, alone, now).await?;
+    let taken_up = async {
+        expire::be_patient(&db, &config, alone).await?;
         if alone {
-            outbox::release_claims(&txn, now).await?;
+            db.write(async |txn| outbox::release_claims(&txn, Timestamp::now()).await).await?;
         }
         Ok::<_, DbErr>(())
-    })
-    .await
-    .context("cannot take up what the last start left")?;
+    };
+    taken_up.await.context("cannot take up what the last start left")?;
 
     let scheduler = Scheduler {
         db,

@@ -22,7 +22,7 @@ pub(crate) struct Store {
     pins: PinsClient<Peer>,
 }
 
-/// A workload that the store holds pins for.
+/// A workload that the store keeps something for.
 #[derive(Debug, Clone)]
 pub(crate) struct Holder {
     pub(crate) workload: WorkloadId,
@@ -92,7 +92,7 @@ impl Store {
         Ok(())
     }
 
-    /// One page of the workloads that the store holds pins for, and where to go on.
+    /// One page of the workloads that the store keeps something for, and where to go on.
     pub(crate) async fn holders(&self, page_token: String) -> Result<(Vec<Holder>, String), Refusal> {
         let request = pb::ListPinsRequest { page_size: 1000, page_token };
         let answer = self.pins.clone().list_pins(within(request)).await?.into_inner();

@@ -251,8 +251,8 @@ async fn set_state(txn: &DatabaseTransaction, session: &SessionClaims, state: St
     Ok(set.rows_affected > 0)
 }
 
-/// A scheduler starts: it was perhaps its own silence, so every worker gets a full term again. `alone`: no other replica can have
-/// a stream open, so no worker is attended.
+/// It was perhaps our own silence: every worker gets a full term from `now`. `alone`: no other replica can have a stream open, so no
+/// worker is attended.
 pub(crate) async fn be_patient(txn: &DatabaseTransaction, alone: bool, now: Timestamp) -> Result<(), DbErr> {
     let mut update =
         contact::Entity::update_many().col_expr(contact::Column::PatientSince, Expr::value(now.0));

@@ -709,15 +709,18 @@ pub(crate) fn view(row: Model) -> Result<Workload, DbErr> {
     })
 }
 
-/// Up to `limit` workloads of `team`, newest first.
+/// Up to `limit` workloads of `team`, or of all teams, newest first.
 pub(crate) async fn list(
     db: &impl ConnectionTrait,
-    team: &str,
+    team: Option<&str>,
     state: Option<State>,
     before: Option<Uuid>,
     limit: u64,
 ) -> Result<Vec<Workload>, DbErr> {
-    let mut query = workload::Entity::find().filter(workload::Column::Team.eq(team));
+    let mut query = workload::Entity::find();
+    if let Some(team) = team {
+        query = query.filter(workload::Column::Team.eq(team));
+    }
     if let Some(state) = state {
         query = query.filter(workload::Column::State.eq(state));
     }

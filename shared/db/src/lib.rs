@@ -11,24 +11,34 @@ mod migrate;
 use std::error::Error;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use sea_orm::{
-    ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
+    ConnAcquireErr, ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
     SqliteTransactionMode, TransactionOptions, TransactionTrait,
 };
 use sea_orm_migration::MigratorTrait;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 pub use migrate::{SqlMigration, sql_migrations};
 
 /// How often a transaction is tried again before its failure is told.
 const ATTEMPTS: u32 = 12;
 
+/// No transaction is tried again after this long: whoever asked has given up by then, and will ask again.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long a connection, or the turn to write, is waited for.
+const ACQUIRE: Duration = Duration::from_secs(10);
+
 /// A service's own database. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Database {
     connection: DatabaseConnection,
+    /// Of SQLite: whose turn it is to write. Taken before the connection, so that those who wait keep none from readers, and wait
+    /// in line instead of failing as busy.
+    turn: Option<Arc<Semaphore>>,
 }
 
 /// A database could not be opened or brought to the present schema.
@@ -59,10 +69,10 @@ impl Database {
             Some(path) if !path.contains('?') => format!("sqlite:{path}?mode=rwc"),
             _ => url.to_owned(),
         });
-        options.sqlx_logging(false).acquire_timeout(Duration::from_secs(10));
+        options.sqlx_logging(false).acquire_timeout(ACQUIRE);
         if url.starts_with("sqlite:") {
             use sea_orm::sqlx::sqlite::{SqliteJournalMode, SqliteSynchronous};
-            // One writer at a time is the fastest that SQLite can be; readers do not wait for it.
+            // One writer at a time is the fastest that SQLite can be; readers do not wait for it. The other connection is theirs.
             options.max_connections(2).min_connections(1).map_sqlx_sqlite_opts(|options| {
                 options
                     .create_if_missing(true)
@@ -76,7 +86,8 @@ impl Database {
         }
         let connection = sea_orm::Database::connect(options).await?;
         migrate::up::<M>(&connection).await?;
-        Ok(Self { connection })
+        let is_sqlite = connection.get_database_backend() == DbBackend::Sqlite;
+        Ok(Self { connection, turn: is_sqlite.then(|| Arc::new(Semaphore::new(1))) })
     }
 
     /// For what changes nothing: each statement sees what was committed before it.
@@ -91,7 +102,8 @@ impl Database {
         self.connection.get_database_backend() == DbBackend::Sqlite
     }
 
-    /// Runs `change` in one transaction and commits it, unless it fails.
+    /// Runs `change` in one transaction and commits it, unless it fails. What the database gave up in favour of another, or had no
+    /// connection for, is tried again for a while.
     ///
     /// `change` may run several times, and must have no other effect than on the transaction; no network call happens in it. It gets
     /// the transaction itself and not a reference, for the compiler cannot see that a future may go to another thread when
@@ -102,11 +114,11 @@ impl Database {
         T: Send,
         E: Error + From<DbErr> + Send + 'static,
     {
-        let mut attempt = 0;
+        let (mut attempt, begun) = (0, Instant::now());
         loop {
             attempt += 1;
             match self.write_once(&change).await {
-                Err(error) if attempt < ATTEMPTS && is_transient(&error) => {
+                Err(error) if attempt < ATTEMPTS && begun.elapsed() < PATIENCE && is_transient(&error) => {
                     let most = 2_u64.pow(attempt.min(8));
                     let pause = Duration::from_millis(rand::rng().random_range(0..=most));
                     tracing::debug!(attempt, error = %error, "transaction given up in favour of another");
@@ -128,6 +140,10 @@ impl Database {
             sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
             ..TransactionOptions::default()
         };
+        let _turn = match &self.turn {
+            Some(turn) => Some(take_turn(turn).await?),
+            None => None,
+        };
         let transaction = Arc::new(self.connection.begin_with_options(options).await?);
         let answer = change(Transaction(transaction.clone())).await;
         let transaction = Arc::into_inner(transaction)
@@ -148,6 +164,15 @@ impl Database {
     }
 }
 
+/// Waits for the turn to write, no longer than for a connection.
+async fn take_turn(turn: &Semaphore) -> Result<SemaphorePermit<'_>, DbErr> {
+    match tokio::time::timeout(ACQUIRE, turn.acquire()).await {
+        Ok(Ok(turn)) => Ok(turn),
+        Err(_) => Err(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout)),
+        Ok(Err(_)) => Err(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed)),
+    }
+}
+
 /// A transaction that [`Database::write`] runs, commits and rolls back.
 #[derive(Debug)]
 pub struct Transaction(Arc<DatabaseTransaction>);
@@ -160,12 +185,14 @@ impl Deref for Transaction {
     }
 }
 
-/// Whether the database gave a transaction up in favour of another, so that trying again may succeed.
+/// Whether the database gave a transaction up in favour of another, or had no connection for it in time, so that trying again may
+/// succeed.
 fn is_transient(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {
         if let Some(error) = error.downcast_ref::<DbErr>() {
             return match error {
+                DbErr::ConnectionAcquire(ConnAcquireErr::Timeout) => true,
                 DbErr::Conn(cause) | DbErr::Exec(cause) | DbErr::Query(cause) => is_transient_cause(cause),
                 _ => false,
             };
@@ -245,5 +272,45 @@ mod tests {
             .expect("query")
             .expect("row");
         assert_eq!(row.try_get::<i64>("", "n").expect("n"), 100);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn writers_that_wait_keep_no_connection_from_readers() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let url = format!("sqlite://{}/counter.db", directory.path().display());
+        let database = Database::connect::<Schema>(&url).await.expect("open");
+        let (writes, written) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+        let mut tasks = tokio::task::JoinSet::new();
+        {
+            let (database, writes, written) = (database.clone(), writes.clone(), written.clone());
+            tasks.spawn(async move {
+                let slow = database.write(async |_| {
+                    writes.add_permits(1);
+                    written.acquire().await.expect("open").forget();
+                    Ok::<_, DbErr>(())
+                });
+                slow.await.expect("written");
+            });
+        }
+        writes.acquire().await.expect("open").forget();
+        for _ in 0..8 {
+            let database = database.clone();
+            tasks.spawn(async move { count(&database).await.expect("count") });
+        }
+        // Long enough for one of those who wait to take the other connection, if they could.
+        for _ in 0..200 {
+            database.read().execute_unprepared("SELECT n FROM counter").await.expect("read at once");
+        }
+        written.add_permits(1);
+        while let Some(done) = tasks.join_next().await {
+            done.expect("task");
+        }
+    }
+
+    #[test]
+    fn a_transaction_that_got_no_connection_in_time_may_be_tried_again() {
+        assert!(is_transient(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout))));
+        assert!(!is_transient(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed))));
+        assert!(!is_transient(&CountError(DbErr::RecordNotFound(String::new()))));
     }
 }

@@ -64,6 +64,7 @@ reasons! {
     OwnerEnded = "OWNER_ENDED", FailedPrecondition;
     BuildEnded = "BUILD_ENDED", FailedPrecondition;
     BuildExists = "BUILD_EXISTS", AlreadyExists;
+    BuildNotFound = "BUILD_NOT_FOUND", NotFound;
     HolderSettled = "HOLDER_SETTLED", FailedPrecondition;
     CandidateMissing = "CANDIDATE_MISSING", FailedPrecondition;
     ClaimLost = "CLAIM_LOST", FailedPrecondition;

@@ -31,16 +31,17 @@ const MAX_BYTES: usize = 1 << 20;
 
 /// Validates a spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+    if spec.encoded_len() > MAX_BYTES {
+        return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
+    }
     check_limits(&spec.limits.unwrap_or_default())?;
     accepted(spec)
 }
 
-/// A spec that was accepted before. It is not asked by how much it is limited: that may be narrower now than it was then, and one such
-/// spec must not be in the way of others.
+/// A spec that was accepted before. It is not asked how large it is, nor by how much it is limited: with its defaults and absolute paths
+/// it may be larger than what its caller sent, bounds may be narrower now than they were then, and one such spec must not be in
+/// the way of others.
 pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
-    if spec.encoded_len() > MAX_BYTES {
-        return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
-    }
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,
@@ -397,6 +398,21 @@ mod tests {
         assert_eq!(parsed.inputs[1].path, b"/opt/lib");
         assert_eq!(parsed.outputs[1].path, b"/workspace/report");
         assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+    }
+
+    #[test]
+    fn what_was_accepted_can_be_read_again_however_large_its_defaults_make_it() {
+        let large = |bytes| pb::WorkloadSpec {
+            command: vec![b"true".as_slice().into(), vec![b'x'; bytes].into()],
+            inputs: vec![input("src", b"", pb::Access::ReadOnly)],
+            ..spec()
+        };
+        let room = MAX_BYTES - large(MAX_BYTES / 2).encoded_len() + MAX_BYTES / 2;
+        assert_eq!(large(room).encoded_len(), MAX_BYTES);
+        let parsed = parse(large(room)).expect("it just fits");
+        assert!(encode(&parsed).len() > MAX_BYTES);
+        assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+        assert!(refusal(large(room + 1)).contains("larger than"));
     }
 
     #[test]

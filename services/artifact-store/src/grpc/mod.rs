@@ -28,6 +28,9 @@ const SERVICE: &str = "gantry.artifacts";
 /// How many artifacts one call may name.
 const MOST_ARTIFACTS: usize = 1000;
 
+/// How many of the things that keep an artifact are named.
+const MOST_KEEPERS: usize = 50;
+
 /// All services of the store. Cheap to clone.
 #[derive(Clone)]
 struct Handlers {
@@ -106,11 +109,20 @@ fn artifact(located: Located, keepers: &[Keeper]) -> pb::Artifact {
         size_bytes: store::size(artifact.size_bytes),
         digest: artifact.digest.unwrap_or_default().into(),
         created_at: Some(rpc::timestamp(domain::Timestamp(artifact.created_at))),
-        kept_by: keepers.iter().map(ToString::to_string).collect(),
+        kept_by: kept_by(keepers),
         replicas: replicas.iter().map(replica).collect(),
         team: artifact.team,
         label: artifact.label,
     }
+}
+
+/// What keeps an artifact, as far as it fits into an answer.
+fn kept_by(keepers: &[Keeper]) -> Vec<String> {
+    let mut lines: Vec<_> = keepers.iter().take(MOST_KEEPERS).map(ToString::to_string).collect();
+    if keepers.len() > MOST_KEEPERS {
+        lines.push(format!("and {} more", keepers.len() - MOST_KEEPERS));
+    }
+    lines
 }
 
 fn location(located: Located) -> pb::Location {

@@ -41,4 +41,18 @@ impl pb::owners_server::Owners for Handlers {
 
         Ok(Response::new(pb::PutBuildResponse {}))
     }
+
+    async fn delete_build(
+        &self,
+        request: Request<pb::DeleteBuildRequest>,
+    ) -> Result<Response<pb::DeleteBuildResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let build = rpc::parse_id("build_id", &request.build_id)?;
+        let now = self.store.now();
+
+        self.store.db.write(|txn| async move { owners::delete(&txn, team, build, now).await }).await?;
+
+        Ok(Response::new(pb::DeleteBuildResponse {}))
+    }
 }

@@ -9,7 +9,7 @@ use tonic::Status;
 use super::SERVICE;
 use crate::artifacts::{AdoptError, CreateError};
 use crate::inventory::{CompleteError, PrepareError, PreparedError};
-use crate::owners::{OwnerEnded, PutBuildError};
+use crate::owners::{DeleteBuildError, OwnerEnded, PutBuildError};
 use crate::pins::{HolderError, PinError, SettleError};
 use crate::replicas::{PlanError, ProgressError, SealError};
 use crate::report::ReportError;
@@ -85,6 +85,15 @@ impl From<PutBuildError> for Status {
             PutBuildError::Ended(id) => build(Reason::BuildEnded, error.to_string(), *id),
             PutBuildError::Exists(id) => build(Reason::BuildExists, error.to_string(), *id),
             PutBuildError::Database(source) => database("put a build", source),
+        }
+    }
+}
+
+impl From<DeleteBuildError> for Status {
+    fn from(error: DeleteBuildError) -> Self {
+        match &error {
+            DeleteBuildError::NotFound(id) => build(Reason::BuildNotFound, error.to_string(), *id),
+            DeleteBuildError::Database(source) => database("delete a build", source),
         }
     }
 }

@@ -64,7 +64,9 @@ CREATE TABLE builds (
     ends_with UUID NOT NULL,
     -- How long it keeps its artifacts after its end, in microseconds.
     keep BIGINT NOT NULL,
-    -- When it ends by itself unless that workload was bound to it.
+    -- How long it lives after its caller last put it, in microseconds, unless that workload is bound to it.
+    term BIGINT NOT NULL,
+    -- When it ends by itself unless that workload was bound to it. At least a full term after a store started.
     term_ends_at BIGINT NOT NULL,
     -- Whether that workload was bound to it: from then on only its settling ends the build.
     bound BOOLEAN NOT NULL,
@@ -79,7 +81,8 @@ CREATE TABLE builds (
 );
 CREATE INDEX builds_by_workload ON builds (ends_with);
 CREATE INDEX builds_going_on ON builds (term_ends_at) WHERE ended_at IS NULL;
-CREATE INDEX builds_ended ON builds (kept_until) WHERE ended_at IS NOT NULL;
+CREATE INDEX builds_letting_go ON builds (kept_until) WHERE kept_until IS NOT NULL;
+CREATE INDEX builds_ended ON builds (ended_at) WHERE ended_at IS NOT NULL;
 
 -- Which builds own which artifacts. Whoever adds a row has locked both targets.
 CREATE TABLE owners (
@@ -103,6 +106,7 @@ CREATE TABLE holders (
     settled_at BIGINT
 );
 CREATE INDEX holders_by_age ON holders (created_at);
+CREATE INDEX holders_going_on ON holders (holder_id) WHERE settled_at IS NULL;
 
 -- What workloads use, from the moment they are accepted until they are settled. Whoever adds a row has locked the artifact.
 CREATE TABLE pins (
@@ -128,6 +132,7 @@ CREATE TABLE attempts (
     ended_at BIGINT
 );
 CREATE INDEX attempts_by_holder ON attempts (holder_id);
+CREATE INDEX attempts_going_on ON attempts (holder_id) WHERE ended_at IS NULL;
 CREATE INDEX attempts_ended ON attempts (ended_at) WHERE ended_at IS NOT NULL;
 
 -- Directories on workers. A row is written before its directory is made, and goes after it is gone.
@@ -154,7 +159,7 @@ CREATE TABLE volumes (
     attempt_id UUID,
     -- The transfer that makes it.
     transfer_id UUID,
-    -- Until when that transfer may take, unless it says that it goes on.
+    -- Until when that transfer may take, unless it says that it goes on. At least a full term after a store started.
     claimed_until BIGINT,
     -- Whether it has its final bytes.
     complete BOOLEAN NOT NULL,

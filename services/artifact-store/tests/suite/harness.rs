@@ -43,17 +43,17 @@ impl Suite {
 
     pub(crate) async fn start_with(database: TestDatabase, adjust: impl FnOnce(&mut Config)) -> Self {
         let signer = TokenSigner::from_seed(&[7; 32]);
-        let clock = Clock::movable(Timestamp::now());
         let keys = KeySource::Fixed(vec![signer.public()]);
         let mut config = Config {
             gc_grace: Duration::ZERO,
             default_keep: Duration::ZERO,
             tombstone: Duration::ZERO,
             collect_interval: Duration::from_secs(24 * 3600),
-            clock: clock.clone(),
+            clock: Clock::movable(Timestamp::now()),
             ..Config::new(&database.url, keys)
         };
         adjust(&mut config);
+        let clock = config.clock.clone();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let listener = server::Listener::Tcp(listener);
         let endpoint = listener.endpoint().expect("its address");
@@ -70,6 +70,11 @@ impl Suite {
         self.stop.send(()).expect("the store runs");
         self.served.await.expect("no panic").expect("the store served");
         self.database
+    }
+
+    /// Where its rows are, for what no call can bring about.
+    pub(crate) fn url(&self) -> String {
+        self.database.url.clone()
     }
 
     pub(crate) fn artifacts(&self) -> pb::artifacts_client::ArtifactsClient<Peer> {
@@ -121,6 +126,12 @@ impl Suite {
             term: None,
         };
         pb::owners_client::OwnersClient::new(self.peer.clone()).put_build(request).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn delete_build(&self, build: BuildId) -> Answer<()> {
+        let request = pb::DeleteBuildRequest { team: TEAM.to_owned(), build_id: build.to_string() };
+        pb::owners_client::OwnersClient::new(self.peer.clone()).delete_build(request).await?;
         Ok(())
     }
 

@@ -4,6 +4,7 @@ mod harness;
 mod inventory;
 mod lifecycles;
 mod model;
+mod owners;
 mod queries;
 mod races;
 

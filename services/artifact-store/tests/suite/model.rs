@@ -152,6 +152,13 @@ impl Model {
     }
 
     async fn put_build(&mut self) {
+        if self.chance(20)
+            && let Some(build) = self.one_of(self.builds.keys().copied().collect::<Vec<_>>())
+        {
+            self.builds.remove(&build);
+            self.suite.delete_build(build).await.expect("deleted");
+            return;
+        }
         let (build, workload) = (BuildId::new(), WorkloadId::new());
         self.suite.put_build(build, workload, None).await.expect("put");
         // Bound at once, so that only its settling ends it.

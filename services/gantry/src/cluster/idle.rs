@@ -1,5 +1,6 @@
 //! When a cluster ends by itself: nobody has used it for a while, nothing runs, and no container is kept.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use rpc::Peer;
@@ -60,13 +61,12 @@ pub(crate) async fn containers(peer: &Peer) -> Result<u64, Status> {
     Ok(containers.into_inner().containers.len() as u64)
 }
 
-/// The team of whoever does not name one. A local cluster has one user, who seldom names another.
-pub(crate) const TEAM: &str = "main";
-
-/// Workloads that have not ended.
+/// Workloads that have not ended, of whatever team.
 pub(crate) async fn unfinished(peer: &Peer) -> Result<Vec<Workload>, Status> {
-    let mut unfinished = Vec::new();
+    let mut unfinished = BTreeMap::new();
     for state in [
+        // Twice: one that loses its worker goes back to the queue, and would be seen in neither state.
+        WorkloadState::Assigned,
         WorkloadState::Accepted,
         WorkloadState::Pending,
         WorkloadState::Assigned,
@@ -74,14 +74,22 @@ pub(crate) async fn unfinished(peer: &Peer) -> Result<Vec<Workload>, Status> {
         WorkloadState::Running,
         WorkloadState::Settling,
     ] {
-        let request = ListRequest {
-            team: TEAM.to_owned(),
+        let mut request = ListRequest {
+            // All of them.
+            team: String::new(),
             state: state.into(),
             page_size: 1000,
             page_token: String::new(),
         };
-        let page = WorkloadsClient::new(peer.clone()).list(request).await?;
-        unfinished.extend(page.into_inner().workloads);
+        loop {
+            let page = WorkloadsClient::new(peer.clone()).list(request.clone()).await?.into_inner();
+            let listed = page.workloads.into_iter();
+            unfinished.extend(listed.map(|workload| (workload.workload_id.clone(), workload)));
+            if page.next_page_token.is_empty() {
+                break;
+            }
+            request.page_token = page.next_page_token;
+        }
     }
-    Ok(unfinished)
+    Ok(unfinished.into_values().collect())
 }

@@ -18,7 +18,7 @@ use tokio::sync::OnceCell;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::idle::{TEAM, containers, unfinished};
+use super::idle::{containers, unfinished};
 use crate::table::count;
 
 /// What a process has between TERM and KILL.
@@ -129,7 +129,7 @@ pub(crate) async fn stop_workloads(peer: &Peer, grace: Duration) -> Result<(u32,
     let cancelled = workloads.len();
     for workload in &workloads {
         let request = CancelRequest {
-            team: TEAM.to_owned(),
+            team: workload.spec.as_ref().map(|spec| spec.team.clone()).unwrap_or_default(),
             workload_id: workload.workload_id.clone(),
             grace: Some(rpc::duration(grace)),
         };

@@ -84,11 +84,12 @@ impl Workloads for WorkloadsService {
 
     async fn list(&self, request: Request<pb::ListRequest>) -> Result<Response<pb::ListResponse>, Status> {
         let request = request.into_inner();
-        let team = parse_team("team", request.team)?;
+        let team = Some(request.team).filter(|team| !team.is_empty());
+        let team = team.map(|team| parse_team("team", team)).transpose()?;
         let state = convert::parse_workload_state("state", request.state)?;
         let page = page::parse(SERVICE, request.page_size, &request.page_token)?;
 
-        let mut found = workloads::list(self.0.db.read(), &team, state, page.after, page.size + 1)
+        let mut found = workloads::list(self.0.db.read(), team.as_deref(), state, page.after, page.size + 1)
             .await
             .map_err(|error| database("list workloads", &error))?;
 

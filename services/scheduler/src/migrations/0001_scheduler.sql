@@ -43,7 +43,7 @@ CREATE TABLE workers (
 CREATE TABLE worker_contacts (
     worker_id UUID PRIMARY KEY REFERENCES workers (id) ON DELETE CASCADE,
     last_contact_at BIGINT NOT NULL,
-    -- A scheduler that starts gives every worker a full term from here on.
+    -- A scheduler that starts, or was without its database for a while, gives every worker a full term from here on.
     patient_since BIGINT NOT NULL,
     -- Whether a stream of its present session is open, as far as is known. False: another gateway may take over at once.
     attended BOOLEAN NOT NULL,
@@ -91,7 +91,7 @@ CREATE TABLE workloads (
     ending TEXT
 );
 CREATE INDEX workloads_by_team ON workloads (team, sequence);
-CREATE INDEX workloads_pending ON workloads (sequence) WHERE state = 'pending';
+CREATE INDEX workloads_by_state ON workloads (state, sequence);
 CREATE INDEX workloads_accepted ON workloads (submitted_at) WHERE state = 'accepted';
 CREATE INDEX workloads_queue_deadline ON workloads (queue_deadline) WHERE state = 'pending' AND queue_deadline IS NOT NULL;
 CREATE INDEX workloads_run_deadline ON workloads (run_deadline) WHERE run_deadline IS NOT NULL;
@@ -129,7 +129,7 @@ CREATE TABLE leases (
     stop_grace_us BIGINT,
     -- Of a transfer: what was asked for, to tell a repeat from another request; JSON.
     request TEXT NOT NULL,
-    -- Of a transfer: it ends then unless it is renewed.
+    -- Of a transfer: it ends then unless it is renewed. At least a full term after a scheduler started.
     expires_at BIGINT,
     granted_at BIGINT NOT NULL,
     ended_at BIGINT,

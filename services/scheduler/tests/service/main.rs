@@ -2,6 +2,7 @@
 
 mod store;
 mod support;
+mod terms;
 
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use store::{
     inputs_that_cannot_be_pinned_are_refused, outputs_that_the_store_lacks_are_no_success,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
+use terms::a_driven_lease_has_a_full_term_after_a_restart;
 use testing::databases::TestDatabase;
 
 /// Runs each test on both databases.
@@ -595,6 +597,19 @@ async fn lists_come_in_pages(database: TestDatabase) {
     }
     submitted.reverse();
     assert_eq!(listed, submitted, "newest first");
+
+    let of_another = scheduler
+        .submit(pb::WorkloadSpec { team: "other".to_owned(), tags: vec!["x".to_owned()], ..spec() })
+        .await;
+    let of_another = of_another.expect("accepted").to_string();
+    let list = async |team: &str| {
+        let request = pb::ListRequest { team: team.to_owned(), ..pb::ListRequest::default() };
+        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
+        page.workloads.into_iter().map(|workload| workload.workload_id).collect::<Vec<_>>()
+    };
+    assert_eq!(list("main").await, submitted, "of one team");
+    submitted.insert(0, of_another);
+    assert_eq!(list("").await, submitted, "of all teams");
     scheduler.stop().await;
 }
 
@@ -648,6 +663,7 @@ on_both! {
     work_survives_the_scheduler,
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
+    a_driven_lease_has_a_full_term_after_a_restart,
     a_ticket_is_good_for_a_worker_that_can_be_reached,
     lists_come_in_pages,
     secrets_are_not_shown,

@@ -1,0 +1,164 @@
+//! What keeps artifacts, and stops to.
+
+use std::time::Duration;
+
+use domain::{AttemptId, BuildId, WorkloadId};
+use rpc::Reason;
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::{ArtifactState, DryRun};
+use sea_orm::{ConnectionTrait, DbBackend};
+use testing::databases::TestDatabase;
+
+use crate::{Suite, assert_refused, digest, on_both_databases, output};
+
+on_both_databases! {
+    a_deleted_build_lets_go_at_once,
+    what_is_used_again_and_again_gathers_no_owners,
+    very_many_owners_are_no_obstacle,
+    a_holder_is_listed_as_long_as_anything_is_kept_for_it,
+}
+
+async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (build, other) = (BuildId::new(), BuildId::new());
+    let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+    let month = Some(Duration::from_secs(30 * 24 * 3600));
+    suite.put_build(build, workload, month).await.expect("put");
+    suite.put_build(other, WorkloadId::new(), month).await.expect("put");
+    let (artifact, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    let (shared, _) = suite.upload(&gateway, Some(build), 2).await.expect("uploaded");
+    suite.adopt(digest(2), Some(other)).await.expect("asked").expect("adopted");
+    suite.pin(workload, &[artifact], Some(build)).await.expect("pinned");
+
+    let of_another = pb::DeleteBuildRequest { team: "other".to_owned(), build_id: build.to_string() };
+    let mut owners = pb::owners_client::OwnersClient::new(suite.peer.clone());
+    let refused = owners.delete_build(of_another).await.map_err(rpc::Refusal::from);
+    assert_refused(refused, Reason::BuildNotFound);
+    for _ in 0..2 {
+        suite.delete_build(build).await.expect("deleted");
+    }
+    assert_refused(suite.put_build(build, workload, month).await, Reason::BuildEnded);
+    assert_eq!(suite.collect(DryRun::Off).await, [], "one is pinned, one has another owner");
+
+    // The workload goes on and ends; nobody owns what it made.
+    let out = workload.output_artifact("out");
+    let planned = gateway.prepare(workload, attempt, &[output("out", out)]).await.expect("prepared");
+    gateway.prepared(attempt).await.expect("recorded");
+    gateway.complete(&planned.volumes[0].volume_handle, digest(3)).await.expect("complete");
+    suite.settle(workload, Some(attempt), &[(out, digest(3))], Some(build)).await.expect("settled");
+    assert_eq!(suite.get(out).await.expect("it is there").kept_by, ["nobody: it goes when it is old"]);
+    suite.collect(DryRun::Off).await;
+    assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
+    assert_eq!(suite.get(shared).await.expect("it is there").kept_by, [format!("build {other}")]);
+
+    // One that has ended and keeps for a month lets go, too.
+    let (ended, workload) = (BuildId::new(), WorkloadId::new());
+    suite.put_build(ended, workload, month).await.expect("put");
+    let (artifact, _) = suite.upload(&gateway, Some(ended), 4).await.expect("uploaded");
+    suite.settle(workload, None, &[], Some(ended)).await.expect("settled");
+    suite.collect(DryRun::Off).await;
+    assert_eq!(suite.get(artifact).await.expect("it is kept").state(), ArtifactState::Sealed);
+    suite.delete_build(ended).await.expect("deleted");
+    suite.collect(DryRun::Off).await;
+    assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
+    assert_refused(suite.delete_build(BuildId::new()).await, Reason::BuildNotFound);
+    suite.stop().await;
+}
+
+async fn what_is_used_again_and_again_gathers_no_owners(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (going_on, of_going_on) = (BuildId::new(), WorkloadId::new());
+    suite.put_build(going_on, of_going_on, None).await.expect("put");
+    suite.pin(of_going_on, &[], Some(going_on)).await.expect("bound");
+    let (artifact, _) = suite.upload(&gateway, Some(going_on), 1).await.expect("uploaded");
+    let mut ended = Vec::new();
+    for _ in 0..3 {
+        let (build, workload) = (BuildId::new(), WorkloadId::new());
+        suite.put_build(build, workload, None).await.expect("put");
+        suite.adopt(digest(1), Some(build)).await.expect("asked").expect("adopted");
+        suite.settle(workload, None, &[], Some(build)).await.expect("settled");
+        ended.push((build, workload));
+    }
+    suite.clock.advance(Duration::from_secs(25 * 3600));
+    for _ in 0..2 {
+        assert_eq!(suite.collect(DryRun::Off).await, []);
+    }
+    for (build, workload) in ended {
+        suite.put_build(build, workload, None).await.expect("nobody remembers it");
+    }
+    let found = suite.get(artifact).await.expect("it is there");
+    assert_eq!(found.kept_by, [format!("build {going_on}")]);
+
+    // It goes with the last owner all the same.
+    suite.settle(of_going_on, None, &[], None).await.expect("settled");
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "the artifact and its replica");
+    suite.stop().await;
+}
+
+async fn very_many_owners_are_no_obstacle(database: TestDatabase) {
+    // More than a statement takes values.
+    const OWNERS: u32 = 70_000;
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (artifact, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let (other, _) = suite.upload(&gateway, None, 2).await.expect("uploaded");
+    let connection = sea_orm::Database::connect(&suite.url()).await.expect("the database");
+    let (uuid, artifact_id) = match connection.get_database_backend() {
+        DbBackend::Sqlite => ("randomblob(16)", format!("x'{}'", artifact.uuid().simple())),
+        _ => ("gen_random_uuid()", format!("'{artifact}'")),
+    };
+    let builds = format!(
+        "INSERT INTO builds (build_id, team, ends_with, keep, term, term_ends_at, bound, status, ended_at, kept_until, created_at)
+         WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {OWNERS})
+         SELECT {uuid}, 'main', {uuid}, 0, 0, 0, TRUE,
+                CASE WHEN i = 1 THEN NULL ELSE 'succeeded' END,
+                CASE WHEN i % 2 = 1 THEN NULL ELSE 1 END, CASE WHEN i % 2 = 1 THEN NULL ELSE 1 END, 1 FROM n"
+    );
+    let owners =
+        format!("INSERT INTO owners (artifact_id, build_id) SELECT {artifact_id}, build_id FROM builds");
+    for statement in [builds, owners, "UPDATE artifacts SET had_owner = TRUE".to_owned()] {
+        connection.execute_unprepared(&statement).await.expect("written");
+    }
+    connection.close().await.expect("closed");
+
+    let half = usize::try_from(OWNERS / 2).expect("fits");
+    for _ in 0..2 {
+        let found = suite.get(artifact).await.expect("it is there");
+        assert_eq!(found.kept_by.len(), 51);
+        assert_eq!(found.kept_by.last(), Some(&format!("and {} more", half - 50)));
+        assert_eq!(suite.collect(DryRun::Off).await, []);
+    }
+    assert_eq!(suite.get(other).await.expect("it is there").kept_by, [""; 0]);
+    suite.stop().await;
+}
+
+async fn a_holder_is_listed_as_long_as_anything_is_kept_for_it(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (builds, makes, nothing) = (WorkloadId::new(), WorkloadId::new(), WorkloadId::new());
+    let (build, attempt) = (BuildId::new(), AttemptId::new());
+    suite.put_build(build, builds, None).await.expect("put");
+    suite.pin(builds, &[], Some(build)).await.expect("bound");
+    gateway.prepare(makes, attempt, &[]).await.expect("prepared");
+    suite.pin(nothing, &[], None).await.expect("heard of");
+
+    let listed = async || {
+        let page = suite.pins().list_pins(pb::ListPinsRequest::default()).await.expect("listed");
+        let holders = page.into_inner().holders.into_iter();
+        holders.map(|holder| holder.holder_id).collect::<std::collections::BTreeSet<_>>()
+    };
+    let both = || [builds.to_string(), makes.to_string()].into();
+    assert_eq!(listed().await, both());
+    // However long nobody asks: nobody else would ever end them.
+    suite.clock.advance(Duration::from_secs(30 * 24 * 3600));
+    suite.collect(DryRun::Off).await;
+    assert_eq!(listed().await, both());
+    suite.end_attempt(makes, attempt).await.expect("ended");
+    assert_eq!(listed().await, [builds.to_string()].into());
+    suite.settle(builds, None, &[], None).await.expect("settled");
+    assert_eq!(listed().await, [].into());
+    assert_refused(suite.put_build(build, builds, None).await, Reason::BuildEnded);
+    suite.stop().await;
+}

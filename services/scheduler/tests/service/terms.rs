@@ -1,0 +1,87 @@
+//! Time in which nobody could renew a lease does not count.
+
+use std::time::Duration;
+
+use domain::{LeaseId, Timestamp};
+use rpc::pb::scheduler as pb;
+use sea_orm::{ConnectionTrait, Statement, TransactionTrait};
+use testing::databases::TestDatabase;
+
+use crate::support::{Gateway, Running, config, hello, until};
+
+fn transfer() -> pb::PlaceRequest {
+    pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        ..pb::PlaceRequest::default()
+    }
+}
+
+/// What the database says about the only lease: when it ends, and its state.
+async fn only_lease(database: &TestDatabase) -> (i64, String) {
+    let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
+    let statement =
+        Statement::from_string(connection.get_database_backend(), "SELECT expires_at, state FROM leases");
+    let row = connection.query_one_raw(statement).await.expect("read").expect("a lease");
+    connection.close().await.expect("closed");
+    (row.try_get("", "expires_at").expect("a driven one"), row.try_get("", "state").expect("a state"))
+}
+
+pub(crate) async fn a_driven_lease_has_a_full_term_after_a_restart(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let request = transfer();
+    let granted = scheduler.placements().place(request.clone()).await.expect("granted").into_inner();
+    scheduler.stop().await;
+
+    // It was away for longer than the term.
+    let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
+    connection.execute_unprepared("UPDATE leases SET expires_at = 1").await.expect("time passes");
+    connection.close().await.expect("closed");
+
+    let (before, term) = (Timestamp::now(), config(&database).lease_term);
+    let scheduler = Running::start(config(&database)).await;
+    let again = scheduler.placements().place(request).await.expect("still the same").into_inner();
+    assert_eq!(again, granted);
+    let renew = pb::RenewRequest { lease_token: granted.lease_token };
+    scheduler.placements().renew(renew.clone()).await.expect("kept");
+
+    // Another replica starts beside it: the lease gets what is left to a full term, and no more.
+    let other = Running::start(config(&database)).await;
+    let (expires_at, state) = only_lease(&database).await;
+    assert_eq!(state, "granted");
+    assert!(Timestamp(expires_at) >= before + term, "at least a term");
+    assert!(Timestamp(expires_at) <= Timestamp::now() + term, "one term, however many start");
+    other.placements().renew(renew).await.expect("kept");
+    other.stop().await;
+    scheduler.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_that_was_away_takes_no_lease() {
+    let database = testing::databases::postgres().await;
+    let term = Duration::from_secs(2);
+    let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
+    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let request = transfer();
+    scheduler.placements().place(request).await.expect("granted");
+
+    let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
+    let away = connection.begin().await.expect("begun");
+    away.execute_unprepared("LOCK TABLE leases").await.expect("nobody else reads them");
+    let statement = Statement::from_string(away.get_database_backend(), "SELECT expires_at FROM leases");
+    let row = away.query_one_raw(statement).await.expect("read").expect("a lease");
+    let would_end = Timestamp(row.try_get("", "expires_at").expect("a driven one"));
+    until("the term is over", async || (Timestamp::now() > would_end).then_some(())).await;
+    away.rollback().await.expect("it is back");
+    connection.close().await.expect("closed");
+
+    let (expires_at, _) = until("the lease has a full term again, or has ended", async || {
+        let (expires_at, state) = only_lease(&database).await;
+        (expires_at > would_end.0 || state == "ended").then_some((expires_at, state))
+    })
+    .await;
+    assert!(Timestamp(expires_at) >= would_end + term, "it ended although nobody could renew it");
+    scheduler.stop().await;
+}
