@@ -331,21 +331,23 @@ async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again(
     let suite = Suite::start_in(directory, true, None).await;
 
     let deadline = Instant::now() + PATIENCE;
-    let found = loop {
+    let read = async || {
         let request = pb::DownloadRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
-        match StreamerClient::new(suite.peer.clone()).download(request).await.map_err(Refusal::from) {
-            Ok(found) => break found.into_inner().go_to.expect("where to read"),
-            Err(refusal) => assert!(Instant::now() < deadline, "{refusal}"),
+        let found = StreamerClient::new(suite.peer.clone()).download(request).await?.into_inner();
+        let go_to = found.go_to.expect("where to read");
+        let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
+        let request = runtime_pb::ReadFileRequest { ticket: go_to.ticket, path: "directory/file".into() };
+        VolumesClient::new(gateway).read_file(request).await?.into_inner().message().await
+    };
+    // The gateway may not have been let in yet, and is where it was before as far as the scheduler knows.
+    let refused = loop {
+        let refused = Refusal::from(read().await.expect_err("nothing of it is sent"));
+        if !refused.is_transient() && !refused.is(Reason::WorkerUnreachable) {
+            break refused;
         }
+        assert!(Instant::now() < deadline, "{refused}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
-    let gateway = peer(&found.gateway_endpoint, Outgoing::default()).expect("an address");
-    let request = runtime_pb::ReadFileRequest { ticket: found.ticket, path: "directory/file".into() };
-    let read = async {
-        let mut stream = VolumesClient::new(gateway).read_file(request).await?.into_inner();
-        stream.message().await
-    };
-    let refused = Refusal::from(read.await.expect_err("nothing of it is sent"));
     assert!(refused.is(Reason::DigestMismatch), "{refused}");
 
     let (mut upload, go_to) = loop {

@@ -3,6 +3,7 @@
 mod store;
 mod support;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use domain::worker::{LeaseClaims, TicketClaims};
@@ -452,15 +453,15 @@ async fn an_end_that_is_never_told_is_not_waited_for(database: TestDatabase) {
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
-    let mut said = 0;
+    let said = AtomicU64::new(0);
     let finished = until("it is given up", async || {
         gateway.observe(&[(&lease, pb::LeasePhase::Ended)]).await;
-        said += 1;
+        said.fetch_add(1, Ordering::Relaxed);
         let workload = scheduler.get(id).await;
         (workload.state() == pb::WorkloadState::Finished).then_some(workload)
     })
     .await;
-    assert!(said > 1, "its FinishAttempt may be on its way");
+    assert!(said.into_inner() > 1, "its FinishAttempt may be on its way");
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("START_UNKNOWN".to_owned()));
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
     scheduler.stop().await;
