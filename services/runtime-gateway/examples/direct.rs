@@ -35,6 +35,7 @@ async fn run() -> anyhow::Result<()> {
         let begin = Instant::now();
         let (container, process) = (ContainerHandle::new(), AttemptId::new());
         let spec = ContainerSpec {
+            team: "main".to_owned(),
             image: Image::Host,
             mounts: Vec::new(),
             directory: b"/workspace".to_vec(),

@@ -10,12 +10,16 @@
 //! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs are published only after the
 //! process has exited by itself and everything in its container is dead.
 
+use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::workload::{Bytes, EnvironmentVariable, Exit, Failure, PublishedOutput, WorkloadSpec};
+use domain::workload::{
+    Bytes, EnvironmentVariable, Exit, Failure, FailureReason, PublishedOutput, WorkloadSpec,
+};
 use domain::{ArtifactId, AttemptId, ContainerHandle, Digest, LeaseId, VolumeHandle, WorkloadId};
+use futures::FutureExt;
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
@@ -27,6 +31,7 @@ use tonic::Status;
 use tracing::Instrument;
 
 use crate::retry::until_answered;
+use crate::trees::TreeError;
 use crate::worker::{StopWish, Worker};
 
 /// What the scheduler asked for.
@@ -93,6 +98,66 @@ enum Stopped {
     GatewayStopping,
 }
 
+/// Tries to end an attempt so often that the scheduler does not want to hear of.
+const TELL: usize = 12;
+
+/// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
+pub(crate) async fn attended(
+    worker: Arc<Worker>,
+    lease: LeaseId,
+    attempt: Option<AttemptId>,
+    token: String,
+    work: impl Future<Output = ()>,
+) {
+    let _entry = Entry { worker: &worker, lease };
+    let Err(panic) = AssertUnwindSafe(work).catch_unwind().await else { return };
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it did not say why");
+    tracing::error!(lease.id = %lease, panic = text, "the task of an attempt panicked");
+    if let Some(attempt) = attempt
+        && !give_up(&worker, attempt).await
+    {
+        return;
+    }
+    let message = format!("the gateway broke off: {text}");
+    let failure = Failure { reason: FailureReason::WorkerFailed, message };
+    finish_attempt(&worker, lease, &token, Finish::failed(failure)).await;
+}
+
+/// A lease that a task attends to. When the task dies, the lease is forgotten, and so the scheduler told that nobody attends to it.
+struct Entry<'w> {
+    worker: &'w Worker,
+    lease: LeaseId,
+}
+
+impl Drop for Entry<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!(lease.id = %self.lease, "an attempt could not be ended: its lease is forgotten");
+            self.worker.attempts().remove(&self.lease);
+            self.worker.changed.notify_one();
+        }
+    }
+}
+
+/// Ends an attempt that cannot be understood, after whatever an earlier gateway may have started of it.
+pub(crate) async fn refuse(
+    worker: Arc<Worker>,
+    lease: LeaseId,
+    attempt: Option<AttemptId>,
+    token: String,
+    why: String,
+) {
+    if let Some(attempt) = attempt
+        && !give_up(&worker, attempt).await
+    {
+        return;
+    }
+    let message = format!("this gateway cannot understand what it shall do: {why}");
+    let failure = Failure { reason: FailureReason::Unsupported, message };
+    finish_attempt(&worker, lease, &token, Finish::failed(failure)).await;
+}
+
 /// Carries an attempt out and tells the scheduler how it ended. Returns early, and tells nothing, when the gateway stops.
 pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiver<Option<StopWish>>) {
     let span = tracing::info_span!(
@@ -109,9 +174,7 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
             Ok(finish) => finish,
             Err(Stopped::GatewayStopping) => return,
             // Another gateway speaks for this worker: what runs is its, and so is what is to be said of it.
-            Err(Stopped::Refused(refusal))
-                if refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation) =>
-            {
+            Err(Stopped::Refused(refusal)) if is_superseded(&refusal) => {
                 tracing::info!(lease.id = %task.lease, "this attempt is another gateway's now");
                 return;
             }
@@ -142,15 +205,20 @@ pub(crate) async fn stop_unknown(
 ) {
     let waited = wait(&worker, attempt, &mut stop).await;
     let finish = match waited {
-        Ok(ended) => ended_finish(ended, None),
+        Ok(ended) => ended_finish(ended, None, true),
         Err(Stopped::GatewayStopping) => return,
         Err(Stopped::Worker(RuntimeError::ProcessNotFound(_))) => {
-            let reason = stop.borrow().as_ref().map_or_else(String::new, |wish| wish.reason.clone());
+            let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
             Finish::failed(Failure { reason, message: "stopped before its process was started".to_owned() })
         }
         Err(stopped) => Finish::failed(failure(&stopped)),
     };
     finish_attempt(&worker, lease, &token, finish).await;
+}
+
+/// Whether another gateway speaks for this worker.
+fn is_superseded(refusal: &Refusal) -> bool {
+    refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
 }
 
 async fn carry_out(
@@ -183,7 +251,7 @@ async fn carry_out(
     let ended = wait(worker, task.attempt, stop).instrument(process).await?;
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
-    let mut finish = ended_finish(ended, Some(started));
+    let mut finish = ended_finish(ended, Some(started), stop.borrow().is_some());
     if publishable && !plan.outputs.is_empty() {
         worker.set_phase(task.lease, pb::LeasePhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
@@ -192,6 +260,10 @@ async fn carry_out(
             Ok(()) => {}
             // How the process ended is known all the same.
             Err(Stopped::Worker(error)) => finish.failure = Some(error.failure()),
+            Err(Stopped::Refused(refusal)) if !is_superseded(&refusal) => {
+                let message = format!("the artifact store does not take an output: {refusal}");
+                finish.failure = Some(Failure { reason: FailureReason::PublishFailed, message });
+            }
             Err(stopped) => return Err(stopped),
         }
     }
@@ -374,6 +446,7 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         Some(Mount { volume: *handle, path, read_only })
     });
     let spec = ContainerSpec {
+        team: task.spec.team.clone(),
         image: task.spec.image,
         mounts: mounts.collect(),
         directory: task.spec.directory.clone(),
@@ -386,13 +459,16 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     Ok(())
 }
 
-/// Makes sure that a replica holds what it should. One that does not is left where it is, for its operator to look at.
+/// Makes sure that a replica holds what it should. One that does not is left where it is, and the artifact store hears that it is lost.
 async fn verify(worker: &Worker, replica: VolumeHandle, team: &str, digest: Digest) -> Result<(), Stopped> {
-    if worker.trees.verify(worker.runtime.as_ref(), replica, team, digest).await? {
-        return Ok(());
+    match worker.trees.verify(worker.runtime.as_ref(), replica, team, digest).await {
+        Ok(()) => Ok(()),
+        Err(TreeError::Damaged(replica)) => {
+            worker.report_due.notify_one();
+            Err(Stopped::InputDamaged(replica))
+        }
+        Err(TreeError::Worker(error)) => Err(error.into()),
     }
-    tracing::error!(volume.handle = %replica, "a replica does not hold what it should any more; nothing is made from it");
-    Err(Stopped::InputDamaged(replica))
 }
 
 /// Tells the scheduler that the process is about to start, and the store that everything for it is there. Only after both may it start.
@@ -481,7 +557,7 @@ async fn publish(
                 Ok(()) => {}
                 Err(error @ RuntimeError::OutputMissing(_)) => {
                     let message = format!("output {:?}: {error}", output.name);
-                    finish.failure = Some(Failure { reason: error.reason().to_owned(), message });
+                    finish.failure = Some(Failure { reason: error.reason(), message });
                     continue;
                 }
                 Err(error) => return Err(error.into()),
@@ -521,8 +597,14 @@ pub(crate) async fn complete(
     until_answered("say that a volume is complete", call).await.map(|_| ())
 }
 
-fn ended_finish(ended: Ended, started: Option<domain::Timestamp>) -> Finish {
+/// `wished`: somebody wanted it to stop. One that was stopped though nobody did was out of contact for too long.
+fn ended_finish(ended: Ended, started: Option<domain::Timestamp>, wished: bool) -> Finish {
     match ended {
+        Ended::Exited { exit, stopped: true } if !wished => {
+            let message = "its worker was out of contact for so long that the process was ended".to_owned();
+            let failure = Some(Failure { reason: FailureReason::ContactLost, message });
+            Finish { exit: Some(exit), failure, started, ..Finish::default() }
+        }
         Ended::Exited { exit, .. } => Finish { exit: Some(exit), started, ..Finish::default() },
         Ended::NotStarted(failure) => Finish::failed(failure),
         Ended::Unknown(failure) => Finish { failure: Some(failure), started, ..Finish::default() },
@@ -555,7 +637,8 @@ async fn tell<F>(lease: LeaseId, call: impl Fn() -> F)
 where
     F: Future<Output = Result<tonic::Response<pb::FinishAttemptResponse>, Status>>,
 {
-    while let Err(refusal) = until_answered("end an attempt", &call).await {
+    for _ in 0..TELL {
+        let Err(refusal) = until_answered("end an attempt", &call).await else { return };
         if refusal.is(Reason::LeaseLost) {
             // The attempt was ended without us; what it made is garbage already.
             tracing::info!(lease.id = %lease, error = %refusal, "the end of an attempt was not wanted");
@@ -565,6 +648,7 @@ where
         tracing::warn!(lease.id = %lease, error = %refusal, "cannot end an attempt");
         tokio::time::sleep(Duration::from_secs(5)).await;
     }
+    tracing::error!(lease.id = %lease, "the scheduler does not take the end of an attempt: it is left to decide by itself");
 }
 
 /// Ends whatever runs of an attempt that goes no further. Answers whether nothing of it runs; not so only when the gateway stops before
@@ -590,16 +674,76 @@ async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
 fn failure(stopped: &Stopped) -> Failure {
     match stopped {
         Stopped::Worker(error) => error.failure(),
-        Stopped::Refused(refusal) => Failure {
-            reason: refusal.reason.clone().unwrap_or_else(|| "UNAVAILABLE".to_owned()),
-            message: refusal.message.clone(),
-        },
-        Stopped::Wished(wish) => Failure { reason: wish.reason.clone(), message: stopped.to_string() },
+        Stopped::Refused(refusal) => Failure { reason: refused(refusal), message: refusal.to_string() },
+        Stopped::Wished(wish) => Failure { reason: wish.reason, message: stopped.to_string() },
         Stopped::InputMissing(_) | Stopped::InputDamaged(_) => {
-            Failure { reason: Reason::InputUnavailable.as_str().to_owned(), message: stopped.to_string() }
+            Failure { reason: FailureReason::InputUnavailable, message: stopped.to_string() }
         }
         Stopped::Nonsense(_) | Stopped::GatewayStopping => {
-            Failure { reason: Reason::WorkerFailed.as_str().to_owned(), message: stopped.to_string() }
+            Failure { reason: FailureReason::WorkerFailed, message: stopped.to_string() }
         }
+    }
+}
+
+/// What a refusal of scheduler or store means for an attempt whose process was not started.
+fn refused(refusal: &Refusal) -> FailureReason {
+    let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
+    match reason {
+        Some(Reason::InputUnavailable) => FailureReason::InputUnavailable,
+        Some(Reason::DiskFull) => FailureReason::DiskFull,
+        // It is over for them, and nothing of it was started.
+        Some(Reason::LeaseLost | Reason::AttemptEnded) => FailureReason::StoppedBeforeStart,
+        // What they say is in the message.
+        _ => FailureReason::WorkerFailed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::for_tests::Directories;
+    use crate::worker::Attempt;
+
+    #[test]
+    fn whatever_is_refused_becomes_a_failure_that_is_documented() {
+        for reason in Reason::ALL {
+            let refusal = Refusal::from(reason.status("gantry.test", "no"));
+            let failure = failure(&Stopped::Refused(refusal));
+            assert!(FailureReason::ALL.contains(&failure.reason));
+            assert!(failure.message.contains(reason.as_str()), "what was said is kept: {}", failure.message);
+        }
+        let lost = Refusal::from(Reason::LeaseLost.status("gantry.test", "no"));
+        assert_eq!(failure(&Stopped::Refused(lost)).reason, FailureReason::StoppedBeforeStart);
+    }
+
+    #[test]
+    fn a_process_that_nobody_asked_to_stop_was_out_of_contact() {
+        let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
+        let failure = ended_finish(ended(), None, false).failure.map(|failure| failure.reason);
+        assert_eq!(failure, Some(FailureReason::ContactLost));
+        assert_eq!(ended_finish(ended(), None, true).failure, None);
+    }
+
+    fn entry() -> Attempt {
+        let (stop, _) = watch::channel(None);
+        Attempt { phase: pb::LeasePhase::Preparing, stop }
+    }
+
+    #[tokio::test]
+    #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
+    async fn a_task_that_dies_leaves_no_lease_behind() {
+        let worker = Arc::new(Directories::default()).attended("http://127.0.0.1:9", "http://127.0.0.1:9");
+        let lease = LeaseId::new();
+        worker.attempts().insert(lease, entry());
+        let dying = worker.clone();
+        // What panics here is not the attempt, but what would have ended it.
+        let died = tokio::spawn(async move {
+            let _entry = Entry { worker: &dying, lease };
+            panic!("as the test asked for");
+        });
+        assert!(died.await.is_err_and(|error| error.is_panic()));
+        assert!(worker.attempts().is_empty());
     }
 }

@@ -22,11 +22,13 @@ pub struct Config {
     pub scheduler: String,
     /// Where the artifact store listens.
     pub artifact_store: String,
-    /// Where manifests of volumes are kept, so that they need not be made again. A cache: it may be lost.
+    /// The token of the cluster, which its services ask of each other over TCP. `None`: none.
+    pub token: Option<String>,
+    /// Where manifests of volumes are kept, so that they need not be made again, and what was found to be damaged. It may be lost.
     pub manifest_dir: PathBuf,
     /// How often everything that the worker holds is reported.
     pub report_interval: Duration,
-    /// How many containers or volumes are destroyed at a time.
+    /// How many containers are destroyed at a time. Volumes go one after the other, children before their parents.
     pub destroy_concurrency: usize,
 }
 

@@ -103,8 +103,7 @@ async fn attach(
     };
     let team = parse_team("resume.team", resume.team)?;
     let process: AttemptId = parse_id("resume.process_id", &resume.process_id)?;
-    let foreign = worker.attempts().values().any(|attempt| attempt.id == process && attempt.team != team);
-    if foreign {
+    if worker.runtime.team(process).await.map_err(status)? != team {
         return Err(status(RuntimeError::ProcessNotFound(process)));
     }
     let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
@@ -374,6 +373,8 @@ async fn read_file(
     path: PathBuf,
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
+    // Nothing is read that may not have survived a crash of the machine.
+    volumes::manifest(&worker, &ticket).await?;
     let (chunks, mut ready) = mpsc::channel(ANSWERS);
     let reading =
         async { volumes::read_file(&worker, ticket.volume, path, chunks).await.map_err(Status::from) };
@@ -398,6 +399,7 @@ impl From<TransferError> for Status {
                 let TransferError::Worker(error) = error else { return truncated() };
                 return status(error);
             }
+            TransferError::Damaged(_) => Reason::DigestMismatch,
             TransferError::Write(WriteError::DiskFull { .. }) => Reason::DiskFull,
             TransferError::Write(WriteError::DigestMismatch { .. }) => Reason::DigestMismatch,
             TransferError::Write(WriteError::Missing { .. }) => Reason::TransferTruncated,

@@ -9,9 +9,15 @@
 //! see [`host::supervise_if_asked`].
 
 mod attempt;
+mod blocking;
+mod clock;
 mod config;
+mod contact;
+#[cfg(test)]
+mod for_tests;
 mod grpc;
 pub mod host;
+mod rehash;
 mod retry;
 mod sweeper;
 mod synchronize;
@@ -49,7 +55,7 @@ pub async fn serve(
     listener: Listener,
     shutdown: impl Future<Output = ()> + Send,
 ) -> anyhow::Result<()> {
-    let mut host = Host::new();
+    let mut host = Host::new().with_token(config.token.clone());
     start(config, runtime, &mut host).await?;
     host.serve([listener], shutdown).await
 }

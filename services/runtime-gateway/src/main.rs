@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Parser;
 use runtime_gateway::Config;
 use runtime_gateway::host::{HostConfig, HostRuntime};
+use server::Started;
 
 /// Attends this machine as a worker.
 #[derive(Debug, Parser)]
@@ -59,8 +60,7 @@ fn main() -> ExitCode {
 
 #[tokio::main]
 async fn attend(args: Args) -> anyhow::Result<()> {
-    let _telemetry = server::telemetry::init("runtime-gateway", "info", None)?;
-    let listener = args.listen.bind().await?;
+    let Started { listener, token, telemetry: _telemetry } = args.listen.start("runtime-gateway").await?;
     let runtime = HostRuntime::open(HostConfig::new(args.state_dir.clone(), args.runtime_dir)?)?;
     let config = Config {
         worker_name: args.name,
@@ -70,6 +70,7 @@ async fn attend(args: Args) -> anyhow::Result<()> {
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
         scheduler: args.scheduler,
         artifact_store: args.artifact_store,
+        token,
         manifest_dir: args.state_dir.join("manifests"),
         report_interval: Duration::from_secs(60),
         destroy_concurrency: 8,

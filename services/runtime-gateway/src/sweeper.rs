@@ -4,12 +4,13 @@
 //! the thing it stands for, so a handle that the store does not know is garbage, as long as it is the same store: a store that came out of a
 //! backup has another life, and then nothing unknown is touched.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use domain::{ContainerHandle, VolumeHandle};
+use domain::{ContainerHandle, VolumeHandle, chain};
 use futures::StreamExt;
 use rpc::Refusal;
 use rpc::pb::artifacts as pb;
@@ -63,7 +64,11 @@ pub(crate) async fn report_forever(worker: Arc<Worker>) {
     let work = async {
         loop {
             let session = worker.wait_for_session().await;
-            let reported = report(&worker, &session).await;
+            // What is reported is said in the session, and so is what is destroyed because of the answer.
+            let reported = tokio::select! {
+                reported = report(&worker, &session) => reported,
+                () = worker.session_changed(&session) => continue,
+            };
             let failed = reported.is_err();
             log(&reported, "report");
             let spread = rand::random_range(0.8..1.2);
@@ -71,7 +76,7 @@ pub(crate) async fn report_forever(worker: Arc<Worker>) {
                 if failed { Duration::from_secs(1) } else { worker.config.report_interval.mul_f64(spread) };
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                () = worker.destroyed.notified(), if !failed => {}
+                () = worker.report_due.notified(), if !failed => {}
                 () = worker.session_changed(&session) => {}
             }
         }
@@ -102,7 +107,7 @@ async fn sweep(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), SweepE
         let containers = parse(&message.container_handles)?;
         let volumes = parse(&message.volume_handles)?;
         let destroyed = destroy(worker, containers, volumes).await;
-        worker.destroyed.notify_one();
+        worker.report_due.notify_one();
         if !destroyed {
             // A new call answers again what was handed out and is still there.
             return Err(SweepError::Incomplete);
@@ -121,16 +126,16 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
     futures::stream::iter(containers)
         .for_each_concurrent(concurrency, async |container| {
             if let Err(error) = worker.runtime.destroy_container(container).await {
-                tracing::warn!(container.handle = %container, %error, "cannot destroy a container");
+                tracing::warn!(container.handle = %container, error = chain(&error), "cannot destroy a container");
                 all.store(false, Ordering::Relaxed);
             }
         })
         .await;
-    // Children come before their parents, so one after the other.
+    // Children come before their parents, so one after the other. A worker refuses to destroy the parent of what could not be destroyed.
     for volume in volumes {
         worker.trees.forget(volume).await;
         if let Err(error) = worker.runtime.destroy_volume(volume).await {
-            tracing::warn!(volume.handle = %volume, %error, "cannot destroy a volume");
+            tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot destroy a volume");
             all.store(false, Ordering::Relaxed);
         }
     }
@@ -144,16 +149,22 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
     let token =
         client.begin_report(begin).await.map_err(Refusal::from)?.into_inner().token.unwrap_or_default();
     let store_life = token.store_life.clone();
-    let holdings = worker.runtime.list().await?;
+    let mut holdings = worker.runtime.list().await?;
     *worker.kept.lock().unwrap_or_else(PoisonError::into_inner) =
         (length(&holdings.containers), length(&holdings.volumes));
 
+    // To the store they are lost: it looks for other replicas of what they held, and has nothing made from them.
+    let damaged = worker.trees.damaged();
+    holdings.volumes.retain(|volume| !damaged.contains(volume));
     let parts = parts(session, token, &holdings);
     let answer = client.report(tokio_stream::iter(parts)).await.map_err(Refusal::from)?.into_inner();
     if answer.lost > 0 {
         tracing::warn!(volumes.lost = answer.lost, "things are missing on the worker");
     }
-    if answer.unknown_volume_handles.is_empty() && answer.unknown_container_handles.is_empty() {
+    let containers = parse(&answer.unknown_container_handles)?;
+    let mut volumes = parse(&answer.unknown_volume_handles)?;
+    volumes.extend(unlisted(worker, session, damaged).await?);
+    if volumes.is_empty() && containers.is_empty() {
         return remember_store_life(worker, &store_life).await.map(|_| ());
     }
     if !remember_store_life(worker, &store_life).await? {
@@ -163,14 +174,35 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
         );
         return Ok(());
     }
-    let containers = parse(&answer.unknown_container_handles)?;
-    let volumes = parse(&answer.unknown_volume_handles)?;
     tracing::info!(
         containers = containers.len(),
         volumes = volumes.len(),
         "destroying what the store does not know"
     );
     if destroy(worker, containers, volumes).await { Ok(()) } else { Err(SweepError::Incomplete) }
+}
+
+/// Which of `volumes`, that are left out of reports, the store has forgotten.
+async fn unlisted(
+    worker: &Worker,
+    session: &OpenSession,
+    mut volumes: BTreeSet<VolumeHandle>,
+) -> Result<BTreeSet<VolumeHandle>, SweepError> {
+    let mut request =
+        pb::ListVolumesRequest { worker_id: session.worker.to_string(), ..pb::ListVolumesRequest::default() };
+    request.page_size = 1_000;
+    while !volumes.is_empty() {
+        let mut client = worker.inventory.clone();
+        let page = client.list_volumes(request.clone()).await.map_err(Refusal::from)?.into_inner();
+        for listed in &page.volumes {
+            volumes.remove(&listed.volume_handle.parse()?);
+        }
+        if page.next_page_token.is_empty() {
+            break;
+        }
+        request.page_token = page.next_page_token;
+    }
+    Ok(volumes)
 }
 
 fn parts(session: &OpenSession, token: pb::ReportToken, holdings: &Holdings) -> Vec<pb::ReportRequest> {

@@ -3,24 +3,25 @@
 //! Each message is complete, so a lost one costs only time. What shall run is started once per lease, in a task that survives this
 //! stream; what shall stop is told to that task.
 //!
-//! Invariant: contact is told to the worker only as of a message that the scheduler has surely answered: the one before the last that
-//! was sent. So the worker's own deadline never lies behind the scheduler's picture of it.
+//! The worker is told of contact as [`crate::contact`] says: as of a message of ours that the scheduler says it heard.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use domain::worker::{Incarnation, Session};
-use domain::{GatewayInstance, LeaseId, WorkerId, chain};
+use domain::workload::FailureReason;
+use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, chain};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::desired_lease::Wish;
 use rpc::pb::scheduler::synchronize_request::Message as Up;
 use rpc::pb::scheduler::synchronize_response::Message as Down;
 use rpc::{Reason, Refusal};
-use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::attempt;
+use crate::clock::since_boot;
+use crate::contact::{Contact, NeverSent};
 use crate::worker::{Attempt, OpenSession, StopWish, Worker};
 
 /// The version of the protocol that this gateway speaks.
@@ -85,6 +86,7 @@ async fn try_speak(
 ) -> Result<(), Ended> {
     let (up, requests) = mpsc::channel(4);
     let hello = hello(worker, instance).await?;
+    let mut contact = Contact::new(since_boot());
     // The other end of the channel is the stream below, which is alive.
     up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
     let mut client = worker.workers.clone();
@@ -110,16 +112,12 @@ async fn try_speak(
     let heartbeat = seconds(welcome.heartbeat, Duration::from_secs(5));
     let stop_after = seconds(welcome.stop_after, Duration::from_secs(600));
     let mut applied = 0;
-    let mut sent = boottime();
-    let mut contact = Contact { sent_before: sent, told: None };
     loop {
-        let observed = observe(worker, &session, applied).await?;
+        let mut observed = observe(worker, &session, applied).await?;
+        observed.number = contact.sending(since_boot());
         if up.send(pb::SynchronizeRequest { message: Some(Up::Observed(observed)) }).await.is_err() {
             return Err(Ended::Closed);
         }
-        contact.sent_before = sent;
-        sent = boottime();
-
         let due = tokio::time::sleep(heartbeat / 2);
         tokio::pin!(due);
         loop {
@@ -127,10 +125,15 @@ async fn try_speak(
                 message = down.message() => {
                     match message.map_err(Refusal::from)?.and_then(|response| response.message) {
                         Some(Down::Desired(desired)) => {
-                            contact.answered(worker, heartbeat, stop_after).await;
+                            let heard = contact.heard(desired.heard, heartbeat).map_err(|NeverSent| {
+                                Ended::Nonsense("it heard what was never sent")
+                            })?;
+                            if let Some(sent) = heard {
+                                tell_contact(worker, sent, stop_after).await;
+                            }
                             let before = applied;
                             applied = desired.generation;
-                            if apply(worker, desired)? || applied != before {
+                            if apply(worker, desired) || applied != before {
                                 break;
                             }
                         }
@@ -198,20 +201,31 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
         containers,
         volumes,
         disk_free_bytes: disk.free_bytes,
+        number: 0,
     })
 }
 
 /// Takes up what the scheduler wishes. Answers whether that changed anything here.
-fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> Result<bool, Ended> {
+///
+/// What cannot be understood of one lease ends that lease, and nothing else.
+fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> bool {
     let mut wished = Vec::with_capacity(desired.leases.len());
     let mut changed = false;
     for lease in desired.leases {
-        let id: LeaseId = lease.lease_id.parse().map_err(|_| Ended::Nonsense("lease_id is no UUID"))?;
+        let Ok(id) = lease.lease_id.parse::<LeaseId>() else {
+            tracing::error!(
+                lease.id = lease.lease_id,
+                "the scheduler names a lease that is no UUID: it is left alone"
+            );
+            continue;
+        };
         wished.push(id);
         match lease.wish {
-            Some(Wish::Run(run)) => changed |= start(worker, id, run)?,
-            Some(Wish::Stop(stop)) => changed |= self::stop(worker, id, stop)?,
-            None => return Err(Ended::Nonsense("a lease without a wish")),
+            Some(Wish::Run(run)) => changed |= start(worker, id, run),
+            Some(Wish::Stop(stop)) => changed |= self::stop(worker, id, stop),
+            None => {
+                tracing::error!(lease.id = %id, "what the scheduler wants of a lease cannot be understood: it is left alone");
+            }
         }
     }
     let mut attempts = worker.attempts();
@@ -221,64 +235,79 @@ fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> Result<bool, Ended> {
         }
         // Over without us: whatever still runs of it has to end. The task tells when it has.
         if attempt.phase != pb::LeasePhase::Ended {
-            let wish = StopWish { grace: Duration::ZERO, reason: "LEASE_LOST".to_owned() };
+            let wish = StopWish { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
             attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
             return true;
         }
         changed = true;
         false
     });
-    Ok(changed)
+    changed
 }
 
-fn start(worker: &Arc<Worker>, lease: LeaseId, run: pb::RunAttempt) -> Result<bool, Ended> {
-    let mut attempts = worker.attempts();
-    if attempts.contains_key(&lease) {
-        return Ok(false);
+/// Takes a lease up, in a task of its own that `attend` makes.
+fn attend<F>(
+    worker: &Arc<Worker>,
+    lease: LeaseId,
+    wish: Option<StopWish>,
+    (attempt, token): (Option<AttemptId>, String),
+    attend: impl FnOnce(watch::Receiver<Option<StopWish>>) -> F,
+) where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let (stop, stopped) = watch::channel(wish);
+    worker.attempts().insert(lease, Attempt { phase: pb::LeasePhase::Preparing, stop });
+    worker.tasks.spawn(attempt::attended(worker.clone(), lease, attempt, token, attend(stopped)));
+}
+
+fn start(worker: &Arc<Worker>, lease: LeaseId, run: pb::RunAttempt) -> bool {
+    if worker.attempts().contains_key(&lease) {
+        return false;
     }
-    let task =
-        attempt::Task::parse(lease, run).map_err(|_| Ended::Nonsense("an attempt that cannot be read"))?;
-    let (stop, stopped) = watch::channel(None);
-    let entry =
-        Attempt { id: task.attempt, team: task.spec.team.clone(), phase: pb::LeasePhase::Preparing, stop };
-    attempts.insert(lease, entry);
-    drop(attempts);
-    worker.tasks.spawn(attempt::run(worker.clone(), task, stopped));
-    Ok(true)
+    let (attempt, token) = (run.attempt_id.parse().ok(), run.lease_token.clone());
+    let whose = (attempt, token.clone());
+    match attempt::Task::parse(lease, run) {
+        Ok(task) => {
+            attend(worker, lease, None, whose, |stopped| attempt::run(worker.clone(), task, stopped));
+        }
+        Err(unreadable) => {
+            tracing::error!(lease.id = %lease, error = %unreadable, "an attempt cannot be understood");
+            let why = unreadable.message().to_owned();
+            attend(worker, lease, None, whose, |_| {
+                attempt::refuse(worker.clone(), lease, attempt, token, why)
+            });
+        }
+    }
+    true
 }
 
-fn stop(worker: &Arc<Worker>, lease: LeaseId, stop: pb::StopAttempt) -> Result<bool, Ended> {
+fn stop(worker: &Arc<Worker>, lease: LeaseId, stop: pb::StopAttempt) -> bool {
     let grace = stop.grace.and_then(|grace| grace.try_into().ok()).unwrap_or(Duration::ZERO);
-    let wish = StopWish { grace, reason: stop.reason.clone() };
-    let mut attempts = worker.attempts();
-    if let Some(attempt) = attempts.get(&lease) {
-        return Ok(attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish)));
+    let reason = stop.reason.parse().unwrap_or(FailureReason::StoppedBeforeStart);
+    let wish = StopWish { grace, reason };
+    if let Some(attempt) = worker.attempts().get(&lease) {
+        return attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
     }
-    let id = stop.attempt_id.parse().map_err(|_| Ended::Nonsense("attempt_id is no UUID"))?;
-    let (sender, stopped) = watch::channel(Some(wish));
-    let entry = Attempt { id, team: String::new(), phase: pb::LeasePhase::Preparing, stop: sender };
-    attempts.insert(lease, entry);
-    drop(attempts);
-    worker.tasks.spawn(attempt::stop_unknown(worker.clone(), lease, id, stop.lease_token, stopped));
-    Ok(true)
+    let (attempt, token) = (stop.attempt_id.parse().ok(), stop.lease_token);
+    let whose = (attempt, token.clone());
+    match attempt {
+        Some(attempt) => attend(worker, lease, Some(wish), whose, |stopped| {
+            attempt::stop_unknown(worker.clone(), lease, attempt, token, stopped)
+        }),
+        None => {
+            tracing::error!(lease.id = %lease, "the attempt that shall stop is no UUID");
+            let why = "attempt_id: is no UUID".to_owned();
+            attend(worker, lease, Some(wish), whose, |_| {
+                attempt::refuse(worker.clone(), lease, None, token, why)
+            });
+        }
+    }
+    true
 }
 
-/// What the worker knows of our contact with the scheduler.
-struct Contact {
-    /// When the message before the last was sent.
-    sent_before: Duration,
-    told: Option<Duration>,
-}
-
-impl Contact {
-    async fn answered(&mut self, worker: &Worker, heartbeat: Duration, stop_after: Duration) {
-        if self.told.is_some_and(|told| self.sent_before.saturating_sub(told) < heartbeat) {
-            return;
-        }
-        self.told = Some(self.sent_before);
-        if let Err(error) = worker.runtime.contact(self.sent_before, stop_after).await {
-            tracing::warn!(error = %chain(&error), "cannot tell the worker's processes that they may go on");
-        }
+async fn tell_contact(worker: &Worker, sent: Duration, stop_after: Duration) {
+    if let Err(error) = worker.runtime.contact(sent, stop_after).await {
+        tracing::warn!(error = %chain(&error), "cannot tell the worker's processes that they may go on");
     }
 }
 
@@ -286,7 +315,5 @@ fn seconds(duration: Option<impl TryInto<Duration>>, default: Duration) -> Durat
     duration.and_then(|duration| duration.try_into().ok()).unwrap_or(default)
 }
 
-fn boottime() -> Duration {
-    let now = clock_gettime(ClockId::Boottime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
-}
+#[cfg(test)]
+mod tests;

@@ -1,21 +1,30 @@
 //! Manifests of complete volumes, and where on this worker an extent of content can be found.
 //!
-//! Both are caches, and a manifest is proof: a volume whose manifest was kept in this boot holds what it says. After a crash of the machine
-//! that is no longer sure, for contents are not synced before they are called complete; so manifests of an earlier boot count for nothing,
-//! and what is used again is hashed again ([`Trees::verify`]).
+//! A manifest is proof: a volume whose manifest was kept in this boot holds what it says. After a crash of the machine that is no longer
+//! sure, for contents are not synced before they are called complete; so what a manifest of an earlier boot says is read again and
+//! compared before anything is made from it or sent ([`Trees::proven`]). A volume that holds something else is remembered as damaged:
+//! nothing is made from it or read any more, and it is left out of what the worker reports, so that the artifact store counts it as lost.
 //!
-//! They are caches. A manifest that is not here is made again by scanning the volume; an extent that is not found is sent again.
-//! The memory they take is bounded by [`MEMORY`]. Extents are found only for the team whose volume has them, so that nobody learns from
-//! what need not be sent what others have.
+//! Both are caches: a manifest that is not here is made again by scanning the volume; an extent that is not found is sent again. The memory
+//! they take is bounded by [`MEMORY`]. Extents are found only for the team whose volume has them, so that nobody learns from what need
+//! not be sent what others have.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use domain::{Digest, VolumeHandle};
+use domain::{Digest, VolumeHandle, chain};
 use runtime::{Runtime, RuntimeError};
 use transfer::{Limits, Manifest, ScanOptions};
+
+use crate::blocking::blocking;
+use crate::rehash::{self, Rehashed};
+
+/// What the name of a manifest that is being written ends with.
+const UNFINISHED: &str = "tmp";
+/// What the name of the mark of a damaged volume ends with.
+const DAMAGED: &str = "damaged";
 
 /// Most bytes of manifests, encoded, that are held in memory.
 const MEMORY: u64 = 64 << 20;
@@ -35,11 +44,38 @@ struct State {
     order: VecDeque<VolumeHandle>,
     bytes: u64,
     extents: HashMap<Digest, (VolumeHandle, u64)>,
+    damaged: BTreeSet<VolumeHandle>,
 }
 
 struct Tree {
     team: String,
     manifest: Arc<Manifest>,
+}
+
+/// A manifest that was kept.
+pub(crate) struct Kept {
+    team: String,
+    manifest: Arc<Manifest>,
+    /// Whether it was in this boot, so that the volume holds what it says.
+    this_boot: bool,
+}
+
+impl Kept {
+    /// What the volume held when it was complete.
+    pub(crate) fn tree_digest(&self) -> Digest {
+        self.manifest.tree_digest()
+    }
+}
+
+/// The bytes of a volume cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TreeError {
+    /// They did not survive a crash of the machine.
+    #[error("the volume {0} does not hold what it should any more")]
+    Damaged(VolumeHandle),
+    /// The worker failed.
+    #[error(transparent)]
+    Worker(#[from] RuntimeError),
 }
 
 /// Where some content is.
@@ -53,22 +89,87 @@ impl Trees {
     /// The cache in `directory`, which is made. `boot` is the life of the machine.
     pub(crate) fn open(directory: &Path, boot: String) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
-        Ok(Self { directory: directory.to_owned(), boot, state: Mutex::default() })
+        let mut state = State::default();
+        for entry in std::fs::read_dir(directory)? {
+            let path = entry?.path();
+            let handle = || path.file_stem().and_then(|stem| stem.to_str()?.parse::<VolumeHandle>().ok());
+            match path.extension().and_then(|extension| extension.to_str()) {
+                // A gateway was killed while it wrote it.
+                Some(UNFINISHED) => std::fs::remove_file(&path)?,
+                Some(DAMAGED) => state.damaged.extend(handle()),
+                _ => {}
+            }
+        }
+        Ok(Self { directory: directory.to_owned(), boot, state: Mutex::new(state) })
     }
 
-    /// Makes sure that a volume holds the tree with this digest, by reading it if nothing of this boot says so. Answers whether it does.
+    /// The manifest of a volume that surely holds what it says, for which the volume is read if nothing of this boot says so.
+    pub(crate) async fn proven(
+        &self,
+        runtime: &dyn Runtime,
+        volume: VolumeHandle,
+        team: &str,
+    ) -> Result<Arc<Manifest>, TreeError> {
+        if self.state().damaged.contains(&volume) {
+            return Err(TreeError::Damaged(volume));
+        }
+        let Some(Kept { team, manifest, this_boot }) = self.kept(volume).await else {
+            return Ok(self.scan(runtime, volume, team).await?);
+        };
+        if this_boot {
+            return Ok(manifest);
+        }
+        let root = runtime.volume_directory(volume).await?;
+        let expected = manifest.clone();
+        match blocking(move || rehash::compare(&root, &expected)).await? {
+            Rehashed::Same => {
+                self.insert(volume, &team, manifest.clone()).await;
+                Ok(manifest)
+            }
+            Rehashed::Differs(path) => {
+                tracing::error!(
+                    volume.handle = %volume,
+                    path = %path.display(),
+                    "a volume did not survive a crash of the machine; nothing is made from it"
+                );
+                self.mark_damaged(volume).await;
+                Err(TreeError::Damaged(volume))
+            }
+        }
+    }
+
+    /// Makes sure that a volume holds the tree with this digest.
     pub(crate) async fn verify(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
         digest: Digest,
-    ) -> Result<bool, RuntimeError> {
-        let manifest = match self.get(volume).await {
-            Some(manifest) => manifest,
-            None => self.scan(runtime, volume, team).await?,
-        };
-        Ok(manifest.tree_digest() == digest)
+    ) -> Result<(), TreeError> {
+        if self.proven(runtime, volume, team).await?.tree_digest() == digest {
+            return Ok(());
+        }
+        tracing::error!(volume.handle = %volume, "a volume holds another tree than the artifact store says; nothing is made from it");
+        self.mark_damaged(volume).await;
+        Err(TreeError::Damaged(volume))
+    }
+
+    /// The volumes that do not hold what they should.
+    pub(crate) fn damaged(&self) -> BTreeSet<VolumeHandle> {
+        self.state().damaged.clone()
+    }
+
+    async fn mark_damaged(&self, volume: VolumeHandle) {
+        {
+            let mut state = self.state();
+            state.remove(volume);
+            state.damaged.insert(volume);
+        }
+        let path = self.path(volume).with_extension(DAMAGED);
+        if let Err(error) = tokio::fs::write(&path, b"").await {
+            // It is found out again.
+            tracing::warn!(volume.handle = %volume, %error, "cannot remember that a volume is damaged");
+        }
     }
 
     /// Scans a volume that has its final bytes, and keeps what was found.
@@ -79,9 +180,7 @@ impl Trees {
         team: &str,
     ) -> Result<Arc<Manifest>, RuntimeError> {
         let root = runtime.volume_directory(volume).await?;
-        let scanned = blocking(move || transfer::scan(&root, &ScanOptions::default(), None)).await?;
-        let scanned =
-            scanned.map_err(|error| RuntimeError::Other(format!("cannot read a volume: {error}")))?;
+        let scanned = blocking(move || scan(&root)).await?;
         for problem in &scanned.problems {
             tracing::info!(volume.handle = %volume, %problem, "left out of an output");
         }
@@ -94,22 +193,27 @@ impl Trees {
     pub(crate) async fn insert(&self, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
         self.state().insert(volume, team, manifest.clone());
         let (path, team, boot) = (self.path(volume), team.to_owned(), self.boot.clone());
-        let saved = blocking(move || save(&path, &boot, &team, &manifest)).await;
-        if let Ok(Err(error)) = saved {
-            tracing::warn!(volume.handle = %volume, %error, "cannot keep a manifest; it will be made again");
+        let failed = |error| RuntimeError::io("keeping a manifest", error);
+        let saved = blocking(move || save(&path, &boot, &team, &manifest).map_err(failed)).await;
+        if let Err(error) = saved {
+            tracing::warn!(volume.handle = %volume, error = chain(&error), "a manifest has to be made again");
         }
     }
 
-    /// The manifest of a volume. `None`: it has to be scanned.
-    pub(crate) async fn get(&self, volume: VolumeHandle) -> Option<Arc<Manifest>> {
+    /// The manifest that was kept of a volume. `None`: it is not complete, or it has to be scanned.
+    pub(crate) async fn kept(&self, volume: VolumeHandle) -> Option<Kept> {
         if let Some(tree) = self.state().trees.get(&volume) {
-            return Some(tree.manifest.clone());
+            let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
+            return Some(Kept { team, manifest, this_boot: true });
         }
-        let (path, boot) = (self.path(volume), self.boot.clone());
-        let (team, manifest) = blocking(move || load(&path, &boot)).await.ok()?.ok()?;
-        let manifest = Arc::new(manifest);
-        self.state().insert(volume, &team, manifest.clone());
-        Some(manifest)
+        let path = self.path(volume);
+        let failed = |error| RuntimeError::io("reading a manifest", error);
+        let (boot, team, manifest) = blocking(move || load(&path).map_err(failed)).await.ok()?;
+        let (manifest, this_boot) = (Arc::new(manifest), boot == self.boot);
+        if this_boot {
+            self.state().insert(volume, &team, manifest.clone());
+        }
+        Some(Kept { team, manifest, this_boot })
     }
 
     /// Where a volume of `team` has the content with this digest.
@@ -124,11 +228,18 @@ impl Trees {
 
     /// Forgets a volume, before it is destroyed.
     pub(crate) async fn forget(&self, volume: VolumeHandle) {
-        self.state().remove(volume);
-        match tokio::fs::remove_file(self.path(volume)).await {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!(volume.handle = %volume, %error, "cannot remove a manifest"),
+        {
+            let mut state = self.state();
+            state.remove(volume);
+            state.damaged.remove(&volume);
+        }
+        let path = self.path(volume);
+        for path in [path.with_extension(DAMAGED), path] {
+            match tokio::fs::remove_file(path).await {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => tracing::warn!(volume.handle = %volume, %error, "cannot remove a manifest"),
+            }
         }
     }
 
@@ -172,19 +283,15 @@ impl State {
     }
 }
 
-/// Runs something that blocks in a thread of its own.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, RuntimeError> {
-    let span = tracing::Span::current();
-    tokio::task::spawn_blocking(move || span.in_scope(work))
-        .await
-        .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))
+/// Reads everything in a volume.
+pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
+    transfer::scan(root, &ScanOptions::default(), None)
+        .map_err(|error| RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))))
 }
 
 /// The digest of the tree; the boot and the team, each with its length before it; the entries.
 fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<()> {
-    let temporary = path.with_extension("tmp");
+    let temporary = path.with_extension(UNFINISHED);
     let length = |text: &str| u8::try_from(text.len()).map_err(io::Error::other);
     let (boot_length, team_length) = ([length(boot)?], [length(team)?]);
     let digest = manifest.tree_digest();
@@ -194,8 +301,8 @@ fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<
     std::fs::rename(temporary, path)
 }
 
-/// The team and the manifest, if they were kept in this boot.
-fn load(path: &Path, boot: &str) -> io::Result<(String, Manifest)> {
+/// The boot, the team and the manifest.
+fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
     let file = std::fs::read(path)?;
     let (digest, rest) = file.split_at_checked(32).ok_or_else(malformed)?;
@@ -204,16 +311,13 @@ fn load(path: &Path, boot: &str) -> io::Result<(String, Manifest)> {
         let (text, rest) = rest.split_at_checked(usize::from(*length))?;
         Some((String::from_utf8(text.to_vec()).ok()?, rest.to_vec()))
     };
-    let (kept_in, rest) = text(rest).ok_or_else(malformed)?;
-    if kept_in != boot {
-        return Err(io::Error::from(io::ErrorKind::NotFound));
-    }
+    let (boot, rest) = text(rest).ok_or_else(malformed)?;
     let (team, entries) = text(&rest).ok_or_else(malformed)?;
     let manifest = Manifest::decode(&entries, Limits::default()).map_err(|_| malformed())?;
     if manifest.tree_digest().as_bytes() != digest {
         return Err(malformed());
     }
-    Ok((team, manifest))
+    Ok((boot, team, manifest))
 }
 
 #[cfg(test)]
@@ -237,19 +341,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_manifest_counts_only_in_the_boot_in_which_it_was_kept() {
+    async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let volume = VolumeHandle::new();
         let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
         open("first").insert(volume, "main", Arc::new(manifest())).await;
 
-        let again = open("first").get(volume).await.map(|manifest| manifest.tree_digest());
-        assert_eq!(again, Some(manifest().tree_digest()));
-        assert!(open("second").get(volume).await.is_none(), "it must be hashed again");
+        let again = open("first").kept(volume).await.expect("the manifest");
+        assert_eq!((again.tree_digest(), again.this_boot), (manifest().tree_digest(), true));
+        assert!(
+            !open("second").kept(volume).await.expect("the manifest").this_boot,
+            "it must be hashed again"
+        );
 
         let trees = open("first");
         trees.forget(volume).await;
-        assert!(trees.get(volume).await.is_none());
+        assert!(trees.kept(volume).await.is_none());
     }
 
     #[tokio::test]
@@ -262,7 +369,47 @@ mod tests {
         let whole = std::fs::read(&path).expect("the file");
         for cut in 0..whole.len() {
             std::fs::write(&path, &whole[..cut]).expect("write");
-            assert!(trees().get(volume).await.is_none(), "cut after {cut} bytes");
+            assert!(trees().kept(volume).await.is_none(), "cut after {cut} bytes");
         }
+    }
+
+    #[tokio::test]
+    async fn what_a_killed_gateway_was_writing_is_removed() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let (half, whole) = (VolumeHandle::new(), VolumeHandle::new());
+        let open = || Trees::open(directory.path(), "boot".to_owned()).expect("open");
+        open().insert(whole, "main", Arc::new(manifest())).await;
+        std::fs::write(directory.path().join(format!("{half}.tmp")), "half").expect("write");
+        assert!(open().kept(whole).await.is_some());
+        let left: Vec<_> = std::fs::read_dir(directory.path()).expect("list").flatten().collect();
+        assert_eq!(left.len(), 1, "{left:?}");
+    }
+
+    #[tokio::test]
+    async fn a_volume_that_did_not_survive_is_damaged_until_it_is_destroyed() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let worker = crate::for_tests::Directories::default();
+        let (whole, lost) = (worker.volume("contents"), worker.volume("contents"));
+        let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
+        let trees = open("first");
+        for volume in [whole, lost] {
+            trees.proven(&worker, volume, "main").await.expect("a manifest");
+        }
+        worker.overwrite(lost, "contentS");
+        trees.proven(&worker, lost, "main").await.expect("in this boot nothing is lost");
+
+        let trees = open("second");
+        let digest = trees.proven(&worker, whole, "main").await.expect("it is what it was").tree_digest();
+        trees.verify(&worker, whole, "main", digest).await.expect("it is what it was");
+        let damaged = trees.verify(&worker, lost, "main", digest).await;
+        assert!(matches!(damaged, Err(TreeError::Damaged(volume)) if volume == lost), "{damaged:?}");
+        assert_eq!(trees.damaged(), BTreeSet::from([lost]));
+
+        let trees = open("third");
+        assert_eq!(trees.damaged(), BTreeSet::from([lost]), "it is remembered");
+        assert!(matches!(trees.proven(&worker, lost, "main").await, Err(TreeError::Damaged(_))));
+        trees.forget(lost).await;
+        assert_eq!(trees.damaged(), BTreeSet::new());
+        assert_eq!(open("third").damaged(), BTreeSet::new());
     }
 }

@@ -22,7 +22,8 @@ use transfer::{
 };
 
 use crate::attempt;
-use crate::trees::blocking;
+use crate::blocking::blocking;
+use crate::trees::TreeError;
 use crate::worker::Worker;
 use rpc::Refusal;
 
@@ -46,6 +47,9 @@ pub(crate) enum TransferError {
     /// The worker failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
+    /// The bytes of the volume are not what they were.
+    #[error("the volume {0} does not hold what it should any more")]
+    Damaged(VolumeHandle),
     /// The tree cannot be written.
     #[error(transparent)]
     Write(#[from] WriteError),
@@ -75,6 +79,15 @@ pub(crate) enum TransferError {
     /// The receiver is gone.
     #[error("the caller is gone")]
     CallerGone,
+}
+
+impl From<TreeError> for TransferError {
+    fn from(error: TreeError) -> Self {
+        match error {
+            TreeError::Damaged(volume) => Self::Damaged(volume),
+            TreeError::Worker(error) => Self::Worker(error),
+        }
+    }
 }
 
 /// Verifies a ticket for `operation` on a volume of this worker.
@@ -114,16 +127,21 @@ enum Step {
 }
 
 impl Filling {
-    /// Makes the volume, copies what this worker has already, and says what is missing. An earlier try at the same volume is thrown away.
+    /// Makes the volume, copies what this worker has already, and says what is missing. An earlier try at the same volume is thrown away,
+    /// unless it got as far as that its bytes were final: then nothing is missing.
     pub(crate) async fn begin(
         worker: &Worker,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
     ) -> Result<Self, TransferError> {
         let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
-        if worker.trees.get(ticket.volume).await.is_some() {
-            // A delayed repeat: the volume has its bytes, and they are final.
-            return Err(TransferError::Complete(ticket.volume));
+        if let Some(kept) = worker.trees.kept(ticket.volume).await {
+            if kept.tree_digest() != manifest.tree_digest() {
+                return Err(TransferError::Complete(ticket.volume));
+            }
+            // Whether the store knows was not heard, by the caller or by us. It is told again.
+            worker.trees.proven(worker.runtime.as_ref(), ticket.volume, &ticket.team).await?;
+            return Ok(Self::whole(ticket, manifest, turn));
         }
         worker.runtime.destroy_volume(ticket.volume).await?;
         worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
@@ -135,9 +153,9 @@ impl Filling {
         let (writer, missing) = blocking(move || {
             let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
             let missing = sources.copy(&mut writer, &tree)?;
-            Ok::<_, WriteError>((writer, missing))
+            Ok::<_, TransferError>((writer, missing))
         })
-        .await??;
+        .await?;
 
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
@@ -146,6 +164,18 @@ impl Filling {
             write(writer, steps)
         });
         Ok(Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer })
+    }
+
+    /// A volume that has all of its bytes.
+    fn whole(ticket: &TicketClaims, manifest: Arc<Manifest>, turn: Turn) -> Self {
+        let (queue, mut steps) = mpsc::channel(QUEUE);
+        let writer = tokio::task::spawn_blocking(move || {
+            let _turn = turn;
+            while let Some(Step::Put(_)) = steps.blocking_recv() {}
+            Ok(())
+        });
+        let missing = Runs::new();
+        Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer }
     }
 
     /// Bytes that have to be sent.
@@ -172,8 +202,12 @@ impl Filling {
             .await
             .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))?;
         written?;
-        attempt::complete(worker, self.volume, &self.manifest).await?;
+        // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
         worker.trees.insert(self.volume, &self.team, self.manifest.clone()).await;
+        if let Err(refusal) = attempt::complete(worker, self.volume, &self.manifest).await {
+            worker.trees.forget(self.volume).await;
+            return Err(refusal.into());
+        }
         Ok(self.manifest)
     }
 
@@ -267,12 +301,13 @@ impl Sources {
     }
 }
 
-/// The manifest of a complete volume.
+/// The manifest of a complete volume, which surely holds what it says.
 pub(crate) async fn manifest(worker: &Worker, ticket: &TicketClaims) -> Result<Arc<Manifest>, TransferError> {
-    if let Some(manifest) = worker.trees.get(ticket.volume).await {
-        return Ok(manifest);
+    let proven = worker.trees.proven(worker.runtime.as_ref(), ticket.volume, &ticket.team).await;
+    if let Err(TreeError::Damaged(_)) = proven {
+        worker.report_due.notify_one();
     }
-    Ok(worker.trees.scan(worker.runtime.as_ref(), ticket.volume, &ticket.team).await?)
+    Ok(proven?)
 }
 
 /// Reads extents of a volume into `batches`, which holds the reader back when it is full.
@@ -291,7 +326,7 @@ pub(crate) async fn read(
         }
         Ok(())
     })
-    .await?
+    .await
 }
 
 /// Reads one regular file of a volume: its size first, then its bytes.
@@ -348,5 +383,5 @@ pub(crate) async fn read_file(
             }
         }
     })
-    .await?
+    .await
 }

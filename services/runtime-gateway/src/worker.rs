@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use domain::worker::{Incarnation, Session};
-use domain::{AttemptId, LeaseId, VolumeHandle, WorkerId};
+use domain::workload::FailureReason;
+use domain::{LeaseId, VolumeHandle, WorkerId};
 use rpc::client::Outgoing;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::scheduler as pb;
@@ -37,13 +38,11 @@ pub(crate) struct OpenSession {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StopWish {
     pub(crate) grace: Duration,
-    pub(crate) reason: String,
+    pub(crate) reason: FailureReason,
 }
 
 /// An attempt that this gateway works on, or has ended and not yet been told to forget.
 pub(crate) struct Attempt {
-    pub(crate) id: AttemptId,
-    pub(crate) team: String,
     pub(crate) phase: pb::LeasePhase,
     /// Set when it shall stop.
     pub(crate) stop: watch::Sender<Option<StopWish>>,
@@ -68,8 +67,8 @@ pub(crate) struct Worker {
     pub(crate) kept: Mutex<(u64, u64)>,
     /// Wakes the synchronizing task when an attempt has changed.
     pub(crate) changed: Notify,
-    /// Wakes the reporting task when something was destroyed.
-    pub(crate) destroyed: Notify,
+    /// Wakes the reporting task: something was destroyed, or found to be damaged.
+    pub(crate) report_due: Notify,
 }
 
 impl Worker {
@@ -80,8 +79,9 @@ impl Worker {
         tasks: TaskTracker,
         stopping: CancellationToken,
     ) -> anyhow::Result<Arc<Self>> {
-        let scheduler = rpc::client::peer(&config.scheduler, Outgoing::internal())?;
-        let store = rpc::client::peer(&config.artifact_store, Outgoing::internal())?;
+        let outgoing = || Outgoing::internal().with_token(config.token.as_deref());
+        let scheduler = rpc::client::peer(&config.scheduler, outgoing())?;
+        let store = rpc::client::peer(&config.artifact_store, outgoing())?;
         Ok(Arc::new(Self {
             inventory: InventoryClient::new(store),
             // A desired state has the specs of all its leases.
@@ -94,7 +94,7 @@ impl Worker {
             filling: Arc::default(),
             kept: Mutex::default(),
             changed: Notify::new(),
-            destroyed: Notify::new(),
+            report_due: Notify::new(),
             config,
             runtime,
             tasks,

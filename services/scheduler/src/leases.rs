@@ -2,7 +2,9 @@
 //!
 //! ```text
 //! granted ──shall stop──▶ ending ──its gateway says that it stopped──▶ ended
-//!    ├──its gateway says that it ended──────────────────────────────────▶ ended
+//!    │                       └──as below────────────────────────────────▶ ended
+//!    ├──its gateway says that it ended, or does not know it─────────────▶ ended
+//!    ├──its worker is silent and has not started it─────────────────────▶ ended
 //!    └──its worker is lost, a new incarnation, or not renewed───────────▶ ended
 //! ```
 //!

@@ -1,11 +1,10 @@
 //! The scheduler as a service of its own.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context;
 use clap::Parser;
 use scheduler::Config;
+use server::Started;
 
 /// The scheduler of Gantry: workers, leases, workloads and their queue.
 #[derive(Debug, Parser)]
@@ -19,9 +18,6 @@ struct Arguments {
     /// Where the artifact store listens: http://host:port or unix:///path.
     #[arg(long, env = "GANTRY_ARTIFACT_STORE")]
     artifact_store: String,
-    /// A file with the token of this cluster, which callers over TCP present.
-    #[arg(long, env = "GANTRY_TOKEN_FILE")]
-    token_file: Option<PathBuf>,
     /// Seconds in which a gateway says at least once what its worker does.
     #[arg(long, env = "GANTRY_HEARTBEAT", default_value_t = 5)]
     heartbeat: u64,
@@ -45,21 +41,13 @@ struct Arguments {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
-    let _telemetry = server::telemetry::init("scheduler", "info", None)?;
-    let listener = arguments.listen.bind().await?;
-    scheduler::serve(arguments.config()?, listener, server::shutdown_signal()).await
+    let Started { listener, token, telemetry: _telemetry } = arguments.listen.start("scheduler").await?;
+    scheduler::serve(arguments.config(token), listener, server::shutdown_signal()).await
 }
 
 impl Arguments {
-    fn config(self) -> anyhow::Result<Config> {
-        let token = match &self.token_file {
-            Some(path) => {
-                let token = std::fs::read_to_string(path);
-                Some(token.with_context(|| format!("cannot read {}", path.display()))?.trim().to_owned())
-            }
-            None => None,
-        };
-        Ok(Config {
+    fn config(self, token: Option<String>) -> Config {
+        Config {
             token,
             heartbeat: Duration::from_secs(self.heartbeat),
             worker_ttl: Duration::from_secs(self.worker_ttl),
@@ -68,6 +56,6 @@ impl Arguments {
             lease_term: Duration::from_secs(self.lease_term),
             keep_finished: Duration::from_secs(self.keep_finished),
             ..Config::new(self.database_url, self.artifact_store)
-        })
+        }
     }
 }

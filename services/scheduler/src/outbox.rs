@@ -172,6 +172,13 @@ pub(crate) async fn deliver(scheduler: Scheduler, mut parcel: Parcel) {
         }
         Message::EndAttempt { .. } => tracing::Span::none(),
     };
+    if !span.is_none() {
+        match workloads::find(scheduler.db.read(), parcel.workload).await {
+            // Also when another process accepted the workload than delivers this.
+            Ok(row) => rpc::trace::continue_from(&span, row.as_ref().map_or("", |row| &row.traceparent)),
+            Err(error) => tracing::debug!(error = %error, "cannot read whose trace this belongs to"),
+        }
+    }
     if let Err(error) = deliver_once(&scheduler, &mut parcel).instrument(span).await {
         if parcel.tries > 3 {
             tracing::warn!(workload.id = %parcel.workload, tries = parcel.tries, error = %error, "cannot tell the artifact store how a workload ended");

@@ -31,7 +31,7 @@ pub async fn serve(
     listener: Listener,
     shutdown: impl Future<Output = ()> + Send,
 ) -> anyhow::Result<()> {
-    let mut host = Host::new();
+    let mut host = Host::new().with_token(config.token.clone());
     start(&config, &mut host)?;
     host.serve([listener], shutdown).await
 }

@@ -1,6 +1,7 @@
 //! The streamer as a process of its own.
 
 use clap::Parser;
+use server::Started;
 use streamer::Config;
 
 /// Volumes in and out.
@@ -16,7 +17,6 @@ struct Args {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let args = Args::parse();
-    let _telemetry = server::telemetry::init("streamer", "info", None)?;
-    let listener = args.listen.bind().await?;
-    streamer::serve(args.config, listener, server::shutdown_signal()).await
+    let Started { listener, token, telemetry: _telemetry } = args.listen.start("streamer").await?;
+    streamer::serve(Config { token, ..args.config }, listener, server::shutdown_signal()).await
 }

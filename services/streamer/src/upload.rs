@@ -39,8 +39,9 @@ pub(crate) struct Peers {
 
 impl Peers {
     pub(crate) fn new(config: &Config) -> Result<Self, AddressError> {
-        let store = rpc::client::peer(&config.artifact_store, Outgoing::internal())?;
-        let scheduler = rpc::client::peer(&config.scheduler, Outgoing::internal())?;
+        let outgoing = || Outgoing::internal().with_token(config.token.as_deref());
+        let store = rpc::client::peer(&config.artifact_store, outgoing())?;
+        let scheduler = rpc::client::peer(&config.scheduler, outgoing())?;
         Ok(Self {
             artifacts: ArtifactsClient::new(store.clone()),
             replicas: ReplicasClient::new(store),

@@ -40,18 +40,33 @@ struct Suite {
 
 impl Suite {
     async fn start(with_worker: bool) -> Self {
-        let directory = tempfile::tempdir().expect("a temporary directory");
+        Self::start_in(tempfile::tempdir().expect("a temporary directory"), with_worker, None).await
+    }
+
+    /// Over what an earlier one left in `directory`, with services that ask each other, and their callers, for `token`.
+    async fn start_in(directory: TempDir, with_worker: bool, token: Option<&str>) -> Self {
+        let token = token.map(str::to_owned);
         let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
         let endpoint = listener.endpoint().expect("its address");
         let database = |name: &str| format!("sqlite://{}/{name}.db", directory.path().display());
-        let mut host = Host::new();
+        let mut host = Host::new().with_token(token.clone());
 
-        let scheduler = scheduler::Config::new(database("scheduler"), endpoint.clone());
+        let scheduler = scheduler::Config {
+            token: token.clone(),
+            ..scheduler::Config::new(database("scheduler"), endpoint.clone())
+        };
         scheduler::start(scheduler, &mut host).await.expect("a scheduler");
         let keys = artifact_store::KeySource::Scheduler(endpoint.clone());
-        let store = artifact_store::Config::new(database("store"), keys);
+        let store = artifact_store::Config {
+            token: token.clone(),
+            ..artifact_store::Config::new(database("store"), keys)
+        };
         artifact_store::start(store, &mut host).await.expect("an artifact store");
-        let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
+        let streamer = streamer::Config {
+            scheduler: endpoint.clone(),
+            artifact_store: endpoint.clone(),
+            token: token.clone(),
+        };
         streamer::start(&streamer, &mut host).expect("a streamer");
         let machine = with_worker.then(|| {
             let config = HostConfig::new(directory.path().join("worker"), directory.path().join("run"));
@@ -66,6 +81,7 @@ impl Suite {
                 endpoint: endpoint.clone(),
                 scheduler: endpoint.clone(),
                 artifact_store: endpoint.clone(),
+                token: token.clone(),
                 manifest_dir: directory.path().join("manifests"),
                 report_interval: Duration::from_secs(60),
                 destroy_concurrency: 4,
@@ -79,7 +95,7 @@ impl Suite {
         };
         #[expect(clippy::disallowed_methods, reason = "the suite waits for it when it stops")]
         let served = tokio::spawn(host.serve([listener], shutdown));
-        let peer = peer(&endpoint, Outgoing::default()).expect("an address");
+        let peer = peer(&endpoint, Outgoing::default().with_token(token.as_deref())).expect("an address");
         Self { directory, peer, machine, stop, served }
     }
 
@@ -121,12 +137,17 @@ impl Suite {
     }
 
     async fn stop(self) {
+        self.stop_and_keep().await.close().expect("everything can be removed");
+    }
+
+    /// Leaves everything in its directory, for another one.
+    async fn stop_and_keep(self) -> TempDir {
         self.stop.send(()).expect("it serves");
         self.served.await.expect("no panic").expect("an orderly end");
         if let Some(machine) = self.machine {
             machine.unmount_idle().expect("unmount");
         }
-        self.directory.close().expect("everything can be removed");
+        self.directory
     }
 }
 
@@ -161,6 +182,15 @@ fn tree(root: &Path) -> transfer::Manifest {
 
 /// Sends a whole tree to where the streamer said.
 async fn write(go_to: &pb::GoTo, root: &Path, manifest: transfer::Manifest) -> Result<(), Refusal> {
+    write_with(go_to, root, manifest, Outgoing::default()).await
+}
+
+async fn write_with(
+    go_to: &pb::GoTo,
+    root: &Path,
+    manifest: transfer::Manifest,
+    outgoing: Outgoing,
+) -> Result<(), Refusal> {
     let manifest = Arc::new(manifest);
     let (said, requests) = mpsc::channel(16);
     let say = |message| said.send(runtime_pb::WriteRequest { message: Some(message) });
@@ -169,7 +199,7 @@ async fn write(go_to: &pb::GoTo, root: &Path, manifest: transfer::Manifest) -> R
         say(Write::Manifest(part)).await.expect("a stream");
     }
     say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
-    let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
+    let gateway = peer(&go_to.gateway_endpoint, outgoing).expect("an address");
     let mut answers = VolumesClient::new(gateway).write(ReceiverStream::new(requests)).await?.into_inner();
     let mut missing = transfer::Runs::new();
     loop {
@@ -240,6 +270,96 @@ async fn a_tree_is_sent_once_and_found_the_second_time() {
     let request = pb::DownloadRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
     let found = StreamerClient::new(suite.peer.clone()).download(request).await.expect("found").into_inner();
     assert_eq!((found.size_bytes, found.digest.as_ref()), (7, digest.as_bytes()));
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn services_with_a_token_present_it_to_each_other() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let suite = Suite::start_in(directory, true, Some("secret")).await;
+    let root = suite.directory.path().join("tree");
+    let manifest = tree(&root);
+    let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
+    let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
+    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    let refused = write(&go_to, &root, manifest.clone()).await.expect_err("the gateway asks for it, too");
+    assert!(refused.is(Reason::Unauthenticated), "{refused}");
+    let outgoing = Outgoing::default().with_token(Some("secret"));
+    write_with(&go_to, &root, manifest, outgoing).await.expect("written");
+    upload.commit(digest).await.expect("sealed");
+    suite.stop().await;
+}
+
+/// Ends the boot in which the manifests were kept, as far as a gateway can tell, and changes the file in each volume that has one.
+fn crash(directory: &Path) {
+    for entry in std::fs::read_dir(directory.join("manifests")).expect("list").flatten() {
+        let mut kept = std::fs::read(entry.path()).expect("read");
+        // After the digest, the length of the boot, and the boot.
+        if kept.len() > 33 && entry.file_name() != "store-life" {
+            kept[33] ^= 1;
+            std::fs::write(entry.path(), kept).expect("write");
+        }
+    }
+    for entry in std::fs::read_dir(directory.join("worker/volumes")).expect("list").flatten() {
+        let path = entry.path().join("contents/directory/file");
+        if let Ok(modified) = std::fs::metadata(&path).and_then(|metadata| metadata.modified()) {
+            std::fs::write(&path, "CONTENT").expect("write");
+            let file = std::fs::File::options().write(true).open(&path).expect("open");
+            file.set_modified(modified).expect("set the time");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let suite = Suite::start(true).await;
+    let root = suite.directory.path().join("tree");
+    let manifest = tree(&root);
+    let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
+    let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
+    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    write(&go_to, &root, manifest.clone()).await.expect("written");
+    upload.commit(digest).await.expect("sealed");
+    let directory = suite.stop_and_keep().await;
+    crash(directory.path());
+    let suite = Suite::start_in(directory, true, None).await;
+
+    let deadline = Instant::now() + PATIENCE;
+    let read = async || {
+        let request = pb::DownloadRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+        let found = StreamerClient::new(suite.peer.clone()).download(request).await?.into_inner();
+        let go_to = found.go_to.expect("where to read");
+        let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
+        let request = runtime_pb::ReadFileRequest { ticket: go_to.ticket, path: "directory/file".into() };
+        VolumesClient::new(gateway).read_file(request).await?.into_inner().message().await
+    };
+    // The gateway may not have been let in yet, and is where it was before as far as the scheduler knows.
+    let refused = loop {
+        let refused = Refusal::from(read().await.expect_err("nothing of it is sent"));
+        if !refused.is_transient() && !refused.is(Reason::WorkerUnreachable) {
+            break refused;
+        }
+        assert!(Instant::now() < deadline, "{refused}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert!(refused.is(Reason::DigestMismatch), "{refused}");
+
+    let (mut upload, go_to) = loop {
+        let (upload, answer) = suite.open_when_possible(ArtifactId::new(), digest).await;
+        if let Answer::GoTo(go_to) = answer {
+            break (upload, go_to);
+        }
+        assert!(Instant::now() < deadline, "the store goes on finding what is lost");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    write(&go_to, &root, manifest).await.expect("written");
+    upload.commit(digest).await.expect("sealed");
     suite.stop().await;
 }
 

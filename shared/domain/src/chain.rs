@@ -8,7 +8,11 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        text = format!("{text}: {error}");
+        let next = error.to_string();
+        // Some libraries say their cause themselves.
+        if !text.ends_with(&next) {
+            text = format!("{text}: {next}");
+        }
         cause = error.source();
     }
     text

@@ -1,9 +1,10 @@
 //! What a caller wants run, and how it can end.
 
 use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{ArtifactId, BuildId, Digest};
 
@@ -154,11 +155,11 @@ pub enum Exit {
     OutOfMemory,
 }
 
-/// What went wrong outside the process, with one of the reasons of `docs/errors.md`.
+/// What went wrong outside the process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// For programs.
-    pub reason: String,
+    pub reason: FailureReason,
     /// For people.
     pub message: String,
 }
@@ -191,29 +192,81 @@ pub struct PublishedOutput {
     pub entries: u64,
 }
 
-/// The reasons of failures of workloads. `docs/errors.md` describes each; a test holds the two together.
-pub const FAILURES: &[&str] = &[
-    "CANCELLED",
-    "QUEUE_TIMEOUT",
-    "RUN_TIMEOUT",
-    "WORKER_LOST",
-    "START_UNKNOWN",
-    "EXIT_UNKNOWN",
-    "CONTACT_LOST",
-    "STOPPED_BEFORE_START",
-    "START_FAILED",
-    "PROGRAM_NOT_FOUND",
-    "PROGRAM_NOT_EXECUTABLE",
-    "USER_NOT_FOUND",
-    "WORKING_DIRECTORY_MISSING",
-    "INVALID_MOUNT",
-    "UNSUPPORTED",
-    "CGROUP_UNAVAILABLE",
-    "OUTPUT_MISSING",
-    "PUBLISH_FAILED",
-    "SETTLE_FAILED",
-    "INPUT_UNAVAILABLE",
-    "CONTAINER_NOT_FOUND",
-    "DISK_FULL",
-    "WORKER_FAILED",
-];
+macro_rules! failure_reasons {
+    ($($variant:ident = $text:literal;)+) => {
+        /// Why a workload could not be run, or what went wrong outside of its process: a closed list.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[expect(missing_docs, reason = "docs/errors.md describes each; a test holds the two together")]
+        pub enum FailureReason { $($variant,)+ }
+
+        impl FailureReason {
+            /// All of them.
+            pub const ALL: &'static [FailureReason] = &[$(FailureReason::$variant,)+];
+
+            /// Its text, on the wire and on disk.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $text,)+ }
+            }
+        }
+    };
+}
+
+failure_reasons! {
+    Cancelled = "CANCELLED";
+    QueueTimeout = "QUEUE_TIMEOUT";
+    RunTimeout = "RUN_TIMEOUT";
+    WorkerLost = "WORKER_LOST";
+    StartUnknown = "START_UNKNOWN";
+    ExitUnknown = "EXIT_UNKNOWN";
+    ContactLost = "CONTACT_LOST";
+    StoppedBeforeStart = "STOPPED_BEFORE_START";
+    StartFailed = "START_FAILED";
+    ProgramNotFound = "PROGRAM_NOT_FOUND";
+    ProgramNotExecutable = "PROGRAM_NOT_EXECUTABLE";
+    UserNotFound = "USER_NOT_FOUND";
+    WorkingDirectoryMissing = "WORKING_DIRECTORY_MISSING";
+    InvalidMount = "INVALID_MOUNT";
+    Unsupported = "UNSUPPORTED";
+    CgroupUnavailable = "CGROUP_UNAVAILABLE";
+    OutputMissing = "OUTPUT_MISSING";
+    PublishFailed = "PUBLISH_FAILED";
+    SettleFailed = "SETTLE_FAILED";
+    InputUnavailable = "INPUT_UNAVAILABLE";
+    ContainerNotFound = "CONTAINER_NOT_FOUND";
+    DiskFull = "DISK_FULL";
+    WorkerFailed = "WORKER_FAILED";
+}
+
+/// Text that is no [`FailureReason`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a reason for the failure of a workload")]
+pub struct ParseFailureReasonError;
+
+impl FromStr for FailureReason {
+    type Err = ParseFailureReasonError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::ALL.iter().copied().find(|reason| reason.as_str() == text).ok_or(ParseFailureReasonError)
+    }
+}
+
+impl fmt::Display for FailureReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl Serialize for FailureReason {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.as_str())
+    }
+}
+
+impl<'de> Deserialize<'de> for FailureReason {
+    /// One that a newer version wrote is a failure of the worker: the message says more.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        Ok(text.parse().unwrap_or(Self::WorkerFailed))
+    }
+}

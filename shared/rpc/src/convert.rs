@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use domain::workload::{Exit, Failure, Outcome, PublishedOutput};
+use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedOutput};
 use domain::{Digest, Timestamp};
 use tonic::Status;
 
@@ -112,13 +112,17 @@ pub fn parse_exit(field: &str, exit: &pb::Exit) -> Result<Exit, Status> {
 /// What went wrong, on the wire.
 #[must_use]
 pub fn failure(failure: &Failure) -> pb::Failure {
-    pb::Failure { reason: failure.reason.clone(), message: failure.message.clone() }
+    pb::Failure { reason: failure.reason.as_str().to_owned(), message: failure.message.clone() }
 }
 
-/// What went wrong, from the wire.
+/// What went wrong, from the wire. A reason that is not known here is a failure of the worker, and stands in the message.
 #[must_use]
 pub fn parse_failure(failure: pb::Failure) -> Failure {
-    Failure { reason: failure.reason, message: failure.message }
+    let pb::Failure { reason, message } = failure;
+    match reason.parse() {
+        Ok(reason) => Failure { reason, message },
+        Err(_) => Failure { reason: FailureReason::WorkerFailed, message: format!("{reason}: {message}") },
+    }
 }
 
 /// How a workload ended, on the wire.

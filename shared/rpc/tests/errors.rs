@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use domain::workload::{Failure, FailureReason};
 use gantry_rpc::Reason;
 
 fn root() -> PathBuf {
@@ -46,9 +47,33 @@ fn the_document_lists_every_reason_with_its_code() {
 #[test]
 fn the_document_lists_every_failure_of_a_workload() {
     let document = std::fs::read_to_string(root().join("docs/errors.md")).expect("docs/errors.md");
-    let documented: BTreeSet<_> = rows(&document, "Failures of workloads").into_keys().collect();
-    let known: BTreeSet<_> = domain::workload::FAILURES.iter().map(|reason| (*reason).to_owned()).collect();
+    let rows = rows(&document, "Failures of workloads");
+    let documented: BTreeSet<_> = rows.keys().map(String::as_str).collect();
+    let known: BTreeSet<_> = FailureReason::ALL.iter().map(|reason| reason.as_str()).collect();
     assert_eq!(documented, known);
+    for row in rows.values() {
+        assert!(
+            ["caller", "infrastructure", "capacity", "configuration"].contains(&row[1].as_str()),
+            "{row:?}"
+        );
+        assert!(["none", "possible", "happened"].contains(&row[2].as_str()), "{row:?}");
+    }
+}
+
+#[test]
+fn a_failure_that_is_not_listed_becomes_one_that_is() {
+    for reason in FailureReason::ALL {
+        let failure = Failure { reason: *reason, message: "why".to_owned() };
+        assert_eq!(gantry_rpc::parse_failure(gantry_rpc::failure(&failure)), failure);
+        let text = serde_json::to_string(&failure).expect("text");
+        assert_eq!(text, format!(r#"{{"reason":"{reason}","message":"why"}}"#));
+        assert_eq!(serde_json::from_str::<Failure>(&text).expect("a failure"), failure);
+    }
+    let newer = gantry_rpc::pb::scheduler::Failure { reason: "NEWER".to_owned(), message: "why".to_owned() };
+    let parsed = gantry_rpc::parse_failure(newer);
+    assert_eq!(parsed, Failure { reason: FailureReason::WorkerFailed, message: "NEWER: why".to_owned() });
+    let kept: Failure = serde_json::from_str(r#"{"reason":"NEWER","message":"why"}"#).expect("a failure");
+    assert_eq!(kept.reason, FailureReason::WorkerFailed);
 }
 
 #[test]

@@ -2,15 +2,18 @@
 
 use std::io;
 
-use domain::workload::Failure;
+use domain::workload::{Failure, FailureReason};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 
-/// What went wrong on a worker. Each has a reason of `docs/errors.md`.
+/// What went wrong on a worker.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
     /// The worker has no such volume.
     #[error("no volume {0}")]
     VolumeNotFound(VolumeHandle),
+    /// A copy-on-write child of the volume exists.
+    #[error("volume {0} has children")]
+    HasChildren(VolumeHandle),
     /// The worker has no such container.
     #[error("no container {0}")]
     ContainerNotFound(ContainerHandle),
@@ -74,28 +77,30 @@ impl RuntimeError {
         }
     }
 
-    /// Its reason in `docs/errors.md`.
+    /// Its reason, where it is why a workload failed.
     #[must_use]
-    pub fn reason(&self) -> &'static str {
+    pub fn reason(&self) -> FailureReason {
         match self {
-            Self::VolumeNotFound(_) => "VOLUME_NOT_FOUND",
-            Self::ContainerNotFound(_) => "CONTAINER_NOT_FOUND",
-            Self::ProcessNotFound(_) => "PROCESS_NOT_FOUND",
-            Self::UserNotFound(_) => "USER_NOT_FOUND",
-            Self::DirectoryMissing(_) => "WORKING_DIRECTORY_MISSING",
-            Self::OutputMissing(_) => "OUTPUT_MISSING",
-            Self::InvalidMount { .. } => "INVALID_MOUNT",
-            Self::Unsupported(_) => "UNSUPPORTED",
-            Self::CgroupUnavailable(_) => "CGROUP_UNAVAILABLE",
-            Self::DiskFull(_) => "DISK_FULL",
-            Self::OffsetOutOfRange { .. } => "OFFSET_OUT_OF_RANGE",
-            Self::Io { .. } | Self::Other(_) => "WORKER_FAILED",
+            // Its processes go with it.
+            Self::ContainerNotFound(_) | Self::ProcessNotFound(_) => FailureReason::ContainerNotFound,
+            Self::UserNotFound(_) => FailureReason::UserNotFound,
+            Self::DirectoryMissing(_) => FailureReason::WorkingDirectoryMissing,
+            Self::OutputMissing(_) => FailureReason::OutputMissing,
+            Self::InvalidMount { .. } => FailureReason::InvalidMount,
+            Self::Unsupported(_) => FailureReason::Unsupported,
+            Self::CgroupUnavailable(_) => FailureReason::CgroupUnavailable,
+            Self::DiskFull(_) => FailureReason::DiskFull,
+            Self::VolumeNotFound(_)
+            | Self::HasChildren(_)
+            | Self::OffsetOutOfRange { .. }
+            | Self::Io { .. }
+            | Self::Other(_) => FailureReason::WorkerFailed,
         }
     }
 
     /// As the failure of a workload: the reason, and the whole chain of causes.
     #[must_use]
     pub fn failure(&self) -> Failure {
-        Failure { reason: self.reason().to_owned(), message: domain::chain(self) }
+        Failure { reason: self.reason(), message: domain::chain(self) }
     }
 }

@@ -66,6 +66,8 @@ pub struct Mount {
 /// What a container is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerSpec {
+    /// Whose it is.
+    pub team: String,
     /// Its root file system.
     pub image: Image,
     /// Volumes in it, each at a path of its own. One whose path lies below another's appears inside of it.
@@ -138,16 +140,9 @@ pub trait Runtime: Send + Sync + 'static {
         into: VolumeHandle,
     ) -> Result<(), RuntimeError>;
 
-    /// Makes what a volume holds durable: it survives a crash of the machine. Syncing what lies in [`Runtime::volume_directory`]
-    /// may not do so.
+    /// Destroys a volume.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`]; [`RuntimeError::Unsupported`] where nothing is known about durability, so that the
-    /// contents count as not durable.
-    async fn sync_volume(&self, _handle: VolumeHandle) -> Result<(), RuntimeError> {
-        Err(RuntimeError::Unsupported("durable volumes".to_owned()))
-    }
-
-    /// Destroys a volume. Its children must have been destroyed before.
+    /// Errors: [`RuntimeError::HasChildren`] as long as a copy-on-write child of it exists.
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError>;
 
     /// Makes a container, in which nothing runs yet. Its volumes must exist.
@@ -178,6 +173,11 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::ProcessNotFound`] when it was never asked for, or its container is gone.
     async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError>;
+
+    /// Whose container a process is in.
+    ///
+    /// Errors: [`RuntimeError::ProcessNotFound`].
+    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError>;
 
     /// Waits until a process has ended, everything in its container is dead, and its output is complete.
     ///

@@ -25,7 +25,7 @@ use tonic::{Request, Status};
 use tower_service::Service;
 
 pub use activity::Activity;
-pub use listen_args::{ListenArgs, shutdown_signal};
+pub use listen_args::{ListenArgs, Started, shutdown_signal};
 pub use listener::{Listener, PeerKind};
 
 /// How long open calls may take to end once the server was told to stop.

@@ -35,7 +35,8 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         ..artifact_store::Config::new(paths.database("artifact-store"), keys)
     };
     artifact_store::start(store, host).await?;
-    let streamer = streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone() };
+    let streamer =
+        streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone(), token: None };
     streamer::start(&streamer, host)?;
 
     let runtime = opening.await.context("the worker on this machine cannot be opened")?;
@@ -48,6 +49,7 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         endpoint: endpoint.clone(),
         scheduler: endpoint.clone(),
         artifact_store: endpoint,
+        token: None,
         manifest_dir: paths.worker().join("manifests"),
         report_interval: REPORT_INTERVAL,
         destroy_concurrency: DESTROY_CONCURRENCY,

@@ -20,7 +20,9 @@ use rustix::fs::{Mode, OFlags};
 use tokio::time::Instant;
 
 use super::copy::own_tree;
-use super::files::{self, at, blocking};
+use crate::blocking::blocking;
+
+use super::files::{self, at};
 use super::processes::Process;
 use super::record::{Container, Intent};
 use super::users::{User, Users};

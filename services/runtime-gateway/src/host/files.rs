@@ -7,18 +7,6 @@ use std::path::Path;
 
 use runtime::RuntimeError;
 
-/// Runs what blocks on a thread that may.
-pub(super) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, RuntimeError> + Send + 'static,
-) -> Result<T, RuntimeError> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => {
-            Err(RuntimeError::Other(format!("an operation on the worker's disk broke off: {error}")))
-        }
-    }
-}
-
 /// Wraps what the system says while `doing` something to `path`.
 pub(super) fn at(doing: &str, path: &Path) -> impl FnOnce(io::Error) -> RuntimeError {
     let doing = format!("{doing} {}", path.display());

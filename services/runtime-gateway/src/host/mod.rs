@@ -61,9 +61,11 @@ use runtime::{
 };
 use uuid::Uuid;
 
+use crate::blocking::blocking;
+
 use cgroups::Cgroups;
 use control::Sockets;
-use files::{at, blocking};
+use files::at;
 use volumes::Volumes;
 
 /// How long a process may go on before the first contact, and by default.
@@ -343,11 +345,6 @@ impl Runtime for HostRuntime {
         .await
     }
 
-    async fn sync_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
-        let host = Arc::clone(&self.host);
-        blocking(move || host.volumes.sync(handle)).await
-    }
-
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
         blocking(move || {
@@ -380,6 +377,10 @@ impl Runtime for HostRuntime {
 
     async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
         Host::process(&self.host, process).await
+    }
+
+    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
+        Host::team(&self.host, process).await
     }
 
     async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {

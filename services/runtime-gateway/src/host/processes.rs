@@ -12,16 +12,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use domain::workload::FailureReason;
 use domain::{AttemptId, ContainerHandle};
 use futures::stream;
 use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
     RuntimeError,
 };
-use rustix::time::{ClockId, clock_gettime};
+
+use crate::blocking::blocking;
+use crate::clock::since_boot;
 
 use super::control::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
-use super::files::{self, at, blocking};
+use super::files::{self, at};
 use super::record::{End, Intent, Launch};
 use super::spool::{Found, Reader};
 use super::{Host, STOP_AFTER, held, process_files as names, spool, supervisor};
@@ -149,7 +152,8 @@ impl Host {
             let alive = process.is_alive()?;
             let end = process.file(names::END);
             if let Some(text) = files::read_if_there(&end).map_err(at("read", &end))? {
-                let unreadable = |_| End::unknown("EXIT_UNKNOWN", "the record of its end cannot be read");
+                let unreadable =
+                    |_| End::unknown(FailureReason::ExitUnknown, "the record of its end cannot be read");
                 return Ok(Status::Ended(serde_json::from_slice(&text).unwrap_or_else(unreadable)));
             }
             if process.exists(names::STARTED)? {
@@ -162,10 +166,15 @@ impl Host {
                 if !last.is_empty() {
                     message = format!("{message}; its last words: {last}");
                 }
-                return self.settle(process, End::unknown("EXIT_UNKNOWN", message)).map(Status::Ended);
+                return self
+                    .settle(process, End::unknown(FailureReason::ExitUnknown, message))
+                    .map(Status::Ended);
             }
             if process.exists(names::REVOKED)? {
-                let end = End::not_started("STOPPED_BEFORE_START", "it was stopped before it was started");
+                let end = End::not_started(
+                    FailureReason::StoppedBeforeStart,
+                    "it was stopped before it was started",
+                );
                 return Ok(Status::Ended(end));
             }
             if process.exists(names::INTENT)? {
@@ -183,7 +192,7 @@ impl Host {
                     let last = process.last_words();
                     let message = format!("supervisor of {} ended before the start {last}", intent.process);
                     return self
-                        .settle(process, End::not_started("START_FAILED", message.trim()))
+                        .settle(process, End::not_started(FailureReason::StartFailed, message.trim()))
                         .map(Status::Ended);
                 }
                 continue;
@@ -212,6 +221,13 @@ impl Host {
     async fn status_of(self: &Arc<Self>, process: &Process) -> Result<Status, RuntimeError> {
         let (host, process) = (Arc::clone(self), process.clone());
         blocking(move || host.status(&process)).await
+    }
+
+    /// Whose container it is in.
+    pub(super) async fn team(self: &Arc<Self>, id: AttemptId) -> Result<String, RuntimeError> {
+        let (process, host) = (self.find(id)?, Arc::clone(self));
+        let container = blocking(move || host.read_container(process.container)).await?;
+        container.map(|container| container.team).ok_or(RuntimeError::ProcessNotFound(id))
     }
 
     pub(super) async fn start(
@@ -285,7 +301,7 @@ impl Host {
         files::write_new(&path, &intent).map_err(at("write", &path))?;
         files::sync_directory(dir).map_err(at("sync", dir))?;
 
-        let (contact, stop_after) = held(&self.contact).unwrap_or((boot_time(), STOP_AFTER));
+        let (contact, stop_after) = held(&self.contact).unwrap_or((since_boot(), STOP_AFTER));
         let nanoseconds = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         let launch = Launch {
             state_dir: self.config.state_dir.clone(),
@@ -456,19 +472,13 @@ impl Host {
     }
 }
 
-/// The present, by the clock that counts time asleep too.
-fn boot_time() -> Duration {
-    let now = clock_gettime(ClockId::Boottime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
-}
-
 fn ended(status: Status) -> Option<Ended> {
     match status {
         Status::Starting | Status::Started => None,
         Status::Ended(end) => Some(end.into()),
         Status::StartUnknown => {
             let message = "the machine was restarted between the intent to start it and any proof of a start";
-            Some(End::unknown("START_UNKNOWN", message).into())
+            Some(End::unknown(FailureReason::StartUnknown, message).into())
         }
     }
 }

@@ -7,7 +7,9 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use domain::workload::{EnvironmentVariable, Exit, Failure, Limits, Network, OutputMode, Stdin};
+use domain::workload::{
+    EnvironmentVariable, Exit, Failure, FailureReason, Limits, Network, OutputMode, Stdin,
+};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{ContainerSpec, Ended, ProcessSpec};
 use serde::{Deserialize, Serialize};
@@ -51,6 +53,9 @@ impl From<PathBuf> for Text {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Container {
     pub(super) handle: ContainerHandle,
+    /// Whose it is. Empty: it was made before this was kept, and is nobody's.
+    #[serde(default)]
+    pub(super) team: String,
     pub(super) mounts: Vec<Mount>,
     pub(super) directory: Text,
     /// Whether the working directory is made when it is missing.
@@ -88,6 +93,7 @@ impl Container {
         mounts.sort_by(|one: &Mount, other| one.path.as_path().cmp(other.path.as_path()));
         Self {
             handle,
+            team: spec.team,
             mounts,
             directory: spec.directory.into(),
             make_directory,
@@ -139,17 +145,17 @@ pub(super) enum End {
     Code { code: u8, stopped: bool },
     Signal { signal: u8, stopped: bool },
     OutOfMemory { stopped: bool },
-    NotStarted { reason: String, message: String },
-    Unknown { reason: String, message: String },
+    NotStarted { reason: FailureReason, message: String },
+    Unknown { reason: FailureReason, message: String },
 }
 
 impl End {
-    pub(super) fn not_started(reason: &str, message: impl Into<String>) -> Self {
-        Self::NotStarted { reason: reason.to_owned(), message: message.into() }
+    pub(super) fn not_started(reason: FailureReason, message: impl Into<String>) -> Self {
+        Self::NotStarted { reason, message: message.into() }
     }
 
-    pub(super) fn unknown(reason: &str, message: impl Into<String>) -> Self {
-        Self::Unknown { reason: reason.to_owned(), message: message.into() }
+    pub(super) fn unknown(reason: FailureReason, message: impl Into<String>) -> Self {
+        Self::Unknown { reason, message: message.into() }
     }
 }
 

@@ -5,15 +5,15 @@
 //! copy instead.
 //!
 //! Overlays are mounted `volatile`: neither what runs in a container nor unmounting one waits for the disk, which would be the
-//! whole disk of the worker. What is to survive a crash of the machine is made durable by [`Volumes::sync`], and counts as
-//! suspect after a crash otherwise.
+//! whole disk of the worker. So after a crash of the machine all contents count as suspect.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use domain::VolumeHandle;
 use runtime::{RuntimeError, VolumeSource};
@@ -22,6 +22,7 @@ use rustix::io::Errno;
 
 use super::copy::copy_tree;
 use super::files::{self, at};
+use super::held;
 use super::mounts::{self, Mounted, Overlay};
 
 /// What a half-made volume is called, and one that is being destroyed.
@@ -48,6 +49,8 @@ const PLAIN: [&[&str]; 2] = [&["volatile", "index=off"], &["index=off"]];
 pub(super) struct Volumes {
     directory: PathBuf,
     copy_on_write: CopyOnWrite,
+    /// Of each volume that is a layer of others: those right above it.
+    children: Mutex<HashMap<VolumeHandle, HashSet<VolumeHandle>>>,
 }
 
 impl Volumes {
@@ -73,7 +76,13 @@ impl Volumes {
             files::remove_tree(&path).map_err(at("remove", &path))?;
         }
         let copy_on_write = probe(&directory).map_err(at("try overlays in", &directory))?;
-        Ok(Self { directory, copy_on_write })
+        let volumes = Self { directory, copy_on_write, children: Mutex::default() };
+        for child in volumes.list()? {
+            if let Some(parent) = volumes.parent(child)? {
+                held(&volumes.children).entry(parent).or_default().insert(child);
+            }
+        }
+        Ok(volumes)
     }
 
     /// Whether the file system can hold the upper layer of an overlay.
@@ -111,18 +120,20 @@ impl Volumes {
             return Ok(());
         }
         let [new, _] = self.unfinished(handle);
-        let made =
-            self.fill(&new, source).and_then(|()| fs::rename(&new, &volume).map_err(at("make", &volume)));
+        let made = self
+            .fill(handle, &new, source)
+            .and_then(|()| fs::rename(&new, &volume).map_err(at("make", &volume)));
         if made.is_err() {
             // What it fails with matters more than what is left, which the next attempt or opening removes.
             if let Err(error) = files::remove_tree(&new) {
                 tracing::warn!(volume.handle = %handle, %error, "could not remove a half-made volume");
             }
+            self.forget_child(handle);
         }
         made
     }
 
-    fn fill(&self, new: &Path, source: &VolumeSource) -> Result<(), RuntimeError> {
+    fn fill(&self, handle: VolumeHandle, new: &Path, source: &VolumeSource) -> Result<(), RuntimeError> {
         files::remove_tree(new).map_err(at("remove", new))?;
         let make = |name: &str| {
             let path = new.join(name);
@@ -141,7 +152,17 @@ impl Volumes {
         let top = layers.first().map_or(&contents, |layer| layer);
         like(&upper, top).map_err(at("make", &upper))?;
         let path = new.join("parent");
-        fs::write(&path, parent.to_string()).map_err(at("write", &path))
+        fs::write(&path, parent.to_string()).map_err(at("write", &path))?;
+        held(&self.children).entry(parent).or_default().insert(handle);
+        Ok(())
+    }
+
+    /// A volume is gone: it needs its parent no more.
+    fn forget_child(&self, child: VolumeHandle) {
+        held(&self.children).retain(|_, children| {
+            children.remove(&child);
+            !children.is_empty()
+        });
     }
 
     /// The layers of a volume, topmost first.
@@ -239,19 +260,6 @@ impl Volumes {
         }
     }
 
-    /// Makes what is in a volume durable.
-    pub(super) fn sync(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
-        let volume = self.volume(handle);
-        match fs::File::open(&volume) {
-            // The file system below: one that is mounted `volatile` over it would not.
-            Ok(directory) => rustix::fs::syncfs(directory).map_err(|error| at("sync", &volume)(error.into())),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(RuntimeError::VolumeNotFound(handle))
-            }
-            Err(error) => Err(at("open", &volume)(error)),
-        }
-    }
-
     /// Unmounts every volume but these.
     pub(super) fn unmount_all_but(&self, used: &HashSet<VolumeHandle>) -> Result<(), RuntimeError> {
         for handle in self.list()? {
@@ -264,6 +272,9 @@ impl Volumes {
     }
 
     pub(super) fn destroy(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        if held(&self.children).contains_key(&handle) {
+            return Err(RuntimeError::HasChildren(handle));
+        }
         let volume = self.volume(handle);
         let [new, gone] = self.unfinished(handle);
         if files::exists(&volume).map_err(at("look for", &volume))? {
@@ -275,6 +286,7 @@ impl Volumes {
         for path in [gone, new] {
             files::remove_tree(&path).map_err(at("remove", &path))?;
         }
+        self.forget_child(handle);
         Ok(())
     }
 }

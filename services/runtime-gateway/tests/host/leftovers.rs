@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use domain::workload::{Limits, OutputMode};
+use domain::workload::{FailureReason, Limits, OutputMode};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{ContainerSpec, Ended, ProcessSpec, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::host::{HostConfig, HostRuntime};
@@ -151,7 +151,7 @@ async fn end(subject: &HostSubject, ending: Ending, spec: ContainerSpec) -> Atte
             kill_supervisor(subject, handle, id).await;
             let ended = runtime.ended(id).await;
             assert!(
-                matches!(&ended, Ended::Unknown(failure) if failure.reason == "EXIT_UNKNOWN"),
+                matches!(&ended, Ended::Unknown(failure) if failure.reason == FailureReason::ExitUnknown),
                 "{ended:?}"
             );
         }
@@ -200,8 +200,8 @@ async fn a_supervisor_killed_at_any_moment_leaves_nothing() {
         tokio::time::sleep(Duration::from_millis(delay)).await;
         kill_supervisor(&subject, handle, id).await;
         match runtime.ended(id).await {
-            Ended::NotStarted(failure) => assert_eq!(failure.reason, "START_FAILED"),
-            Ended::Unknown(failure) => assert_eq!(failure.reason, "EXIT_UNKNOWN"),
+            Ended::NotStarted(failure) => assert_eq!(failure.reason, FailureReason::StartFailed),
+            Ended::Unknown(failure) => assert_eq!(failure.reason, FailureReason::ExitUnknown),
             ended @ Ended::Exited { .. } => panic!("after {delay} ms: {ended:?}"),
         }
         assert_eq!(runtime.said(id).await.ended, Some(runtime.ended(id).await));
@@ -374,10 +374,13 @@ async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
         Ended::Unknown(failure) => failure.reason,
         other => panic!("{other:?}"),
     };
-    assert_eq!(reason(runtime.ended(intended).await), "START_UNKNOWN");
-    assert_eq!(reason(runtime.ended(started).await), "EXIT_UNKNOWN");
+    assert_eq!(reason(runtime.ended(intended).await), FailureReason::StartUnknown);
+    assert_eq!(reason(runtime.ended(started).await), FailureReason::ExitUnknown);
     let ended = runtime.ended(current).await;
-    assert!(matches!(&ended, Ended::NotStarted(failure) if failure.reason == "START_FAILED"), "{ended:?}");
+    assert!(
+        matches!(&ended, Ended::NotStarted(failure) if failure.reason == FailureReason::StartFailed),
+        "{ended:?}"
+    );
     runtime.destroy_container(handle).await.expect("destroy");
 }
 

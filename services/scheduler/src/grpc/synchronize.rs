@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use domain::worker::{Marker, SessionClaims};
+use domain::workload::FailureReason;
 use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::synchronize_request::Message as Said;
@@ -60,6 +61,8 @@ pub(super) async fn attend(
         told: None,
         runs: HashMap::new(),
         noted,
+        heard: 0,
+        ended: HashMap::new(),
     };
     attendance.welcome().await?;
     attendance.tell(true).await?;
@@ -101,6 +104,10 @@ struct Attendance<'s> {
     runs: HashMap<Uuid, pb::RunAttempt>,
     /// The contact that was noted last.
     noted: Timestamp,
+    /// The number of the message that was it. 0: `hello`.
+    heard: u64,
+    /// Since when leases are said to have ended that nobody has ended.
+    ended: HashMap<Uuid, Timestamp>,
 }
 
 impl Attendance<'_> {
@@ -142,7 +149,7 @@ impl Attendance<'_> {
                 desired.push(pb::DesiredLease { lease_id: lease.id.to_string(), wish: Some(wish) });
             }
         }
-        self.send(Told::Desired(pb::Desired { generation, leases: desired })).await?;
+        self.send(Told::Desired(pb::Desired { generation, leases: desired, heard: self.heard })).await?;
         self.told = Some(generation);
         Ok(())
     }
@@ -154,8 +161,8 @@ impl Attendance<'_> {
             return Ok(Some(pb::desired_lease::Wish::Stop(pb::StopAttempt {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
                 reason: match lease.stop_reason {
-                    Some(lease::StopReason::RunTimeout) => "RUN_TIMEOUT".to_owned(),
-                    Some(lease::StopReason::Cancelled) | None => "CANCELLED".to_owned(),
+                    Some(lease::StopReason::RunTimeout) => FailureReason::RunTimeout.to_string(),
+                    Some(lease::StopReason::Cancelled) | None => FailureReason::Cancelled.to_string(),
                 },
                 lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
                 workload_id: workload.to_string(),
@@ -206,6 +213,7 @@ impl Attendance<'_> {
         let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
         if Timestamp::now().since(self.noted) >= every {
             self.noted = self.scheduler.contact(&self.session, kept).await.map_err(Reasoned::status)?;
+            self.heard = observed.number;
         } else {
             workers::speaks(self.scheduler.db.read(), &self.session).await.map_err(Reasoned::status)?;
         }
@@ -215,17 +223,28 @@ impl Attendance<'_> {
     }
 
     async fn observe(
-        &self,
+        &mut self,
         phases: &HashMap<LeaseId, Phase>,
         applied_generation: u64,
     ) -> Result<(), sea_orm::DbErr> {
         let db = self.scheduler.db.read();
         let live = leases::live_tasks(db, self.session.worker, self.session.incarnation).await?;
+        let now = Timestamp::now();
+        let mut ended = HashMap::new();
         let mut advanced = Vec::new();
         for lease in live {
             match phases.get(&LeaseId::from_uuid(lease.id)) {
-                // How it has ended is said by FinishAttempt, unless it shall stop and was refused to start.
-                Some(Phase::Ended) if lease.state != lease::State::Ending => {}
+                // How it has ended is said by FinishAttempt, unless it shall stop and was refused to start. A gateway that does not
+                // get its FinishAttempt through is not waited for for ever.
+                Some(Phase::Ended) if lease.state != lease::State::Ending => {
+                    let since = self.ended.get(&lease.id).copied().unwrap_or(now);
+                    if now.since(since) < self.scheduler.config.worker_ttl {
+                        ended.insert(lease.id, since);
+                        continue;
+                    }
+                    tracing::warn!(lease.id = %lease.id, "a gateway cannot say how an attempt ended");
+                    self.scheduler.observe_absence(&lease).await?;
+                }
                 Some(phase) if *phase as i64 > lease.phase => advanced.push((lease, *phase)),
                 Some(_) => {}
                 None if lease.generation.unsigned_abs() <= applied_generation => {
@@ -234,6 +253,7 @@ impl Attendance<'_> {
                 None => {}
             }
         }
+        self.ended = ended;
         if advanced.is_empty() {
             return Ok(());
         }

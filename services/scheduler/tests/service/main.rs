@@ -4,6 +4,7 @@ mod store;
 mod support;
 mod terms;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use domain::worker::{LeaseClaims, TicketClaims};
@@ -14,6 +15,7 @@ use rpc::token::Keys;
 use store::{
     a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
     inputs_that_cannot_be_pinned_are_refused, outputs_that_the_store_lacks_are_no_success,
+    settling_belongs_to_the_trace_of_the_workload,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
 use terms::a_driven_lease_has_a_full_term_after_a_restart;
@@ -422,6 +424,51 @@ async fn a_worker_that_is_silent_for_too_long_is_lost(database: TestDatabase) {
     scheduler.stop().await;
 }
 
+async fn only_what_was_heard_is_echoed(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    assert_eq!(gateway.desired.heard, 0, "only hello was heard");
+    // It is spoken to unasked.
+    for _ in 0..5 {
+        within("a heartbeat", gateway.next()).await.expect("the stream is open");
+        assert_eq!(gateway.desired.heard, 0);
+    }
+    gateway.observe(&[]).await;
+    within("its number", async {
+        while gateway.desired.heard == 0 {
+            gateway.next().await.expect("the stream is open");
+        }
+    })
+    .await;
+    assert_eq!(gateway.desired.heard, 1);
+    for _ in 0..5 {
+        within("a heartbeat", gateway.next()).await.expect("the stream is open");
+        assert_eq!(gateway.desired.heard, 1, "nothing was heard since");
+    }
+    scheduler.stop().await;
+}
+
+async fn an_end_that_is_never_told_is_not_waited_for(database: TestDatabase) {
+    let ttl = Duration::from_millis(500);
+    let scheduler = Running::start(patient_config(&database, ttl, Duration::from_secs(60))).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let said = AtomicU64::new(0);
+    let finished = until("it is given up", async || {
+        gateway.observe(&[(&lease, pb::LeasePhase::Ended)]).await;
+        said.fetch_add(1, Ordering::Relaxed);
+        let workload = scheduler.get(id).await;
+        (workload.state() == pb::WorkloadState::Finished).then_some(workload)
+    })
+    .await;
+    assert!(said.into_inner() > 1, "its FinishAttempt may be on its way");
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("START_UNKNOWN".to_owned()));
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    scheduler.stop().await;
+}
+
 async fn what_a_silent_worker_has_not_started_goes_to_another(database: TestDatabase) {
     let ttl = Duration::from_millis(300);
     let scheduler = Running::start(patient_config(&database, ttl, Duration::from_secs(60))).await;
@@ -660,6 +707,8 @@ on_both! {
     a_silent_gateway_is_superseded_and_told_so,
     a_worker_that_is_silent_for_too_long_is_lost,
     what_a_silent_worker_has_not_started_goes_to_another,
+    only_what_was_heard_is_echoed,
+    an_end_that_is_never_told_is_not_waited_for,
     work_survives_the_scheduler,
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
@@ -671,6 +720,7 @@ on_both! {
     a_build_ends_with_its_workload,
     inputs_that_cannot_be_pinned_are_refused,
     outputs_that_the_store_lacks_are_no_success,
+    settling_belongs_to_the_trace_of_the_workload,
     a_store_that_is_away_delays_the_end_and_nothing_else,
 }
 

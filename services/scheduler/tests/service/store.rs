@@ -1,6 +1,7 @@
 //! The scheduler beside a real artifact store.
 
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use artifact_store::KeySource;
 use domain::{ArtifactId, BuildId, WorkloadId};
@@ -11,11 +12,13 @@ use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
 use scheduler::Config;
 use server::Listener;
+use server::telemetry::RecentSpans;
 use tempfile::TempDir;
 use testing::databases::TestDatabase;
 use tokio::net::UnixListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use tracing::Instrument;
 
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
@@ -171,6 +174,56 @@ pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(databas
     let store = place.start();
     let scheduler = Running::start(place.config(&database)).await;
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Failed);
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+/// The spans of this process, of all of its tests.
+fn spans() -> RecentSpans {
+    static SPANS: LazyLock<RecentSpans> = LazyLock::new(|| {
+        let spans = RecentSpans::default();
+        let telemetry = server::telemetry::init("test", "off", Some(spans.clone())).expect("nobody else did");
+        // Until the end of the process.
+        std::mem::forget(telemetry);
+        spans
+    });
+    SPANS.clone()
+}
+
+pub(crate) async fn settling_belongs_to_the_trace_of_the_workload(database: TestDatabase) {
+    let spans = spans();
+    let place = Place::new();
+    let scheduler = Running::start(place.config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let (id, build) = (WorkloadId::new(), BuildId::new());
+    let trace = id.uuid().simple().to_string();
+
+    // Submitted in a trace; the end of its attempt is told in another one. That the store is away, and comes in with another
+    // start of the scheduler, makes no difference.
+    let store = place.start();
+    place.put_build(build, id).await.expect("a build");
+    let span = tracing::info_span!(target: "gantry", "caller");
+    rpc::trace::continue_from(&span, &format!("00-{trace}-00f067aa0ba902b7-01"));
+    let spec = pb::WorkloadSpec { build_id: build.to_string(), ..spec() };
+    scheduler.submit_as(id, spec).instrument(span).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    store.stop().await;
+    std::fs::remove_file(place.socket()).ok();
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    scheduler.wait_for(id, pb::WorkloadState::Settling).await;
+    scheduler.stop().await;
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    scheduler.finished(id).await;
+
+    let names = until("the spans of the settlement", async || {
+        let names: Vec<_> = spans.of_trace(&trace).into_iter().map(|span| span.name).collect();
+        let settled = names.iter().any(|name| name.ends_with("Pins/Settle"));
+        (settled && names.iter().any(|name| name == "settle")).then_some(names)
+    })
+    .await;
+    assert!(names.iter().any(|name| name.ends_with("Workloads/Submit")), "{names:?}");
     scheduler.stop().await;
     store.stop().await;
 }

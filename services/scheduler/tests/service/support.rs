@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::future::Future;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use domain::{GatewayInstance, MarkerId, WorkloadId};
@@ -202,6 +203,7 @@ pub(crate) struct Gateway {
     pub(crate) welcome: pb::Welcome,
     pub(crate) desired: pb::Desired,
     said: Option<mpsc::Sender<pb::SynchronizeRequest>>,
+    number: AtomicU64,
     told: Streaming<pb::SynchronizeResponse>,
 }
 
@@ -214,7 +216,7 @@ impl Gateway {
         let mut told = call.into_inner();
         let Some(Told::Welcome(welcome)) = next(&mut told).await? else { panic!("no welcome") };
         let Some(Told::Desired(desired)) = next(&mut told).await? else { panic!("no desired") };
-        Ok(Self { welcome, desired, said: Some(said), told })
+        Ok(Self { welcome, desired, said: Some(said), number: AtomicU64::new(0), told })
     }
 
     /// Says what it knows, having taken up all that it was told.
@@ -229,6 +231,7 @@ impl Gateway {
             containers: 3,
             volumes: 4,
             disk_free_bytes: 5,
+            number: self.number.fetch_add(1, Ordering::Relaxed) + 1,
         };
         let request = pb::SynchronizeRequest { message: Some(Said::Observed(observed)) };
         self.said.as_ref().expect("it has not left").send(request).await.expect("the stream is open");

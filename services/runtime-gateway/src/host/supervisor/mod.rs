@@ -26,6 +26,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use domain::chain;
+use domain::workload::FailureReason;
 use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::syscall::syscall::SyscallType;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
@@ -46,29 +48,16 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 #[derive(Debug, thiserror::Error)]
 #[error("could not {doing}: {cause}")]
 struct Failed {
-    reason: &'static str,
+    reason: FailureReason,
     doing: String,
     cause: String,
 }
 
 impl Failed {
-    fn while_doing<E: std::error::Error>(doing: impl Into<String>) -> impl FnOnce(E) -> Self {
+    fn while_doing<E: std::error::Error + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> Self {
         let doing = doing.into();
-        move |error| Self { reason: "START_FAILED", doing, cause: chain(&error) }
+        move |error| Self { reason: FailureReason::StartFailed, doing, cause: chain(&error) }
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        if !text.ends_with(&next) {
-            text = format!("{text}: {next}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 /// The `main` of a supervisor. Must be called before any other thread exists.
@@ -217,9 +206,9 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
                 eprintln!("supervisor: could not remove the cgroups: {error}");
             }
             let reason = if cgroups.missing(&container.limits()).is_some() {
-                "CGROUP_UNAVAILABLE"
+                FailureReason::CgroupUnavailable
             } else {
-                "START_FAILED"
+                FailureReason::StartFailed
             };
             return Err(Failed { reason, doing: "make the container".to_owned(), cause: chain(&error) });
         }
@@ -228,7 +217,7 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
     let init = made.pid().and_then(|pid| Pid::from_raw(pid.as_raw()));
     let Some(init) = init else {
         return Err(Failed {
-            reason: "START_FAILED",
+            reason: FailureReason::StartFailed,
             doing: "make the container".to_owned(),
             cause: "it has no first process".to_owned(),
         });
@@ -302,7 +291,7 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
         intent.command.iter().map(|text| string(text.as_bytes())).collect::<Result<_, _>>()?;
     let Some(name) = intent.command.first().map(Text::as_bytes) else {
         return Err(Failed {
-            reason: "START_FAILED",
+            reason: FailureReason::StartFailed,
             doing: "start the program".to_owned(),
             cause: "no command was given".to_owned(),
         });

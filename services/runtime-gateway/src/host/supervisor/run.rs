@@ -9,13 +9,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
+use domain::workload::FailureReason;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
-use rustix::time::{
-    ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, clock_gettime,
-};
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
+
+use crate::clock::since_boot;
 
 use super::init::{self, REPORT, Report, Step};
 use crate::host::cgroups::Cgroups;
@@ -107,11 +108,6 @@ pub(super) struct Running {
     /// When everything is killed, once somebody asked for it.
     kill_at: Option<Duration>,
     stopped: bool,
-}
-
-fn now() -> Duration {
-    let now = clock_gettime(ClockId::Boottime);
-    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
 impl Running {
@@ -240,7 +236,7 @@ impl Running {
     }
 
     fn mind_the_time(&mut self) -> io::Result<()> {
-        let now = now();
+        let now = since_boot();
         let (term, kill) = self.out_of_contact();
         if self.kill_at.is_some_and(|at| at <= now) || kill <= now {
             self.stopped = true;
@@ -335,7 +331,7 @@ impl Running {
             }
             Request::Detach => self.held_back = false,
             Request::Stop(grace) => {
-                self.stop(now().saturating_add(*grace))?;
+                self.stop(since_boot().saturating_add(*grace))?;
                 self.mind_the_time()?;
             }
             Request::Contact { sent, stop_after } => {
@@ -496,16 +492,19 @@ impl Running {
 
 fn not_started(step: Step, error: &io::Error) -> End {
     match step {
-        Step::Find => End::not_started("PROGRAM_NOT_FOUND", "no such program in the image"),
-        Step::Exec => {
-            End::not_started("PROGRAM_NOT_EXECUTABLE", format!("the program cannot be executed: {error}"))
-        }
+        Step::Find => End::not_started(FailureReason::ProgramNotFound, "no such program in the image"),
+        Step::Exec => End::not_started(
+            FailureReason::ProgramNotExecutable,
+            format!("the program cannot be executed: {error}"),
+        ),
         Step::Directory => End::not_started(
-            "WORKING_DIRECTORY_MISSING",
+            FailureReason::WorkingDirectoryMissing,
             format!("the working directory cannot be entered: {error}"),
         ),
-        Step::Seccomp => End::not_started("START_FAILED", format!("cannot filter system calls: {error}")),
-        Step::Fork => End::not_started("START_FAILED", format!("cannot fork: {error}")),
+        Step::Seccomp => {
+            End::not_started(FailureReason::StartFailed, format!("cannot filter system calls: {error}"))
+        }
+        Step::Fork => End::not_started(FailureReason::StartFailed, format!("cannot fork: {error}")),
     }
 }
 

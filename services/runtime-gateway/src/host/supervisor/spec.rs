@@ -207,6 +207,7 @@ mod tests {
 
     fn container(privileged: bool) -> Container {
         Container {
+            team: "main".to_owned(),
             handle: domain::ContainerHandle::new(),
             mounts: Vec::new(),
             directory: Text::Utf8("/".to_owned()),

@@ -1,0 +1,14 @@
+//! What blocks, in threads that may.
+
+use runtime::RuntimeError;
+
+/// Runs what blocks on a thread that may.
+pub(crate) async fn blocking<T, E>(work: impl FnOnce() -> Result<T, E> + Send + 'static) -> Result<T, E>
+where
+    T: Send + 'static,
+    E: From<RuntimeError> + Send + 'static,
+{
+    let span = tracing::Span::current();
+    let done = tokio::task::spawn_blocking(move || span.in_scope(work)).await;
+    done.unwrap_or_else(|error| Err(RuntimeError::Other(format!("a thread broke off: {error}")).into()))
+}

@@ -1,0 +1,199 @@
+//! A worker with directories and nothing else, for tests of what surrounds a runtime.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use domain::worker::Marker;
+use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
+use runtime::{
+    Attachment, Capabilities, ContainerSpec, Disk, Ended, Holdings, Offsets, ProcessSpec, ProcessState,
+    Runtime, RuntimeError, VolumeSource,
+};
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::Config;
+use crate::worker::Worker;
+
+/// Its volumes are directories; it has no process, and panics when it is asked to stop one while `panics` is set.
+pub(crate) struct Directories {
+    directory: TempDir,
+    capabilities: Capabilities,
+    pub(crate) panics: Mutex<bool>,
+    /// Destroying these fails.
+    pub(crate) stuck: Mutex<Vec<VolumeHandle>>,
+    /// What it was told of contact.
+    pub(crate) contacts: Mutex<Vec<(Duration, Duration)>>,
+}
+
+impl Default for Directories {
+    fn default() -> Self {
+        let capabilities =
+            Capabilities { image_kinds: Vec::new(), features: Vec::new(), copy_on_write: String::new() };
+        Self {
+            directory: tempfile::tempdir().expect("a temporary directory"),
+            capabilities,
+            panics: Mutex::new(false),
+            stuck: Mutex::default(),
+            contacts: Mutex::default(),
+        }
+    }
+}
+
+impl Directories {
+    fn path(&self, volume: VolumeHandle) -> PathBuf {
+        self.directory.path().join("volumes").join(volume.to_string())
+    }
+
+    /// Makes a volume with a file in it.
+    pub(crate) fn volume(&self, text: &str) -> VolumeHandle {
+        let volume = VolumeHandle::new();
+        std::fs::create_dir_all(self.path(volume)).expect("make");
+        std::fs::write(self.path(volume).join("file"), text).expect("write");
+        volume
+    }
+
+    /// Changes the file in a volume, without a trace in its times.
+    pub(crate) fn overwrite(&self, volume: VolumeHandle, text: &str) {
+        let path = self.path(volume).join("file");
+        let modified = std::fs::metadata(&path).and_then(|metadata| metadata.modified()).expect("its time");
+        std::fs::write(&path, text).expect("write");
+        std::fs::File::options()
+            .write(true)
+            .open(&path)
+            .expect("open")
+            .set_modified(modified)
+            .expect("set it");
+    }
+
+    /// A gateway's view of it, with peers at these addresses.
+    pub(crate) fn attended(self: &Arc<Self>, scheduler: &str, artifact_store: &str) -> Arc<Worker> {
+        let config = Config {
+            worker_name: "test".to_owned(),
+            tags: Vec::new(),
+            team: None,
+            max_tasks: None,
+            endpoint: "http://127.0.0.1:9".to_owned(),
+            scheduler: scheduler.to_owned(),
+            artifact_store: artifact_store.to_owned(),
+            token: None,
+            manifest_dir: self.directory.path().join("manifests"),
+            report_interval: Duration::from_secs(60),
+            destroy_concurrency: 1,
+        };
+        let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
+        Worker::new(config, self.clone(), "boot".to_owned(), tasks, stopping).expect("a worker")
+    }
+}
+
+/// What was put into `mutex`.
+pub(crate) fn noted<T: Clone>(mutex: &Mutex<T>) -> T {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+fn unsupported<T>() -> Result<T, RuntimeError> {
+    Err(RuntimeError::Unsupported("it has directories and nothing else".to_owned()))
+}
+
+#[async_trait]
+impl Runtime for Directories {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    async fn marker(&self) -> Result<Marker, RuntimeError> {
+        Ok(Marker { id: MarkerId::new(), boot: "boot".to_owned() })
+    }
+
+    async fn disk(&self) -> Result<Disk, RuntimeError> {
+        Ok(Disk { total_bytes: 1, free_bytes: 1 })
+    }
+
+    async fn list(&self) -> Result<Holdings, RuntimeError> {
+        let names = std::fs::read_dir(self.directory.path().join("volumes")).into_iter().flatten().flatten();
+        let volumes = names.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+        Ok(Holdings { containers: Vec::new(), volumes })
+    }
+
+    async fn create_volume(&self, handle: VolumeHandle, _source: VolumeSource) -> Result<(), RuntimeError> {
+        let path = self.path(handle);
+        std::fs::create_dir_all(&path).map_err(|error| RuntimeError::io("making a volume", error))
+    }
+
+    async fn volume_directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        let path = self.path(handle);
+        if path.exists() { Ok(path) } else { Err(RuntimeError::VolumeNotFound(handle)) }
+    }
+
+    async fn take_directory(
+        &self,
+        _from: VolumeHandle,
+        _path: &std::path::Path,
+        _into: VolumeHandle,
+    ) -> Result<(), RuntimeError> {
+        unsupported()
+    }
+
+    async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        if noted(&self.stuck).contains(&handle) {
+            return Err(RuntimeError::HasChildren(handle));
+        }
+        match std::fs::remove_dir_all(self.path(handle)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(RuntimeError::io("destroying a volume", error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn create_container(
+        &self,
+        _handle: ContainerHandle,
+        _spec: ContainerSpec,
+    ) -> Result<(), RuntimeError> {
+        unsupported()
+    }
+
+    async fn destroy_container(&self, _handle: ContainerHandle) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+
+    async fn start(
+        &self,
+        container: ContainerHandle,
+        _process: AttemptId,
+        _spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        Err(RuntimeError::ContainerNotFound(container))
+    }
+
+    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
+        Err(RuntimeError::ProcessNotFound(process))
+    }
+
+    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
+        Err(RuntimeError::ProcessNotFound(process))
+    }
+
+    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
+        Err(RuntimeError::ProcessNotFound(process))
+    }
+
+    async fn stop(&self, process: AttemptId, _grace: Duration) -> Result<(), RuntimeError> {
+        let panics = std::mem::take(&mut *self.panics.lock().unwrap_or_else(PoisonError::into_inner));
+        assert!(!panics, "as the test asked for");
+        Err(RuntimeError::ProcessNotFound(process))
+    }
+
+    async fn attach(&self, process: AttemptId, _from: Offsets) -> Result<Attachment, RuntimeError> {
+        Err(RuntimeError::ProcessNotFound(process))
+    }
+
+    async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {
+        self.contacts.lock().unwrap_or_else(PoisonError::into_inner).push((sent, stop_after));
+        Ok(())
+    }
+}

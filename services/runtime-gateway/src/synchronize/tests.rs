@@ -1,0 +1,301 @@
+//! A gateway whose scheduler says what each test wants said.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use domain::WorkloadId;
+use rpc::pb::scheduler::workers_server::{Workers, WorkersServer};
+use rpc::pb::scheduler::workloads_server::{Workloads, WorkloadsServer};
+use server::{Host, Listener};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::*;
+use crate::for_tests::{Directories, noted};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// An address where nobody listens.
+const NOBODY: &str = "http://127.0.0.1:9";
+
+type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
+
+/// A scheduler that leaves everything to the test.
+#[derive(Clone)]
+struct Script {
+    streams: mpsc::Sender<(Streaming<pb::SynchronizeRequest>, Told)>,
+    finished: mpsc::Sender<pb::FinishAttemptRequest>,
+}
+
+fn no_part<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("no part of this test"))
+}
+
+#[tonic::async_trait]
+impl Workers for Script {
+    type SynchronizeStream = ReceiverStream<Result<pb::SynchronizeResponse, Status>>;
+
+    async fn synchronize(
+        &self,
+        request: Request<Streaming<pb::SynchronizeRequest>>,
+    ) -> Result<Response<Self::SynchronizeStream>, Status> {
+        let (told, stream) = mpsc::channel(64);
+        self.streams.send((request.into_inner(), told)).await.ok();
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
+        no_part()
+    }
+
+    async fn issue_ticket(
+        &self,
+        _: Request<pb::IssueTicketRequest>,
+    ) -> Result<Response<pb::IssueTicketResponse>, Status> {
+        no_part()
+    }
+
+    async fn list_workers(
+        &self,
+        _: Request<pb::ListWorkersRequest>,
+    ) -> Result<Response<pb::ListWorkersResponse>, Status> {
+        no_part()
+    }
+
+    async fn get_worker(
+        &self,
+        _: Request<pb::GetWorkerRequest>,
+    ) -> Result<Response<pb::GetWorkerResponse>, Status> {
+        no_part()
+    }
+}
+
+#[tonic::async_trait]
+impl Workloads for Script {
+    type WatchStream = ReceiverStream<Result<pb::WatchResponse, Status>>;
+
+    async fn submit(&self, _: Request<pb::SubmitRequest>) -> Result<Response<pb::SubmitResponse>, Status> {
+        no_part()
+    }
+
+    async fn watch(&self, _: Request<pb::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        no_part()
+    }
+
+    async fn get(&self, _: Request<pb::GetRequest>) -> Result<Response<pb::GetResponse>, Status> {
+        no_part()
+    }
+
+    async fn list(&self, _: Request<pb::ListRequest>) -> Result<Response<pb::ListResponse>, Status> {
+        no_part()
+    }
+
+    async fn cancel(&self, _: Request<pb::CancelRequest>) -> Result<Response<pb::CancelResponse>, Status> {
+        no_part()
+    }
+
+    async fn start_attempt(
+        &self,
+        _: Request<pb::StartAttemptRequest>,
+    ) -> Result<Response<pb::StartAttemptResponse>, Status> {
+        no_part()
+    }
+
+    async fn finish_attempt(
+        &self,
+        request: Request<pb::FinishAttemptRequest>,
+    ) -> Result<Response<pb::FinishAttemptResponse>, Status> {
+        self.finished.send(request.into_inner()).await.ok();
+        Ok(Response::new(pb::FinishAttemptResponse {}))
+    }
+}
+
+/// A gateway that speaks to a script.
+struct Scene {
+    machine: Arc<Directories>,
+    worker: Arc<Worker>,
+    said: Streaming<pb::SynchronizeRequest>,
+    told: Told,
+    finished: mpsc::Receiver<pb::FinishAttemptRequest>,
+    generation: u64,
+    /// The last that it said, and when.
+    observed: (pb::Observed, Duration),
+    speaking: JoinHandle<()>,
+    served: JoinHandle<anyhow::Result<()>>,
+    stop: oneshot::Sender<()>,
+}
+
+async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
+}
+
+impl Scene {
+    #[expect(clippy::disallowed_methods, reason = "the test waits for both in `end`")]
+    async fn start() -> Self {
+        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let endpoint = listener.endpoint().expect("its address");
+        let ((streams, mut opened), (finish, finished)) = (mpsc::channel(1), mpsc::channel(64));
+        let script = Script { streams, finished: finish };
+        let mut host = Host::new();
+        host.add_service(WorkersServer::new(script.clone()));
+        host.add_service(WorkloadsServer::new(script));
+        let (stop, stopped) = oneshot::channel();
+        let served = tokio::spawn(host.serve([listener], async {
+            stopped.await.ok();
+        }));
+        let machine = Arc::new(Directories::default());
+        let worker = machine.attended(&endpoint, NOBODY);
+        let speaking = tokio::spawn(forever(worker.clone()));
+        let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
+        let hello = within("hello", said.message()).await.expect("a message").and_then(|said| said.message);
+        assert!(matches!(hello, Some(Up::Hello(_))), "{hello:?}");
+        let welcome = pb::Welcome {
+            session_credential: "credential".to_owned(),
+            worker_id: WorkerId::new().to_string(),
+            incarnation: 1,
+            session: 1,
+            heartbeat: Some(rpc::duration(Duration::from_millis(40))),
+            stop_after: Some(rpc::duration(Duration::from_secs(600))),
+            protocol_version: PROTOCOL,
+        };
+        let response = pb::SynchronizeResponse { message: Some(Down::Welcome(welcome)) };
+        told.send(Ok(response)).await.expect("a stream");
+        let observed = (pb::Observed::default(), Duration::ZERO);
+        Self { machine, worker, said, told, finished, generation: 0, observed, speaking, served, stop }
+    }
+
+    /// Says what is wanted, and waits until the gateway has taken it up.
+    async fn desire(&mut self, heard: u64, leases: Vec<pb::DesiredLease>) {
+        self.generation += 1;
+        let desired = pb::Desired { generation: self.generation, leases, heard };
+        let response = pb::SynchronizeResponse { message: Some(Down::Desired(desired)) };
+        self.told.send(Ok(response)).await.expect("a stream");
+        self.observe("what it has taken up", |observed, generation| {
+            observed.applied_generation == generation
+        })
+        .await;
+    }
+
+    /// Waits until the gateway says what is looked for.
+    async fn observe(&mut self, what: &str, looked_for: impl Fn(&pb::Observed, u64) -> bool) {
+        let before = Instant::now();
+        loop {
+            let message = within(what, self.said.message()).await.expect("the stream is open");
+            let message = message.and_then(|said| said.message);
+            let Some(Up::Observed(observed)) = message else { panic!("{message:?}") };
+            assert!(observed.number > self.observed.0.number, "each has a number of its own");
+            self.observed = (observed, since_boot());
+            if looked_for(&self.observed.0, self.generation) {
+                return;
+            }
+            assert!(before.elapsed() < PATIENCE, "{what} did not come: {:?}", self.observed.0);
+        }
+    }
+
+    /// Waits until every one of these leases has ended.
+    async fn ended(&mut self, leases: &[LeaseId]) {
+        let ended = |observed: &pb::Observed| {
+            let ended = observed.leases.iter().filter(|lease| lease.phase() == pb::LeasePhase::Ended);
+            let ended: Vec<_> = ended.map(|lease| lease.lease_id.clone()).collect();
+            leases.iter().all(|lease| ended.contains(&lease.to_string()))
+        };
+        self.observe("the end of the leases", |observed, _| ended(observed)).await;
+    }
+
+    async fn end(self) {
+        self.worker.stopping.cancel();
+        self.speaking.await.expect("no panic");
+        self.worker.tasks.close();
+        self.worker.tasks.wait().await;
+        drop((self.said, self.told));
+        self.stop.send(()).expect("it is served");
+        self.served.await.expect("no panic").expect("it ends well");
+    }
+}
+
+fn stop(lease: LeaseId, token: &str) -> pb::DesiredLease {
+    let stop = pb::StopAttempt {
+        grace: None,
+        reason: "CANCELLED".to_owned(),
+        lease_token: token.to_owned(),
+        workload_id: WorkloadId::new().to_string(),
+        attempt_id: AttemptId::new().to_string(),
+    };
+    pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Stop(stop)) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_what_the_scheduler_heard_is_contact() {
+    let before = since_boot();
+    let mut scene = Scene::start().await;
+    let welcomed = since_boot();
+    scene.desire(0, vec![]).await;
+    let contacts = noted(&scene.machine.contacts);
+    let [(hello, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
+    assert!(before <= hello && hello <= welcomed, "contact counts from when hello was sent");
+    assert_eq!(stop_after, Duration::from_secs(600));
+
+    // It is spoken to unasked for longer than a heartbeat, and was heard by nobody.
+    while scene.observed.0.number < 20 || scene.observed.1 < hello + Duration::from_millis(400) {
+        scene.desire(0, vec![]).await;
+    }
+    assert_eq!(noted(&scene.machine.contacts), contacts);
+
+    let (number, arrived) = (scene.observed.0.number, scene.observed.1);
+    scene.observe("later messages", |observed, _| observed.number > number + 3).await;
+    scene.desire(number, vec![]).await;
+    let contacts = noted(&scene.machine.contacts);
+    let [_, (sent, _)] = contacts[..] else { panic!("{contacts:?}") };
+    assert!(hello < sent && sent <= arrived, "contact counts from when the message that was heard was sent");
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_that_cannot_be_read_ends_and_no_other() {
+    let mut scene = Scene::start().await;
+    let (good, specless, nameless) = (LeaseId::new(), LeaseId::new(), LeaseId::new());
+    let run = pb::RunAttempt {
+        lease_token: "specless".to_owned(),
+        workload_id: WorkloadId::new().to_string(),
+        attempt_id: AttemptId::new().to_string(),
+        ..pb::RunAttempt::default()
+    };
+    let no_attempt = pb::RunAttempt { lease_token: "nameless".to_owned(), ..pb::RunAttempt::default() };
+    let leases = vec![
+        pb::DesiredLease { lease_id: "no UUID".to_owned(), wish: Some(Wish::Run(run.clone())) },
+        pb::DesiredLease { lease_id: LeaseId::new().to_string(), wish: None },
+        pb::DesiredLease { lease_id: specless.to_string(), wish: Some(Wish::Run(run)) },
+        pb::DesiredLease { lease_id: nameless.to_string(), wish: Some(Wish::Run(no_attempt)) },
+        stop(good, "good"),
+    ];
+    scene.desire(0, leases).await;
+
+    let mut reasons = BTreeMap::new();
+    while reasons.len() < 3 {
+        let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
+        let failure = finish.failure.expect("a failure");
+        reasons.insert(finish.lease_token, failure.reason);
+    }
+    let expected = [("good", "CANCELLED"), ("nameless", "UNSUPPORTED"), ("specless", "UNSUPPORTED")];
+    assert_eq!(reasons, expected.map(|(token, reason)| (token.to_owned(), reason.to_owned())).into());
+    scene.ended(&[good, specless, nameless]).await;
+    scene.desire(0, vec![]).await;
+    assert!(scene.worker.attempts().is_empty(), "what is over is forgotten");
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_whose_task_panics_ends_as_a_failure() {
+    let mut scene = Scene::start().await;
+    *scene.machine.panics.lock().expect("a flag") = true;
+    let lease = LeaseId::new();
+    scene.desire(0, vec![stop(lease, "token")]).await;
+    let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
+    let failure = finish.failure.expect("a failure");
+    assert_eq!((finish.lease_token.as_str(), failure.reason.as_str()), ("token", "WORKER_FAILED"));
+    assert!(failure.message.contains("as the test asked for"), "{}", failure.message);
+    scene.ended(&[lease]).await;
+    scene.end().await;
+}

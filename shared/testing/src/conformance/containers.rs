@@ -1,0 +1,158 @@
+//! Containers.
+
+use std::path::Path;
+
+use domain::workload::{EnvironmentVariable, FailureReason};
+use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use runtime::{ContainerSpec, Mount, ProcessSpec, RuntimeError};
+
+use super::{RuntimeExt, Subject, container, directory, exited, lines, mount, process, programs};
+
+/// Making and destroying may be repeated, and what never was cannot be started in.
+pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    runtime.create_container(handle, container()).await.expect("make it again");
+    assert_eq!(runtime.list().await.expect("list").containers, [handle]);
+    runtime.destroy_container(handle).await.expect("destroy");
+    runtime.destroy_container(handle).await.expect("destroy again");
+    assert_eq!(runtime.list().await.expect("list").containers, []);
+    let refused = runtime.start(handle, AttemptId::new(), process(&programs::exit(0))).await;
+    assert!(matches!(refused, Err(RuntimeError::ContainerNotFound(_))), "{refused:?}");
+}
+
+/// What cannot be made is refused when the container is made, and leaves nothing behind.
+pub async fn impossible_containers_are_refused(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    let unknown = VolumeHandle::new();
+    let with = |mounts: Vec<Mount>| ContainerSpec { mounts, ..container() };
+    let cases = [
+        (with(vec![mount(unknown, "/in", true)]), FailureReason::WorkerFailed),
+        (with(vec![mount(volume, "/etc/passwd", true)]), FailureReason::InvalidMount),
+        (with(vec![mount(volume, "/etc/passwd/below", true)]), FailureReason::InvalidMount),
+        (with(vec![mount(volume, "relative", true)]), FailureReason::InvalidMount),
+        (with(vec![mount(volume, "/a/../b", true)]), FailureReason::InvalidMount),
+        (with(vec![mount(volume, "/", true)]), FailureReason::InvalidMount),
+        (with(vec![mount(volume, "/in", true), mount(volume, "/in", true)]), FailureReason::InvalidMount),
+        (
+            ContainerSpec { user: Some("gantry-nobody".to_owned()), ..container() },
+            FailureReason::UserNotFound,
+        ),
+        (
+            ContainerSpec { user: Some("root:gantry-nobody".to_owned()), ..container() },
+            FailureReason::UserNotFound,
+        ),
+        (
+            ContainerSpec { directory: b"/gantry/nowhere".to_vec(), ..container() },
+            FailureReason::WorkingDirectoryMissing,
+        ),
+        (
+            ContainerSpec { directory: b"/etc/passwd".to_vec(), ..container() },
+            FailureReason::WorkingDirectoryMissing,
+        ),
+    ];
+    for (spec, reason) in cases {
+        let refused = runtime.create_container(ContainerHandle::new(), spec.clone()).await;
+        assert_eq!(refused.as_ref().map_err(RuntimeError::reason), Err(reason), "{spec:?}: {refused:?}");
+    }
+    assert_eq!(runtime.list().await.expect("list").containers, []);
+}
+
+/// Volumes appear where they were asked for, and read-only ones cannot be written to.
+pub async fn volumes_are_mounted(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let (written, read) = (runtime.volume().await, runtime.volume().await);
+    let mounts = vec![mount(written, "/new/deep/out", false), mount(read, "/in", true)];
+    let spec = ContainerSpec { mounts, ..container() };
+    assert_eq!(
+        runtime.ran(spec.clone(), process(&programs::append("/new/deep/out/file"))).await.ended,
+        Some(exited(0))
+    );
+    assert_eq!(lines(&directory(&runtime, written).await.join("file")), 1);
+    assert_ne!(runtime.ran(spec, process(&programs::append("/in/file"))).await.ended, Some(exited(0)));
+    assert_eq!(lines(&directory(&runtime, read).await.join("file")), 0);
+}
+
+/// A volume whose path lies below another's appears inside of it, whatever the order.
+pub async fn volumes_appear_in_volumes(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let (outer, inner) = (runtime.volume().await, runtime.volume().await);
+    let mounts = vec![mount(inner, "/outer/inner", false), mount(outer, "/outer", false)];
+    let spec = ContainerSpec { mounts, ..container() };
+    for path in ["/outer/file", "/outer/inner/file"] {
+        let said = runtime.ran(spec.clone(), process(&programs::append(path))).await;
+        assert_eq!(said.ended, Some(exited(0)), "{path}");
+    }
+    assert_eq!(lines(&directory(&runtime, outer).await.join("file")), 1);
+    assert_eq!(lines(&directory(&runtime, inner).await.join("file")), 1);
+    assert_eq!(lines(&directory(&runtime, outer).await.join("inner/file")), 0);
+}
+
+/// A directory of one volume becomes the contents of another; what is not a directory there is refused.
+pub async fn directories_are_taken(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let (from, into) = (runtime.volume().await, runtime.volume().await);
+    let root = directory(&runtime, from).await;
+    std::fs::create_dir_all(root.join("a/b")).expect("directories");
+    std::fs::write(root.join("a/b/file"), "line\n").expect("write");
+    std::fs::write(root.join("file"), "").expect("write");
+    std::os::unix::fs::symlink("a", root.join("link")).expect("link");
+    for path in ["missing", "file", "link", "link/b", "a/b/file", "missing/b"] {
+        let refused = runtime.take_directory(from, Path::new(path), into).await;
+        assert!(matches!(refused, Err(RuntimeError::OutputMissing(_))), "{path}: {refused:?}");
+    }
+    for _ in 0..2 {
+        runtime.take_directory(from, Path::new("a/b"), into).await.expect("take");
+        assert_eq!(lines(&directory(&runtime, into).await.join("file")), 1);
+    }
+    assert!(!root.join("a/b").exists());
+    assert!(root.join("file").exists());
+}
+
+/// One volume may be in a container several times.
+pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    std::fs::write(directory(&runtime, volume).await.join("file"), "line\nline\n").expect("write");
+    let mounts = vec![mount(volume, "/first", true), mount(volume, "/second", true)];
+    let spec = ContainerSpec { mounts, ..container() };
+    for path in ["/first/file", "/second/file"] {
+        let waiting = programs::append_and_wait_for_another(path);
+        let said = runtime.ran(spec.clone(), process(&waiting)).await;
+        assert_eq!(said.ended, Some(exited(7)), "{path}");
+    }
+}
+
+/// A user of the image comes to own the working directory and the writable volumes.
+pub async fn users_own_what_they_write(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let (written, read) = (runtime.volume().await, runtime.volume().await);
+    std::fs::write(directory(&runtime, written).await.join("file"), "").expect("write");
+    let spec = ContainerSpec {
+        mounts: vec![mount(written, "/out", false), mount(read, "/in", true)],
+        directory: b"/workspace".to_vec(),
+        user: Some("1234:2345".to_owned()),
+        ..container()
+    };
+    let said = runtime.ran(spec.clone(), process(&programs::whereabouts())).await;
+    assert_eq!(said.text(), "/workspace\n1234\n2345\n1234\n");
+    assert_eq!(runtime.ran(spec, process(&programs::append("/out/file"))).await.ended, Some(exited(0)));
+}
+
+/// A process has the environment that it was given, and PATH and HOME.
+pub async fn the_environment_is_what_was_given(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let variable = |name: &str, value: &str| EnvironmentVariable { name: name.into(), value: value.into() };
+    let environment = vec![variable("NAME", "a value"), variable("HOME", "/elsewhere")];
+    let said =
+        runtime.ran(container(), ProcessSpec { environment, ..process(&programs::environment()) }).await;
+    let mut lines: Vec<_> = said.text().lines().collect();
+    lines.sort_unstable();
+    let path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+    assert_eq!(lines, ["HOME=/elsewhere", "NAME=a value", path]);
+    let said = runtime.ran(container(), process(&programs::environment())).await;
+    let mut lines: Vec<_> = said.text().lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["HOME=/root", path]);
+}

@@ -1,0 +1,305 @@
+//! What every [`Runtime`] is held to.
+//!
+//! ```text
+//! mod host { testing::runtime_conformance!(HostSubject::new()); }
+//! ```
+//!
+//! Each test gets a worker of its own. The programs that they run are all in [`programs`], so that a runtime which cannot run
+//! real ones knows what to imitate. They wait for conditions, and give up after [`PATIENCE`].
+
+mod containers;
+mod output;
+mod processes;
+pub mod programs;
+mod signals;
+mod volumes;
+
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use domain::workload::{Exit, FailureReason, Image, Limits, Network, OutputMode, Stdin};
+use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use futures::{Stream, StreamExt};
+use runtime::{
+    Attachment, ContainerSpec, Ended, Mount, Offsets, OutputStream, ProcessEvent, ProcessSpec, Runtime,
+    RuntimeError, VolumeSource,
+};
+
+pub use containers::{
+    a_volume_is_mounted_twice, containers_are_made_and_destroyed_once, directories_are_taken,
+    impossible_containers_are_refused, the_environment_is_what_was_given, users_own_what_they_write,
+    volumes_appear_in_volumes, volumes_are_mounted,
+};
+pub use output::{
+    detaching_lets_a_process_go_on, input_is_taken_once, input_that_is_not_read_waits,
+    output_is_read_from_any_offset, readers_and_waiters_come_and_go, spooled_output_keeps_the_end,
+    unread_output_holds_a_process_back,
+};
+pub use processes::{
+    a_process_starts_once, destroying_a_container_kills, exits_are_told, nothing_outlives_its_process,
+    processes_keep_their_team, processes_outlive_the_runtime, programs_that_cannot_be_run_are_told,
+    unknown_processes_are_not_found,
+};
+pub use signals::{
+    a_stop_is_never_lost, processes_out_of_contact_end, term_ends_a_plain_program, the_stubborn_are_killed,
+};
+pub use volumes::{
+    a_child_of_nothing_is_refused, children_leave_their_parents_alone, parents_outlive_their_children,
+    the_marker_stays, volumes_are_made_and_destroyed_once,
+};
+
+/// How long anything may take.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A worker of its own, with a runtime for it.
+#[async_trait]
+pub trait Subject: Send {
+    /// The runtime.
+    fn runtime(&self) -> Arc<dyn Runtime>;
+
+    /// Ends the runtime as its gateway would by being killed, and opens another for the same worker.
+    ///
+    /// Everything that was got from the old one has been dropped.
+    async fn reopen(&mut self);
+
+    /// How much output of one stream a process may write before it is held back, or loses some.
+    fn spool_bytes(&self) -> u64;
+}
+
+/// A container of the image `host` with nothing in it.
+#[must_use]
+pub fn container() -> ContainerSpec {
+    ContainerSpec {
+        team: "main".to_owned(),
+        image: Image::Host,
+        mounts: Vec::new(),
+        directory: b"/".to_vec(),
+        user: None,
+        limits: Limits::default(),
+        privileged: false,
+        network: Network::Host,
+    }
+}
+
+/// A volume in a container.
+#[must_use]
+pub fn mount(volume: VolumeHandle, path: &str, read_only: bool) -> Mount {
+    Mount { volume, path: path.as_bytes().to_vec(), read_only }
+}
+
+/// A process without input, whose output is kept until it is acknowledged.
+#[must_use]
+pub fn process(command: &[String]) -> ProcessSpec {
+    ProcessSpec {
+        command: command.iter().map(|argument| argument.as_bytes().to_vec()).collect(),
+        environment: Vec::new(),
+        stdin: Stdin::None,
+        output: OutputMode::Attached,
+    }
+}
+
+/// Everything that a process said.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Said {
+    /// On standard output.
+    pub stdout: Vec<u8>,
+    /// On standard error.
+    pub stderr: Vec<u8>,
+    /// Bytes of standard output that were gone.
+    pub gone: u64,
+    /// How it ended.
+    pub ended: Option<Ended>,
+}
+
+impl Said {
+    /// Standard output as text.
+    ///
+    /// # Panics
+    ///
+    /// When it is none.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        std::str::from_utf8(&self.stdout).expect("text")
+    }
+}
+
+/// Operations that a test needs to succeed.
+#[async_trait]
+pub trait RuntimeExt {
+    /// Makes an empty volume.
+    async fn volume(&self) -> VolumeHandle;
+    /// Makes a child of a volume.
+    async fn child(&self, parent: VolumeHandle) -> VolumeHandle;
+    /// Makes a container.
+    async fn made(&self, spec: ContainerSpec) -> ContainerHandle;
+    /// Starts a process in a container.
+    async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> AttemptId;
+    /// Runs a process in a container of its own, and returns what it said.
+    async fn ran(&self, container: ContainerSpec, spec: ProcessSpec) -> Said;
+    /// How a process ended.
+    async fn ended(&self, process: AttemptId) -> Ended;
+    /// Everything that a process says from the beginning to its end, acknowledged as it is read.
+    async fn said(&self, process: AttemptId) -> Said;
+}
+
+#[async_trait]
+impl RuntimeExt for Arc<dyn Runtime> {
+    async fn volume(&self) -> VolumeHandle {
+        let handle = VolumeHandle::new();
+        self.create_volume(handle, VolumeSource::Empty).await.expect("make a volume");
+        handle
+    }
+
+    async fn child(&self, parent: VolumeHandle) -> VolumeHandle {
+        let handle = VolumeHandle::new();
+        self.create_volume(handle, VolumeSource::CopyOnWrite { parent }).await.expect("make a child");
+        handle
+    }
+
+    async fn made(&self, spec: ContainerSpec) -> ContainerHandle {
+        let handle = ContainerHandle::new();
+        self.create_container(handle, spec).await.expect("make a container");
+        handle
+    }
+
+    async fn started(&self, container: ContainerHandle, spec: ProcessSpec) -> AttemptId {
+        let id = AttemptId::new();
+        self.start(container, id, spec).await.expect("start a process");
+        id
+    }
+
+    async fn ran(&self, container: ContainerSpec, spec: ProcessSpec) -> Said {
+        let container = self.made(container).await;
+        let process = self.started(container, spec).await;
+        self.said(process).await
+    }
+
+    async fn ended(&self, process: AttemptId) -> Ended {
+        in_time("the end of a process", self.wait(process)).await.expect("wait for a process")
+    }
+
+    async fn said(&self, process: AttemptId) -> Said {
+        let attachment = self.attach(process, Offsets::default()).await.expect("attach");
+        in_time("everything a process says", read_all(attachment)).await
+    }
+}
+
+/// Reads, acknowledging, until everything was said.
+pub async fn read_all(attachment: Attachment) -> Said {
+    let Attachment { mut events, input, .. } = attachment;
+    let mut said = Said::default();
+    let mut at = Offsets::default();
+    while let Some(event) = events.next().await {
+        match event.expect("an event") {
+            ProcessEvent::Output { stream, offset, data } => {
+                let (kept, read) = match stream {
+                    OutputStream::Stdout => (&mut said.stdout, &mut at.stdout),
+                    OutputStream::Stderr => (&mut said.stderr, &mut at.stderr),
+                };
+                kept.extend_from_slice(&data);
+                *read = offset + data.len() as u64;
+                input.acknowledge(at).await.expect("acknowledge");
+            }
+            ProcessEvent::Truncated { from, to, .. } => said.gone += to - from,
+            ProcessEvent::Ended(ended) => said.ended = Some(ended),
+            ProcessEvent::StdinTaken(_) => {}
+            ProcessEvent::Done(_) => return said,
+        }
+    }
+    panic!("the events ended without being done: {said:?}");
+}
+
+/// Waits, but not for ever.
+///
+/// # Panics
+///
+/// When it takes longer than [`PATIENCE`].
+pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(PATIENCE, work).await {
+        Ok(value) => value,
+        Err(_) => panic!("waited in vain for {what}"),
+    }
+}
+
+/// Waits until `condition` holds.
+pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    in_time(what, async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+}
+
+type Events = Pin<Box<dyn Stream<Item = Result<ProcessEvent, RuntimeError>> + Send>>;
+
+/// Reads standard output until it holds `text`.
+pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
+    let mut read = Vec::new();
+    in_time(text, async {
+        while !String::from_utf8_lossy(&read).contains(text) {
+            match events.next().await.expect("more to come").expect("an event") {
+                ProcessEvent::Output { stream: OutputStream::Stdout, data, .. } => {
+                    read.extend_from_slice(&data)
+                }
+                ProcessEvent::Ended(ended) => panic!("it ended: {ended:?}"),
+                _ => {}
+            }
+        }
+    })
+    .await;
+    read
+}
+
+fn exited(code: u8) -> Ended {
+    Ended::Exited { exit: Exit::Code(code), stopped: false }
+}
+
+fn lines(path: &Path) -> usize {
+    std::fs::read_to_string(path).map_or(0, |text| text.lines().count())
+}
+
+async fn directory(runtime: &Arc<dyn Runtime>, volume: VolumeHandle) -> PathBuf {
+    runtime.volume_directory(volume).await.expect("the directory of a volume")
+}
+
+fn reason(ended: &Ended) -> Option<FailureReason> {
+    match ended {
+        Ended::NotStarted(failure) | Ended::Unknown(failure) => Some(failure.reason),
+        Ended::Exited { .. } => None,
+    }
+}
+
+/// Tests a runtime: `$subject` evaluates, for each test, to an `Option` of a new [`Subject`]; `None` where it cannot run.
+#[macro_export]
+macro_rules! runtime_conformance {
+    ($subject:expr) => {
+        $crate::runtime_conformance! { @each ($subject)
+            volumes_are_made_and_destroyed_once a_child_of_nothing_is_refused children_leave_their_parents_alone
+            parents_outlive_their_children
+            the_marker_stays containers_are_made_and_destroyed_once impossible_containers_are_refused
+            volumes_are_mounted volumes_appear_in_volumes directories_are_taken a_volume_is_mounted_twice
+            users_own_what_they_write
+            the_environment_is_what_was_given exits_are_told programs_that_cannot_be_run_are_told
+            unknown_processes_are_not_found a_process_starts_once processes_outlive_the_runtime
+            processes_keep_their_team
+            nothing_outlives_its_process destroying_a_container_kills term_ends_a_plain_program
+            the_stubborn_are_killed a_stop_is_never_lost processes_out_of_contact_end
+            output_is_read_from_any_offset unread_output_holds_a_process_back spooled_output_keeps_the_end
+            detaching_lets_a_process_go_on readers_and_waiters_come_and_go input_is_taken_once
+            input_that_is_not_read_waits
+        }
+    };
+    (@each ($subject:expr) $($name:ident)*) => {$(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $name() {
+            if let Some(subject) = $subject {
+                $crate::conformance::$name(subject).await;
+            }
+        }
+    )*};
+}

@@ -1,0 +1,149 @@
+//! Output and input.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use domain::workload::{Exit, OutputMode, Stdin};
+use futures::StreamExt;
+use runtime::{Ended, Offsets, ProcessEvent, ProcessSpec, ProcessState, RuntimeError};
+
+use super::{RuntimeExt, Subject, container, exited, in_time, process, programs, read_all, read_until};
+
+/// Both outputs are read to their ends, from any offset, by any number of readers, also after the end.
+pub async fn output_is_read_from_any_offset(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, process(&programs::say("0123456789", "abcdef"))).await;
+    let said = runtime.said(id).await;
+    assert_eq!((said.stdout.as_slice(), said.stderr.as_slice()), (&b"0123456789"[..], &b"abcdef"[..]));
+    assert_eq!(said.ended, Some(exited(0)));
+
+    let from = Offsets { stdout: 7, stderr: 6 };
+    let attachment = runtime.attach(id, from).await.expect("attach");
+    let said = in_time("the rest", read_all(attachment)).await;
+    assert_eq!((said.stdout.as_slice(), said.stderr.as_slice()), (&b"789"[..], &b""[..]));
+    for from in [Offsets { stdout: 11, stderr: 0 }, Offsets { stdout: 0, stderr: 7 }] {
+        let refused = runtime.attach(id, from).await;
+        assert!(matches!(refused, Err(RuntimeError::OffsetOutOfRange { .. })), "{from:?}");
+    }
+}
+
+/// A process whose output nobody acknowledges is held back, and nothing of it is lost.
+pub async fn unread_output_holds_a_process_back(mut subject: impl Subject) {
+    let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, process(&programs::count(total))).await;
+    // Everything that can be read without acknowledging it; then the runtime is another.
+    let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    let mut read = 0;
+    while let Ok(Some(event)) =
+        tokio::time::timeout(Duration::from_millis(500), attachment.events.next()).await
+    {
+        let ProcessEvent::Output { data, .. } = event.expect("an event") else { panic!("it ended") };
+        read += data.len() as u64;
+    }
+    assert!(subject.spool_bytes() <= read && read < total, "{read} of {total}");
+    assert_eq!(runtime.process(id).await.expect("a state"), ProcessState::Started);
+    drop(attachment);
+    drop(runtime);
+    subject.reopen().await;
+
+    let said = subject.runtime().said(id).await;
+    assert_eq!((said.gone, said.stdout.len() as u64), (0, total));
+    let wrong = (0..).zip(&said.stdout).find(|(offset, byte)| programs::counted(*offset) != **byte);
+    assert_eq!(wrong, None);
+    assert_eq!(said.ended, Some(exited(0)));
+}
+
+/// Output beyond the spool is dropped from its beginning, which readers are told.
+pub async fn spooled_output_keeps_the_end(subject: impl Subject) {
+    let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
+    let runtime = subject.runtime();
+    let spec = ProcessSpec { output: OutputMode::Spooled, ..process(&programs::count(total)) };
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, spec).await;
+    assert_eq!(runtime.ended(id).await, exited(0), "nobody reads, and it ends all the same");
+    let said = runtime.said(id).await;
+    assert_eq!(said.gone + said.stdout.len() as u64, total);
+    assert!(said.gone > 0 && said.stdout.len() as u64 >= subject.spool_bytes());
+    let wrong = (said.gone..).zip(&said.stdout).find(|(offset, byte)| programs::counted(*offset) != **byte);
+    assert_eq!(wrong, None);
+}
+
+/// A process that is held back goes on when nobody is meant to read any more.
+pub async fn detaching_lets_a_process_go_on(subject: impl Subject) {
+    let total = 3 * subject.spool_bytes() + 4 * 1024 * 1024;
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, process(&programs::count(total))).await;
+    let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    attachment.input.detach().await.expect("detach");
+    assert_eq!(runtime.ended(id).await, exited(0));
+}
+
+/// Readers that leave change nothing, and a wait that is given up neither.
+pub async fn readers_and_waiters_come_and_go(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, process(&programs::stubborn())).await;
+    for _ in 0..20 {
+        let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+        read_until(&mut attachment.events, "ready").await;
+        let wait = tokio::time::timeout(Duration::from_millis(2), runtime.wait(id)).await;
+        assert!(wait.is_err(), "{wait:?}");
+    }
+    runtime.stop(id, Duration::ZERO).await.expect("stop");
+    assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Signal(9), stopped: true });
+}
+
+/// Input arrives once, in order, however often it is said, and ends when it is closed.
+pub async fn input_is_taken_once(mut subject: impl Subject) {
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
+    let id = runtime.started(handle, spec).await;
+    let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    assert_eq!(attachment.stdin_offset, 0);
+    let input = &attachment.input;
+    input.stdin(0, Bytes::from_static(b"one ")).await.expect("input");
+    input.stdin(0, Bytes::from_static(b"one two ")).await.expect("input");
+    let gap = input.stdin(100, Bytes::from_static(b"x")).await;
+    assert!(matches!(gap, Err(RuntimeError::OffsetOutOfRange { offset: 100, limit: 8 })), "{gap:?}");
+    read_until(&mut attachment.events, "one two ").await;
+    drop(attachment);
+    drop(runtime);
+    subject.reopen().await;
+
+    let runtime = subject.runtime();
+    let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    assert_eq!(attachment.stdin_offset, 8);
+    attachment.input.stdin(4, Bytes::from_static(b"two three")).await.expect("input");
+    attachment.input.close_stdin().await.expect("close");
+    let said = in_time("the end", read_all(attachment)).await;
+    assert_eq!((said.text(), said.ended.as_ref()), ("one two three", Some(&exited(0))));
+}
+
+/// A process that does not read holds its writer back; what it will never read is thrown away.
+pub async fn input_that_is_not_read_waits(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let much = Bytes::from(vec![b'x'; 4 << 20]);
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::sleep()) };
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, spec).await;
+    let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    let waited =
+        tokio::time::timeout(Duration::from_millis(300), attachment.input.stdin(0, much.clone())).await;
+    assert!(waited.is_err(), "{waited:?}");
+    runtime.stop(id, Duration::from_secs(10)).await.expect("stop");
+    in_time("input of what has ended", attachment.input.stdin(0, much.clone())).await.expect("input");
+
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::deaf()) };
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, spec).await;
+    let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    read_until(&mut attachment.events, "ready").await;
+    in_time("input that nobody reads", attachment.input.stdin(0, much)).await.expect("input");
+    assert_eq!(runtime.process(id).await.expect("a state"), ProcessState::Started);
+    runtime.destroy_container(handle).await.expect("destroy");
+}

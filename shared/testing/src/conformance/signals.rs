@@ -1,0 +1,96 @@
+//! Signals and stopping.
+
+use std::time::Duration;
+
+use domain::workload::{Exit, FailureReason};
+use runtime::{Ended, Offsets, ProcessState};
+
+use super::{RuntimeExt, Subject, container, in_time, process, programs, read_until};
+
+/// A program that does nothing about TERM ends by it, though it is alone in its container.
+pub async fn term_ends_a_plain_program(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, process(&programs::sleep())).await;
+    let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    in_time("the start", async {
+        while runtime.process(id).await.expect("a state") == ProcessState::Starting {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await;
+    attachment.input.signal(15).await.expect("signal");
+    let ended = runtime.ended(id).await;
+    assert_eq!(ended, Ended::Exited { exit: Exit::Signal(15), stopped: false });
+
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, process(&programs::sleep())).await;
+    in_time("the start", async {
+        while runtime.process(id).await.expect("a state") == ProcessState::Starting {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await;
+    runtime.stop(id, Duration::from_secs(1000)).await.expect("stop");
+    assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Signal(15), stopped: true });
+    runtime.stop(id, Duration::ZERO).await.expect("stopping what has ended does nothing");
+    assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Signal(15), stopped: true });
+}
+
+/// One that ignores TERM is killed after the grace, which a later call can shorten and not lengthen.
+pub async fn the_stubborn_are_killed(subject: impl Subject) {
+    let runtime = subject.runtime();
+    for graces in [&[50][..], &[1_000_000, 50][..], &[50, 1_000_000][..], &[0][..]] {
+        let handle = runtime.made(container()).await;
+        let id = runtime.started(handle, process(&programs::stubborn())).await;
+        let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+        read_until(&mut attachment.events, "ready").await;
+        for grace in graces {
+            runtime.stop(id, Duration::from_millis(*grace)).await.expect("stop");
+        }
+        let ended = runtime.ended(id).await;
+        assert_eq!(ended, Ended::Exited { exit: Exit::Signal(9), stopped: true }, "{graces:?}");
+    }
+}
+
+/// A stop that comes before the start prevents it; one that comes later ends the process. Never neither.
+pub async fn a_stop_is_never_lost(subject: impl Subject) {
+    let runtime = subject.runtime();
+    for _ in 0..10 {
+        let handle = runtime.made(container()).await;
+        let id = runtime.started(handle, process(&programs::sleep())).await;
+        runtime.stop(id, Duration::from_millis(100)).await.expect("stop");
+        match runtime.ended(id).await {
+            Ended::NotStarted(failure) => assert_eq!(failure.reason, FailureReason::StoppedBeforeStart),
+            ended => assert!(matches!(ended, Ended::Exited { stopped: true, .. }), "{ended:?}"),
+        }
+        let said = runtime.said(id).await;
+        assert_eq!(said.ended, Some(runtime.ended(id).await));
+        runtime.destroy_container(handle).await.expect("destroy");
+    }
+}
+
+/// Without contact, a process is ended; with it, it goes on.
+pub async fn processes_out_of_contact_end(subject: impl Subject) {
+    let runtime = subject.runtime();
+    if !runtime.capabilities().features.iter().any(|feature| feature == "stop-after") {
+        return;
+    }
+    let since_boot = || {
+        let uptime = std::fs::read_to_string("/proc/uptime").expect("the time since the boot");
+        Duration::from_secs_f64(
+            uptime.split(' ').next().and_then(|text| text.parse().ok()).expect("a number"),
+        )
+    };
+    let (first, second) = (runtime.made(container()).await, runtime.made(container()).await);
+    let kept = runtime.started(first, process(&programs::stubborn())).await;
+    let mut attachment = runtime.attach(kept, Offsets::default()).await.expect("attach");
+    read_until(&mut attachment.events, "ready").await;
+    runtime.contact(since_boot(), Duration::from_secs(600)).await.expect("contact");
+    assert_eq!(runtime.process(kept).await.expect("a state"), ProcessState::Started);
+    runtime.contact(since_boot(), Duration::from_millis(200)).await.expect("contact");
+    assert!(matches!(runtime.ended(kept).await, Ended::Exited { stopped: true, .. }));
+    let late = runtime.started(second, process(&programs::sleep())).await;
+    let ended = runtime.ended(late).await;
+    assert!(matches!(ended, Ended::Exited { stopped: true, .. }), "started out of contact: {ended:?}");
+}
