@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rand::RngExt;
+use sea_orm::sqlx::{self, Connection, SqliteConnection};
 use sea_orm::{
     ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
     SqliteTransactionMode, TransactionOptions, TransactionTrait,
@@ -70,6 +71,9 @@ impl Database {
                     .synchronous(SqliteSynchronous::Full)
                     .busy_timeout(Duration::from_secs(10))
                     .foreign_keys(true)
+            });
+            options.map_sqlx_sqlite_pool_opts(|pool| {
+                pool.after_release(|connection, _| Box::pin(is_outside_of_transactions(connection)))
             });
         } else {
             options.max_connections(16).min_connections(2);
@@ -138,7 +142,7 @@ impl Database {
                 Ok(answer)
             }
             Err(error) => {
-                // The error that matters is the first; a connection that cannot roll back is closed by the pool.
+                // The error that matters is the first; a connection that cannot roll back is closed.
                 if let Err(rollback) = transaction.rollback().await {
                     tracing::debug!(error = %rollback, "rollback failed");
                 }
@@ -158,6 +162,18 @@ impl Deref for Transaction {
     fn deref(&self) -> &DatabaseTransaction {
         &self.0
     }
+}
+
+/// Whether a connection may be used again.
+///
+/// When a disk is full SQLite may roll a transaction back by itself. The driver, which does not notice, would go on counting it, and make
+/// every later transaction a part of one that is never committed. A connection like that is closed.
+async fn is_outside_of_transactions(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
+    if connection.is_in_transaction() {
+        // A rollback that was asked for when the transaction was dropped may still be under way.
+        connection.ping().await?;
+    }
+    Ok(!connection.is_in_transaction())
 }
 
 /// Whether the database gave a transaction up in favour of another, so that trying again may succeed.
