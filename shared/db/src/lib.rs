@@ -16,7 +16,7 @@ use std::time::Duration;
 use rand::RngExt;
 use sea_orm::sqlx::{self, Connection, SqliteConnection};
 use sea_orm::{
-    ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
+    ConnectOptions, ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
     SqliteTransactionMode, TransactionOptions, TransactionTrait,
 };
 use sea_orm_migration::MigratorTrait;
@@ -25,6 +25,9 @@ pub use migrate::{SqlMigration, sql_migrations};
 
 /// How often a transaction is tried again before its failure is told.
 const ATTEMPTS: u32 = 12;
+
+/// How much room SQLite takes beforehand, in bytes: as much as its log grows to before it is written back.
+const RESERVE: u32 = 4 << 20;
 
 /// A service's own database. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -80,6 +83,11 @@ impl Database {
         }
         let connection = sea_orm::Database::connect(options).await?;
         migrate::up::<M>(&connection).await?;
+        if url.starts_with("sqlite:")
+            && let Err(error) = reserve_room(&connection).await
+        {
+            tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
+        }
         Ok(Self { connection })
     }
 
@@ -164,6 +172,18 @@ impl Deref for Transaction {
     }
 }
 
+/// Has SQLite take room on the disk before it needs it, so that it goes on when somebody else fills the disk: how else would
+/// be written down what ends, and what may be deleted to make room again?
+///
+/// What is written once stays: as unused pages of the database, and in the file of the write-ahead log for as long as the database is open.
+async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
+    let fill = format!("CREATE TABLE reserve AS SELECT zeroblob({RESERVE}) AS room");
+    for statement in ["DROP TABLE IF EXISTS reserve", &fill, "DROP TABLE reserve"] {
+        connection.execute_unprepared(statement).await?;
+    }
+    Ok(())
+}
+
 /// Whether a connection may be used again.
 ///
 /// When a disk is full SQLite may roll a transaction back by itself. The driver, which does not notice, would go on counting it, and make
@@ -201,7 +221,7 @@ fn is_transient_cause(cause: &RuntimeErr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sea_orm::{ConnectionTrait, Statement};
+    use sea_orm::Statement;
     use sea_orm_migration::MigrationTrait;
 
     struct Schema;
