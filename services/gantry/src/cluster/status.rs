@@ -67,6 +67,7 @@ fn as_document(status: &GetStatusResponse, workers: &[Worker], unfinished: usize
         "idle_for_seconds": status.idle_for.as_ref().map(seconds),
         "idle_end_seconds": status.idle_end.as_ref().map(seconds),
         "recovered": status.recovered,
+        "holds_destruction": status.holds_destruction,
         "workloads": unfinished,
         "workers": workers.iter().map(shown::worker).collect::<Vec<_>>(),
     })
@@ -100,5 +101,6 @@ fn as_fields(
         ("workloads", count(unfinished as u64, "unfinished workload")),
         ("idle for", idle),
         ("recovered", status.recovered.join("\n")),
+        ("destruction", if status.holds_destruction { "held: what should go stays" } else { "" }.to_owned()),
     ]
 }

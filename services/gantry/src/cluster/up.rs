@@ -89,6 +89,7 @@ async fn serve(
         state: paths.state.display().to_string(),
         endpoints: endpoints.clone(),
         idle_end,
+        holds_destruction: args.hold_destruction,
         left_behind: left_behind.map(|record| record.process_id),
         recovered: OnceCell::new(),
         activity: host.activity(),
@@ -105,6 +106,9 @@ async fn serve(
         tracing::info!(process.id = std::process::id(), "the cluster starts");
     } else {
         announce(&endpoints, paths)?;
+        if args.hold_destruction {
+            ui.warn(super::HOLDS_DESTRUCTION);
+        }
     }
 
     let (activity, stopping) = (host.activity(), host.stopping());
