@@ -125,7 +125,7 @@ fn a_full_disk_is_told_and_the_cluster_goes_on() {
     let mut filler = cluster.gantry(["run", "--keep", "0s", "--", "sh", "-c", script]);
     let mut child = filler.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
     wait_for("a full disk", || {
-        let disk = rustix::fs::statvfs(&cluster.state()).expect("the disk");
+        let disk = rustix::fs::statvfs(cluster.state()).expect("the disk");
         (disk.f_bavail == 0).then_some(())
     });
     fail(&cluster, &["--", "true"], 125, &["DISK_FULL", "gantry gc"]);
