@@ -4,8 +4,9 @@ pub mod snapshot;
 pub mod tree;
 
 use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
@@ -49,6 +50,8 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 
 /// A local cluster with directories of its own, which is started by the first command and stopped when this is dropped.
 pub struct Cluster {
+    /// Unmounted before the directory that it is in is removed.
+    disk: Option<SmallDisk>,
     home: TempDir,
     settings: Vec<(String, String)>,
 }
@@ -65,7 +68,7 @@ impl Cluster {
     pub fn new() -> Self {
         let home = tempfile::Builder::new().prefix("gantry-it-").tempdir().expect("a temporary directory");
         std::fs::create_dir(home.path().join("run")).expect("a runtime directory");
-        Self { home, settings: Vec::new() }
+        Self { disk: None, home, settings: Vec::new() }
     }
 
     /// With a setting in the environment of every command, and so of the cluster.
@@ -73,6 +76,58 @@ impl Cluster {
     pub fn with(mut self, name: &str, value: &str) -> Self {
         self.settings.push((name.to_owned(), value.to_owned()));
         self
+    }
+
+    /// From the next command on.
+    pub fn set(&mut self, name: &str, value: &str) {
+        self.settings.retain(|(known, _)| known != name);
+        self.settings.push((name.to_owned(), value.to_owned()));
+    }
+
+    /// With its state on a disk of so many MiB.
+    #[must_use]
+    pub fn on_small_disk(mut self, mib: u32) -> Self {
+        self.disk = Some(SmallDisk::mount(self.home.path().join("state"), mib));
+        self
+    }
+
+    /// Starts the cluster in the foreground, in a table of mounts of its own that `prepare`, a shell script, may change. Answers once it
+    /// listens. What it says on standard error goes to the file `up.log`.
+    #[must_use]
+    pub fn up(&self, prepare: &str) -> Child {
+        let gantry = self.gantry(["up"]);
+        let mut command = Command::new("unshare");
+        let script = format!("set -e\n{prepare}\nexec \"$0\" up");
+        command.args(["--mount", "--propagation", "private", "sh", "-c", &script]).arg(gantry.get_program());
+        command.env_clear().envs(gantry.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let log = std::fs::File::create(self.path("up.log")).expect("a log");
+        command.current_dir(self.home.path()).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+        let mut child = command.spawn().expect("unshare");
+        let mut line = String::new();
+        let mut stdout = BufReader::new(child.stdout.take().expect("stdout"));
+        stdout.read_line(&mut line).expect("a line");
+        assert!(line.starts_with("listening on "), "{line:?}: {}", self.said_by_up());
+        // It goes on writing there, and nobody reads it.
+        child.stdout = Some(stdout.into_inner());
+        child
+    }
+
+    /// What the cluster that was started by [`Cluster::up`] said on standard error.
+    #[must_use]
+    pub fn said_by_up(&self) -> String {
+        std::fs::read_to_string(self.path("up.log")).unwrap_or_default()
+    }
+
+    /// Kills everything of the cluster at once: services, supervisors, what is in containers.
+    pub fn kill_everything(&self) {
+        wait_for("the end of everything", || {
+            let processes = snapshot::processes(self);
+            for pid in processes.keys() {
+                // SAFETY: kill has no memory to be unsafe about.
+                unsafe { libc::kill(*pid, libc::SIGKILL) };
+            }
+            processes.is_empty().then_some(())
+        });
     }
 
     /// A directory for the test's own files.
@@ -153,6 +208,50 @@ impl Drop for Cluster {
             eprintln!("--- down ---\n{}", describe(&down));
         }
     }
+}
+
+/// A disk of its own, in memory.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn mount(at: PathBuf, mib: u32) -> Self {
+        std::fs::create_dir(&at).expect("a directory");
+        let size = std::ffi::CString::new(format!("size={mib}m,mode=700")).expect("an option");
+        let flags = rustix::mount::MountFlags::empty();
+        rustix::mount::mount("tmpfs", &at, "tmpfs", flags, size.as_c_str()).expect("mount");
+        Self(at)
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let unmounted = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
+        if !std::thread::panicking() {
+            unmounted.expect("unmount");
+        }
+    }
+}
+
+/// A run that has printed `ready`, with the rest of its standard output.
+#[must_use]
+pub fn started(mut command: Command) -> (Child, BufReader<ChildStdout>) {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
+    let mut stdout = BufReader::new(child.stdout.take().expect("stdout"));
+    let mut line = String::new();
+    stdout.read_line(&mut line).expect("a line");
+    if line != "ready\n" {
+        let mut said = String::new();
+        child.stderr.take().expect("stderr").read_to_string(&mut said).expect("text");
+        panic!("{line:?} instead of ready: {said}");
+    }
+    (child, stdout)
+}
+
+/// Sends a signal to a command.
+pub fn send(child: &Child, signal: i32) {
+    let pid = i32::try_from(child.id()).expect("a pid");
+    // SAFETY: kill has no memory to be unsafe about.
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
 /// How a command ended and what it said, for failures.

@@ -1,6 +1,6 @@
 //! What a cluster occupies on the machine: mounts, cgroups, processes, files, rows.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
@@ -13,7 +13,7 @@ pub struct Snapshot {
     pub mounts: BTreeSet<String>,
     /// Control groups of every hierarchy.
     pub cgroups: BTreeSet<String>,
-    /// Command lines of the processes of this build.
+    /// The cluster's processes, by number and command line.
     pub processes: BTreeSet<String>,
     /// Files below the state directory, but for databases and logs, which may grow.
     pub files: BTreeSet<String>,
@@ -25,7 +25,10 @@ impl Snapshot {
     /// As things are now.
     #[must_use]
     pub fn of(cluster: &Cluster) -> Self {
-        let mounts = fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+        // A cluster may have a table of mounts of its own.
+        let table =
+            cluster.pid().map_or("/proc/self/mountinfo".to_owned(), |pid| format!("/proc/{pid}/mountinfo"));
+        let mounts = fs::read_to_string(table).expect("mountinfo");
         let mounts =
             mounts.lines().map(|line| line.split(' ').skip(2).collect::<Vec<_>>().join(" ")).collect();
         let mut cgroups = BTreeSet::new();
@@ -38,7 +41,7 @@ impl Snapshot {
             let live = |row: &&serde_json::Value| row["state"] != "deleting";
             rows.extend(cluster.list(kind).iter().filter(live).map(|row| format!("{kind} {row}")));
         }
-        Self { mounts, cgroups, processes: processes(cluster), files, rows }
+        Self { mounts, cgroups, processes: processes(cluster).into_values().collect(), files, rows }
     }
 
     /// What is here and not there.
@@ -83,25 +86,32 @@ fn all_files(root: &Path, below: &Path, found: &mut BTreeSet<String>) {
     }
 }
 
-/// Processes whose environment or command line names this cluster's directories.
-fn processes(cluster: &Cluster) -> BTreeSet<String> {
+/// The processes of a cluster: those whose command line, environment or open files name its directories, as those of supervisors do, and
+/// those in a container, whose mounts do.
+#[must_use]
+pub fn processes(cluster: &Cluster) -> BTreeMap<i32, String> {
     let home = cluster.path("").display().to_string();
-    let home = home.trim_end_matches('/').as_bytes().to_vec();
-    let mut found = BTreeSet::new();
+    let home = home.trim_end_matches('/');
+    let ours = fs::read_link("/proc/self/ns/mnt").expect("our mounts");
+    let mut found = BTreeMap::new();
     for entry in fs::read_dir("/proc").expect("/proc").flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let path = entry.path();
         let names = |file: &str| {
             fs::read(path.join(file))
-                .is_ok_and(|content| content.windows(home.len()).any(|window| window == home))
+                .is_ok_and(|content| content.windows(home.len()).any(|window| window == home.as_bytes()))
         };
-        if names("cmdline") || names("environ") {
+        let has_open = || {
+            let open = fs::read_dir(path.join("fd")).into_iter().flatten().flatten();
+            open.filter_map(|fd| fs::read_link(fd.path()).ok()).any(|target| target.starts_with(home))
+        };
+        let is_inside =
+            || fs::read_link(path.join("ns/mnt")).is_ok_and(|theirs| theirs != ours) && names("mountinfo");
+        let ours = i64::from(pid) == i64::from(std::process::id());
+        if !ours && (names("cmdline") || names("environ") || has_open() || is_inside()) {
             let command = fs::read(path.join("cmdline")).unwrap_or_default();
-            let pid = entry.file_name();
-            found.insert(format!(
-                "{} {}",
-                pid.display(),
-                String::from_utf8_lossy(&command).replace('\0', " ")
-            ));
+            let command = String::from_utf8_lossy(&command).replace('\0', " ");
+            found.insert(pid, format!("{pid} {command}"));
         }
     }
     found

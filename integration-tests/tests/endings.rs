@@ -1,10 +1,10 @@
 //! Every way in which a run can end, and the exit code that tells it.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Command, Stdio};
+use std::io::{BufReader, Read};
+use std::process::Stdio;
 
-use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
 
 fn sh(script: &str) -> Vec<String> {
     ["run", "--", "sh", "-c", script].map(str::to_owned).to_vec()
@@ -94,26 +94,6 @@ fn an_output_that_is_gone_is_said_and_an_empty_one_is_fine() {
     let replaced = cluster.output(["run", "-o", "out=./replaced", "--", "sh", "-c", script]);
     assert_eq!(code(&replaced), 0, "{}", describe(&replaced));
     assert_eq!(fs::read_to_string(cluster.path("replaced/x")).expect("the file"), "x\n");
-}
-
-/// A run that has printed `ready`, with the rest of its standard output.
-fn started(mut command: Command) -> (Child, BufReader<std::process::ChildStdout>) {
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
-    let mut stdout = BufReader::new(child.stdout.take().expect("stdout"));
-    let mut line = String::new();
-    stdout.read_line(&mut line).expect("a line");
-    if line != "ready\n" {
-        let mut said = String::new();
-        child.stderr.take().expect("stderr").read_to_string(&mut said).expect("text");
-        panic!("{line:?} instead of ready: {said}");
-    }
-    (child, stdout)
-}
-
-fn send(child: &Child, signal: i32) {
-    let pid = i32::try_from(child.id()).expect("a pid");
-    // SAFETY: kill has no memory to be unsafe about.
-    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
 #[test]

@@ -391,6 +391,13 @@ pub(crate) struct UpArgs {
         env = "GANTRY_GC_GRACE"
     )]
     pub(crate) gc_grace: Duration,
+    /// Destroy no container and no volume, so that what should go can be looked at. The disk only fills up
+    #[arg(
+        long,
+        env = "GANTRY_HOLD_DESTRUCTION",
+        value_parser = clap::builder::BoolishValueParser::new()
+    )]
+    pub(crate) hold_destruction: bool,
     /// Started by another command.
     #[arg(long, hide = true)]
     pub(crate) detached: bool,

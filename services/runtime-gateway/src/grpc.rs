@@ -278,7 +278,7 @@ async fn write(
                 let extents: Vec<_> =
                     chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
                 bytes += extents.iter().map(|(_, data)| length(data)).sum::<u64>();
-                filling.put(extents).await?;
+                filling.put(&worker, extents).await?;
                 // Progress is for people: when the caller does not read it, it is left out.
                 let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
                 answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();

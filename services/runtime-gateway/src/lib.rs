@@ -38,6 +38,9 @@ pub(crate) const SERVICE: &str = "gantry.runtime";
 
 /// Adds a gateway that attends the worker behind `runtime` to `host`.
 pub async fn start(config: Config, runtime: Arc<dyn Runtime>, host: &mut Host) -> anyhow::Result<()> {
+    if config.hold_destruction {
+        tracing::warn!("destruction is held: no container and no volume is destroyed, and the disk fills up");
+    }
     let boot = runtime.marker().await?.boot;
     let worker = worker::Worker::new(config, runtime, boot, host.tasks(), host.stopping())?;
     host.spawn(synchronize::forever(worker.clone()));

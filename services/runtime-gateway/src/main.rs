@@ -42,6 +42,9 @@ struct Args {
     /// Where sockets of supervisors are.
     #[arg(long, env = "GANTRY_RUNTIME_DIR", default_value = "/run/gantry")]
     runtime_dir: PathBuf,
+    /// Report what the worker holds and destroy nothing of it, so that what should go can be looked at. The disk only fills up.
+    #[arg(long, env = "GANTRY_HOLD_DESTRUCTION", value_parser = clap::builder::BoolishValueParser::new())]
+    hold_destruction: bool,
 }
 
 fn main() -> ExitCode {
@@ -74,6 +77,7 @@ async fn attend(args: Args) -> anyhow::Result<()> {
         manifest_dir: args.state_dir.join("manifests"),
         report_interval: Duration::from_secs(60),
         destroy_concurrency: 8,
+        hold_destruction: args.hold_destruction,
     };
     runtime_gateway::serve(config, runtime, listener, server::shutdown_signal()).await
 }

@@ -2,7 +2,8 @@
 //!
 //! Invariant: nothing is destroyed that the store did not hand out under our session, or that it does not know at all. A row comes before
 //! the thing it stands for, so a handle that the store does not know is garbage, as long as it is the same store: a store that came out of a
-//! backup has another life, and then nothing unknown is touched.
+//! backup has another life, and then nothing unknown is touched. Where the operator holds destruction, nothing is destroyed at all; the
+//! store goes on to count it as there, and it goes with the first gateway that does not hold it.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -106,6 +107,9 @@ async fn sweep(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), SweepE
         let message = marked.message().await.map_err(Refusal::from)?.ok_or(SweepError::Closed)?;
         let containers = parse(&message.container_handles)?;
         let volumes = parse(&message.volume_handles)?;
+        if held(worker, containers.len(), volumes.len()) {
+            continue;
+        }
         let destroyed = destroy(worker, containers, volumes).await;
         worker.report_due.notify_one();
         if !destroyed {
@@ -117,6 +121,14 @@ async fn sweep(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), SweepE
 
 fn parse<T: std::str::FromStr>(handles: &[String]) -> Result<Vec<T>, T::Err> {
     handles.iter().map(|handle| handle.parse()).collect()
+}
+
+/// Whether the operator wants to keep what would be destroyed now.
+fn held(worker: &Worker, containers: usize, volumes: usize) -> bool {
+    if worker.config.hold_destruction {
+        tracing::warn!(containers, volumes, "destruction is held: these stay");
+    }
+    worker.config.hold_destruction
 }
 
 /// Destroys containers, then volumes in the order given. Answers whether all of them are gone.
@@ -172,6 +184,9 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
             store.life = store_life,
             "the artifact store is another one than before: what it does not know is left alone"
         );
+        return Ok(());
+    }
+    if held(worker, containers.len(), volumes.len()) {
         return Ok(());
     }
     tracing::info!(

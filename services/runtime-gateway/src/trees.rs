@@ -297,8 +297,12 @@ fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<
     let digest = manifest.tree_digest();
     let head = [digest.as_bytes(), &boot_length, boot.as_bytes(), &team_length, team.as_bytes()];
     let file = [&head.concat()[..], &manifest.encode()].concat();
-    std::fs::write(&temporary, file)?;
-    std::fs::rename(temporary, path)
+    let saved = std::fs::write(&temporary, file).and_then(|()| std::fs::rename(&temporary, path));
+    if saved.is_err() {
+        // Half of a manifest is of no use to anybody, least of all on a full disk.
+        _ = std::fs::remove_file(&temporary);
+    }
+    saved
 }
 
 /// The boot, the team and the manifest.

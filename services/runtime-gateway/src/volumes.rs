@@ -118,7 +118,7 @@ pub(crate) struct Filling {
     /// What has to be sent.
     pub(crate) missing: Runs,
     queue: mpsc::Sender<Step>,
-    writer: tokio::task::JoinHandle<Result<(), WriteError>>,
+    writer: tokio::task::JoinHandle<(Turn, Result<(), WriteError>)>,
 }
 
 enum Step {
@@ -150,18 +150,24 @@ impl Filling {
         let sources = Sources::find(worker, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let tree = manifest.clone();
-        let (writer, missing) = blocking(move || {
+        let begun = blocking(move || {
             let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
             let missing = sources.copy(&mut writer, &tree)?;
             Ok::<_, TransferError>((writer, missing))
         })
-        .await?;
+        .await;
+        let (writer, missing) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                turn.discard(worker).await;
+                return Err(error);
+            }
+        };
 
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
-            // Until the last byte that this writer may write.
-            let _turn = turn;
-            write(writer, steps)
+            // The turn is kept until the last byte that this writer may write, and by who waits for it longer than that.
+            (turn, write(writer, steps))
         });
         Ok(Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer })
     }
@@ -170,9 +176,8 @@ impl Filling {
     fn whole(ticket: &TicketClaims, manifest: Arc<Manifest>, turn: Turn) -> Self {
         let (queue, mut steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
-            let _turn = turn;
             while let Some(Step::Put(_)) = steps.blocking_recv() {}
-            Ok(())
+            (turn, Ok(()))
         });
         let missing = Runs::new();
         Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer }
@@ -184,11 +189,15 @@ impl Filling {
     }
 
     /// Takes some extents, in ascending order. Waits when the disk is slower than the sender.
-    pub(crate) async fn put(&mut self, extents: Vec<(u64, Bytes)>) -> Result<(), TransferError> {
+    pub(crate) async fn put(
+        &mut self,
+        worker: &Worker,
+        extents: Vec<(u64, Bytes)>,
+    ) -> Result<(), TransferError> {
         let verified: Result<Vec<_>, _> =
             extents.into_iter().map(|(ordinal, data)| self.manifest.verify(ordinal, data)).collect();
         if self.queue.send(Step::Put(verified?)).await.is_err() {
-            return Err(self.writer_failed().await);
+            return Err(self.writer_failed(worker).await);
         }
         Ok(())
     }
@@ -196,12 +205,15 @@ impl Filling {
     /// Ends the volume: everything is there, verified, and known to the artifact store.
     pub(crate) async fn commit(mut self, worker: &Worker) -> Result<Arc<Manifest>, TransferError> {
         if self.queue.send(Step::Commit).await.is_err() {
-            return Err(self.writer_failed().await);
+            return Err(self.writer_failed(worker).await);
         }
-        let written = (&mut self.writer)
+        let (turn, written) = (&mut self.writer)
             .await
             .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))?;
-        written?;
+        if let Err(error) = written {
+            turn.discard(worker).await;
+            return Err(error.into());
+        }
         // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
         worker.trees.insert(self.volume, &self.team, self.manifest.clone()).await;
         if let Err(refusal) = attempt::complete(worker, self.volume, &self.manifest).await {
@@ -211,10 +223,13 @@ impl Filling {
         Ok(self.manifest)
     }
 
-    async fn writer_failed(&mut self) -> TransferError {
+    async fn writer_failed(&mut self, worker: &Worker) -> TransferError {
         match (&mut self.writer).await {
-            Ok(Err(error)) => error.into(),
-            Ok(Ok(())) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
+            Ok((turn, Err(error))) => {
+                turn.discard(worker).await;
+                error.into()
+            }
+            Ok((_, Ok(()))) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
         }
     }
 }
@@ -229,6 +244,14 @@ impl Turn {
     fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
         let mine = filling.lock().unwrap_or_else(PoisonError::into_inner).insert(volume);
         mine.then(|| Self { filling: filling.clone(), volume })
+    }
+
+    /// Frees what could not be written as a whole. The artifact store knows the volume as unfinished and has it destroyed in the end; on a
+    /// full disk, though, it may have no room to write that down, and needs this room first.
+    async fn discard(self, worker: &Worker) {
+        if let Err(error) = worker.runtime.destroy_volume(self.volume).await {
+            tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a volume that could not be filled");
+        }
     }
 }
 

@@ -85,6 +85,7 @@ impl Suite {
                 manifest_dir: directory.path().join("manifests"),
                 report_interval: Duration::from_secs(60),
                 destroy_concurrency: 4,
+                hold_destruction: false,
             };
             runtime_gateway::start(config, machine.clone(), &mut host).await.expect("a gateway");
         }

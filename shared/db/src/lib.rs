@@ -14,9 +14,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand::RngExt;
+use sea_orm::sqlx::{self, Connection, SqliteConnection};
 use sea_orm::{
-    ConnAcquireErr, ConnectOptions, DatabaseConnection, DatabaseTransaction, DbBackend, DbErr, RuntimeErr,
-    SqliteTransactionMode, TransactionOptions, TransactionTrait,
+    ConnAcquireErr, ConnectOptions, ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbBackend,
+    DbErr, RuntimeErr, SqliteTransactionMode, TransactionOptions, TransactionTrait,
 };
 use sea_orm_migration::MigratorTrait;
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -31,6 +32,9 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long a connection, or the turn to write, is waited for.
 const ACQUIRE: Duration = Duration::from_secs(10);
+
+/// How much room SQLite takes beforehand, in bytes: as much as its log grows to before it is written back.
+const RESERVE: u32 = 4 << 20;
 
 /// A service's own database. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -81,12 +85,18 @@ impl Database {
                     .busy_timeout(Duration::from_secs(10))
                     .foreign_keys(true)
             });
+            options.map_sqlx_sqlite_pool_opts(|pool| {
+                pool.after_release(|connection, _| Box::pin(is_outside_of_transactions(connection)))
+            });
         } else {
             options.max_connections(16).min_connections(2);
         }
         let connection = sea_orm::Database::connect(options).await?;
         migrate::up::<M>(&connection).await?;
         let is_sqlite = connection.get_database_backend() == DbBackend::Sqlite;
+        if is_sqlite && let Err(error) = reserve_room(&connection).await {
+            tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
+        }
         Ok(Self { connection, turn: is_sqlite.then(|| Arc::new(Semaphore::new(1))) })
     }
 
@@ -154,7 +164,7 @@ impl Database {
                 Ok(answer)
             }
             Err(error) => {
-                // The error that matters is the first; a connection that cannot roll back is closed by the pool.
+                // The error that matters is the first; a connection that cannot roll back is closed.
                 if let Err(rollback) = transaction.rollback().await {
                     tracing::debug!(error = %rollback, "rollback failed");
                 }
@@ -185,6 +195,30 @@ impl Deref for Transaction {
     }
 }
 
+/// Has SQLite take room on the disk before it needs it, so that it goes on when somebody else fills the disk: how else would
+/// be written down what ends, and what may be deleted to make room again?
+///
+/// What is written once stays: as unused pages of the database, and in the file of the write-ahead log for as long as the database is open.
+async fn reserve_room(connection: &DatabaseConnection) -> Result<(), DbErr> {
+    let fill = format!("CREATE TABLE reserve AS SELECT zeroblob({RESERVE}) AS room");
+    for statement in ["DROP TABLE IF EXISTS reserve", &fill, "DROP TABLE reserve"] {
+        connection.execute_unprepared(statement).await?;
+    }
+    Ok(())
+}
+
+/// Whether a connection may be used again.
+///
+/// When a disk is full SQLite may roll a transaction back by itself. The driver, which does not notice, would go on counting it, and make
+/// every later transaction a part of one that is never committed. A connection like that is closed.
+async fn is_outside_of_transactions(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
+    if connection.is_in_transaction() {
+        // A rollback that was asked for when the transaction was dropped may still be under way.
+        connection.ping().await?;
+    }
+    Ok(!connection.is_in_transaction())
+}
+
 /// Whether the database gave a transaction up in favour of another, or had no connection for it in time, so that trying again may
 /// succeed.
 fn is_transient(error: &(dyn Error + 'static)) -> bool {
@@ -212,7 +246,7 @@ fn is_transient_cause(cause: &RuntimeErr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sea_orm::{ConnectionTrait, Statement};
+    use sea_orm::Statement;
     use sea_orm_migration::MigrationTrait;
 
     struct Schema;

@@ -25,5 +25,9 @@ pub(crate) use start::ensure;
 pub(crate) use status::status;
 pub(crate) use up::up;
 
+/// What is said aloud where destruction is held.
+const HOLDS_DESTRUCTION: &str =
+    "this cluster destroys nothing (--hold-destruction): what should go stays, and the disk fills up";
+
 /// The exit code of a detached cluster that found another one in its place.
 pub(crate) const ANOTHER_RUNS: u8 = 75;

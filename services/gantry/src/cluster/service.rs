@@ -32,6 +32,7 @@ pub(crate) struct LocalCluster {
     pub(crate) state: String,
     pub(crate) endpoints: Vec<String>,
     pub(crate) idle_end: Option<Duration>,
+    pub(crate) holds_destruction: bool,
     /// The process of the cluster before, which did not end in order.
     pub(crate) left_behind: Option<u32>,
     /// What was found of it.
@@ -86,6 +87,7 @@ impl Cluster for ClusterService {
             endpoints: cluster.endpoints.clone(),
             idle_for: Some(rpc::duration(cluster.activity.idle_for())),
             idle_end: cluster.idle_end.map(rpc::duration),
+            holds_destruction: cluster.holds_destruction,
             recovered: cluster.recovered.get_or_init(|| cluster.recover()).await.clone(),
         }))
     }

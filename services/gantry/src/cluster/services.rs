@@ -53,6 +53,7 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         manifest_dir: paths.worker().join("manifests"),
         report_interval: REPORT_INTERVAL,
         destroy_concurrency: DESTROY_CONCURRENCY,
+        hold_destruction: args.hold_destruction,
     };
     runtime_gateway::start(gateway, runtime.clone(), host).await?;
     Ok(runtime)

@@ -14,7 +14,7 @@ use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
 use tokio::time::Instant;
 
-use super::{ANOTHER_RUNS, Paths, lock, paths::endpoint};
+use super::{ANOTHER_RUNS, HOLDS_DESTRUCTION, Paths, lock, paths::endpoint};
 use crate::ui::Ui;
 
 /// How long a cluster may take until it answers.
@@ -60,6 +60,9 @@ async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
             {
                 for line in &status.recovered {
                     ui.note(line);
+                }
+                if status.holds_destruction {
+                    ui.warn(HOLDS_DESTRUCTION);
                 }
                 return Ok(endpoint);
             }

@@ -130,6 +130,7 @@ fn as_document(
         "workloads": workloads.iter().copied().collect::<BTreeMap<_, _>>(),
         "artifacts": { "count": used.artifacts, "size_bytes": used.artifact_bytes },
         "volumes": { "count": used.volumes, "size_bytes": used.volume_bytes },
+        "holds_destruction": status.holds_destruction,
         "workers": workers.iter().map(shown::worker).collect::<Vec<_>>(),
     })
 }
@@ -173,6 +174,7 @@ fn as_fields(
         ("volumes", format!("{}, {}", used.volumes, bytes(used.volume_bytes))),
         ("idle for", idle),
         ("recovered", status.recovered.join("\n")),
+        ("destruction", if status.holds_destruction { "held: what should go stays" } else { "" }.to_owned()),
     ]
 }
 

@@ -91,6 +91,7 @@ async fn serve(
         state: paths.state.display().to_string(),
         endpoints: endpoints.clone(),
         idle_end,
+        holds_destruction: args.hold_destruction,
         left_behind: left_behind.map(|record| record.process_id),
         recovered: OnceCell::new(),
         activity: host.activity(),
@@ -107,6 +108,9 @@ async fn serve(
         tracing::info!(process.id = std::process::id(), "the cluster starts");
     } else {
         announce(&endpoints, paths, as_json)?;
+        if args.hold_destruction {
+            ui.warn(super::HOLDS_DESTRUCTION);
+        }
     }
 
     let (activity, stopping) = (host.activity(), host.stopping());
