@@ -1,7 +1,7 @@
 //! Every way in which a run can end, and the exit code that tells it.
 
 use std::fs;
-use std::io::{BufReader, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
