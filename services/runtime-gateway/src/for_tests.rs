@@ -83,6 +83,7 @@ impl Directories {
             manifest_dir: self.directory.path().join("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 1,
+            hold_destruction: false,
         };
         let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
         Worker::new(config, self.clone(), "boot".to_owned(), tasks, stopping).expect("a worker")
