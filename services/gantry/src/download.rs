@@ -16,6 +16,7 @@ use rpc::pb::runtime::{
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{
@@ -69,6 +70,9 @@ impl Downloader<'_> {
         let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact).await?;
         let target = Target::find(directory, self.replace)?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+        let path = target.path.clone();
+        // Meanwhile, as it takes about as long.
+        let remembered = tokio::task::spawn_blocking(move || Remembered::load("download", &path));
 
         let (asks, queue) = mpsc::channel(4);
         // The queue is empty and its other end is there.
@@ -80,7 +84,7 @@ impl Downloader<'_> {
             bail!("the worker sent another tree than that of the artifact");
         }
 
-        let (staged, wanted) = self.stage(&target, &manifest).await?;
+        let (staged, wanted) = self.stage(&target, &manifest, remembered).await?;
         let wanted_bytes = manifest.bytes_of(&wanted);
         self.progress.expect(wanted_bytes);
         for runs in rpc::tree::runs(&wanted) {
@@ -99,10 +103,15 @@ impl Downloader<'_> {
     }
 
     /// Finds out what the target has, and makes a writer for the rest. Answers what must be fetched, too.
-    async fn stage(&self, target: &Target, manifest: &Arc<Manifest>) -> anyhow::Result<(Staged, Runs)> {
+    async fn stage(
+        &self,
+        target: &Target,
+        manifest: &Arc<Manifest>,
+        remembered: JoinHandle<Remembered>,
+    ) -> anyhow::Result<(Staged, Runs)> {
+        let mut remembered = remembered.await.context("reading ended unexpectedly")?;
         let (target, manifest, replace) = (target.clone(), manifest.clone(), self.replace);
         let staging = tokio::task::spawn_blocking(move || {
-            let mut remembered = Remembered::load("download", &target.path);
             let options = ScanOptions::default();
             let there =
                 transfer::local_matches(&target.path, &manifest, &options, Some(&mut remembered.cache));
@@ -340,7 +349,9 @@ impl Staged {
             let settle = ScanOptions::default().settle;
             transfer::remember(&target.path, manifest, &mut remembered.cache, settle);
         }
-        remembered.save();
+        if changed || matches.files_read() > 0 {
+            remembered.save();
+        }
         Ok(())
     }
 }

@@ -26,7 +26,7 @@ use crate::encoding::WireExtent;
 use crate::manifest::{Extent, Xattr};
 
 /// Names the format and its version.
-const MAGIC: &[u8] = b"gantry stat cache 1\n";
+const MAGIC: &[u8] = b"gantry stat cache 2\n";
 const DIGEST_BYTES: usize = 32;
 
 /// What is known of the files of one tree.
@@ -65,6 +65,7 @@ pub struct SaveError(#[from] io::Error);
 pub(crate) struct Fingerprint {
     device: u64,
     inode: u64,
+    links: u64,
     size: u64,
     mtime: (i64, u32),
     ctime: (i64, u32),
@@ -89,10 +90,16 @@ impl Fingerprint {
         Self {
             device: stat.st_dev as u64,
             inode: stat.st_ino as u64,
+            links: stat.st_nlink as u64,
             size: stat.st_size as u64,
             mtime: (stat.st_mtime as i64, stat.st_mtime_nsec as u32),
             ctime: (stat.st_ctime as i64, stat.st_ctime_nsec as u32),
         }
+    }
+
+    /// Whether the file has no other name.
+    pub(crate) fn has_one_name(&self) -> bool {
+        self.links == 1
     }
 
     /// Whether the file was last changed at least `settle` before `at`.
@@ -175,6 +182,11 @@ impl StatCache {
         (known.fingerprint == *fingerprint).then_some(&known.content)
     }
 
+    /// The file at a path, as it was found last.
+    pub(crate) fn fingerprint(&self, path: &[u8]) -> Option<Fingerprint> {
+        self.files.get(path).map(|known| known.fingerprint)
+    }
+
     pub(crate) fn insert(&mut self, path: Vec<u8>, fingerprint: Fingerprint, content: Content) {
         self.files.insert(path, Known { fingerprint, content });
     }
@@ -227,6 +239,8 @@ struct WireKnown {
     xattr_names: Vec<Vec<u8>>,
     #[prost(bytes = "vec", repeated, tag = "11")]
     xattr_values: Vec<Vec<u8>>,
+    #[prost(uint64, tag = "12")]
+    links: u64,
 }
 
 impl WireKnown {
@@ -236,6 +250,7 @@ impl WireKnown {
             path: path.to_vec(),
             device: fingerprint.device,
             inode: fingerprint.inode,
+            links: fingerprint.links,
             size: fingerprint.size,
             mtime_seconds: fingerprint.mtime.0,
             mtime_nanos: fingerprint.mtime.1,
@@ -258,6 +273,7 @@ impl WireKnown {
         let fingerprint = Fingerprint {
             device: self.device,
             inode: self.inode,
+            links: self.links,
             size: self.size,
             mtime: (self.mtime_seconds, self.mtime_nanos),
             ctime: (self.ctime_seconds, self.ctime_nanos),
@@ -275,7 +291,8 @@ mod tests {
 
     fn cache() -> StatCache {
         let time = (1_700_000_000, 5);
-        let fingerprint = Fingerprint { device: 1, inode: u64::MAX, size: 10, mtime: time, ctime: (-1, 0) };
+        let fingerprint =
+            Fingerprint { device: 1, inode: u64::MAX, links: 1, size: 10, mtime: time, ctime: (-1, 0) };
         let extents = vec![Extent { offset: 0, length: 10, digest: Digest([7; 32]) }];
         let xattrs = vec![Xattr { name: b"user.a".to_vec(), value: vec![] }];
         let mut cache = StatCache::new();
@@ -331,8 +348,14 @@ mod tests {
     fn a_file_is_settled_once_both_times_are_old_enough() {
         let at = UNIX_EPOCH + Duration::from_secs(100);
         let settle = Duration::from_secs(2);
-        let fingerprint =
-            |mtime, ctime| Fingerprint { device: 0, inode: 0, size: 0, mtime: (mtime, 0), ctime: (ctime, 0) };
+        let fingerprint = |mtime, ctime| Fingerprint {
+            device: 0,
+            inode: 0,
+            links: 1,
+            size: 0,
+            mtime: (mtime, 0),
+            ctime: (ctime, 0),
+        };
         assert!(fingerprint(98, 98).settled(at, settle));
         assert!(!fingerprint(99, 98).settled(at, settle));
         assert!(!fingerprint(0, 99).settled(at, settle));

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, Uid, fstat, linkat, mkdirat, openat, renameat,
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, fstat, linkat, mkdirat, openat, renameat,
     renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
@@ -50,12 +50,19 @@ pub struct Matches {
     kept_extents: Runs,
     /// Extents of other files that stand at the same place of the same path.
     local_extents: Runs,
+    files_read: u64,
 }
 
 impl Matches {
     /// Files that stay where they are, as indices of entries.
     pub fn kept(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
         self.kept.iter().copied()
+    }
+
+    /// How many files had to be read to find out: the cache did not know them, and has learned of them as far as it may.
+    #[must_use]
+    pub fn files_read(&self) -> u64 {
+        self.files_read
     }
 
     /// Extents that need not be downloaded, because their files stay.
@@ -157,14 +164,14 @@ pub fn local_matches(
     target: &Path,
     manifest: &Manifest,
     options: &ScanOptions<'_>,
-    cache: Option<&mut StatCache>,
+    mut cache: Option<&mut StatCache>,
 ) -> Result<Matches, ScanError> {
     let is_foreign = |path: &Path, _| {
         use std::os::unix::ffi::OsStrExt;
         manifest.find(path.as_os_str().as_bytes()).is_none()
     };
     let options = ScanOptions { ownership: ScannedOwnership::Keep, exclude: Some(&is_foreign), ..*options };
-    let there = match scan(target, &options, cache) {
+    let there = match scan(target, &options, cache.as_deref_mut()) {
         Ok(there) => there,
         Err(ScanError::Root(error)) if error.kind() == io::ErrorKind::NotFound => {
             return Ok(Matches::default());
@@ -174,8 +181,7 @@ pub fn local_matches(
     let changed: BTreeSet<&Path> = there.problems.iter().map(|problem| problem.path.as_path()).collect();
     let mut cursor = Cursor::through(target).map_err(ScanError::Root)?;
 
-    let (uid, _) = caller();
-    let mut matches = Matches::default();
+    let mut matches = Matches { files_read: there.files_read, ..Matches::default() };
     for (index, entry) in manifest.entries().iter().enumerate() {
         let EntryKind::File { size_bytes, extents } = &entry.kind else { continue };
         let Some((size_there, extents_there)) = content_at(&there.manifest, &entry.path) else { continue };
@@ -184,14 +190,12 @@ pub fn local_matches(
         }
         if size_there == *size_bytes
             && extents_there == extents
-            && let Some(stat) = may_stay(&mut cursor, &entry.path, uid)
+            && let Some(fingerprint) = may_stay(&mut cursor, &there.manifest, &entry.path, cache.as_deref())
         {
             matches.kept.insert(index);
-            if there.manifest.find(&entry.path).is_some_and(|there_at| {
-                let there = &there.manifest.entries()[there_at];
-                there.xattrs == entry.xattrs && has_times(&stat, there)
-            }) {
-                matches.found.insert(index, Fingerprint::of(&stat));
+            let file_there = there.manifest.find(&entry.path).map(|index| &there.manifest.entries()[index]);
+            if file_there.is_some_and(|there| there.xattrs == entry.xattrs) {
+                matches.found.insert(index, fingerprint);
             }
             for ordinal in manifest.ordinals_of(index) {
                 // Ascending, so it cannot be refused.
@@ -220,9 +224,28 @@ fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Exte
 }
 
 /// The file at a path, if its metadata can be changed without changing another: it has one name, and is ours.
-fn may_stay(cursor: &mut Cursor, path: &[u8], uid: Uid) -> Option<Stat> {
-    let stat = stat_at(cursor, path)?;
-    (stat.st_nlink == 1 && (uid.is_root() || stat.st_uid == uid.as_raw())).then_some(stat)
+fn may_stay(
+    cursor: &mut Cursor,
+    there: &Manifest,
+    path: &[u8],
+    cache: Option<&StatCache>,
+) -> Option<Fingerprint> {
+    let entry = &there.entries()[there.find(path)?];
+    let (uid, _) = caller();
+    if !uid.is_root() && entry.uid != uid.as_raw() {
+        return None;
+    }
+    // What the cache knows was looked at just now.
+    let known = cache.and_then(|cache| cache.fingerprint(path));
+    let fingerprint = match known {
+        Some(known) => known,
+        None => {
+            let stat = stat_at(cursor, path)?;
+            // Else it was changed meanwhile.
+            has_times(&stat, entry).then(|| Fingerprint::of(&stat))?
+        }
+    };
+    fingerprint.has_one_name().then_some(fingerprint)
 }
 
 /// The regular file at a path, if there is one.

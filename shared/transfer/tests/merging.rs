@@ -171,10 +171,12 @@ fn a_download_is_remembered_except_for_files_that_are_as_young_as_it() {
     let mut cache = StatCache::new();
     remember(&target, &manifest, &mut cache, Duration::from_secs(2));
 
-    let scan = scan(&target, &ScanOptions::default(), Some(&mut cache)).unwrap();
-    assert_eq!((scan.files_known, scan.files_read), (1, 3));
     let at = |tree: &Manifest| tree.entries()[tree.find(b"old").unwrap()].clone();
-    assert_eq!(at(&scan.manifest), at(&manifest));
+    for _ in 0..2 {
+        let scan = scan(&target, &ScanOptions::default(), Some(&mut cache)).unwrap();
+        assert_eq!((scan.files_known, scan.files_read), (1, 3));
+        assert_eq!(at(&scan.manifest), at(&manifest));
+    }
 }
 
 #[test]

@@ -57,7 +57,8 @@ pub(super) struct Walked {
     problems: Vec<Problem>,
     /// Files that changed while they were read: nothing to remember.
     changed: HashSet<usize>,
-    files_known: u64,
+    /// Files that the cache knew.
+    known: HashSet<usize>,
     files_read: u64,
 }
 
@@ -232,7 +233,7 @@ impl<'a> Walk<'a> {
         self.walked.entries.push(entry);
         self.walked.fingerprints.insert(index, fingerprint);
         if is_known {
-            self.walked.files_known += 1;
+            self.walked.known.insert(index);
             self.shared.count(1, size_bytes);
             return;
         }
@@ -357,7 +358,8 @@ impl Walked {
     pub(super) fn cache(&self, started: SystemTime, settle: Duration) -> StatCache {
         let mut cache = StatCache::new();
         for (index, fingerprint) in &self.fingerprints {
-            if !fingerprint.settled(started, settle)
+            // What was known is what it was when it was trusted for the first time.
+            if !(self.known.contains(index) || fingerprint.settled(started, settle))
                 || self.left_out.contains_key(index)
                 || self.changed.contains(index)
             {
@@ -380,7 +382,7 @@ impl Walked {
         Ok(Scan {
             manifest,
             problems: self.problems,
-            files_known: self.files_known,
+            files_known: self.known.len() as u64,
             files_read: self.files_read,
         })
     }
