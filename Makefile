@@ -1,5 +1,5 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check fmt fmt-check clippy doc deny proto test bench up setup setup-check
+.PHONY: all check checks fmt fmt-check clippy doc deny proto test bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -14,7 +14,12 @@ up:
 fmt:
 	cargo fmt --all
 
-check: fmt-check clippy doc deny proto
+CHECKS := fmt-check clippy doc deny proto
+check: $(CHECKS)
+
+# Their names, for who wants to run them one by one.
+checks:
+	@echo $(CHECKS)
 
 fmt-check:
 	cargo fmt --all --check

@@ -5,6 +5,6 @@ cd "$(dirname "$0")/.."
 cargo build --release --locked --workspace --bins
 cargo build --release --locked -p runtime-gateway --example direct
 if ! command -v runc >/dev/null 2>&1; then
-    apt-get install -y -qq --no-install-recommends runc >/dev/null || echo "runc is not available; its figures are left out" >&2
+    apt-get install -y -qq --no-install-recommends runc >/dev/null || echo "runc cannot be installed" >&2
 fi
 exec python3 integration-tests/bench.py "$@"

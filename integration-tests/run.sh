@@ -3,6 +3,8 @@
 # here for a reason that is not on the reviewed list.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+# What is looked for below has no colours.
+export CARGO_TERM_COLOR=never
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
@@ -18,6 +20,17 @@ if [ $status -ne 0 ]; then
     grep -E -A 20 '^error' "$log"
 fi
 
+# Tests of a package in its tests/ folder run under names of their own, by which they are counted below.
+twice=$(
+    shopt -s nullglob
+    for suite in {services,shared}/*/tests/{*.rs,*/main.rs} integration-tests/tests/{*.rs,*/main.rs}; do
+        basename "${suite%/main.rs}" .rs
+    done | sort | uniq -d
+)
+if [ -n "$twice" ]; then
+    echo "two packages have tests of one name, which cannot be told apart:" $twice
+    status=1
+fi
 for service in services/*/; do
     name=$(basename "$service")
     crate=${name//-/_}
@@ -26,7 +39,6 @@ for service in services/*/; do
         /^   Doc-tests /{ours = 0}
         /^test result:/{if (ours) n += $4; ours = 0}
         END{print n + 0}' "$log")
-    # Tests of a package in its tests/ folder run under names of their own.
     for suite in "services/$name"/tests/*.rs "services/$name"/tests/*/main.rs; do
         [ -e "$suite" ] || continue
         suite=${suite%/main.rs}
@@ -43,10 +55,11 @@ for service in services/*/; do
     fi
 done
 
-while read -r line; do
+while read -r times line; do
+    echo "$times x $line"
     if ! grep -qxF "$line" integration-tests/not-applicable.txt; then
         echo "not on the reviewed list integration-tests/not-applicable.txt: $line"
         status=1
     fi
-done < <(grep -oE 'not applicable: .*' "$log" | sort -u)
+done < <(grep -oE 'not applicable: .*' "$log" | sort | uniq -c)
 exit $status

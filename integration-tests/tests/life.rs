@@ -1,12 +1,13 @@
 //! The life of a local cluster: started by whoever comes first, kept through crashes, ended when it is idle.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt, chown};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 
-use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+use integration_tests::{Cluster, code, describe, may_run_containers, send, snapshot, started, wait_for};
 
 #[test]
 fn two_first_runs_at_the_same_moment_share_one_cluster() {
@@ -32,7 +33,6 @@ fn two_first_runs_at_the_same_moment_share_one_cluster() {
 }
 
 fn find_socket(directory: &Path) -> Option<std::path::PathBuf> {
-    use std::os::unix::fs::FileTypeExt;
     let entries = fs::read_dir(directory.join("gantry")).ok()?;
     entries
         .flatten()
@@ -74,7 +74,11 @@ fn an_idle_cluster_ends_by_itself() {
     }
     let cluster = Cluster::new().with("GANTRY_IDLE_END", "1s").with("GANTRY_GC_GRACE", "0s");
     cluster.succeed(["run", "--", "true"]);
-    wait_for("the end of the cluster", || find_socket(&cluster.path("run")).is_none().then_some(()));
+    // Not `pid`: who asks uses it.
+    wait_for("the end of the cluster", || snapshot::processes(&cluster).is_empty().then_some(()));
+    assert!(find_socket(&cluster.path("run")).is_none());
+    let next = cluster.output(["run", "--", "echo", "again"]);
+    assert_eq!(next.stdout, b"again\n", "{}", describe(&next));
 }
 
 #[test]
@@ -92,4 +96,167 @@ fn a_cluster_knows_the_workloads_of_every_team() {
     assert_eq!(code(&down), 0, "{}", describe(&down));
     let said = String::from_utf8_lossy(&down.stderr);
     assert!(said.contains("cancelled 1 workload"), "{said}");
+}
+
+/// A command that can be talked to: its standard output line by line.
+fn lines(child: &mut Child) -> impl FnMut() -> String + use<> {
+    let mut stdout = BufReader::new(child.stdout.take().expect("stdout"));
+    move || {
+        let mut line = String::new();
+        stdout.read_line(&mut line).expect("a line");
+        line
+    }
+}
+
+#[test]
+fn a_socket_that_was_left_behind_is_replaced() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "--", "true"]);
+    let before = cluster.pid().expect("a cluster");
+    cluster.kill();
+    assert!(find_socket(&cluster.path("run")).is_some(), "what was killed left its socket");
+    assert!(cluster.pid().is_none(), "nobody listens there");
+    let output = cluster.output(["run", "--", "echo", "hello"]);
+    assert_eq!(output.stdout, b"hello\n", "{}", describe(&output));
+    assert_ne!(cluster.pid(), Some(before));
+}
+
+/// Another user of the machine, who listens where the cluster would.
+struct Stranger(UnixListener);
+
+impl Stranger {
+    const USER: u32 = 65534;
+
+    fn listen(cluster: &Cluster) -> Self {
+        fs::set_permissions(cluster.path(""), fs::Permissions::from_mode(0o711)).expect("passable");
+        let socket = cluster.path("run/gantry/gantry.sock");
+        let listen = move || {
+            // Of this thread alone.
+            let user = rustix::process::Uid::from_raw(Self::USER);
+            rustix::thread::set_thread_res_uid(user, user, user).expect("another user");
+            UnixListener::bind(socket).expect("a socket")
+        };
+        let listener = std::thread::spawn(listen).join().expect("a listener");
+        listener.set_nonblocking(true).expect("a listener that does not wait");
+        Self(listener)
+    }
+
+    /// What was said to it. That somebody listens is found out by connecting, which says nothing.
+    fn told(&self) -> Vec<u8> {
+        let mut told = Vec::new();
+        while let Ok((mut caller, _)) = self.0.accept() {
+            caller.read_to_end(&mut told).expect("whoever called has gone");
+        }
+        told
+    }
+}
+
+#[test]
+fn a_runtime_directory_that_others_may_enter_is_closed() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let directory = cluster.path("run/gantry");
+    fs::create_dir(&directory).expect("a directory");
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("opened");
+    let stranger = Stranger::listen(&cluster);
+    let output = cluster.output(["run", "--", "echo", "hello"]);
+    assert_eq!(output.stdout, b"hello\n", "{}", describe(&output));
+    assert_eq!(fs::metadata(&directory).expect("metadata").permissions().mode() & 0o777, 0o700);
+    assert_eq!(stranger.told(), b"");
+}
+
+#[test]
+fn a_runtime_directory_of_somebody_else_is_not_used() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let directory = cluster.path("run/gantry");
+    fs::create_dir(&directory).expect("a directory");
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("opened");
+    let stranger = Stranger::listen(&cluster);
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o700)).expect("closed");
+    chown(&directory, Some(Stranger::USER), None).expect("given away");
+    for command in [&["run", "--", "true"][..], &["up"], &["list", "workloads"]] {
+        let output = cluster.output(command);
+        assert_eq!(code(&output), 125, "{}", describe(&output));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.contains("belongs to somebody else; set XDG_STATE_HOME or XDG_RUNTIME_DIR"), "{said}");
+    }
+    assert_eq!(stranger.told(), b"");
+
+    // As `su` leaves it behind: all of it is somebody else's, and the state directory is used.
+    chown(cluster.path("run"), Some(Stranger::USER), None).expect("given away");
+    cluster.succeed(["run", "--", "true"]);
+    let socket = cluster.state().join("run/gantry.sock");
+    assert!(fs::metadata(&socket).is_ok_and(|metadata| metadata.file_type().is_socket()), "{socket:?}");
+}
+
+#[test]
+fn a_cluster_in_the_foreground_says_where_it_listens_and_tcp_needs_its_token() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let mut up = cluster.gantry(["up", "--listen", "127.0.0.1:0"]);
+    let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
+    let mut line = lines(&mut up);
+    let mut after = |words: &str| {
+        let line = line();
+        line.strip_prefix(words).unwrap_or_else(|| panic!("{line:?}")).trim_end().to_owned()
+    };
+    let unix = after("listening on ");
+    assert_eq!(unix, format!("unix://{}", cluster.path("run/gantry/gantry.sock").display()));
+    let tcp = after("listening on ");
+    assert!(tcp.starts_with("http://127.0.0.1:") && !tcp.ends_with(":0"), "{tcp}");
+    let token = after("the token for TCP is in ");
+    assert_eq!(fs::metadata(&token).expect("the token").permissions().mode() & 0o777, 0o600);
+
+    // Somebody with other directories, who has only the address and a copy of the token.
+    let elsewhere = Cluster::new();
+    fs::copy(&token, elsewhere.path("token")).expect("a copy");
+    let say = ["run", "--", "echo", "hello"];
+    let with = |options: &[&str]| elsewhere.output([&["--server", &tcp], options, &say].concat());
+    let run = with(&["--token-file", "token"]);
+    assert_eq!(run.stdout, b"hello\n", "{}", describe(&run));
+    assert_eq!(cluster.list("workloads").len(), 1, "it ran here");
+    fs::write(elsewhere.path("wrong"), "0".repeat(64)).expect("written");
+    for refused in [with(&[]), with(&["--token-file", "wrong"])] {
+        assert_eq!(code(&refused), 125, "{}", describe(&refused));
+        assert!(String::from_utf8_lossy(&refused.stderr).contains("token"), "{}", describe(&refused));
+    }
+    assert_eq!(cluster.list("workloads").len(), 1, "nothing without the token");
+
+    send(&up, libc::SIGTERM);
+    let ended = up.wait_with_output().expect("gantry ends");
+    assert_eq!(code(&ended), 0, "{}", describe(&ended));
+    assert!(find_socket(&cluster.path("run")).is_none());
+}
+
+#[test]
+fn down_asks_what_runs_to_end_and_with_force_kills_it() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let script = "trap 'echo told; exit 0' TERM; echo ready; while :; do sleep 0.1; done";
+    for (down, expected) in [(&["down"][..], "told\n"), (&["down", "--force"], "")] {
+        let (follower, mut stdout) = started(cluster.gantry(["run", "--", "sh", "-c", script]));
+        let down = cluster.output(down);
+        assert_eq!(code(&down), 0, "{}", describe(&down));
+        let said = String::from_utf8_lossy(&down.stderr);
+        assert!(said.contains("cancelled 1 workload") && said.contains("has ended"), "{said}");
+        let mut rest = String::new();
+        stdout.read_to_string(&mut rest).expect("text");
+        assert_eq!(rest, expected, "{}", describe(&down));
+        let followed = follower.wait_with_output().expect("the follower ends");
+        assert_ne!(code(&followed), 0, "{}", describe(&followed));
+        let left = snapshot::processes(&cluster);
+        assert!(left.is_empty(), "{left:?}");
+    }
 }

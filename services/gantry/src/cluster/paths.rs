@@ -105,6 +105,13 @@ pub(crate) fn endpoint(socket: &Path) -> String {
     format!("unix://{}", socket.display())
 }
 
+/// Whether a directory is ours, and nobody else can put anything into it.
+pub(crate) fn only_we_write(directory: &Path) -> bool {
+    directory.metadata().is_ok_and(|metadata| {
+        metadata.uid() == rustix::process::geteuid().as_raw() && metadata.mode() & 0o022 == 0
+    })
+}
+
 fn make_private(path: &Path) -> anyhow::Result<()> {
     std::fs::DirBuilder::new()
         .recursive(true)

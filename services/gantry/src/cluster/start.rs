@@ -12,9 +12,10 @@ use anyhow::{Context, bail};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
+use rustix::net::sockopt::socket_peercred;
 use tokio::time::Instant;
 
-use super::{ANOTHER_RUNS, HOLDS_DESTRUCTION, Paths, lock, paths::endpoint};
+use super::{ANOTHER_RUNS, HOLDS_DESTRUCTION, Paths, lock, paths, paths::endpoint};
 use crate::ui::Ui;
 
 /// How long a cluster may take until it answers.
@@ -43,9 +44,13 @@ pub(crate) fn running(paths: &Paths) -> Option<String> {
     listens(&socket).then(|| endpoint(&socket))
 }
 
-/// Whether somebody listens on a socket. What a process that was killed left behind is there, and nobody does.
+/// Whether a cluster of ours listens on a socket. What a process that was killed left behind is there, and nobody does. Where
+/// others may put a socket, or could before its directory was closed, it may be theirs, and they are told nothing.
 pub(crate) fn listens(socket: &Path) -> bool {
-    UnixStream::connect(socket).is_ok()
+    let is_ours = |stream: UnixStream| {
+        socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
+    };
+    socket.parent().is_some_and(paths::only_we_write) && UnixStream::connect(socket).is_ok_and(is_ours)
 }
 
 async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {

@@ -37,7 +37,7 @@ impl HostSubject {
     /// With spools of so many bytes.
     pub(crate) fn with_spool(spool_bytes: u64) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("not applicable: the effective user is not root");
+            eprintln!("not applicable: this process is not root");
             return None;
         }
         let dir = tempfile::tempdir().expect("a directory");

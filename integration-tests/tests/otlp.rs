@@ -1,0 +1,147 @@
+//! Spans as a collector gets them: over OTLP, from the command line and from the cluster.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::sync::{Arc, Mutex};
+
+use integration_tests::{Cluster, code, describe, may_run_containers};
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
+    TraceService, TraceServiceServer,
+};
+use opentelemetry_proto::tonic::collector::trace::v1::{
+    ExportTraceServiceRequest, ExportTraceServiceResponse,
+};
+use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value};
+use opentelemetry_proto::tonic::trace::v1::Span;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::{Request, Response, Status};
+
+/// A span and the process that sent it, as its resource names it.
+#[derive(Debug, Clone)]
+struct Received {
+    sender: String,
+    span: Span,
+}
+
+impl Received {
+    /// Who did it: the command line or one of the services.
+    fn service(&self) -> String {
+        text(&self.span.attributes, "service").unwrap_or_default()
+    }
+}
+
+fn text(attributes: &[KeyValue], key: &str) -> Option<String> {
+    let attribute = attributes.iter().find(|attribute| attribute.key == key)?;
+    match attribute.value.clone()?.value? {
+        Value::StringValue(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// A collector that keeps everything.
+#[derive(Clone, Default)]
+struct Collector(Arc<Mutex<Vec<Received>>>);
+
+impl Collector {
+    /// Serves on a port of its own until `runtime` is dropped. Answers its address.
+    fn serve(&self, runtime: &Runtime) -> String {
+        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(self.clone()));
+        runtime.spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+        format!("http://{address}")
+    }
+
+    fn received(&self) -> Vec<Received> {
+        self.0.lock().expect("nobody panics with it").clone()
+    }
+}
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        let mut kept = self.0.lock().expect("nobody panics with it");
+        for resource in request.into_inner().resource_spans {
+            let attributes = resource.resource.map(|resource| resource.attributes).unwrap_or_default();
+            let sender = text(&attributes, "service.name").unwrap_or_default();
+            let spans = resource.scope_spans.into_iter().flat_map(|scope| scope.spans);
+            kept.extend(spans.map(|span| Received { sender: sender.clone(), span }));
+        }
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+/// Spans whose parent is not among them.
+fn orphans(spans: &[Received]) -> Vec<&Received> {
+    let ids: BTreeSet<_> = spans.iter().map(|received| &received.span.span_id).collect();
+    let parents = |received: &&Received| {
+        let parent = &received.span.parent_span_id;
+        !parent.is_empty() && !ids.contains(parent)
+    };
+    spans.iter().filter(parents).collect()
+}
+
+#[test]
+fn a_collector_gets_the_spans_of_one_run_from_the_command_line_and_all_services() {
+    if !may_run_containers() {
+        return;
+    }
+    let runtime = Runtime::new().expect("a runtime");
+    let collector = Collector::default();
+    let endpoint = collector.serve(&runtime);
+    let cluster = Cluster::new()
+        .with("OTEL_EXPORTER_OTLP_ENDPOINT", &endpoint)
+        // So that nothing comes but what is flushed at an end.
+        .with("OTEL_BSP_SCHEDULE_DELAY", "3600000");
+    fs::create_dir(cluster.path("src")).expect("directory");
+    fs::write(cluster.path("src/file"), "content").expect("write");
+    let script = "echo $TRACEPARENT; cp src/file out/file";
+    let output = cluster.output(["run", "-i", "src=src", "-o", "out=./out", "--", "sh", "-c", script]);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    let in_container = String::from_utf8(output.stdout.clone()).expect("text");
+    let trace = in_container.split('-').nth(1).expect("a trace id").to_owned();
+    let of_trace = || {
+        let mut received = collector.received();
+        received.retain(|received| hex(&received.span.trace_id) == trace);
+        received
+    };
+
+    let ours: Vec<_> = of_trace().into_iter().filter(|received| received.service() == "gantry").collect();
+    let roots = ours.iter().filter(|received| received.span.parent_span_id.is_empty());
+    let names: Vec<_> = roots.map(|received| received.span.name.as_str()).collect();
+    assert_eq!(names, ["gantry run"], "sent before the command ends: {}", describe(&output));
+
+    cluster.succeed(["down"]);
+    let spans = of_trace();
+    let services: BTreeSet<_> = spans.iter().map(Received::service).collect();
+    let expected = ["artifact-store", "gantry", "runtime-gateway", "scheduler", "streamer"];
+    assert_eq!(services, expected.map(str::to_owned).into(), "sent before the cluster ends");
+    assert!(orphans(&spans).is_empty(), "spans without their parents: {:#?}", orphans(&spans));
+    let roots = spans.iter().filter(|received| received.span.parent_span_id.is_empty());
+    assert_eq!(roots.count(), 1, "one root");
+    let senders: BTreeSet<_> = spans.iter().map(|received| received.sender.as_str()).collect();
+    assert_eq!(senders, ["gantry"].into(), "the resource names the program");
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[test]
+fn a_collector_that_is_not_there_is_in_nobodys_way() {
+    if !may_run_containers() {
+        return;
+    }
+    // A port that somebody had just now, and nobody listens on.
+    let nowhere = std::net::TcpListener::bind("127.0.0.1:0").and_then(|it| it.local_addr()).expect("a port");
+    let cluster = Cluster::new().with("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("http://{nowhere}"));
+    let output = cluster.output(["run", "-q", "--", "sh", "-c", "echo said; exit 3"]);
+    assert_eq!(code(&output), 3, "{}", describe(&output));
+    assert_eq!(output.stdout, b"said\n");
+    cluster.succeed(["down"]);
+}
