@@ -215,7 +215,13 @@ pub(crate) async fn stop_unknown(
             let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
             Finish::failed(Failure { reason, message: "stopped before its process was started".to_owned() })
         }
-        Err(stopped) => Finish::failed(failure(&stopped)),
+        Err(stopped) => {
+            // The slot is free only once nothing runs.
+            if !give_up(&worker, attempt).await {
+                return;
+            }
+            Finish::failed(failure(&stopped))
+        }
     };
     finish_attempt(&worker, lease, &token, finish).await;
 }

@@ -37,6 +37,8 @@ pub(crate) struct Directories {
     directory: TempDir,
     capabilities: Capabilities,
     pub(crate) panics: Mutex<bool>,
+    /// How often stopping a process fails from now on.
+    pub(crate) unstoppable: Mutex<usize>,
     /// Destroying these fails.
     pub(crate) stuck: Mutex<Vec<VolumeHandle>>,
     /// No volume is made while somebody holds this.
@@ -55,6 +57,7 @@ impl Default for Directories {
             directory: tempfile::tempdir().expect("a temporary directory"),
             capabilities,
             panics: Mutex::new(false),
+            unstoppable: Mutex::new(0),
             stuck: Mutex::default(),
             making: RwLock::default(),
             processes: Mutex::default(),
@@ -230,6 +233,11 @@ impl Runtime for Directories {
     async fn stop(&self, process: AttemptId, _grace: Duration) -> Result<(), RuntimeError> {
         let panics = std::mem::take(&mut *self.panics.lock().unwrap_or_else(PoisonError::into_inner));
         assert!(!panics, "as the test asked for");
+        let mut unstoppable = self.unstoppable.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(less) = unstoppable.checked_sub(1) {
+            *unstoppable = less;
+            return Err(RuntimeError::Other("it cannot be stopped now".to_owned()));
+        }
         Err(RuntimeError::ProcessNotFound(process))
     }
 

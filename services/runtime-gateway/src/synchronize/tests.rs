@@ -337,3 +337,16 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
     scene.end().await;
     store.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_does_not_end_before_its_process_could_be_stopped() {
+    let mut scene = Scene::start().await;
+    *scene.machine.unstoppable.lock().expect("a number") = 2;
+    let lease = LeaseId::new();
+    scene.desire(0, vec![stop(lease, "token")]).await;
+    let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
+    assert_eq!(noted(&scene.machine.unstoppable), 0, "it was tried until it could");
+    assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
+    scene.ended(&[lease]).await;
+    scene.end().await;
+}
