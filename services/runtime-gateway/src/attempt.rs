@@ -5,7 +5,8 @@
 //! ```
 //!
 //! in that order, in one function, [`carry_out`]. Every step may be repeated, so a gateway that starts again simply begins at the top: what
-//! exists is found, what runs is waited for, and a process that was started is not started again, for its id is the attempt's.
+//! exists is found, what runs is waited for, and a process that was started is not started again, for its id is the attempt's. So does one
+//! that was refused because another session had begun, once it is let in again.
 //!
 //! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs are published only after the
 //! process has exited by itself and everything in its container is dead.
@@ -98,8 +99,8 @@ enum Stopped {
     GatewayStopping,
 }
 
-/// Tries to end an attempt so often that the scheduler does not want to hear of.
-const TELL: usize = 12;
+/// How often the scheduler is told of an end that it does not want to hear of, and the time in between.
+const TELL: (usize, Duration) = (12, Duration::from_secs(5));
 
 /// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
 pub(crate) async fn attended(
@@ -170,23 +171,26 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
     );
     rpc::trace::continue_from(&span, &task.traceparent);
     async {
-        let finish = match carry_out(&worker, &task, &mut stop).await {
-            Ok(finish) => finish,
-            Err(Stopped::GatewayStopping) => return,
-            // Another gateway speaks for this worker: what runs is its, and so is what is to be said of it.
-            Err(Stopped::Refused(refusal)) if is_superseded(&refusal) => {
-                tracing::info!(lease.id = %task.lease, "this attempt is another gateway's now");
-                return;
-            }
-            Err(stopped) => {
-                // Whatever went wrong: the slot is free only once nothing runs.
-                if !give_up(&worker, task.attempt).await {
-                    return;
+        let finish = loop {
+            match carry_out(&worker, &task, &mut stop).await {
+                Ok(finish) => break finish,
+                Err(Stopped::GatewayStopping) => return,
+                Err(Stopped::Refused(refusal)) if is_superseded(&refusal) => {
+                    tracing::info!(lease.id = %task.lease, error = %refusal, "this attempt waits until this gateway is let in again");
+                    if !let_in_again(&worker).await {
+                        return;
+                    }
                 }
-                let lost = matches!(&stopped, Stopped::Refused(refusal) if refusal.is(Reason::LeaseLost));
-                // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
-                let wish = stop.borrow().clone().filter(|_| lost);
-                Finish::failed(failure(&wish.map_or(stopped, Stopped::Wished)))
+                Err(stopped) => {
+                    // Whatever went wrong: the slot is free only once nothing runs.
+                    if !give_up(&worker, task.attempt).await {
+                        return;
+                    }
+                    let lost = matches!(&stopped, Stopped::Refused(refusal) if refusal.is(Reason::LeaseLost));
+                    // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
+                    let wish = stop.borrow().clone().filter(|_| lost);
+                    break Finish::failed(failure(&wish.map_or(stopped, Stopped::Wished)));
+                }
             }
         };
         finish_attempt(&worker, task.lease, &task.token, finish).await;
@@ -211,13 +215,33 @@ pub(crate) async fn stop_unknown(
             let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
             Finish::failed(Failure { reason, message: "stopped before its process was started".to_owned() })
         }
-        Err(stopped) => Finish::failed(failure(&stopped)),
+        Err(stopped) => {
+            // The slot is free only once nothing runs.
+            if !give_up(&worker, attempt).await {
+                return;
+            }
+            Finish::failed(failure(&stopped))
+        }
     };
     finish_attempt(&worker, lease, &token, finish).await;
 }
 
-/// Whether another gateway speaks for this worker.
-fn is_superseded(refusal: &Refusal) -> bool {
+/// Waits until an attempt may be begun again at the top after a call was refused as of an old session: what runs, and what is to be said
+/// of it, is that gateway's which speaks for the worker now, and that may come to be this one again. Answers whether it has.
+async fn let_in_again(worker: &Worker) -> bool {
+    let let_in = async {
+        // The session may be an old one, and this gateway not have heard.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        worker.wait_for_session().await;
+    };
+    tokio::select! {
+        () = let_in => true,
+        () = worker.stopping.cancelled() => false,
+    }
+}
+
+/// Whether another session is the worker's now than that in which something was said.
+pub(crate) fn is_superseded(refusal: &Refusal) -> bool {
     refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
 }
 
@@ -625,7 +649,7 @@ async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Fi
         async move { workloads.finish_attempt(request).await }
     };
     tokio::select! {
-        () = tell(lease, call) => {}
+        () = tell(lease, TELL, call) => {}
         // The next gateway finds the process ended, and tells.
         () = worker.stopping.cancelled() => return,
     }
@@ -633,11 +657,11 @@ async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Fi
 }
 
 /// Repeats `call` until the scheduler has heard, or says that it has no use for it.
-async fn tell<F>(lease: LeaseId, call: impl Fn() -> F)
+async fn tell<F>(lease: LeaseId, (times, pause): (usize, Duration), call: impl Fn() -> F)
 where
     F: Future<Output = Result<tonic::Response<pb::FinishAttemptResponse>, Status>>,
 {
-    for _ in 0..TELL {
+    for _ in 0..times {
         let Err(refusal) = until_answered("end an attempt", &call).await else { return };
         if refusal.is(Reason::LeaseLost) {
             // The attempt was ended without us; what it made is garbage already.
@@ -646,7 +670,7 @@ where
         }
         // The slot stays taken until the scheduler has heard.
         tracing::warn!(lease.id = %lease, error = %refusal, "cannot end an attempt");
-        tokio::time::sleep(Duration::from_secs(5)).await;
+        tokio::time::sleep(pause).await;
     }
     tracing::error!(lease.id = %lease, "the scheduler does not take the end of an attempt: it is left to decide by itself");
 }
@@ -729,6 +753,27 @@ mod tests {
     fn entry() -> Attempt {
         let (stop, _) = watch::channel(None);
         Attempt { phase: pb::LeasePhase::Preparing, stop }
+    }
+
+    #[tokio::test]
+    async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_given_up() {
+        let refused: [(&[Reason], usize); 4] = [
+            (&[Reason::InvalidField; 9], 5),
+            (&[Reason::LeaseLost], 1),
+            (&[Reason::InvalidField, Reason::LeaseLost], 2),
+            // What is no answer does not count.
+            (&[Reason::Unavailable, Reason::InvalidField], 3),
+        ];
+        for (reasons, expected) in refused {
+            let told = std::cell::Cell::new(0);
+            let call = || {
+                let answer = reasons.get(told.replace(told.get() + 1));
+                let answer = answer.map(|reason| Err(reason.status("gantry.test", "no")));
+                async { answer.unwrap_or_else(|| Ok(tonic::Response::new(pb::FinishAttemptResponse {}))) }
+            };
+            tell(LeaseId::new(), (5, Duration::ZERO), call).await;
+            assert_eq!(told.get(), expected, "{reasons:?}");
+        }
     }
 
     #[tokio::test]

@@ -1,30 +1,50 @@
 //! A worker with directories and nothing else, for tests of what surrounds a runtime.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use domain::worker::Marker;
 use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Disk, Ended, Holdings, Offsets, ProcessSpec, ProcessState,
-    Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerSpec, Disk, Ended, Holdings, Offsets, ProcessEvent, ProcessInput,
+    ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use tempfile::TempDir;
+use tokio::sync::RwLock;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::Config;
 use crate::worker::Worker;
 
-/// Its volumes are directories; it has no process, and panics when it is asked to stop one while `panics` is set.
+pub(crate) mod store;
+
+/// How long is waited for what must come.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// An address where nobody listens.
+pub(crate) const NOBODY: &str = "http://127.0.0.1:9";
+
+pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
+}
+
+/// Its volumes are directories; its processes do nothing, and it panics when it is asked to stop one while `panics` is set.
 pub(crate) struct Directories {
     directory: TempDir,
     capabilities: Capabilities,
     pub(crate) panics: Mutex<bool>,
+    /// How often stopping a process fails from now on.
+    pub(crate) unstoppable: Mutex<usize>,
     /// Destroying these fails.
     pub(crate) stuck: Mutex<Vec<VolumeHandle>>,
+    /// No volume is made while somebody holds this.
+    pub(crate) making: RwLock<()>,
+    /// Its processes, each with its team.
+    pub(crate) processes: Mutex<HashMap<AttemptId, String>>,
     /// What it was told of contact.
     pub(crate) contacts: Mutex<Vec<(Duration, Duration)>>,
 }
@@ -37,7 +57,10 @@ impl Default for Directories {
             directory: tempfile::tempdir().expect("a temporary directory"),
             capabilities,
             panics: Mutex::new(false),
+            unstoppable: Mutex::new(0),
             stuck: Mutex::default(),
+            making: RwLock::default(),
+            processes: Mutex::default(),
             contacts: Mutex::default(),
         }
     }
@@ -69,8 +92,31 @@ impl Directories {
             .expect("set it");
     }
 
+    pub(crate) fn has(&self, volume: VolumeHandle) -> bool {
+        self.path(volume).exists()
+    }
+
+    /// The file in a volume.
+    pub(crate) fn read(&self, volume: VolumeHandle) -> String {
+        std::fs::read_to_string(self.path(volume).join("file")).expect("read")
+    }
+
     /// A gateway's view of it, with peers at these addresses.
     pub(crate) fn attended(self: &Arc<Self>, scheduler: &str, artifact_store: &str) -> Arc<Worker> {
+        self.configured(scheduler, artifact_store, false)
+    }
+
+    /// The view of a gateway whose operator holds destruction.
+    pub(crate) fn holding(self: &Arc<Self>, scheduler: &str, artifact_store: &str) -> Arc<Worker> {
+        self.configured(scheduler, artifact_store, true)
+    }
+
+    fn configured(
+        self: &Arc<Self>,
+        scheduler: &str,
+        artifact_store: &str,
+        hold_destruction: bool,
+    ) -> Arc<Worker> {
         let config = Config {
             worker_name: "test".to_owned(),
             tags: Vec::new(),
@@ -83,7 +129,7 @@ impl Directories {
             manifest_dir: self.directory.path().join("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 1,
-            hold_destruction: false,
+            hold_destruction,
         };
         let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
         Worker::new(config, self.clone(), "boot".to_owned(), tasks, stopping).expect("a worker")
@@ -120,6 +166,7 @@ impl Runtime for Directories {
     }
 
     async fn create_volume(&self, handle: VolumeHandle, _source: VolumeSource) -> Result<(), RuntimeError> {
+        let _making = self.making.read().await;
         let path = self.path(handle);
         std::fs::create_dir_all(&path).map_err(|error| RuntimeError::io("making a volume", error))
     }
@@ -176,7 +223,7 @@ impl Runtime for Directories {
     }
 
     async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
-        Err(RuntimeError::ProcessNotFound(process))
+        noted(&self.processes).get(&process).cloned().ok_or(RuntimeError::ProcessNotFound(process))
     }
 
     async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
@@ -186,15 +233,50 @@ impl Runtime for Directories {
     async fn stop(&self, process: AttemptId, _grace: Duration) -> Result<(), RuntimeError> {
         let panics = std::mem::take(&mut *self.panics.lock().unwrap_or_else(PoisonError::into_inner));
         assert!(!panics, "as the test asked for");
+        let mut unstoppable = self.unstoppable.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(less) = unstoppable.checked_sub(1) {
+            *unstoppable = less;
+            return Err(RuntimeError::Other("it cannot be stopped now".to_owned()));
+        }
         Err(RuntimeError::ProcessNotFound(process))
     }
 
     async fn attach(&self, process: AttemptId, _from: Offsets) -> Result<Attachment, RuntimeError> {
-        Err(RuntimeError::ProcessNotFound(process))
+        if !noted(&self.processes).contains_key(&process) {
+            return Err(RuntimeError::ProcessNotFound(process));
+        }
+        let events = Box::pin(futures::stream::iter([Ok(ProcessEvent::Done(Offsets::default()))]));
+        Ok(Attachment { stdin_offset: 0, events, input: Arc::new(NoInput) })
     }
 
     async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {
         self.contacts.lock().unwrap_or_else(PoisonError::into_inner).push((sent, stop_after));
         Ok(())
+    }
+}
+
+/// Of a process that takes nothing.
+struct NoInput;
+
+#[async_trait]
+impl ProcessInput for NoInput {
+    async fn stdin(&self, _offset: u64, _data: Bytes) -> Result<(), RuntimeError> {
+        unsupported()
+    }
+
+    async fn close_stdin(&self) -> Result<(), RuntimeError> {
+        unsupported()
+    }
+
+    async fn signal(&self, _number: u8) -> Result<(), RuntimeError> {
+        unsupported()
+    }
+
+    async fn acknowledge(&self, _up_to: Offsets) -> Result<(), RuntimeError> {
+        unsupported()
+    }
+
+    async fn detach(&self) -> Result<(), RuntimeError> {
+        unsupported()
     }
 }

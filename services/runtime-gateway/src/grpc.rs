@@ -265,7 +265,7 @@ async fn write(
     let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Write).await?;
     let manifest = receive_manifest(&mut said).await?;
 
-    let mut filling = Filling::begin(&worker, &ticket, Arc::new(manifest)).await?;
+    let mut filling = Filling::begin(&worker, ticket, Arc::new(manifest)).await?;
     for runs in rpc::tree::runs(&filling.missing) {
         answer(WriteAnswer::Missing(runs)).await?;
     }
@@ -434,3 +434,6 @@ fn status(error: RuntimeError) -> Status {
     };
     reason.status(SERVICE, error.to_string())
 }
+
+#[cfg(test)]
+mod tests;

@@ -150,6 +150,7 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
             tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot destroy a volume");
             all.store(false, Ordering::Relaxed);
         }
+        worker.trees.forget(volume).await;
     }
     all.into_inner()
 }
@@ -254,3 +255,6 @@ async fn remember_store_life(worker: &Worker, life: &str) -> Result<bool, SweepE
         Err(error) => Err(SweepError::StoreLife(error)),
     }
 }
+
+#[cfg(test)]
+mod tests;

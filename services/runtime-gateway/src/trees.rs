@@ -113,7 +113,7 @@ impl Trees {
         if self.state().damaged.contains(&volume) {
             return Err(TreeError::Damaged(volume));
         }
-        let Some(Kept { team, manifest, this_boot }) = self.kept(volume).await else {
+        let Some(Kept { team, manifest, this_boot }) = self.kept(volume).await? else {
             return Ok(self.scan(runtime, volume, team).await?);
         };
         if this_boot {
@@ -189,31 +189,50 @@ impl Trees {
         Ok(manifest)
     }
 
-    /// Keeps the manifest of a volume that has its final bytes.
-    pub(crate) async fn insert(&self, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
-        self.state().insert(volume, team, manifest.clone());
-        let (path, team, boot) = (self.path(volume), team.to_owned(), self.boot.clone());
-        let failed = |error| RuntimeError::io("keeping a manifest", error);
-        let saved = blocking(move || save(&path, &boot, &team, &manifest).map_err(failed)).await;
-        if let Err(error) = saved {
+    /// Keeps the manifest of a volume that has its final bytes, and that can be scanned for it otherwise.
+    async fn insert(&self, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
+        if let Err(error) = self.keep(volume, team, manifest.clone()).await {
             tracing::warn!(volume.handle = %volume, error = chain(&error), "a manifest has to be made again");
+            self.state().insert(volume, team, manifest);
         }
     }
 
+    /// Keeps the manifest of a volume that has its final bytes, so that the next gateway finds it as well.
+    pub(crate) async fn keep(
+        &self,
+        volume: VolumeHandle,
+        team: &str,
+        manifest: Arc<Manifest>,
+    ) -> Result<(), RuntimeError> {
+        let (path, boot) = (self.path(volume), self.boot.clone());
+        let (whose, kept) = (team.to_owned(), manifest.clone());
+        let failed = |error| RuntimeError::io("keeping a manifest", error);
+        blocking(move || save(&path, &boot, &whose, &kept).map_err(failed)).await?;
+        self.state().insert(volume, team, manifest);
+        Ok(())
+    }
+
     /// The manifest that was kept of a volume. `None`: it is not complete, or it has to be scanned.
-    pub(crate) async fn kept(&self, volume: VolumeHandle) -> Option<Kept> {
+    pub(crate) async fn kept(&self, volume: VolumeHandle) -> Result<Option<Kept>, RuntimeError> {
         if let Some(tree) = self.state().trees.get(&volume) {
             let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
-            return Some(Kept { team, manifest, this_boot: true });
+            return Ok(Some(Kept { team, manifest, this_boot: true }));
         }
         let path = self.path(volume);
-        let failed = |error| RuntimeError::io("reading a manifest", error);
-        let (boot, team, manifest) = blocking(move || load(&path).map_err(failed)).await.ok()?;
+        let loaded = blocking(move || match load(&path) {
+            Ok(loaded) => Ok(Some(loaded)),
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidData) => {
+                Ok(None)
+            }
+            // Whether there is one is not known, and what is taken for unfinished is thrown away.
+            Err(error) => Err(RuntimeError::io("reading a manifest", error)),
+        });
+        let Some((boot, team, manifest)) = loaded.await? else { return Ok(None) };
         let (manifest, this_boot) = (Arc::new(manifest), boot == self.boot);
         if this_boot {
             self.state().insert(volume, &team, manifest.clone());
         }
-        Some(Kept { team, manifest, this_boot })
+        Ok(Some(Kept { team, manifest, this_boot }))
     }
 
     /// Where a volume of `team` has the content with this digest.
@@ -226,7 +245,8 @@ impl Trees {
         Some(Found { volume: *volume, path, offset: located.extent.offset })
     }
 
-    /// Forgets a volume, before it is destroyed.
+    /// Forgets a volume that is destroyed: before it is, so that nothing more is made from it, and again after, for what had begun to read
+    /// it may have kept it since.
     pub(crate) async fn forget(&self, volume: VolumeHandle) {
         {
             let mut state = self.state();
@@ -349,18 +369,18 @@ mod tests {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let volume = VolumeHandle::new();
         let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
-        open("first").insert(volume, "main", Arc::new(manifest())).await;
+        open("first").keep(volume, "main", Arc::new(manifest())).await.expect("room");
 
-        let again = open("first").kept(volume).await.expect("the manifest");
+        let again = open("first").kept(volume).await.expect("read").expect("the manifest");
         assert_eq!((again.tree_digest(), again.this_boot), (manifest().tree_digest(), true));
         assert!(
-            !open("second").kept(volume).await.expect("the manifest").this_boot,
+            !open("second").kept(volume).await.expect("read").expect("the manifest").this_boot,
             "it must be hashed again"
         );
 
         let trees = open("first");
         trees.forget(volume).await;
-        assert!(trees.kept(volume).await.is_none());
+        assert!(trees.kept(volume).await.expect("read").is_none());
     }
 
     #[tokio::test]
@@ -368,12 +388,12 @@ mod tests {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let (volume, trees) =
             (VolumeHandle::new(), || Trees::open(directory.path(), "boot".to_owned()).expect("open"));
-        trees().insert(volume, "main", Arc::new(manifest())).await;
+        trees().keep(volume, "main", Arc::new(manifest())).await.expect("room");
         let path = directory.path().join(volume.to_string());
         let whole = std::fs::read(&path).expect("the file");
         for cut in 0..whole.len() {
             std::fs::write(&path, &whole[..cut]).expect("write");
-            assert!(trees().kept(volume).await.is_none(), "cut after {cut} bytes");
+            assert!(trees().kept(volume).await.expect("read").is_none(), "cut after {cut} bytes");
         }
     }
 
@@ -382,9 +402,9 @@ mod tests {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let (half, whole) = (VolumeHandle::new(), VolumeHandle::new());
         let open = || Trees::open(directory.path(), "boot".to_owned()).expect("open");
-        open().insert(whole, "main", Arc::new(manifest())).await;
+        open().keep(whole, "main", Arc::new(manifest())).await.expect("room");
         std::fs::write(directory.path().join(format!("{half}.tmp")), "half").expect("write");
-        assert!(open().kept(whole).await.is_some());
+        assert!(open().kept(whole).await.expect("read").is_some());
         let left: Vec<_> = std::fs::read_dir(directory.path()).expect("list").flatten().collect();
         assert_eq!(left.len(), 1, "{left:?}");
     }

@@ -129,18 +129,33 @@ enum Step {
 impl Filling {
     /// Makes the volume, copies what this worker has already, and says what is missing. An earlier try at the same volume is thrown away,
     /// unless it got as far as that its bytes were final: then nothing is missing.
+    ///
+    /// A caller who goes away does not break this off: what destroys, makes or copies would go on in its thread, beside the next writer.
     pub(crate) async fn begin(
+        worker: &Arc<Worker>,
+        ticket: TicketClaims,
+        manifest: Arc<Manifest>,
+    ) -> Result<Self, TransferError> {
+        let worker = worker.clone();
+        let tasks = worker.tasks.clone();
+        let begun = tasks.spawn(async move { Self::begin_whole(&worker, &ticket, manifest).await });
+        begun.await.unwrap_or_else(|error| {
+            Err(RuntimeError::Other(format!("the start of a transfer broke off: {error}")).into())
+        })
+    }
+
+    async fn begin_whole(
         worker: &Worker,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
     ) -> Result<Self, TransferError> {
         let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
-        if let Some(kept) = worker.trees.kept(ticket.volume).await {
+        if let Some(kept) = worker.trees.kept(ticket.volume).await? {
             if kept.tree_digest() != manifest.tree_digest() {
                 return Err(TransferError::Complete(ticket.volume));
             }
             // Whether the store knows was not heard, by the caller or by us. It is told again.
-            worker.trees.proven(worker.runtime.as_ref(), ticket.volume, &ticket.team).await?;
+            self::manifest(worker, ticket).await?;
             return Ok(Self::whole(ticket, manifest, turn));
         }
         worker.runtime.destroy_volume(ticket.volume).await?;
@@ -215,9 +230,15 @@ impl Filling {
             return Err(error.into());
         }
         // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
-        worker.trees.insert(self.volume, &self.team, self.manifest.clone()).await;
+        if let Err(error) = worker.trees.keep(self.volume, &self.team, self.manifest.clone()).await {
+            turn.discard(worker).await;
+            return Err(error.into());
+        }
         if let Err(refusal) = attempt::complete(worker, self.volume, &self.manifest).await {
-            worker.trees.forget(self.volume).await;
+            // To the gateway that speaks for this worker now, it may be complete.
+            if !attempt::is_superseded(&refusal) {
+                worker.trees.forget(self.volume).await;
+            }
             return Err(refusal.into());
         }
         Ok(self.manifest)
@@ -408,3 +429,6 @@ pub(crate) async fn read_file(
     })
     .await
 }
+
+#[cfg(test)]
+mod tests;

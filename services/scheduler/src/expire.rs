@@ -1,8 +1,8 @@
 //! Expiry: what time alone changes. Workers fall silent, workloads wait or run for too long, driven leases are not renewed.
 //!
 //! The loop sleeps until the next deadline that the database knows, and hears of new ones ([`crate::hints`]); so a deadline is
-//! kept to a few milliseconds without looking often. Driven leases are only tidied up here: a renewal that comes too late is
-//! refused by its own guard.
+//! kept to a few milliseconds without looking often. Driven leases end here and nowhere else: a renewal that comes before that
+//! is in time.
 //!
 //! Only time in which we could be reached counts against anybody: after a start, and after a while in which the loop did not get at the
 //! database (which was away, or we were frozen), every worker and every driven lease has a full term before it ([`be_patient`]).

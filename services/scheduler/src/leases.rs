@@ -134,11 +134,8 @@ fn request(demand: &Demand) -> Result<String, DbErr> {
 }
 
 /// Whether `lease` is live and was granted for `demand`.
-pub(crate) fn answers(lease: &lease::Model, demand: &Demand, now: Timestamp) -> Result<bool, DbErr> {
-    Ok(lease.kind == Kind::Transfer
-        && lease.state == State::Granted
-        && lease.expires_at.is_some_and(|at| at > now.0)
-        && lease.request == request(demand)?)
+pub(crate) fn answers(lease: &lease::Model, demand: &Demand) -> Result<bool, DbErr> {
+    Ok(lease.kind == Kind::Transfer && lease.state == State::Granted && lease.request == request(demand)?)
 }
 
 fn granted(lease: LeaseId, worker: &placement::Worker, team: &str, now: Timestamp) -> lease::ActiveModel {
@@ -267,7 +264,8 @@ async fn raise_generation(
     Ok(())
 }
 
-/// Keeps a driven lease until `now + term`.
+/// Keeps a driven lease until `now + term`, unless it has ended. That alone decides, and not that its term has passed: when nobody could
+/// renew it, whoever does so first may come before [`be_patient`].
 pub(crate) async fn renew(
     txn: &DatabaseTransaction,
     lease: LeaseId,
@@ -278,7 +276,6 @@ pub(crate) async fn renew(
         .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
         .filter(lease::Column::Id.eq(lease.uuid()))
         .filter(lease::Column::State.eq(State::Granted))
-        .filter(lease::Column::ExpiresAt.gt(now.0))
         .exec(txn)
         .await?;
     if renewed.rows_affected > 0 { Ok(()) } else { Err(RenewError::Lost) }

@@ -22,7 +22,7 @@ pub(crate) enum AttemptEnd {
     Reported(Report),
     /// Its worker is gone, or came back without it.
     WorkerLost,
-    /// Its gateway was told of it and does not know it.
+    /// Its gateway was told of it and does not know it, or cannot say how it ended.
     Unknown,
 }
 

@@ -350,9 +350,7 @@ impl Scheduler {
                     if let Some(lease) = leases::find(&*txn, id).await? {
                         let worker = workers.iter().find(|worker| worker.id.uuid() == lease.worker_id);
                         return match worker {
-                            Some(worker) if leases::answers(&lease, demand, now)? => {
-                                Ok(grant(&lease, worker))
-                            }
+                            Some(worker) if leases::answers(&lease, demand)? => Ok(grant(&lease, worker)),
                             _ => Err(PlaceError::Exists),
                         };
                     }
@@ -376,11 +374,10 @@ impl Scheduler {
 
     /// Answers the live lease that this id names, if it was granted for `demand`.
     async fn granted(&self, id: LeaseId, demand: &Demand) -> Result<Granted, PlaceError> {
-        let now = Timestamp::now();
         let lease = leases::find(self.db.read(), id).await?.ok_or(PlaceError::Exists)?;
         let workers = workers::for_placement(self.db.read()).await?;
         match workers.iter().find(|worker| worker.id.uuid() == lease.worker_id) {
-            Some(worker) if leases::answers(&lease, demand, now)? => Ok(grant(&lease, worker)),
+            Some(worker) if leases::answers(&lease, demand)? => Ok(grant(&lease, worker)),
             _ => Err(PlaceError::Exists),
         }
     }

@@ -112,8 +112,8 @@ impl Database {
         self.connection.get_database_backend() == DbBackend::Sqlite
     }
 
-    /// Runs `change` in one transaction and commits it, unless it fails. What the database gave up in favour of another, or had no
-    /// connection for, is tried again for a while.
+    /// Runs `change` in one transaction and commits it, unless it fails. What the database gave up in favour of another is tried again
+    /// for a while.
     ///
     /// `change` may run several times, and must have no other effect than on the transaction; no network call happens in it. It gets
     /// the transaction itself and not a reference, for the compiler cannot see that a future may go to another thread when
@@ -219,14 +219,13 @@ async fn is_outside_of_transactions(connection: &mut SqliteConnection) -> Result
     Ok(!connection.is_in_transaction())
 }
 
-/// Whether the database gave a transaction up in favour of another, or had no connection for it in time, so that trying again may
-/// succeed.
+/// Whether the database gave a transaction up in favour of another, so that trying again may succeed. Whoever has waited for a connection
+/// in vain has waited for long enough.
 fn is_transient(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {
         if let Some(error) = error.downcast_ref::<DbErr>() {
             return match error {
-                DbErr::ConnectionAcquire(ConnAcquireErr::Timeout) => true,
                 DbErr::Conn(cause) | DbErr::Exec(cause) | DbErr::Query(cause) => is_transient_cause(cause),
                 _ => false,
             };
@@ -342,8 +341,8 @@ mod tests {
     }
 
     #[test]
-    fn a_transaction_that_got_no_connection_in_time_may_be_tried_again() {
-        assert!(is_transient(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout))));
+    fn whoever_waited_for_a_connection_in_vain_is_told_so() {
+        assert!(!is_transient(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::Timeout))));
         assert!(!is_transient(&CountError(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed))));
         assert!(!is_transient(&CountError(DbErr::RecordNotFound(String::new()))));
     }

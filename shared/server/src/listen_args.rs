@@ -1,7 +1,9 @@
 //! How a service's own binary starts: where it listens, who may call, and where it logs.
 
 use std::convert::Infallible;
+use std::fs::Permissions;
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -119,7 +121,11 @@ async fn bind_socket(path: &Path) -> anyhow::Result<UnixListener> {
     {
         std::fs::remove_file(path).with_context(|| format!("cannot remove {}", path.display()))?;
     }
-    UnixListener::bind(path).with_context(|| format!("cannot listen on {}", path.display()))
+    let failed = || format!("cannot listen on {}", path.display());
+    let listener = UnixListener::bind(path).with_context(failed)?;
+    // Whoever may open it may do everything, and is asked for no token.
+    std::fs::set_permissions(path, Permissions::from_mode(0o600)).with_context(failed)?;
+    Ok(listener)
 }
 
 /// Resolves when the process is asked to end, by TERM or by INT.
@@ -187,6 +193,8 @@ mod tests {
         let path = directory.path().join("socket");
         let path = path.to_str().expect("a path");
         let (first, _) = open(&["--listen", path]).await.expect("a listener");
+        let mode = std::fs::metadata(path).expect("it is there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "whoever may open it may do everything");
         let used = open(&["--listen", path]).await;
         assert!(used.is_err_and(|error| error.contains("cannot listen")));
         drop(first);

@@ -107,6 +107,11 @@ impl Fingerprint {
         before(at, settle).is_some_and(|limit| self.mtime <= limit && self.ctime <= limit)
     }
 
+    /// Whether it is the file of `earlier`, and nobody has written to it since.
+    pub(crate) fn was_not_written_since(&self, earlier: &Self) -> bool {
+        *self == Self { ctime: self.ctime, ..*earlier }
+    }
+
     /// Whether its content was, by its mtime, last changed at least `settle` before `at`.
     pub(crate) fn was_written_before(&self, at: SystemTime, settle: Duration) -> bool {
         before(at, settle).is_some_and(|limit| self.mtime <= limit)

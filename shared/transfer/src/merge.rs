@@ -42,10 +42,10 @@ use crate::xattrs;
 /// What a target has already of a tree.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Matches {
-    /// Files that may stay where they are, as indices of entries: their content is right.
-    kept: BTreeSet<usize>,
-    /// Of these, those whose extended attributes are right as well, as they were found.
-    found: BTreeMap<usize, Fingerprint>,
+    /// Files that may stay where they are, as indices of entries, as they were found: their content is right.
+    kept: BTreeMap<usize, Fingerprint>,
+    /// Of these, those whose extended attributes are right as well.
+    attributes: BTreeSet<usize>,
     /// Extents of these.
     kept_extents: Runs,
     /// Extents of other files that stand at the same place of the same path.
@@ -56,7 +56,7 @@ pub struct Matches {
 impl Matches {
     /// Files that stay where they are, as indices of entries.
     pub fn kept(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
-        self.kept.iter().copied()
+        self.kept.keys().copied()
     }
 
     /// How many files had to be read to find out: the cache did not know them, and has learned of them as far as it may.
@@ -91,7 +91,7 @@ impl Matches {
     ///
     /// The staging directory cannot be written.
     pub fn prepare(&self, target: &Path, writer: &mut TreeWriter) -> Result<(), WriteError> {
-        self.kept.iter().for_each(|entry| writer.omit(*entry));
+        self.kept().for_each(|entry| writer.omit(entry));
         copy_extents(&self.local_extents, target, writer, Trust::Verify)
     }
 
@@ -184,18 +184,19 @@ pub fn local_matches(
     let mut matches = Matches { files_read: there.files_read, ..Matches::default() };
     for (index, entry) in manifest.entries().iter().enumerate() {
         let EntryKind::File { size_bytes, extents } = &entry.kind else { continue };
+        let Some(there_at) = there.manifest.find(&entry.path) else { continue };
+        let entry_there = &there.manifest.entries()[there_at];
         let Some((size_there, extents_there)) = content_at(&there.manifest, &entry.path) else { continue };
         if changed.contains(entry.path()) {
             continue;
         }
         if size_there == *size_bytes
             && extents_there == extents
-            && let Some(fingerprint) = may_stay(&mut cursor, &there.manifest, &entry.path, cache.as_deref())
+            && let Some(fingerprint) = may_stay(&mut cursor, entry_there, cache.as_deref())
         {
-            matches.kept.insert(index);
-            let file_there = there.manifest.find(&entry.path).map(|index| &there.manifest.entries()[index]);
-            if file_there.is_some_and(|there| there.xattrs == entry.xattrs) {
-                matches.found.insert(index, fingerprint);
+            matches.kept.insert(index, fingerprint);
+            if entry_there.xattrs == entry.xattrs {
+                matches.attributes.insert(index);
             }
             for ordinal in manifest.ordinals_of(index) {
                 // Ascending, so it cannot be refused.
@@ -224,25 +225,19 @@ fn content_at<'a>(manifest: &'a Manifest, path: &[u8]) -> Option<(u64, &'a [Exte
 }
 
 /// The file at a path, if its metadata can be changed without changing another: it has one name, and is ours.
-fn may_stay(
-    cursor: &mut Cursor,
-    there: &Manifest,
-    path: &[u8],
-    cache: Option<&StatCache>,
-) -> Option<Fingerprint> {
-    let entry = &there.entries()[there.find(path)?];
+fn may_stay(cursor: &mut Cursor, there: &Entry, cache: Option<&StatCache>) -> Option<Fingerprint> {
     let (uid, _) = caller();
-    if !uid.is_root() && entry.uid != uid.as_raw() {
+    if !uid.is_root() && there.uid != uid.as_raw() {
         return None;
     }
     // What the cache knows was looked at just now.
-    let known = cache.and_then(|cache| cache.fingerprint(path));
+    let known = cache.and_then(|cache| cache.fingerprint(&there.path));
     let fingerprint = match known {
         Some(known) => known,
         None => {
-            let stat = stat_at(cursor, path)?;
-            // Else it was changed meanwhile.
-            has_times(&stat, entry).then(|| Fingerprint::of(&stat))?
+            let stat = stat_at(cursor, &there.path)?;
+            // Else it was written to since it was read.
+            has_times(&stat, there).then(|| Fingerprint::of(&stat))?
         }
     };
     fingerprint.has_one_name().then_some(fingerprint)
@@ -292,6 +287,12 @@ pub enum MergeError {
     /// A file is neither staged nor kept, or a kept one has gone meanwhile.
     #[error("{path:?} is missing")]
     Missing {
+        /// The entry.
+        path: PathBuf,
+    },
+    /// A kept file was written to after it was compared. It is as it was written.
+    #[error("{path:?} was changed at this moment by somebody else")]
+    Changed {
         /// The entry.
         path: PathBuf,
     },
@@ -391,7 +392,7 @@ impl Merge<'_> {
     /// Refuses to begin if a directory would have to be removed for something that is none.
     fn look_for_directories(&mut self) -> Result<(), MergeError> {
         for (index, entry) in self.manifest.entries().iter().enumerate() {
-            if entry.is_directory() || self.matches.kept.contains(&index) {
+            if entry.is_directory() || self.matches.kept.contains_key(&index) {
                 continue;
             }
             let (parent, name) = split(&entry.path);
@@ -416,7 +417,9 @@ impl Merge<'_> {
                 place_directory(&directory, name).map_err(|error| failed(error.into()))?;
                 make_workable(&staged, name).map_err(|error| failed(error.into()))
             }
-            EntryKind::File { .. } if self.matches.kept.contains(&index) => self.keep(index, entry),
+            EntryKind::File { .. } if let Some(found) = self.matches.kept.get(&index) => {
+                self.keep(index, entry, *found)
+            }
             EntryKind::HardLink { to } if self.is_kept(to) => {
                 let (parent, target) = split(to);
                 let from = self.links.go(parent).map_err(failed)?;
@@ -444,21 +447,25 @@ impl Merge<'_> {
     }
 
     fn is_kept(&self, path: &[u8]) -> bool {
-        self.manifest.find(path).is_some_and(|index| self.matches.kept.contains(&index))
+        self.manifest.find(path).is_some_and(|index| self.matches.kept.contains_key(&index))
     }
 
-    /// Puts right the metadata of a file that stays, if anything is wrong: as it is, the stat cache may know it.
-    fn keep(&mut self, index: usize, entry: &Entry) -> Result<(), MergeError> {
-        if let Some(found) = self.matches.found.get(&index)
-            && let Some(stat) = stat_at(&mut self.target, &entry.path)
-            && Fingerprint::of(&stat) == *found
-            && self.metadata.is_right(entry, &stat)
-        {
+    /// Puts right the metadata of a file that stays, if anything is wrong: as it is, the stat cache may know it. One that somebody has
+    /// written to must not get the time of what it should be: it would be taken for that ever after.
+    fn keep(&mut self, index: usize, entry: &Entry, found: Fingerprint) -> Result<(), MergeError> {
+        let path = || entry.path().to_owned();
+        let stat =
+            stat_at(&mut self.target, &entry.path).ok_or_else(|| MergeError::Missing { path: path() })?;
+        let now = Fingerprint::of(&stat);
+        if !now.was_not_written_since(&found) {
+            return Err(MergeError::Changed { path: path() });
+        }
+        if now == found && self.matches.attributes.contains(&index) && self.metadata.is_right(entry, &stat) {
             self.merged.kept += 1;
             return Ok(());
         }
-        let file = open_file(&mut self.target, &entry.path)
-            .map_err(|_| MergeError::Missing { path: entry.path().to_owned() })?;
+        let file =
+            open_file(&mut self.target, &entry.path).map_err(|_| MergeError::Missing { path: path() })?;
         self.merged.kept += 1;
         self.merged.corrected += 1;
         self.metadata.take_over(&file).map_err(|error| MergeError::new(entry, error.into()))?;

@@ -403,6 +403,32 @@ fn what_is_neither_staged_nor_there_is_missing() {
 }
 
 #[test]
+fn a_file_that_somebody_writes_to_meanwhile_stays_as_it_was_written() {
+    let fixture = Fixture::new();
+    fixture.from("a", noise(1, 1000));
+    set_mtime(&fixture.path("from/a"), 1_000, 0);
+    fixture.download().unwrap();
+    let (staged, target) = (fixture.path("staged"), fixture.path("target"));
+    let manifest = Arc::new(manifest_of(&fixture.path("from")));
+    let matches = local_matches(&target, &manifest, &ScanOptions::default(), None).unwrap();
+    assert_eq!(matches.kept().len(), 1);
+    fixture.stage(&manifest, &matches, WriteOptions::default());
+    let mine = noise(2, 1000);
+    fs::write(target.join("a"), &mine).unwrap();
+
+    let changed = merge(&staged, &target, &manifest, &matches, OPTIONS);
+
+    assert!(matches!(changed, Err(MergeError::Changed { path }) if path == Path::new("a")));
+    assert_eq!(fs::read(target.join("a")).unwrap(), mine);
+    let mut cache = StatCache::new();
+    remember(&target, &manifest, &mut cache, Duration::ZERO);
+    let matches = local_matches(&target, &manifest, &ScanOptions::default(), Some(&mut cache)).unwrap();
+    assert_eq!(matches.kept().len(), 0, "it is not taken for what it should be");
+    let downloaded = fixture.download().unwrap();
+    assert_eq!((downloaded.bytes, downloaded.merged.replaced), (1000, 1), "the next download replaces it");
+}
+
+#[test]
 fn another_file_system_is_named_as_such() {
     let fixture = Fixture::new();
     let Ok(elsewhere) = tempfile::tempdir_in("/dev/shm") else { return };

@@ -261,6 +261,61 @@ mod tests {
         Ok(())
     }
 
+    /// A small file system of its own, unmounted when dropped.
+    struct Small(tempfile::TempDir);
+
+    impl Small {
+        /// `None` where this machine does not let us mount.
+        fn new() -> io::Result<Option<Self>> {
+            use rustix::mount::{MountFlags, mount};
+            let directory = tempfile::tempdir()?;
+            match mount("tmpfs", directory.path(), "tmpfs", MountFlags::empty(), Some(c"size=256k")) {
+                Ok(()) => Ok(Some(Self(directory))),
+                Err(rustix::io::Errno::PERM) => {
+                    eprintln!("not applicable: this process may not mount");
+                    Ok(None)
+                }
+                Err(error) => Err(error.into()),
+            }
+        }
+    }
+
+    impl Drop for Small {
+        fn drop(&mut self) {
+            rustix::mount::unmount(self.0.path(), rustix::mount::UnmountFlags::DETACH).ok();
+        }
+    }
+
+    #[test]
+    fn what_finds_no_room_on_the_disk_is_told_as_gone_and_the_process_goes_on() -> io::Result<()> {
+        let Some(small) = Small::new()? else { return Ok(()) };
+        let (path, filler) = (small.0.path().join("stdout"), small.0.path().join("filler"));
+        create(&path, 1 << 20)?;
+        let (mut writer, reader) = (Writer::open(&path)?, Reader::open(&path)?);
+        feed(&mut writer, b"before")?;
+        assert_eq!(reader.read(0)?, Found::Data(Bytes::from_static(b"before")));
+
+        let mut file = File::create(&filler)?;
+        while io::Write::write_all(&mut file, &[0; 512]).is_ok() {}
+        // More than fits into a pipe at a time, so somebody has to empty it for the process to go on.
+        let mut written = 6;
+        for _ in 0..8 {
+            feed(&mut writer, &[b'x'; 50_000])?;
+            written += 50_000;
+        }
+        assert_eq!(writer.head(), written, "every byte that was written counts");
+        assert_eq!(reader.marks()?, Marks { head: written, tail: written });
+        assert_eq!(reader.read(0)?, Found::Gone(written), "nothing is told that is not there");
+        assert_eq!(reader.read(written)?, Found::Nothing);
+
+        drop(file);
+        std::fs::remove_file(&filler)?;
+        feed(&mut writer, b"after")?;
+        assert_eq!(reader.read(0)?, Found::Gone(written));
+        assert_eq!(reader.read(written)?, Found::Data(Bytes::from_static(b"after")));
+        Ok(())
+    }
+
     #[test]
     fn a_writer_held_back_leaves_room_only_for_what_is_acknowledged() -> io::Result<()> {
         let directory = tempfile::tempdir()?;

@@ -14,11 +14,8 @@ use tokio::task::JoinHandle;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
-use crate::for_tests::{Directories, noted};
-
-const PATIENCE: Duration = Duration::from_secs(60);
-/// An address where nobody listens.
-const NOBODY: &str = "http://127.0.0.1:9";
+use crate::for_tests::store::{Asked, Store};
+use crate::for_tests::{Directories, NOBODY, PATIENCE, noted, within};
 
 type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
 
@@ -127,13 +124,14 @@ struct Scene {
     stop: oneshot::Sender<()>,
 }
 
-async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
-}
-
 impl Scene {
-    #[expect(clippy::disallowed_methods, reason = "the test waits for both in `end`")]
     async fn start() -> Self {
+        Self::start_with(NOBODY).await
+    }
+
+    /// With an artifact store at this address.
+    #[expect(clippy::disallowed_methods, reason = "the test waits for both in `end`")]
+    async fn start_with(artifact_store: &str) -> Self {
         let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
         let endpoint = listener.endpoint().expect("its address");
         let ((streams, mut opened), (finish, finished)) = (mpsc::channel(1), mpsc::channel(64));
@@ -146,7 +144,7 @@ impl Scene {
             stopped.await.ok();
         }));
         let machine = Arc::new(Directories::default());
-        let worker = machine.attended(&endpoint, NOBODY);
+        let worker = machine.attended(&endpoint, artifact_store);
         let speaking = tokio::spawn(forever(worker.clone()));
         let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
         let hello = within("hello", said.message()).await.expect("a message").and_then(|said| said.message);
@@ -296,6 +294,59 @@ async fn an_attempt_whose_task_panics_ends_as_a_failure() {
     let failure = finish.failure.expect("a failure");
     assert_eq!((finish.lease_token.as_str(), failure.reason.as_str()), ("token", "WORKER_FAILED"));
     assert!(failure.message.contains("as the test asked for"), "{}", failure.message);
+    scene.ended(&[lease]).await;
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
+    let mut store = Store::start().await;
+    let mut scene = Scene::start_with(&store.endpoint).await;
+    let lease = LeaseId::new();
+    let spec = pb::WorkloadSpec {
+        team: "main".to_owned(),
+        kind: pb::WorkloadKind::Task.into(),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        command: vec!["true".into()],
+        stdin: pb::StdinMode::None.into(),
+        output: pb::OutputMode::Spooled.into(),
+        privilege: pb::Privilege::Confined.into(),
+        network: pb::Network::Loopback.into(),
+        ..pb::WorkloadSpec::default()
+    };
+    let run = pb::RunAttempt {
+        lease_token: "token".to_owned(),
+        workload_id: WorkloadId::new().to_string(),
+        attempt_id: AttemptId::new().to_string(),
+        spec: Some(spec),
+        ..pb::RunAttempt::default()
+    };
+    scene.desire(0, vec![pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) }]).await;
+    for (credential, reason) in [("credential", Reason::StaleSession), ("new", Reason::DiskFull)] {
+        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        assert_eq!(request.session_credential, credential);
+        let mut session = scene.worker.session().expect("it was let in");
+        session.credential = "new".to_owned();
+        scene.worker.set_session(Some(session));
+        answer.send(Err(reason.status("gantry.test", "no"))).expect("it waits");
+    }
+    let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
+    let failure = finish.failure.expect("a failure");
+    assert_eq!((finish.lease_token.as_str(), failure.reason.as_str()), ("token", "DISK_FULL"));
+    scene.ended(&[lease]).await;
+    scene.end().await;
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_does_not_end_before_its_process_could_be_stopped() {
+    let mut scene = Scene::start().await;
+    *scene.machine.unstoppable.lock().expect("a number") = 2;
+    let lease = LeaseId::new();
+    scene.desire(0, vec![stop(lease, "token")]).await;
+    let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
+    assert_eq!(noted(&scene.machine.unstoppable), 0, "it was tried until it could");
+    assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
     scene.ended(&[lease]).await;
     scene.end().await;
 }

@@ -65,7 +65,7 @@ async fn a_database_that_was_away_takes_no_lease() {
     let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
     let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let request = transfer();
-    scheduler.placements().place(request).await.expect("granted");
+    let granted = scheduler.placements().place(request).await.expect("granted").into_inner();
 
     let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
     let away = connection.begin().await.expect("begun");
@@ -75,6 +75,8 @@ async fn a_database_that_was_away_takes_no_lease() {
     let would_end = Timestamp(row.try_get("", "expires_at").expect("a driven one"));
     until("the term is over", async || (Timestamp::now() > would_end).then_some(())).await;
     away.rollback().await.expect("it is back");
+    let renew = pb::RenewRequest { lease_token: granted.lease_token };
+    scheduler.placements().renew(renew).await.expect("the first who renews is in time");
     connection.close().await.expect("closed");
 
     let (expires_at, _) = until("the lease has a full term again, or has ended", async || {

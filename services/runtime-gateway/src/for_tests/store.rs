@@ -1,0 +1,164 @@
+//! An artifact store whose answers each test gives.
+
+use domain::worker::{Incarnation, Session};
+use domain::{VolumeHandle, WorkerId};
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::inventory_server::{Inventory, InventoryServer};
+use rpc::pb::artifacts::report_request::Message as Part;
+use server::{Host, Listener};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::within;
+use crate::worker::OpenSession;
+
+/// Where the answer to a call goes. Closed when the caller has gone.
+pub(crate) type Answer<T> = oneshot::Sender<Result<T, Status>>;
+
+/// What the store is asked, and has to answer.
+pub(crate) enum Asked {
+    Prepare(pb::PrepareRequest, Answer<pb::PrepareResponse>),
+    VolumeComplete(pb::VolumeCompleteRequest, Answer<pb::VolumeCompleteResponse>),
+    /// The volumes that a worker reported, by the credential.
+    Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
+    ListVolumes(Answer<pb::ListVolumesResponse>),
+}
+
+#[derive(Clone)]
+struct Script(mpsc::Sender<Asked>);
+
+impl Script {
+    async fn ask<T>(&self, asked: impl FnOnce(Answer<T>) -> Asked) -> Result<Response<T>, Status> {
+        let (answer, answered) = oneshot::channel();
+        self.0.send(asked(answer)).await.map_err(|_| Status::unavailable("the test is over"))?;
+        answered.await.map_err(|_| Status::unavailable("the test does not answer"))?.map(Response::new)
+    }
+}
+
+fn no_part<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("no part of this test"))
+}
+
+#[tonic::async_trait]
+impl Inventory for Script {
+    type WatchDestroyingStream = ReceiverStream<Result<pb::WatchDestroyingResponse, Status>>;
+
+    async fn prepare(
+        &self,
+        request: Request<pb::PrepareRequest>,
+    ) -> Result<Response<pb::PrepareResponse>, Status> {
+        self.ask(|answer| Asked::Prepare(request.into_inner(), answer)).await
+    }
+
+    async fn prepared(
+        &self,
+        _: Request<pb::PreparedRequest>,
+    ) -> Result<Response<pb::PreparedResponse>, Status> {
+        no_part()
+    }
+
+    async fn volume_complete(
+        &self,
+        request: Request<pb::VolumeCompleteRequest>,
+    ) -> Result<Response<pb::VolumeCompleteResponse>, Status> {
+        self.ask(|answer| Asked::VolumeComplete(request.into_inner(), answer)).await
+    }
+
+    async fn begin_report(
+        &self,
+        _: Request<pb::BeginReportRequest>,
+    ) -> Result<Response<pb::BeginReportResponse>, Status> {
+        let token = pb::ReportToken { sequence: 1, store_life: "life".to_owned() };
+        Ok(Response::new(pb::BeginReportResponse { token: Some(token) }))
+    }
+
+    async fn report(
+        &self,
+        request: Request<Streaming<pb::ReportRequest>>,
+    ) -> Result<Response<pb::ReportResponse>, Status> {
+        let mut parts = request.into_inner();
+        let (mut credential, mut volumes) = (String::new(), Vec::new());
+        while let Some(part) = parts.message().await? {
+            match part.message {
+                Some(Part::Open(open)) => credential = open.session_credential,
+                Some(Part::Holdings(holdings)) => {
+                    volumes.extend(
+                        holdings.volume_handles.iter().flat_map(|volume| volume.parse::<VolumeHandle>()),
+                    );
+                }
+                Some(Part::Commit(_)) => break,
+                None => return Err(Status::invalid_argument("an empty part")),
+            }
+        }
+        self.ask(|answer| Asked::Report(credential, volumes, answer)).await
+    }
+
+    async fn watch_destroying(
+        &self,
+        _: Request<pb::WatchDestroyingRequest>,
+    ) -> Result<Response<Self::WatchDestroyingStream>, Status> {
+        no_part()
+    }
+
+    async fn list_volumes(
+        &self,
+        _: Request<pb::ListVolumesRequest>,
+    ) -> Result<Response<pb::ListVolumesResponse>, Status> {
+        self.ask(Asked::ListVolumes).await
+    }
+
+    async fn list_containers(
+        &self,
+        _: Request<pb::ListContainersRequest>,
+    ) -> Result<Response<pb::ListContainersResponse>, Status> {
+        no_part()
+    }
+}
+
+/// A store that is asked over gRPC.
+pub(crate) struct Store {
+    pub(crate) endpoint: String,
+    asked: mpsc::Receiver<Asked>,
+    served: JoinHandle<anyhow::Result<()>>,
+    stop: oneshot::Sender<()>,
+}
+
+impl Store {
+    #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
+    pub(crate) async fn start() -> Self {
+        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let endpoint = listener.endpoint().expect("its address");
+        let (ask, asked) = mpsc::channel(64);
+        let mut host = Host::new();
+        host.add_service(InventoryServer::new(Script(ask)));
+        let (stop, stopped) = oneshot::channel();
+        let served = tokio::spawn(host.serve([listener], async {
+            stopped.await.ok();
+        }));
+        Self { endpoint, asked, served, stop }
+    }
+
+    /// What it is asked next.
+    pub(crate) async fn asked(&mut self) -> Asked {
+        within("a call to the store", self.asked.recv()).await.expect("it is served")
+    }
+
+    pub(crate) async fn end(self) {
+        drop(self.asked);
+        self.stop.send(()).expect("it is served");
+        self.served.await.expect("no panic").expect("it ends well");
+    }
+}
+
+/// A session with this credential.
+pub(crate) fn session(credential: &str) -> OpenSession {
+    OpenSession {
+        credential: credential.to_owned(),
+        worker: WorkerId::new(),
+        incarnation: Incarnation(1),
+        session: Session(1),
+    }
+}

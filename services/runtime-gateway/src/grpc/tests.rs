@@ -1,0 +1,59 @@
+//! Calls of the gateway, over gRPC.
+
+use rpc::pb::runtime::containers_client::ContainersClient;
+use server::{Host, Listener};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+
+use super::*;
+use crate::for_tests::{Directories, NOBODY, within};
+
+/// What the first answer to this `resume` is.
+async fn attached(
+    containers: &ContainersClient<rpc::Peer>,
+    team: &str,
+    process: AttemptId,
+) -> Result<Option<Heard>, Status> {
+    let resume =
+        pb::Resume { team: team.to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
+    let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
+    let mut containers = containers.clone();
+    let answer = async {
+        let mut heard = containers.attach(said).await?.into_inner();
+        Ok(heard.message().await?.and_then(|response| response.message))
+    };
+    within("an answer", answer).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[expect(clippy::disallowed_methods, reason = "the test waits for it")]
+async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_one() {
+    let machine = Arc::new(Directories::default());
+    let worker = machine.attended(NOBODY, NOBODY);
+    let process = AttemptId::new();
+    machine.processes.lock().expect("a map").insert(process, "main".to_owned());
+    let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+    let endpoint = listener.endpoint().expect("its address");
+    let mut host = Host::new();
+    host.add_service(containers(worker.clone()));
+    let (stop, stopped) = oneshot::channel();
+    let served = tokio::spawn(host.serve([listener], async {
+        stopped.await.ok();
+    }));
+    let peer = rpc::client::peer(&endpoint, rpc::client::Outgoing::internal()).expect("an address");
+    let client = ContainersClient::new(peer);
+
+    let own = attached(&client, "main", process).await;
+    assert!(matches!(own, Ok(Some(Heard::Started(_)))), "{own:?}");
+    let refusal = async |team: &str, process| {
+        let refused = Refusal::from(attached(&client, team, process).await.expect_err("it is refused"));
+        assert!(refused.is(Reason::ProcessNotFound), "{refused}");
+        refused.to_string().replace(&process.to_string(), "…")
+    };
+    let other = refusal("other", process).await;
+    assert_eq!(other, refusal("other", AttemptId::new()).await, "both sound alike");
+
+    drop(client);
+    stop.send(()).expect("it is served");
+    served.await.expect("no panic").expect("it ends well");
+}
