@@ -1,0 +1,1 @@
+//! Containers and processes of a worker.
