@@ -1,4 +1,5 @@
 //! What tests of several crates share. It panics where a test would: a test that cannot be set up has failed.
 
+pub mod baggageclaim;
 pub mod conformance;
 pub mod databases;

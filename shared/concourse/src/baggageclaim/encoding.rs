@@ -1,0 +1,241 @@
+//! How archives are compressed on their way.
+
+use std::io::{self, Write};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, ReadBuf};
+use zstd::stream::raw::Operation;
+
+/// How an archive is encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encoding {
+    /// Not at all. Workers know it since 7.10.
+    Raw,
+    /// Every worker knows it.
+    Gzip,
+    /// Much faster than gzip.
+    Zstd,
+    /// Faster still. Workers know it since 8.0.
+    S2,
+}
+
+impl Encoding {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Raw, Self::Gzip, Self::Zstd, Self::S2];
+
+    /// The word for it on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Gzip => "gzip",
+            Self::Zstd => "zstd",
+            Self::S2 => "s2",
+        }
+    }
+}
+
+/// Encodes what comes from `R`, an archive in plain tar.
+pub struct Encoded<R> {
+    source: R,
+    /// None once the end has been written.
+    encoder: Option<Encoder>,
+    buffer: Box<[u8]>,
+    encoded: Vec<u8>,
+    taken: usize,
+}
+
+enum Encoder {
+    Raw(Vec<u8>),
+    Gzip(flate2::write::GzEncoder<Vec<u8>>),
+    Zstd(zstd::stream::write::Encoder<'static, Vec<u8>>),
+    S2(minlz::Writer<Vec<u8>>),
+}
+
+impl<R> Encoded<R> {
+    /// Encodes `source`.
+    pub fn new(encoding: Encoding, source: R) -> io::Result<Self> {
+        let encoder = match encoding {
+            Encoding::Raw => Encoder::Raw(Vec::new()),
+            Encoding::Gzip => {
+                Encoder::Gzip(flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast()))
+            }
+            Encoding::Zstd => Encoder::Zstd(zstd::stream::write::Encoder::new(Vec::new(), 0)?),
+            Encoding::S2 => Encoder::S2(minlz::Writer::new(Vec::new())),
+        };
+        let buffer = vec![0; 64 * 1024].into();
+        Ok(Self { source, encoder: Some(encoder), buffer, encoded: Vec::new(), taken: 0 })
+    }
+}
+
+impl Encoder {
+    fn push(&mut self, bytes: &[u8]) -> io::Result<Vec<u8>> {
+        match self {
+            Self::Raw(out) => out.write_all(bytes)?,
+            Self::Gzip(encoder) => encoder.write_all(bytes)?,
+            Self::Zstd(encoder) => encoder.write_all(bytes)?,
+            Self::S2(encoder) => encoder.write_all(bytes)?,
+        }
+        Ok(std::mem::take(match self {
+            Self::Raw(out) => out,
+            Self::Gzip(encoder) => encoder.get_mut(),
+            Self::Zstd(encoder) => encoder.get_mut(),
+            Self::S2(encoder) => encoder.get_mut(),
+        }))
+    }
+
+    fn finish(self) -> io::Result<Vec<u8>> {
+        match self {
+            Self::Raw(out) => Ok(out),
+            Self::Gzip(encoder) => encoder.finish(),
+            Self::Zstd(encoder) => encoder.finish(),
+            Self::S2(mut encoder) => {
+                encoder.flush()?;
+                Ok(std::mem::take(encoder.get_mut()))
+            }
+        }
+    }
+}
+
+impl<R: AsyncRead + Unpin> AsyncRead for Encoded<R> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        loop {
+            if this.taken < this.encoded.len() {
+                let size = (this.encoded.len() - this.taken).min(buf.remaining());
+                buf.put_slice(&this.encoded[this.taken..this.taken + size]);
+                this.taken += size;
+                return Poll::Ready(Ok(()));
+            }
+            let Some(encoder) = &mut this.encoder else { return Poll::Ready(Ok(())) };
+            let mut incoming = ReadBuf::new(&mut this.buffer);
+            ready!(Pin::new(&mut this.source).poll_read(cx, &mut incoming))?;
+            this.taken = 0;
+            this.encoded = match incoming.filled() {
+                [] => this.encoder.take().map(Encoder::finish).transpose()?.unwrap_or_default(),
+                bytes => encoder.push(bytes)?,
+            };
+        }
+    }
+}
+
+/// Decodes what is pushed, and refuses whatever follows the end of the stream.
+pub(super) enum Decoder {
+    Raw,
+    Gzip(flate2::write::GzDecoder<Vec<u8>>),
+    Zstd { decoder: Option<zstd::stream::raw::Decoder<'static>>, ended: bool },
+    S2 { begun: bool, pending: Vec<u8> },
+}
+
+/// The largest block of S2, and what the worst data adds to it.
+const S2_BLOCK: usize = 4 << 20;
+const S2_CHUNK: usize = S2_BLOCK + S2_BLOCK / 6 + 64;
+
+fn broken(text: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
+impl Decoder {
+    pub(super) fn new(encoding: Encoding) -> Self {
+        match encoding {
+            Encoding::Raw => Self::Raw,
+            Encoding::Gzip => Self::Gzip(flate2::write::GzDecoder::new(Vec::new())),
+            Encoding::Zstd => Self::Zstd { decoder: zstd::stream::raw::Decoder::new().ok(), ended: false },
+            Encoding::S2 => Self::S2 { begun: false, pending: Vec::new() },
+        }
+    }
+
+    pub(super) fn push(&mut self, mut bytes: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
+        match self {
+            Self::Raw => out.extend_from_slice(bytes),
+            Self::Gzip(decoder) => {
+                while !bytes.is_empty() {
+                    let taken = decoder.write(bytes)?;
+                    if taken == 0 {
+                        return Err(broken("something follows the end of the gzip stream"));
+                    }
+                    bytes = &bytes[taken..];
+                    out.append(decoder.get_mut());
+                }
+            }
+            Self::Zstd { decoder, ended } => {
+                let decoder = decoder.as_mut().ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
+                let mut piece = vec![0; 128 * 1024];
+                loop {
+                    if *ended {
+                        let trailing = Err(broken("something follows the end of the zstd stream"));
+                        return if bytes.is_empty() { Ok(()) } else { trailing };
+                    }
+                    let step = decoder.run_on_buffers(bytes, &mut piece)?;
+                    bytes = &bytes[step.bytes_read..];
+                    out.extend_from_slice(&piece[..step.bytes_written]);
+                    *ended = step.remaining == 0;
+                    if bytes.is_empty() && step.bytes_written < piece.len() {
+                        return Ok(());
+                    }
+                }
+            }
+            Self::S2 { begun, pending } => {
+                pending.extend_from_slice(bytes);
+                let mut read = 0;
+                while let [kind, a, b, c, rest @ ..] = &pending[read..] {
+                    let size = u32::from_le_bytes([*a, *b, *c, 0]) as usize;
+                    if *kind < 0x80 && (*kind > 1 || size > S2_CHUNK) {
+                        return Err(broken("no chunk of S2"));
+                    }
+                    let Some(chunk) = rest.get(..size) else { break };
+                    if *begun != (*kind != 0xff) && !*begun {
+                        return Err(broken("no stream of S2"));
+                    }
+                    match kind {
+                        0xff if chunk != b"S2sTwO" && chunk != b"sNaPpY" => {
+                            return Err(broken("no stream of S2"));
+                        }
+                        0xff => *begun = true,
+                        0 | 1 => s2_block(*kind == 0, chunk, out)?,
+                        _ => {} // Padding, an index, or what else may be skipped.
+                    }
+                    read += 4 + size;
+                }
+                pending.drain(..read);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn finish(&mut self, out: &mut Vec<u8>) -> io::Result<()> {
+        let complete = match self {
+            Self::Raw => true,
+            Self::Gzip(decoder) => {
+                decoder.try_finish()?;
+                out.append(decoder.get_mut());
+                true
+            }
+            Self::Zstd { ended, .. } => *ended,
+            Self::S2 { begun, pending } => *begun && pending.is_empty(),
+        };
+        if complete { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+}
+
+fn s2_block(compressed: bool, chunk: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
+    let (sum, block) = chunk.split_first_chunk::<4>().ok_or_else(|| broken("a chunk of S2 without a sum"))?;
+    let start = out.len();
+    if compressed {
+        let (size, _) = minlz::decode_len(block).map_err(|_| broken("a block of S2 without a size"))?;
+        if size > S2_BLOCK {
+            return Err(broken("a block of S2 that is too large"));
+        }
+        out.append(&mut minlz::decode(block).map_err(|_| broken("a block of S2 that is damaged"))?);
+    } else {
+        out.extend_from_slice(block);
+    }
+    if minlz::crc::crc(&out[start..]) != u32::from_le_bytes(*sum) {
+        return Err(broken("a block of S2 with a wrong sum"));
+    }
+    Ok(())
+}

@@ -1,0 +1,192 @@
+//! One request and its answer over a connection of its own.
+//!
+//! There is no task: whoever waits for the answer, or reads its body, drives the connection, and dropping either closes it.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Buf, Bytes};
+use http::{Request, StatusCode, header};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use super::Error;
+
+/// What a request carries.
+pub(super) enum Payload {
+    /// The whole of it, maybe nothing.
+    Whole(Bytes),
+    /// As it comes, in chunks.
+    Stream(Pin<Box<dyn AsyncRead + Send>>),
+}
+
+impl Body for Payload {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
+        match &mut *self {
+            Self::Whole(bytes) if bytes.is_empty() => Poll::Ready(None),
+            Self::Whole(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+            Self::Stream(source) => {
+                let mut chunk = vec![0; 64 * 1024];
+                let mut buffer = ReadBuf::new(&mut chunk);
+                ready!(source.as_mut().poll_read(cx, &mut buffer))?;
+                let filled = buffer.filled().len();
+                chunk.truncate(filled);
+                Poll::Ready((filled > 0).then(|| Ok(Frame::data(chunk.into()))))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        matches!(self, Self::Whole(bytes) if bytes.is_empty())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Whole(bytes) => SizeHint::with_exact(bytes.len() as u64),
+            Self::Stream(_) => SizeHint::default(),
+        }
+    }
+}
+
+/// A connection on which failure to write is no failure: the worker may have answered and closed before it had read everything, and its answer
+/// is still to be read. If there is none, reading says so.
+struct Socket {
+    stream: TcpStream,
+    unheard: bool,
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        if self.unheard {
+            return Poll::Ready(Ok(buf.len()));
+        }
+        match ready!(Pin::new(&mut self.stream).poll_write(cx, buf)) {
+            Ok(written) => Poll::Ready(Ok(written)),
+            Err(_) => {
+                self.unheard = true;
+                Poll::Ready(Ok(buf.len()))
+            }
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        _ = ready!(Pin::new(&mut self.stream).poll_shutdown(cx));
+        Poll::Ready(Ok(()))
+    }
+}
+
+type Connection = Pin<Box<http1::Connection<TokioIo<Socket>, Payload>>>;
+
+/// An answer whose body has yet to be read.
+pub(super) struct Answer {
+    pub(super) status: StatusCode,
+    pub(super) body: AnswerBody,
+}
+
+/// The body of an answer, and the connection that it comes over.
+pub(super) struct AnswerBody {
+    connection: Option<Connection>,
+    incoming: Incoming,
+    chunk: Bytes,
+}
+
+impl AsyncRead for AnswerBody {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        loop {
+            if !this.chunk.is_empty() {
+                let size = this.chunk.len().min(buf.remaining());
+                buf.put_slice(&this.chunk[..size]);
+                this.chunk.advance(size);
+                return Poll::Ready(Ok(()));
+            }
+            if let Some(connection) = &mut this.connection
+                && connection.as_mut().poll(cx).is_ready()
+            {
+                // What went wrong on it, if anything, the body says too.
+                this.connection = None;
+            }
+            match ready!(Pin::new(&mut this.incoming).poll_frame(cx)) {
+                None => return Poll::Ready(Ok(())),
+                Some(Err(error)) => return Poll::Ready(Err(io::Error::other(error))),
+                Some(Ok(frame)) => this.chunk = frame.into_data().unwrap_or_default(),
+            }
+        }
+    }
+}
+
+impl AnswerBody {
+    /// The whole body, if it has at most `limit` bytes.
+    pub(super) async fn whole(self, limit: u64) -> Result<Vec<u8>, Error> {
+        let mut bytes = Vec::new();
+        self.take(limit + 1).read_to_end(&mut bytes).await.map_err(Error::Lost)?;
+        if bytes.len() as u64 > limit {
+            return Err(Error::Protocol(format!("a body of more than {limit} bytes")));
+        }
+        Ok(bytes)
+    }
+}
+
+/// Sends `request` to `authority` and waits for the head of the answer.
+pub(super) async fn send(
+    authority: &str,
+    connect_timeout: Duration,
+    mut request: Request<Payload>,
+) -> Result<Answer, Error> {
+    let unreachable = |source: io::Error| Error::Unreachable(source);
+    let connecting = tokio::time::timeout(connect_timeout, TcpStream::connect(authority));
+    let stream = connecting.await.map_err(|late| unreachable(late.into()))?.map_err(unreachable)?;
+    _ = stream.set_nodelay(true); // Slower without, and no less right.
+
+    let host = authority.parse().map_err(|_| Error::Invalid("the worker's address is no authority"))?;
+    request.headers_mut().insert(header::HOST, host);
+    let socket = TokioIo::new(Socket { stream, unheard: false });
+    let (mut sender, connection) = http1::handshake(socket).await.map_err(lost)?;
+    let mut connection = Some(Box::pin(connection));
+    let mut answer = Box::pin(sender.send_request(request));
+    let answer = std::future::poll_fn(|cx| {
+        if let Some(open) = &mut connection
+            && open.as_mut().poll(cx).is_ready()
+        {
+            connection = None;
+        }
+        answer.as_mut().poll(cx)
+    });
+    let (head, incoming) = answer.await.map_err(lost)?.into_parts();
+    Ok(Answer { status: head.status, body: AnswerBody { connection, incoming, chunk: Bytes::new() } })
+}
+
+fn lost(error: hyper::Error) -> Error {
+    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>());
+    match source {
+        Some(source) if error.is_user() => Error::Source(io::Error::new(source.kind(), source.to_string())),
+        _ => Error::Lost(io::Error::other(error)),
+    }
+}

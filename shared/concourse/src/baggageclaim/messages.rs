@@ -1,0 +1,188 @@
+//! What stands on the wire.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::Ipv6Addr;
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::Error;
+use super::encoding::Encoding;
+
+/// The name of a volume that may be given to a worker.
+///
+/// The worker makes directories of handles without a look at them, so this has letters, digits, `-`, `_` and `.` only, and is none of the names
+/// that mean something else.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+pub struct Handle(String);
+
+/// A name that is no safe handle.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} cannot be the handle of a volume")]
+pub struct InvalidHandle(String);
+
+impl Handle {
+    /// Checks a name.
+    pub fn new(name: impl Into<String>) -> Result<Self, InvalidHandle> {
+        let name = name.into();
+        let plain = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'_' | b'.');
+        let reserved = matches!(name.as_str(), "" | "." | ".." | "destroy" | "work");
+        if reserved || name.len() > 255 || !name.bytes().all(plain) {
+            return Err(InvalidHandle(name));
+        }
+        Ok(Self(name))
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a new volume starts from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "type", rename_all = "lowercase")]
+pub enum Strategy {
+    /// Nothing.
+    Empty,
+    /// A live volume, which must stay until the child is gone.
+    Cow {
+        /// The parent.
+        volume: Handle,
+    },
+    /// A path on the worker's host: the contents of a directory, or a gzip'ed tar file.
+    Import {
+        /// Absolute.
+        path: String,
+        /// Copy what links point to instead of the links.
+        follow_symlinks: bool,
+    },
+}
+
+/// A volume to be made.
+#[derive(Clone, Debug, Serialize)]
+pub struct VolumeRequest {
+    /// Its name, chosen by the caller and used once.
+    pub handle: Handle,
+    /// What it starts from.
+    pub strategy: Strategy,
+    /// Never null on the wire: the worker would crash over it later.
+    pub properties: BTreeMap<String, String>,
+    /// Whether ids in it are those of the host.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub privileged: bool,
+    /// User and group of every file in it. Older workers ignore this.
+    #[serde(flatten, serialize_with = "owner")]
+    pub owner: Option<(u32, u32)>,
+}
+
+fn owner<S: serde::Serializer>(owner: &Option<(u32, u32)>, serializer: S) -> Result<S::Ok, S::Error> {
+    let members = owner.map(|(uid, gid)| BTreeMap::from([("uid", uid), ("gid", gid)])).unwrap_or_default();
+    members.serialize(serializer)
+}
+
+impl VolumeRequest {
+    /// An unprivileged volume without properties.
+    pub fn new(handle: Handle, strategy: Strategy) -> Self {
+        Self { handle, strategy, properties: BTreeMap::new(), privileged: false, owner: None }
+    }
+}
+
+/// A volume as a worker describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct Volume {
+    /// Its name. Not a [`Handle`]: others may have made it.
+    pub handle: String,
+    /// The directory on the worker's host.
+    pub path: String,
+    /// What it was marked with.
+    #[serde(default, deserialize_with = "null_is_empty")]
+    pub properties: BTreeMap<String, String>,
+    /// Whether ids in it are those of the host.
+    #[serde(default)]
+    pub privileged: bool,
+}
+
+fn null_is_empty<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, String>, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// How an archive goes into a volume.
+#[derive(Clone, Debug)]
+pub struct StreamIn {
+    /// The directory inside the volume to unpack into, made when missing. Empty: the volume itself.
+    pub path: String,
+    /// How the archive is encoded.
+    pub encoding: Encoding,
+    /// The most MiB it may have as encoded. Zero: any number.
+    pub limit_mib: f64,
+}
+
+impl StreamIn {
+    /// Into the whole volume, without limit.
+    pub fn new(encoding: Encoding) -> Self {
+        Self { path: String::new(), encoding, limit_mib: 0.0 }
+    }
+
+    pub(super) fn query(&self) -> Result<String, Error> {
+        // The worker deletes each `..` from the path, also within a name: the archive would land somewhere else.
+        if self.path.contains("..") || self.path.contains('\0') {
+            return Err(Error::Invalid("a path to stream into must not contain `..`"));
+        }
+        if !self.limit_mib.is_finite() || self.limit_mib < 0.0 {
+            return Err(Error::Invalid("a limit is a number and not negative"));
+        }
+        Ok(format!("path={}&limit={:.6}", escape(path_or_root(&self.path)), self.limit_mib))
+    }
+}
+
+/// Where other workers reach a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct P2pUrl(String);
+
+impl P2pUrl {
+    /// Reads what a worker says, and adds the brackets it forgets around IPv6 addresses.
+    pub(super) fn parse(text: &str) -> Result<Self, Error> {
+        let bad = || Error::Protocol(format!("{text:?} is no address of a worker"));
+        let rest = text.trim().strip_prefix("http://").ok_or_else(bad)?.trim_end_matches('/');
+        let (host, port) = rest.rsplit_once(':').ok_or_else(bad)?;
+        let port: u16 = port.parse().map_err(|_| bad())?;
+        let host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+            None if host.contains(':') => Some(host),
+            bracketed => bracketed,
+        }
+        .map(|address| address.parse::<Ipv6Addr>().map(|address| format!("[{address}]")).map_err(|_| bad()))
+        .unwrap_or_else(|| Ok(host.to_owned()))?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '[' | ']' | ':');
+        if host.is_empty() || !host.chars().all(plain) {
+            return Err(bad());
+        }
+        Ok(Self(format!("http://{host}:{port}")))
+    }
+
+    /// The address itself.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Where an archive for volume `handle` of that worker is to be sent.
+    pub fn stream_in(&self, handle: &Handle, how: &StreamIn) -> Result<String, Error> {
+        Ok(format!("{}/volumes/{handle}/stream-in?{}", self.0, how.query()?))
+    }
+}
+
+pub(super) fn path_or_root(path: &str) -> &str {
+    if path.is_empty() { "." } else { path }
+}
+
+/// Percent-encodes whatever is not plain anywhere in an address.
+pub(super) fn escape(text: &str) -> String {
+    let plain = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'_' | b'.' | b'~');
+    text.bytes().map(|c| if plain(c) { char::from(c).to_string() } else { format!("%{c:02X}") }).collect()
+}

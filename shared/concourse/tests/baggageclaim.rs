@@ -1,0 +1,314 @@
+//! The client, against a server with the quirks of the genuine one.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use gantry_concourse::baggageclaim::{
+    Archive, ArchiveError, Client, Encoded, Encoding, Error, Handle, Strategy, StreamIn, Timeouts,
+    VolumeRequest,
+};
+use testing::baggageclaim::{Driver, Faults, Server};
+use tokio::io::AsyncReadExt as _;
+
+fn client(server: &Server) -> Client {
+    Client::new(&server.address().to_string(), Timeouts::default())
+}
+
+fn handle(name: &str) -> Handle {
+    Handle::new(name).expect("a good handle")
+}
+
+async fn empty(client: &Client, name: &str) -> Handle {
+    let request = VolumeRequest::new(handle(name), Strategy::Empty);
+    handle(&client.create(&request).await.expect("a volume").handle)
+}
+
+/// A tar archive with one file.
+fn archive(contents: &[u8]) -> Vec<u8> {
+    let directory = tempfile::tempdir().expect("a directory");
+    std::fs::write(directory.path().join("file"), contents).expect("a file");
+    tar(directory.path())
+}
+
+fn tar(directory: &Path) -> Vec<u8> {
+    let tar = std::process::Command::new("tar").args(["-c", "-C"]).arg(directory).arg(".").output();
+    tar.expect("tar is installed").stdout
+}
+
+/// Two blocks of zeros within are not the end of an archive.
+fn contents() -> Vec<u8> {
+    let mut contents = vec![0; 4096];
+    contents.extend((0..300_000_u32).flat_map(|i| (i / 7).to_le_bytes()));
+    contents
+}
+
+async fn fill(client: &Client, volume: &Handle, encoding: Encoding, contents: &[u8]) -> Result<(), Error> {
+    let archive = Encoded::new(encoding, io::Cursor::new(archive(contents))).expect("an encoder");
+    client.stream_in(volume, &StreamIn::new(encoding), archive).await
+}
+
+async fn read(client: &Client, volume: &Handle, path: &str, encoding: Encoding) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut archive = client.stream_out(volume, path, encoding).await.map_err(io::Error::other)?;
+    archive.read_to_end(&mut bytes).await.map(|_| bytes)
+}
+
+fn why(error: &io::Error) -> Option<&ArchiveError> {
+    error.get_ref()?.downcast_ref()
+}
+
+#[tokio::test]
+async fn archives_survive_a_round_trip_in_every_encoding() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    for encoding in Encoding::ALL {
+        let volume = empty(&client, encoding.as_str()).await;
+        fill(&client, &volume, encoding, &contents()).await.expect("unpacked");
+        assert!(std::fs::read(server.path(encoding.as_str()).join("file")).unwrap() == contents());
+
+        let read = read(&client, &volume, "file", encoding).await.expect("a whole archive");
+        let position = read.windows(4096 + 64).position(|window| window == &contents()[..4096 + 64]);
+        assert!(position.is_some(), "{encoding:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_error_behind_an_archive_is_one_in_every_encoding() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    fill(&client, &volume, Encoding::Raw, &contents()).await.expect("unpacked");
+    server.set_faults(Faults { fail_archives: true, ..Faults::default() });
+    for encoding in Encoding::ALL {
+        let error = read(&client, &volume, "", encoding).await.expect_err("it failed");
+        let text = "failed to stream out from volume";
+        assert!(
+            matches!(why(&error), Some(ArchiveError::Failed(message)) if message == text),
+            "{encoding:?}: {error:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn an_archive_that_is_cut_off_is_an_error_in_every_encoding() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    fill(&client, &volume, Encoding::Raw, &contents()).await.expect("unpacked");
+    server.set_faults(Faults { cut_archives: true, ..Faults::default() });
+    for encoding in Encoding::ALL {
+        read(&client, &volume, "", encoding).await.expect_err("it is not whole");
+    }
+}
+
+#[tokio::test]
+async fn every_shorter_archive_is_truncated() {
+    for encoding in Encoding::ALL {
+        let mut whole = Vec::new();
+        let tar = io::Cursor::new(archive(b"some contents"));
+        Encoded::new(encoding, tar).unwrap().read_to_end(&mut whole).await.unwrap();
+        // The padding behind the two blocks of zeros may be short.
+        let least = if encoding == Encoding::Raw { 512 * 4 } else { whole.len() };
+        for length in (0..least).step_by(13) {
+            let mut archive = Archive::new(encoding, &whole[..length]);
+            let read = archive.read_to_end(&mut Vec::new()).await;
+            assert!(read.is_err(), "{encoding:?} of {length} bytes out of {}", whole.len());
+        }
+        let mut archive = Archive::new(encoding, &whole[..]);
+        archive.read_to_end(&mut Vec::new()).await.expect("all of it");
+    }
+}
+
+#[tokio::test]
+async fn creation_over_a_volume_is_refused_before_the_worker_empties_it() {
+    let server = Server::start(Driver::Overlay).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    fill(&client, &volume, Encoding::Gzip, b"kept").await.expect("unpacked");
+
+    let again = client.create(&VolumeRequest::new(volume, Strategy::Empty)).await;
+
+    assert!(matches!(again, Err(Error::AlreadyExists)), "{again:?}");
+    assert_eq!(std::fs::read(server.path("v").join("file")).unwrap(), b"kept");
+}
+
+#[tokio::test]
+async fn two_creations_at_once_make_one_volume() {
+    let server = Server::start(Driver::Overlay).await;
+    let client = client(&server);
+    let request = VolumeRequest::new(handle("v"), Strategy::Empty);
+    let (one, other) = tokio::join!(client.create(&request), client.create(&request));
+    assert_eq!([&one, &other].iter().filter(|made| made.is_ok()).count(), 1);
+    assert!([&one, &other].iter().any(|made| matches!(made, Err(Error::AlreadyExists))));
+}
+
+#[tokio::test]
+async fn a_lost_answer_to_creation_is_not_asked_for_twice() {
+    let server = Server::start(Driver::Overlay).await;
+    let client = client(&server);
+    for lost in ["POST /volumes-async", "GET /volumes-async", "DELETE /volumes-async"] {
+        server.set_faults(Faults { lose_answers: Some((lost.to_owned(), 1)), ..Faults::default() });
+        let name = lost.split(' ').next().unwrap();
+        empty(&client, name).await;
+        assert!(
+            matches!(client.cancel_creation(&handle(name)).await, Err(Error::NotFound)),
+            "it was dropped"
+        );
+    }
+    assert_eq!(server.requests().iter().filter(|request| request.starts_with("POST")).count(), 3);
+}
+
+#[tokio::test]
+async fn a_creation_that_never_ends_is_cancelled() {
+    let server = Server::start(Driver::Naive).await;
+    server.set_faults(Faults { never_create: true, ..Faults::default() });
+    let timeouts = Timeouts { creation: Duration::from_millis(200), ..Timeouts::default() };
+    let client = Client::new(&server.address().to_string(), timeouts);
+    let made = client.create(&VolumeRequest::new(handle("v"), Strategy::Empty)).await;
+    assert!(matches!(made, Err(Error::Lost(_))), "{made:?}");
+    assert!(server.requests().contains(&"DELETE /volumes-async/v".to_owned()));
+}
+
+#[tokio::test]
+async fn an_unknown_parent_is_refused() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let strategy = Strategy::Cow { volume: handle("nobody") };
+    let made = client.create(&VolumeRequest::new(handle("v"), strategy)).await;
+    assert!(matches!(&made, Err(Error::Refused { status, .. }) if status.as_u16() == 422), "{made:?}");
+    assert!(server.requests().contains(&"DELETE /volumes-async/v".to_owned()), "its outcome is dropped");
+}
+
+#[tokio::test]
+async fn the_answer_to_an_archive_over_the_limit_is_read_while_more_could_be_written() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    let how = StreamIn { limit_mib: 0.5, ..StreamIn::new(Encoding::Raw) };
+    let sent = client.stream_in(&volume, &how, tokio::io::repeat(7)).await;
+    let text = "exceeded volume streaming limit of 524288B";
+    assert!(matches!(&sent, Err(Error::LimitExceeded(message)) if message == text), "{sent:?}");
+}
+
+#[tokio::test]
+async fn an_empty_archive_is_refused_and_an_unreadable_one_is_our_fault() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    for encoding in Encoding::ALL {
+        let sent = client.stream_in(&volume, &StreamIn::new(encoding), tokio::io::empty()).await;
+        assert!(matches!(sent, Err(Error::Refused { .. })), "{encoding:?}: {sent:?}");
+    }
+    let broken = failing();
+    let sent = client.stream_in(&volume, &StreamIn::new(Encoding::Raw), broken).await;
+    assert!(matches!(sent, Err(Error::Source(_))), "{sent:?}");
+}
+
+/// A thousand bytes, and an error.
+fn failing() -> impl tokio::io::AsyncRead + Send + 'static {
+    struct Broken;
+    impl tokio::io::AsyncRead for Broken {
+        fn poll_read(
+            self: std::pin::Pin<&mut Self>,
+            _: &mut std::task::Context<'_>,
+            _: &mut tokio::io::ReadBuf<'_>,
+        ) -> std::task::Poll<io::Result<()>> {
+            std::task::Poll::Ready(Err(io::Error::other("a bad disk")))
+        }
+    }
+    tokio::io::repeat(0).take(1000).chain(Broken)
+}
+
+#[tokio::test]
+async fn paths_stay_in_their_volume() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    let before = server.requests().len();
+    for path in ["..", "a/../../b", "/etc"] {
+        let read = client.stream_out(&volume, path, Encoding::Raw).await.map(|_| ());
+        assert!(matches!(read, Err(Error::Invalid(_))), "{path}");
+    }
+    let how = StreamIn { path: "a..b".to_owned(), ..StreamIn::new(Encoding::Raw) };
+    let sent = client.stream_in(&volume, &how, tokio::io::empty()).await;
+    assert!(matches!(sent, Err(Error::Invalid(_))));
+    assert_eq!(server.requests().len(), before, "nothing was asked");
+    for name in ["", ".", "..", "destroy", "work", "a/b", "a b"] {
+        assert!(Handle::new(name).is_err(), "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_missing_path_and_a_missing_volume_differ() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    let path = client.stream_out(&volume, "a b&c", Encoding::Raw).await.map(|_| ());
+    assert!(matches!(path, Err(Error::NoSuchPath)), "{path:?}");
+    let unknown = client.stream_out(&handle("w"), "", Encoding::Raw).await.map(|_| ());
+    assert!(matches!(unknown, Err(Error::NotFound)), "{unknown:?}");
+    assert!(matches!(client.get(&handle("w")).await, Err(Error::NotFound)));
+}
+
+#[tokio::test]
+async fn properties_and_privilege() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let (one, _other) = (empty(&client, "one").await, empty(&client, "other").await);
+    client.set_property(&one, "owner of/this", "me & you").await.expect("set");
+    let found = client.list(&[("owner of/this", "me & you")]).await.expect("a list");
+    assert_eq!(found.iter().map(|volume| &*volume.handle).collect::<Vec<_>>(), ["one"]);
+    assert_eq!(client.list(&[]).await.unwrap().len(), 2);
+
+    assert!(!client.privileged(&one).await.unwrap());
+    client.set_privileged(&one, true).await.expect("set");
+    assert!(client.privileged(&one).await.unwrap());
+
+    client.destroy_many(&[one.clone(), handle("unknown")]).await.expect("destroyed");
+    assert!(matches!(client.destroy(&one).await, Err(Error::NotFound)));
+}
+
+#[tokio::test]
+async fn an_old_worker_has_no_clean_up() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    client.clean_up().await.expect("cleaned up");
+    server.set_faults(Faults { no_cleanup: true, ..Faults::default() });
+    client.clean_up().await.expect("left alone");
+}
+
+#[tokio::test]
+async fn a_transfer_between_workers_is_judged_by_its_text() {
+    let (source, destination) = (Server::start(Driver::Naive).await, Server::start(Driver::Naive).await);
+    let (from, to) = (client(&source), client(&destination));
+    let volume = empty(&from, "s").await;
+    fill(&from, &volume, Encoding::Zstd, b"moved").await.expect("unpacked");
+    let target = empty(&to, "d").await;
+    let how = StreamIn::new(Encoding::S2);
+
+    let url = to.p2p_url().await.expect("an address").stream_in(&target, &how).expect("a URL");
+    from.stream_p2p_out(&volume, "", &url, Encoding::S2).await.expect("moved");
+    assert_eq!(std::fs::read(destination.path("d").join("file")).unwrap(), b"moved");
+
+    let moved = from.stream_p2p_out(&handle("unknown"), "", &url, Encoding::S2).await;
+    let text = "failed to stream p2p out from volume: volume does not exist";
+    assert!(matches!(&moved, Err(Error::Transfer(message)) if message == text), "{moved:?}");
+}
+
+#[tokio::test]
+async fn addresses_get_the_brackets_they_lack() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    for (said, meant) in [
+        ("http://10.0.0.7:7788", Some("http://10.0.0.7:7788")),
+        ("http://fd00::7:7788", Some("http://[fd00::7]:7788")),
+        ("http://[fd00::7]:7788", Some("http://[fd00::7]:7788")),
+        ("http://fe80::1%eth0:7788", None),
+        ("nonsense", None),
+    ] {
+        server.set_faults(Faults { p2p_url: Some(said.to_owned()), ..Faults::default() });
+        let url = client.p2p_url().await;
+        assert_eq!(url.as_ref().ok().map(|url| url.as_str()), meant, "{url:?}");
+    }
+}

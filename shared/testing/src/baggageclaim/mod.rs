@@ -1,0 +1,139 @@
+//! A Baggageclaim server for tests: what a Concourse worker answers, quirks included, over volumes in a temporary directory.
+//!
+//! It keeps to the statuses, bodies and content types of the genuine one, so that a client that gets on with it gets on with a worker. Ids are
+//! left alone, as with `--disable-user-namespaces`. Archives are held in memory: they are those of tests. [`Faults`] make it fail on request.
+
+mod archives;
+mod routes;
+mod volumes;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+
+use volumes::Volumes;
+
+/// How volumes behave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Driver {
+    /// A child is a copy.
+    Naive,
+    /// As with overlay mounts: creation over a volume empties it, and so does the loss of its parent.
+    Overlay,
+}
+
+/// What goes wrong, until it is set otherwise. Counts go down with each time that it did.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    /// Do as asked, and close the connection instead of answering: for this many requests whose method and path begin with the text.
+    pub lose_answers: Option<(String, usize)>,
+    /// Close the connection in the middle of an archive.
+    pub cut_archives: bool,
+    /// Append an error to archives.
+    pub fail_archives: bool,
+    /// Creations do not end.
+    pub never_create: bool,
+    /// As before 8.1, there is no clean-up.
+    pub no_cleanup: bool,
+    /// What `/p2p-url` says instead of the truth.
+    pub p2p_url: Option<String>,
+}
+
+struct State {
+    root: tempfile::TempDir,
+    address: SocketAddr,
+    driver: Driver,
+    volumes: Mutex<Volumes>,
+    faults: Mutex<Faults>,
+    requests: Mutex<Vec<String>>,
+}
+
+/// A running server. Dropping it closes its connections and removes the volumes.
+pub struct Server {
+    state: Arc<State>,
+    _serving: JoinSet<()>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Server {
+    /// Starts one on a port of its own.
+    pub async fn start(driver: Driver) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let root = tempfile::tempdir().expect("a directory for volumes");
+        for name in ["init", "live", "dead"] {
+            std::fs::create_dir(root.path().join(name)).expect("a directory for volumes");
+        }
+        let state = Arc::new(State {
+            root,
+            address: listener.local_addr().expect("an address"),
+            driver,
+            volumes: Mutex::default(),
+            faults: Mutex::default(),
+            requests: Mutex::default(),
+        });
+        let mut serving = JoinSet::new();
+        let accepting = state.clone();
+        serving.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                let state = accepting.clone();
+                let service = service_fn(move |request| routes::serve(state.clone(), request));
+                connections.spawn(async move {
+                    _ = http1::Builder::new().serve_connection(TokioIo::new(stream), service).await;
+                });
+                while connections.try_join_next().is_some() {}
+            }
+        });
+        Self { state, _serving: serving }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.state.address
+    }
+
+    /// Where the files of a volume are.
+    pub fn path(&self, handle: &str) -> PathBuf {
+        self.state.path(handle)
+    }
+
+    /// Sets what goes wrong from now on.
+    pub fn set_faults(&self, faults: Faults) {
+        *lock(&self.state.faults) = faults;
+    }
+
+    /// Method and path, with its query, of each request so far.
+    pub fn requests(&self) -> Vec<String> {
+        lock(&self.state.requests).clone()
+    }
+
+    /// Forgets all creations, as a restarted server has.
+    pub fn restart(&self) {
+        lock(&self.state.volumes).futures.clear();
+    }
+}
+
+impl State {
+    fn live(&self) -> PathBuf {
+        self.root.path().join("live")
+    }
+
+    fn path(&self, handle: &str) -> PathBuf {
+        self.live().join(handle).join("volume")
+    }
+}
+
+/// Empties a directory, as an overlay mount whose layers are gone.
+fn empty(directory: &Path) {
+    _ = std::fs::remove_dir_all(directory);
+    std::fs::create_dir_all(directory).expect("a directory for a volume");
+}

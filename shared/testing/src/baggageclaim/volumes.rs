@@ -1,0 +1,104 @@
+//! Volumes as directories, and creations that are remembered until they are dropped.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use serde_json::{Map, Value, json};
+
+use super::{Driver, State, empty, lock};
+
+#[derive(Default)]
+pub(super) struct Volumes {
+    pub(super) live: BTreeMap<String, Volume>,
+    /// Each creation that has not been dropped: none while it goes on, or its outcome.
+    pub(super) futures: BTreeMap<String, Option<Result<Value, u16>>>,
+}
+
+pub(super) struct Volume {
+    /// None: it was created with null.
+    pub(super) properties: Option<Map<String, Value>>,
+    pub(super) privileged: bool,
+    parent: Option<String>,
+}
+
+impl State {
+    pub(super) fn describe(&self, handle: &str, volume: &Volume) -> Value {
+        json!({
+            "handle": handle,
+            "path": self.path(handle),
+            "properties": volume.properties,
+            "privileged": volume.privileged,
+        })
+    }
+
+    /// Makes a volume, or answers a status.
+    pub(super) fn create(&self, handle: &str, request: &Value) -> Result<Value, u16> {
+        let mut volumes = lock(&self.volumes);
+        let text = |name: &str| request["strategy"][name].as_str();
+        let parent = match text("type") {
+            Some("cow") => {
+                Some(text("volume").filter(|name| volumes.live.contains_key(*name)).ok_or(422_u16)?)
+            }
+            Some("empty" | "import") => None,
+            _ => return Err(422),
+        };
+        if volumes.live.contains_key(handle) {
+            if self.driver == Driver::Overlay {
+                empty(&self.path(handle));
+            }
+            return Err(500);
+        }
+
+        let making = self.root.path().join("init").join(handle);
+        let path = making.join("volume");
+        std::fs::create_dir_all(&path).map_err(|_| 500_u16)?;
+        let source = match parent {
+            Some(parent) => Some(self.path(parent)),
+            None => text("path").filter(|_| text("type") == Some("import")).map(Into::into),
+        };
+        if text("type") == Some("import") && source.is_none() {
+            return Err(500);
+        }
+        if let Some(source) = source {
+            let done = if source.is_dir() {
+                let follow = request["strategy"]["follow_symlinks"].as_bool() == Some(true);
+                let how = if follow { "-Lr" } else { "-a" };
+                Command::new("cp").arg(how).arg(source.join(".")).arg(&path).status()
+            } else {
+                Command::new("tar").args(["-xzf"]).arg(source).arg("-C").arg(&path).status()
+            };
+            if !done.is_ok_and(|status| status.success()) {
+                _ = std::fs::remove_dir_all(&making);
+                return Err(500);
+            }
+        }
+        std::fs::rename(&making, self.live().join(handle)).map_err(|_| 500_u16)?;
+        let volume = Volume {
+            properties: request["properties"].as_object().cloned(),
+            privileged: request["privileged"].as_bool() == Some(true),
+            parent: parent.map(str::to_owned),
+        };
+        let mut answer = self.describe(handle, &volume);
+        for name in ["uid", "gid"] {
+            if let Some(id) = request[name].as_i64() {
+                answer[name] = id.into();
+            }
+        }
+        volumes.live.insert(handle.to_owned(), volume);
+        Ok(answer)
+    }
+
+    /// Whether there was such a volume.
+    pub(super) fn destroy(&self, handle: &str) -> bool {
+        let mut volumes = lock(&self.volumes);
+        if volumes.live.remove(handle).is_none() {
+            return false;
+        }
+        std::fs::remove_dir_all(self.live().join(handle)).expect("a volume that can be removed");
+        if self.driver == Driver::Overlay {
+            let children = volumes.live.iter().filter(|(_, volume)| volume.parent.as_deref() == Some(handle));
+            children.for_each(|(child, _)| empty(&self.path(child)));
+        }
+        true
+    }
+}
