@@ -68,7 +68,8 @@ async fn archives_survive_a_round_trip_in_every_encoding() {
         assert!(std::fs::read(server.path(encoding.as_str()).join("file")).unwrap() == contents());
 
         let read = read(&client, &volume, "file", encoding).await.expect("a whole archive");
-        let position = read.windows(4096 + 64).position(|window| window == &contents()[..4096 + 64]);
+        let start = &contents()[..4096 + 64];
+        let position = read.windows(start.len()).position(|window| window == start);
         assert!(position.is_some(), "{encoding:?}");
     }
 }
@@ -117,6 +118,41 @@ async fn every_shorter_archive_is_truncated() {
         }
         let mut archive = Archive::new(encoding, &whole[..]);
         archive.read_to_end(&mut Vec::new()).await.expect("all of it");
+    }
+}
+
+#[tokio::test]
+async fn archives_end_where_tar_ends_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let long = directory.path().join("d".repeat(120)).join("e".repeat(120));
+    std::fs::create_dir_all(&long).unwrap();
+    std::fs::write(long.join("file"), contents()).unwrap();
+    std::os::unix::fs::symlink("x".repeat(150), directory.path().join("link")).unwrap();
+    std::fs::hard_link(long.join("file"), directory.path().join("other")).unwrap();
+    // Many holes: their map has blocks of its own.
+    let sparse = std::fs::File::create(directory.path().join("sparse")).unwrap();
+    for i in 0..100 {
+        std::os::unix::fs::FileExt::write_at(&sparse, &[1; 4096], i * 65536).unwrap();
+    }
+    for options in
+        [&["--format=gnu"][..], &["--format=posix"], &["--format=gnu", "-S"], &["--format=posix", "-S"]]
+    {
+        let mut tar = std::process::Command::new("tar");
+        let tar =
+            tar.args(options).args(["-c", "-C"]).arg(directory.path()).arg(".").output().unwrap().stdout;
+        let mut read = Vec::new();
+        Archive::new(Encoding::Raw, &tar[..]).read_to_end(&mut read).await.expect("a whole archive");
+        assert!(read == tar, "{options:?}");
+
+        let message = b"{\"error\":\"failed to stream out from volume\"}\n";
+        for cut in [700, 20_000, tar.len()] {
+            let failed = [&tar[..cut], message].concat();
+            let error = Archive::new(Encoding::Raw, &failed[..]).read_to_end(&mut read).await.unwrap_err();
+            assert!(matches!(why(&error), Some(ArchiveError::Failed(_))), "{options:?} {cut}: {error:?}");
+        }
+        let followed = [&tar[..], b"x"].concat();
+        let error = Archive::new(Encoding::Raw, &followed[..]).read_to_end(&mut read).await.unwrap_err();
+        assert!(matches!(why(&error), Some(ArchiveError::Broken(_))), "{options:?}: {error:?}");
     }
 }
 
