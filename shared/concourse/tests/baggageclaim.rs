@@ -207,6 +207,23 @@ async fn a_creation_that_never_ends_is_cancelled() {
 }
 
 #[tokio::test]
+async fn a_creation_that_a_restart_forgets_is_lost() {
+    let server = Server::start(Driver::Naive).await;
+    server.set_faults(Faults { never_create: true, ..Faults::default() });
+    let client = client(&server);
+    let request = VolumeRequest::new(handle("v"), Strategy::Empty);
+    let restart = async {
+        while !server.requests().contains(&"GET /volumes-async/v".to_owned()) {
+            tokio::task::yield_now().await;
+        }
+        server.restart();
+    };
+    let (made, ()) = tokio::join!(client.create(&request), restart);
+    assert!(matches!(made, Err(Error::Lost(_))), "{made:?}");
+    assert_eq!(server.requests().iter().filter(|request| request.starts_with("POST")).count(), 1);
+}
+
+#[tokio::test]
 async fn an_unknown_parent_is_refused() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);

@@ -186,3 +186,37 @@ pub(super) fn escape(text: &str) -> String {
     let plain = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'_' | b'.' | b'~');
     text.bytes().map(|c| if plain(c) { char::from(c).to_string() } else { format!("%{c:02X}") }).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_stand_on_the_wire_as_workers_read_them() {
+        let wire = |request: &VolumeRequest| serde_json::to_value(request).unwrap();
+        let handle = Handle::new("v").unwrap();
+        let mut request = VolumeRequest::new(handle.clone(), Strategy::Empty);
+        let plain = serde_json::json!({ "handle": "v", "strategy": { "type": "empty" }, "properties": {} });
+        assert_eq!(wire(&request), plain);
+
+        request.strategy = Strategy::Cow { volume: handle };
+        request.privileged = true;
+        request.owner = Some((1000, 0));
+        let strategy = serde_json::json!({ "type": "cow", "volume": "v" });
+        let full = serde_json::json!({
+            "handle": "v", "strategy": strategy, "properties": {}, "privileged": true, "uid": 1000, "gid": 0,
+        });
+        assert_eq!(wire(&request), full);
+
+        let strategy = Strategy::Import { path: "/a".to_owned(), follow_symlinks: false };
+        let import = serde_json::json!({ "type": "import", "path": "/a", "follow_symlinks": false });
+        assert_eq!(serde_json::to_value(strategy).unwrap(), import);
+    }
+
+    #[test]
+    fn properties_that_are_null_are_none() {
+        let json = r#"{"handle":"v","path":"/p","properties":null,"privileged":true,"uid":1}"#;
+        let volume: Volume = serde_json::from_str(json).unwrap();
+        assert!(volume.properties.is_empty() && volume.privileged);
+    }
+}
