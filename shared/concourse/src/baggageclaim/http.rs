@@ -190,3 +190,31 @@ fn lost(error: hyper::Error) -> Error {
         _ => Error::Lost(io::Error::other(error)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_answer_is_read_after_the_peer_has_closed_on_what_is_written() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let mut socket = Socket { stream, unheard: false };
+        let (mut peer, _) = listener.accept().await.unwrap();
+        socket.write_all(&[0; 1000]).await.unwrap();
+        peer.readable().await.unwrap();
+        peer.write_all(b"answer").await.unwrap();
+        drop(peer); // With bytes it has not read: the connection is reset.
+
+        while !socket.unheard {
+            socket.write_all(&[0; 1000]).await.expect("to fail to be heard is no failure");
+        }
+
+        let mut answer = [0; 6];
+        socket.read_exact(&mut answer).await.unwrap();
+        assert_eq!(&answer, b"answer");
+    }
+}
