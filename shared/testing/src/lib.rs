@@ -2,3 +2,4 @@
 
 pub mod conformance;
 pub mod databases;
+pub mod garden;
