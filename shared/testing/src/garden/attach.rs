@@ -14,6 +14,19 @@ use super::process::{Attachment, Process};
 use super::routes::go_json;
 use super::{Break, Manner, State, lock};
 
+/// The message that ends a main connection.
+pub(super) fn last(process: &str, exit_status: Option<i32>, error: Option<&str>) -> Vec<u8> {
+    #[derive(serde::Serialize)]
+    struct Last<'a> {
+        process_id: &'a str,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        exit_status: Option<i32>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        error: Option<&'a str>,
+    }
+    go_json(&Last { process_id: process, exit_status, error })
+}
+
 /// Whether the server goes on reading.
 #[derive(PartialEq, Eq)]
 enum Reading {
@@ -158,11 +171,15 @@ impl State {
                         let _ = connection.socket.shutdown(Shutdown::Both);
                     }
                     Break::Reset => connection.reset(),
+                    Break::Fail(error) => {
+                        let _ = connection.write(&last(&process.id, None, Some(error)));
+                        let _ = connection.socket.shutdown(Shutdown::Both);
+                    }
                 }
                 break;
             }
             if let Some(exit) = *lock(&process.exit) {
-                let _ = connection.write(&go_json(&json!({"process_id": process.id, "exit_status": exit})));
+                let _ = connection.write(&last(&process.id, Some(exit), None));
                 // Wakes the reader. What it has not read makes the close a reset, as with any server.
                 let _ = connection.socket.shutdown(Shutdown::Read);
                 break;

@@ -56,6 +56,8 @@ pub enum Break {
     End,
     /// It is reset.
     Reset,
+    /// It ends with this error in place of an exit.
+    Fail(&'static str),
 }
 
 /// The times of a real server, or a test's.

@@ -276,3 +276,20 @@ impl Process {
         let _ = kill_process_group(self.group, signal);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_holds_4000_writes_and_drops_what_is_newer() {
+        let queue = Queue::default();
+        for write in 0..6000_u32 {
+            queue.push(&write.to_be_bytes());
+        }
+        queue.close();
+        let fetched: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
+        let oldest: Vec<_> = (0..4000_u32).map(|write| write.to_be_bytes().to_vec()).collect();
+        assert!(fetched == oldest, "{} writes", fetched.len());
+    }
+}

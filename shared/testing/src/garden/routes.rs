@@ -135,7 +135,7 @@ fn route(state: &Arc<State>, connection: Connection, request: &Request) -> io::R
                 let (stream, attachment) = state.new_attachment();
                 attachment.close();
                 let first = go_json(&json!({"process_id": part(3), "stream_id": stream.to_string()}));
-                let last = go_json(&json!({"process_id": part(3), "exit_status": exit}));
+                let last = super::attach::last(part(3), Some(exit), None);
                 connection.raw_head(200, JSON, &[first, last].concat())?;
                 return Ok(None);
             }
