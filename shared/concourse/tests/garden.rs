@@ -67,8 +67,10 @@ async fn calls_understand_each_backend() {
         assert_eq!(matches!(client.capacity().await, Err(Error::NotImplemented)), containerd);
         assert_eq!(client.cpu_limits("c").await.unwrap(), Default::default());
 
-        let missing = client.run("gone", &shell("p", "true")).await.unwrap_err();
-        assert!(matches!(missing, Error::ContainerNotFound(_)), "{missing:?}");
+        if manner != Manner::Guardian {
+            let missing = client.run("gone", &shell("p", "true")).await.unwrap_err();
+            assert!(matches!(missing, Error::ContainerNotFound(_)), "{missing:?}");
+        }
         let missing = client.destroy("gone").await.unwrap_err();
         assert!(matches!(missing, Error::ContainerNotFound(_)), "{missing:?}");
         let missing = client.attach("c", "gone").await.unwrap_err();
@@ -347,4 +349,32 @@ async fn a_wait_that_failed_at_the_worker_is_told_in_its_words() {
     server.break_attachments(Break::Fail("no such shim"));
     let error = process.wait().await.unwrap_err();
     assert!(matches!(&error, WaitError::Failed(words) if words == "no such shim"), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_create_that_failed_can_leave_a_container() {
+    let (server, client) = with_container(Manner::Containerd).await;
+    let spec = ContainerSpec { handle: "half".into(), rootfs: "raw:///nowhere".into(), ..Default::default() };
+    server.inject("POST /containers", Fault::FailAfter("starting task: no".into()));
+    let error = client.create(&spec).await.unwrap_err();
+    assert!(matches!(error, Error::Other { status: 500, .. }), "{error:?}");
+    assert_eq!(client.list(&BTreeMap::new()).await.unwrap(), ["c", "half"]);
+    client.destroy("half").await.unwrap();
+    assert_eq!(client.list(&BTreeMap::new()).await.unwrap(), ["c"]);
+}
+
+#[tokio::test]
+async fn a_worker_takes_no_more_than_its_containers() {
+    let (_server, client) = with_container(Manner::Containerd).await;
+    for number in 1..250 {
+        let spec = ContainerSpec {
+            handle: format!("c{number}"),
+            rootfs: "raw:///nowhere".into(),
+            ..Default::default()
+        };
+        client.create(&spec).await.unwrap();
+    }
+    let spec = ContainerSpec { handle: "last".into(), rootfs: "raw:///nowhere".into(), ..Default::default() };
+    let error = client.create(&spec).await.unwrap_err();
+    assert!(matches!(error, Error::Full(_)), "{error:?}");
 }

@@ -114,7 +114,7 @@ impl Process {
         Opening: Future<Output = Result<[(TcpStream, BytesMut); 2], Error>>,
     {
         let (mut main, half) = main.into_split();
-        let sending = Sending { half: Some(half), pending: BytesMut::new(), stdin_closed: false };
+        let sending = Sending { half, pending: BytesMut::new(), stdin_closed: false };
         let mut values = Values::new(beyond);
         let First { process_id: id, stream_id } =
             values.next(&mut main).await.map_err(|error| match error {
@@ -233,28 +233,18 @@ impl AsyncRead for Output {
 
 #[derive(Debug)]
 struct Sending {
-    /// Always there, but for the moment of dropping.
-    half: Option<OwnedWriteHalf>,
+    /// Dropping it shuts the sending side, so it goes with the attachment and not before: the process alone keeps it.
+    half: OwnedWriteHalf,
     /// Messages that were begun. A message is never left half sent because somebody lost patience: the next call sends the rest first.
     pending: BytesMut,
     stdin_closed: bool,
 }
 
-impl Drop for Sending {
-    fn drop(&mut self) {
-        // Dropping the half would shut the sending side alone.
-        if let Some(half) = self.half.take() {
-            half.forget();
-        }
-    }
-}
-
 impl Sending {
     async fn flush(&mut self) -> io::Result<()> {
-        let Some(half) = &mut self.half else { return Ok(()) };
         while !self.pending.is_empty() {
             // Takes what it wrote out of the buffer.
-            half.write_buf(&mut self.pending).await?;
+            self.half.write_buf(&mut self.pending).await?;
         }
         Ok(())
     }
@@ -281,6 +271,8 @@ pub struct Control {
 
 impl Control {
     /// Writes `text` to stdin. Only text travels: a server turns every byte that is not UTF-8 into U+FFFD, so bytes have no place here.
+    ///
+    /// Cut short, it has sent a part of `text`, ended between two characters.
     pub async fn write(&self, text: &str) -> Result<(), ControlError> {
         let sending = self.sending.upgrade().ok_or(ControlError::Detached)?;
         let mut sending = sending.lock().await;

@@ -12,6 +12,9 @@ use serde_json::Value;
 use super::process::{Attachment, Process, Start};
 use super::{Manner, State, lock};
 
+/// As a worker has it by default.
+const MOST_CONTAINERS: usize = 250;
+
 /// What a handler fails with, as it stands on the wire.
 #[derive(serde::Serialize)]
 #[serde(rename_all = "PascalCase")]
@@ -248,6 +251,9 @@ impl State {
                 Manner::Guardian => return Err(Failure::plain(format!("Handle '{handle}' already in use"))),
                 Manner::Houdini => {}
             }
+        }
+        if self.manner != Manner::Houdini && containers.len() >= MOST_CONTAINERS {
+            return Err(Failure::plain("max containers reached"));
         }
         let directory = self.directory.path().join(self.next.fetch_add(1, Ordering::SeqCst).to_string());
         std::fs::create_dir(&directory).map_err(|error| Failure::plain(error.to_string()))?;

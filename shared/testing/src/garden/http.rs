@@ -27,6 +27,8 @@ pub(super) struct Connection {
     pub dribble: bool,
     /// Writes nothing: the answer gets lost.
     pub mute: bool,
+    /// The error to answer when the request was carried out.
+    pub failing: Option<String>,
 }
 
 fn invalid(what: &str) -> io::Error {
@@ -39,7 +41,7 @@ fn decoded(text: &str) -> String {
 
 impl Connection {
     pub(super) fn new(socket: Arc<TcpStream>) -> Self {
-        Self { socket, beyond: Vec::new(), dribble: false, mute: false }
+        Self { socket, beyond: Vec::new(), dribble: false, mute: false, failing: None }
     }
 
     fn more(&mut self) -> io::Result<bool> {
@@ -100,7 +102,7 @@ impl Connection {
     /// An ordinary answer. Go chunks what is longer than its buffer.
     pub(super) fn answer(&self, status: u16, headers: &str, body: &[u8]) -> io::Result<()> {
         let mut answer =
-            format!("HTTP/1.1 {status} {}\r\n{headers}Date: {}\r\n", reason(status), date()).into_bytes();
+            format!("HTTP/1.1 {status} {}\r\n{headers}Date: {}\r\n", reason(status), now()).into_bytes();
         if body.len() > 2048 {
             answer.extend_from_slice(
                 format!("Transfer-Encoding: chunked\r\n\r\n{:x}\r\n", body.len()).as_bytes(),
@@ -116,7 +118,7 @@ impl Connection {
 
     /// The head before a raw stream. Its claim to be chunked is false: Go puts it there before the connection is taken over.
     pub(super) fn raw_head(&self, status: u16, headers: &str, first: &[u8]) -> io::Result<()> {
-        let date = date();
+        let date = now();
         let head = format!(
             "HTTP/1.1 {status} {}\r\n{headers}Date: {date}\r\nTransfer-Encoding: chunked\r\n\r\n",
             reason(status)
@@ -142,9 +144,12 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
+fn now() -> String {
+    date(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
+}
+
 /// As in `Fri, 20 Nov 2026 09:32:17 GMT`.
-fn date() -> String {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+fn date(seconds: u64) -> String {
     let (days, time) = (seconds / 86_400, seconds % 86_400);
     let weekday = ["Thu", "Fri", "Sat", "Sun", "Mon", "Tue", "Wed"][(days % 7) as usize];
     // Days since March of the year 0, in years that begin in March, so that the leap day comes last.
@@ -158,4 +163,17 @@ fn date() -> String {
     let year = era * 400 + year + u64::from(month >= 10);
     let (hour, minute, second) = (time / 3600, time / 60 % 60, time % 60);
     format!("{weekday}, {of_month:02} {} {year} {hour:02}:{minute:02}:{second:02} GMT", names[month as usize])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::date;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!(date(0), "Thu, 01 Jan 1970 00:00:00 GMT");
+        assert_eq!(date(1_795_167_137), "Fri, 20 Nov 2026 09:32:17 GMT");
+        assert_eq!(date(1_709_251_199), "Thu, 29 Feb 2024 23:59:59 GMT");
+        assert_eq!(date(1_735_689_600), "Wed, 01 Jan 2025 00:00:00 GMT");
+    }
 }

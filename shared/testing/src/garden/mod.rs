@@ -45,6 +45,8 @@ pub enum Fault {
     Delay(Duration),
     /// The answer is this error, with no type.
     Answer(String),
+    /// The request is carried out, and the answer is this error, with no type: a container that was created and could not be started.
+    FailAfter(String),
     /// The answer comes byte for byte.
     Dribble,
 }

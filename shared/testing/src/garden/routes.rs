@@ -83,6 +83,7 @@ pub(super) fn serve(state: &Arc<State>, mut connection: Connection) {
                 continue;
             }
             Some(Fault::LoseAnswer) => connection.mute = true,
+            Some(Fault::FailAfter(text)) => connection.failing = Some(text),
             Some(Fault::Dribble) => connection.dribble = true,
             None => {}
         }
@@ -96,7 +97,11 @@ pub(super) fn serve(state: &Arc<State>, mut connection: Connection) {
 }
 
 /// Answers one request. Returns the connection unless it was taken over.
-fn route(state: &Arc<State>, connection: Connection, request: &Request) -> io::Result<Option<Connection>> {
+fn route(
+    state: &Arc<State>,
+    mut connection: Connection,
+    request: &Request,
+) -> io::Result<Option<Connection>> {
     let known: Vec<_> = ROUTES.iter().filter(|(_, pattern)| fits(pattern, &request.parts)).collect();
     if known.is_empty() {
         connection.answer(404, TEXT, b"404 page not found\n")?;
@@ -149,7 +154,8 @@ fn route(state: &Arc<State>, connection: Connection, request: &Request) -> io::R
         }
         _ => ordinary(state, method, pattern, request),
     };
-    match answer {
+    let failing = connection.failing.take();
+    match failing.map_or(answer, |text| Err(Failure::plain(text))) {
         Ok(answer) => connection.answer(200, JSON, &go_json(&answer))?,
         Err(failure) => connection.answer(failure.status, JSON, &go_json(&failure))?,
     }
