@@ -93,7 +93,8 @@ async fn a_process_is_fed_read_and_waited_for() {
         let mut process = client.run("c", &shell("p", "cat; echo err >&2; exit 3")).await.unwrap();
         assert_eq!(process.id, "p");
         let control = process.control();
-        let text = "h\u{e9}\0\u{1f600}<&>".repeat(9000);
+        // Characters that lie across the bounds of messages.
+        let text = format!("four{}", "h\u{e9}\0\u{1f600}<&>".repeat(9000));
         let feed = async {
             control.write("").await.unwrap();
             control.write(&text).await.unwrap();
@@ -120,12 +121,12 @@ async fn a_wait_ends_after_the_output_whoever_reads_it() {
 
     let mut process = client.run("c", &shell("p2", "echo out")).await.unwrap();
     let mut stdout = process.stdout.take().unwrap();
+    stdout.read_exact(&mut [0; 4]).await.unwrap();
+    // Its exit is known once an attachment is told.
+    while client.attach("c", "p2").await.unwrap().wait().await.unwrap().status != 0 {}
     let mut wait = Box::pin(process.wait());
-    let mut first = [0; 4];
-    tokio::select! {
-        _ = &mut wait => panic!("reported with output unread"),
-        read = stdout.read_exact(&mut first) => assert_eq!(read.unwrap(), 4),
-    }
+    let early = tokio::time::timeout(Duration::from_millis(200), &mut wait).await;
+    assert!(early.is_err(), "reported with output unread: {early:?}");
     drop(stdout);
     assert_eq!(wait.await.unwrap().status, 0);
 }
@@ -377,4 +378,23 @@ async fn a_worker_takes_no_more_than_its_containers() {
     let spec = ContainerSpec { handle: "last".into(), rootfs: "raw:///nowhere".into(), ..Default::default() };
     let error = client.create(&spec).await.unwrap_err();
     assert!(matches!(error, Error::Full(_)), "{error:?}");
+}
+
+/// A server's handler, which may move between threads, can do all of it.
+#[tokio::test]
+async fn calls_can_be_made_from_a_task() {
+    fn on_any_thread<T>(call: impl Future<Output = T> + Send + 'static) -> impl Future<Output = T> + Send {
+        call
+    }
+    let (_server, client) = with_container(Manner::Guardian).await;
+    let whole = on_any_thread(async move {
+        let mut process = client.run("c", &shell("p", "exit 3")).await?;
+        let _ = process.control().write("text").await;
+        let exit = process.wait().await;
+        client.stop("c", true).await?;
+        client.bulk_info(&["c"]).await?;
+        client.destroy("c").await?;
+        Ok::<_, Error>(exit)
+    });
+    assert_eq!(whole.await.unwrap().unwrap().status, 3);
 }
