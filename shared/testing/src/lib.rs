@@ -3,3 +3,4 @@
 pub mod baggageclaim;
 pub mod conformance;
 pub mod databases;
+pub mod garden;

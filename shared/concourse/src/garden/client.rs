@@ -1,0 +1,358 @@
+//! The calls.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::{Method, StatusCode};
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use tokio::net::TcpStream;
+use tokio::time::Instant;
+
+use super::error::{Error, ErrorBody};
+use super::http;
+use super::messages::{
+    BandwidthLimits, Capacity, ContainerInfo, ContainerSpec, CpuLimits, DiskLimits, MemoryLimits, Metrics,
+    ProcessSpec, nullable,
+};
+use super::process::Process;
+
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(16);
+
+/// How patient a client is. The defaults are those of Concourse.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// For a call, with all its attempts; for Run and Attach, until the process's streams are open.
+    pub request_timeout: Duration,
+    /// For one attempt at a connection.
+    pub connect_timeout: Duration,
+    /// How long failed connections are tried anew; zero for one attempt. Only what the worker cannot have got, or what changes nothing, is
+    /// sent again.
+    pub retry_for: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        let minutes = Duration::from_mins(5);
+        Self { request_timeout: minutes, connect_timeout: Duration::from_secs(30), retry_for: minutes }
+    }
+}
+
+/// Of one worker's Garden server. Holds no connection.
+#[derive(Clone, Debug)]
+pub struct Client {
+    address: String,
+    settings: Settings,
+}
+
+#[derive(Deserialize)]
+struct Handles {
+    #[serde(rename = "Handles", default, deserialize_with = "nullable")]
+    handles: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Handle {
+    #[serde(rename = "Handle")]
+    handle: String,
+}
+
+#[derive(Deserialize)]
+struct Value {
+    value: String,
+}
+
+#[derive(Deserialize)]
+struct InfoEntry {
+    #[serde(rename = "Info", default, deserialize_with = "nullable")]
+    info: ContainerInfo,
+    #[serde(rename = "Err", default)]
+    error: Option<ErrorBody>,
+}
+
+#[derive(Deserialize)]
+struct MetricsEntry {
+    #[serde(rename = "Metrics", default, deserialize_with = "nullable")]
+    metrics: Metrics,
+    #[serde(rename = "Err", default)]
+    error: Option<ErrorBody>,
+}
+
+fn body(value: &impl serde::Serialize) -> Result<Option<Bytes>, Error> {
+    let bytes = serde_json::to_vec(value).map_err(|error| Error::Protocol(error.to_string()))?;
+    Ok(Some(bytes.into()))
+}
+
+impl Client {
+    /// Of the server at `address`, a host and a port.
+    pub fn new(address: impl Into<String>, settings: Settings) -> Self {
+        Self { address: address.into(), settings }
+    }
+
+    /// Whether the server, and on a containerd worker the daemon behind it, answers.
+    pub async fn ping(&self) -> Result<(), Error> {
+        self.done(Method::GET, "/ping".to_owned(), None).await
+    }
+
+    /// What the worker has.
+    pub async fn capacity(&self) -> Result<Capacity, Error> {
+        self.read(Method::GET, "/capacity".to_owned(), None).await
+    }
+
+    /// Handles of the containers that have `properties`, in no order. The surest way to learn whether a container exists.
+    ///
+    /// A containerd worker lists those that have *any* of them, and refuses an empty value.
+    pub async fn list(&self, properties: &BTreeMap<String, String>) -> Result<Vec<String>, Error> {
+        let filter =
+            properties.iter().map(|(key, value)| format!("{}={}", http::encoded(key), http::encoded(value)));
+        let filter = filter.collect::<Vec<_>>().join("&");
+        let target =
+            if filter.is_empty() { "/containers".to_owned() } else { format!("/containers?{filter}") };
+        Ok(self.read::<Handles>(Method::GET, target, None).await?.handles)
+    }
+
+    /// Creates a container, and returns its handle. One that failed may exist all the same: destroy it.
+    pub async fn create(&self, spec: &ContainerSpec) -> Result<String, Error> {
+        let created: Handle = self.read(Method::POST, "/containers".to_owned(), body(spec)?).await?;
+        Ok(created.handle)
+    }
+
+    /// What is known of a container.
+    pub async fn info(&self, handle: &str) -> Result<ContainerInfo, Error> {
+        self.read(Method::GET, http::path(&["containers", handle, "info"])?, None).await
+    }
+
+    /// What is known of each of `handles`.
+    pub async fn bulk_info(
+        &self,
+        handles: &[&str],
+    ) -> Result<BTreeMap<String, Result<ContainerInfo, Error>>, Error> {
+        let entries: BTreeMap<String, InfoEntry> = self.bulk("bulk_info", handles).await?;
+        let entry = |entry: InfoEntry| entry.error.map_or(Ok(entry.info), |error| Err(error.into_error(500)));
+        Ok(entries.into_iter().map(|(handle, info)| (handle, entry(info))).collect())
+    }
+
+    /// What each of `handles` uses.
+    pub async fn bulk_metrics(
+        &self,
+        handles: &[&str],
+    ) -> Result<BTreeMap<String, Result<Metrics, Error>>, Error> {
+        let entries: BTreeMap<String, MetricsEntry> = self.bulk("bulk_metrics", handles).await?;
+        let entry =
+            |entry: MetricsEntry| entry.error.map_or(Ok(entry.metrics), |error| Err(error.into_error(500)));
+        Ok(entries.into_iter().map(|(handle, metrics)| (handle, entry(metrics))).collect())
+    }
+
+    /// Asks about `handles`. The server hangs up when asked about none.
+    async fn bulk<T: DeserializeOwned>(
+        &self,
+        what: &str,
+        handles: &[&str],
+    ) -> Result<BTreeMap<String, T>, Error> {
+        if handles.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        if handles.iter().any(|handle| handle.is_empty() || handle.contains(',')) {
+            return Err(Error::Refused("a handle that a list of handles cannot hold"));
+        }
+        let target = format!("/containers/{what}?handles={}", http::encoded(&handles.join(",")));
+        self.read(Method::GET, target, None).await
+    }
+
+    /// Ends a container's processes, and removes it. While this is under way another attempt fails with [`Error::BeingDestroyed`].
+    pub async fn destroy(&self, handle: &str) -> Result<(), Error> {
+        self.done(Method::DELETE, http::path(&["containers", handle])?, None).await
+    }
+
+    /// Ends what was run in a container: with SIGTERM and after 10 s SIGKILL, or with SIGKILL at once. Returns when they are gone.
+    pub async fn stop(&self, handle: &str, kill: bool) -> Result<(), Error> {
+        let kill = body(&serde_json::json!({ "kill": kill }))?;
+        self.done(Method::PUT, http::path(&["containers", handle, "stop"])?, kill).await
+    }
+
+    /// Destroys the container after `grace` without a call that names it. Zero would destroy it at once, and is refused.
+    pub async fn set_grace_time(&self, handle: &str, grace: Duration) -> Result<(), Error> {
+        if grace.is_zero() {
+            return Err(Error::Refused("no grace at all destroys the container"));
+        }
+        let grace = i64::try_from(grace.as_nanos()).unwrap_or(i64::MAX);
+        self.done(Method::PUT, http::path(&["containers", handle, "grace_time"])?, body(&grace)?).await
+    }
+
+    /// All properties of a container, and some of the server's own. A guardian worker has none for a container that does not exist.
+    pub async fn properties(&self, handle: &str) -> Result<BTreeMap<String, String>, Error> {
+        let target = http::path(&["containers", handle, "properties"])?;
+        let properties: Option<_> = self.read(Method::GET, target, None).await?;
+        Ok(properties.unwrap_or_default())
+    }
+
+    /// A property of a container, if it has it. A containerd worker has none with an empty value.
+    pub async fn property(&self, handle: &str, key: &str) -> Result<Option<String>, Error> {
+        let target = http::path(&["containers", handle, "properties", key])?;
+        match self.read::<Value>(Method::GET, target, None).await {
+            Ok(property) => Ok(Some(property.value)),
+            Err(Error::Other { message, .. })
+                if [format!("not found: {key}"), format!("property does not exist: {key}")]
+                    .contains(&message) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Sets a property of a container.
+    pub async fn set_property(&self, handle: &str, key: &str, value: &str) -> Result<(), Error> {
+        let target = http::path(&["containers", handle, "properties", key])?;
+        self.done(Method::PUT, target, body(&serde_json::json!({ "value": value }))?).await
+    }
+
+    /// Removes a property of a container. Containerd workers do not implement it.
+    pub async fn remove_property(&self, handle: &str, key: &str) -> Result<(), Error> {
+        self.done(Method::DELETE, http::path(&["containers", handle, "properties", key])?, None).await
+    }
+
+    /// Limits of a container.
+    pub async fn bandwidth_limits(&self, handle: &str) -> Result<BandwidthLimits, Error> {
+        self.read(Method::GET, http::path(&["containers", handle, "limits", "bandwidth"])?, None).await
+    }
+
+    /// Limits of a container.
+    pub async fn cpu_limits(&self, handle: &str) -> Result<CpuLimits, Error> {
+        self.read(Method::GET, http::path(&["containers", handle, "limits", "cpu"])?, None).await
+    }
+
+    /// Limits of a container.
+    pub async fn disk_limits(&self, handle: &str) -> Result<DiskLimits, Error> {
+        self.read(Method::GET, http::path(&["containers", handle, "limits", "disk"])?, None).await
+    }
+
+    /// Limits of a container.
+    pub async fn memory_limits(&self, handle: &str) -> Result<MemoryLimits, Error> {
+        self.read(Method::GET, http::path(&["containers", handle, "limits", "memory"])?, None).await
+    }
+
+    /// Runs a process. After an error of a connection that had been used it may run all the same: attach to its id.
+    pub async fn run(&self, handle: &str, spec: &ProcessSpec) -> Result<Process, Error> {
+        let target = http::path(&["containers", handle, "processes"])?;
+        self.process(handle, Method::POST, target, body(spec)?, StatusCode::CREATED).await
+    }
+
+    /// Attaches to a process. What was written while nobody was attached may be gone.
+    ///
+    /// A success proves nothing on a containerd worker: once any process of the container has ended, it answers with the exit of the last
+    /// that did, whatever was asked for.
+    pub async fn attach(&self, handle: &str, process: &str) -> Result<Process, Error> {
+        let target = http::path(&["containers", handle, "processes", process])?;
+        self.process(handle, Method::GET, target, None, StatusCode::OK).await
+    }
+
+    async fn process(
+        &self,
+        handle: &str,
+        method: Method,
+        target: String,
+        body: Option<Bytes>,
+        expected: StatusCode,
+    ) -> Result<Process, Error> {
+        let sent = AtomicBool::new(false);
+        self.in_time(&sent, async {
+            let until = Instant::now() + self.settings.retry_for;
+            let mut stream = self.connect(until).await?;
+            sent.store(true, Ordering::Relaxed);
+            let beyond =
+                http::take_over(&mut stream, &self.address, &method, &target, body.as_ref(), expected)
+                    .await?;
+            Process::open(stream, beyond, |process, stream| self.output_streams(handle, process, stream))
+                .await
+        })
+        .await
+    }
+
+    /// Both streams of what a process writes, at once: a server that is full drops what is newest.
+    async fn output_streams(
+        &self,
+        handle: &str,
+        process: String,
+        stream: String,
+    ) -> Result<[(TcpStream, bytes::BytesMut); 2], Error> {
+        let until = Instant::now() + self.settings.retry_for;
+        let open = async |name| {
+            let target =
+                http::path(&["containers", handle, "processes", &process, "attaches", &stream, name])?;
+            // The process is there already, so nothing that fails from here on is as if it had not been sent.
+            let mut stream = self.connect(until).await.map_err(|error| match error {
+                Error::Connection { source, .. } => Error::broken(source),
+                other => other,
+            })?;
+            let beyond =
+                http::take_over(&mut stream, &self.address, &Method::GET, &target, None, StatusCode::OK)
+                    .await?;
+            Ok((stream, beyond))
+        };
+        let (stdout, stderr) = tokio::try_join!(open("stdout"), open("stderr"))?;
+        Ok([stdout, stderr])
+    }
+
+    async fn connect(&self, until: Instant) -> Result<TcpStream, Error> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match http::connect(&self.address, self.settings.connect_timeout).await {
+                Err(_) if Instant::now() + pause < until => tokio::time::sleep(pause).await,
+                connected => return connected,
+            }
+            pause = LONGEST_PAUSE.min(pause * 2);
+        }
+    }
+
+    async fn done(&self, method: Method, target: String, body: Option<Bytes>) -> Result<(), Error> {
+        self.read::<IgnoredAny>(method, target, body).await.map(|_| ())
+    }
+
+    async fn read<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        target: String,
+        body: Option<Bytes>,
+    ) -> Result<T, Error> {
+        let answer = self.call(&method, &target, body.as_ref()).await?;
+        serde_json::from_slice(&answer)
+            .map_err(|error| Error::Protocol(format!("{method} {target}: {error}")))
+    }
+
+    async fn call(&self, method: &Method, target: &str, body: Option<&Bytes>) -> Result<Bytes, Error> {
+        let sent = AtomicBool::new(false);
+        self.in_time(&sent, async {
+            let until = Instant::now() + self.settings.retry_for;
+            let mut pause = FIRST_PAUSE;
+            loop {
+                let stream = self.connect(until).await?;
+                sent.store(true, Ordering::Relaxed);
+                match http::call(stream, &self.address, method, target, body).await {
+                    Err(Error::Connection { .. })
+                        if method == Method::GET && Instant::now() + pause < until =>
+                    {
+                        tokio::time::sleep(pause).await;
+                    }
+                    answered => return answered,
+                }
+                pause = LONGEST_PAUSE.min(pause * 2);
+            }
+        })
+        .await
+    }
+
+    async fn in_time<T>(
+        &self,
+        sent: &AtomicBool,
+        call: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        match tokio::time::timeout(self.settings.request_timeout, call).await {
+            Ok(answered) => answered,
+            Err(_) => Err(Error::timed_out(sent.load(Ordering::Relaxed))),
+        }
+    }
+}

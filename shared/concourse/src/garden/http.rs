@@ -1,0 +1,225 @@
+//! HTTP/1.1 as a Garden server speaks it: ordinary calls, and those after whose answer the connection is a raw stream.
+
+use std::io;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use hyper::client::conn::http1;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use rustix::net::sockopt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use super::error::Error;
+
+/// Of an ordinary answer. The largest are lists of containers and their metrics.
+const MOST_BODY: usize = 32 << 20;
+/// Of an error's answer where a stream was expected.
+const MOST_ERROR: usize = 1 << 20;
+const MOST_HEAD: usize = 64 << 10;
+const KEEP_ALIVE: Duration = Duration::from_secs(30);
+
+const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// `text` as a part of a path or of a query.
+pub(super) fn encoded(text: &str) -> String {
+    utf8_percent_encode(text, ENCODED).to_string()
+}
+
+/// `/` before each of `parts`. An empty one would name another route.
+pub(super) fn path(parts: &[&str]) -> Result<String, Error> {
+    if parts.contains(&"") {
+        return Err(Error::Refused("an empty name in a path"));
+    }
+    Ok(parts.iter().flat_map(|part| ["/".to_owned(), encoded(part)]).collect())
+}
+
+/// A new connection. It may idle for hours while a process runs, so the kernel probes whether the worker is still there.
+pub(super) async fn connect(address: &str, within: Duration) -> Result<TcpStream, Error> {
+    let stream = match tokio::time::timeout(within, TcpStream::connect(address)).await {
+        Ok(stream) => stream,
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "no connection in time")),
+    };
+    let prepared = stream.and_then(|stream| {
+        stream.set_nodelay(true)?;
+        sockopt::set_socket_keepalive(&stream, true)?;
+        sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE)?;
+        sockopt::set_tcp_keepintvl(&stream, KEEP_ALIVE)?;
+        Ok(stream)
+    });
+    prepared.map_err(Error::unsent)
+}
+
+/// One ordinary call on a connection of its own. Returns the body of a success.
+pub(super) async fn call(
+    stream: TcpStream,
+    address: &str,
+    method: &Method,
+    target: &str,
+    body: Option<&Bytes>,
+) -> Result<Bytes, Error> {
+    let mut request = Request::builder()
+        .method(method)
+        .uri(target)
+        .header(hyper::header::HOST, address)
+        .header(hyper::header::CONNECTION, "close");
+    if body.is_some() {
+        request = request.header(hyper::header::CONTENT_TYPE, "application/json");
+    }
+    let request = request
+        .body(Full::new(body.cloned().unwrap_or_default()))
+        .map_err(|_| Error::Refused("an address that is no host and port"))?;
+
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(from_hyper)?;
+    let answer = async {
+        let response = sender.send_request(request).await.map_err(from_hyper)?;
+        let status = response.status();
+        let body = match Limited::new(response.into_body(), MOST_BODY).collect().await {
+            Ok(body) => body.to_bytes(),
+            Err(error) if error.is::<LengthLimitError>() => {
+                return Err(Error::Protocol(format!("a body of more than {MOST_BODY} bytes")));
+            }
+            Err(error) => {
+                return Err(error
+                    .downcast()
+                    .map_or_else(|e| Error::broken(io::Error::other(e)), |e| from_hyper(*e)));
+            }
+        };
+        if status.is_success() { Ok(body) } else { Err(Error::from_answer(status.as_u16(), &body)) }
+    };
+    tokio::pin!(connection, answer);
+    tokio::select! {
+        answered = &mut answer => answered,
+        // It has delivered what there was, or the reason why there is nothing.
+        _ = &mut connection => answer.await,
+    }
+}
+
+fn from_hyper(error: hyper::Error) -> Error {
+    if error.is_parse() {
+        return Error::Protocol(error.to_string());
+    }
+    let kind = match std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>()) {
+        Some(source) => source.kind(),
+        None if error.is_incomplete_message() => io::ErrorKind::UnexpectedEof,
+        None => io::ErrorKind::Other,
+    };
+    Error::broken(io::Error::new(kind, error))
+}
+
+/// Sends a request after whose answer the connection is a raw stream, and returns what was read beyond the head of that answer.
+///
+/// The head claims `Transfer-Encoding: chunked`, which is false for a stream and true for a long error.
+pub(super) async fn take_over(
+    stream: &mut TcpStream,
+    address: &str,
+    method: &Method,
+    target: &str,
+    body: Option<&Bytes>,
+    expected: StatusCode,
+) -> Result<BytesMut, Error> {
+    let mut request = format!("{method} {target} HTTP/1.1\r\nHost: {address}\r\n").into_bytes();
+    if let Some(body) = body {
+        let length = format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len());
+        request.extend_from_slice(length.as_bytes());
+    }
+    request.extend_from_slice(b"\r\n");
+    request.extend_from_slice(body.map_or(&[], |body| body));
+    stream.write_all(&request).await.map_err(Error::broken)?;
+
+    let mut read = BytesMut::with_capacity(4096);
+    let head = loop {
+        if let Some(head) = parse_head(&read)? {
+            break head;
+        }
+        if read.len() > MOST_HEAD {
+            return Err(Error::Protocol(format!("a head of more than {MOST_HEAD} bytes")));
+        }
+        more(stream, &mut read).await?;
+    };
+    let mut beyond = read.split_off(head.length);
+    if head.status == expected.as_u16() {
+        return Ok(beyond);
+    }
+    if (200..300).contains(&head.status) {
+        return Err(Error::Protocol(format!("status {} in place of {expected}", head.status)));
+    }
+    let body = error_body(stream, &mut beyond, &head).await?;
+    Err(Error::from_answer(head.status, &body))
+}
+
+struct Head {
+    length: usize,
+    status: u16,
+    chunked: bool,
+    content_length: Option<usize>,
+}
+
+fn parse_head(read: &[u8]) -> Result<Option<Head>, Error> {
+    let mut headers = [httparse::EMPTY_HEADER; 64];
+    let mut response = httparse::Response::new(&mut headers);
+    let length = match response.parse(read) {
+        Ok(httparse::Status::Complete(length)) => length,
+        Ok(httparse::Status::Partial) => return Ok(None),
+        Err(error) => return Err(Error::Protocol(format!("no HTTP answer: {error}"))),
+    };
+    let status = response.code.ok_or_else(|| Error::Protocol("no status".to_owned()))?;
+    let named = |name: &str| {
+        let header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));
+        header.and_then(|header| std::str::from_utf8(header.value).ok())
+    };
+    Ok(Some(Head {
+        length,
+        status,
+        chunked: named("transfer-encoding").is_some_and(|coding| coding.eq_ignore_ascii_case("chunked")),
+        content_length: named("content-length").and_then(|length| length.trim().parse().ok()),
+    }))
+}
+
+async fn more(stream: &mut TcpStream, read: &mut BytesMut) -> Result<(), Error> {
+    match stream.read_buf(read).await {
+        Ok(0) => Err(Error::broken(io::Error::new(io::ErrorKind::UnexpectedEof, "the answer is cut off"))),
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::broken(error)),
+    }
+}
+
+async fn error_body(stream: &mut TcpStream, read: &mut BytesMut, head: &Head) -> Result<BytesMut, Error> {
+    let too_long = || Error::Protocol(format!("an error of more than {MOST_ERROR} bytes"));
+    if !head.chunked {
+        // A Go server gives every short answer a length.
+        let length = head.content_length.unwrap_or(0);
+        if length > MOST_ERROR {
+            return Err(too_long());
+        }
+        while read.len() < length {
+            more(stream, read).await?;
+        }
+        return Ok(read.split_to(length));
+    }
+    let mut body = BytesMut::new();
+    loop {
+        let (start, size) = loop {
+            match httparse::parse_chunk_size(read) {
+                Ok(httparse::Status::Complete((start, size))) => break (start, size),
+                Ok(httparse::Status::Partial) if read.len() < 1024 => more(stream, read).await?,
+                _ => return Err(Error::Protocol("a chunk without a size".to_owned())),
+            }
+        };
+        let size = usize::try_from(size).map_err(|_| too_long())?;
+        if size == 0 {
+            return Ok(body);
+        }
+        if body.len().saturating_add(size) > MOST_ERROR {
+            return Err(too_long());
+        }
+        while read.len() < start + size + 2 {
+            more(stream, read).await?;
+        }
+        body.extend_from_slice(&read[start..start + size]);
+        let _ = read.split_to(start + size + 2);
+    }
+}

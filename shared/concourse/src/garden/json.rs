@@ -1,0 +1,126 @@
+//! JSON values one after another on a connection, however it is cut into segments.
+
+use std::io;
+
+use bytes::BytesMut;
+use serde::de::DeserializeOwned;
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// More than any message that a server sends.
+const MOST: usize = 1 << 20;
+
+/// Why there is no next value.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NextError {
+    /// Between two values, or in the middle of one: a peer that goes away stops anywhere.
+    #[error("the connection ended")]
+    Ended,
+    #[error("the connection broke")]
+    Broken(#[source] io::Error),
+    #[error("not a message: {0}")]
+    Malformed(String),
+}
+
+/// What was read and not yet understood.
+#[derive(Debug)]
+pub(super) struct Values {
+    buffer: BytesMut,
+}
+
+impl Values {
+    /// Starts with what was read beyond the head of the answer.
+    pub(super) fn new(beyond: BytesMut) -> Self {
+        Self { buffer: beyond }
+    }
+
+    /// The next value.
+    ///
+    /// Cancel safe: what was read stays in the buffer.
+    pub(super) async fn next<T: DeserializeOwned>(
+        &mut self,
+        from: &mut (impl AsyncRead + Unpin),
+    ) -> Result<T, NextError> {
+        loop {
+            if let Some(value) = self.take()? {
+                return Ok(value);
+            }
+            if self.buffer.len() >= MOST {
+                return Err(NextError::Malformed(format!("longer than {MOST} bytes")));
+            }
+            match from.read_buf(&mut self.buffer).await {
+                Ok(0) => return Err(NextError::Ended),
+                Ok(_) => {}
+                Err(error) => return Err(NextError::Broken(error)),
+            }
+        }
+    }
+
+    /// A value that is complete, if there is one.
+    fn take<T: DeserializeOwned>(&mut self) -> Result<Option<T>, NextError> {
+        let mut values = serde_json::Deserializer::from_slice(&self.buffer).into_iter::<T>();
+        let (value, taken) = match values.next() {
+            None => (None, self.buffer.len()),
+            Some(Ok(value)) => (Some(value), values.byte_offset()),
+            Some(Err(error)) if error.is_eof() => (None, 0),
+            Some(Err(error)) => return Err(NextError::Malformed(error.to_string())),
+        };
+        let _ = self.buffer.split_to(taken);
+        Ok(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const TEXT: &[u8] =
+        b"{\"process_id\":\"p\\u00e9\xc3\xa9\",\"stream_id\":\"1\"}{\"exit_status\":0} \n\t{}";
+
+    #[tokio::test]
+    async fn values_are_whole_wherever_they_are_cut() {
+        let expected = vec![
+            json!({"process_id": "p\u{e9}\u{e9}", "stream_id": "1"}),
+            json!({"exit_status": 0}),
+            json!({}),
+        ];
+        for beyond in 0..=TEXT.len() {
+            for cut in beyond..=TEXT.len() {
+                let mut values = Values::new(TEXT[..beyond].into());
+                let mut from = TEXT[beyond..cut].chain(&TEXT[cut..]);
+                let mut seen = Vec::<Value>::new();
+                let end = loop {
+                    match values.next(&mut from).await {
+                        Ok(value) => seen.push(value),
+                        Err(error) => break error,
+                    }
+                };
+                assert_eq!(seen, expected, "{beyond} {cut}");
+                assert!(matches!(end, NextError::Ended), "{end:?}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn an_end_within_a_value_is_an_end_and_rubbish_is_not() {
+        let mut half = &b"{\"exit_sta"[..];
+        assert!(matches!(Values::new(BytesMut::new()).next::<Value>(&mut half).await, Err(NextError::Ended)));
+        let mut rubbish = &b"1f\r\n{}"[..];
+        let mut values = Values::new(BytesMut::new());
+        #[derive(Debug, serde::Deserialize)]
+        struct Object {}
+        let Object {} = match values.next::<Object>(&mut rubbish).await {
+            Err(NextError::Malformed(_)) => return,
+            other => other.expect("rubbish was taken for an end"),
+        };
+        panic!("rubbish was taken for a message");
+    }
+
+    #[tokio::test]
+    async fn a_message_without_end_is_given_up() {
+        let mut endless = b"\"".chain(tokio::io::repeat(b'a'));
+        let error = Values::new(BytesMut::new()).next::<Value>(&mut endless).await.unwrap_err();
+        assert!(matches!(error, NextError::Malformed(_)), "{error:?}");
+    }
+}

@@ -1,0 +1,311 @@
+//! A process to which a client is attached.
+//!
+//! ```text
+//! main    client ──stdin, terminal size, signals──▶ server      until stdin is closed: the server reads nothing after that
+//!         client ◀──exit, or nothing if the server goes── server
+//! stdout  client ◀──bytes── server      ends after the exit is known
+//! stderr  client ◀──bytes── server
+//! ```
+//!
+//! Invariants: nothing is sent once stdin is closed (the server would answer with a reset, and the exit be lost), and the sending side of the
+//! main connection is never shut alone (the server would take the client for gone).
+
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, BytesMut};
+use serde::Deserialize;
+use serde_json::json;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::Mutex;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::error::Error;
+use super::json::{NextError, Values};
+use super::messages::{Signal, WindowSize};
+
+/// As Go clients do. A server takes any.
+const MOST_STDIN: usize = 32 << 10;
+
+/// An attachment to a process. Dropping it detaches, and the process goes on.
+///
+/// What of its output nobody takes, [`Process::wait`] throws away.
+#[derive(Debug)]
+pub struct Process {
+    /// What to attach by.
+    pub id: String,
+    /// Of this attachment.
+    pub stream_id: String,
+    /// What it writes to its standard output, or to its terminal. Read it without pause: the server holds 4000 writes and drops what is newer.
+    pub stdout: Option<Output>,
+    /// What it writes to its standard error.
+    pub stderr: Option<Output>,
+    both_ended: [CancellationToken; 2],
+    main: OwnedReadHalf,
+    values: Values,
+    sending: Arc<Mutex<Sending>>,
+    outcome: Option<Result<Exit, String>>,
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exit {
+    /// Of one killed by a signal, 128 and the signal; from houdini, -1.
+    pub status: i32,
+}
+
+/// Why the end of a process is not known.
+#[derive(Debug, thiserror::Error)]
+pub enum WaitError {
+    /// The server went away. The process may well run on: attach again.
+    #[error("the server let go of the process")]
+    Detached,
+    /// The connection broke.
+    #[error("the connection to the process broke")]
+    Connection(#[source] io::Error),
+    /// The server could not find out.
+    #[error("the worker could not wait for the process: {0}")]
+    Failed(String),
+    /// What came is not what such a server sends.
+    #[error("not what a Garden server sends: {0}")]
+    Protocol(String),
+}
+
+/// Why nothing was sent to a process.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// The process is no longer attached to.
+    #[error("the process is no longer attached to")]
+    Detached,
+    /// Nothing can be sent once stdin is closed, not even a signal.
+    #[error("its stdin is closed")]
+    StdinClosed,
+    /// The connection broke, perhaps because the process ended.
+    #[error("the connection to the process broke")]
+    Connection(#[from] io::Error),
+}
+
+#[derive(Deserialize)]
+struct First {
+    process_id: String,
+    stream_id: String,
+}
+
+#[derive(Deserialize)]
+struct Message {
+    #[serde(default)]
+    exit_status: Option<i32>,
+    #[serde(default)]
+    error: Option<String>,
+}
+
+impl Process {
+    /// Reads the first message on `main`, then has both outputs opened.
+    pub(super) async fn open<Opening>(
+        main: TcpStream,
+        beyond: BytesMut,
+        outputs: impl FnOnce(String, String) -> Opening,
+    ) -> Result<Self, Error>
+    where
+        Opening: Future<Output = Result<[(TcpStream, BytesMut); 2], Error>>,
+    {
+        let (mut main, half) = main.into_split();
+        let sending = Sending { half, pending: BytesMut::new(), stdin_closed: false };
+        let mut values = Values::new(beyond);
+        let First { process_id: id, stream_id } =
+            values.next(&mut main).await.map_err(|error| match error {
+                NextError::Ended => Error::broken(io::ErrorKind::UnexpectedEof.into()),
+                NextError::Broken(error) => Error::broken(error),
+                NextError::Malformed(error) => Error::Protocol(error),
+            })?;
+
+        let both_ended = [CancellationToken::new(), CancellationToken::new()];
+        let [stdout, stderr] = outputs(id.clone(), stream_id.clone()).await?;
+        let output = |(stream, beyond), ended: &CancellationToken| {
+            Some(Output { stream, beyond, reading: Some(ended.clone().drop_guard()) })
+        };
+        Ok(Self {
+            id,
+            stream_id,
+            stdout: output(stdout, &both_ended[0]),
+            stderr: output(stderr, &both_ended[1]),
+            both_ended,
+            main,
+            values,
+            sending: Arc::new(Mutex::new(sending)),
+            outcome: None,
+        })
+    }
+
+    /// What sends to the process. It does not keep the attachment.
+    pub fn control(&self) -> Control {
+        Control { process: self.id.clone(), sending: Arc::downgrade(&self.sending) }
+    }
+
+    /// Waits for the end of the process, and then for the end of its output: whoever took a stream has to read it to its end, or to drop it.
+    ///
+    /// Cancel safe.
+    pub async fn wait(&mut self) -> Result<Exit, WaitError> {
+        let Self { stdout, stderr, main, values, outcome, both_ended, .. } = self;
+        let mut untaken = std::pin::pin!(async {
+            tokio::join!(discard(stdout), discard(stderr));
+        });
+        if outcome.is_none() {
+            let mut discarded = false;
+            let mut outcome_of = std::pin::pin!(read_outcome(main, values));
+            *outcome = Some(loop {
+                tokio::select! {
+                    read = &mut outcome_of => break read?,
+                    () = &mut untaken, if !discarded => discarded = true,
+                }
+            });
+            if !discarded {
+                untaken.await;
+            }
+        } else {
+            untaken.await;
+        }
+        for ended in both_ended {
+            ended.cancelled().await;
+        }
+        match outcome.clone() {
+            Some(Ok(exit)) => Ok(exit),
+            Some(Err(error)) => Err(WaitError::Failed(error)),
+            None => Err(WaitError::Detached),
+        }
+    }
+}
+
+async fn discard(output: &mut Option<Output>) {
+    if let Some(output) = output {
+        let mut thrown = vec![0; 16 << 10];
+        while output.read(&mut thrown).await.is_ok_and(|read| read > 0) {}
+    }
+}
+
+/// The message that ends a wait; others are passed over.
+async fn read_outcome(
+    main: &mut OwnedReadHalf,
+    values: &mut Values,
+) -> Result<Result<Exit, String>, WaitError> {
+    loop {
+        match values.next(main).await {
+            Ok(Message { error: Some(error), .. }) => return Ok(Err(error)),
+            Ok(Message { exit_status: Some(status), .. }) => return Ok(Ok(Exit { status })),
+            Ok(Message { .. }) => {}
+            Err(NextError::Ended) => return Err(WaitError::Detached),
+            Err(NextError::Broken(error)) => return Err(WaitError::Connection(error)),
+            Err(NextError::Malformed(error)) => return Err(WaitError::Protocol(error)),
+        }
+    }
+}
+
+/// What a process writes, until its end.
+#[derive(Debug)]
+pub struct Output {
+    stream: TcpStream,
+    beyond: BytesMut,
+    /// Until the end was read.
+    reading: Option<DropGuard>,
+}
+
+impl AsyncRead for Output {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if !this.beyond.is_empty() {
+            let length = buf.remaining().min(this.beyond.len());
+            buf.put_slice(&this.beyond[..length]);
+            this.beyond.advance(length);
+            return Poll::Ready(Ok(()));
+        }
+        let (before, room) = (buf.filled().len(), buf.remaining());
+        let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buf));
+        if read.is_err() || (room > 0 && buf.filled().len() == before) {
+            this.reading = None;
+        }
+        Poll::Ready(read)
+    }
+}
+
+#[derive(Debug)]
+struct Sending {
+    /// Dropping it shuts the sending side, so it goes with the attachment and not before: the process alone keeps it.
+    half: OwnedWriteHalf,
+    /// Messages that were begun. A message is never left half sent because somebody lost patience: the next call sends the rest first.
+    pending: BytesMut,
+    stdin_closed: bool,
+}
+
+impl Sending {
+    async fn flush(&mut self) -> io::Result<()> {
+        while !self.pending.is_empty() {
+            // Takes what it wrote out of the buffer.
+            self.half.write_buf(&mut self.pending).await?;
+        }
+        Ok(())
+    }
+
+    async fn send(&mut self, message: &serde_json::Value, closes: bool) -> Result<(), ControlError> {
+        // What a cancelled call left goes first, even the closing message.
+        self.flush().await?;
+        if self.stdin_closed {
+            return Err(ControlError::StdinClosed);
+        }
+        self.pending.extend_from_slice(message.to_string().as_bytes());
+        self.pending.extend_from_slice(b"\n");
+        self.stdin_closed = closes;
+        Ok(self.flush().await?)
+    }
+}
+
+/// Sends to a process.
+#[derive(Clone, Debug)]
+pub struct Control {
+    process: String,
+    sending: Weak<Mutex<Sending>>,
+}
+
+impl Control {
+    /// Writes `text` to stdin. Only text travels: a server turns every byte that is not UTF-8 into U+FFFD, so bytes have no place here.
+    ///
+    /// Cut short, it has sent a part of `text`, ended between two characters.
+    pub async fn write(&self, text: &str) -> Result<(), ControlError> {
+        let sending = self.sending.upgrade().ok_or(ControlError::Detached)?;
+        let mut sending = sending.lock().await;
+        let mut rest = text;
+        while !rest.is_empty() {
+            let (part, after) = rest.split_at(rest.floor_char_boundary(MOST_STDIN));
+            sending.send(&json!({"process_id": self.process, "source": 0, "data": part}), false).await?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Closes stdin. After that nothing can be sent, so whoever may have to signal or resize had better not.
+    pub async fn close_stdin(&self) -> Result<(), ControlError> {
+        self.send(json!({"process_id": self.process, "source": 0}), true).await
+    }
+
+    /// The terminal has another size.
+    pub async fn resize(&self, size: WindowSize) -> Result<(), ControlError> {
+        self.send(json!({"process_id": self.process, "tty": {"window_size": size}}), false).await
+    }
+
+    /// Signals the process. A containerd worker does nothing.
+    pub async fn signal(&self, signal: Signal) -> Result<(), ControlError> {
+        let signal = match signal {
+            Signal::Terminate => 0,
+            Signal::Kill => 1,
+        };
+        self.send(json!({"process_id": self.process, "signal": signal}), false).await
+    }
+
+    async fn send(&self, message: serde_json::Value, closes: bool) -> Result<(), ControlError> {
+        let sending = self.sending.upgrade().ok_or(ControlError::Detached)?;
+        sending.lock().await.send(&message, closes).await
+    }
+}

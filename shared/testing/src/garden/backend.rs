@@ -1,0 +1,343 @@
+//! Containers, and how the three backends differ about them.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::process::{Attachment, Process, Start};
+use super::{Manner, State, lock};
+
+/// As a worker has it by default.
+const MOST_CONTAINERS: usize = 250;
+
+/// What a handler fails with, as it stands on the wire.
+#[derive(serde::Serialize)]
+#[serde(rename_all = "PascalCase")]
+pub(super) struct Failure {
+    #[serde(skip)]
+    pub status: u16,
+    r#type: &'static str,
+    message: String,
+    handle: String,
+    #[serde(rename = "ProcessID")]
+    process_id: String,
+    binary: String,
+}
+
+impl Failure {
+    pub(super) fn plain(message: impl Into<String>) -> Self {
+        let (handle, process_id, binary) = Default::default();
+        Self { status: 500, r#type: "", message: message.into(), handle, process_id, binary }
+    }
+
+    fn no_process(id: &str) -> Self {
+        let plain = Self::plain(format!("unknown process: {id}"));
+        Self { status: 404, r#type: "ProcessNotFoundError", process_id: id.to_owned(), ..plain }
+    }
+
+    fn no_program(message: String) -> Self {
+        Self { r#type: "ExecutableNotFoundError", ..Self::plain(message) }
+    }
+}
+
+pub(super) struct Container {
+    pub handle: String,
+    pub properties: Mutex<BTreeMap<String, String>>,
+    pub limits: Value,
+    env: Vec<String>,
+    has_rootfs: bool,
+    directory: PathBuf,
+    processes: Mutex<BTreeMap<String, Arc<Process>>>,
+    exits: Mutex<BTreeMap<String, i32>>,
+    last_exit: Mutex<Option<i32>>,
+    grace: Mutex<Duration>,
+    calls: AtomicUsize,
+    idle_since: Mutex<Instant>,
+}
+
+/// A call that names a container: its grace time starts anew at the end.
+pub(super) struct Call(Arc<Container>);
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        *lock(&self.0.idle_since) = Instant::now();
+        self.0.calls.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+pub(super) fn strings(value: &Value) -> Vec<String> {
+    let items = value.as_array().into_iter().flatten();
+    items.filter_map(|item| item.as_str().map(str::to_owned)).collect()
+}
+
+impl Container {
+    pub(super) fn call(self: &Arc<Self>) -> Call {
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        Call(Arc::clone(self))
+    }
+
+    pub(super) fn kill(&self, signal: Signal) {
+        for process in lock(&self.processes).values().filter(|process| lock(&process.exit).is_none()) {
+            process.kill(signal);
+        }
+    }
+
+    fn is_still(&self, within: Duration) -> bool {
+        let until = Instant::now() + within;
+        while !lock(&self.processes).is_empty() {
+            if Instant::now() > until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(3));
+        }
+        true
+    }
+
+    pub(super) fn stop(&self, kill: bool, patience: Duration) -> Result<(), Failure> {
+        if !kill {
+            self.kill(Signal::TERM);
+            if self.is_still(patience) {
+                return Ok(());
+            }
+        }
+        self.kill(Signal::KILL);
+        if self.is_still(patience) { Ok(()) } else { Err(Failure::plain("stop: grace period timeout")) }
+    }
+
+    fn ended(&self, process: &Process, exit: i32, manner: Manner) {
+        lock(&self.exits).insert(process.id.clone(), exit);
+        *lock(&self.last_exit) = Some(exit);
+        if manner == Manner::Containerd {
+            lock(&self.properties).insert("garden.process-exit-status".to_owned(), exit.to_string());
+        }
+        lock(&self.processes).remove(&process.id);
+    }
+
+    /// Starts what `spec` says.
+    pub(super) fn run(
+        self: &Arc<Self>,
+        state: &Arc<State>,
+        spec: &Value,
+        attachment: Arc<Attachment>,
+    ) -> Result<Arc<Process>, Failure> {
+        let text = |name: &str| spec[name].as_str().unwrap_or_default().to_owned();
+        let mut id = text("id");
+        if id.is_empty() {
+            id = format!("made-up-{}", state.next.fetch_add(1, Ordering::SeqCst));
+        }
+        let user = text("user");
+        if state.manner != Manner::Houdini && !is_user(&user) {
+            return Err(Failure::plain(format!(
+                "lookup user: unable to find user {user}: no matching entries in passwd file"
+            )));
+        }
+        let mut processes = lock(&self.processes);
+        if processes.contains_key(&id) && state.manner != Manner::Houdini {
+            return Err(Failure::plain(match state.manner {
+                Manner::Containerd => format!("task exec: id {id}: already exists"),
+                _ => format!("process ID '{id}' already in use"),
+            }));
+        }
+        let mut env = vec!["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned()];
+        env.extend(self.env.iter().cloned());
+        if !user.is_empty() {
+            env.push(format!("USER={user}"));
+        }
+        env.extend(strings(&spec["env"]));
+        let program = self.program(&text("path"), &env, state.manner)?;
+        let dir = self.directory.join(text("dir").trim_start_matches('/'));
+        std::fs::create_dir_all(&dir).map_err(|error| Failure::plain(error.to_string()))?;
+        let side = |name| spec["tty"]["window_size"][name].as_u64().and_then(|side| u16::try_from(side).ok());
+        let start = Start {
+            id: id.clone(),
+            program: &program,
+            args: strings(&spec["args"]),
+            env,
+            dir: &dir,
+            terminal: spec["tty"]
+                .is_object()
+                .then(|| (side("columns").unwrap_or(80), side("rows").unwrap_or(24))),
+        };
+        let (container, manner) = (Arc::clone(self), state.manner);
+        let process = Process::start(start, manner, attachment, move |process, exit| {
+            container.ended(process, exit, manner)
+        });
+        let process = process.map_err(|error| Failure::plain(error.to_string()))?;
+        processes.insert(id, Arc::clone(&process));
+        Ok(process)
+    }
+
+    fn program(&self, path: &str, env: &[String], manner: Manner) -> Result<PathBuf, Failure> {
+        let found = if path.contains('/') {
+            Some(PathBuf::from(path)).filter(|path| path.is_file())
+        } else {
+            let search = env.iter().rev().find_map(|pair| pair.strip_prefix("PATH=")).unwrap_or_default();
+            search.split(':').map(|dir| Path::new(dir).join(path)).find(|path| path.is_file())
+        };
+        found.ok_or_else(|| match manner {
+            Manner::Containerd if path.contains('/') => Failure::plain(format!(
+                "OCI runtime exec failed: exec failed: unable to start container process: exec: \"{path}\": stat {path}: no such file or directory: unknown"
+            )),
+            Manner::Containerd => Failure::plain(format!(
+                "OCI runtime exec failed: exec failed: unable to start container process: exec: \"{path}\": executable file not found in $PATH: unknown"
+            )),
+            Manner::Houdini if path.contains('/') || !self.has_rootfs => {
+                Failure::plain(format!("fork/exec {path}: no such file or directory"))
+            }
+            Manner::Guardian | Manner::Houdini => Failure::no_program(format!("executable not found: {path}")),
+        })
+    }
+
+    /// What an attachment to `id` finds: a process, or how one ended.
+    pub(super) fn process(&self, id: &str, manner: Manner) -> Result<Result<Arc<Process>, i32>, Failure> {
+        let last_exit = *lock(&self.last_exit);
+        // Of whichever process ended last, whatever was asked for.
+        if let (Manner::Containerd, Some(exit)) = (manner, last_exit) {
+            return Ok(Err(exit));
+        }
+        if let Some(process) = lock(&self.processes).get(id) {
+            return Ok(Ok(Arc::clone(process)));
+        }
+        match (manner, lock(&self.exits).get(id)) {
+            (Manner::Guardian, Some(exit)) => Ok(Err(*exit)),
+            (Manner::Guardian, None) => Err(Failure::no_process(id)),
+            (Manner::Houdini, _) => Err(Failure::plain(format!("unknown process: {id}"))),
+            (Manner::Containerd, _) => Err(Failure::plain(format!(
+                "load proc: no running process found: process does not exist {id}: not found"
+            ))),
+        }
+    }
+
+    pub(super) fn set_grace(&self, grace: Duration) {
+        *lock(&self.grace) = grace;
+    }
+}
+
+fn is_user(user: &str) -> bool {
+    let name = user.split(':').next().unwrap_or_default();
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    name.is_empty()
+        || name.parse::<u32>().is_ok()
+        || users.lines().any(|line| line.split(':').next() == Some(name))
+}
+
+impl State {
+    pub(super) fn create(&self, spec: &Value) -> Result<String, Failure> {
+        let text = |name: &str| spec[name].as_str().unwrap_or_default().to_owned();
+        let (mut handle, rootfs) = (text("handle"), text("rootfs"));
+        if handle.is_empty() {
+            if self.manner == Manner::Containerd {
+                return Err(Failure::plain("handle must be specified"));
+            }
+            handle = format!("made-up-{}", self.next.fetch_add(1, Ordering::SeqCst));
+        }
+        if self.manner == Manner::Containerd && rootfs.is_empty() {
+            return Err(Failure::plain("new container spec: rootfs must not be empty"));
+        }
+        if !rootfs.is_empty() && !rootfs.starts_with("raw:///") {
+            return Err(Failure::plain(format!("unsupported rootfs: {rootfs}")));
+        }
+        let mut containers = lock(&self.containers);
+        if containers.contains_key(&handle) {
+            match self.manner {
+                Manner::Containerd => {
+                    return Err(Failure::plain(format!("container \"{handle}\": already exists")));
+                }
+                Manner::Guardian => return Err(Failure::plain(format!("Handle '{handle}' already in use"))),
+                Manner::Houdini => {}
+            }
+        }
+        if self.manner != Manner::Houdini && containers.len() >= MOST_CONTAINERS {
+            return Err(Failure::plain("max containers reached"));
+        }
+        let directory = self.directory.path().join(self.next.fetch_add(1, Ordering::SeqCst).to_string());
+        std::fs::create_dir(&directory).map_err(|error| Failure::plain(error.to_string()))?;
+        let properties = spec["properties"].as_object().into_iter().flatten();
+        let properties =
+            properties.map(|(key, value)| (key.clone(), value.as_str().unwrap_or_default().to_owned()));
+        let honoured = self.manner == Manner::Guardian;
+        let grace = spec["grace_time"].as_u64().filter(|_| honoured).unwrap_or(0);
+        let container = Container {
+            handle: handle.clone(),
+            properties: Mutex::new(properties.collect()),
+            limits: spec["limits"].clone(),
+            env: strings(&spec["env"]),
+            has_rootfs: !rootfs.is_empty(),
+            directory,
+            processes: Mutex::default(),
+            exits: Mutex::default(),
+            last_exit: Mutex::default(),
+            grace: Mutex::new(Duration::from_nanos(grace)),
+            calls: AtomicUsize::new(0),
+            idle_since: Mutex::new(Instant::now()),
+        };
+        containers.insert(handle.clone(), Arc::new(container));
+        Ok(handle)
+    }
+
+    pub(super) fn lookup(&self, handle: &str) -> Result<Arc<Container>, Failure> {
+        lock(&self.containers).get(handle).cloned().ok_or_else(|| self.no_container(handle))
+    }
+
+    fn no_container(&self, handle: &str) -> Failure {
+        if self.manner == Manner::Containerd {
+            let message =
+                format!("get container: container \"{handle}\" in namespace \"concourse\": not found");
+            return Failure::plain(message);
+        }
+        let plain = Failure::plain(format!("unknown handle: {handle}"));
+        Failure { status: 404, r#type: "ContainerNotFoundError", handle: handle.to_owned(), ..plain }
+    }
+
+    pub(super) fn destroy(&self, handle: &str) -> Result<(), Failure> {
+        let container = self.lookup(handle)?;
+        if !lock(&self.being_destroyed).insert(handle.to_owned()) {
+            return Err(Failure::plain("container already being destroyed"));
+        }
+        let stopped = container.stop(false, self.times.stop);
+        if stopped.is_ok() {
+            lock(&self.containers).remove(handle);
+            let _ = std::fs::remove_dir_all(&container.directory);
+        }
+        lock(&self.being_destroyed).remove(handle);
+        stopped
+    }
+
+    pub(super) fn list(&self, filter: &[(String, String)]) -> Result<Vec<String>, Failure> {
+        if self.manner == Manner::Containerd && filter.iter().any(|(_, value)| value.is_empty()) {
+            return Err(Failure::plain("list containers: property value must not be empty"));
+        }
+        let listed = |container: &Container| {
+            let properties = lock(&container.properties);
+            let mut matches = filter.iter().map(|(key, value)| properties.get(key) == Some(value));
+            match self.manner {
+                Manner::Containerd => filter.is_empty() || matches.any(|matches| matches),
+                Manner::Guardian | Manner::Houdini => matches.all(|matches| matches),
+            }
+        };
+        let containers = lock(&self.containers);
+        Ok(containers.values().filter(|container| listed(container)).map(|c| c.handle.clone()).collect())
+    }
+
+    /// Destroys what nobody has named for its grace time.
+    pub(super) fn reap(&self) {
+        while !self.stopping.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(10));
+            let expired = |container: &&Arc<Container>| {
+                let grace = *lock(&container.grace);
+                !grace.is_zero()
+                    && container.calls.load(Ordering::SeqCst) == 0
+                    && lock(&container.idle_since).elapsed() > grace
+            };
+            let expired: Vec<_> = lock(&self.containers).values().filter(expired).cloned().collect();
+            for container in expired {
+                let _ = self.destroy(&container.handle);
+            }
+        }
+    }
+}

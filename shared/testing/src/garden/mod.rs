@@ -1,0 +1,202 @@
+//! A Garden server, as a Concourse worker has it, on a port of its own.
+//!
+//! It speaks the bytes of the real one, and fails in the words of the backend whose [`Manner`] it has. Its containers are directories and
+//! their processes run on this machine, unconfined and as the test's user. What only guardian implements for real (files, networks, metrics)
+//! is refused, or answered with zeros.
+//!
+//! [`Server::inject`] and [`Server::break_attachments`] make it fail.
+
+mod attach;
+mod backend;
+mod http;
+mod process;
+mod routes;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Duration;
+
+use backend::Container;
+use process::Attachment;
+
+/// Which backend it behaves like, where they differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Manner {
+    /// Concourse's default.
+    Containerd,
+    /// The oldest.
+    Guardian,
+    /// The one without isolation.
+    Houdini,
+}
+
+/// What goes wrong with a request.
+#[derive(Clone, Debug)]
+pub enum Fault {
+    /// The connection is closed in place of an answer.
+    Drop,
+    /// The connection is reset in place of an answer.
+    Reset,
+    /// The request is carried out, and the connection closed in place of an answer.
+    LoseAnswer,
+    /// The request is carried out later.
+    Delay(Duration),
+    /// The answer is this error, with no type.
+    Answer(String),
+    /// The request is carried out, and the answer is this error, with no type: a container that was created and could not be started.
+    FailAfter(String),
+    /// The answer comes byte for byte.
+    Dribble,
+}
+
+/// What happens to the main connection of an attachment.
+#[derive(Clone, Copy, Debug)]
+pub enum Break {
+    /// It ends without an exit, as when the server goes.
+    End,
+    /// It is reset.
+    Reset,
+    /// It ends with this error in place of an exit.
+    Fail(&'static str),
+}
+
+/// The times of a real server, or a test's.
+#[derive(Clone, Debug)]
+pub struct Times {
+    /// From SIGTERM to SIGKILL, and from there until a stop is given up.
+    pub stop: Duration,
+    /// How long a stream can be fetched after its end.
+    pub stream_validity: Duration,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        Self { stop: Duration::from_secs(10), stream_validity: Duration::from_mins(1) }
+    }
+}
+
+struct State {
+    manner: Manner,
+    times: Times,
+    directory: tempfile::TempDir,
+    containers: Mutex<BTreeMap<String, Arc<Container>>>,
+    being_destroyed: Mutex<BTreeSet<String>>,
+    streams: Mutex<BTreeMap<u64, Arc<Attachment>>>,
+    next: AtomicU64,
+    faults: Mutex<Vec<(String, Fault)>>,
+    requests: Mutex<Vec<String>>,
+    sockets: Mutex<Vec<Weak<TcpStream>>>,
+    stopping: AtomicBool,
+}
+
+/// A thread that panicked has failed its test already.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// A running server. Dropping it ends its processes, and closes its connections as a shutdown does.
+pub struct Server {
+    address: SocketAddr,
+    state: Arc<State>,
+    threads: Vec<std::thread::JoinHandle<()>>,
+}
+
+impl Server {
+    /// Starts one that takes its time as a real one does.
+    pub fn start(manner: Manner) -> Self {
+        Self::with_times(manner, Times::default())
+    }
+
+    /// Starts one with other times.
+    pub fn with_times(manner: Manner, times: Times) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let state = Arc::new(State {
+            manner,
+            times,
+            directory: tempfile::tempdir().expect("a directory"),
+            containers: Mutex::default(),
+            being_destroyed: Mutex::default(),
+            streams: Mutex::default(),
+            next: AtomicU64::new(1),
+            faults: Mutex::default(),
+            requests: Mutex::default(),
+            sockets: Mutex::default(),
+            stopping: AtomicBool::new(false),
+        });
+        let (accepting, reaping) = (Arc::clone(&state), Arc::clone(&state));
+        let threads = vec![
+            std::thread::spawn(move || accept(&listener, &accepting)),
+            std::thread::spawn(move || reaping.reap()),
+        ];
+        Self { address, state, threads }
+    }
+
+    /// Where it listens, as a host and a port.
+    pub fn address(&self) -> String {
+        self.address.to_string()
+    }
+
+    /// Has the next request fail whose method and target contain `pattern`. A request takes one fault at a time, in order.
+    pub fn inject(&self, pattern: &str, fault: Fault) {
+        lock(&self.state.faults).push((pattern.to_owned(), fault));
+    }
+
+    /// Breaks the main connection of everyone attached to anything.
+    pub fn break_attachments(&self, how: Break) {
+        for attachment in lock(&self.state.streams).values() {
+            *lock(&attachment.broken) = Some(how);
+        }
+    }
+
+    /// Methods and targets of the requests so far.
+    pub fn requests(&self) -> Vec<String> {
+        lock(&self.state.requests).clone()
+    }
+
+    /// Handles of the containers that there are.
+    pub fn handles(&self) -> Vec<String> {
+        lock(&self.state.containers).keys().cloned().collect()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.state.stopping.store(true, Ordering::SeqCst);
+        let containers: Vec<_> = lock(&self.state.containers).values().cloned().collect();
+        for container in containers {
+            container.kill(rustix::process::Signal::KILL);
+        }
+        for attachment in lock(&self.state.streams).values() {
+            attachment.close();
+        }
+        // Wakes the one that accepts.
+        let _ = TcpStream::connect(self.address);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+        for socket in lock(&self.state.sockets).iter().filter_map(Weak::upgrade) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn accept(listener: &TcpListener, state: &Arc<State>) {
+    for socket in listener.incoming() {
+        if state.stopping.load(Ordering::SeqCst) {
+            return;
+        }
+        let Ok(socket) = socket else { continue };
+        let _ = socket.set_nodelay(true);
+        let socket = Arc::new(socket);
+        {
+            let mut sockets = lock(&state.sockets);
+            sockets.retain(|socket| socket.strong_count() > 0);
+            sockets.push(Arc::downgrade(&socket));
+        }
+        let state = Arc::clone(state);
+        std::thread::spawn(move || routes::serve(&state, http::Connection::new(socket)));
+    }
+}

@@ -1,0 +1,295 @@
+//! Local processes in place of a container's, and the attachments to them.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::{Break, Manner, lock};
+
+/// Writes that a stream holds. What comes after them is dropped.
+const QUEUE: usize = 4000;
+
+/// What was written and not yet fetched.
+#[derive(Default)]
+pub(super) struct Queue {
+    state: Mutex<(VecDeque<Vec<u8>>, bool)>,
+    changed: Condvar,
+}
+
+impl Queue {
+    fn push(&self, write: &[u8]) {
+        let mut state = lock(&self.state);
+        if state.0.len() < QUEUE && !state.1 {
+            state.0.push_back(write.to_vec());
+            self.changed.notify_all();
+        }
+    }
+
+    fn close(&self) {
+        lock(&self.state).1 = true;
+        self.changed.notify_all();
+    }
+
+    /// The oldest write: whoever comes first gets it. None at the end.
+    pub(super) fn pop(&self) -> Option<Vec<u8>> {
+        let state = lock(&self.state);
+        let waiting = |state: &mut (VecDeque<_>, bool)| state.0.is_empty() && !state.1;
+        let mut state =
+            self.changed.wait_while(state, waiting).unwrap_or_else(|poisoned| poisoned.into_inner());
+        state.0.pop_front()
+    }
+}
+
+/// Of one Run or Attach.
+#[derive(Default)]
+pub(super) struct Attachment {
+    pub stdout: Queue,
+    pub stderr: Queue,
+    pub client_gone: AtomicBool,
+    pub broken: Mutex<Option<Break>>,
+    closed: Mutex<Option<Instant>>,
+}
+
+impl Attachment {
+    pub(super) fn close(&self) {
+        self.stdout.close();
+        self.stderr.close();
+        lock(&self.closed).get_or_insert_with(Instant::now);
+    }
+
+    pub(super) fn is_valid(&self, validity: Duration) -> bool {
+        lock(&self.closed).is_none_or(|closed| closed.elapsed() < validity)
+    }
+}
+
+pub(super) struct Process {
+    pub id: String,
+    manner: Manner,
+    group: Pid,
+    terminal: Option<OwnedFd>,
+    stdin: Mutex<Option<File>>,
+    attachments: Mutex<Vec<Arc<Attachment>>>,
+    attached: Condvar,
+    ended: AtomicBool,
+    pub exit: Mutex<Option<i32>>,
+}
+
+pub(super) struct Start<'a> {
+    pub id: String,
+    pub program: &'a Path,
+    pub args: Vec<String>,
+    pub env: Vec<String>,
+    pub dir: &'a Path,
+    pub terminal: Option<(u16, u16)>,
+}
+
+fn terminal((columns, rows): (u16, u16)) -> io::Result<(OwnedFd, OwnedFd)> {
+    let (mut ours, mut theirs) = (-1, -1);
+    let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: the descriptors and the size outlive the call; name and settings may be null.
+    let opened =
+        unsafe { libc::openpty(&mut ours, &mut theirs, std::ptr::null_mut(), std::ptr::null(), &size) };
+    if opened != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: both were opened just now, and nobody else has them.
+    let (ours, theirs) = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
+    // Otherwise a program started at the same time would keep the terminal open.
+    rustix::io::fcntl_setfd(&ours, rustix::io::FdFlags::CLOEXEC)?;
+    rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::CLOEXEC)?;
+    Ok((ours, theirs))
+}
+
+impl Process {
+    /// Starts it attached to `first`, and calls `when_ended` after its end.
+    pub(super) fn start(
+        start: Start<'_>,
+        manner: Manner,
+        first: Arc<Attachment>,
+        when_ended: impl FnOnce(&Process, i32) + Send + 'static,
+    ) -> io::Result<Arc<Self>> {
+        let mut command = Command::new(start.program);
+        command.args(start.args).current_dir(start.dir);
+        if manner != Manner::Houdini {
+            command.env_clear();
+        }
+        command.envs(start.env.iter().filter_map(|pair| pair.split_once('=')));
+        let (child, stdin, terminal, outputs) = match start.terminal {
+            Some(size) => {
+                let (ours, theirs) = terminal(size)?;
+                let end = || theirs.try_clone().map(Stdio::from);
+                command.stdin(end()?).stdout(end()?).stderr(end()?);
+                // SAFETY: both calls are allowed between fork and exec.
+                unsafe {
+                    command.pre_exec(|| {
+                        if libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+                            return Err(io::Error::last_os_error());
+                        }
+                        Ok(())
+                    })
+                };
+                let child = command.spawn()?;
+                drop(command);
+                let stdin = File::from(ours.try_clone()?);
+                let output = File::from(ours.try_clone()?);
+                (child, stdin, Some(ours), vec![(output, false)])
+            }
+            None => {
+                command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+                let mut child = command.spawn()?;
+                let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+                let (Some(stdin), Some(stdout), Some(stderr)) = pipes else {
+                    return Err(io::Error::other("no pipes"));
+                };
+                let outputs = [(OwnedFd::from(stdout), false), (OwnedFd::from(stderr), true)];
+                let outputs =
+                    outputs.into_iter().map(|(end, is_stderr)| (File::from(end), is_stderr)).collect();
+                (child, File::from(OwnedFd::from(stdin)), None, outputs)
+            }
+        };
+        let group = Pid::from_child(&child);
+        let process = Arc::new(Self {
+            id: start.id,
+            manner,
+            group,
+            terminal,
+            stdin: Mutex::new(Some(stdin)),
+            attachments: Mutex::new(vec![first]),
+            attached: Condvar::new(),
+            ended: AtomicBool::new(false),
+            exit: Mutex::new(None),
+        });
+        let pumps: Vec<_> = outputs
+            .into_iter()
+            .map(|(output, is_stderr)| {
+                let process = Arc::clone(&process);
+                std::thread::spawn(move || process.pump(output, is_stderr))
+            })
+            .collect();
+        let waited = Arc::clone(&process);
+        std::thread::spawn(move || waited.wait(child, pumps, when_ended));
+        Ok(process)
+    }
+
+    fn wait(
+        &self,
+        mut child: Child,
+        pumps: Vec<std::thread::JoinHandle<()>>,
+        when_ended: impl FnOnce(&Process, i32),
+    ) {
+        let status = child.wait().expect("a child can be waited for");
+        let exit = status.code().unwrap_or_else(|| match self.manner {
+            Manner::Houdini => -1,
+            Manner::Containerd | Manner::Guardian => 128 + status.signal().unwrap_or(0),
+        });
+        self.ended.store(true, Ordering::SeqCst);
+        {
+            let _attachments = lock(&self.attachments);
+            self.attached.notify_all();
+        }
+        // houdini does not wait for its own copying.
+        if self.manner != Manner::Houdini {
+            for pump in pumps {
+                pump.join().expect("a pump does not panic");
+            }
+        }
+        when_ended(self, exit);
+        *lock(&self.exit) = Some(exit);
+    }
+
+    /// Copies output to whoever is attached. While nobody is, it stays in the pipe.
+    fn pump(&self, mut output: File, is_stderr: bool) {
+        let mut part = vec![0; 32 << 10];
+        loop {
+            if self.manner != Manner::Houdini {
+                let attachments = lock(&self.attachments);
+                let waiting =
+                    |attachments: &mut Vec<_>| attachments.is_empty() && !self.ended.load(Ordering::SeqCst);
+                let _attached = self.attached.wait_while(attachments, waiting);
+            }
+            match output.read(&mut part) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // A terminal whose other end is closed is an error.
+                Ok(0) | Err(_) => return,
+                Ok(read) => {
+                    for attachment in &*lock(&self.attachments) {
+                        let queue = if is_stderr { &attachment.stderr } else { &attachment.stdout };
+                        queue.push(&part[..read]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// houdini gives everyone a copy; elsewhere the newest takes the output over.
+    pub(super) fn attach(&self, attachment: Arc<Attachment>) {
+        let mut attachments = lock(&self.attachments);
+        if self.manner != Manner::Houdini {
+            attachments.clear();
+        }
+        attachments.push(attachment);
+        self.attached.notify_all();
+    }
+
+    /// The main connection of `attachment` has ended.
+    pub(super) fn detach(&self, attachment: &Arc<Attachment>) {
+        lock(&self.attachments).retain(|other| !Arc::ptr_eq(other, attachment));
+        if self.manner == Manner::Containerd && self.terminal.is_none() {
+            self.close_stdin();
+        }
+    }
+
+    pub(super) fn write_stdin(&self, text: &[u8]) {
+        // Not under the lock: a process that does not read blocks the write, and must not block its end.
+        let stdin = lock(&self.stdin).as_ref().and_then(|stdin| stdin.try_clone().ok());
+        if let Some(mut stdin) = stdin {
+            let _ = stdin.write_all(text);
+        }
+    }
+
+    pub(super) fn close_stdin(&self) {
+        if let Some(mut stdin) = lock(&self.stdin).take()
+            && self.terminal.is_some()
+        {
+            // A terminal is not closed: its user types the end of input.
+            let _ = stdin.write_all(&[4]);
+        }
+    }
+
+    pub(super) fn resize(&self, columns: u16, rows: u16) {
+        if let Some(terminal) = &self.terminal {
+            let size = rustix::termios::Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+            let _ = rustix::termios::tcsetwinsize(terminal, size);
+        }
+    }
+
+    pub(super) fn kill(&self, signal: Signal) {
+        let _ = kill_process_group(self.group, signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_holds_4000_writes_and_drops_what_is_newer() {
+        let queue = Queue::default();
+        for write in 0..6000_u32 {
+            queue.push(&write.to_be_bytes());
+        }
+        queue.close();
+        let fetched: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
+        let oldest: Vec<_> = (0..4000_u32).map(|write| write.to_be_bytes().to_vec()).collect();
+        assert!(fetched == oldest, "{} writes", fetched.len());
+    }
+}
