@@ -1,0 +1,232 @@
+//! What an archive says, path by path, until it makes a manifest.
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
+
+use super::members::{Member, What, malformed};
+use super::read::ArchiveError;
+use crate::manifest::{
+    Entry, EntryKind, Extent, InvalidManifest, Limits, Manifest, ManifestBuilder, as_path, compare_paths,
+    may_travel, split,
+};
+
+/// A path, in canonical order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Key(Vec<u8>);
+
+impl Ord for Key {
+    fn cmp(&self, other: &Self) -> Ordering {
+        compare_paths(&self.0, &other.0)
+    }
+}
+
+impl PartialOrd for Key {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// What stands at a path.
+#[derive(Debug, Clone)]
+enum Node {
+    /// One of the things, which may stand at other paths, too.
+    Thing(usize),
+    /// A hard link to a path where nothing has stood yet.
+    Link(Vec<u8>),
+}
+
+/// A tree that grows.
+#[derive(Debug)]
+pub(super) struct Tree {
+    limits: Limits,
+    nodes: BTreeMap<Key, Node>,
+    /// Everything that stood somewhere: entries without paths.
+    things: Vec<Entry>,
+    /// How many paths were taken in, and about how much they and what stands there takes. What was replaced counts.
+    paths: u64,
+    bytes: u64,
+}
+
+impl Tree {
+    pub(super) fn new(limits: Limits) -> Self {
+        Self { limits, nodes: BTreeMap::new(), things: Vec::new(), paths: 0, bytes: 0 }
+    }
+
+    /// Counts what is about to be kept.
+    pub(super) fn count(&mut self, bytes: usize) -> Result<(), ArchiveError> {
+        self.bytes += bytes as u64;
+        if self.bytes > self.limits.encoded_bytes {
+            return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes).into());
+        }
+        Ok(())
+    }
+
+    /// Takes in a member; `extents` are those of a file.
+    pub(super) fn add(&mut self, member: Member, extents: Vec<Extent>) -> Result<(), ArchiveError> {
+        let Member { path, mode, uid, gid, mtime, mut xattrs, what } = member;
+        let kind = match what {
+            What::HardLink(to) => return self.link(path, to),
+            What::Directory => EntryKind::Directory,
+            What::File { size_bytes } => EntryKind::File { size_bytes, extents },
+            What::Symlink(target) => EntryKind::Symlink { target },
+            What::Fifo => EntryKind::Fifo,
+            What::Device { kind, major, minor } => EntryKind::Device { kind, major, minor },
+        };
+        let is_file = matches!(kind, EntryKind::File { .. });
+        xattrs.retain(|xattr| (is_file || kind == EntryKind::Directory) && may_travel(&xattr.name, is_file));
+        xattrs.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        let mode = if matches!(kind, EntryKind::Symlink { .. }) { 0 } else { mode };
+        let (mtime_seconds, mtime_nanos) = mtime;
+        let thing = Entry { path: Vec::new(), mode, uid, gid, mtime_seconds, mtime_nanos, xattrs, kind };
+        if let Err(fault) = thing.check() {
+            return Err(InvalidManifest::Entry { path: as_path(&path).to_owned(), fault }.into());
+        }
+        let target_bytes = if let EntryKind::Symlink { target } = &thing.kind { target.len() } else { 0 };
+        let xattr_bytes: usize = thing.xattrs.iter().map(|xattr| xattr.name.len() + xattr.value.len()).sum();
+        self.count(target_bytes + xattr_bytes)?;
+        self.things.push(thing);
+        self.place(path, Node::Thing(self.things.len() - 1))
+    }
+
+    fn link(&mut self, path: Vec<u8>, to: Vec<u8>) -> Result<(), ArchiveError> {
+        let node = match self.nodes.get(&Key(to.clone())) {
+            Some(Node::Thing(thing)) if self.things[*thing].is_directory() => {
+                return Err(malformed(&path, "it is a hard link to a directory"));
+            }
+            Some(node) => node.clone(),
+            None => Node::Link(to),
+        };
+        if let Node::Link(to) = &node {
+            self.count(to.len())?;
+        }
+        self.place(path, node)
+    }
+
+    /// Puts something at a path, in place of what stands there.
+    fn place(&mut self, path: Vec<u8>, node: Node) -> Result<(), ArchiveError> {
+        if !path.is_empty() {
+            self.enter(split(&path).0)?;
+        }
+        self.count(path.len())?;
+        self.paths += 1;
+        if self.paths > self.limits.entries {
+            return Err(InvalidManifest::TooManyEntries(self.limits.entries).into());
+        }
+        let key = Key(path);
+        if !self.is_directory(&node) {
+            let after = (Bound::Excluded(&key), Bound::Unbounded);
+            let next = self.nodes.range::<Key, _>(after).next();
+            let is_inside = |inside: &Key| {
+                inside
+                    .0
+                    .strip_prefix(&key.0[..])
+                    .is_some_and(|rest| key.0.is_empty() || rest.starts_with(b"/"))
+            };
+            if key.0.is_empty() || next.is_some_and(|(next, _)| is_inside(next)) {
+                return Err(malformed(&key.0, "it takes the place of a directory that holds something"));
+            }
+        }
+        self.nodes.insert(key, node);
+        Ok(())
+    }
+
+    /// Makes sure that a path is one of a directory.
+    fn enter(&mut self, path: &[u8]) -> Result<(), ArchiveError> {
+        let mut missing = Vec::new();
+        let mut at = path;
+        loop {
+            match self.nodes.get(&Key(at.to_vec())) {
+                Some(node) if self.is_directory(node) => break,
+                Some(_) => return Err(malformed(at, "it is no directory, but holds something")),
+                None => missing.push(at),
+            }
+            if at.is_empty() {
+                break;
+            }
+            at = split(at).0;
+        }
+        for path in missing.into_iter().rev() {
+            self.make(path)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a directory of which the archive has not said anything yet.
+    fn make(&mut self, path: &[u8]) -> Result<(), ArchiveError> {
+        self.things.push(Entry {
+            path: Vec::new(),
+            mode: 0o755,
+            uid: 0,
+            gid: 0,
+            mtime_seconds: 0,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind: EntryKind::Directory,
+        });
+        self.count(path.len())?;
+        self.paths += 1;
+        if self.paths > self.limits.entries {
+            return Err(InvalidManifest::TooManyEntries(self.limits.entries).into());
+        }
+        self.nodes.insert(Key(path.to_vec()), Node::Thing(self.things.len() - 1));
+        Ok(())
+    }
+
+    fn is_directory(&self, node: &Node) -> bool {
+        matches!(node, Node::Thing(thing) if self.things[*thing].is_directory())
+    }
+
+    /// What a link leads to, perhaps through others.
+    fn resolve(&self, path: &Key, node: &Node) -> Result<usize, ArchiveError> {
+        let mut node = node;
+        // A chain that is longer than there are links goes round in circles; nobody makes chains this long.
+        for _ in 0..64 {
+            match node {
+                Node::Thing(thing) if self.things[*thing].is_directory() && !self.stands_at(path, *thing) => {
+                    return Err(malformed(&path.0, "it is a hard link to a directory"));
+                }
+                Node::Thing(thing) => return Ok(*thing),
+                Node::Link(to) => match self.nodes.get(&Key(to.clone())) {
+                    Some(next) => node = next,
+                    None => return Err(malformed(&path.0, "it is a hard link to something that is missing")),
+                },
+            }
+        }
+        Err(malformed(&path.0, "it is a hard link to itself"))
+    }
+
+    fn stands_at(&self, path: &Key, thing: usize) -> bool {
+        matches!(self.nodes.get(path), Some(Node::Thing(there)) if *there == thing)
+    }
+
+    pub(super) fn finish(mut self) -> Result<Manifest, ArchiveError> {
+        self.enter(b"")?;
+        let mut builder = ManifestBuilder::new(self.limits);
+        // The path at which each file stands first.
+        let mut first: HashMap<usize, Vec<u8>> = HashMap::new();
+        for (path, node) in &self.nodes {
+            let thing = self.resolve(path, node)?;
+            let mut entry = match first.get(&thing) {
+                Some(to) => Entry {
+                    path: Vec::new(),
+                    mode: 0,
+                    uid: 0,
+                    gid: 0,
+                    mtime_seconds: 0,
+                    mtime_nanos: 0,
+                    xattrs: Vec::new(),
+                    kind: EntryKind::HardLink { to: to.clone() },
+                },
+                None => self.things[thing].clone(),
+            };
+            entry.path.clone_from(&path.0);
+            // Of other things than files, manifests know no links: each is one of its own.
+            if matches!(entry.kind, EntryKind::File { .. }) {
+                first.insert(thing, path.0.clone());
+            }
+            builder.push(entry)?;
+        }
+        Ok(builder.finish()?)
+    }
+}
