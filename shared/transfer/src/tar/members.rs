@@ -1,6 +1,6 @@
 //! The members of an archive, one after the other, with their content.
 
-use std::io::{self, Read};
+use std::io::{self, BufReader, Read};
 use std::ops::Range;
 
 use super::header::{self, Block};
@@ -12,7 +12,10 @@ use crate::manifest::{DeviceKind, MAX_FILE_BYTES, MAX_PATH_BYTES, Xattr, as_path
 /// Most bytes of headers that belong to one entry: PAX records, long names.
 pub const MAX_EXTENSION_BYTES: usize = 4 << 20;
 /// Most regions of data between the holes of one file.
-pub const MAX_REGIONS: usize = 4 << 20;
+pub const MAX_REGIONS: usize = 1 << 20;
+
+/// How much is read at least, as there are many small headers.
+const BUFFER_BYTES: usize = 64 << 10;
 
 /// How much of what came last is kept, for saying what went wrong.
 const TAIL_BYTES: usize = 1024;
@@ -60,6 +63,7 @@ pub(super) struct Members<R> {
 
 impl<R: Read> Members<R> {
     pub(super) fn new(source: R) -> Self {
+        let source = BufReader::with_capacity(BUFFER_BYTES, source);
         let source = Source { source, offset: 0, tail: Vec::new() };
         Self { source, regions: Vec::new(), region: 0, at: 0 }
     }
@@ -336,7 +340,7 @@ impl Regions<'_> {
 /// Bytes as they come, counted.
 #[derive(Debug)]
 struct Source<R> {
-    source: R,
+    source: BufReader<R>,
     offset: u64,
     tail: Vec<u8>,
 }
@@ -398,7 +402,12 @@ impl<R: Read> Source<R> {
             return Err(self.truncated());
         }
         if !header::is_sealed(&block) {
-            return Err(ArchiveError::NoHeader { offset: at, text: printable(&block) });
+            let mut found = block.to_vec();
+            let mut more = [0; TAIL_BYTES];
+            let length = self.fill(&mut more)?;
+            found.extend_from_slice(&more[..length]);
+            let text = said(&found).unwrap_or_else(|| printable(&block));
+            return Err(ArchiveError::NoHeader { offset: at, text });
         }
         Ok(Some(block))
     }
@@ -442,9 +451,7 @@ impl<R: Read> Source<R> {
     }
 
     fn truncated(&self) -> ArchiveError {
-        // The server that sends it says why at the end.
-        let said = self.tail.windows(9).rposition(|bytes| bytes == b"{\"error\":");
-        let text = said.map(|at| printable(&self.tail[at..])).unwrap_or_default();
+        let text = said(&self.tail).unwrap_or_default();
         ArchiveError::Truncated { offset: self.offset, text }
     }
 
@@ -513,6 +520,13 @@ fn normal(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
 
 pub(super) fn malformed(path: &[u8], what: &'static str) -> ArchiveError {
     ArchiveError::Malformed { path: as_path(path).to_owned(), what }
+}
+
+/// What a server appends to an archive that it cannot finish.
+fn said(bytes: &[u8]) -> Option<String> {
+    const START: &[u8] = b"{\"error\":";
+    let at = bytes.windows(START.len()).rposition(|window| window == START)?;
+    Some(printable(&bytes[at..]))
 }
 
 /// The first of some bytes, for reading by people.

@@ -106,13 +106,12 @@ pub struct ArchivedExtent<'a> {
 
 /// Reads an archive, once.
 #[derive(Debug)]
-pub struct ArchiveReader<R> {
+pub struct ArchiveReader<R: Read> {
     members: Members<R>,
 }
 
 impl<R: Read> ArchiveReader<R> {
-    /// A reader of the archive that `source` yields, to its end. Reads are of up to 1 MiB, but headers are read alone: a
-    /// source for which calls are expensive should be buffered.
+    /// A reader of the archive that `source` yields, to its end.
     pub fn new(source: R) -> Self {
         Self { members: Members::new(source) }
     }

@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
+use std::mem;
 use std::ops::Bound;
 
 use super::members::{Member, What, malformed};
@@ -10,6 +11,9 @@ use crate::manifest::{
     Entry, EntryKind, Extent, InvalidManifest, Limits, Manifest, ManifestBuilder, as_path, compare_paths,
     may_travel, split,
 };
+
+/// Most links from one to the next that are followed.
+const MAX_CHAIN: usize = 64;
 
 /// A path, in canonical order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -154,16 +158,7 @@ impl Tree {
 
     /// Makes a directory of which the archive has not said anything yet.
     fn make(&mut self, path: &[u8]) -> Result<(), ArchiveError> {
-        self.things.push(Entry {
-            path: Vec::new(),
-            mode: 0o755,
-            uid: 0,
-            gid: 0,
-            mtime_seconds: 0,
-            mtime_nanos: 0,
-            xattrs: Vec::new(),
-            kind: EntryKind::Directory,
-        });
+        self.things.push(bare(EntryKind::Directory, 0o755));
         self.count(path.len())?;
         self.paths += 1;
         if self.paths > self.limits.entries {
@@ -177,56 +172,63 @@ impl Tree {
         matches!(node, Node::Thing(thing) if self.things[*thing].is_directory())
     }
 
-    /// What a link leads to, perhaps through others.
-    fn resolve(&self, path: &Key, node: &Node) -> Result<usize, ArchiveError> {
-        let mut node = node;
-        // A chain that is longer than there are links goes round in circles; nobody makes chains this long.
-        for _ in 0..64 {
-            match node {
-                Node::Thing(thing) if self.things[*thing].is_directory() && !self.stands_at(path, *thing) => {
-                    return Err(malformed(&path.0, "it is a hard link to a directory"));
-                }
-                Node::Thing(thing) => return Ok(*thing),
-                Node::Link(to) => match self.nodes.get(&Key(to.clone())) {
-                    Some(next) => node = next,
-                    None => return Err(malformed(&path.0, "it is a hard link to something that is missing")),
-                },
-            }
-        }
-        Err(malformed(&path.0, "it is a hard link to itself"))
-    }
-
-    fn stands_at(&self, path: &Key, thing: usize) -> bool {
-        matches!(self.nodes.get(path), Some(Node::Thing(there)) if *there == thing)
-    }
-
     pub(super) fn finish(mut self) -> Result<Manifest, ArchiveError> {
         self.enter(b"")?;
-        let mut builder = ManifestBuilder::new(self.limits);
+        let Self { limits, nodes, mut things, .. } = self;
+        let mut builder = ManifestBuilder::new(limits);
         // The path at which each file stands first.
-        let mut first: HashMap<usize, Vec<u8>> = HashMap::new();
-        for (path, node) in &self.nodes {
-            let thing = self.resolve(path, node)?;
-            let mut entry = match first.get(&thing) {
-                Some(to) => Entry {
-                    path: Vec::new(),
-                    mode: 0,
-                    uid: 0,
-                    gid: 0,
-                    mtime_seconds: 0,
-                    mtime_nanos: 0,
-                    xattrs: Vec::new(),
-                    kind: EntryKind::HardLink { to: to.clone() },
-                },
-                None => self.things[thing].clone(),
+        let mut first: HashMap<usize, &[u8]> = HashMap::new();
+        for (Key(path), node) in &nodes {
+            let thing = resolve(&nodes, path, node)?;
+            let is_link = matches!(node, Node::Link(_));
+            let thing_there = &mut things[thing];
+            let mut entry = match (&mut thing_there.kind, first.get(&thing)) {
+                (EntryKind::Directory, _) if is_link => {
+                    return Err(malformed(path, "it is a hard link to a directory"));
+                }
+                (EntryKind::File { .. }, Some(to)) => {
+                    Entry { kind: EntryKind::HardLink { to: to.to_vec() }, ..bare(EntryKind::Directory, 0) }
+                }
+                // Each file is needed once. Extents are most of what a tree of large files takes.
+                (EntryKind::File { size_bytes, extents }, None) => {
+                    first.insert(thing, path);
+                    let kind = EntryKind::File { size_bytes: *size_bytes, extents: mem::take(extents) };
+                    let xattrs = mem::take(&mut thing_there.xattrs);
+                    Entry { kind, xattrs, ..thing_there.clone() }
+                }
+                // Of other things than files, manifests know no links: each is one of its own.
+                _ => thing_there.clone(),
             };
-            entry.path.clone_from(&path.0);
-            // Of other things than files, manifests know no links: each is one of its own.
-            if matches!(entry.kind, EntryKind::File { .. }) {
-                first.insert(thing, path.0.clone());
-            }
+            entry.path.clone_from(path);
             builder.push(entry)?;
         }
         Ok(builder.finish()?)
     }
+}
+
+/// Something of which nothing is known but what it is.
+fn bare(kind: EntryKind, mode: u32) -> Entry {
+    let (path, xattrs) = (Vec::new(), Vec::new());
+    Entry { path, mode, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, xattrs, kind }
+}
+
+/// What a node leads to, perhaps through other links.
+fn resolve<'a>(
+    nodes: &'a BTreeMap<Key, Node>,
+    path: &[u8],
+    mut node: &'a Node,
+) -> Result<usize, ArchiveError> {
+    // Links to what was there already are none any more, so that a chain this long goes round in circles, or was made
+    // to be one.
+    for _ in 0..MAX_CHAIN {
+        match node {
+            Node::Thing(thing) => return Ok(*thing),
+            Node::Link(to) => {
+                let next = nodes.get(&Key(to.clone()));
+                node =
+                    next.ok_or_else(|| malformed(path, "it is a hard link to something that is missing"))?;
+            }
+        }
+    }
+    Err(malformed(path, "it is a hard link to itself"))
 }

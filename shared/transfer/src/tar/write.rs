@@ -42,7 +42,7 @@ pub enum ArchiveWriteError {
 /// Writes a tree as an archive.
 ///
 /// What is written while content is missing is of no use: only [`ArchiveWriter::finish`] writes the end by which a
-/// reader knows that it is whole.
+/// reader knows that it is whole. After [`ArchiveWriteError::Io`] it is of no use either.
 #[derive(Debug)]
 pub struct ArchiveWriter<W: Write> {
     manifest: Arc<Manifest>,
