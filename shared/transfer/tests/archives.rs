@@ -30,19 +30,16 @@ fn pack(root: &Path) -> Vec<u8> {
     writer.finish().unwrap()
 }
 
+const ATTRIBUTES: [&str; 2] = ["--xattrs", "--xattrs-include=*"];
+
 /// Has tar unpack an archive that comes through a pipe.
-fn tar_x(archive: &[u8], to: &Path) {
+fn tar_x(archive: &[u8], to: &Path, arguments: &[&str], locale: &str) {
     let mut tar = Command::new("tar")
-        .args([
-            "-x",
-            "-p",
-            "--numeric-owner",
-            "--xattrs",
-            "--xattrs-include=*",
-            "--warning=no-timestamp",
-            "-C",
-        ])
+        .args(["-x", "--numeric-owner", "-p", "--warning=no-timestamp"])
+        .args(arguments)
+        .arg("-C")
         .arg(to)
+        .env("LC_ALL", locale)
         .stdin(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -127,15 +124,26 @@ fn everything(root: &Path) {
 
 #[test]
 fn tar_makes_the_same_tree_of_an_archive_and_its_archive_is_the_same_tree() {
-    let (from, to) = (tempdir().unwrap(), tempdir().unwrap());
+    let from = tempdir().unwrap();
     everything(from.path());
     let manifest = manifest_of(from.path());
     let archive = pack(from.path());
-
-    tar_x(&archive, to.path());
-    assert_same(&manifest_of(to.path()), &manifest);
-    assert_same(&read(&tar_c(to.path(), &EVERYTHING)).unwrap(), &manifest);
     assert_same(&read(&archive).unwrap(), &manifest);
+
+    // Names are bytes, whichever letters they are to tar.
+    for locale in ["C", "C.UTF-8"] {
+        let to = tempdir().unwrap();
+        tar_x(&archive, to.path(), &ATTRIBUTES, locale);
+        assert_same(&manifest_of(to.path()), &manifest);
+        assert_same(&read(&tar_c(to.path(), &EVERYTHING)).unwrap(), &manifest);
+    }
+
+    // A tar that is not told of attributes leaves them out, and nothing else, without a word.
+    let to = tempdir().unwrap();
+    tar_x(&archive, to.path(), &[], "C");
+    let found = manifest_of(to.path());
+    let plain = manifest.entries().iter().map(|entry| Entry { xattrs: vec![], ..entry.clone() });
+    assert_same(&found, &Manifest::new(plain, Limits::default()).unwrap());
 }
 
 /// Compares entry by entry, since whole manifests are too long to look at.
@@ -157,7 +165,7 @@ proptest! {
         let manifest = manifest_of(from.path());
         let archive = pack(from.path());
         prop_assert_eq!(&read(&archive).unwrap(), &manifest);
-        tar_x(&archive, to.path());
+        tar_x(&archive, to.path(), &ATTRIBUTES, "C");
         prop_assert_eq!(&manifest_of(to.path()), &manifest);
         prop_assert_eq!(&read(&tar_c(to.path(), &EVERYTHING)).unwrap(), &manifest);
     }
@@ -358,4 +366,148 @@ fn extents_anywhere_come_back_as_whole_blocks_of_the_archive() {
     };
     ArchiveReader::new(&archive[..]).extents(&manifest, &Runs::all(4), keep).unwrap();
     assert_eq!(again, [0, 1, 2, 3]);
+}
+
+/// More than eleven octal digits can say. What tar reads in the header is enough to see that.
+#[test]
+fn a_file_of_9_gib_has_its_size() {
+    let extent = zeroes(0, 1 << 20);
+    let extents = (0..9 << 10).map(|n| Extent { offset: n << 20, ..extent }).collect();
+    let file = EntryKind::File { size_bytes: 9 << 30, extents };
+    let file = Entry { uid: 3_000_000, gid: 4_000_000_000, ..bare(b"file".to_vec(), file) };
+    let manifest = Manifest::new([bare(vec![], EntryKind::Directory), file], Limits::default()).unwrap();
+    let mut archive = Vec::new();
+    let mut writer = ArchiveWriter::new(&mut archive, Arc::new(manifest));
+    writer.put(0, &vec![0; 1 << 20]).unwrap();
+    drop(writer);
+
+    let mut tar = Command::new("tar")
+        .args(["-tv", "--numeric-owner"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    tar.stdin.take().unwrap().write_all(&archive).unwrap();
+    let listed = tar.wait_with_output().unwrap().stdout;
+    let listed = String::from_utf8(listed).unwrap();
+    assert!(listed.contains("3000000/4000000000 9663676416 1970-01-01"), "{listed}");
+    let error = read(&archive).unwrap_err();
+    assert!(
+        matches!(error, ArchiveError::Truncated { offset, .. } if offset == archive.len() as u64),
+        "{error}"
+    );
+}
+
+/// A manifest, whether a file system could hold it or not, with zeroes for content.
+fn any_manifest() -> impl Strategy<Value = Manifest> {
+    use proptest::collection::{btree_map, vec};
+    let byte = || any::<u8>().prop_map(|byte| if matches!(byte, 0 | b'/' | b'.') { b'x' } else { byte });
+    let name = || prop_oneof![3 => vec(byte(), 1..6), 1 => vec(byte(), 80..120), 1 => vec(byte(), 200..255)];
+    let number = || prop_oneof![0_u32..5, 0o7_777_770_u32..0o10_000_010, any::<u32>()];
+    // Holes and data in blocks of an archive, then whether the file ends with a hole, or in the midst of a block.
+    let file = (vec((1_u64..3000, 1_u64..3000), 0..4), any::<bool>(), 0_u64..2000, 0_u64..512);
+    let file = file.prop_map(|(pieces, begins_with_data, hole, short)| {
+        let (mut end, mut extents) = (0, Vec::new());
+        for (index, (hole, data)) in pieces.into_iter().enumerate() {
+            end += if index == 0 && begins_with_data { 0 } else { hole * 512 };
+            let until = end + data * 512;
+            while end < until {
+                let next = until.min((end >> 20 << 20) + (1 << 20));
+                extents.push(zeroes(end, next - end));
+                end = next;
+            }
+        }
+        if hole < 1000
+            && let Some(last) = extents.pop()
+        {
+            end -= short;
+            extents.push(zeroes(last.offset, end - last.offset));
+        } else {
+            end += hole * 1000;
+        }
+        EntryKind::File { size_bytes: end, extents }
+    });
+    let device =
+        (any::<bool>(), number(), number()).prop_map(|(character, major, minor)| EntryKind::Device {
+            kind: if character { DeviceKind::Character } else { DeviceKind::Block },
+            major,
+            minor,
+        });
+    let kind = prop_oneof![
+        3 => file,
+        1 => Just(EntryKind::Directory),
+        1 => Just(EntryKind::Fifo),
+        1 => prop_oneof![vec(1_u8.., 1..150), vec(1_u8.., 4000..4095)].prop_map(|target| EntryKind::Symlink { target }),
+        1 => device,
+    ];
+    let xattrs = btree_map(vec(byte(), 1..50), vec(any::<u8>(), 0..700), 0..3);
+    let mtime = (
+        prop_oneof![any::<i64>(), -3_i64..3, 8_589_934_590_i64..8_589_934_595],
+        prop_oneof![Just(0), 0_u32..1_000_000_000],
+    );
+    let entry = (0_u32..=0o7777, number(), number(), mtime, xattrs, kind);
+    let entries = btree_map(name(), (entry, vec(name(), 0..30)), 0..6);
+    (entries, any::<bool>()).prop_map(|(entries, deep)| {
+        let mut all = vec![bare(vec![], EntryKind::Directory)];
+        for (mut path, ((mode, uid, gid, mtime, xattrs, kind), below)) in entries {
+            if deep {
+                for name in below {
+                    all.push(bare(path.clone(), EntryKind::Directory));
+                    let longer = [&path[..], b"/", &name].concat();
+                    if longer.len() > MAX_PATH_BYTES {
+                        break;
+                    }
+                    path = longer;
+                }
+                all.retain(|entry| entry.path != path);
+            }
+            let keeps = matches!(kind, EntryKind::File { .. } | EntryKind::Directory);
+            let xattr = |(name, value)| Xattr { name: [&b"user."[..], name].concat(), value };
+            let xattrs = xattrs.iter().map(|(name, value)| xattr((&name[..], value.clone())));
+            let is_symlink = matches!(kind, EntryKind::Symlink { .. });
+            let is_file = matches!(kind, EntryKind::File { .. });
+            all.push(Entry {
+                mode: if is_symlink { 0 } else { mode },
+                uid,
+                gid,
+                mtime_seconds: mtime.0,
+                mtime_nanos: mtime.1,
+                xattrs: xattrs.filter(|_| keeps).collect(),
+                ..bare(path.clone(), kind)
+            });
+            if is_file {
+                // Sorts after everything else, as no name begins like this unless it is longer.
+                let link = [&b"\xff\xff\xff\xff\xff\xff\xff"[..], all.len().to_string().as_bytes()].concat();
+                all.push(Entry { mode: 0, ..bare(link, EntryKind::HardLink { to: path }) });
+            }
+        }
+        all.sort_by(|a, b| compare_paths(&a.path, &b.path));
+        all.dedup_by(|a, b| a.path == b.path);
+        Manifest::new(all, Limits::default()).unwrap()
+    })
+}
+
+fn bare(path: Vec<u8>, kind: EntryKind) -> Entry {
+    let mode = if kind == EntryKind::Directory { 0o755 } else { 0 };
+    Entry { path, mode, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, xattrs: vec![], kind }
+}
+
+fn zeroes(offset: u64, length: u64) -> Extent {
+    let digest = domain::Digest(*blake3::hash(&vec![0; length as usize]).as_bytes());
+    Extent { offset, length: length as u32, digest }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_manifest_comes_back(manifest in any_manifest()) {
+        let manifest = Arc::new(manifest);
+        let mut writer = ArchiveWriter::new(Vec::new(), manifest.clone());
+        for located in manifest.extents() {
+            writer.put(located.ordinal, &vec![0; located.extent.length as usize]).unwrap();
+        }
+        prop_assert_eq!(&read(&writer.finish().unwrap()).unwrap(), &*manifest);
+    }
 }

@@ -381,7 +381,7 @@ impl<R: Read> Source<R> {
     /// Content of a header that was found to be small enough.
     fn bytes(&mut self, length: u64) -> Result<Vec<u8>, ArchiveError> {
         let mut bytes = Vec::new();
-        (&mut *self).take(length).read_to_end(&mut bytes).map_err(ArchiveError::Source)?;
+        self.by_ref().take(length).read_to_end(&mut bytes).map_err(ArchiveError::Source)?;
         if (bytes.len() as u64) < length {
             return Err(self.truncated());
         }
