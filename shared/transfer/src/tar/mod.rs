@@ -34,8 +34,8 @@
 //!   which of them was a hole.
 //!
 //! Even with these, holes are what the file system between makes of them: they begin and end at its blocks, and holes
-//! that are no multiples of 512 bytes are written as zeroes at their edges. GNU tar looks for data the way the scanner
-//! does, but skips files whose blocks could hold all of their bytes.
+//! that are no multiples of 512 bytes are written as zeroes at their edges. And tar cannot unpack paths of more than 4093
+//! bytes, since it hands them to the kernel whole, with `./`.
 //!
 //! # Why not a library
 //!

@@ -153,7 +153,8 @@ impl<R: Read> ArchiveReader<R> {
     ///
     /// The manifest may be one of an archive or of a directory: an extent is found by its place in its file, wherever
     /// the archive has holes. A file that stands at several paths is found at each of them. What the archive holds
-    /// besides is passed over; it may have changed. Where a path is repeated, whatever matches is taken.
+    /// besides is passed over; it may have changed. Where a path is repeated, whatever matches is
+    /// taken; only a file that was replaced after it was linked to is not found at its old path.
     ///
     /// # Errors
     ///
