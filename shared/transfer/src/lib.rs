@@ -41,6 +41,7 @@
 //! | receive it | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
 //! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
+//! | pack and unpack tar archives | [`ArchiveWriter`], [`ArchiveReader`] |
 //! | clean up | [`remove_tree`] |
 //!
 //! Everything here blocks: async callers run it in threads of their own. Types that do work own what they need, so
@@ -59,6 +60,7 @@ mod read;
 mod remove;
 mod runs;
 mod scan;
+mod tar;
 mod write;
 mod xattrs;
 
@@ -77,6 +79,10 @@ pub use runs::{InvalidRun, Runs};
 pub use scan::{
     Exclude, OtherFileSystems, Problem, ProblemKind, Progress, Scan, ScanError, ScanOptions,
     ScannedOwnership, scan,
+};
+pub use tar::{
+    ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, ArchivedExtent, MAX_EXTENSION_BYTES,
+    MAX_REGIONS,
 };
 pub use write::{
     LeftOut, LeftOutKind, TreeWriter, Trust, Verified, WriteError, WriteOptions, Written, WrittenOwnership,

@@ -305,7 +305,7 @@ fn check_extents(size_bytes: u64, extents: &[Extent]) -> Result<(), EntryFault> 
     (end <= size_bytes).then_some(()).ok_or(EntryFault::Extents)
 }
 
-fn is_safe_path(path: &[u8]) -> bool {
+pub(crate) fn is_safe_path(path: &[u8]) -> bool {
     let safe = |name: &[u8]| {
         !name.is_empty()
             && name != b"."

@@ -1,0 +1,317 @@
+//! Writing: from a manifest and content to an archive.
+
+use std::io::{self, BufWriter, IntoInnerError, Write};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::header::{self, Block};
+use super::{BLOCK_BYTES, padding, pax};
+use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Manifest, split};
+use crate::write::WriteError;
+
+/// What the end of an archive is filled up to, as tar does.
+const RECORD_BYTES: u64 = 10_240;
+const ZEROES: [u8; 16 << 10] = [0; 16 << 10];
+
+/// An archive cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum ArchiveWriteError {
+    /// The bytes of the archive cannot be written.
+    #[error("cannot write the archive")]
+    Io(#[from] io::Error),
+    /// Content is not the next one.
+    #[error("extent {found} came instead of extent {expected}")]
+    OutOfOrder {
+        /// Ordinal of what should come.
+        expected: u64,
+        /// Ordinal of what came.
+        found: u64,
+    },
+    /// Content is none of the manifest, or not what that says.
+    #[error(transparent)]
+    Content(#[from] WriteError),
+    /// Content has never come.
+    #[error("the content of {path:?} is missing")]
+    Missing {
+        /// The first file of which something is missing.
+        path: PathBuf,
+    },
+}
+
+/// Writes a tree as an archive.
+///
+/// What is written while content is missing is of no use: only [`ArchiveWriter::finish`] writes the end by which a
+/// reader knows that it is whole. After [`ArchiveWriteError::Io`] it is of no use either.
+#[derive(Debug)]
+pub struct ArchiveWriter<W: Write> {
+    manifest: Arc<Manifest>,
+    out: Counted<W>,
+    /// The entry after the last of which the header was written.
+    next_entry: usize,
+    next_ordinal: u64,
+    file: Option<OpenFile>,
+}
+
+/// The file that is being written.
+#[derive(Debug)]
+struct OpenFile {
+    /// What is written of it; those that are behind us are gone.
+    regions: std::vec::IntoIter<Range<u64>>,
+    /// The rest of the current one.
+    rest: Range<u64>,
+    /// Ordinals of its extents that have not come yet.
+    ordinals: Range<u64>,
+}
+
+impl<W: Write> ArchiveWriter<W> {
+    /// A writer of the tree that `manifest` describes. Nothing is written yet.
+    pub fn new(out: W, manifest: Arc<Manifest>) -> Self {
+        let out = Counted { out: BufWriter::with_capacity(64 << 10, out), bytes: 0 };
+        Self { manifest, out, next_entry: 0, next_ordinal: 0, file: None }
+    }
+
+    /// The ordinal of the extent that must come next.
+    #[must_use]
+    pub fn next_ordinal(&self) -> u64 {
+        self.next_ordinal
+    }
+
+    /// Takes in the next extent, and writes everything that comes before it.
+    ///
+    /// # Errors
+    ///
+    /// It is not the next one, is not what the manifest says, or cannot be written.
+    pub fn put(&mut self, ordinal: u64, data: &[u8]) -> Result<(), ArchiveWriteError> {
+        if ordinal != self.next_ordinal {
+            return Err(ArchiveWriteError::OutOfOrder { expected: self.next_ordinal, found: ordinal });
+        }
+        let manifest = self.manifest.clone();
+        manifest.verify(ordinal, data)?;
+        let Some(located) = manifest.locate(ordinal) else {
+            return Err(WriteError::NoSuchExtent(ordinal).into());
+        };
+        self.write_until(&manifest, located.entry + 1)?;
+        if let Some(file) = &mut self.file {
+            file.put(&mut self.out, located.extent.offset, data)?;
+            file.ordinals.start = ordinal + 1;
+        }
+        self.next_ordinal += 1;
+        Ok(())
+    }
+
+    /// Writes what is left, and the end.
+    ///
+    /// # Errors
+    ///
+    /// An extent has not come, or the rest cannot be written.
+    pub fn finish(mut self) -> Result<W, ArchiveWriteError> {
+        let manifest = self.manifest.clone();
+        if let Some(located) = manifest.locate(self.next_ordinal) {
+            let path = manifest.entries()[located.entry].path().to_owned();
+            return Err(ArchiveWriteError::Missing { path });
+        }
+        self.write_until(&manifest, manifest.entries().len())?;
+        self.end_file()?;
+        self.out.zeroes(2 * BLOCK_BYTES as u64)?;
+        let record = (RECORD_BYTES - self.out.bytes % RECORD_BYTES) % RECORD_BYTES;
+        self.out.zeroes(record)?;
+        Ok(self.out.out.into_inner().map_err(IntoInnerError::into_error)?)
+    }
+
+    /// Writes the entries before `end`; of the last, if it is a file, only the header.
+    fn write_until(&mut self, manifest: &Manifest, end: usize) -> io::Result<()> {
+        while self.next_entry < end {
+            self.end_file()?;
+            let index = self.next_entry;
+            let entry = &manifest.entries()[index];
+            let regions = write_header(&mut self.out, entry)?;
+            if matches!(entry.kind, EntryKind::File { .. }) {
+                let ordinals = manifest.ordinals_of(index);
+                self.file = Some(OpenFile { regions: regions.into_iter(), rest: 0..0, ordinals });
+            }
+            self.next_entry += 1;
+        }
+        Ok(())
+    }
+
+    fn end_file(&mut self) -> io::Result<()> {
+        match self.file.take() {
+            Some(mut file) => file.zeroes_until(&mut self.out, u64::MAX),
+            None => Ok(()),
+        }
+    }
+}
+
+impl OpenFile {
+    fn put<W: Write>(&mut self, out: &mut Counted<W>, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.zeroes_until(out, offset)?;
+        out.write(data)?;
+        self.rest.start += data.len() as u64;
+        Ok(())
+    }
+
+    /// Fills regions that end before `offset`, and the one that it lies in, up to it.
+    fn zeroes_until<W: Write>(&mut self, out: &mut Counted<W>, offset: u64) -> io::Result<()> {
+        loop {
+            let to = self.rest.end.min(offset.max(self.rest.start));
+            out.zeroes(to - self.rest.start)?;
+            self.rest.start = to;
+            if to < self.rest.end {
+                return Ok(());
+            }
+            // Only one that ends with the file is no multiple of blocks.
+            out.zeroes(padding(self.rest.end))?;
+            let Some(next) = self.regions.next() else {
+                self.rest = 0..0;
+                return Ok(());
+            };
+            self.rest = next;
+        }
+    }
+}
+
+/// What is written of a file: its extents, widened to whole blocks, since not all readers agree on what follows a region
+/// that is none.
+fn regions(size_bytes: u64, extents: &[Extent]) -> Vec<Range<u64>> {
+    let block = BLOCK_BYTES as u64;
+    let mut regions: Vec<Range<u64>> = Vec::new();
+    for extent in extents {
+        let end = extent.offset + u64::from(extent.length);
+        let region = extent.offset / block * block..(end + padding(end)).min(size_bytes);
+        match regions.last_mut() {
+            Some(last) if region.start <= last.end => last.end = region.end,
+            _ => regions.push(region),
+        }
+    }
+    regions
+}
+
+/// Writes all of an entry but its content; says where that belongs.
+fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec<Range<u64>>> {
+    let mut path = [b"./", &entry.path[..]].concat();
+    let mut records = Vec::new();
+    let mut written = Vec::new();
+    let mut map = Vec::new();
+    let mut size = 0;
+    let kind = match &entry.kind {
+        EntryKind::Directory => {
+            if !path.ends_with(b"/") {
+                path.push(b'/');
+            }
+            b'5'
+        }
+        EntryKind::File { size_bytes, extents } => {
+            written = regions(*size_bytes, extents);
+            if *size_bytes > 0 && written != [0..*size_bytes] {
+                map = write_map(*size_bytes, &written);
+                pax::put(&mut records, b"GNU.sparse.major", b"1");
+                pax::put(&mut records, b"GNU.sparse.minor", b"0");
+                pax::put(&mut records, b"GNU.sparse.name", &path);
+                pax::put(&mut records, b"GNU.sparse.realsize", size_bytes.to_string().as_bytes());
+                // For readers that know nothing of holes, as tar calls it.
+                path = [b"./GNUSparseFile.0/", split(&entry.path).1].concat();
+                path.truncate(header::NAME.len());
+            }
+            size = map.len() as u64 + written.iter().map(|region| region.end - region.start).sum::<u64>();
+            b'0'
+        }
+        EntryKind::Symlink { .. } => b'2',
+        EntryKind::HardLink { .. } => b'1',
+        EntryKind::Fifo => b'6',
+        EntryKind::Device { kind: DeviceKind::Character, .. } => b'3',
+        EntryKind::Device { kind: DeviceKind::Block, .. } => b'4',
+    };
+    let mut block = header::new(kind, &path);
+    if path.len() > header::NAME.len() {
+        pax::put(&mut records, b"path", &path);
+    }
+    let link = match &entry.kind {
+        EntryKind::Symlink { target } => target.clone(),
+        EntryKind::HardLink { to } => [b"./", &to[..]].concat(),
+        _ => Vec::new(),
+    };
+    header::put_text(&mut block[header::LINK], &link);
+    if link.len() > header::LINK.len() {
+        pax::put(&mut records, b"linkpath", &link);
+    }
+    let mode = if matches!(entry.kind, EntryKind::Symlink { .. }) { 0o777 } else { entry.mode };
+    header::put_number(&mut block[header::MODE], mode.into());
+    for (field, key, id) in [(header::UID, b"uid", entry.uid), (header::GID, b"gid", entry.gid)] {
+        header::put_number(&mut block[field], id.into());
+        if id > 0o7_777_777 {
+            pax::put(&mut records, key, id.to_string().as_bytes());
+        }
+    }
+    // Content is at most what an offset can say; a map is shorter than the holes that it tells of.
+    header::put_number(&mut block[header::SIZE], size.cast_signed());
+    if size > 0o77_777_777_777 {
+        pax::put(&mut records, b"size", size.to_string().as_bytes());
+    }
+    header::put_number(&mut block[header::MTIME], entry.mtime_seconds);
+    if entry.mtime_nanos > 0 || !(0..=0o77_777_777_777).contains(&entry.mtime_seconds) {
+        pax::put_time(&mut records, entry.mtime_seconds, entry.mtime_nanos);
+    }
+    if let EntryKind::Device { major, minor, .. } = entry.kind {
+        header::put_number(&mut block[header::MAJOR], major.into());
+        header::put_number(&mut block[header::MINOR], minor.into());
+    }
+    for xattr in &entry.xattrs {
+        pax::put_xattr(&mut records, xattr);
+    }
+
+    if !records.is_empty() {
+        write_records(out, &entry.path, &records)?;
+    }
+    out.header(&mut block)?;
+    out.write(&map)?;
+    Ok(written)
+}
+
+fn write_records<W: Write>(out: &mut Counted<W>, path: &[u8], records: &[u8]) -> io::Result<()> {
+    let mut block = header::new(b'x', &[b"./PaxHeaders/", split(path).1].concat());
+    header::put_number(&mut block[header::MODE], 0o644);
+    header::put_number(&mut block[header::SIZE], records.len() as i64); // A few hundred KiB at most.
+    out.header(&mut block)?;
+    out.write(records)?;
+    out.zeroes(padding(records.len() as u64))
+}
+
+/// The map of a file with holes, format 1.0. A hole at the end is told by an empty region.
+fn write_map(size_bytes: u64, regions: &[Range<u64>]) -> Vec<u8> {
+    let end = regions.last().is_none_or(|last| last.end < size_bytes).then_some(size_bytes..size_bytes);
+    let mut map = format!("{}\n", regions.len() + usize::from(end.is_some())).into_bytes();
+    for region in regions.iter().chain(&end) {
+        map.extend_from_slice(format!("{}\n{}\n", region.start, region.end - region.start).as_bytes());
+    }
+    map.resize(map.len() + padding(map.len() as u64) as usize, 0);
+    map
+}
+
+#[derive(Debug)]
+struct Counted<W: Write> {
+    out: BufWriter<W>,
+    bytes: u64,
+}
+
+impl<W: Write> Counted<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.out.write_all(bytes)?;
+        self.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn header(&mut self, block: &mut Block) -> io::Result<()> {
+        header::seal(block);
+        self.write(block)
+    }
+
+    fn zeroes(&mut self, mut count: u64) -> io::Result<()> {
+        while count > 0 {
+            let step = count.min(ZEROES.len() as u64);
+            self.write(&ZEROES[..step as usize])?;
+            count -= step;
+        }
+        Ok(())
+    }
+}
