@@ -123,6 +123,16 @@ impl Follow<'_> {
                 }
             }
         };
+        let failure = match (&attached, streams.stdout.failure()) {
+            (Ok(Attached::StdoutClosed), Some(error)) => {
+                Some(format!("cannot write to standard output: {error}"))
+            }
+            _ => None,
+        };
+        if let Some(failure) = &failure {
+            ui.error(failure);
+        }
+        let code = if failure.is_some() { exit::OURS } else { exit::PIPE };
         match (attached, self.on_signal) {
             (Ok(Attached::Done), _) => Ok(false),
             (Ok(Attached::Lost(refused)), _) => {
@@ -131,7 +141,7 @@ impl Follow<'_> {
             }
             (Ok(Attached::StdoutClosed), OnSignal::Leave) => {
                 self.leave(&whereabouts, &streams, state).await;
-                Err(Interrupted(exit::PIPE).into())
+                Err(Interrupted(code).into())
             }
             (Err(code), _) => {
                 self.leave(&whereabouts, &streams, state).await;
@@ -141,8 +151,8 @@ impl Follow<'_> {
                 if state.asked.is_none() && state.finished.is_none() {
                     self.cancel(state);
                 }
-                state.asked.get_or_insert(exit::PIPE);
-                Ok(false)
+                state.asked.get_or_insert(code);
+                Ok(failure.is_some())
             }
         }
     }
@@ -245,7 +255,7 @@ impl Follow<'_> {
 fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
     let sink = |which: Which| match ui.events() {
         Some(events) => Ok(Sink::events(which, events)),
-        None => Sink::raw(which).with_context(|| format!("our {} is closed", which.name())),
+        None => Sink::raw(which, ui.unfinished()).with_context(|| format!("our {} is closed", which.name())),
     };
     Ok(Streams {
         stdout: sink(Which::Stdout)?,
