@@ -136,6 +136,9 @@ fn a_second_interrupt_does_not_wait_and_the_work_ends_all_the_same() {
     }
     send(&child, libc::SIGINT);
     assert_eq!(child.wait().expect("gantry ends").code(), Some(130));
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).expect("text");
+    assert!(rest.contains("is cancelled all the same"), "{rest:?}");
     let workload = || cluster.list("workloads").pop().expect("the workload");
     assert_ne!(workload()["state"], "finished", "nobody waited for its end");
     let ended = wait_for("the end of the workload", || {
