@@ -223,7 +223,8 @@ Examples:
 What the command sees: the file system of the worker, with a layer of its own for what it writes; its inputs and outputs below the \
 working directory; a fresh /tmp and /run of its own. Of your working directory, and of your /tmp, it sees what you bring with -i.
 
-The working directory is made when it is in /workspace, or has inputs or outputs below it; any other must be there.
+The working directory is made when it has inputs or outputs below it, or is in /workspace and not in one of them; any other must \
+be there.
 
 Outputs are kept and brought back when the command ended by itself, whatever its exit code. After --timeout, Ctrl-C and `gantry \
 cancel` there are none. Without --detach, output and standard input are yours; a detached command has no standard input.
