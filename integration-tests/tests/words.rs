@@ -178,6 +178,7 @@ fn output_that_was_collected_is_gone_and_how_it_ended_is_said() {
     let id = String::from_utf8(id).expect("an id");
     let id = id.trim();
     let output = wait_for("that its output is collected", || {
+        cluster.succeed(["gc"]);
         let output = cluster.output(["logs", id]);
         (code(&output) != 0).then_some(output)
     });
