@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Context;
+use rpc::Reason;
 use rpc::pb::scheduler::{
     CancelRequest, Finished, GetRequest, Whereabouts, WorkloadState, watch_response::Event,
 };
@@ -136,7 +137,11 @@ impl Follow<'_> {
         match (attached, self.on_signal) {
             (Ok(Attached::Done), _) => Ok(false),
             (Ok(Attached::Lost(refused)), _) => {
-                ui.warn(&format!("the rest of the output cannot be had: {refused}"));
+                ui.warn(&lost(
+                    &self.workload,
+                    streams.stdout.received() + streams.stderr.received(),
+                    &refused,
+                ));
                 Ok(true)
             }
             (Ok(Attached::StdoutClosed), OnSignal::Leave) => {
@@ -215,7 +220,13 @@ impl Follow<'_> {
     async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
         if state.asked.is_some() {
             // Two seconds are enough to be heard; we were asked to go.
-            _ = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
+            let heard = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
+            let workload = &self.workload;
+            if matches!(heard, Ok(Some(Ok(Ok(()))))) {
+                self.ui.note(&format!("does not wait; workload {workload} is cancelled all the same"));
+            } else {
+                self.ui.warn(&format!("it may go on; cancel it with `gantry cancel {workload}`"));
+            }
             return Err(Interrupted(code).into());
         }
         state.asked = Some(code);
@@ -249,6 +260,18 @@ impl Follow<'_> {
             self.ui.note(&format!("workload {workload} goes on; stop it with `gantry cancel {workload}`"));
         }
     }
+}
+
+/// What is said when output cannot be had, of which `had` bytes came.
+fn lost(workload: &str, had: u64, refused: &Refused) -> String {
+    let what = if had == 0 { "the output" } else { "the rest of the output" };
+    if refused.is(Reason::ProcessNotFound) {
+        return format!(
+            "{what} of workload {workload} is gone: logs and containers are kept for five minutes after the end, or for what \
+             --gc-grace of `gantry up` says"
+        );
+    }
+    format!("{what} of workload {workload} cannot be had: {refused}")
 }
 
 /// Our ends of a process's output and input.
