@@ -32,11 +32,17 @@ fn the_exit_code_is_that_of_the_process() {
     assert_eq!(code(&not_executable), 126, "{}", describe(&not_executable));
     let user = cluster.output(["run", "--user", "nobody-here", "--", "true"]);
     assert_eq!(code(&user), 125, "{}", describe(&user));
-    assert!(String::from_utf8_lossy(&user.stderr).contains("USER_NOT_FOUND"), "{}", describe(&user));
+    assert!(
+        String::from_utf8_lossy(&user.stderr)
+            .contains("(USER_NOT_FOUND); check the name, or give a number with --user"),
+        "{}",
+        describe(&user)
+    );
     let directory = cluster.output(["run", "--dir", "/no/such/directory", "--", "true"]);
     assert_eq!(code(&directory), 125, "{}", describe(&directory));
     assert!(
-        String::from_utf8_lossy(&directory.stderr).contains("WORKING_DIRECTORY_MISSING"),
+        String::from_utf8_lossy(&directory.stderr)
+            .contains("(WORKING_DIRECTORY_MISSING); check the path given with --dir"),
         "{}",
         describe(&directory)
     );
@@ -86,7 +92,12 @@ fn an_output_that_is_gone_is_said_and_an_empty_one_is_fine() {
     for script in ["rmdir out", "rmdir out; echo x > out", "rmdir out; ln -s /etc out"] {
         let output = cluster.output(["run", "-o", "out=./gone", "--", "sh", "-c", script]);
         assert_eq!(code(&output), 125, "{script}: {}", describe(&output));
-        assert!(String::from_utf8_lossy(&output.stderr).contains("OUTPUT_MISSING"), "{}", describe(&output));
+        assert!(
+            String::from_utf8_lossy(&output.stderr)
+                .contains("gantry: output \"out\" is missing, or is not a directory (OUTPUT_MISSING)"),
+            "{}",
+            describe(&output)
+        );
         assert!(!cluster.path("gone").exists());
     }
     // Replacing it by another directory is what build scripts do.
@@ -136,6 +147,9 @@ fn a_second_interrupt_does_not_wait_and_the_work_ends_all_the_same() {
     }
     send(&child, libc::SIGINT);
     assert_eq!(child.wait().expect("gantry ends").code(), Some(130));
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).expect("text");
+    assert!(rest.contains("is cancelled all the same"), "{rest:?}");
     let workload = || cluster.list("workloads").pop().expect("the workload");
     assert_ne!(workload()["state"], "finished", "nobody waited for its end");
     let ended = wait_for("the end of the workload", || {

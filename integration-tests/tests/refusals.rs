@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::process::{Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use integration_tests::{Cluster, code, describe, may_run_containers};
@@ -46,6 +46,8 @@ fn what_cannot_work_is_refused_before_a_cluster_is_started() {
         refused(&cluster.output(line), text);
     }
     refused(&cluster.output(["upload", "gone"]), "cannot upload \"gone\": No such file or directory");
+    refused(&cluster.output(["show", "artifact", "zzz"]), "\"zzz\" is not the id of an artifact; see");
+    refused(&cluster.output(["show", "workloads", "zzz"]), "\"zzz\" is not the id of a workload; see");
     let artifact = "0197c1a2-0000-7000-8000-000000000000";
     refused(&cluster.output(["download", artifact, "file"]), "cannot download into \"file\"");
     assert!(!cluster.state().join("cluster.log").exists(), "no cluster was started");
@@ -73,6 +75,72 @@ fn a_cluster_that_is_not_there_is_named() {
     let json = cluster.output(["--json", "--server", "http://127.0.0.1:1", "list", "workers"]);
     let document: Value = serde_json::from_slice(&json.stdout).expect("one JSON document");
     assert_eq!((&document["failure"]["reason"], &document["status"]), (&"UNAVAILABLE".into(), &125.into()));
+}
+
+#[test]
+fn what_is_about_the_cluster_of_this_machine_takes_no_other() {
+    let server = "http://127.0.0.1:1";
+    let cluster = Cluster::new();
+    for command in ["up", "down", "status"] {
+        let text = format!("`gantry {command}` is about the cluster on this machine; leave out --server");
+        refused(&cluster.output(["--server", server, command]), &text);
+        refused(&cluster.output([command, "--server", server]), &text);
+    }
+    let cluster = cluster.with("GANTRY_SERVER", server);
+    for (command, expected) in [("status", 1), ("down", 0)] {
+        let output = cluster.output([command]);
+        assert_eq!(code(&output), expected, "{}", describe(&output));
+        assert!(said(&output).contains("not the one of GANTRY_SERVER"), "{}", describe(&output));
+    }
+}
+
+#[test]
+fn a_cluster_of_somebody_else_is_not_ours_to_use() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let closed = cluster.path("closed");
+    fs::create_dir(&closed).expect("directory");
+    let socket = closed.join("gantry.sock");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).expect("bound");
+    std::os::unix::fs::chown(&closed, Some(65_534), Some(65_534)).expect("chown");
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).expect("chmod");
+    let server = format!("unix://{}", socket.display());
+    let mut command = cluster.gantry(["--server", &server, "list", "workers"]);
+    let output = unprivileged(&mut command).output().expect("gantry runs");
+    refused(&output, "we may not use this cluster: Permission denied (PERMISSION_DENIED)");
+    refused(&output, "belongs to user 65534");
+}
+
+#[test]
+fn a_second_cluster_is_refused_whatever_it_shall_listen_on() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    refused(&cluster.output(["up", "--listen", "foo"]), "\"foo\" is no address to listen on: ");
+    cluster.succeed(["run", "--", "true"]);
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = taken.local_addr().expect("its address").to_string();
+    let output = cluster.output(["up", "--listen", &address]);
+    refused(&output, "a cluster runs on this machine already (process ");
+}
+
+/// Without the capabilities that let root read and enter what its mode denies.
+fn unprivileged(command: &mut Command) -> &mut Command {
+    // SAFETY: between fork and exec this calls nothing but prctl, which takes no memory.
+    unsafe {
+        command.pre_exec(|| {
+            // CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+            for capability in [1, 2] {
+                if libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) != 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            Ok(())
+        })
+    }
 }
 
 #[test]
@@ -202,19 +270,7 @@ fn files_that_change_or_cannot_be_read_are_named_and_allowed_when_asked() {
     fs::set_permissions(cluster.path("d/secret"), fs::Permissions::from_mode(0o000)).expect("chmod");
     let upload = |more: &[&str]| {
         let mut command = cluster.gantry(["upload", "d"].iter().chain(more));
-        // SAFETY: between fork and exec this calls nothing but prctl, which takes no memory.
-        unsafe {
-            command.pre_exec(|| {
-                // Without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, root reads what its mode allows.
-                for capability in [1, 2] {
-                    if libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) != 0 {
-                        return Err(std::io::Error::last_os_error());
-                    }
-                }
-                Ok(())
-            });
-        }
-        command.output().expect("gantry runs")
+        unprivileged(&mut command).output().expect("gantry runs")
     };
     let files = |output: &Output| {
         let artifact = String::from_utf8_lossy(&output.stdout).trim().to_owned();

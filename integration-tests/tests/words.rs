@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-use integration_tests::{Cluster, code, describe, may_run_containers};
+use integration_tests::{Cluster, code, describe, may_run_containers, send, wait_for};
 use serde_json::Value;
 
 #[test]
@@ -143,4 +143,88 @@ fn a_result_is_merged_into_its_directory_or_takes_its_place() {
     assert_eq!(names().into_keys().collect::<Vec<_>>(), ["link", "mine", "shared", "sub"]);
     run(&["--replace"]);
     assert_eq!(names().into_keys().collect::<Vec<_>>(), ["link", "shared"]);
+}
+
+fn said(output: &std::process::Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn known_bytes_keep_their_label_and_that_is_said() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("d")).expect("directory");
+    fs::write(cluster.path("d/file"), "content").expect("write");
+    let first = cluster.output(["upload", "--label", "first", "d"]);
+    assert!(!said(&first).contains("keep that label"), "{}", describe(&first));
+    let artifact = String::from_utf8(first.stdout).expect("an id");
+    let second = cluster.output(["upload", "--label", "second", "d"]);
+    assert_eq!(code(&second), 0, "{}", describe(&second));
+    assert_eq!(String::from_utf8_lossy(&second.stdout), artifact);
+    let known = format!("all of it in the cluster already, as artifact {artifact}");
+    assert!(said(&second).contains(&known), "{}", describe(&second));
+    assert!(said(&second).contains("known as \"first\", and keep that label"), "{}", describe(&second));
+}
+
+#[test]
+fn output_that_was_collected_is_gone_and_how_it_ended_is_said() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new().with("GANTRY_GC_GRACE", "0");
+    let id = cluster.succeed(["run", "-d", "--", "sh", "-c", "echo out; exit 3"]);
+    let id = String::from_utf8(id).expect("an id");
+    let id = id.trim();
+    let output = wait_for("that its output is collected", || {
+        cluster.succeed(["gc"]);
+        let output = cluster.output(["logs", id]);
+        (code(&output) != 0).then_some(output)
+    });
+    assert_eq!(code(&output), 125, "{}", describe(&output));
+    let gone = format!("gantry: the output of workload {id} is gone: logs and containers are kept");
+    assert!(said(&output).contains(&gone), "{}", describe(&output));
+    let ended = format!("the workload failed (exit 3), see `gantry show workload {id}`");
+    assert!(said(&output).contains(&ended), "{}", describe(&output));
+}
+
+#[test]
+fn a_directory_that_is_in_the_way_of_a_result_stays_and_what_to_do_is_said() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir_all(cluster.path("m/x")).expect("directories");
+    fs::write(cluster.path("m/x/mine"), "mine").expect("write");
+    let output = cluster.output(["run", "-o", "o=m", "--", "sh", "-c", "echo theirs > o/x"]);
+    assert_eq!(code(&output), 125, "{}", describe(&output));
+    let text = said(&output);
+    let kept = text.lines().find_map(|line| line.strip_prefix("gantry: o: kept as artifact ")).expect(&text);
+    let (artifact, how) = kept.split_once("; ").expect(&text);
+    assert_eq!(how, format!("bring it with `gantry download {artifact} m`"));
+    assert!(
+        text.contains(
+            "cannot download o into \"m\": the result has something else where the directory \"x\" stands"
+        ) && text.contains("--replace"),
+        "{text}"
+    );
+    assert_eq!(fs::read_to_string(cluster.path("m/x/mine")).expect("read"), "mine");
+    cluster.succeed(["download", "--replace", artifact, "m"]);
+    assert_eq!(fs::read_to_string(cluster.path("m/x")).expect("read"), "theirs\n");
+}
+
+#[test]
+fn a_cluster_in_the_foreground_says_what_it_waits_for() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let mut up = cluster.up("");
+    send(&up, libc::SIGINT);
+    assert_eq!(up.wait().expect("it ends").code(), Some(0));
+    let said = cluster.said_by_up();
+    assert!(said.contains("gantry: nothing runs, the cluster ends\n"), "{said}");
+    assert!(said.ends_with("gantry: the cluster has ended\n"), "{said}");
+    assert!(!said.contains("asks what runs"), "{said}");
 }

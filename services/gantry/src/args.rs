@@ -25,12 +25,12 @@ const TOP_HELP: &str = "\
 Examples:
   gantry run -- echo hello
   gantry run -i src=. -o report=./out -- sh -c 'make -C src >report/log'
-  id=$(gantry run -d -- sleep 60); gantry logs $id; gantry cancel $id
+  id=$(gantry run -d -- sleep 60); gantry show workload $id; gantry cancel $id
   gantry list workloads
   gantry help run
 
 Without --server, the cluster on this machine is used, and started when none runs. It keeps its state in $XDG_STATE_HOME/gantry \
-(~/.local/state/gantry) and ends by itself when it was idle for 10 minutes.";
+(~/.local/state/gantry) and ends by itself when it was idle for 10 minutes. `up`, `down` and `status` are always about that one.";
 
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]
@@ -44,6 +44,9 @@ pub(crate) struct Global {
         help_heading = "Global options"
     )]
     pub(crate) server: Option<String>,
+    /// Whether that was said on the command line, rather than by the environment.
+    #[arg(skip)]
+    pub(crate) server_given: bool,
     /// The file that holds the token to present, as `gantry up --listen` made it
     #[arg(
         long,
@@ -78,7 +81,7 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Watch a workload: its output, and its end
     Attach(AttachArgs),
-    /// Print the output of a workload, also after it has ended
+    /// Print the output of a workload and follow it to its end; also for a while after that
     Logs(WorkloadArgs),
     /// Ask a workload to stop
     Cancel(CancelArgs),
@@ -213,11 +216,20 @@ Examples:
       --memory 1G --cpu 2 -e LANG=C --hermetic -- sha256sum -b data/file
 
   # In the background:
-  id=$(gantry run -d -i src=. -o out -- src/long.sh); gantry logs $id
+  id=$(gantry run -d -i src=. -o out -- src/long.sh)
+  gantry logs $id                        # until it has ended
   gantry show workload $id; gantry download ARTIFACT ./out
 
 What the command sees: the file system of the worker, with a layer of its own for what it writes; its inputs and outputs below the \
-working directory; a /tmp and a /run of its own, empty. Of your working directory, and of your /tmp, it sees what you bring with -i.
+working directory; a fresh /tmp and /run of its own. Of your working directory, and of your /tmp, it sees what you bring with -i.
+
+The working directory is made when it has inputs or outputs below it, or is in /workspace and not in one of them; any other must \
+be there.
+
+Outputs are kept and brought back when the command ended by itself, whatever its exit code. After --timeout, Ctrl-C and `gantry \
+cancel` there are none. Without --detach, output and standard input are yours; a detached command has no standard input.
+
+A directory whose bytes the cluster has already becomes no second artifact: the one that is there is used, under its own label.
 
 Left out of uploads: what .gantryignore files say (in the syntax of .gitignore), what .gitignore files say with --gitignore, and the \
 directories of outputs that lie inside of an input. A directory whose own name ends in :ro is written with a slash behind it, as in \
@@ -248,8 +260,8 @@ pub(crate) struct ScanArgs {
 /// `gantry attach`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Prints the output from its start on, as far as it is still kept, forwards standard input where the workload was made for it, and exits \
-as `gantry run` would. Ctrl-C leaves the workload to itself; `gantry cancel` stops it.")]
+Prints the output from its start on, as far as it is still kept, forwards standard input where the workload was made for it (one that \
+was started with --detach has none), and exits as `gantry run` would. Ctrl-C leaves the workload to itself; `gantry cancel` stops it.")]
 pub(crate) struct AttachArgs {
     /// The workload
     #[arg(value_name = "WORKLOAD")]
@@ -259,8 +271,11 @@ pub(crate) struct AttachArgs {
     pub(crate) no_stdin: bool,
 }
 
-/// A command about one workload.
+/// `gantry logs`
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Follows the output until the workload has ended; Ctrl-C leaves the workload to itself. The output is kept for five minutes after the \
+end, or for what --gc-grace of `gantry up` says.")]
 pub(crate) struct WorkloadArgs {
     /// The workload
     #[arg(value_name = "WORKLOAD")]
@@ -284,7 +299,7 @@ pub(crate) struct UploadArgs {
     /// The directory
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// A name, for people. Default: that of the directory
+    /// A name, for people. Default: that of the directory. Bytes that the cluster has already keep theirs
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub(crate) label: String,
     #[command(flatten)]
@@ -339,7 +354,7 @@ pub(crate) enum Kind {
 /// `gantry list`
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
-    /// What to list
+    /// What to list, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
     /// How many at most
@@ -350,7 +365,7 @@ pub(crate) struct ListArgs {
 /// `gantry show`
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
-    /// What it is
+    /// What it is, in the singular or the plural
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
     /// Its id or, for a worker, its name

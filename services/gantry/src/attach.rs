@@ -507,8 +507,12 @@ mod tests {
         let connection = Connection::to(&address);
         let ui = Ui::new(&Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses").global);
         let mut streams = Streams {
-            stdout: Sink::to_file(stdout, Which::Stdout),
-            stderr: Sink::to_file(std::fs::File::create("/dev/null").expect("there").into(), Which::Stderr),
+            stdout: Sink::to_file(stdout, Which::Stdout, None),
+            stderr: Sink::to_file(
+                std::fs::File::create("/dev/null").expect("there").into(),
+                Which::Stderr,
+                None,
+            ),
             stdin,
             acknowledge: true,
             process: None,

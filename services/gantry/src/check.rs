@@ -8,11 +8,40 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use domain::{ArtifactId, WorkloadId};
 use rustix::fs::Access;
 
-use crate::args::RunArgs;
+use crate::args::{Global, Kind, RunArgs, ShowArgs};
+use crate::ui::Ui;
 use crate::upload::resolve;
 use crate::values::{InputArg, Source};
+
+/// For commands that are about the cluster on this machine, and no other.
+pub(crate) fn here(command: &str, global: &Global, ui: &Ui) -> anyhow::Result<()> {
+    if global.server_given {
+        bail!("`gantry {command}` is about the cluster on this machine; leave out --server");
+    }
+    if global.server.is_some() {
+        ui.note(&format!(
+            "`gantry {command}` is about the cluster on this machine, not the one of GANTRY_SERVER"
+        ));
+    }
+    Ok(())
+}
+
+/// For `gantry show`.
+pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
+    let id = &args.id;
+    match args.kind {
+        Kind::Workloads if id.parse::<WorkloadId>().is_err() => {
+            bail!("{id:?} is not the id of a workload; see `gantry list workloads`")
+        }
+        Kind::Artifacts if id.parse::<ArtifactId>().is_err() => {
+            bail!("{id:?} is not the id of an artifact; see `gantry list artifacts`")
+        }
+        _ => Ok(()),
+    }
+}
 
 /// For `gantry run`.
 pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {

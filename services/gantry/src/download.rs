@@ -20,8 +20,8 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{
-    Limits, Manifest, ManifestBuilder, Matches, MergeOptions, Runs, ScanError, ScanOptions, TreeWriter,
-    Trust, WriteOptions, WrittenOwnership,
+    Limits, Manifest, ManifestBuilder, Matches, MergeError, MergeOptions, Runs, ScanError, ScanOptions,
+    TreeWriter, Trust, WriteOptions, WrittenOwnership,
 };
 
 use crate::connect::{Connection, Pause, repeat};
@@ -54,10 +54,11 @@ impl Downloader<'_> {
     ) -> anyhow::Result<Value> {
         let mut pause = Pause::default();
         for attempt in 1.. {
-            self.progress.doing(&format!("downloading {name}"));
+            self.progress.doing("downloading", name);
             match self.attempt(artifact, name, directory).await {
                 Err(error) if is_transient(&error) && attempt < TRIES => pause.wait().await,
                 result => {
+                    self.progress.done(name);
                     return result.with_context(|| format!("cannot download {name} into {directory:?}"));
                 }
             }
@@ -342,7 +343,8 @@ impl Staged {
         } else {
             let options =
                 MergeOptions { ownership: WrittenOwnership::Caller, strict: false, keep_root: true };
-            let merged = transfer::merge(&directory.0, &target.path, manifest, &matches, options)?;
+            let merged = transfer::merge(&directory.0, &target.path, manifest, &matches, options)
+                .map_err(|error| in_the_way(error, &target.path))?;
             merged.replaced + merged.corrected > 0
         };
         if changed {
@@ -354,6 +356,16 @@ impl Staged {
         }
         Ok(())
     }
+}
+
+/// What to do about a directory that keeps its place when results are merged.
+fn in_the_way(error: MergeError, target: &Path) -> anyhow::Error {
+    let MergeError::DirectoryInTheWay { path } = &error else { return error.into() };
+    let replaceable = target.metadata().is_ok_and(|metadata| check_replace(target, &metadata).is_ok());
+    let or = if replaceable { ", or put the result in the place of everything with --replace" } else { "" };
+    anyhow!(
+        "the result has something else where the directory {path:?} stands, which is not empty; move it away{or}"
+    )
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rpc::{Reason, Refusal};
@@ -24,6 +25,8 @@ pub(crate) struct Refused {
     refusal: Refusal,
     /// Why nobody answered, where nobody did.
     unreachable: Option<String>,
+    /// The system does not let us call it.
+    denied: bool,
 }
 
 impl Refused {
@@ -33,7 +36,7 @@ impl Refused {
 
     /// Whether the same call may succeed later and may be repeated blindly.
     pub(crate) fn is_transient(&self) -> bool {
-        self.refusal.is_transient()
+        self.refusal.is_transient() && !self.denied
     }
 
     /// A stream ended before the message that says that it is whole.
@@ -44,16 +47,19 @@ impl Refused {
 
 impl From<Status> for Refused {
     fn from(status: Status) -> Self {
-        let mut deepest = None;
+        let (mut deepest, mut denied) = (None, false);
         let mut next = status.source();
         while let Some(error) = next {
             deepest = Some(without_number(&error.to_string()));
+            let io = error.downcast_ref::<std::io::Error>();
+            denied |= io.is_some_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied);
             next = error.source();
         }
         let refusal = Refusal::from(status);
         let silent = refusal.reason.is_none() && refusal.is_transient();
+        let denied = denied && silent;
         let unreachable = silent.then(|| deepest.unwrap_or_else(|| refusal.message.clone()));
-        Self { refusal, unreachable }
+        Self { refusal, unreachable, denied }
     }
 }
 
@@ -75,6 +81,9 @@ impl Refused {
 
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.denied {
+            return write!(f, "we may not use this cluster: Permission denied (PERMISSION_DENIED)");
+        }
         match (&self.unreachable, &self.refusal.reason) {
             (Some(cause), _) => write!(f, "the cluster does not answer: {cause} (UNAVAILABLE)"),
             (None, Some(reason)) => {
@@ -110,6 +119,7 @@ pub(crate) fn is_transient(error: &anyhow::Error) -> bool {
 /// The reason, for programs.
 pub(crate) fn reason(error: &anyhow::Error) -> String {
     match refusal(error) {
+        Some(Refused { denied: true, .. }) => code_name(Code::PermissionDenied).to_owned(),
         Some(Refused { unreachable: Some(_), .. }) => Reason::Unavailable.to_string(),
         Some(Refused { refusal, .. }) => {
             refusal.reason.clone().unwrap_or_else(|| code_name(refusal.code).to_owned())
@@ -131,6 +141,12 @@ impl Told<'_> {
             ("UNAVAILABLE", Told { server: Some(server), .. }) => {
                 Some(format!("see whether it runs and {server} is its address, or try again"))
             }
+            ("PERMISSION_DENIED", Told { server: Some(server), .. }) => {
+                let user = owner(Path::new(server.strip_prefix("unix://")?))?;
+                Some(format!(
+                    "{server} belongs to user {user}; use it as that one, or over TCP with its token"
+                ))
+            }
             ("UNAUTHENTICATED", Told { token_file: Some(file), .. }) => Some(format!(
                 "what {} holds is not that; each `gantry up --listen` makes a new one",
                 file.display()
@@ -138,6 +154,11 @@ impl Told<'_> {
             _ => advice(reason).map(str::to_owned),
         }
     }
+}
+
+/// Who owns `path`, or what is around it as far as we may look.
+fn owner(path: &Path) -> Option<u32> {
+    path.ancestors().find_map(|path| Some(path.symlink_metadata().ok()?.uid()))
 }
 
 /// One sentence about `error`, and one about what to do where we know.
@@ -179,6 +200,8 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "WORKER_NOT_FOUND" => "see `gantry list workers`",
         "NO_REPLICA" => "make it again, its bytes are lost",
         "PROGRAM_NOT_FOUND" => "give the path that it has there, or set PATH with --env",
+        "USER_NOT_FOUND" => "check the name, or give a number with --user",
+        "WORKING_DIRECTORY_MISSING" => "check the path given with --dir",
         "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name its interpreter",
         "QUEUE_TIMEOUT" => "allow more time with --queue-timeout, or see `gantry list workers`",
         _ => return None,

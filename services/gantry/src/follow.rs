@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Context;
+use rpc::Reason;
 use rpc::pb::scheduler::{
     CancelRequest, Finished, GetRequest, Whereabouts, WorkloadState, watch_response::Event,
 };
@@ -123,15 +124,29 @@ impl Follow<'_> {
                 }
             }
         };
+        let failure = match (&attached, streams.stdout.failure()) {
+            (Ok(Attached::StdoutClosed), Some(error)) => {
+                Some(format!("cannot write to standard output: {error}"))
+            }
+            _ => None,
+        };
+        if let Some(failure) = &failure {
+            ui.error(failure);
+        }
+        let code = if failure.is_some() { exit::OURS } else { exit::PIPE };
         match (attached, self.on_signal) {
             (Ok(Attached::Done), _) => Ok(false),
             (Ok(Attached::Lost(refused)), _) => {
-                ui.warn(&format!("the rest of the output cannot be had: {refused}"));
+                ui.warn(&lost(
+                    &self.workload,
+                    streams.stdout.received() + streams.stderr.received(),
+                    &refused,
+                ));
                 Ok(true)
             }
             (Ok(Attached::StdoutClosed), OnSignal::Leave) => {
                 self.leave(&whereabouts, &streams, state).await;
-                Err(Interrupted(exit::PIPE).into())
+                Err(Interrupted(code).into())
             }
             (Err(code), _) => {
                 self.leave(&whereabouts, &streams, state).await;
@@ -141,8 +156,8 @@ impl Follow<'_> {
                 if state.asked.is_none() && state.finished.is_none() {
                     self.cancel(state);
                 }
-                state.asked.get_or_insert(exit::PIPE);
-                Ok(false)
+                state.asked.get_or_insert(code);
+                Ok(failure.is_some())
             }
         }
     }
@@ -205,7 +220,13 @@ impl Follow<'_> {
     async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
         if state.asked.is_some() {
             // Two seconds are enough to be heard; we were asked to go.
-            _ = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
+            let heard = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
+            let workload = &self.workload;
+            if matches!(heard, Ok(Some(Ok(Ok(()))))) {
+                self.ui.note(&format!("does not wait; workload {workload} is cancelled all the same"));
+            } else {
+                self.ui.warn(&format!("it may go on; cancel it with `gantry cancel {workload}`"));
+            }
             return Err(Interrupted(code).into());
         }
         state.asked = Some(code);
@@ -241,11 +262,23 @@ impl Follow<'_> {
     }
 }
 
+/// What is said when output cannot be had, of which `had` bytes came.
+fn lost(workload: &str, had: u64, refused: &Refused) -> String {
+    let what = if had == 0 { "the output" } else { "the rest of the output" };
+    if refused.is(Reason::ProcessNotFound) {
+        return format!(
+            "{what} of workload {workload} is gone: logs and containers are kept for five minutes after the end, or for what \
+             --gc-grace of `gantry up` says"
+        );
+    }
+    format!("{what} of workload {workload} cannot be had: {refused}")
+}
+
 /// Our ends of a process's output and input.
 fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
     let sink = |which: Which| match ui.events() {
         Some(events) => Ok(Sink::events(which, events)),
-        None => Sink::raw(which).with_context(|| format!("our {} is closed", which.name())),
+        None => Sink::raw(which, ui.unfinished()).with_context(|| format!("our {} is closed", which.name())),
     };
     Ok(Streams {
         stdout: sink(Which::Stdout)?,

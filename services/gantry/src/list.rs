@@ -213,7 +213,7 @@ pub(crate) async fn workload(connection: &Connection, doing: &str, id: &str) -> 
     known(response.workload, "workload", id)
 }
 
-async fn artifact(connection: &Connection, id: &str) -> anyhow::Result<Artifact> {
+pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Result<Artifact> {
     let request = GetArtifactRequest { team: connection.team.clone(), artifact_id: id.to_owned() };
     let client = connection.artifacts();
     let doing = format!("cannot show artifact {id}");

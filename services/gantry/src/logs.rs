@@ -1,7 +1,7 @@
 //! `gantry attach`, `gantry logs` and `gantry cancel`: workloads that somebody submitted.
 
 use anyhow::bail;
-use rpc::pb::scheduler::{StdinMode, Workload, WorkloadState};
+use rpc::pb::scheduler::{Finished, StdinMode, Workload, WorkloadState};
 use serde_json::json;
 
 use crate::args::{AttachArgs, CancelArgs, WorkloadArgs};
@@ -55,7 +55,15 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
         ui.note(&format!("its process did not run: {} ({})", failure.message, failure.reason));
     }
     if followed.output_lost {
-        bail!("the output is not whole");
+        let Finished { exit, failure, .. } = &followed.finished;
+        let ended = Workload { exit: *exit, failure: failure.clone(), ..Workload::default() };
+        let outcome = words::outcome(followed.finished.outcome()).unwrap_or("ended");
+        let end = Some(words::end(&ended)).filter(|end| !end.is_empty());
+        let end = end.map_or_else(String::new, |end| format!(" ({end})"));
+        let workload = args.workload;
+        bail!(
+            "not all output was printed; the workload {outcome}{end}, see `gantry show workload {workload}`"
+        );
     }
     ui.event("finished", shown::finished(&followed.finished, 0));
     Ok(())

@@ -43,7 +43,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::Parser;
+use clap::parser::ValueSource;
+use clap::{CommandFactory, FromArgMatches};
 use serde_json::json;
 use server::telemetry::{self, RecentSpans, Telemetry};
 use tokio::runtime::{Builder, Runtime};
@@ -60,7 +61,7 @@ fn main() -> ExitCode {
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
-    let cli = match Cli::try_parse() {
+    let cli = match parse() {
         Ok(cli) => cli,
         Err(error) => {
             // When that cannot be written, nobody reads it.
@@ -84,6 +85,13 @@ fn main() -> ExitCode {
     let code = result.unwrap_or_else(|error| fail(&ui, &cli.global, &error));
     ui.finish();
     ExitCode::from(code)
+}
+
+fn parse() -> Result<Cli, clap::Error> {
+    let matches = Cli::command().try_get_matches()?;
+    let mut cli = Cli::from_arg_matches(&matches)?;
+    cli.global.server_given = matches.value_source("server") == Some(ValueSource::CommandLine);
+    Ok(cli)
 }
 
 /// How long what was interrupted may take to remove what it has half made.
@@ -125,6 +133,13 @@ fn exports_spans() -> bool {
 }
 
 async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
+    match command {
+        Command::Up(_) => check::here("up", global, ui)?,
+        Command::Down(_) => check::here("down", global, ui)?,
+        Command::Status => check::here("status", global, ui)?,
+        Command::Show(args) => check::id(args)?,
+        _ => {}
+    }
     match command {
         Command::Up(args) => return cluster::up(args, ui, global.json).await,
         Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),

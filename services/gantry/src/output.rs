@@ -6,7 +6,9 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, TrySendError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -53,14 +55,22 @@ enum Item {
 /// Writes events, one JSON object a line, in the order in which they are said.
 pub(crate) struct Events {
     items: mpsc::SyncSender<Item>,
+    failure: Failure,
     thread: JoinHandle<()>,
 }
+
+/// Why standard output cannot be written, once it cannot, unless its reader has gone.
+type Failure = Arc<OnceLock<io::Error>>;
 
 impl Events {
     pub(crate) fn start() -> Self {
         let (items, queue) = mpsc::sync_channel(QUEUE);
-        let thread = std::thread::spawn(move || write_events(queue));
-        Self { items, thread }
+        let failure = Failure::default();
+        let thread = std::thread::spawn({
+            let failure = failure.clone();
+            move || write_events(queue, &failure)
+        });
+        Self { items, failure, thread }
     }
 
     pub(crate) fn say(&self, event: &Value) {
@@ -84,36 +94,45 @@ pub(crate) struct Sink {
     /// Up to where it has been written. Closed once nobody can read any more.
     written: watch::Receiver<u64>,
     writing: watch::Sender<u64>,
+    failure: Failure,
 }
 
 impl Sink {
-    /// Copies to our own standard output or standard error.
-    pub(crate) fn raw(which: Which) -> io::Result<Self> {
+    /// Copies to our own standard output or standard error. `unfinished` is told whether the last line of what goes to the same place as
+    /// standard error has no end yet.
+    pub(crate) fn raw(which: Which, unfinished: &Arc<AtomicBool>) -> io::Result<Self> {
         let file = match which {
             Which::Stdout => io::stdout().as_fd().try_clone_to_owned(),
             Which::Stderr => io::stderr().as_fd().try_clone_to_owned(),
         }?;
-        let (items, queue) = mpsc::sync_channel(QUEUE);
-        std::thread::spawn(move || write_raw(file, which, queue));
-        Ok(Self::new(which, items))
+        let unfinished = (which == Which::Stderr || is_one_file()).then(|| unfinished.clone());
+        Ok(Self::to_file(file, which, unfinished))
     }
 
     /// Copies to events.
     pub(crate) fn events(which: Which, events: &Events) -> Self {
-        Self::new(which, events.items.clone())
+        Self::new(which, events.items.clone(), events.failure.clone())
     }
 
     /// Copies to a file.
-    #[cfg(test)]
-    pub(crate) fn to_file(file: OwnedFd, which: Which) -> Self {
+    pub(crate) fn to_file(file: OwnedFd, which: Which, unfinished: Option<Arc<AtomicBool>>) -> Self {
         let (items, queue) = mpsc::sync_channel(QUEUE);
-        std::thread::spawn(move || write_raw(file, which, queue));
-        Self::new(which, items)
+        let failure = Failure::default();
+        std::thread::spawn({
+            let failure = failure.clone();
+            move || write_raw(file, which, queue, unfinished.as_deref(), &failure)
+        });
+        Self::new(which, items, failure)
     }
 
-    fn new(which: Which, items: mpsc::SyncSender<Item>) -> Self {
+    fn new(which: Which, items: mpsc::SyncSender<Item>, failure: Failure) -> Self {
         let (writing, written) = watch::channel(0);
-        Self { which, items, received: 0, written, writing }
+        Self { which, items, received: 0, written, writing, failure }
+    }
+
+    /// Why it cannot be written, if it is for something else than that its reader has gone.
+    pub(crate) fn failure(&self) -> Option<&io::Error> {
+        self.failure.get()
     }
 
     /// Where the next byte stands in the whole of the output.
@@ -180,13 +199,38 @@ impl Sink {
 /// Said instead of an offset once nobody can read any more. No output is that long.
 pub(crate) const CLOSED: u64 = u64::MAX;
 
-fn write_raw(file: OwnedFd, which: Which, queue: mpsc::Receiver<Item>) {
+/// Whether standard output and standard error go to the same place.
+fn is_one_file() -> bool {
+    let (Ok(stdout), Ok(stderr)) = (rustix::fs::fstat(io::stdout()), rustix::fs::fstat(io::stderr())) else {
+        return false;
+    };
+    (stdout.st_dev, stdout.st_ino) == (stderr.st_dev, stderr.st_ino)
+}
+
+fn note_failure(failure: &Failure, error: io::Error) {
+    if error.kind() != io::ErrorKind::BrokenPipe {
+        // The first one is the reason.
+        _ = failure.set(error);
+    }
+}
+
+fn write_raw(
+    file: OwnedFd,
+    which: Which,
+    queue: mpsc::Receiver<Item>,
+    unfinished: Option<&AtomicBool>,
+    failure: &Failure,
+) {
     let mut file = File::from(file);
     let mut lost = false;
     for item in queue {
         let Item::Output { offset, data, written, .. } = item else { continue };
-        if !lost && write_all(&mut file, &data).is_err() {
+        if let (Some(unfinished), Some(last)) = (unfinished, data.last()) {
+            unfinished.store(*last != b'\n', Ordering::Relaxed);
+        }
+        if !lost && let Err(error) = write_all(&mut file, &data) {
             if which == Which::Stdout {
+                note_failure(failure, error);
                 written.send_replace(CLOSED);
                 return;
             }
@@ -197,7 +241,7 @@ fn write_raw(file: OwnedFd, which: Which, queue: mpsc::Receiver<Item>) {
     }
 }
 
-fn write_events(queue: mpsc::Receiver<Item>) {
+fn write_events(queue: mpsc::Receiver<Item>, failure: &Failure) {
     let Ok(stdout) = io::stdout().as_fd().try_clone_to_owned() else { return };
     let mut file = File::from(stdout);
     let mut closed = false;
@@ -220,7 +264,10 @@ fn write_events(queue: mpsc::Receiver<Item>) {
             }
         };
         line.push('\n');
-        closed = closed || write_all(&mut file, line.as_bytes()).is_err();
+        if !closed && let Err(error) = write_all(&mut file, line.as_bytes()) {
+            note_failure(failure, error);
+            closed = true;
+        }
         if let Some((written, end)) = progress {
             written.send_replace(if closed { CLOSED } else { end });
         }
@@ -234,9 +281,37 @@ mod tests {
     use super::*;
 
     #[tokio::test]
+    async fn a_full_disk_is_told_from_a_reader_that_has_gone() {
+        let full = File::options().write(true).open("/dev/full").expect("there");
+        let mut sink = Sink::to_file(full.into(), Which::Stdout, None);
+        let pushed = sink.push(0, Bytes::from_static(b"x")).await;
+        assert!(pushed.is_err() || sink.flush().await.is_err());
+        assert_eq!(sink.failure().map(io::Error::kind), Some(io::ErrorKind::StorageFull));
+
+        let (reader, writer) = io::pipe().expect("a pipe");
+        drop(reader);
+        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
+        let pushed = sink.push(0, Bytes::from_static(b"x")).await;
+        assert!(pushed.is_err() || sink.flush().await.is_err());
+        assert!(sink.failure().is_none());
+    }
+
+    #[tokio::test]
+    async fn it_is_known_whether_the_last_line_has_an_end() {
+        let null = || File::create("/dev/null").expect("there").into();
+        let unfinished = Arc::new(AtomicBool::new(false));
+        let mut sink = Sink::to_file(null(), Which::Stdout, Some(unfinished.clone()));
+        for (offset, data, expected) in [(0, "a", true), (1, "b\n", false), (3, "c", true)] {
+            sink.push(offset, Bytes::from_static(data.as_bytes())).await.expect("open");
+            sink.flush().await.expect("open");
+            assert_eq!(unfinished.load(Ordering::Relaxed), expected, "{data:?}");
+        }
+    }
+
+    #[tokio::test]
     async fn bytes_that_come_twice_are_written_once_and_gaps_are_told() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout);
+        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
         assert_eq!(sink.push(0, Bytes::from_static(b"hello ")).await, Ok(0));
         assert_eq!(sink.push(3, Bytes::from_static(b"lo wor")).await, Ok(0));
         assert_eq!(sink.push(2, Bytes::from_static(b"llo")).await, Ok(0));
@@ -252,7 +327,7 @@ mod tests {
     #[tokio::test]
     async fn a_reader_that_stalls_holds_the_output_back() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout);
+        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
         let piece = Bytes::from(vec![7; 1 << 20]);
         let mut pushed = 0_u64;
         while tokio::time::timeout(Duration::from_millis(200), sink.push(pushed, piece.clone())).await.is_ok()
@@ -274,8 +349,8 @@ mod tests {
     async fn a_closed_standard_output_is_told_and_a_closed_standard_error_is_not() {
         let (reader, writer) = io::pipe().expect("a pipe");
         drop(reader);
-        let mut stdout = Sink::to_file(writer.try_clone().expect("another").into(), Which::Stdout);
-        let mut stderr = Sink::to_file(writer.into(), Which::Stderr);
+        let mut stdout = Sink::to_file(writer.try_clone().expect("another").into(), Which::Stdout, None);
+        let mut stderr = Sink::to_file(writer.into(), Which::Stderr, None);
         assert_eq!(
             match stdout.push(0, Bytes::from_static(b"x")).await {
                 Ok(_) => stdout.flush().await,

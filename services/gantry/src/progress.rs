@@ -1,8 +1,9 @@
 //! How far a transfer is: a bar on a terminal, now and then a line elsewhere.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
@@ -28,7 +29,9 @@ struct Painted {
 
 #[derive(Default)]
 struct Counts {
-    what: Mutex<String>,
+    /// What is done to what, by name; and what is said while that is nothing.
+    doing: Mutex<BTreeMap<String, &'static str>>,
+    otherwise: String,
     done: AtomicU64,
     total: AtomicU64,
     /// Held while something is painted; nothing is once it is true.
@@ -38,7 +41,7 @@ struct Counts {
 impl Progress {
     /// Starts at nothing of nothing.
     pub(crate) fn start(what: &str, screen: &Arc<Screen>, quiet: bool) -> Self {
-        let counts = Arc::new(Counts { what: Mutex::new(what.to_owned()), ..Counts::default() });
+        let counts = Arc::new(Counts { otherwise: what.to_owned(), ..Counts::default() });
         let mut painter = JoinSet::new();
         if !quiet {
             painter.spawn(paint(counts.clone(), screen.clone()));
@@ -46,9 +49,14 @@ impl Progress {
         Self(Arc::new(Painted { counts, screen: screen.clone(), painter }))
     }
 
-    /// What is being done from now on.
-    pub(crate) fn doing(&self, what: &str) {
-        *self.0.counts.what.lock().unwrap_or_else(PoisonError::into_inner) = plain(what, LONGEST);
+    /// What is being done to `name` from now on.
+    pub(crate) fn doing(&self, verb: &'static str, name: &str) {
+        self.0.counts.doing().insert(name.to_owned(), verb);
+    }
+
+    /// Nothing more is done to `name`.
+    pub(crate) fn done(&self, name: &str) {
+        self.0.counts.doing().remove(name);
     }
 
     /// There is this much more to do.
@@ -82,8 +90,24 @@ async fn paint(counts: Arc<Counts>, screen: Arc<Screen>) {
 }
 
 impl Counts {
+    fn doing(&self) -> MutexGuard<'_, BTreeMap<String, &'static str>> {
+        self.doing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `uploading a, scanning b`
+    fn what(&self) -> String {
+        let doing = self.doing();
+        if doing.is_empty() {
+            return self.otherwise.clone();
+        }
+        plain(
+            &doing.iter().map(|(name, verb)| format!("{verb} {name}")).collect::<Vec<_>>().join(", "),
+            LONGEST,
+        )
+    }
+
     fn paint(&self, screen: &Screen, elapsed: Duration) {
-        let what = self.what.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let what = self.what();
         let (done, total) = (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed));
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         if *ended {
@@ -158,6 +182,23 @@ mod tests {
         assert_eq!(line("uploading", 0, 4, second, false), "uploading   0 %  0 B of 4 B, 0 B/s");
         assert_eq!(line("scanning", 0, 0, second, true), "scanning …");
     }
+
+    #[tokio::test]
+    async fn what_is_done_at_a_time_is_named_and_nothing_else() {
+        let written = Written::default();
+        let progress = Progress::start("uploading", &Arc::new(written.screen(false)), true);
+        let what = || progress.0.counts.what();
+        assert_eq!(what(), "uploading");
+        progress.doing("scanning", "a");
+        progress.doing("scanning", "b");
+        progress.doing("uploading", "a");
+        assert_eq!(what(), "uploading a, scanning b");
+        progress.done("a");
+        assert_eq!(what(), "scanning b");
+        progress.done("b");
+        assert_eq!(what(), "uploading");
+    }
+
     #[test]
     fn what_does_not_fit_is_left_out_and_a_bar_never_wraps() {
         let at = |columns| fit("uploading src", 1 << 20, 2 << 20, Duration::from_secs(1), columns);
@@ -192,7 +233,7 @@ mod tests {
         let written = Written::default();
         let screen = Arc::new(written.screen(false));
         let progress = Progress::start("", &screen, false);
-        progress.doing("uploading a\nb");
+        progress.doing("uploading", "a\nb");
         progress.expect(4);
         progress.0.counts.paint(&screen, LINE);
         drop(progress);

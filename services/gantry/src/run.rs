@@ -222,7 +222,12 @@ async fn download(
             .download(artifact, name, directory)
             .instrument(info_span!(target: "gantry", "download", service = "gantry", output.name = name))
             .await
-            .with_context(|| format!("it is kept as artifact {artifact_id}, see `gantry download`"))?;
+            .inspect_err(|_| {
+                let target = directory.display();
+                ui.warn(&format!(
+                    "{name}: kept as artifact {artifact_id}; bring it with `gantry download {artifact_id} {target}`"
+                ));
+            })?;
     }
     Ok(())
 }

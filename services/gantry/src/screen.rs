@@ -1,9 +1,11 @@
 //! Standard error, as a person sees it: lines, and on a terminal at most one bar below them.
 //!
-//! Whoever says a line wipes the bar away first; it is painted again with its next tick. So they never run together.
+//! Whoever says a line wipes the bar away first; it is painted again with its next tick. So they never run together. Where a process left
+//! a line without an end at the same place, that line is ended first.
 
 use std::io::{self, IsTerminal, Write};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Moves to the beginning of the line and clears it.
 const CLEAR: &str = "\r\x1b[K";
@@ -11,6 +13,8 @@ const CLEAR: &str = "\r\x1b[K";
 /// Where lines and the bar go.
 pub(crate) struct Screen {
     terminal: bool,
+    /// Whether a process has left a line without an end.
+    unfinished: Arc<AtomicBool>,
     state: Mutex<State>,
 }
 
@@ -29,7 +33,17 @@ impl Screen {
     }
 
     pub(crate) fn new(out: Box<dyn Write + Send>, terminal: bool) -> Self {
-        Self { terminal, state: Mutex::new(State { out, painted: false }) }
+        Self { terminal, unfinished: Arc::default(), state: Mutex::new(State { out, painted: false }) }
+    }
+
+    /// Whoever writes the output of a process to the same place says here whether its last line has no end yet.
+    pub(crate) fn unfinished(&self) -> &Arc<AtomicBool> {
+        &self.unfinished
+    }
+
+    /// What must come before anything that begins a line.
+    fn end_of_line(&self) -> &'static str {
+        if self.unfinished.swap(false, Ordering::Relaxed) { "\n" } else { "" }
     }
 
     /// Whether bars can be painted.
@@ -41,13 +55,15 @@ impl Screen {
     pub(crate) fn line(&self, line: &str) {
         let mut state = self.state();
         let clear = if std::mem::take(&mut state.painted) { CLEAR } else { "" };
-        state.write(&format!("{clear}{line}"));
+        let end = self.end_of_line();
+        state.write(&format!("{clear}{end}{line}"));
     }
 
     /// Paints the bar in the place of the one before.
     pub(crate) fn paint(&self, bar: &str) {
         let mut state = self.state();
-        state.write(&format!("\r{bar}\x1b[K"));
+        let end = self.end_of_line();
+        state.write(&format!("{end}\r{bar}\x1b[K"));
         state.painted = true;
     }
 
@@ -74,8 +90,6 @@ impl State {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
     /// What was written to a screen.
@@ -100,6 +114,18 @@ pub(crate) mod tests {
         fn flush(&mut self) -> io::Result<()> {
             Ok(())
         }
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_ended_before_anything_is_said() {
+        let written = Written::default();
+        let screen = written.screen(true);
+        screen.unfinished().store(true, Ordering::Relaxed);
+        screen.line("said\n");
+        screen.unfinished().store(true, Ordering::Relaxed);
+        screen.paint("50 %");
+        screen.line("more\n");
+        assert_eq!(written.text(), "\nsaid\n\n\r50 %\x1b[K\r\x1b[Kmore\n");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use serde_json::{Value, json};
 
@@ -61,6 +62,11 @@ impl Ui {
             event.extend(details);
         }
         events.say(&event);
+    }
+
+    /// Where it is said whether the output of a process ends in the midst of a line.
+    pub(crate) fn unfinished(&self) -> &Arc<AtomicBool> {
+        self.screen.unfinished()
     }
 
     /// A bar, or lines, for a transfer.

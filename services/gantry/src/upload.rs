@@ -78,12 +78,13 @@ impl Uploader<'_> {
         let directory = &Directory { left_out, ..*directory };
         let mut pause = Pause::default();
         for attempt in 1.. {
-            self.progress.doing(&format!("scanning {name}"));
+            self.progress.doing("scanning", name);
             let scanned = self.scan(directory).await.with_context(|| format!("cannot upload {path:?}"))?;
             self.check(name, &scanned.problems)?;
-            self.progress.doing(&format!("uploading {name}"));
+            self.progress.doing("uploading", name);
             match self.send(directory, &scanned.manifest).await {
                 Ok(sent) => {
+                    self.progress.done(name);
                     self.say(name, &scanned.manifest, &sent, started);
                     return Ok(sent.artifact);
                 }
@@ -190,7 +191,7 @@ impl Uploader<'_> {
         );
         let took = duration(started.elapsed());
         self.ui.note(&match sent.bytes {
-            None => format!("{what}, all of it in the cluster already"),
+            None => format!("{what}, all of it in the cluster already, as artifact {}", sent.artifact),
             Some(sent) => format!("{what}, {} sent in {took}", bytes(sent)),
         });
         self.ui.event(
@@ -470,7 +471,16 @@ pub(crate) async fn command(
     let name = if args.label.is_empty() { name.unwrap_or_default() } else { args.label.clone() };
     let progress = ui.progress("uploading");
     let uploader = Uploader { connection, ui, scan: &args.scan, build: None, progress };
-    uploader.upload(&Directory { name: &name, path: &args.directory, left_out: Vec::new() }).await
+    let directory = Directory { name: &name, path: &args.directory, left_out: Vec::new() };
+    let artifact = uploader.upload(&directory).await?;
+    drop(uploader);
+    if !args.label.is_empty() {
+        let label = crate::list::artifact(connection, &artifact.to_string()).await?.label;
+        if label != args.label {
+            ui.warn(&format!("these bytes are known as {label:?}, and keep that label"));
+        }
+    }
+    Ok(artifact)
 }
 
 /// Keeps a build from running out while its inputs are uploaded.

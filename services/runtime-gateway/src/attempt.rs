@@ -12,7 +12,7 @@
 //! process has exited by itself and everything in its container is dead.
 
 use std::panic::AssertUnwindSafe;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -580,7 +580,11 @@ async fn publish(
             match worker.runtime.take_directory(from, directory, handle).await {
                 Ok(()) => {}
                 Err(error @ RuntimeError::OutputMissing(_)) => {
-                    let message = format!("output {:?}: {error}", output.name);
+                    let message = if directory == Path::new(&output.name) {
+                        format!("output {error}")
+                    } else {
+                        format!("output {:?}: {error}", output.name)
+                    };
                     finish.failure = Some(Failure { reason: error.reason(), message });
                     continue;
                 }

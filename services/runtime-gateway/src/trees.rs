@@ -35,6 +35,8 @@ pub(crate) struct Trees {
     /// The life of the machine.
     boot: String,
     state: Mutex<State>,
+    /// Whether what earlier gateways kept was looked through.
+    recalled: tokio::sync::OnceCell<()>,
 }
 
 #[derive(Default)]
@@ -100,7 +102,12 @@ impl Trees {
                 _ => {}
             }
         }
-        Ok(Self { directory: directory.to_owned(), boot, state: Mutex::new(state) })
+        Ok(Self {
+            directory: directory.to_owned(),
+            boot,
+            state: Mutex::new(state),
+            recalled: tokio::sync::OnceCell::new(),
+        })
     }
 
     /// The manifest of a volume that surely holds what it says, for which the volume is read if nothing of this boot says so.
@@ -235,6 +242,28 @@ impl Trees {
         Ok(Some(Kept { team, manifest, this_boot }))
     }
 
+    /// Takes in, once, what earlier gateways kept in this boot, so that [`Self::find`] finds it: the youngest, as far as there is memory.
+    pub(crate) async fn recall(&self) {
+        let recall = || async {
+            let (directory, boot) = (self.directory.clone(), self.boot.clone());
+            let recalled = blocking(move || {
+                recalled(&directory, &boot).map_err(|error| RuntimeError::io("reading manifests", error))
+            });
+            match recalled.await {
+                Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {
+                    self.state().insert(volume, &team, Arc::new(manifest));
+                    // It may have been forgotten since it was read.
+                    if !self.path(volume).exists() {
+                        self.state().remove(volume);
+                    }
+                }),
+                // What is not found is sent again.
+                Err(error) => tracing::warn!(error = chain(&error), "cannot look for what is here already"),
+            }
+        };
+        self.recalled.get_or_init(recall).await;
+    }
+
     /// Where a volume of `team` has the content with this digest.
     pub(crate) fn find(&self, team: &str, digest: &Digest) -> Option<Found> {
         let state = self.state();
@@ -325,6 +354,33 @@ fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<
     saved
 }
 
+/// The manifests that were kept in this boot, the oldest first: the youngest that fit into [`MEMORY`].
+fn recalled(directory: &Path, boot: &str) -> io::Result<Vec<(VolumeHandle, String, Manifest)>> {
+    let mut kept = Vec::new();
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        let Some(volume) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // One that is gone meanwhile is not missed.
+        let Ok(metadata) = entry.metadata() else { continue };
+        kept.push((metadata.modified()?, metadata.len(), volume, entry.path()));
+    }
+    kept.sort_unstable_by(|a, b| b.cmp(a));
+    let (mut recalled, mut bytes) = (Vec::new(), 0);
+    for (_, length, volume, path) in kept {
+        bytes += length;
+        if bytes > MEMORY {
+            break;
+        }
+        if let Ok((written_in, team, manifest)) = load(&path)
+            && written_in == boot
+        {
+            recalled.push((volume, team, manifest));
+        }
+    }
+    recalled.reverse();
+    Ok(recalled)
+}
+
 /// The boot, the team and the manifest.
 fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
@@ -381,6 +437,32 @@ mod tests {
         let trees = open("first");
         trees.forget(volume).await;
         assert!(trees.kept(volume).await.expect("read").is_none());
+    }
+
+    #[tokio::test]
+    async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let worker = crate::for_tests::Directories::default();
+        let (here, gone) = (worker.volume("contents"), worker.volume("others"));
+        let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
+        let trees = open("first");
+        let digest = async |volume| {
+            let manifest = trees.proven(&worker, volume, "main").await.expect("a manifest");
+            manifest.extents().next().expect("content").extent.digest
+        };
+        let (content, others) = (digest(here).await, digest(gone).await);
+        trees.forget(gone).await;
+
+        let again = open("first");
+        assert!(again.find("main", &content).is_none());
+        again.recall().await;
+        assert_eq!(again.find("main", &content).expect("found").volume, here);
+        assert!(again.find("other", &content).is_none(), "it is nobody else's");
+        assert!(again.find("main", &others).is_none());
+
+        let later = open("second");
+        later.recall().await;
+        assert!(later.find("main", &content).is_none(), "it was not compared since");
     }
 
     #[tokio::test]

@@ -302,6 +302,7 @@ struct Sources {
 
 impl Sources {
     async fn find(worker: &Worker, team: &str, manifest: &Manifest) -> Result<Self, RuntimeError> {
+        worker.trees.recall().await;
         let mut sources = Self { extents: Vec::new(), files: Vec::new() };
         let mut roots = std::collections::HashMap::new();
         let mut known = std::collections::HashMap::new();

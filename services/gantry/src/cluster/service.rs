@@ -62,8 +62,9 @@ impl LocalCluster {
         }
         if containers > 0 {
             found.push(format!(
-                "{} adopted, and destroyed when nobody needs it",
-                count(containers, "container")
+                "{} adopted, and destroyed when nobody needs {}",
+                count(containers, "container"),
+                if containers == 1 { "it" } else { "them" }
             ));
         }
         found.iter().for_each(|line| tracing::warn!("{line}"));

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use artifact_store::KeySource;
+use runtime::RuntimeError;
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use server::Host;
 
@@ -40,7 +41,11 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
     streamer::start(&streamer, host)?;
 
     let runtime = opening.await.context("the worker on this machine cannot be opened")?;
-    let runtime = runtime.context("this machine cannot be a worker")?;
+    let runtime = match runtime {
+        // That it cannot do it is what we say.
+        Err(RuntimeError::Unsupported(what)) => bail!("this machine cannot be a worker: {what}"),
+        runtime => runtime.context("this machine cannot be a worker")?,
+    };
     let gateway = runtime_gateway::Config {
         worker_name: WORKER.to_owned(),
         tags: Vec::new(),

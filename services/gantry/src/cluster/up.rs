@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use domain::Timestamp;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::local::GetStatusRequest;
@@ -38,10 +38,6 @@ const HESITATION: Duration = Duration::from_millis(300);
 pub(crate) async fn up(args: &UpArgs, ui: &Ui, as_json: bool) -> anyhow::Result<u8> {
     let paths = Paths::find()?;
     paths.make()?;
-    let tcp = match &args.listen {
-        Some(address) => Some(listen(address, args.insecure).await?),
-        None => None,
-    };
     let Some(mut lock) = take_lock(&paths).await? else {
         if args.detached {
             return Ok(ANOTHER_RUNS);
@@ -52,11 +48,20 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui, as_json: bool) -> anyhow::Result<
             "a cluster runs on this machine already{process}; see `gantry status`, or stop it with `gantry down`"
         );
     };
+    // Until something is recorded, a lock that is let go says nothing new.
+    let tcp = match &args.listen {
+        Some(address) => Some(listen(address, args.insecure).await?),
+        None => None,
+    };
     let left_behind = lock.left_behind.take();
     lock.record(&Record { process_id: std::process::id(), socket: paths.socket() })?;
     let served = serve(args, ui, as_json, &paths, tcp, left_behind).await;
     lock.release()?;
-    served.map(|()| 0)
+    served?;
+    if !args.detached {
+        ui.note("the cluster has ended");
+    }
+    Ok(0)
 }
 
 /// Serves until it is told to end.
@@ -104,6 +109,8 @@ async fn serve(
         // Answers once this host serves, and logs what was found.
         host.spawn(async move { _ = cluster.get_status(GetStatusRequest {}).await });
     }
+    // Before anybody is told of it, who may want it to end at once.
+    let mut signals = Signals::catch()?;
     if args.detached {
         tracing::info!(process.id = std::process::id(), "the cluster starts");
     } else {
@@ -122,7 +129,7 @@ async fn serve(
             }
         };
         tokio::select! {
-            () = asked_to_end(&peer, ui) => {}
+            () = asked_to_end(&mut signals, &peer, ui) => {}
             () = shutdown.cancelled() => {}
             () = idle => tracing::info!("the cluster was idle and ends"),
         }
@@ -166,7 +173,9 @@ fn bind(paths: &Paths) -> anyhow::Result<Listener> {
 async fn listen(address: &str, insecure: bool) -> anyhow::Result<TcpListener> {
     let addresses: Vec<_> = tokio::net::lookup_host(address)
         .await
-        .with_context(|| format!("{address:?} is no address to listen on; write 127.0.0.1:7400"))?
+        .map_err(|error| {
+            anyhow!("{address:?} is no address to listen on: {error}; write one such as 127.0.0.1:7400")
+        })?
         .collect();
     for address in &addresses {
         token::check(*address, insecure)?;
@@ -193,10 +202,14 @@ fn announce(endpoints: &[String], paths: &Paths, as_json: bool) -> anyhow::Resul
 }
 
 /// Resolves after Ctrl-C or SIGTERM, once what runs has ended. A second one does not wait for that.
-async fn asked_to_end(peer: &rpc::Peer, ui: &Ui) {
-    let Ok(mut signals) = Signals::catch() else { return std::future::pending().await };
+async fn asked_to_end(signals: &mut Signals, peer: &rpc::Peer, ui: &Ui) {
     signals.next().await;
-    ui.note("asks what runs to end, it has 10 s; once more to kill it");
+    // One that does not answer is asked all the same.
+    if let Ok([]) = idle::unfinished(peer).await.as_deref() {
+        ui.note("nothing runs, the cluster ends");
+    } else {
+        ui.note("asks what runs to end, it has 10 s; once more to kill it");
+    }
     let stopped = tokio::select! {
         stopped = stop_workloads(peer, Duration::from_secs(10)) => stopped,
         _ = signals.next() => stop_workloads(peer, Duration::ZERO).await,
