@@ -392,10 +392,10 @@ fn sample() -> Vec<Vec<u8>> {
     let old = [("GNU.sparse.size", "9000"), ("GNU.sparse.map", "0,2,512,3")];
     let mut oldest = header(b'S', b"oldest", b"", 5);
     oldest[257..265].copy_from_slice(b"ustar  \0");
-    oldest[386..434].copy_from_slice(b"00000000000\000000000002\000000010000\000000000003\0");
+    oldest[386..434].copy_from_slice(b"00000000000\x0000000000002\x0000000010000\x0000000000003\0");
     oldest[482] = 1;
     oldest[483..495].copy_from_slice(b"00000100000\0");
-    let more = [&b"00000020000\000000000000\0"[..], &[0; 512 - 24]].concat();
+    let more = [&b"00000020000\x0000000000000\0"[..], &[0; 512 - 24]].concat();
     let data = [&b"xx"[..], &[0; 510], b"yyy", &[0; 509]].concat();
     vec![
         dir(b"./"),

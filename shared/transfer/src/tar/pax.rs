@@ -55,7 +55,7 @@ impl Records {
         // An empty value takes back what was said before.
         let text = || (!value.is_empty()).then(|| value.to_vec());
         let count = || if value.is_empty() { Some(None) } else { decimal(value).map(Some) };
-        let id = || Some(count()?.map(u32::try_from).transpose().ok()?);
+        let id = || count()?.map(u32::try_from).transpose().ok();
         match key {
             b"path" => self.path = text(),
             b"linkpath" => self.link = text(),

@@ -203,7 +203,7 @@ fn write_header<W: Write>(out: &mut Counted<W>, entry: &Entry) -> io::Result<Vec
         }
         EntryKind::File { size_bytes, extents } => {
             written = regions(*size_bytes, extents);
-            if *size_bytes > 0 && written != [0..*size_bytes] {
+            if *size_bytes > 0 && written.as_slice() != std::slice::from_ref(&(0..*size_bytes)) {
                 map = write_map(*size_bytes, &written);
                 pax::put(&mut records, b"GNU.sparse.major", b"1");
                 pax::put(&mut records, b"GNU.sparse.minor", b"0");
