@@ -33,7 +33,8 @@ const ENDINGS: &[(&[&str], i32)] = &[
 ];
 
 fn cluster() -> Cluster {
-    let cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
+    // A client that is killed may have sealed its upload a moment before.
+    let cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s").with("GANTRY_ABANDONED_AFTER", "10s");
     fs::create_dir(cluster.path("src")).expect("directory");
     fs::create_dir(cluster.path("large")).expect("directory");
     fs::write(cluster.path("src/file"), "content").expect("write");

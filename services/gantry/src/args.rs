@@ -149,6 +149,16 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) keep: Duration,
+    /// How long what was uploaded is kept when we are killed before the command is submitted
+    #[arg(
+        long,
+        value_name = "DURATION",
+        env = "GANTRY_ABANDONED_AFTER",
+        default_value = "10m",
+        value_parser = values::term,
+        help_heading = "Inputs and outputs"
+    )]
+    pub(crate) abandoned_after: Duration,
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
 

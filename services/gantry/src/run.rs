@@ -33,9 +33,6 @@ use crate::ui::Ui;
 use crate::upload::{Directory, Uploader, inside, renew};
 use crate::values::{Copied, Source};
 
-/// A build without a workload ends after this long; it is renewed more often while inputs are uploaded.
-const BUILD_TERM: Duration = Duration::from_secs(10 * 60);
-
 /// Runs. Answers the exit code.
 pub(crate) async fn run(
     args: &RunArgs,
@@ -138,7 +135,7 @@ async fn prepare(
         team: connection.team.clone(),
         ends_with_workload: workload.to_string(),
         keep: Some(rpc::duration(args.keep)),
-        term: Some(rpc::duration(BUILD_TERM)),
+        term: Some(rpc::duration(args.abandoned_after)),
     };
     let owners = connection.owners();
     repeat("cannot prepare the run", async || owners.clone().put_build(put.clone()).await)
@@ -146,7 +143,7 @@ async fn prepare(
         .await?;
     let inputs = tokio::select! {
         inputs = upload(args, connection, ui, build) => inputs?,
-        error = renew(connection, put, BUILD_TERM / 3) => return Err(error),
+        error = renew(connection, put, args.abandoned_after / 3) => return Err(error),
     };
     Ok((inputs, Some(build)))
 }

@@ -125,6 +125,15 @@ fn path(bytes: &[u8]) -> PathBuf {
     PathBuf::from(OsString::from_vec(bytes.to_vec()))
 }
 
+/// Parses how long something lives that is renewed: from a second to a day.
+pub(crate) fn term(text: &str) -> Result<Duration, String> {
+    let term = duration(text)?;
+    if !(Duration::from_secs(1)..=Duration::from_secs(24 * 60 * 60)).contains(&term) {
+        return Err(format!("{text:?} must be from 1s to 24h"));
+    }
+    Ok(term)
+}
+
 /// Parses a duration: `90`, `90s`, `1h30m`, `500ms`, `2d`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let malformed = || format!("{text:?} is no duration: write 90s, 10m, 1h30m, 2d or 500ms");
@@ -280,6 +289,7 @@ mod tests {
         for wrong in ["", "s", "1x", "1h30x", "-1s", "1.5h", "99999999999999999999s", "18446744073709551615d"]
         {
             assert!(duration(wrong).is_err(), "{wrong}");
+            assert!(term(wrong).is_err(), "{wrong}");
         }
     }
 
