@@ -5,9 +5,9 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use domain::workload::{Image, Limits, Network, OutputMode, Stdin};
+use domain::workload::{Limits, Network, OutputMode, Stdin};
 use domain::{AttemptId, ContainerHandle};
-use runtime::{ContainerSpec, ProcessSpec, Runtime};
+use runtime::{ContainerSpec, ProcessSpec, Root, Runtime};
 use runtime_gateway::host::{HostConfig, HostRuntime, supervise_if_asked};
 
 fn main() -> ExitCode {
@@ -36,7 +36,7 @@ async fn run() -> anyhow::Result<()> {
         let (container, process) = (ContainerHandle::new(), AttemptId::new());
         let spec = ContainerSpec {
             team: "main".to_owned(),
-            image: Image::Host,
+            root: Root::Host,
             mounts: Vec::new(),
             directory: b"/workspace".to_vec(),
             user: None,
@@ -50,6 +50,7 @@ async fn run() -> anyhow::Result<()> {
             environment: Vec::new(),
             stdin: Stdin::None,
             output: OutputMode::Attached,
+            terminal: None,
         };
         runtime.start(container, process, command).await?;
         runtime.wait(process).await?;

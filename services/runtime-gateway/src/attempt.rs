@@ -17,14 +17,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::{
-    Bytes, EnvironmentVariable, Exit, Failure, FailureReason, PublishedOutput, WorkloadSpec,
+    Bytes, EnvironmentVariable, Exit, Failure, FailureReason, Image, PublishedOutput, WorkloadSpec,
 };
 use domain::{ArtifactId, AttemptId, ContainerHandle, Digest, LeaseId, VolumeHandle, WorkloadId};
 use futures::FutureExt;
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
-use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, RuntimeError, VolumeSource};
+use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, Root, RuntimeError, VolumeSource};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use tokio::sync::watch;
@@ -453,13 +453,7 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         };
         worker.runtime.create_volume(*handle, source).await?;
         if !volume.directories.is_empty() {
-            let root = worker.runtime.volume_directory(*handle).await?;
-            for directory in &volume.directories {
-                let path = root.join(directory);
-                tokio::fs::create_dir_all(&path)
-                    .await
-                    .map_err(|error| RuntimeError::io(format!("making {}", directory.display()), error))?;
-            }
+            worker.runtime.make_directories(*handle, &volume.directories).await?;
         }
         Ok::<_, Stopped>(())
     });
@@ -471,7 +465,12 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     });
     let spec = ContainerSpec {
         team: task.spec.team.clone(),
-        image: task.spec.image,
+        root: match task.spec.image {
+            Image::Host => Root::Host,
+            Image::Artifact(_) => {
+                return Err(RuntimeError::Unsupported("it cannot run images from artifacts".to_owned()).into());
+            }
+        },
         mounts: mounts.collect(),
         directory: task.spec.directory.clone(),
         user: task.spec.user.clone(),
@@ -533,6 +532,7 @@ fn process_spec(task: &Task) -> ProcessSpec {
         environment,
         stdin: task.spec.stdin,
         output: task.spec.output,
+        terminal: None,
     }
 }
 

@@ -10,8 +10,8 @@ use bytes::Bytes;
 use domain::worker::Marker;
 use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Disk, Ended, Holdings, Offsets, ProcessEvent, ProcessInput,
-    ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessEvent,
+    ProcessInput, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use tempfile::TempDir;
 use tokio::sync::RwLock;
@@ -155,8 +155,8 @@ impl Runtime for Directories {
         Ok(Marker { id: MarkerId::new(), boot: "boot".to_owned() })
     }
 
-    async fn disk(&self) -> Result<Disk, RuntimeError> {
-        Ok(Disk { total_bytes: 1, free_bytes: 1 })
+    async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
+        Ok(Some(Disk { total_bytes: 1, free_bytes: 1 }))
     }
 
     async fn list(&self) -> Result<Holdings, RuntimeError> {
@@ -171,9 +171,21 @@ impl Runtime for Directories {
         std::fs::create_dir_all(&path).map_err(|error| RuntimeError::io("making a volume", error))
     }
 
-    async fn volume_directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+    async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError> {
         let path = self.path(handle);
-        if path.exists() { Ok(path) } else { Err(RuntimeError::VolumeNotFound(handle)) }
+        if path.exists() { Ok(Contents::Directory(path)) } else { Err(RuntimeError::VolumeNotFound(handle)) }
+    }
+
+    async fn make_directories(
+        &self,
+        handle: VolumeHandle,
+        directories: &[PathBuf],
+    ) -> Result<(), RuntimeError> {
+        for directory in directories {
+            std::fs::create_dir_all(self.path(handle).join(directory))
+                .map_err(|error| RuntimeError::io("making a directory", error))?;
+        }
+        Ok(())
     }
 
     async fn take_directory(
@@ -273,6 +285,10 @@ impl ProcessInput for NoInput {
     }
 
     async fn acknowledge(&self, _up_to: Offsets) -> Result<(), RuntimeError> {
+        unsupported()
+    }
+
+    async fn resize(&self, _window: runtime::Window) -> Result<(), RuntimeError> {
         unsupported()
     }
 

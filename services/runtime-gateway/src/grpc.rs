@@ -233,6 +233,22 @@ impl Volumes for Handler {
         Ok(self.answer(|worker, answers| read(worker, said, answers)))
     }
 
+    type ReadArchiveStream = ReceiverStream<Result<pb::ReadArchiveResponse, Status>>;
+
+    async fn write_archive(
+        &self,
+        _request: Request<Streaming<pb::WriteArchiveRequest>>,
+    ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
+        Err(Reason::Unavailable.status(SERVICE, "this gateway takes no archives"))
+    }
+
+    async fn read_archive(
+        &self,
+        _request: Request<pb::ReadArchiveRequest>,
+    ) -> Result<Response<Self::ReadArchiveStream>, Status> {
+        Err(Reason::Unavailable.status(SERVICE, "this gateway makes no archives"))
+    }
+
     async fn read_file(
         &self,
         request: Request<pb::ReadFileRequest>,

@@ -13,6 +13,7 @@ mod blocking;
 mod clock;
 mod config;
 mod contact;
+mod contents;
 #[cfg(test)]
 mod for_tests;
 mod grpc;

@@ -167,7 +167,7 @@ async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, 
         }),
         capacity: Some(pb::Capacity {
             max_tasks: worker.config.max_tasks.unwrap_or(0),
-            disk_bytes: disk.total_bytes,
+            disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
         }),
         protocol_versions: vec![PROTOCOL],
     })
@@ -200,7 +200,7 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
         leases,
         containers,
         volumes,
-        disk_free_bytes: disk.free_bytes,
+        disk_free_bytes: disk.map_or(0, |disk| disk.free_bytes),
         number: 0,
     })
 }

@@ -19,6 +19,7 @@ use runtime::{Runtime, RuntimeError};
 use transfer::{Limits, Manifest, ScanOptions};
 
 use crate::blocking::blocking;
+use crate::contents::directory;
 use crate::rehash::{self, Rehashed};
 
 /// What the name of a manifest that is being written ends with.
@@ -126,7 +127,7 @@ impl Trees {
         if this_boot {
             return Ok(manifest);
         }
-        let root = runtime.volume_directory(volume).await?;
+        let root = directory(runtime, volume).await?;
         let expected = manifest.clone();
         match blocking(move || rehash::compare(&root, &expected)).await? {
             Rehashed::Same => {
@@ -186,7 +187,7 @@ impl Trees {
         volume: VolumeHandle,
         team: &str,
     ) -> Result<Arc<Manifest>, RuntimeError> {
-        let root = runtime.volume_directory(volume).await?;
+        let root = directory(runtime, volume).await?;
         let scanned = blocking(move || scan(&root)).await?;
         for problem in &scanned.problems {
             tracing::info!(volume.handle = %volume, %problem, "left out of an output");

@@ -23,6 +23,7 @@ use transfer::{
 
 use crate::attempt;
 use crate::blocking::blocking;
+use crate::contents::directory;
 use crate::trees::TreeError;
 use crate::worker::Worker;
 use rpc::Refusal;
@@ -160,7 +161,7 @@ impl Filling {
         }
         worker.runtime.destroy_volume(ticket.volume).await?;
         worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
-        let root = worker.runtime.volume_directory(ticket.volume).await?;
+        let root = directory(worker.runtime.as_ref(), ticket.volume).await?;
 
         let sources = Sources::find(worker, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
@@ -311,7 +312,7 @@ impl Sources {
             let root = match roots.entry(found.volume) {
                 std::collections::hash_map::Entry::Occupied(root) => root.into_mut(),
                 std::collections::hash_map::Entry::Vacant(vacant) => {
-                    let Ok(root) = worker.runtime.volume_directory(found.volume).await else { continue };
+                    let Ok(root) = directory(worker.runtime.as_ref(), found.volume).await else { continue };
                     vacant.insert(root)
                 }
             };
@@ -363,7 +364,7 @@ pub(crate) async fn read(
     wanted: Runs,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), TransferError> {
-    let root = worker.runtime.volume_directory(volume).await?;
+    let root = directory(worker.runtime.as_ref(), volume).await?;
     blocking(move || {
         let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
         for batch in reader.batches(&wanted) {
@@ -381,7 +382,7 @@ pub(crate) async fn read_file(
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
 ) -> Result<(), TransferError> {
-    let root = worker.runtime.volume_directory(volume).await?;
+    let root = directory(worker.runtime.as_ref(), volume).await?;
     blocking(move || {
         let failed = |source| RuntimeError::io(format!("reading {}", path.display()), source);
         let root = File::open(&root).map_err(failed)?;

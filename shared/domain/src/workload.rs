@@ -72,6 +72,8 @@ impl fmt::Debug for EnvironmentVariable {
 pub enum Image {
     /// The worker's own, read-only, with a layer for writes.
     Host,
+    /// The directory `rootfs` of this artifact, with a layer for writes.
+    Artifact(ArtifactId),
 }
 
 impl Image {
@@ -80,6 +82,7 @@ impl Image {
     pub fn kind(self) -> &'static str {
         match self {
             Self::Host => "host",
+            Self::Artifact(_) => "artifact",
         }
     }
 }

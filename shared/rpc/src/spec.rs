@@ -45,6 +45,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,
+        pb::image::Source::ArtifactId(id) => Image::Artifact(parse_id("spec.image.artifact_id", &id)?),
     };
     if spec.command.is_empty() || spec.command[0].is_empty() {
         return Err(invalid_field("spec.command", "names no program"));
@@ -105,6 +106,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         image: Some(pb::Image {
             source: Some(match spec.image {
                 Image::Host => pb::image::Source::Host(pb::HostImage {}),
+                Image::Artifact(id) => pb::image::Source::ArtifactId(id.to_string()),
             }),
         }),
         command: spec.command.iter().map(bytes).collect(),

@@ -26,6 +26,9 @@ pub enum RuntimeError {
     /// The working directory does not exist in the image, or is no directory.
     #[error("working directory {0:?} is missing, or is not a directory")]
     DirectoryMissing(String),
+    /// The volume has nothing at this path.
+    #[error("{0:?} is missing in the volume")]
+    PathNotFound(String),
     /// A directory that shall become an output is not there, or is no directory.
     #[error("{0:?} is missing, or is not a directory")]
     OutputMissing(String),
@@ -91,6 +94,7 @@ impl RuntimeError {
             Self::CgroupUnavailable(_) => FailureReason::CgroupUnavailable,
             Self::DiskFull(_) => FailureReason::DiskFull,
             Self::VolumeNotFound(_)
+            | Self::PathNotFound(_)
             | Self::HasChildren(_)
             | Self::OffsetOutOfRange { .. }
             | Self::Io { .. }

@@ -13,20 +13,22 @@
 //! - Processes, their output and the record of their end survive the gateway that started them.
 //! - When the process of a container has ended, every other process in that container is dead before the end is told.
 
+mod contents;
 mod error;
 mod process;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::Marker;
-use domain::workload::{Bytes, Image, Limits, Network};
+use domain::workload::{Bytes, Limits, Network};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 
+pub use contents::{Archive, Contents, RemoteVolume};
 pub use error::RuntimeError;
 pub use process::{
-    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState, Window,
 };
 
 /// What a runtime can do.
@@ -34,7 +36,11 @@ pub use process::{
 pub struct Capabilities {
     /// Kinds of image that it can run, such as `host`.
     pub image_kinds: Vec<String>,
-    /// What else it can do, by name: `privileged`, `limits`, `network-loopback`, `stop-after`.
+    /// What else it can do, by name: `privileged`, `limits`, `network-loopback`, `stop-after`, `terminal`, and
+    ///
+    /// - `replaceable-outputs`: [`Runtime::take_directory`], so that outputs need not be mounts;
+    /// - `owned-mounts`: the user of a container comes to own its writable mounts;
+    /// - `durable-output`: output is kept, and nothing of it lost, while no gateway is there.
     pub features: Vec<String>,
     /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
     pub copy_on_write: String,
@@ -63,13 +69,22 @@ pub struct Mount {
     pub read_only: bool,
 }
 
+/// The root file system of a container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Root {
+    /// The worker's own, read-only, with a layer for writes.
+    Host,
+    /// The directory `rootfs` of this volume, which is the container's own: it may write there.
+    Volume(VolumeHandle),
+}
+
 /// What a container is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerSpec {
     /// Whose it is.
     pub team: String,
     /// Its root file system.
-    pub image: Image,
+    pub root: Root,
     /// Volumes in it, each at a path of its own. One whose path lies below another's appears inside of it.
     pub mounts: Vec<Mount>,
     /// Where its process starts: absolute. Made when it is `/workspace`, or when a mount lies at or below it; otherwise it must exist.
@@ -112,8 +127,8 @@ pub trait Runtime: Send + Sync + 'static {
     /// What identifies this life of what the worker holds. Made, durably, when it is missing.
     async fn marker(&self) -> Result<Marker, RuntimeError>;
 
-    /// The file system that holds the volumes.
-    async fn disk(&self) -> Result<Disk, RuntimeError>;
+    /// The file system that holds the volumes. `None`: the worker does not say.
+    async fn disk(&self) -> Result<Option<Disk>, RuntimeError>;
 
     /// Everything that occupies the worker.
     async fn list(&self) -> Result<Holdings, RuntimeError>;
@@ -123,20 +138,29 @@ pub trait Runtime: Send + Sync + 'static {
     /// Errors: [`RuntimeError::VolumeNotFound`] when the parent does not exist, [`RuntimeError::DiskFull`].
     async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError>;
 
-    /// The directory with the contents of a volume, mounted when it has to be. Valid until the volume is destroyed.
+    /// How the bytes of a volume are reached.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`].
-    async fn volume_directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError>;
+    async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError>;
+
+    /// Makes these directories (relative, with those above them) in a volume. What exists stays.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::DiskFull`].
+    async fn make_directories(
+        &self,
+        handle: VolumeHandle,
+        directories: &[PathBuf],
+    ) -> Result<(), RuntimeError>;
 
     /// Makes the directory at `path` (relative) in the volume `from` the contents of the empty volume `into`. Nothing of `from` is in use
     /// any more. Done twice, the second time changes nothing.
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`]; [`RuntimeError::OutputMissing`] when there is no directory at `path`, or a symbolic link
-    /// leads to it.
+    /// leads to it; [`RuntimeError::Unsupported`] without the capability `replaceable-outputs`.
     async fn take_directory(
         &self,
         from: VolumeHandle,
-        path: &std::path::Path,
+        path: &Path,
         into: VolumeHandle,
     ) -> Result<(), RuntimeError>;
 

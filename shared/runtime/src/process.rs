@@ -19,6 +19,17 @@ pub struct ProcessSpec {
     pub stdin: Stdin,
     /// Whether it is held back rather than lose output that nobody has acknowledged.
     pub output: OutputMode,
+    /// The size of its terminal. `None`: it has none, and its outputs are two. Needs the capability `terminal`.
+    pub terminal: Option<Window>,
+}
+
+/// The size of a terminal, in characters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// Its width.
+    pub columns: u16,
+    /// Its height.
+    pub rows: u16,
 }
 
 /// How far a process is.
@@ -121,6 +132,11 @@ pub trait ProcessInput: Send + Sync {
 
     /// Sends the process a signal.
     async fn signal(&self, number: u8) -> Result<(), RuntimeError>;
+
+    /// Changes the size of its terminal.
+    ///
+    /// Errors: [`RuntimeError::Unsupported`] where it has none.
+    async fn resize(&self, window: Window) -> Result<(), RuntimeError>;
 
     /// So much output has arrived for good and need not be kept.
     async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError>;

@@ -56,8 +56,8 @@ use domain::worker::Marker;
 use domain::workload::{Image, Limits};
 use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Disk, Ended, Holdings, Offsets, ProcessSpec, ProcessState,
-    Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
+    ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use uuid::Uuid;
 
@@ -297,13 +297,13 @@ impl Runtime for HostRuntime {
         Ok(Marker { id: self.host.marker, boot: self.host.boot.clone() })
     }
 
-    async fn disk(&self) -> Result<Disk, RuntimeError> {
+    async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
         let path = &self.host.config.state_dir;
         let found = rustix::fs::statvfs(path).map_err(|error| at("measure", path)(error.into()))?;
-        Ok(Disk {
+        Ok(Some(Disk {
             total_bytes: found.f_blocks.saturating_mul(found.f_frsize),
             free_bytes: found.f_bavail.saturating_mul(found.f_frsize),
-        })
+        }))
     }
 
     async fn list(&self) -> Result<Holdings, RuntimeError> {
@@ -321,11 +321,30 @@ impl Runtime for HostRuntime {
         .await
     }
 
-    async fn volume_directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+    async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError> {
         let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
         blocking(move || {
             let _turn = turn;
-            host.volumes.directory(handle)
+            host.volumes.directory(handle).map(Contents::Directory)
+        })
+        .await
+    }
+
+    async fn make_directories(
+        &self,
+        handle: VolumeHandle,
+        directories: &[PathBuf],
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        let directories = directories.to_vec();
+        blocking(move || {
+            let _turn = turn;
+            let root = host.volumes.directory(handle)?;
+            for directory in directories {
+                let path = root.join(directory);
+                std::fs::create_dir_all(&path).map_err(at("make", &path))?;
+            }
+            Ok(())
         })
         .await
     }

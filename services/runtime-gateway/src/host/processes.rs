@@ -17,7 +17,7 @@ use domain::{AttemptId, ContainerHandle};
 use futures::stream;
 use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
-    RuntimeError,
+    RuntimeError, Window,
 };
 
 use crate::blocking::blocking;
@@ -678,6 +678,10 @@ impl ProcessInput for Input {
     async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError> {
         let Offsets { stdout, stderr } = up_to;
         self.tell(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
+    }
+
+    async fn resize(&self, _window: Window) -> Result<(), RuntimeError> {
+        Err(RuntimeError::Unsupported("processes on this worker have no terminal".to_owned()))
     }
 
     async fn detach(&self) -> Result<(), RuntimeError> {

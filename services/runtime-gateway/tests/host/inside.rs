@@ -8,7 +8,7 @@ use std::time::Duration;
 use domain::workload::{EnvironmentVariable, Exit, Limits, Network, OutputMode};
 use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Runtime, RuntimeError};
 use runtime_gateway::host::{HostConfig, HostRuntime};
-use testing::conformance::{RuntimeExt, Subject, container, mount, process, read_until};
+use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until};
 
 use super::subject::{HostSubject, config};
 
@@ -116,7 +116,7 @@ async fn dangerous_calls_are_refused() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    let directory = runtime.volume_directory(volume).await.expect("a directory");
+    let directory = directory(&*runtime, volume).await;
     std::fs::write(directory.join("calls.c"), CALLS).expect("write");
     let compiled =
         std::process::Command::new("cc").args(["-o", "calls", "calls.c"]).current_dir(&directory).status();
@@ -212,7 +212,7 @@ async fn text_need_not_be_utf_8() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    let directory = runtime.volume_directory(volume).await.expect("a directory");
+    let directory = directory(&*runtime, volume).await;
     let odd = directory.join(std::ffi::OsStr::from_bytes(b"odd \xff"));
     std::fs::create_dir(&odd).expect("make");
     std::fs::write(odd.join("file"), "found").expect("write");

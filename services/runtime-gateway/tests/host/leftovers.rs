@@ -9,7 +9,7 @@ use domain::workload::{FailureReason, Limits, OutputMode};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{ContainerSpec, Ended, ProcessSpec, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::host::{HostConfig, HostRuntime};
-use testing::conformance::{RuntimeExt, Subject, container, in_time, mount, process, programs, until};
+use testing::conformance::{self, RuntimeExt, Subject, container, in_time, mount, process, programs, until};
 
 use super::subject::{HostSubject, config};
 
@@ -236,8 +236,7 @@ async fn volumes_that_nothing_uses_can_be_unmounted() {
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
     let (used, idle) = (runtime.child(parent).await, runtime.child(parent).await);
-    fs::write(runtime.volume_directory(idle).await.expect("a directory").join("file"), "kept")
-        .expect("write");
+    fs::write(conformance::directory(&*runtime, idle).await.join("file"), "kept").expect("write");
     let spec = ContainerSpec { mounts: vec![mount(used, "/out", false)], ..container() };
     let handle = runtime.made(spec).await;
     let id = runtime.started(handle, process(&programs::sleep())).await;
@@ -248,7 +247,7 @@ async fn volumes_that_nothing_uses_can_be_unmounted() {
     runtime.destroy_container(handle).await.expect("destroy");
     subject.host().unmount_idle().expect("unmount");
     assert_eq!(footprint(&subject, &[]).mounts, Vec::<String>::new());
-    let directory = runtime.volume_directory(idle).await.expect("a directory");
+    let directory = conformance::directory(&*runtime, idle).await;
     assert_eq!(fs::read(directory.join("file")).expect("read"), b"kept");
 }
 
@@ -358,7 +357,7 @@ async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
     let boot = runtime.marker().await.expect("the marker").boot;
     left_behind(&process_dir(&subject, handle, current), current, "intent", &boot);
     let child = runtime.child(runtime.volume().await).await;
-    let directory = runtime.volume_directory(child).await.expect("a directory");
+    let directory = conformance::directory(&*runtime, child).await;
     fs::write(directory.join("file"), "kept").expect("write");
     rustix::mount::unmount(&directory, rustix::mount::UnmountFlags::empty()).expect("unmount");
     assert!(!directory.join("file").exists());
@@ -366,7 +365,7 @@ async fn after_a_reboot_nothing_is_started_twice_and_volumes_are_there() {
     subject.reopen().await;
 
     let runtime = subject.runtime();
-    let directory = runtime.volume_directory(child).await.expect("a directory");
+    let directory = conformance::directory(&*runtime, child).await;
     assert_eq!(fs::read(directory.join("file")).expect("read"), b"kept");
     runtime.start(handle, intended, process(&programs::exit(0))).await.expect("start again");
     assert_eq!(runtime.process(intended).await.expect("a state"), runtime::ProcessState::StartUnknown);
@@ -406,14 +405,14 @@ async fn a_worker_without_overlays_copies() {
         let runtime: std::sync::Arc<dyn Runtime> = host;
         assert!(runtime.capabilities().copy_on_write.starts_with("copy: "), "{:?}", runtime.capabilities());
         let parent = runtime.volume().await;
-        let directory = runtime.volume_directory(parent).await.expect("a directory");
+        let directory = conformance::directory(&*runtime, parent).await;
         fs::create_dir(directory.join("dir")).expect("make");
         fs::write(directory.join("dir/file"), "line\n").expect("write");
         let child = runtime.child(parent).await;
         let spec = ContainerSpec { mounts: vec![mount(child, "/out", false)], ..container() };
         let said = runtime.ran(spec, process(&programs::append("/out/dir/file"))).await;
         assert!(matches!(said.ended, Some(Ended::Exited { .. })), "{said:?}");
-        let copied = runtime.volume_directory(child).await.expect("a directory").join("dir/file");
+        let copied = conformance::directory(&*runtime, child).await.join("dir/file");
         assert_eq!(fs::read(copied).expect("read"), b"line\nline\n");
         assert_eq!(fs::read(directory.join("dir/file")).expect("read"), b"line\n");
         let held = runtime.list().await.expect("list");

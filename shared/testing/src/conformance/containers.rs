@@ -69,9 +69,9 @@ pub async fn volumes_are_mounted(subject: impl Subject) {
         runtime.ran(spec.clone(), process(&programs::append("/new/deep/out/file"))).await.ended,
         Some(exited(0))
     );
-    assert_eq!(lines(&directory(&runtime, written).await.join("file")), 1);
+    assert_eq!(lines(&directory(&*runtime, written).await.join("file")), 1);
     assert_ne!(runtime.ran(spec, process(&programs::append("/in/file"))).await.ended, Some(exited(0)));
-    assert_eq!(lines(&directory(&runtime, read).await.join("file")), 0);
+    assert_eq!(lines(&directory(&*runtime, read).await.join("file")), 0);
 }
 
 /// A volume whose path lies below another's appears inside of it, whatever the order.
@@ -84,16 +84,16 @@ pub async fn volumes_appear_in_volumes(subject: impl Subject) {
         let said = runtime.ran(spec.clone(), process(&programs::append(path))).await;
         assert_eq!(said.ended, Some(exited(0)), "{path}");
     }
-    assert_eq!(lines(&directory(&runtime, outer).await.join("file")), 1);
-    assert_eq!(lines(&directory(&runtime, inner).await.join("file")), 1);
-    assert_eq!(lines(&directory(&runtime, outer).await.join("inner/file")), 0);
+    assert_eq!(lines(&directory(&*runtime, outer).await.join("file")), 1);
+    assert_eq!(lines(&directory(&*runtime, inner).await.join("file")), 1);
+    assert_eq!(lines(&directory(&*runtime, outer).await.join("inner/file")), 0);
 }
 
 /// A directory of one volume becomes the contents of another; what is not a directory there is refused.
 pub async fn directories_are_taken(subject: impl Subject) {
     let runtime = subject.runtime();
     let (from, into) = (runtime.volume().await, runtime.volume().await);
-    let root = directory(&runtime, from).await;
+    let root = directory(&*runtime, from).await;
     std::fs::create_dir_all(root.join("a/b")).expect("directories");
     std::fs::write(root.join("a/b/file"), "line\n").expect("write");
     std::fs::write(root.join("file"), "").expect("write");
@@ -104,7 +104,7 @@ pub async fn directories_are_taken(subject: impl Subject) {
     }
     for _ in 0..2 {
         runtime.take_directory(from, Path::new("a/b"), into).await.expect("take");
-        assert_eq!(lines(&directory(&runtime, into).await.join("file")), 1);
+        assert_eq!(lines(&directory(&*runtime, into).await.join("file")), 1);
     }
     assert!(!root.join("a/b").exists());
     assert!(root.join("file").exists());
@@ -114,7 +114,7 @@ pub async fn directories_are_taken(subject: impl Subject) {
 pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    std::fs::write(directory(&runtime, volume).await.join("file"), "line\nline\n").expect("write");
+    std::fs::write(directory(&*runtime, volume).await.join("file"), "line\nline\n").expect("write");
     let mounts = vec![mount(volume, "/first", true), mount(volume, "/second", true)];
     let spec = ContainerSpec { mounts, ..container() };
     for path in ["/first/file", "/second/file"] {
@@ -128,7 +128,7 @@ pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
 pub async fn users_own_what_they_write(subject: impl Subject) {
     let runtime = subject.runtime();
     let (written, read) = (runtime.volume().await, runtime.volume().await);
-    std::fs::write(directory(&runtime, written).await.join("file"), "").expect("write");
+    std::fs::write(directory(&*runtime, written).await.join("file"), "").expect("write");
     let spec = ContainerSpec {
         mounts: vec![mount(written, "/out", false), mount(read, "/in", true)],
         directory: b"/workspace".to_vec(),

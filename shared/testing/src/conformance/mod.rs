@@ -21,12 +21,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use domain::workload::{Exit, FailureReason, Image, Limits, Network, OutputMode, Stdin};
+use domain::workload::{Exit, FailureReason, Limits, Network, OutputMode, Stdin};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use futures::{Stream, StreamExt};
 use runtime::{
-    Attachment, ContainerSpec, Ended, Mount, Offsets, OutputStream, ProcessEvent, ProcessSpec, Runtime,
-    RuntimeError, VolumeSource,
+    Attachment, ContainerSpec, Contents, Ended, Mount, Offsets, OutputStream, ProcessEvent, ProcessSpec,
+    Root, Runtime, RuntimeError, VolumeSource,
 };
 
 pub use containers::{
@@ -75,7 +75,7 @@ pub trait Subject: Send {
 pub fn container() -> ContainerSpec {
     ContainerSpec {
         team: "main".to_owned(),
-        image: Image::Host,
+        root: Root::Host,
         mounts: Vec::new(),
         directory: b"/".to_vec(),
         user: None,
@@ -99,6 +99,7 @@ pub fn process(command: &[String]) -> ProcessSpec {
         environment: Vec::new(),
         stdin: Stdin::None,
         output: OutputMode::Attached,
+        terminal: None,
     }
 }
 
@@ -263,8 +264,12 @@ fn lines(path: &Path) -> usize {
     std::fs::read_to_string(path).map_or(0, |text| text.lines().count())
 }
 
-async fn directory(runtime: &Arc<dyn Runtime>, volume: VolumeHandle) -> PathBuf {
-    runtime.volume_directory(volume).await.expect("the directory of a volume")
+/// The directory with the contents of a volume that is near.
+pub async fn directory(runtime: &dyn Runtime, volume: VolumeHandle) -> PathBuf {
+    match runtime.contents(volume).await.expect("the contents of a volume") {
+        Contents::Directory(path) => path,
+        Contents::Remote(_) => panic!("its volumes are far"),
+    }
 }
 
 fn reason(ended: &Ended) -> Option<FailureReason> {

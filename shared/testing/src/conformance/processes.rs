@@ -73,14 +73,14 @@ pub async fn a_process_starts_once(mut subject: impl Subject) {
     let runtime = subject.runtime();
     runtime.start(handle, id, process(&programs::append("/out/file"))).await.expect("start again");
     assert_eq!(runtime.ended(id).await, exited(0));
-    assert_eq!(lines(&directory(&runtime, volume).await.join("file")), 1);
+    assert_eq!(lines(&directory(&*runtime, volume).await.join("file")), 1);
 }
 
 /// A process, its output and its end outlive the runtime that started it.
 pub async fn processes_outlive_the_runtime(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    let file = directory(&runtime, volume).await.join("file");
+    let file = directory(&*runtime, volume).await.join("file");
     let handle =
         runtime.made(ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() }).await;
     let id = runtime.started(handle, process(&programs::append_and_wait_for_another("/out/file"))).await;
@@ -119,7 +119,7 @@ pub async fn processes_keep_their_team(mut subject: impl Subject) {
 pub async fn nothing_outlives_its_process(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    let file = directory(&runtime, volume).await.join("file");
+    let file = directory(&*runtime, volume).await.join("file");
     let handle =
         runtime.made(ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() }).await;
     let id = runtime.started(handle, process(&programs::leave_behind("/out/file"))).await;
@@ -133,7 +133,7 @@ pub async fn nothing_outlives_its_process(subject: impl Subject) {
 pub async fn destroying_a_container_kills(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    let file = directory(&runtime, volume).await.join("file");
+    let file = directory(&*runtime, volume).await.join("file");
     let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() };
     let handle = runtime.made(spec).await;
     let id = runtime.started(handle, process(&programs::append_and_wait_for_another("/out/file"))).await;

@@ -9,17 +9,17 @@ use super::{RuntimeExt, Subject, directory};
 pub async fn volumes_are_made_and_destroyed_once(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    std::fs::write(directory(&runtime, volume).await.join("file"), "kept").expect("write");
+    std::fs::write(directory(&*runtime, volume).await.join("file"), "kept").expect("write");
     runtime.create_volume(volume, VolumeSource::Empty).await.expect("make it again");
-    let path = directory(&runtime, volume).await;
+    let path = directory(&*runtime, volume).await;
     assert_eq!(std::fs::read(path.join("file")).expect("read"), b"kept", "making it again changes nothing");
     assert_eq!(runtime.list().await.expect("list").volumes, [volume]);
 
     runtime.destroy_volume(volume).await.expect("destroy");
     runtime.destroy_volume(volume).await.expect("destroy again");
     assert_eq!(runtime.list().await.expect("list").volumes, []);
-    let gone = runtime.volume_directory(volume).await;
-    assert!(matches!(gone, Err(RuntimeError::VolumeNotFound(handle)) if handle == volume), "{gone:?}");
+    let gone = runtime.contents(volume).await.err();
+    assert!(matches!(gone, Some(RuntimeError::VolumeNotFound(handle)) if handle == volume), "{gone:?}");
 }
 
 /// A child needs its parent.
@@ -35,14 +35,14 @@ pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
     use std::os::unix::fs::PermissionsExt;
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
-    let top = directory(&runtime, parent).await;
+    let top = directory(&*runtime, parent).await;
     std::fs::create_dir_all(top.join("dir/below")).expect("make");
     std::fs::write(top.join("dir/file"), "parent").expect("write");
     std::fs::write(top.join("doomed"), "parent").expect("write");
     std::fs::set_permissions(&top, std::fs::Permissions::from_mode(0o700)).expect("set the mode");
 
     let child = runtime.child(parent).await;
-    let middle = directory(&runtime, child).await;
+    let middle = directory(&*runtime, child).await;
     assert_eq!(std::fs::metadata(&middle).expect("look").permissions().mode() & 0o777, 0o700);
     std::fs::write(middle.join("dir/file"), "child").expect("write");
     std::fs::remove_file(middle.join("doomed")).expect("remove");
@@ -52,15 +52,18 @@ pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
     drop(runtime);
     subject.reopen().await;
     let runtime = subject.runtime();
-    let bottom = directory(&runtime, grandchild).await;
+    let bottom = directory(&*runtime, grandchild).await;
     assert_eq!(std::fs::read(bottom.join("renamed/file")).expect("read"), b"child");
     assert!(bottom.join("renamed/below").is_dir());
     assert!(!bottom.join("doomed").exists() && !bottom.join("dir").exists());
     std::fs::write(bottom.join("renamed/file"), "grandchild").expect("write");
 
-    assert_eq!(std::fs::read(directory(&runtime, parent).await.join("dir/file")).expect("read"), b"parent");
-    assert_eq!(std::fs::read(directory(&runtime, parent).await.join("doomed")).expect("read"), b"parent");
-    assert_eq!(std::fs::read(directory(&runtime, child).await.join("renamed/file")).expect("read"), b"child");
+    assert_eq!(std::fs::read(directory(&*runtime, parent).await.join("dir/file")).expect("read"), b"parent");
+    assert_eq!(std::fs::read(directory(&*runtime, parent).await.join("doomed")).expect("read"), b"parent");
+    assert_eq!(
+        std::fs::read(directory(&*runtime, child).await.join("renamed/file")).expect("read"),
+        b"child"
+    );
     for volume in [grandchild, child, parent] {
         runtime.destroy_volume(volume).await.expect("destroy");
     }
@@ -71,7 +74,7 @@ pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
 pub async fn parents_outlive_their_children(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
-    std::fs::write(directory(&runtime, parent).await.join("file"), "parent").expect("write");
+    std::fs::write(directory(&*runtime, parent).await.join("file"), "parent").expect("write");
     let child = runtime.child(parent).await;
     drop(runtime);
     subject.reopen().await;
@@ -82,7 +85,7 @@ pub async fn parents_outlive_their_children(mut subject: impl Subject) {
         Err(RuntimeError::HasChildren(refused)) => assert_eq!(refused, parent),
         Err(error) => panic!("{error:?}"),
     }
-    assert_eq!(std::fs::read(directory(&runtime, child).await.join("file")).expect("read"), b"parent");
+    assert_eq!(std::fs::read(directory(&*runtime, child).await.join("file")).expect("read"), b"parent");
     for volume in [child, parent] {
         runtime.destroy_volume(volume).await.expect("destroy");
     }
@@ -94,6 +97,6 @@ pub async fn the_marker_stays(mut subject: impl Subject) {
     let before = subject.runtime().marker().await.expect("the marker");
     subject.reopen().await;
     assert_eq!(subject.runtime().marker().await.expect("the marker"), before);
-    let disk = subject.runtime().disk().await.expect("the disk");
+    let Some(disk) = subject.runtime().disk().await.expect("the disk") else { return };
     assert!(0 < disk.free_bytes && disk.free_bytes <= disk.total_bytes, "{disk:?}");
 }
