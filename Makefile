@@ -1,5 +1,5 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check checks fmt fmt-check clippy doc deny proto test bench up
+.PHONY: all check checks fmt fmt-check clippy doc deny proto test compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -48,6 +48,18 @@ $(TOOLS)/node_modules/.bin/buf:
 test:
 	integration-tests/setup.sh test
 	integration-tests/run.sh
+
+# compose.yaml, brought up for real with images of this tree's binaries. Starts an engine where none runs.
+compose-test:
+	integration-tests/compose.sh
+
+# The images as they are shipped, built by docker/Dockerfile. Base images come from a registry, or from docker/base-images.sh.
+IMAGES ?= gantry
+DOCKER ?= docker
+images:
+	for target in scheduler artifact-store streamer runtime-gateway worker; do \
+		$(DOCKER) build -f docker/Dockerfile --target $$target -t $(IMAGES)/$$target . || exit 1; \
+	done
 
 bench:
 	integration-tests/setup.sh test

@@ -18,8 +18,17 @@ test)
 node)
     need npm npm
     ;;
+compose)
+    # Also what base images are made with, and what the test reads answers with.
+    command -v dockerd >/dev/null 2>&1 || packages+=(docker.io)
+    docker compose version >/dev/null 2>&1 || need docker-compose docker-compose
+    need mmdebstrap mmdebstrap
+    need jq jq
+    need bc bc
+    need strip binutils
+    ;;
 *)
-    echo "usage: $0 test|node" >&2
+    echo "usage: $0 test|node|compose" >&2
     exit 2
     ;;
 esac
