@@ -14,6 +14,7 @@ mod clock;
 mod config;
 mod contact;
 mod contents;
+mod door;
 #[cfg(test)]
 mod for_tests;
 mod gateway;
@@ -21,8 +22,10 @@ mod grpc;
 pub mod host;
 mod rehash;
 mod retry;
+mod standby;
 mod sweeper;
 mod synchronize;
+mod ticketed;
 mod trees;
 mod volumes;
 mod worker;
@@ -35,7 +38,9 @@ use runtime::Runtime;
 use server::{Host, Listener};
 
 pub use config::Config;
+pub use door::{serve_door, start_door};
 pub use gateway::Gateway;
+pub use standby::attend_this_machine;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";
