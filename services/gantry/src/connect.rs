@@ -224,6 +224,10 @@ mod tests {
             gateway.attach(said).await.expect_err("nobody serves it").code()
         };
         assert_eq!(attach(&connection).await, tonic::Code::Unavailable, "nobody listens there");
-        assert_eq!(attach(&connection.through(&door)).await, tonic::Code::Unimplemented, "the door was asked");
+        assert_eq!(
+            attach(&connection.through(&door)).await,
+            tonic::Code::Unimplemented,
+            "the door was asked"
+        );
     }
 }

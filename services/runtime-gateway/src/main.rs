@@ -28,21 +28,11 @@ struct Args {
     #[arg(long, env = "GANTRY_SCHEDULER")]
     scheduler: String,
     /// Where the artifact store listens: `unix:///path` or `http://host:port`.
-    #[arg(
-        long,
-        env = "GANTRY_ARTIFACT_STORE",
-        required_unless_present = "door",
-        default_value_if("door", "true", "")
-    )]
-    artifact_store: String,
+    #[arg(long, env = "GANTRY_ARTIFACT_STORE", required_unless_present = "door")]
+    artifact_store: Option<String>,
     /// The worker's name, unique in the cluster.
-    #[arg(
-        long,
-        env = "GANTRY_WORKER_NAME",
-        required_unless_present = "door",
-        default_value_if("door", "true", "")
-    )]
-    name: String,
+    #[arg(long, env = "GANTRY_WORKER_NAME", required_unless_present = "door")]
+    name: Option<String>,
     /// A tag of the worker. With some, it takes only workloads with tags.
     #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_delimiter = ',')]
     tags: Vec<String>,
@@ -86,13 +76,13 @@ async fn attend(args: Args) -> anyhow::Result<()> {
     }
     let machine = HostConfig::new(args.state_dir.clone(), args.runtime_dir)?;
     let config = Config {
-        worker_name: args.name,
+        worker_name: args.name.unwrap_or_default(),
         tags: args.tags,
         team: args.team,
         max_tasks: args.max_tasks,
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
         scheduler: args.scheduler.clone(),
-        artifact_store: args.artifact_store,
+        artifact_store: args.artifact_store.unwrap_or_default(),
         token: token.clone(),
         manifest_dir: args.state_dir.join("manifests"),
         report_interval: Duration::from_secs(60),
