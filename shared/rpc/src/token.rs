@@ -8,7 +8,9 @@ use std::sync::RwLock;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use domain::worker::{DoorClaims, Incarnation, LeaseClaims, Session, SessionClaims, TicketClaims, TicketOperation};
+use domain::worker::{
+    DoorClaims, Incarnation, LeaseClaims, Session, SessionClaims, TicketClaims, TicketOperation,
+};
 use domain::{AttemptId, GatewayInstance, LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use ed25519_dalek::{Signature, Signer, SigningKey, Verifier, VerifyingKey};
 use prost::Message;
