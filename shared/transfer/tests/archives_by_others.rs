@@ -204,7 +204,7 @@ fn what_comes_last_stays() {
 fn nothing_leads_out() {
     let absolute = [file(b"//a", b"1"), hard_link(b"/b", b"/a")];
     assert_eq!(listing(&read(&absolute).unwrap()), ["/ 755", "a 1 640", "b = a"]);
-    for path in [&b"/.."[..], b"..", b"a/../b", b"../a", b"./..", b"", b"//", &[b'n'; 100]] {
+    for path in [&b"/.."[..], b"..", b"a/../b", b"../a", b"./..", b"", &[b'n'; 100]] {
         let is_fine = path == [b'n'; 100];
         assert_eq!(read(&[file(path, b"")]).is_ok(), is_fine, "{path:?}");
     }

@@ -136,7 +136,7 @@ fn foreign(root: &Path) -> Vec<(String, Vec<u8>)> {
             assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
             found.push((name, output.stdout));
         }
-        Err(error) => eprintln!("not applicable: {name}: {error}"),
+        Err(error) => eprintln!("without {name}: {error}"),
     };
     for format in ["gnu", "oldgnu", "pax", "posix"] {
         for sparse in [&["--sparse"][..], &[]] {
