@@ -248,9 +248,9 @@ impl Volumes for Handler {
         &self,
         request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
-        let stopping = self.worker.stopping.clone();
+        let stopping = self.gateway.stopping().clone();
         tokio::select! {
-            written = archives::write(self.worker.clone(), request.into_inner()) => written.map(Response::new),
+            written = archives::write(self.gateway.clone(), request.into_inner()) => written.map(Response::new),
             () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
         }
     }
@@ -260,7 +260,7 @@ impl Volumes for Handler {
         request: Request<pb::ReadArchiveRequest>,
     ) -> Result<Response<Self::ReadArchiveStream>, Status> {
         let request = request.into_inner();
-        Ok(self.answer(|worker, answers| archives::read(worker, request, answers)))
+        Ok(self.answer(|gateway, answers| archives::read(gateway, request, answers)))
     }
 
     async fn read_file(
@@ -404,10 +404,11 @@ async fn read_file(
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
     // Nothing is read that may not have survived a crash of the machine.
-    volumes::manifest(&worker, &ticket).await?;
+    let manifest = volumes::manifest(&worker, &ticket).await?;
     let (chunks, mut ready) = mpsc::channel(ANSWERS);
-    let reading =
-        async { volumes::read_file(&worker, ticket.volume, path, chunks).await.map_err(Status::from) };
+    let reading = async {
+        volumes::read_file(&worker, ticket.volume, manifest, path, chunks).await.map_err(Status::from)
+    };
     let sending = async {
         let mut first = true;
         while let Some((size, data)) = ready.recv().await {
@@ -452,7 +453,7 @@ impl From<TransferError> for Status {
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
-            TransferError::CallerGone => return truncated(),
+            TransferError::CallerGone | TransferError::BrokenOff => return truncated(),
         };
         reason.status(SERVICE, chain(&error))
     }

@@ -15,6 +15,7 @@ mod clock;
 mod config;
 mod contact;
 mod contents;
+mod far;
 #[cfg(test)]
 mod for_tests;
 mod gateway;
