@@ -114,3 +114,82 @@ impl Plan {
         Self { volumes, outputs, image }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use domain::workload::{Input, Limits, Network, Output, OutputMode, Stdin};
+
+    use super::*;
+
+    fn spec() -> WorkloadSpec {
+        let input = |name: &str, path: &str| Input {
+            name: name.to_owned(),
+            artifact: ArtifactId::new(),
+            path: path.into(),
+            read_only: false,
+        };
+        let output = |name: &str, path: &str| Output { name: name.to_owned(), path: path.into() };
+        WorkloadSpec {
+            team: "main".to_owned(),
+            image: Image::Artifact(ArtifactId::new()),
+            command: vec![b"true".to_vec()],
+            environment: Vec::new(),
+            directory: rpc::spec::DEFAULT_DIRECTORY.to_vec(),
+            user: None,
+            stdin: Stdin::None,
+            output: OutputMode::Spooled,
+            inputs: vec![input("src", "/workspace/src")],
+            outputs: vec![
+                output("src", "/workspace/src"),
+                output("out", "/workspace/out"),
+                output("far", "/far"),
+            ],
+            limits: Limits::default(),
+            privileged: false,
+            network: Network::Host,
+            tags: Vec::new(),
+            platform: "linux".to_owned(),
+            queue_timeout: None,
+            run_timeout: None,
+            build: None,
+        }
+    }
+
+    #[test]
+    fn outputs_are_mounts_where_they_cannot_be_taken() {
+        let spec = spec();
+        for replaceable in [true, false] {
+            let plan = Plan::new(&spec, WorkloadId::new(), replaceable);
+            let of = |name: &str| {
+                let output = plan.outputs.iter().find(|output| output.name == name).expect("an output");
+                (plan.volumes[output.volume].mount.clone().map(|(path, _)| path), output.taken_from.clone())
+            };
+            let mounted = |path: &str| (Some(path.as_bytes().to_vec()), None);
+            // One that has the path of an input is a mount in any case, and so is one elsewhere.
+            assert_eq!((of("src"), of("far")), (mounted("/workspace/src"), mounted("/far")));
+            let scratch = &plan.volumes[0];
+            assert_eq!(scratch.mount.as_ref().map(|(path, _)| &path[..]), Some(&b"/workspace"[..]));
+            if replaceable {
+                assert_eq!(of("out"), (None, Some((0, "out".into()))));
+                assert_eq!(scratch.directories, [PathBuf::from("out")]);
+            } else {
+                assert_eq!(of("out"), mounted("/workspace/out"));
+                assert!(scratch.directories.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn an_image_is_a_child_of_its_replica_that_is_mounted_nowhere() {
+        let spec = spec();
+        let plan = Plan::new(&spec, WorkloadId::new(), true);
+        let image = &plan.volumes[plan.image.expect("a volume")];
+        let Image::Artifact(artifact) = spec.image else { panic!("an artifact") };
+        assert_eq!((image.from, image.becomes, &image.mount), (Some(artifact), None, &None));
+        assert!(spec.artifacts().contains(&artifact), "it is pinned");
+        assert_eq!(
+            Plan::new(&WorkloadSpec { image: Image::Host, ..spec }, WorkloadId::new(), true).image,
+            None
+        );
+    }
+}

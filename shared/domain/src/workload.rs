@@ -25,7 +25,7 @@ pub struct WorkloadSpec {
     pub environment: Vec<EnvironmentVariable>,
     /// Working directory, absolute.
     pub directory: Bytes,
-    /// Who runs it, as `name`, `uid`, `name:group` or `uid:gid`. `None`: root.
+    /// Who runs it, as `name`, `uid`, `name:group` or `uid:gid`. `None`: whom the image names, or root.
     pub user: Option<String>,
     /// Where standard input comes from.
     pub stdin: Stdin,
