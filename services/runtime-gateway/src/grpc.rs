@@ -25,12 +25,14 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
-use transfer::{Limits, Manifest, ManifestBuilder, Runs, WriteError};
+use transfer::{ArchiveError, ArchiveWriteError, Limits, Manifest, ManifestBuilder, Runs, WriteError};
 
 use crate::SERVICE;
 use crate::gateway::{Gateway, NotAttended};
 use crate::volumes::{self, Filling, TransferError};
 use crate::worker::Worker;
+
+mod archives;
 
 /// Messages that wait for a caller.
 const ANSWERS: usize = 4;
@@ -245,16 +247,23 @@ impl Volumes for Handler {
 
     async fn write_archive(
         &self,
-        _request: Request<Streaming<pb::WriteArchiveRequest>>,
+        request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
-        Err(Reason::Unavailable.status(SERVICE, "this gateway takes no archives"))
+        let stopping = self.gateway.stopping().clone();
+        let (_, extensions, said) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        tokio::select! {
+            written = archives::write(gateway, said) => written.map(Response::new),
+            () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+        }
     }
 
     async fn read_archive(
         &self,
-        _request: Request<pb::ReadArchiveRequest>,
+        request: Request<pb::ReadArchiveRequest>,
     ) -> Result<Response<Self::ReadArchiveStream>, Status> {
-        Err(Reason::Unavailable.status(SERVICE, "this gateway makes no archives"))
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| archives::read(gateway, request, answers)))
     }
 
     async fn read_file(
@@ -399,10 +408,11 @@ async fn read_file(
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
     // Nothing is read that may not have survived a crash of the machine.
-    volumes::manifest(&worker, &ticket).await?;
+    let manifest = volumes::manifest(&worker, &ticket).await?;
     let (chunks, mut ready) = mpsc::channel(ANSWERS);
-    let reading =
-        async { volumes::read_file(&worker, ticket.volume, path, chunks).await.map_err(Status::from) };
+    let reading = async {
+        volumes::read_file(&worker, ticket.volume, manifest, path, chunks).await.map_err(Status::from)
+    };
     let sending = async {
         let mut first = true;
         while let Some((size, data)) = ready.recv().await {
@@ -436,10 +446,18 @@ impl From<TransferError> for Status {
             TransferError::Write(WriteError::Io { .. }) | TransferError::Read(_) => Reason::WorkerFailed,
             TransferError::PathNotFound(_) => Reason::PathNotFound,
             TransferError::NotAFile { .. } => Reason::NotAFile,
+            TransferError::Archive(ArchiveError::Source(_)) => return truncated(),
+            TransferError::Archive(ArchiveError::Sink(_)) => Reason::WorkerFailed,
+            TransferError::Archive(ArchiveError::Changed { .. }) => Reason::DigestMismatch,
+            TransferError::Archive(_) => Reason::InvalidArchive,
+            TransferError::Pack(ArchiveWriteError::Content(WriteError::DigestMismatch { .. })) => {
+                Reason::DigestMismatch
+            }
+            TransferError::Pack(_) => Reason::WorkerFailed,
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
-            TransferError::CallerGone => return truncated(),
+            TransferError::CallerGone | TransferError::BrokenOff => return truncated(),
         };
         reason.status(SERVICE, chain(&error))
     }

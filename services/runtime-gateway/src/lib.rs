@@ -8,6 +8,7 @@
 //! [`host`] is the runtime for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
+mod archives;
 mod attempt;
 mod blocking;
 mod clock;
@@ -15,11 +16,15 @@ mod config;
 mod contact;
 mod contents;
 mod door;
+mod far;
 #[cfg(test)]
 mod for_tests;
 mod gateway;
 mod grpc;
 pub mod host;
+mod image;
+mod pipe;
+mod plan;
 mod rehash;
 mod retry;
 mod standby;

@@ -54,7 +54,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::Marker;
-use domain::workload::{Image, Limits};
+use domain::workload::Limits;
 use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
@@ -252,12 +252,19 @@ pub struct Look {
 }
 
 fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
-    let mut features = vec!["privileged", "network-loopback", "stop-after"];
+    let mut features = vec![
+        "privileged",
+        "network-loopback",
+        "stop-after",
+        "replaceable-outputs",
+        "owned-mounts",
+        "durable-output",
+    ];
     if cgroups.missing(&ALL_LIMITS).is_none() {
         features.push("limits");
     }
     Capabilities {
-        image_kinds: vec![Image::Host.kind().to_owned()],
+        image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
         features: features.into_iter().map(str::to_owned).collect(),
         copy_on_write,
     }
