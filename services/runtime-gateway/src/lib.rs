@@ -5,7 +5,7 @@
 //! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
 //! repeated.
 //!
-//! [`host`] is the runtime for this machine. Every binary that may open it checks for its supervisor first:
+//! [`garden`] is the runtime for a Concourse worker, [`host`] for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
 mod attempt;
@@ -14,12 +14,17 @@ mod clock;
 mod config;
 mod contact;
 mod contents;
+mod end;
 #[cfg(test)]
 mod for_tests;
 mod grpc;
+
+pub mod garden;
 pub mod host;
+mod locks;
 mod rehash;
 mod retry;
+mod spool;
 mod sweeper;
 mod synchronize;
 mod trees;

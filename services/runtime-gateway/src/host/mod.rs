@@ -36,7 +36,6 @@ mod mounts;
 mod process_files;
 mod processes;
 mod record;
-mod spool;
 mod supervisor;
 mod users;
 mod volumes;
@@ -44,11 +43,10 @@ mod volumes;
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
-use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -59,9 +57,9 @@ use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
     ProcessState, Runtime, RuntimeError, VolumeSource,
 };
-use uuid::Uuid;
 
 use crate::blocking::blocking;
+use crate::locks::Locks;
 
 use cgroups::Cgroups;
 use control::Sockets;
@@ -139,28 +137,6 @@ struct Host {
     contact: Mutex<Option<(Duration, Duration)>>,
 }
 
-/// Keeps operations on the same handle apart.
-#[derive(Debug)]
-struct Locks([Arc<tokio::sync::Mutex<()>>; 64]);
-
-impl Locks {
-    fn new() -> Self {
-        Self(std::array::from_fn(|_| Arc::default()))
-    }
-
-    /// Waits for its turn. Nobody holds two, so nobody waits for each other.
-    async fn lock(&self, handle: Uuid) -> tokio::sync::OwnedMutexGuard<()> {
-        let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(handle);
-        let slot = usize::try_from(hash % self.0.len() as u64).unwrap_or(0);
-        Arc::clone(&self.0[slot]).lock_owned().await
-    }
-}
-
-/// A lock that is only held for a moment, over what no panic leaves half changed.
-fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl HostRuntime {
     /// Takes over a state directory, with whatever is in it and runs in it, and removes what a crash left half-made.
     ///
@@ -172,7 +148,21 @@ impl HostRuntime {
         if !absent.is_empty() {
             tracing::info!(?absent, "containers do not see these file systems of the machine");
         }
-        let mut features = vec!["privileged", "network-loopback", "stop-after"];
+        let mut features = vec![
+            "privileged",
+            "network-loopback",
+            "stop-after",
+            "replaceable-outputs",
+            "owned-mounts",
+            "durable-output",
+            "durable-input",
+            "held-output",
+            "complete-output",
+            "exit-signals",
+            "ends-whole",
+            "image-checks",
+            "exact-environment",
+        ];
         let all = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
         match host.cgroups.missing(&all) {
             None => features.push("limits"),
