@@ -90,7 +90,7 @@ pub trait Subject: Send + Sync {
 pub fn claims(runtime: &dyn Runtime, feature: &str) -> bool {
     let claimed = has(runtime, feature);
     if !claimed {
-        println!("not applicable: this runtime does not claim `{feature}`");
+        eprintln!("not applicable: this runtime does not claim `{feature}`");
     }
     claimed
 }
