@@ -1,15 +1,16 @@
-//! The runtime gateway as a process of its own: it attends this machine.
+//! The runtime gateway as a process of its own: it attends this machine, or Concourse workers.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use runtime_gateway::Config;
+use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::{HostConfig, HostRuntime};
-use server::Started;
+use runtime_gateway::{Config, Gateway};
+use server::{Host, Started};
 
-/// Attends this machine as a worker.
+/// Attends this machine as a worker, or Concourse workers.
 #[derive(Debug, Parser)]
 #[command(name = "runtime-gateway", version)]
 struct Args {
@@ -24,9 +25,14 @@ struct Args {
     /// Where the artifact store listens: `unix:///path` or `http://host:port`.
     #[arg(long, env = "GANTRY_ARTIFACT_STORE")]
     artifact_store: String,
+    #[command(flatten)]
+    concourse: GardenArgs,
     /// The worker's name, unique in the cluster.
-    #[arg(long, env = "GANTRY_WORKER_NAME")]
-    name: String,
+    #[arg(long, env = "GANTRY_WORKER_NAME", required_unless_present = "workers_file")]
+    name: Option<String>,
+    /// The platform of a Concourse worker. This machine's is `linux`.
+    #[arg(long, env = "GANTRY_WORKER_PLATFORM", default_value = "linux")]
+    platform: String,
     /// A tag of the worker. With some, it takes only workloads with tags.
     #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_delimiter = ',')]
     tags: Vec<String>,
@@ -64,11 +70,12 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn attend(args: Args) -> anyhow::Result<()> {
     let Started { listener, token, telemetry: _telemetry } = args.listen.start("runtime-gateway").await?;
-    let runtime = HostRuntime::open(HostConfig::new(args.state_dir.clone(), args.runtime_dir)?)?;
-    let config = Config {
-        worker_name: args.name,
-        tags: args.tags,
-        team: args.team,
+    let name = args.name.unwrap_or_default();
+    let common = Config {
+        worker_name: name.clone(),
+        platform: args.platform.clone(),
+        tags: args.tags.clone(),
+        team: args.team.clone(),
         max_tasks: args.max_tasks,
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
         scheduler: args.scheduler,
@@ -79,5 +86,26 @@ async fn attend(args: Args) -> anyhow::Result<()> {
         destroy_concurrency: 8,
         hold_destruction: args.hold_destruction,
     };
-    runtime_gateway::serve([(config, runtime as _)], token, listener, server::shutdown_signal()).await
+    if !args.concourse.any() {
+        let runtime = HostRuntime::open(HostConfig::new(args.state_dir.clone(), args.runtime_dir)?)?;
+        let config = Config { platform: "linux".to_owned(), ..common };
+        return runtime_gateway::serve([(config, runtime as _)], token, listener, server::shutdown_signal())
+            .await;
+    }
+    let given = GardenWorker {
+        name,
+        platform: args.platform,
+        tags: args.tags,
+        team: args.team.unwrap_or_default(),
+        max_tasks: args.max_tasks,
+        ..GardenWorker::default()
+    };
+    let workers = args.concourse.workers(given)?;
+    let mut host = Host::new().with_token(token.clone());
+    let gateway = Gateway::new(&common.scheduler, token.as_deref(), &mut host)?;
+    for worker in workers {
+        let (config, garden) = worker.config(&common, &args.state_dir);
+        host.spawn(runtime_gateway::garden::attend(gateway.clone(), config, garden));
+    }
+    host.serve([listener], server::shutdown_signal()).await
 }

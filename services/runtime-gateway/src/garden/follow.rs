@@ -125,7 +125,12 @@ impl Worker {
         let (stdin, output) = (spec.stdin, spec.output);
         let home = self.home(&made).await?;
         let spec = match on_the_wire(id, &made, &home, spec) {
-            Ok(spec) => Ok(spec),
+            Ok(mut spec) => {
+                // The last of a name counts.
+                let own = self.config.environment.iter().map(|(name, value)| format!("{name}={value}"));
+                spec.env.extend(own);
+                Ok(spec)
+            }
             Err(RuntimeError::Unsupported(message)) => {
                 Err(End::not_started(FailureReason::Unsupported, message))
             }

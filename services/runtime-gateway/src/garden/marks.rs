@@ -2,7 +2,7 @@
 //!
 //! None is ever empty: a containerd worker loses a property with an empty value.
 
-/// Of a volume or container that is ours: [`VOLUME`], [`CONTAINER`], [`MARKER`] or [`SIDECAR`].
+/// Of a volume or container that is ours: [`VOLUME`], [`CONTAINER`], [`MARKER`], [`CERTS`] or [`SIDECAR`].
 pub(super) const KIND: &str = "gantry.kind";
 /// A volume that the trait knows.
 pub(super) const VOLUME: &str = "volume";
@@ -10,6 +10,8 @@ pub(super) const VOLUME: &str = "volume";
 pub(super) const CONTAINER: &str = "container";
 /// The volume whose property [`MARKER_ID`] identifies this life of what the worker holds.
 pub(super) const MARKER: &str = "marker";
+/// The volume with the worker's certificates.
+pub(super) const CERTS: &str = "certs";
 /// A volume beside another one, which has its manifest.
 pub(super) const SIDECAR: &str = "sidecar";
 

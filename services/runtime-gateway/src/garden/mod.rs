@@ -33,6 +33,7 @@ mod marks;
 mod process;
 mod refusals;
 mod remote;
+mod settings;
 mod volumes;
 
 use std::collections::{HashMap, HashSet};
@@ -56,6 +57,8 @@ use crate::locks::{Locks, held};
 use containers::Made;
 use process::Process;
 
+pub use settings::{GardenArgs, GardenWorker, ResourceType, attend};
+
 /// A Concourse worker, and how patient its gateway is.
 #[derive(Debug, Clone)]
 pub struct GardenConfig {
@@ -67,6 +70,10 @@ pub struct GardenConfig {
     pub state_dir: PathBuf,
     /// How much output of each stream is kept, where nobody is meant to read it.
     pub spool_bytes: u64,
+    /// What every process gets in its environment, over what it was given.
+    pub environment: Vec<(String, String)>,
+    /// A directory on the worker with certificates, which every container sees at `/etc/ssl/certs`. `None`: none.
+    pub certs_path: Option<String>,
     /// How archives travel. `None`: the best that the worker knows.
     pub encoding: Option<baggageclaim::Encoding>,
     /// How long a process may be unknown to the worker after a `Run` whose answer was lost.
@@ -90,6 +97,8 @@ impl GardenConfig {
             baggageclaim: baggageclaim.into(),
             state_dir: state_dir.into(),
             spool_bytes: 32 << 20,
+            environment: Vec::new(),
+            certs_path: None,
             encoding: None,
             start_patience: seconds(20),
             settings: garden::Settings { retry_for: seconds(30), ..garden::Settings::default() },
@@ -150,6 +159,9 @@ impl GardenRuntime {
             Err(error) => return Err(refusals::garden("ask what the worker has", error)),
         };
         volumes::make_marker(&volumes).await?;
+        if let Some(path) = &config.certs_path {
+            volumes::import_certs(&volumes, path).await?;
+        }
         let encoding = match config.encoding {
             Some(encoding) => encoding,
             None => volumes::best_encoding(&volumes).await?,

@@ -12,6 +12,7 @@ use crate::locks::held;
 use super::{Worker, archives, marks, refusals};
 
 const MARKER_VOLUME: &str = "gantry-marker";
+const CERTS_VOLUME: &str = "gantry-certs";
 /// What a sidecar's name has more than its volume's.
 const SIDECAR: &str = ".manifest";
 /// The file in a sidecar.
@@ -69,6 +70,22 @@ pub(super) async fn make_marker(client: &Client) -> Result<MarkerId, RuntimeErro
     }
     let marker = read().await?.flatten();
     marker.ok_or_else(|| RuntimeError::Other("the worker's marker does not stay".to_owned()))
+}
+
+/// Makes a volume of the certificates that are at `path` on the worker, unless there is one.
+pub(super) async fn import_certs(client: &Client, path: &str) -> Result<(), RuntimeError> {
+    let strategy = Strategy::Import { path: path.to_owned(), follow_symlinks: true };
+    let mut request = VolumeRequest::new(name(CERTS_VOLUME)?, strategy);
+    request.properties = properties([(marks::KIND, marks::CERTS.to_owned())]);
+    match client.create(&request).await {
+        Ok(_) | Err(Error::AlreadyExists) => Ok(()),
+        Err(error) => Err(failed("import its certificates")(error)),
+    }
+}
+
+/// Where the volume of the certificates is on the worker.
+pub(super) async fn certs(client: &Client) -> Result<String, RuntimeError> {
+    Ok(client.get(&name(CERTS_VOLUME)?).await.map_err(failed("find its certificates"))?.path)
 }
 
 /// The best way to move archives that the worker knows. It is asked for its marker, which is empty.
