@@ -430,6 +430,8 @@ pub(crate) struct UpArgs {
         value_parser = clap::builder::BoolishValueParser::new()
     )]
     pub(crate) hold_destruction: bool,
+    #[command(flatten)]
+    pub(crate) concourse: runtime_gateway::garden::GardenArgs,
     /// Started by another command.
     #[arg(long, hide = true)]
     pub(crate) detached: bool,

@@ -128,6 +128,7 @@ impl Directories {
     ) -> Arc<Worker> {
         let config = Config {
             worker_name: "test".to_owned(),
+            platform: "linux".to_owned(),
             tags: Vec::new(),
             team: None,
             max_tasks: None,

@@ -113,6 +113,11 @@ impl Gateway {
         Ok(())
     }
 
+    /// Resolves when this gateway has been told to stop.
+    pub(crate) async fn stopped(&self) {
+        self.0.stopping.cancelled().await;
+    }
+
     pub(crate) fn tasks(&self) -> &TaskTracker {
         &self.0.tasks
     }

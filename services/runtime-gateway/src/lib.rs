@@ -5,7 +5,7 @@
 //! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
 //! repeated.
 //!
-//! [`host`] is the runtime for this machine. Every binary that may open it checks for its supervisor first:
+//! [`garden`] is the runtime for a Concourse worker, [`host`] for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
 mod archives;
@@ -16,17 +16,21 @@ mod config;
 mod contact;
 mod contents;
 mod door;
+mod end;
 mod far;
 #[cfg(test)]
 mod for_tests;
+pub mod garden;
 mod gateway;
 mod grpc;
 pub mod host;
 mod image;
+mod locks;
 mod pipe;
 mod plan;
 mod rehash;
 mod retry;
+mod spool;
 mod standby;
 mod sweeper;
 mod synchronize;

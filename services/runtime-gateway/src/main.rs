@@ -1,15 +1,16 @@
-//! The runtime gateway as a process of its own: it attends this machine, or is a door.
+//! The runtime gateway as a process of its own: it attends this machine, or Concourse workers, or is a door.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
+use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::HostConfig;
 use runtime_gateway::{Config, Gateway};
 use server::{Host, Started};
 
-/// Attends this machine as a worker, or lets callers in as a door.
+/// Attends this machine as a worker, or Concourse workers, or lets callers in as a door.
 ///
 /// Several may be given the same state directory on one machine: one attends it, the others stand by, and one of them takes over when that
 /// one dies or freezes. One that was taken over from ends, with an error.
@@ -30,9 +31,14 @@ struct Args {
     /// Where the artifact store listens: `unix:///path` or `http://host:port`.
     #[arg(long, env = "GANTRY_ARTIFACT_STORE", required_unless_present = "door")]
     artifact_store: Option<String>,
+    #[command(flatten)]
+    concourse: GardenArgs,
     /// The worker's name, unique in the cluster.
-    #[arg(long, env = "GANTRY_WORKER_NAME", required_unless_present = "door")]
+    #[arg(long, env = "GANTRY_WORKER_NAME", required_unless_present_any = ["door", "workers_file"])]
     name: Option<String>,
+    /// The platform of a Concourse worker. This machine's is `linux`.
+    #[arg(long, env = "GANTRY_WORKER_PLATFORM", default_value = "linux")]
+    platform: String,
     /// A tag of the worker. With some, it takes only workloads with tags.
     #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_delimiter = ',')]
     tags: Vec<String>,
@@ -74,11 +80,12 @@ async fn attend(args: Args) -> anyhow::Result<()> {
         return runtime_gateway::serve_door(&args.scheduler, token, listener, server::shutdown_signal())
             .await;
     }
-    let machine = HostConfig::new(args.state_dir.clone(), args.runtime_dir)?;
-    let config = Config {
-        worker_name: args.name.unwrap_or_default(),
-        tags: args.tags,
-        team: args.team,
+    let name = args.name.unwrap_or_default();
+    let common = Config {
+        worker_name: name.clone(),
+        platform: args.platform.clone(),
+        tags: args.tags.clone(),
+        team: args.team.clone(),
         max_tasks: args.max_tasks,
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
         scheduler: args.scheduler.clone(),
@@ -91,9 +98,26 @@ async fn attend(args: Args) -> anyhow::Result<()> {
     };
     let mut host = Host::new().with_token(token.clone());
     let gateway = Gateway::new(&args.scheduler, token.as_deref(), &mut host)?;
-    tokio::select! {
-        served = host.serve([listener], server::shutdown_signal()) => served,
-        // Not drained: what another gateway has taken over is left alone at once.
-        over = runtime_gateway::attend_this_machine(&gateway, config, machine) => over.map(|_| ()),
+    if !args.concourse.any() {
+        let machine = HostConfig::new(args.state_dir.clone(), args.runtime_dir)?;
+        let config = Config { platform: "linux".to_owned(), ..common };
+        return tokio::select! {
+            served = host.serve([listener], server::shutdown_signal()) => served,
+            // Not drained: what another gateway has taken over is left alone at once.
+            over = runtime_gateway::attend_this_machine(&gateway, config, machine) => over.map(|_| ()),
+        };
     }
+    let given = GardenWorker {
+        name,
+        platform: args.platform,
+        tags: args.tags,
+        team: args.team.unwrap_or_default(),
+        max_tasks: args.max_tasks,
+        ..GardenWorker::default()
+    };
+    for worker in args.concourse.workers(given)? {
+        let (config, garden) = worker.config(&common, &args.state_dir);
+        host.spawn(runtime_gateway::garden::attend(gateway.clone(), config, garden));
+    }
+    host.serve([listener], server::shutdown_signal()).await
 }

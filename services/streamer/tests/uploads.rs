@@ -78,6 +78,7 @@ impl Suite {
         if let Some(machine) = &machine {
             let config = runtime_gateway::Config {
                 worker_name: "one".to_owned(),
+                platform: "linux".to_owned(),
                 tags: Vec::new(),
                 team: None,
                 max_tasks: None,

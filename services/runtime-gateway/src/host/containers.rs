@@ -26,7 +26,8 @@ use super::files::{self, at};
 use super::processes::Process;
 use super::record::{Container, Intent};
 use super::users::{User, Users};
-use super::{Host, held, mounts, process_files as names};
+use super::{Host, mounts, process_files as names};
+use crate::locks::held;
 
 /// What a half-made container is called, and one that is being destroyed.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];

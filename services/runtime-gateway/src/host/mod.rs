@@ -37,7 +37,6 @@ mod mounts;
 mod process_files;
 mod processes;
 mod record;
-mod spool;
 mod supervisor;
 mod users;
 mod volumes;
@@ -45,11 +44,10 @@ mod volumes;
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
-use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -60,9 +58,9 @@ use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
     ProcessState, Runtime, RuntimeError, VolumeSource,
 };
-use uuid::Uuid;
 
 use crate::blocking::blocking;
+use crate::locks::Locks;
 
 use cgroups::Cgroups;
 use control::Sockets;
@@ -141,28 +139,6 @@ struct Host {
     settling: Mutex<()>,
     /// The last contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
     contact: Mutex<Option<(Duration, Duration)>>,
-}
-
-/// Keeps operations on the same handle apart.
-#[derive(Debug)]
-struct Locks([Arc<tokio::sync::Mutex<()>>; 64]);
-
-impl Locks {
-    fn new() -> Self {
-        Self(std::array::from_fn(|_| Arc::default()))
-    }
-
-    /// Waits for its turn. Nobody holds two, so nobody waits for each other.
-    async fn lock(&self, handle: Uuid) -> tokio::sync::OwnedMutexGuard<()> {
-        let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(handle);
-        let slot = usize::try_from(hash % self.0.len() as u64).unwrap_or(0);
-        Arc::clone(&self.0[slot]).lock_owned().await
-    }
-}
-
-/// A lock that is only held for a moment, over what no panic leaves half changed.
-fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl HostRuntime {
@@ -259,6 +235,13 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
         "replaceable-outputs",
         "owned-mounts",
         "durable-output",
+        "durable-input",
+        "held-output",
+        "complete-output",
+        "exit-signals",
+        "ends-whole",
+        "image-checks",
+        "exact-environment",
     ];
     if cgroups.missing(&ALL_LIMITS).is_none() {
         features.push("limits");

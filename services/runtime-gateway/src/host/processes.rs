@@ -25,9 +25,11 @@ use crate::clock::since_boot;
 
 use super::control::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
 use super::files::{self, at};
-use super::record::{End, Intent, Launch};
-use super::spool::{Found, Reader};
-use super::{Host, STOP_AFTER, held, process_files as names, spool, supervisor};
+use super::record::{Intent, Launch};
+use super::{Host, STOP_AFTER, process_files as names, supervisor};
+use crate::end::End;
+use crate::locks::held;
+use crate::spool::{self, Found, Reader};
 
 /// Before a supervisor that could not be reached is tried again.
 const PAUSE: Duration = Duration::from_millis(2);

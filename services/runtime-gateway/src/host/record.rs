@@ -7,11 +7,9 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use domain::workload::{
-    EnvironmentVariable, Exit, Failure, FailureReason, Limits, Network, OutputMode, Stdin,
-};
+use domain::workload::{EnvironmentVariable, Limits, Network, OutputMode, Stdin};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
-use runtime::{ContainerSpec, Ended, ProcessSpec, Root};
+use runtime::{ContainerSpec, ProcessSpec, Root};
 use serde::{Deserialize, Serialize};
 
 use super::users::User;
@@ -146,39 +144,6 @@ impl Intent {
             environment: spec.environment.into_iter().map(variable).collect(),
             stdin: spec.stdin == Stdin::Attached,
             held_back: spec.output == OutputMode::Attached,
-        }
-    }
-}
-
-/// How a process ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum End {
-    Code { code: u8, stopped: bool },
-    Signal { signal: u8, stopped: bool },
-    OutOfMemory { stopped: bool },
-    NotStarted { reason: FailureReason, message: String },
-    Unknown { reason: FailureReason, message: String },
-}
-
-impl End {
-    pub(super) fn not_started(reason: FailureReason, message: impl Into<String>) -> Self {
-        Self::NotStarted { reason, message: message.into() }
-    }
-
-    pub(super) fn unknown(reason: FailureReason, message: impl Into<String>) -> Self {
-        Self::Unknown { reason, message: message.into() }
-    }
-}
-
-impl From<End> for Ended {
-    fn from(end: End) -> Self {
-        match end {
-            End::Code { code, stopped } => Self::Exited { exit: Exit::Code(code), stopped },
-            End::Signal { signal, stopped } => Self::Exited { exit: Exit::Signal(signal), stopped },
-            End::OutOfMemory { stopped } => Self::Exited { exit: Exit::OutOfMemory, stopped },
-            End::NotStarted { reason, message } => Self::NotStarted(Failure { reason, message }),
-            End::Unknown { reason, message } => Self::Unknown(Failure { reason, message }),
         }
     }
 }

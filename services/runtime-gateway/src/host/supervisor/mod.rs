@@ -35,8 +35,10 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, Signal};
 
 use super::cgroups::Cgroups;
-use super::record::{Container, End, Intent, Launch, Text};
-use super::{files, hold, mounts, process_files as names, spool};
+use super::record::{Container, Intent, Launch, Text};
+use super::{files, hold, mounts, process_files as names};
+use crate::end::End;
+use crate::spool;
 use init::Init;
 
 /// The argument that makes any of our programs a supervisor.
