@@ -8,6 +8,7 @@
 //! [`host`] is the runtime for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
+mod archives;
 mod attempt;
 mod blocking;
 mod clock;
@@ -18,6 +19,7 @@ mod contents;
 mod for_tests;
 mod grpc;
 pub mod host;
+mod pipe;
 mod rehash;
 mod retry;
 mod sweeper;

@@ -55,7 +55,7 @@ pub enum ArchiveError {
         /// What is wrong.
         what: &'static str,
     },
-    /// A path is absolute, leads out of the archive, is empty or too long.
+    /// A path leads out of the archive, is empty or too long.
     #[error("path {path:?} is unsafe")]
     UnsafePath {
         /// The path.
