@@ -170,32 +170,40 @@ async function watch<Case extends NonNullable<WatchResponse["event"]["case"]>>(
 /** All of standard output, over a connection that breaks once. */
 async function attach({ gatewayEndpoint, attemptId }: Whereabouts) {
   const parts: Uint8Array[] = [];
-  let received = 0;
-  for (let connections = 1; ; connections++) {
+  let [received, connections, done] = [0, 0, false];
+  while (!done) {
+    connections++;
     const { connection, transport } = gateway(gatewayEndpoint);
+    const broken = new AbortController();
     const requests = createWritableIterable<MessageInitShape<typeof AttachRequestSchema>>();
     const resume = { team, processId: attemptId, stdoutOffset: BigInt(received) };
-    void requests.write({ message: { case: "resume", value: resume } });
+    // What cannot be sent is heard of where answers are read.
+    const say = (message: MessageInitShape<typeof AttachRequestSchema>["message"]) =>
+      requests.write({ message }).catch(() => undefined);
+    void say({ case: "resume", value: resume });
     try {
-      for await (const { message } of createClient(Containers, transport).attach(requests)) {
+      const answers = createClient(Containers, transport).attach(requests, { signal: broken.signal });
+      for await (const { message } of answers) {
         if (message.case === "output" && message.value.stream === Stream.STDOUT) {
           strictEqual(message.value.offset, BigInt(received), "out of order");
           parts.push(message.value.data);
           received += message.value.data.length;
           // What is acknowledged is never sent again, and lets the process go on.
-          void requests.write({ message: { case: "ack", value: { stdoutOffset: BigInt(received) } } });
-          if (connections === 1 && received >= breakAfter) connection.abort();
+          void say({ case: "ack", value: { stdoutOffset: BigInt(received) } });
+          if (connections === 1 && received >= breakAfter) broken.abort();
         }
         if (message.case === "done") {
+          done = true;
           requests.close();
-          connection.abort();
-          return { output: Buffer.concat(parts), connections };
         }
       }
     } catch (error) {
-      if (connections > 1) throw error; // The first connection broke, as it should.
+      if (!broken.signal.aborted) throw error;
+    } finally {
+      connection.abort();
     }
   }
+  return { output: Buffer.concat(parts), connections };
 }
 // docs:end
 
