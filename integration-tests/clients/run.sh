@@ -3,10 +3,12 @@
 # What they download goes into the ordinary caches of their tools.
 set -uo pipefail
 cd "$(dirname "$0")"
-root=$PWD/../..
+root=$(realpath ../..)
 languages=("$@")
 [ $# -gt 0 ] || languages=(go python typescript java rust)
 export PATH="$root/target/tools/node_modules/.bin:$PATH"
+# What the client has in common with Gantry itself is built once.
+export CARGO_TARGET_DIR=$root/target
 
 missing=()
 need() { # need COMMAND HOW-TO-GET-IT
