@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Runs the clients of the languages that are named, or of all, against a cluster of their own: run.sh [go|python|typescript|java|rust]…
+# Runs the clients of the languages that are named, or of all, against a cluster of their own:
+# run.sh [go|python|typescript|java|rust|grpcurl]…
 # What they download goes into the ordinary caches of their tools.
 set -uo pipefail
 cd "$(dirname "$0")"
 root=$(realpath ../..)
 languages=("$@")
-[ $# -gt 0 ] || languages=(go python typescript java rust)
-export PATH="$root/target/tools/node_modules/.bin:$PATH"
+[ $# -gt 0 ] || languages=(go python typescript java rust grpcurl)
+export PATH="$root/target/tools/node_modules/.bin:$root/target/tools/bin:$PATH"
 # What the client has in common with Gantry itself is built once.
 export CARGO_TARGET_DIR=$root/target
 
@@ -18,7 +19,7 @@ for language in "${languages[@]}"; do
     case $language in
     go)
         need go 'Go 1.26, https://go.dev/dl'
-        need buf 'make target/tools/node_modules/.bin/buf'
+        need buf 'make client-tools'
         ;;
     python)
         need python3 'Debian package python3'
@@ -27,14 +28,19 @@ for language in "${languages[@]}"; do
     typescript)
         need node 'Debian package nodejs'
         need npm 'Debian package npm'
+        need buf 'make client-tools'
         ;;
     java)
         need javac 'Debian package default-jdk-headless'
         need mvn 'Debian package maven'
         ;;
     rust) need cargo 'https://rustup.rs' ;;
+    grpcurl)
+        need grpcurl 'make client-tools'
+        need python3 'Debian package python3'
+        ;;
     *)
-        echo "no client in $language; there are go, python, typescript, java, rust" >&2
+        echo "no client in $language; there are go, python, typescript, java, rust, and grpcurl" >&2
         exit 2
         ;;
     esac
@@ -77,14 +83,18 @@ GANTRY_SERVER=$(field 'cluster["endpoints"][1]')
 GANTRY_TOKEN_FILE=$(field 'cluster["token_file"]')
 export GANTRY_SERVER GANTRY_TOKEN_FILE
 
+# What each language has to do: decode the golden corpus, and the scenario, to its last line.
+call() {
+    case $1 in
+    grpcurl) ./grpcurl/run ;;
+    *) "./$1/run" test && "./$1/run" "$PWD/golden" | tee "$scratch/said" && grep -q '^explained: never, unless ' "$scratch/said" ;;
+    esac
+}
+
 status=0
 for language in "${languages[@]}"; do
     started=$SECONDS
-    if "./$language/run" test >"$scratch/$language" 2>&1 && "./$language/run" "$PWD/golden" >>"$scratch/$language" 2>&1; then
-        grep -qx 'explained: never, unless .*' "$scratch/$language" && result=ok || result='ended before its end'
-    else
-        result=failed
-    fi
+    if call "$language" >"$scratch/$language" 2>&1; then result=ok; else result=failed; fi
     echo "$language: $((SECONDS - started)) s, $result"
     if [ "$result" != ok ] || [ -n "${VERBOSE:-}" ]; then
         sed 's/^/    /' "$scratch/$language"
