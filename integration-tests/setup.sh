@@ -27,8 +27,21 @@ compose)
     need bc bc
     need strip binutils
     ;;
+go)
+    # One that is older than what go.mod asks for fetches a newer toolchain by itself, from 1.21 on.
+    need go golang-go
+    ;;
+clients)
+    need go golang-go
+    need python3 python3
+    python3 -c 'import venv, ensurepip' 2>/dev/null || packages+=(python3-venv)
+    need node nodejs
+    need npm npm
+    need javac default-jdk-headless
+    need mvn maven
+    ;;
 *)
-    echo "usage: $0 test|node|compose" >&2
+    echo "usage: $0 test|node|go|clients|compose" >&2
     exit 2
     ;;
 esac
