@@ -16,6 +16,7 @@ mod contact;
 mod contents;
 #[cfg(test)]
 mod for_tests;
+mod gauges;
 mod grpc;
 pub mod host;
 mod rehash;
@@ -48,7 +49,20 @@ pub async fn start(config: Config, runtime: Arc<dyn Runtime>, host: &mut Host) -
     host.spawn(sweeper::sweep_forever(worker.clone()));
     host.spawn(sweeper::report_forever(worker.clone()));
     host.add_service(grpc::containers(worker.clone()));
-    host.add_service(grpc::volumes(worker));
+    host.add_service(grpc::volumes(worker.clone()));
+    host.describe(server::Service {
+        name: "runtime-gateway",
+        version: env!("CARGO_PKG_VERSION"),
+        features: worker.runtime.capabilities().features.clone(),
+        limits: Vec::new(),
+    });
+    // Whoever has not been let in speaks for no worker, and answers nothing but that.
+    let let_in = worker.clone();
+    host.add_check("scheduler", move || {
+        let open = let_in.session().is_some();
+        async move { if open { Ok(()) } else { Err("it has not let this gateway in".to_owned()) } }
+    });
+    gauges::add(worker, host);
     Ok(())
 }
 

@@ -7,42 +7,55 @@ use std::time::Duration;
 use clap::Parser;
 use runtime_gateway::Config;
 use runtime_gateway::host::{HostConfig, HostRuntime};
-use server::Started;
+use server::settings::term;
+use server::{Host, ListenArgs, Starting};
 
-/// Attends this machine as a worker.
+/// The runtime gateway of Gantry: attends this machine as a worker.
 #[derive(Debug, Parser)]
 #[command(name = "runtime-gateway", version)]
-struct Args {
+struct Arguments {
     #[command(flatten)]
-    listen: server::ListenArgs,
-    /// Where callers reach this gateway, if not at the address that it listens on.
-    #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS")]
+    listen: ListenArgs,
+    /// Where callers reach this gateway, if not at the address that it listens on: http://host:port or unix:///path
+    #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS", value_parser = rpc::client::addresses)]
     endpoint: Option<String>,
-    /// Where the scheduler listens: `unix:///path` or `http://host:port`.
-    #[arg(long, env = "GANTRY_SCHEDULER")]
+    /// Where the scheduler listens: http://host:port or unix:///path, of each replica, with commas between them
+    #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
-    /// Where the artifact store listens: `unix:///path` or `http://host:port`.
-    #[arg(long, env = "GANTRY_ARTIFACT_STORE")]
+    /// Where the artifact store listens: http://host:port or unix:///path, of each replica, with commas between them
+    #[arg(long, env = "GANTRY_ARTIFACT_STORE", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     artifact_store: String,
-    /// The worker's name, unique in the cluster.
-    #[arg(long, env = "GANTRY_WORKER_NAME")]
+    /// The worker's name, unique in the cluster
+    #[arg(long, env = "GANTRY_WORKER_NAME", value_name = "NAME")]
     name: String,
-    /// A tag of the worker. With some, it takes only workloads with tags.
-    #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_delimiter = ',')]
+    /// A tag of the worker, may be repeated. With some, it takes only workloads with tags
+    #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_name = "TAG", value_delimiter = ',')]
     tags: Vec<String>,
-    /// The only team that may use the worker.
-    #[arg(long, env = "GANTRY_WORKER_TEAM")]
+    /// The only team that may use the worker. Default: every team
+    #[arg(long, env = "GANTRY_WORKER_TEAM", value_name = "TEAM")]
     team: Option<String>,
-    /// Workloads at a time. Default: no limit.
-    #[arg(long, env = "GANTRY_WORKER_MAX_TASKS")]
+    /// Workloads at a time. Default: no limit
+    #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     max_tasks: Option<u32>,
-    /// Where volumes and containers are kept.
-    #[arg(long, env = "GANTRY_STATE_DIR", default_value = "/var/lib/gantry")]
+    /// Where volumes and containers are kept
+    #[arg(long, env = "GANTRY_STATE_DIR", value_name = "DIR", default_value = "/var/lib/gantry")]
     state_dir: PathBuf,
-    /// Where sockets of supervisors are.
-    #[arg(long, env = "GANTRY_RUNTIME_DIR", default_value = "/run/gantry")]
+    /// Where sockets of supervisors are
+    #[arg(long, env = "GANTRY_RUNTIME_DIR", value_name = "DIR", default_value = "/run/gantry")]
     runtime_dir: PathBuf,
-    /// Report what the worker holds and destroy nothing of it, so that what should go can be looked at. The disk only fills up.
+    /// How often everything that the worker holds is reported, give or take a fifth
+    #[arg(long, env = "GANTRY_REPORT_INTERVAL", value_name = "DURATION", default_value = "60s", value_parser = term)]
+    report_interval: Duration,
+    /// How many containers are destroyed at a time
+    #[arg(
+        long,
+        env = "GANTRY_DESTROY_CONCURRENCY",
+        value_name = "COUNT",
+        default_value_t = 8,
+        value_parser = clap::value_parser!(u16).range(1..=1000)
+    )]
+    destroy_concurrency: u16,
+    /// Report what the worker holds and destroy nothing of it, so that what should go can be looked at. The disk only fills up
     #[arg(long, env = "GANTRY_HOLD_DESTRUCTION", value_parser = clap::builder::BoolishValueParser::new())]
     hold_destruction: bool,
 }
@@ -52,32 +65,53 @@ fn main() -> ExitCode {
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
-    match attend(Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("runtime-gateway: {error:#}");
-            ExitCode::FAILURE
+    server::run::<Arguments>()
+}
+
+impl server::Program for Arguments {
+    const NAME: &'static str = "runtime-gateway";
+
+    fn listen(&self) -> &ListenArgs {
+        &self.listen
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        for (flag, directory) in [("--state-dir", &self.state_dir), ("--runtime-dir", &self.runtime_dir)] {
+            anyhow::ensure!(
+                directory.is_absolute(),
+                "{flag} must be an absolute path, not {}",
+                directory.display()
+            );
         }
+        Ok(())
+    }
+
+    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
+        let runtime = HostRuntime::open(HostConfig::new(self.state_dir.clone(), self.runtime_dir)?)?;
+        let config = Config {
+            worker_name: self.name,
+            tags: self.tags,
+            team: self.team,
+            max_tasks: self.max_tasks,
+            endpoint: self.endpoint.unwrap_or(starting.endpoint),
+            scheduler: self.scheduler,
+            artifact_store: self.artifact_store,
+            token: starting.token,
+            manifest_dir: self.state_dir.join("manifests"),
+            report_interval: self.report_interval,
+            destroy_concurrency: self.destroy_concurrency.into(),
+            hold_destruction: self.hold_destruction,
+        };
+        runtime_gateway::start(config, runtime, host).await
     }
 }
 
-#[tokio::main]
-async fn attend(args: Args) -> anyhow::Result<()> {
-    let Started { listener, token, telemetry: _telemetry } = args.listen.start("runtime-gateway").await?;
-    let runtime = HostRuntime::open(HostConfig::new(args.state_dir.clone(), args.runtime_dir)?)?;
-    let config = Config {
-        worker_name: args.name,
-        tags: args.tags,
-        team: args.team,
-        max_tasks: args.max_tasks,
-        endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
-        scheduler: args.scheduler,
-        artifact_store: args.artifact_store,
-        token,
-        manifest_dir: args.state_dir.join("manifests"),
-        report_interval: Duration::from_secs(60),
-        destroy_concurrency: 8,
-        hold_destruction: args.hold_destruction,
-    };
-    runtime_gateway::serve(config, runtime, listener, server::shutdown_signal()).await
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_is_known_to_the_other_programs() {
+        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
+    }
 }

@@ -1,12 +1,19 @@
-//! What every service binary shares: where it listens, how its calls are traced, counted and let in, how it says that it is
-//! healthy, and how it ends.
+//! What every service binary shares: its settings, where it listens, how its calls are traced, counted and let in, how it says that it
+//! is alive and ready, and how it ends.
 //!
-//! A service adds its RPCs and its background tasks to a [`Host`]; the host serves them until it is told to stop. `gantry up` adds all
-//! four services to one host. Every task is tracked, told to stop, and waited for.
+//! A service is a [`Program`], which [`run`] runs. It adds its RPCs and its background tasks to a [`Host`]; the host serves them until
+//! it is told to stop. `gantry up` adds all four services to one host. Every task is tracked, told to stop, and waited for.
 
 mod activity;
+mod capabilities;
+mod gate;
+mod health;
 mod listen_args;
 mod listener;
+mod operators;
+mod program;
+mod readiness;
+pub mod settings;
 pub mod telemetry;
 
 use std::convert::Infallible;
@@ -15,6 +22,9 @@ use std::time::Duration;
 
 use anyhow::Context;
 use futures::StreamExt;
+use futures::future::BoxFuture;
+use rpc::pb::capabilities::capabilities_server::CapabilitiesServer;
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
@@ -22,14 +32,38 @@ use tonic::server::NamedService;
 use tonic::service::{RoutesBuilder, interceptor::InterceptorLayer};
 use tonic::transport::Server;
 use tonic::{Request, Status};
-use tower_service::Service;
+use tonic_health::ServingStatus;
+use tonic_health::server::HealthReporter;
 
 pub use activity::Activity;
-pub use listen_args::{ListenArgs, Started, shutdown_signal};
+pub use capabilities::Service;
+pub use listen_args::{ListenArgs, shutdown_signal};
 pub use listener::{Listener, PeerKind};
+pub use program::{Program, Starting, command, run};
+pub use readiness::LIVENESS;
 
-/// How long open calls may take to end once the server was told to stop.
-const DRAIN: Duration = Duration::from_secs(10);
+use crate::capabilities::Answers;
+use crate::gate::Gate;
+use crate::operators::{Gathers, Recorder};
+use crate::readiness::Readiness;
+
+/// How long operators who are being answered when everything else has ended are waited for.
+const LAST_PAGE: Duration = Duration::from_secs(1);
+
+/// How a process ends once it was told to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Drain {
+    /// It goes on for this long, not ready any more.
+    pub(crate) delay: Duration,
+    /// Open calls may take this long to end, before they are cut.
+    pub(crate) timeout: Duration,
+}
+
+impl Default for Drain {
+    fn default() -> Self {
+        Self { delay: Duration::ZERO, timeout: Duration::from_secs(10) }
+    }
+}
 
 /// Services that are served together, and the tasks that belong to them.
 pub struct Host {
@@ -39,6 +73,14 @@ pub struct Host {
     stopping: CancellationToken,
     activity: Activity,
     token: Option<String>,
+    readiness: Readiness,
+    answers: Answers,
+    gathers: Gathers,
+    /// Where those of the services that are described already end in `services`.
+    described: usize,
+    drain: Drain,
+    probe_interval: Duration,
+    metrics: Option<(TcpListener, Recorder)>,
 }
 
 impl Default for Host {
@@ -51,7 +93,15 @@ impl Host {
     /// Serves nothing yet.
     #[must_use]
     pub fn new() -> Self {
+        let readiness = Readiness::new();
         Self {
+            answers: Answers::new(readiness.clone()),
+            readiness,
+            gathers: Gathers::default(),
+            described: 0,
+            drain: Drain::default(),
+            probe_interval: Duration::from_secs(2),
+            metrics: None,
             routes: RoutesBuilder::default(),
             services: Vec::new(),
             tasks: TaskTracker::new(),
@@ -70,7 +120,7 @@ impl Host {
     /// Adds a gRPC service.
     pub fn add_service<S>(&mut self, service: S)
     where
-        S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+        S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
             + NamedService
             + Clone
             + Send
@@ -105,26 +155,59 @@ impl Host {
         self.activity.clone()
     }
 
+    /// Says what the gRPC services that were added since the last one are together.
+    pub fn describe(&mut self, service: Service) {
+        self.answers.add(service, &self.services[self.described..]);
+        self.described = self.services.len();
+    }
+
+    /// The process is ready only while `check` succeeds, which says why not for people, within three seconds.
+    pub fn add_check<F>(&self, name: &'static str, check: impl Fn() -> F + Send + Sync + 'static)
+    where
+        F: Future<Output = Result<(), String>> + Send + 'static,
+    {
+        self.readiness.add(name, check);
+    }
+
+    /// `gather` sets gauges whenever somebody reads them.
+    pub fn add_gauges<F>(&self, gather: impl Fn() -> F + Send + Sync + 'static)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        self.gathers.add(gather);
+    }
+
     /// Serves on `listeners` until `shutdown` resolves, then lets work in flight finish.
     pub async fn serve(
         self,
         listeners: impl IntoIterator<Item = Listener>,
         shutdown: impl Future<Output = ()> + Send,
     ) -> anyhow::Result<()> {
-        let Self { mut routes, services, tasks, stopping, activity, token } = self;
+        self.serve_from_start(listeners, shutdown, |_| Box::pin(async { Ok(()) })).await
+    }
+
+    /// The same, and `start` adds services while it is answered already that the process is alive, and not ready.
+    pub(crate) async fn serve_from_start(
+        mut self,
+        listeners: impl IntoIterator<Item = Listener>,
+        shutdown: impl Future<Output = ()> + Send,
+        start: impl for<'a> FnOnce(&'a mut Self) -> BoxFuture<'a, anyhow::Result<()>> + Send,
+    ) -> anyhow::Result<()> {
         let (health, health_service) = tonic_health::server::health_reporter();
-        for service in &services {
-            health.set_service_status(*service, tonic_health::ServingStatus::Serving).await;
-        }
-        routes.add_service(health_service);
+        health.set_service_status("", ServingStatus::NotServing).await;
+        health.set_service_status(LIVENESS, ServingStatus::Serving).await;
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(rpc::DESCRIPTORS)
             .build_v1()
             .context("the descriptors of our own protos are malformed")?;
-        routes.add_service(reflection);
+        let mut always = RoutesBuilder::default();
+        always.add_service(health_service);
+        always.add_service(reflection);
+        always.add_service(CapabilitiesServer::new(self.answers.clone()));
 
         let incoming =
             futures::stream::select_all(listeners.into_iter().map(|listener| listener.incoming().boxed()));
+        let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
         let served = Server::builder()
             .initial_stream_window_size(8 << 20)
             .initial_connection_window_size(32 << 20)
@@ -132,25 +215,81 @@ impl Host {
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
+            .layer(operators::RpcLayer)
             .layer(InterceptorLayer::new(move |request: Request<()>| admit(request, token.as_deref())))
-            .layer(activity.layer())
-            .add_routes(routes.routes())
+            .layer(self.activity.layer())
+            .layer(gate.clone())
+            .add_routes(always.routes())
             .serve_with_incoming_shutdown(incoming, stopping.clone().cancelled_owned());
-        tokio::pin!(served);
+        tokio::pin!(served, shutdown);
+
+        let ended = CancellationToken::new();
+        let pages = TaskTracker::new();
+        if let Some((listener, recorder)) = self.metrics.take() {
+            let (readiness, gathers) = (self.readiness.clone(), self.gathers.clone());
+            pages.spawn(operators::serve(listener, recorder, readiness, gathers, ended.clone()));
+        }
+        let _ended = ended.drop_guard_ref();
+
+        let started = async move {
+            start(&mut self).await?;
+            Ok::<_, anyhow::Error>(self)
+        };
+        let started = tokio::select! {
+            result = &mut served => return result.context("the server failed"),
+            () = &mut shutdown => None,
+            started = started => Some(started?),
+        };
+        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, .. }) = started else {
+            tracing::info!("told to end before it had started");
+            return Ok(());
+        };
+        gate.open(routes.routes());
+        for service in &services {
+            health.set_service_status(*service, ServingStatus::NotServing).await;
+        }
+        tasks.spawn(readiness.clone().check_forever(probe_interval, stopping.clone()));
+        let telling = readiness.clone().tell_forever(health.clone(), services.clone());
+        tokio::pin!(telling);
 
         tokio::select! {
             result = &mut served => return result.context("the server failed"),
-            () = shutdown => {}
+            () = &mut telling => {}
+            () = &mut shutdown => {}
         }
-        for service in &services {
-            health.set_service_status(*service, tonic_health::ServingStatus::NotServing).await;
-        }
-        stopping.cancel();
-        tasks.close();
-        if tokio::time::timeout(DRAIN, async { tokio::join!(served, tasks.wait()) }).await.is_err() {
+        tracing::info!("told to end");
+        readiness.drain();
+        tell(&health, &services, ServingStatus::NotServing).await;
+        let last = async {
+            tokio::time::sleep(drain.delay).await;
+            stopping.cancel();
+            forget(health, &services).await;
+            tasks.close();
+            tasks.wait().await;
+        };
+        let drained = async { tokio::join!(served, last) };
+        if tokio::time::timeout(drain.delay + drain.timeout, drained).await.is_err() {
             tracing::warn!("some calls did not end in time and are cut");
         }
+        // Until now whoever asked was told that it is ending.
+        ended.cancel();
+        pages.close();
+        tokio::time::timeout(LAST_PAGE, pages.wait()).await.ok();
         Ok(())
+    }
+}
+
+/// Tells whoever asks or watches how it is with the process and its `services`.
+pub(crate) async fn tell(health: &HealthReporter, services: &[&'static str], status: ServingStatus) {
+    for service in [""].iter().chain(services) {
+        health.set_service_status(service, status).await;
+    }
+}
+
+/// Ends the streams of those who watch, who were told before.
+async fn forget(mut health: HealthReporter, services: &[&'static str]) {
+    for service in ["", LIVENESS].iter().chain(services) {
+        health.clear_service_status(service).await;
     }
 }
 
