@@ -9,8 +9,8 @@ use crate::Clock;
 /// Every setting.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Where the store keeps its rows: `postgres://…`, or `sqlite:///path`, made when it is missing. Required.
-    pub database_url: String,
+    /// Where the store keeps its rows. Required.
+    pub database: db::Settings,
     /// What verifies session credentials. Required.
     pub keys: KeySource,
     /// The token that callers over TCP must present, and that the store presents to the scheduler. Default: none.
@@ -45,7 +45,7 @@ pub struct Config {
 /// What verifies session credentials.
 #[derive(Debug, Clone)]
 pub enum KeySource {
-    /// The keys of the scheduler at this endpoint, asked for when one is missing.
+    /// The keys of the scheduler at this endpoint, or at one of several with commas between them, asked for when one is missing.
     Scheduler(String),
     /// These keys, and no others.
     Fixed(Vec<PublicKey>),
@@ -62,11 +62,11 @@ pub enum ConfigError {
 impl Config {
     /// The defaults.
     #[must_use]
-    pub fn new(database_url: impl Into<String>, keys: KeySource) -> Self {
+    pub fn new(database: impl Into<db::Settings>, keys: KeySource) -> Self {
         let (second, minute, hour) =
             (Duration::from_secs(1), Duration::from_secs(60), Duration::from_secs(3600));
         Self {
-            database_url: database_url.into(),
+            database: database.into(),
             keys,
             token: None,
             unowned_ttl: 12 * hour,
@@ -84,11 +84,11 @@ impl Config {
     }
 
     /// Refuses what would make a loop spin or a transfer impossible.
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+    pub fn check(&self) -> Result<(), ConfigError> {
         let longer_than_nothing = [
-            ("collect_interval", self.collect_interval),
-            ("claim_term", self.claim_term),
-            ("sweep_interval", self.sweep_interval),
+            ("--collect-interval", self.collect_interval),
+            ("--claim-term", self.claim_term),
+            ("--sweep-interval", self.sweep_interval),
         ];
         match longer_than_nothing.iter().find(|(_, duration)| duration.is_zero()) {
             Some((name, _)) => Err(ConfigError::Zero(name)),

@@ -24,6 +24,7 @@ mod clock;
 mod collect;
 mod config;
 mod entity;
+mod gauges;
 mod grpc;
 mod inventory;
 mod mark;
@@ -52,7 +53,24 @@ pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()
     let store = Arc::new(Store::open(config).await.context("cannot open the artifact store")?);
     host.spawn(collect::collect_forever(store.clone(), host.stopping()));
     grpc::add_services(&store, host);
+    host.describe(server::Service {
+        name: "artifact-store",
+        version: env!("CARGO_PKG_VERSION"),
+        features: Vec::new(),
+        limits: Vec::new(),
+    });
+    let db = store.db.clone();
+    host.add_check("database", move || {
+        let db = db.clone();
+        async move { db.answers().await }
+    });
+    gauges::add(store.db.clone(), host);
     Ok(())
+}
+
+/// Brings a database to the schema of this version.
+pub async fn migrate(database: &db::Settings) -> Result<(), db::ConnectError> {
+    db::Database::open::<migrations::Schema>(database).await.map(drop)
 }
 
 /// Serves on `listener` until `shutdown` resolves, then lets work in flight finish.

@@ -1,57 +1,135 @@
 //! The artifact store as a service of its own.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
-use artifact_store::{Config, KeySource};
-use clap::Parser;
-use server::Started;
+use anyhow::Context;
+use artifact_store::{Clock, Config, KeySource};
+use clap::{ArgMatches, Args, FromArgMatches, Parser};
+use server::settings::{duration, term};
+use server::{Host, ListenArgs, Starting};
 
 /// The artifact store of Gantry: artifacts, their owners, the inventory of every worker, garbage.
 #[derive(Debug, Parser)]
-#[command(version)]
+#[command(name = "artifact-store", version)]
 struct Arguments {
     #[command(flatten)]
-    listen: server::ListenArgs,
-    /// Where the store keeps its rows: postgres://… or sqlite:///path.
-    #[arg(long, env = "GANTRY_DATABASE_URL", hide_env_values = true)]
-    database_url: String,
-    /// The scheduler, whose keys verify session credentials: http://host:port or unix:///path.
-    #[arg(long, env = "GANTRY_SCHEDULER")]
+    listen: ListenArgs,
+    #[command(flatten)]
+    database: db::DatabaseArgs,
+    /// Refuse to start on a database of an older version, instead of migrating it
+    #[arg(
+        long,
+        env = "GANTRY_NO_MIGRATE",
+        value_parser = clap::builder::BoolishValueParser::new(),
+        help_heading = "Database"
+    )]
+    no_migrate: bool,
+    /// The scheduler, whose keys verify who speaks for a worker: http://host:port or unix:///path, of each replica, with commas between them
+    #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
-    /// Seconds after which an artifact goes that nobody ever owned.
-    #[arg(long, env = "GANTRY_UNOWNED_TTL", default_value_t = 12 * 3600)]
-    unowned_ttl: u64,
-    /// Seconds that containers and volumes stay after their attempt ended.
-    #[arg(long, env = "GANTRY_GC_GRACE", default_value_t = 300)]
-    gc_grace: u64,
-    /// Seconds that a build keeps its artifacts after its end, unless its caller says otherwise.
-    #[arg(long, env = "GANTRY_DEFAULT_KEEP", default_value_t = 300)]
-    default_keep: u64,
-    /// Seconds between two rounds of the collector.
-    #[arg(long, env = "GANTRY_COLLECT_INTERVAL", default_value_t = 30)]
-    collect_interval: u64,
-    /// Begin a new store life: the database was restored from a backup. Say it once, at the first start after.
+    /// How long after it was made an artifact goes that nobody ever owned
+    #[arg(long, env = "GANTRY_UNOWNED_TTL", value_name = "DURATION", default_value = "12h", value_parser = duration)]
+    unowned_ttl: Duration,
+    /// How long containers and volumes stay after their attempt ended
+    #[arg(long, env = "GANTRY_GC_GRACE", value_name = "DURATION", default_value = "5m", value_parser = duration)]
+    gc_grace: Duration,
+    /// How long a build keeps its artifacts after its end, unless its caller says otherwise
+    #[arg(long, env = "GANTRY_DEFAULT_KEEP", value_name = "DURATION", default_value = "5m", value_parser = duration)]
+    default_keep: Duration,
+    /// How long after it was last put a build ends to which no workload was bound, unless its caller says otherwise
+    #[arg(long, env = "GANTRY_DEFAULT_TERM", value_name = "DURATION", default_value = "10m", value_parser = term)]
+    default_term: Duration,
+    /// How often garbage is collected, give or take a fifth
+    #[arg(long, env = "GANTRY_COLLECT_INTERVAL", value_name = "DURATION", default_value = "30s", value_parser = term)]
+    collect_interval: Duration,
+    /// How long a transfer may take before it says that it goes on
+    #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "60s", value_parser = term)]
+    claim_term: Duration,
+    /// How long a deleted artifact can still be looked up
+    #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "1h", value_parser = duration)]
+    tombstone: Duration,
+    /// How long what has ended is remembered, so that late calls for it are refused. Longer than any call can be delayed
+    #[arg(long, env = "GANTRY_REMEMBER", value_name = "DURATION", default_value = "24h", value_parser = term)]
+    remember: Duration,
+    /// How often a gateway's stream looks for marks by itself: what another replica marked is swept after that at the latest
+    #[arg(long, env = "GANTRY_SWEEP_INTERVAL", value_name = "DURATION", default_value = "1s", value_parser = term)]
+    sweep_interval: Duration,
+    /// Begin a new store life: the database was restored from a backup. Say it once, at the first start after
     #[arg(long)]
     restored: bool,
 }
 
-#[tokio::main]
-async fn main() -> anyhow::Result<()> {
-    let arguments = Arguments::parse();
-    let Started { listener, token, telemetry: _telemetry } = arguments.listen.start("artifact-store").await?;
-    artifact_store::serve(arguments.config(token), listener, server::shutdown_signal()).await
+fn main() -> ExitCode {
+    server::run::<Arguments>()
+}
+
+impl server::Program for Arguments {
+    const NAME: &'static str = "artifact-store";
+
+    fn listen(&self) -> &ListenArgs {
+        &self.listen
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        self.database.check()?;
+        Ok(self.config(None).check()?)
+    }
+
+    fn migrate_command(command: clap::Command) -> Option<clap::Command> {
+        Some(db::DatabaseArgs::augment_args(command))
+    }
+
+    async fn migrate(matches: &ArgMatches) -> anyhow::Result<String> {
+        let args = db::DatabaseArgs::from_arg_matches(matches)?;
+        args.check()?;
+        artifact_store::migrate(&args.settings(true, false))
+            .await
+            .context("cannot migrate the store's database")?;
+        Ok("the artifact store's database has the schema of this version".to_owned())
+    }
+
+    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
+        artifact_store::start(self.config(starting.token), host).await
+    }
 }
 
 impl Arguments {
-    fn config(self, token: Option<String>) -> Config {
+    fn config(&self, token: Option<String>) -> Config {
         Config {
+            database: self.database.settings(!self.no_migrate, true),
+            keys: KeySource::Scheduler(self.scheduler.clone()),
             token,
-            unowned_ttl: Duration::from_secs(self.unowned_ttl),
-            gc_grace: Duration::from_secs(self.gc_grace),
-            default_keep: Duration::from_secs(self.default_keep),
-            collect_interval: Duration::from_secs(self.collect_interval),
+            unowned_ttl: self.unowned_ttl,
+            gc_grace: self.gc_grace,
+            default_keep: self.default_keep,
+            default_term: self.default_term,
+            collect_interval: self.collect_interval,
+            claim_term: self.claim_term,
+            tombstone: self.tombstone,
+            remember: self.remember,
+            sweep_interval: self.sweep_interval,
             restored: self.restored,
-            ..Config::new(self.database_url, KeySource::Scheduler(self.scheduler))
+            clock: Clock::system(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_is_known_to_the_other_programs() {
+        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_library() {
+        let line = ["artifact-store", "--database-url", "sqlite:///x", "--scheduler", "http://s:1"];
+        let config = Config { clock: Clock::system(), ..Arguments::parse_from(line).config(None) };
+        let keys = KeySource::Scheduler("http://s:1".to_owned());
+        let expected = Config::new(db::Settings { wait: true, .."sqlite:///x".into() }, keys);
+        assert_eq!(format!("{config:?}"), format!("{expected:?}"));
     }
 }

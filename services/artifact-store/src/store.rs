@@ -29,7 +29,7 @@ pub(crate) struct Store {
 
 impl Store {
     pub(crate) async fn open(config: Config) -> anyhow::Result<Self> {
-        let db = Database::connect::<Schema>(&config.database_url).await?;
+        let db = Database::open::<Schema>(&config.database).await?;
         let life = life(&db, config.restored).await?;
         be_patient(&db, config.clock.now(), config.claim_term).await?;
         let keys = match &config.keys {

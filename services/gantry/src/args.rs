@@ -9,6 +9,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use domain::{ArtifactId, WorkloadId};
 
+use crate::addresses;
 use crate::values::{self, Copied, InputArg, OutputArg};
 
 /// Run a command in a container on a worker: your directories go there, what it made comes back.
@@ -30,17 +31,19 @@ Examples:
   gantry help run
 
 Without --server, the cluster on this machine is used, and started when none runs. It keeps its state in $XDG_STATE_HOME/gantry \
-(~/.local/state/gantry) and ends by itself when it was idle for 10 minutes. `up`, `down` and `status` are always about that one.";
+(~/.local/state/gantry) and ends by itself when it was idle for 10 minutes. `up` and `down` are always about that one.";
 
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
-    /// The cluster: `unix:///path` or `http://host:port`. Default: the one on this machine
+    /// The cluster: `unix:///path` or `http://host:port`; or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,door=ADDRESS`, each
+    /// with its replicas behind it, and in front what stands for the services that are not named. Default: the cluster on this machine
     #[arg(
         long,
         global = true,
         env = "GANTRY_SERVER",
         value_name = "ADDRESS",
+        value_parser = addresses::server,
         help_heading = "Global options"
     )]
     pub(crate) server: Option<String>,
@@ -109,8 +112,8 @@ pub(crate) enum Command {
     Up(UpArgs),
     /// Stop the cluster on this machine
     Down(DownArgs),
-    /// Show the cluster on this machine
-    Status,
+    /// Show the cluster: services, workers, what runs and what waits, and why
+    Status(StatusArgs),
     /// Print the version
     Version,
 }
@@ -456,4 +459,14 @@ pub(crate) struct DownArgs {
     /// Kill what runs instead of asking it to end
     #[arg(long)]
     pub(crate) force: bool,
+}
+
+/// `gantry status`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Exits 1 when no cluster runs on this machine, or when a service of the cluster that --server names is not ready.")]
+pub(crate) struct StatusArgs {
+    /// Show it again whenever something has changed, until Ctrl-C
+    #[arg(short, long)]
+    pub(crate) watch: bool,
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use rpc::Peer;
-use rpc::client::{Outgoing, peer};
+use rpc::client::{AddressError, Outgoing, peer};
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::collector_client::CollectorClient;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
@@ -21,6 +21,7 @@ use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tonic::Status;
 
+use crate::addresses::Addresses;
 use crate::args::Global;
 use crate::cluster::{self, Paths};
 use crate::error::{Refused, refused};
@@ -35,9 +36,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// A cluster, as the command reaches it.
 pub(crate) struct Connection {
-    address: String,
+    addresses: Addresses,
     outgoing: Outgoing,
-    peer: Peer,
+    scheduler: Peer,
+    artifacts: Peer,
+    streamer: Peer,
     /// Where calls of containers and volumes go. `None`: to the gateway that attends the worker.
     door: Option<Peer>,
     /// Where the cluster is one of this machine that we may start.
@@ -53,26 +56,45 @@ impl Connection {
     pub(crate) async fn open(global: &Global, ui: &Ui) -> anyhow::Result<Self> {
         let token = global.token_file.as_deref().map(read_token).transpose()?;
         let outgoing = Outgoing::default().with_token(token.as_deref());
-        let (address, local) = match &global.server {
-            Some(address) => (address.clone(), None),
+        let (addresses, local) = match &global.server {
+            Some(server) => (Addresses::parse(server).map_err(anyhow::Error::msg)?, None),
             None => {
                 let paths = Paths::find()?;
-                (cluster::ensure(&paths, ui).await?, Some(paths))
+                (Addresses::one(&cluster::ensure(&paths, ui).await?), Some(paths))
             }
         };
-        let peer = peer(&address, outgoing.clone())?;
-        let door = global.door.as_deref().map(|door| self::peer(door, outgoing.clone())).transpose()?;
-        let team = global.team.clone();
-        Ok(Self { address, outgoing, peer, door, local, reviving: Mutex::new(()), team })
+        let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
+        let connection = Self::new(addresses, outgoing, global.team.clone())?;
+        Ok(Self { local, ..connection })
+    }
+
+    fn new(addresses: Addresses, outgoing: Outgoing, team: String) -> Result<Self, AddressError> {
+        let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
+        // One connection for what is in one place.
+        let reach = |address: &str| {
+            if address == addresses.scheduler {
+                Ok(scheduler.clone())
+            } else {
+                peer(address, outgoing.clone())
+            }
+        };
+        Ok(Self {
+            artifacts: reach(&addresses.artifacts)?,
+            streamer: reach(&addresses.streamer)?,
+            door: addresses.door.as_deref().map(reach).transpose()?,
+            scheduler,
+            addresses,
+            outgoing,
+            local: None,
+            reviving: Mutex::new(()),
+            team,
+        })
     }
 
     /// The cluster at `address`.
     #[cfg(test)]
     pub(crate) fn to(address: &str) -> Self {
-        let outgoing = Outgoing::default();
-        let peer = peer(address, outgoing.clone()).expect("an address");
-        let (address, team) = (address.to_owned(), "main".to_owned());
-        Self { address, outgoing, peer, door: None, local: None, reviving: Mutex::new(()), team }
+        Self::new(Addresses::one(address), Outgoing::default(), "main".to_owned()).expect("an address")
     }
 
     /// The same, with a door at `address`.
@@ -89,10 +111,11 @@ impl Connection {
         if let Some(door) = &self.door {
             return Ok(door.clone());
         }
-        let same =
-            endpoint == self.address || (endpoint.starts_with("unix:") && !self.address.starts_with("unix:"));
-        if same {
-            return Ok(self.peer.clone());
+        let same = |address: &str| {
+            endpoint == address || (endpoint.starts_with("unix:") && !address.starts_with("unix:"))
+        };
+        if self.addresses.in_one_place().is_some_and(same) {
+            return Ok(self.scheduler.clone());
         }
         peer(endpoint, self.outgoing.clone())
             .context("the worker's gateway has an address that we cannot use")
@@ -110,39 +133,39 @@ impl Connection {
     }
 
     pub(crate) fn workloads(&self) -> WorkloadsClient<Peer> {
-        WorkloadsClient::new(self.peer.clone())
+        WorkloadsClient::new(self.scheduler.clone())
     }
 
     pub(crate) fn placements(&self) -> PlacementsClient<Peer> {
-        PlacementsClient::new(self.peer.clone())
+        PlacementsClient::new(self.scheduler.clone())
     }
 
     pub(crate) fn workers(&self) -> WorkersClient<Peer> {
-        WorkersClient::new(self.peer.clone())
+        WorkersClient::new(self.scheduler.clone())
     }
 
     pub(crate) fn artifacts(&self) -> ArtifactsClient<Peer> {
-        ArtifactsClient::new(self.peer.clone())
+        ArtifactsClient::new(self.artifacts.clone())
     }
 
     pub(crate) fn owners(&self) -> OwnersClient<Peer> {
-        OwnersClient::new(self.peer.clone())
+        OwnersClient::new(self.artifacts.clone())
     }
 
     pub(crate) fn inventory(&self) -> InventoryClient<Peer> {
-        InventoryClient::new(self.peer.clone())
+        InventoryClient::new(self.artifacts.clone())
     }
 
     pub(crate) fn collector(&self) -> CollectorClient<Peer> {
-        CollectorClient::new(self.peer.clone())
+        CollectorClient::new(self.artifacts.clone())
     }
 
     pub(crate) fn streamer(&self) -> StreamerClient<Peer> {
-        StreamerClient::new(self.peer.clone())
+        StreamerClient::new(self.streamer.clone())
     }
 
     pub(crate) fn cluster(&self) -> ClusterClient<Peer> {
-        ClusterClient::new(self.peer.clone())
+        ClusterClient::new(self.scheduler.clone())
     }
 
     pub(crate) fn containers_at(&self, endpoint: &str) -> anyhow::Result<ContainersClient<Peer>> {
@@ -191,7 +214,7 @@ impl Pause {
     }
 }
 
-fn read_token(file: &Path) -> anyhow::Result<String> {
+pub(crate) fn read_token(file: &Path) -> anyhow::Result<String> {
     let token =
         std::fs::read_to_string(file).with_context(|| format!("cannot read the token in {file:?}"))?;
     match token.trim() {

@@ -8,6 +8,7 @@
 //!
 //! Answers go to standard output, everything else to standard error. Whatever fails is said once, here, in one sentence.
 
+mod addresses;
 mod args;
 mod attach;
 mod cat;
@@ -29,6 +30,7 @@ mod rules;
 mod run;
 mod screen;
 mod signals;
+mod status;
 mod stdin;
 mod stdout;
 mod table;
@@ -137,14 +139,13 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
     match command {
         Command::Up(_) => check::here("up", global, ui)?,
         Command::Down(_) => check::here("down", global, ui)?,
-        Command::Status => check::here("status", global, ui)?,
         Command::Show(args) => check::id(args)?,
         _ => {}
     }
     match command {
         Command::Up(args) => return cluster::up(args, ui, global.json).await,
         Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
-        Command::Status => return cluster::status(global.json).await,
+        Command::Status(args) => return status::status(args, global).await,
         Command::Version => return version(global).map(|()| 0),
         Command::Run(args) => return run(args, global, ui).await,
         _ => {}
@@ -197,7 +198,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::Gc(args) => list::gc(connection, args, as_json).await?,
         Command::Attach(_) | Command::Logs(_) | Command::Run(_) => {}
-        Command::Up(_) | Command::Down(_) | Command::Status | Command::Version => {}
+        Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
     }
     Ok(())
 }

@@ -9,6 +9,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use domain::ArtifactId;
 use domain::workload::Image;
 use rpc::spec::{LEAST_MEMORY_BYTES, MOST_CPU_MILLIS, MOST_MEMORY_BYTES};
+pub(crate) use server::settings::duration;
 
 use crate::table;
 
@@ -144,38 +145,6 @@ pub(crate) fn term(text: &str) -> Result<Duration, String> {
         return Err(format!("{text:?} must be from 1s to 24h"));
     }
     Ok(term)
-}
-
-/// Parses a duration: `90`, `90s`, `1h30m`, `500ms`, `2d`.
-pub(crate) fn duration(text: &str) -> Result<Duration, String> {
-    let malformed = || format!("{text:?} is no duration: write 90s, 10m, 1h30m, 2d or 500ms");
-    if let Ok(seconds) = text.parse() {
-        return Ok(Duration::from_secs(seconds));
-    }
-    let mut total = Duration::ZERO;
-    let mut rest = text;
-    while !rest.is_empty() {
-        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(malformed)?;
-        let (number, unit_on) = rest.split_at(digits);
-        let number: u64 = number.parse().map_err(|_| malformed())?;
-        let end = unit_on.find(|c: char| c.is_ascii_digit()).unwrap_or(unit_on.len());
-        let (unit, after) = unit_on.split_at(end);
-        let seconds = match unit {
-            "ms" => None,
-            "s" => Some(1),
-            "m" => Some(60),
-            "h" => Some(60 * 60),
-            "d" => Some(24 * 60 * 60),
-            _ => return Err(malformed()),
-        };
-        let part = match seconds {
-            None => Duration::from_millis(number),
-            Some(seconds) => Duration::from_secs(number.checked_mul(seconds).ok_or_else(malformed)?),
-        };
-        total = total.checked_add(part).ok_or_else(malformed)?;
-        rest = after;
-    }
-    if text.is_empty() { Err(malformed()) } else { Ok(total) }
 }
 
 /// Parses a size in bytes: `1048576`, `512M`, `512MiB`, `1.5G`. `M` is 1024², `MB` is 1000².

@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use crate::ticketed::{ThroughDoor, Ticketed};
 use crate::volumes::TransferError;
 use crate::worker::Worker;
-use crate::{Config, sweeper, synchronize};
+use crate::{Config, gauges, sweeper, synchronize};
 
 /// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
 const STARTING: Duration = Duration::from_secs(5);
@@ -59,6 +59,15 @@ impl Gateway {
         let gateway = Self::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
         host.add_ticketed_service(Ticketed::new(crate::grpc::containers(gateway.clone()), gateway.clone()));
         host.add_ticketed_service(Ticketed::new(crate::grpc::volumes(gateway.clone()), gateway.clone()));
+        host.describe(server::Service {
+            name: "runtime-gateway",
+            version: env!("CARGO_PKG_VERSION"),
+            features: vec!["archives".to_owned()],
+            limits: Vec::new(),
+        });
+        let workers = gateway.clone();
+        host.add_check("workers", move || std::future::ready(workers.is_let_in()));
+        gauges::add(gateway.clone(), host);
         Ok(gateway)
     }
 
@@ -131,7 +140,21 @@ impl Gateway {
         Self(self.0.clone(), extensions.get::<ThroughDoor>().copied().or(self.1))
     }
 
-    fn workers(&self) -> Vec<Arc<Worker>> {
+    /// Whoever attends nobody, or has not been let in for somebody, answers for that worker nothing but that.
+    fn is_let_in(&self) -> Result<(), String> {
+        let workers = self.workers();
+        if workers.is_empty() {
+            return Err("this gateway attends no worker yet".to_owned());
+        }
+        match workers.iter().find(|worker| worker.session().is_none()) {
+            Some(worker) => {
+                Err(format!("the scheduler has not let it in for worker {}", worker.config.worker_name))
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn workers(&self) -> Vec<Arc<Worker>> {
         self.0.workers.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

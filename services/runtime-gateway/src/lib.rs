@@ -22,6 +22,7 @@ mod far;
 mod for_tests;
 pub mod garden;
 mod gateway;
+mod gauges;
 mod grpc;
 pub mod host;
 mod image;

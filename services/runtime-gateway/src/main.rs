@@ -8,53 +8,66 @@ use clap::Parser;
 use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::HostConfig;
 use runtime_gateway::{Config, Gateway};
-use server::{Host, Started};
+use server::settings::term;
+use server::{Host, ListenArgs, Starting};
 
-/// Attends this machine as a worker, or Concourse workers, or lets callers in as a door.
+/// The runtime gateway of Gantry: attends this machine as a worker, or Concourse workers, or lets callers in as a door.
 ///
 /// Several may be given the same state directory on one machine: one attends it, the others stand by, and one of them takes over when that
 /// one dies or freezes. One that was taken over from ends, with an error.
 #[derive(Debug, Parser)]
 #[command(name = "runtime-gateway", version)]
-struct Args {
+struct Arguments {
     #[command(flatten)]
-    listen: server::ListenArgs,
-    /// Attend no worker: pass calls of containers and volumes on to the gateway that attends the worker. Needs --scheduler only.
+    listen: ListenArgs,
+    /// Attend no worker: pass calls of containers and volumes on to the gateway that attends the worker. Needs --scheduler only
     #[arg(long, env = "GANTRY_GATEWAY_DOOR", value_parser = clap::builder::BoolishValueParser::new())]
     door: bool,
-    /// Where callers reach this gateway, if not at the address that it listens on.
-    #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS")]
+    /// Where callers reach this gateway, if not at the address that it listens on: http://host:port or unix:///path
+    #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS", value_parser = rpc::client::addresses)]
     endpoint: Option<String>,
-    /// Where the scheduler listens: `unix:///path` or `http://host:port`.
-    #[arg(long, env = "GANTRY_SCHEDULER")]
+    /// Where the scheduler listens: http://host:port or unix:///path, of each replica, with commas between them
+    #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
-    /// Where the artifact store listens: `unix:///path` or `http://host:port`.
-    #[arg(long, env = "GANTRY_ARTIFACT_STORE", required_unless_present = "door")]
+    /// Where the artifact store listens: http://host:port or unix:///path, of each replica, with commas between them
+    #[arg(long, env = "GANTRY_ARTIFACT_STORE", value_name = "ADDRESSES", value_parser = rpc::client::addresses, required_unless_present = "door")]
     artifact_store: Option<String>,
     #[command(flatten)]
     concourse: GardenArgs,
-    /// The worker's name, unique in the cluster.
-    #[arg(long, env = "GANTRY_WORKER_NAME", required_unless_present_any = ["door", "workers_file"])]
+    /// The worker's name, unique in the cluster. Default: the host name of this machine when it first had this state directory
+    #[arg(long, env = "GANTRY_WORKER_NAME", value_name = "NAME")]
     name: Option<String>,
-    /// The platform of a Concourse worker. This machine's is `linux`.
-    #[arg(long, env = "GANTRY_WORKER_PLATFORM", default_value = "linux")]
+    /// The platform of a Concourse worker. This machine's is `linux`
+    #[arg(long, env = "GANTRY_WORKER_PLATFORM", value_name = "PLATFORM", default_value = "linux")]
     platform: String,
-    /// A tag of the worker. With some, it takes only workloads with tags.
-    #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_delimiter = ',')]
+    /// A tag of the worker, may be repeated. With some, it takes only workloads with tags
+    #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_name = "TAG", value_delimiter = ',')]
     tags: Vec<String>,
-    /// The only team that may use the worker.
-    #[arg(long, env = "GANTRY_WORKER_TEAM")]
+    /// The only team that may use the worker. Default: every team
+    #[arg(long, env = "GANTRY_WORKER_TEAM", value_name = "TEAM")]
     team: Option<String>,
-    /// Workloads at a time. Default: no limit.
-    #[arg(long, env = "GANTRY_WORKER_MAX_TASKS")]
+    /// Workloads at a time. Default: no limit
+    #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     max_tasks: Option<u32>,
-    /// Where volumes and containers are kept.
-    #[arg(long, env = "GANTRY_STATE_DIR", default_value = "/var/lib/gantry")]
+    /// Where volumes and containers are kept
+    #[arg(long, env = "GANTRY_STATE_DIR", value_name = "DIR", default_value = "/var/lib/gantry")]
     state_dir: PathBuf,
-    /// Where sockets of supervisors are.
-    #[arg(long, env = "GANTRY_RUNTIME_DIR", default_value = "/run/gantry")]
+    /// Where sockets of supervisors are
+    #[arg(long, env = "GANTRY_RUNTIME_DIR", value_name = "DIR", default_value = "/run/gantry")]
     runtime_dir: PathBuf,
-    /// Report what the worker holds and destroy nothing of it, so that what should go can be looked at. The disk only fills up.
+    /// How often everything that the worker holds is reported, give or take a fifth
+    #[arg(long, env = "GANTRY_REPORT_INTERVAL", value_name = "DURATION", default_value = "60s", value_parser = term)]
+    report_interval: Duration,
+    /// How many containers are destroyed at a time
+    #[arg(
+        long,
+        env = "GANTRY_DESTROY_CONCURRENCY",
+        value_name = "COUNT",
+        default_value_t = 8,
+        value_parser = clap::value_parser!(u16).range(1..=1000)
+    )]
+    destroy_concurrency: u16,
+    /// Report what the worker holds and destroy nothing of it, so that what should go can be looked at. The disk only fills up
     #[arg(long, env = "GANTRY_HOLD_DESTRUCTION", value_parser = clap::builder::BoolishValueParser::new())]
     hold_destruction: bool,
 }
@@ -64,60 +77,81 @@ fn main() -> ExitCode {
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
-    match attend(Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("runtime-gateway: {error:#}");
-            ExitCode::FAILURE
+    server::run::<Arguments>()
+}
+
+impl server::Program for Arguments {
+    const NAME: &'static str = "runtime-gateway";
+
+    fn listen(&self) -> &ListenArgs {
+        &self.listen
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        for (flag, directory) in [("--state-dir", &self.state_dir), ("--runtime-dir", &self.runtime_dir)] {
+            anyhow::ensure!(
+                directory.is_absolute(),
+                "{flag} must be an absolute path, not {}",
+                directory.display()
+            );
         }
+        Ok(())
+    }
+
+    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
+        if self.door {
+            return runtime_gateway::start_door(&self.scheduler, starting.token.as_deref(), host);
+        }
+        let common = Config {
+            worker_name: String::new(),
+            platform: self.platform.clone(),
+            tags: self.tags.clone(),
+            team: self.team.clone(),
+            max_tasks: self.max_tasks,
+            endpoint: self.endpoint.unwrap_or(starting.endpoint),
+            scheduler: self.scheduler.clone(),
+            artifact_store: self.artifact_store.unwrap_or_default(),
+            token: starting.token.clone(),
+            manifest_dir: self.state_dir.join("manifests"),
+            report_interval: self.report_interval,
+            destroy_concurrency: self.destroy_concurrency.into(),
+            hold_destruction: self.hold_destruction,
+        };
+        let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;
+        if !self.concourse.any() {
+            let machine = HostConfig::new(self.state_dir, self.runtime_dir)?;
+            let name = machine.worker_name(self.name)?;
+            let config = Config { worker_name: name, platform: "linux".to_owned(), ..common };
+            host.add_essential(async move {
+                // What another gateway has taken over is left alone at once.
+                runtime_gateway::attend_this_machine(&gateway, config, machine)
+                    .await
+                    .map(|never| match never {})
+            });
+            return Ok(());
+        }
+        let given = GardenWorker {
+            name: self.name.unwrap_or_default(),
+            platform: self.platform,
+            tags: self.tags,
+            team: self.team.unwrap_or_default(),
+            max_tasks: self.max_tasks,
+            ..GardenWorker::default()
+        };
+        for worker in self.concourse.workers(given)? {
+            let (config, garden) = worker.config(&common, &self.state_dir);
+            host.spawn(runtime_gateway::garden::attend(gateway.clone(), config, garden));
+        }
+        Ok(())
     }
 }
 
-#[tokio::main]
-async fn attend(args: Args) -> anyhow::Result<()> {
-    let Started { listener, token, telemetry: _telemetry } = args.listen.start("runtime-gateway").await?;
-    if args.door {
-        return runtime_gateway::serve_door(&args.scheduler, token, listener, server::shutdown_signal())
-            .await;
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_is_known_to_the_other_programs() {
+        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
     }
-    let name = args.name.unwrap_or_default();
-    let common = Config {
-        worker_name: name.clone(),
-        platform: args.platform.clone(),
-        tags: args.tags.clone(),
-        team: args.team.clone(),
-        max_tasks: args.max_tasks,
-        endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
-        scheduler: args.scheduler.clone(),
-        artifact_store: args.artifact_store.unwrap_or_default(),
-        token: token.clone(),
-        manifest_dir: args.state_dir.join("manifests"),
-        report_interval: Duration::from_secs(60),
-        destroy_concurrency: 8,
-        hold_destruction: args.hold_destruction,
-    };
-    let mut host = Host::new().with_token(token.clone());
-    let gateway = Gateway::new(&args.scheduler, token.as_deref(), &mut host)?;
-    if !args.concourse.any() {
-        let machine = HostConfig::new(args.state_dir.clone(), args.runtime_dir)?;
-        let config = Config { platform: "linux".to_owned(), ..common };
-        return tokio::select! {
-            served = host.serve([listener], server::shutdown_signal()) => served,
-            // Not drained: what another gateway has taken over is left alone at once.
-            over = runtime_gateway::attend_this_machine(&gateway, config, machine) => over.map(|_| ()),
-        };
-    }
-    let given = GardenWorker {
-        name,
-        platform: args.platform,
-        tags: args.tags,
-        team: args.team.unwrap_or_default(),
-        max_tasks: args.max_tasks,
-        ..GardenWorker::default()
-    };
-    for worker in args.concourse.workers(given)? {
-        let (config, garden) = worker.config(&common, &args.state_dir);
-        host.spawn(runtime_gateway::garden::attend(gateway.clone(), config, garden));
-    }
-    host.serve([listener], server::shutdown_signal()).await
 }

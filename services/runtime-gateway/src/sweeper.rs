@@ -140,6 +140,8 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
             if let Err(error) = worker.runtime.destroy_container(container).await {
                 tracing::warn!(container.handle = %container, error = chain(&error), "cannot destroy a container");
                 all.store(false, Ordering::Relaxed);
+            } else {
+                metrics::counter!("gantry_gateway_destroyed_total", "kind" => "container").increment(1);
             }
         })
         .await;
@@ -149,6 +151,8 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
         if let Err(error) = worker.runtime.destroy_volume(volume).await {
             tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot destroy a volume");
             all.store(false, Ordering::Relaxed);
+        } else {
+            metrics::counter!("gantry_gateway_destroyed_total", "kind" => "volume").increment(1);
         }
         worker.trees.forget(volume).await;
     }

@@ -250,6 +250,9 @@ impl Filling {
         worker: &Worker,
         extents: Vec<(u64, Bytes)>,
     ) -> Result<(), TransferError> {
+        let bytes: usize = extents.iter().map(|(_, data)| data.len()).sum();
+        metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => "in")
+            .increment(bytes as u64);
         let verified: Result<Vec<_>, _> =
             extents.into_iter().map(|(ordinal, data)| self.manifest.verify(ordinal, data)).collect();
         if self.queue.send(Step::Put(verified?)).await.is_err() {
@@ -440,7 +443,11 @@ pub(crate) async fn read(
     blocking(move || {
         let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
         for batch in reader.batches(&wanted) {
-            batches.blocking_send(batch?).map_err(|_| TransferError::CallerGone)?;
+            let batch = batch?;
+            let bytes: usize = batch.iter().map(|extent| extent.data.len()).sum();
+            batches.blocking_send(batch).map_err(|_| TransferError::CallerGone)?;
+            metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => "out")
+                .increment(bytes as u64);
         }
         Ok(())
     })

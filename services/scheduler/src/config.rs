@@ -7,9 +7,9 @@ use anyhow::ensure;
 /// Settings of the scheduler. [`Config::new`] has the defaults.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Where everything is kept: `postgres://…`, or `sqlite:///path` for a scheduler alone.
-    pub database_url: String,
-    /// Where the artifact store listens: `unix:///path` or `http://host:port`.
+    /// Where everything is kept.
+    pub database: db::Settings,
+    /// Where the artifact store listens: `unix:///path` or `http://host:port`, of each replica, with commas between them.
     pub artifact_store: String,
     /// The token that callers over TCP must present to [`crate::serve`], and that is presented to the artifact store.
     pub token: Option<String>,
@@ -40,9 +40,9 @@ pub struct Config {
 impl Config {
     /// The defaults, with the two addresses that have none.
     #[must_use]
-    pub fn new(database_url: impl Into<String>, artifact_store: impl Into<String>) -> Self {
+    pub fn new(database: impl Into<db::Settings>, artifact_store: impl Into<String>) -> Self {
         Self {
-            database_url: database_url.into(),
+            database: database.into(),
             artifact_store: artifact_store.into(),
             token: None,
             heartbeat: Duration::from_secs(5),
@@ -60,13 +60,15 @@ impl Config {
     }
 
     /// Refuses settings under which a worker could still run what was given up.
-    pub(crate) fn validate(&self) -> anyhow::Result<()> {
-        ensure!(!self.heartbeat.is_zero(), "heartbeat must not be zero");
-        ensure!(!self.poll.is_zero(), "poll must not be zero");
-        ensure!(self.worker_ttl > self.heartbeat, "worker_ttl must be longer than heartbeat");
-        ensure!(self.stop_after > self.worker_ttl, "stop_after must be longer than worker_ttl");
-        ensure!(self.lost_after > self.stop_after, "lost_after must be longer than stop_after");
-        ensure!(!self.lease_term.is_zero(), "lease_term must not be zero");
+    pub fn check(&self) -> anyhow::Result<()> {
+        ensure!(!self.heartbeat.is_zero(), "--heartbeat must not be zero");
+        ensure!(!self.poll.is_zero(), "--poll-interval must not be zero");
+        ensure!(self.worker_ttl > self.heartbeat, "--worker-ttl must be longer than --heartbeat");
+        ensure!(self.stop_after > self.worker_ttl, "--stop-after must be longer than --worker-ttl");
+        ensure!(self.lost_after > self.stop_after, "--lost-after must be longer than --stop-after");
+        ensure!(!self.lease_term.is_zero(), "--lease-term must not be zero");
+        ensure!(!self.ticket_validity.is_zero(), "--ticket-validity must not be zero");
+        ensure!(!self.reconcile_every.is_zero(), "--reconcile-interval must not be zero");
         Ok(())
     }
 }

@@ -18,6 +18,7 @@ mod entity;
 mod events;
 mod expire;
 mod explain;
+mod gauges;
 mod grpc;
 mod hints;
 mod leases;
@@ -67,14 +68,18 @@ impl MigratorTrait for Schema {
     }
 }
 
+/// Brings a database to the schema of this version.
+pub async fn migrate(database: &db::Settings) -> Result<(), db::ConnectError> {
+    Database::open::<Schema>(database).await.map(drop)
+}
+
 /// Adds the scheduler to `host`: opens its database, starts its loops, and adds its services.
 pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
-    config.validate()?;
+    config.check()?;
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
     let store = store::Store::new(peer(&config.artifact_store, outgoing)?);
-    let db = Database::connect::<Schema>(&config.database_url)
-        .await
-        .context("cannot open the scheduler's database")?;
+    let db =
+        Database::open::<Schema>(&config.database).await.context("cannot open the scheduler's database")?;
     let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
     let alone = db.is_sqlite();
     let taken_up = async {
@@ -107,7 +112,19 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     host.add_service(
         WorkersServer::new(grpc::WorkersService(scheduler.clone())).max_decoding_message_size(MESSAGE_LIMIT),
     );
-    host.add_service(PlacementsServer::new(grpc::PlacementsService(scheduler)));
+    host.add_service(PlacementsServer::new(grpc::PlacementsService(scheduler.clone())));
+    host.describe(server::Service {
+        name: "scheduler",
+        version: env!("CARGO_PKG_VERSION"),
+        features: Vec::new(),
+        limits: vec![("message_bytes", MESSAGE_LIMIT as u64)],
+    });
+    let db = scheduler.db.clone();
+    host.add_check("database", move || {
+        let db = db.clone();
+        async move { db.answers().await }
+    });
+    gauges::add(scheduler.db, host);
     Ok(())
 }
 

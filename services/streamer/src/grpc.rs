@@ -22,6 +22,11 @@ pub(crate) fn service(
     tasks: TaskTracker,
     stopping: CancellationToken,
 ) -> StreamerServer<Handler> {
+    metrics::describe_gauge!(
+        "gantry_streamer_uploads_in_flight",
+        "Uploads that have neither been sealed nor abandoned."
+    );
+    metrics::gauge!("gantry_streamer_uploads_in_flight").set(0.0);
     StreamerServer::new(Handler { peers, tasks, stopping })
 }
 
@@ -44,6 +49,7 @@ impl Streamer for Handler {
         let (peers, stopping) = (self.peers.clone(), self.stopping.clone());
         // A task of its own: what was planned has to be abandoned even when the caller is gone and this future dropped.
         let task = async move {
+            let _under_way = UnderWay::begin();
             if let Err(status) = upload(peers, said, &answers, stopping).await {
                 // Failing to answer means that nobody listens any more.
                 answers.send(Err(status)).await.ok();
@@ -62,6 +68,22 @@ impl Streamer for Handler {
         let artifact: ArtifactId = parse_id("artifact_id", &request.artifact_id)?;
         let answer = download::locate(&mut self.peers.clone(), team, artifact).await?;
         Ok(Response::new(answer))
+    }
+}
+
+/// An upload that has not ended, as operators count them.
+struct UnderWay;
+
+impl UnderWay {
+    fn begin() -> Self {
+        metrics::gauge!("gantry_streamer_uploads_in_flight").increment(1.0);
+        Self
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        metrics::gauge!("gantry_streamer_uploads_in_flight").decrement(1.0);
     }
 }
 

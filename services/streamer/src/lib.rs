@@ -22,6 +22,12 @@ pub(crate) const SERVICE: &str = "gantry.streamer";
 pub fn start(config: &Config, host: &mut Host) -> anyhow::Result<()> {
     let peers = upload::Peers::new(config)?;
     host.add_service(grpc::service(peers, host.tasks(), host.stopping()));
+    host.describe(server::Service {
+        name: "streamer",
+        version: env!("CARGO_PKG_VERSION"),
+        features: Vec::new(),
+        limits: Vec::new(),
+    });
     Ok(())
 }
 

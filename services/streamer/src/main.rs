@@ -1,22 +1,47 @@
 //! The streamer as a process of its own.
 
+use std::process::ExitCode;
+
 use clap::Parser;
-use server::Started;
+use server::{Host, ListenArgs, Starting};
 use streamer::Config;
 
-/// Volumes in and out.
+/// The streamer of Gantry: volumes in and out.
 #[derive(Debug, Parser)]
 #[command(name = "streamer", version)]
-struct Args {
+struct Arguments {
     #[command(flatten)]
-    listen: server::ListenArgs,
+    listen: ListenArgs,
     #[command(flatten)]
     config: Config,
 }
 
-#[tokio::main]
-async fn main() -> anyhow::Result<()> {
-    let args = Args::parse();
-    let Started { listener, token, telemetry: _telemetry } = args.listen.start("streamer").await?;
-    streamer::serve(Config { token, ..args.config }, listener, server::shutdown_signal()).await
+fn main() -> ExitCode {
+    server::run::<Arguments>()
+}
+
+impl server::Program for Arguments {
+    const NAME: &'static str = "streamer";
+
+    fn listen(&self) -> &ListenArgs {
+        &self.listen
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
+        streamer::start(&Config { token: starting.token, ..self.config }, host)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_is_known_to_the_other_programs() {
+        assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
+    }
 }

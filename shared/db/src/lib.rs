@@ -7,6 +7,7 @@
 //! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 
 mod migrate;
+mod settings;
 
 use std::error::Error;
 use std::ops::Deref;
@@ -23,6 +24,7 @@ use sea_orm_migration::MigratorTrait;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 pub use migrate::{SqlMigration, sql_migrations};
+pub use settings::{DatabaseArgs, Settings};
 
 /// How often a transaction is tried again before its failure is told.
 const ATTEMPTS: u32 = 12;
@@ -60,14 +62,76 @@ pub enum ConnectError {
         #[source]
         source: std::io::Error,
     },
+    /// A schema was named for a database that has none.
+    #[error("SQLite has no schemas: leave out --database-schema")]
+    NoSchemas,
+    /// It was asked not to migrate, and the database is that of an older program.
+    #[error("the schema is older than this program, it lacks {}: run `migrate`, or leave out --no-migrate", missing.join(", "))]
+    Older {
+        /// What has not been applied.
+        missing: Vec<String>,
+    },
+    /// The database was migrated by a newer program.
+    #[error("the schema is newer than this program, it has {}: start a newer program", unknown.join(", "))]
+    Newer {
+        /// What was applied that this program does not know.
+        unknown: Vec<String>,
+    },
     /// The database does not answer, or refused.
     #[error("cannot open the database")]
     Database(#[from] DbErr),
 }
 
+impl ConnectError {
+    /// Whether nobody answered, or only to say that it is too early, or too many called: later it may be another.
+    #[must_use]
+    pub fn is_no_answer(&self) -> bool {
+        let Self::Database(error) = self else { return false };
+        let cause = match error {
+            DbErr::ConnectionAcquire(_) => return true,
+            DbErr::Conn(RuntimeErr::SqlxError(cause))
+            | DbErr::Exec(RuntimeErr::SqlxError(cause))
+            | DbErr::Query(RuntimeErr::SqlxError(cause)) => cause,
+            _ => return false,
+        };
+        match &**cause {
+            sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
+            sqlx::Error::Database(error) => {
+                // Starting up, shutting down (by an operator, or after a crash), too many connections.
+                matches!(error.code().as_deref(), Some("57P03" | "57P01" | "57P02" | "53300"))
+            }
+            _ => false,
+        }
+    }
+}
+
 impl Database {
     /// Opens `url` (`postgres://…`, or `sqlite:///path`, made when it is missing) and brings it to the schema of `M`.
     pub async fn connect<M: MigratorTrait>(url: &str) -> Result<Self, ConnectError> {
+        Self::open::<M>(&url.into()).await
+    }
+
+    /// Opens the database that `settings` name, and brings it to the schema of `M` unless they forbid that.
+    pub async fn open<M: MigratorTrait>(settings: &Settings) -> Result<Self, ConnectError> {
+        let mut said = None;
+        loop {
+            match Self::open_once::<M>(settings).await {
+                Err(error) if settings.wait && error.is_no_answer() => {
+                    let error = domain::chain(&error);
+                    // Once for each thing that is wrong.
+                    if said.as_ref() != Some(&error) {
+                        tracing::warn!(error, "waits for the database");
+                        said = Some(error);
+                    }
+                    tokio::time::sleep(settings::PAUSE).await;
+                }
+                opened => return opened,
+            }
+        }
+    }
+
+    async fn open_once<M: MigratorTrait>(settings: &Settings) -> Result<Self, ConnectError> {
+        let url = settings.url.as_str();
         let _lock = migrate::lock_file(url).await?;
         let mut options = ConnectOptions::new(match url.strip_prefix("sqlite:") {
             Some(path) if !path.contains('?') => format!("sqlite:{path}?mode=rwc"),
@@ -89,15 +153,31 @@ impl Database {
                 pool.after_release(|connection, _| Box::pin(is_outside_of_transactions(connection)))
             });
         } else {
-            options.max_connections(16).min_connections(2);
+            options.max_connections(settings.connections).min_connections(2);
+            if let Some(schema) = &settings.schema {
+                options.set_schema_search_path(schema.as_str());
+            }
         }
         let connection = sea_orm::Database::connect(options).await?;
-        migrate::up::<M>(&connection).await?;
+        if let Some(schema) = &settings.schema {
+            migrate::make_schema(&connection, schema, settings.migrate).await?;
+        }
+        if settings.migrate {
+            migrate::up::<M>(&connection).await?;
+        } else {
+            migrate::check::<M>(&connection).await?;
+        }
         let is_sqlite = connection.get_database_backend() == DbBackend::Sqlite;
         if is_sqlite && let Err(error) = reserve_room(&connection).await {
             tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
         }
         Ok(Self { connection, turn: is_sqlite.then(|| Arc::new(Semaphore::new(1))) })
+    }
+
+    /// Whether the database answers, as somebody whom it matters to would have it said.
+    pub async fn answers(&self) -> Result<(), String> {
+        let asked = self.connection.execute_unprepared("SELECT 1").await;
+        asked.map(drop).map_err(|error| domain::chain(&error))
     }
 
     /// For what changes nothing: each statement sees what was committed before it.

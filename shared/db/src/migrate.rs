@@ -7,7 +7,7 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use async_trait::async_trait;
-use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, DbErr, TransactionTrait};
+use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, DbErr, Statement, TransactionTrait};
 use sea_orm_migration::{MigrationName, MigrationTrait, MigratorTrait, SchemaManager};
 
 use crate::ConnectError;
@@ -70,12 +70,70 @@ pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
 }
 
 /// Brings the database to the schema of `M`, one process at a time.
-pub(crate) async fn up<M: MigratorTrait>(connection: &DatabaseConnection) -> Result<(), DbErr> {
+pub(crate) async fn up<M: MigratorTrait>(connection: &DatabaseConnection) -> Result<(), ConnectError> {
     if connection.get_database_backend() != DbBackend::Postgres {
-        return M::up(connection, None).await;
+        refuse_newer::<M>(&applied(connection).await?)?;
+        return Ok(M::up(connection, None).await?);
     }
     let lock = connection.begin().await?;
     lock.execute_unprepared(&format!("SELECT pg_advisory_xact_lock({ADVISORY_LOCK})")).await?;
+    refuse_newer::<M>(&applied(connection).await?)?;
     M::up(connection, None).await?;
-    lock.commit().await
+    Ok(lock.commit().await?)
+}
+
+/// Refuses a database that has another schema than that of `M`.
+pub(crate) async fn check<M: MigratorTrait>(connection: &DatabaseConnection) -> Result<(), ConnectError> {
+    let applied = applied(connection).await?;
+    refuse_newer::<M>(&applied)?;
+    let missing: Vec<_> = known::<M>().into_iter().filter(|name| !applied.contains(name)).collect();
+    if missing.is_empty() { Ok(()) } else { Err(ConnectError::Older { missing }) }
+}
+
+fn refuse_newer<M: MigratorTrait>(applied: &[String]) -> Result<(), ConnectError> {
+    let known = known::<M>();
+    let unknown: Vec<_> = applied.iter().filter(|name| !known.contains(name)).cloned().collect();
+    if unknown.is_empty() { Ok(()) } else { Err(ConnectError::Newer { unknown }) }
+}
+
+fn known<M: MigratorTrait>() -> Vec<String> {
+    M::migrations().iter().map(|migration| migration.name().to_owned()).collect()
+}
+
+/// The migrations that were applied to this database. Changes nothing.
+async fn applied(connection: &DatabaseConnection) -> Result<Vec<String>, DbErr> {
+    let backend = connection.get_database_backend();
+    let is_there = match backend {
+        DbBackend::Postgres => "SELECT 1 AS one WHERE to_regclass('seaql_migrations') IS NOT NULL",
+        _ => "SELECT 1 AS one FROM sqlite_master WHERE name = 'seaql_migrations'",
+    };
+    if connection.query_one_raw(Statement::from_string(backend, is_there)).await?.is_none() {
+        return Ok(Vec::new());
+    }
+    let all = Statement::from_string(backend, "SELECT version FROM seaql_migrations ORDER BY version");
+    connection.query_all_raw(all).await?.iter().map(|row| row.try_get("", "version")).collect()
+}
+
+/// Makes sure that a schema is there. Only where it is missing is the right to make one needed.
+pub(crate) async fn make_schema(
+    connection: &DatabaseConnection,
+    schema: &str,
+    may_make: bool,
+) -> Result<(), ConnectError> {
+    let backend = connection.get_database_backend();
+    if backend != DbBackend::Postgres {
+        return Err(ConnectError::NoSchemas);
+    }
+    let named = Statement::from_sql_and_values(
+        backend,
+        "SELECT 1 AS one FROM pg_namespace WHERE nspname = $1",
+        [schema.into()],
+    );
+    if may_make && connection.query_one_raw(named).await?.is_none() {
+        let lock = connection.begin().await?;
+        lock.execute_unprepared(&format!("SELECT pg_advisory_xact_lock({ADVISORY_LOCK})")).await?;
+        lock.execute_unprepared(&format!("CREATE SCHEMA IF NOT EXISTS {schema}")).await?;
+        lock.commit().await?;
+    }
+    Ok(())
 }

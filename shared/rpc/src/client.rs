@@ -3,8 +3,18 @@
 //! Connections are made when they are first used and made again when they broke; what is sent carries the trace context of the
 //! current span and, where one was given, a bearer token.
 
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use http::Uri;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
@@ -24,7 +34,9 @@ pub type Peer = InterceptedService<Channel, Outgoing>;
 
 /// The address of a service is malformed.
 #[derive(Debug, thiserror::Error)]
-#[error("{address:?} is no address of a service: write unix:///path or http://host:port")]
+#[error(
+    "{address:?} is no address of a service: write unix:///path or http://host:port, with commas between replicas"
+)]
 pub struct AddressError {
     address: String,
 }
@@ -71,22 +83,153 @@ impl Interceptor for Outgoing {
     }
 }
 
-/// The service at `address`: `unix:///path` or `http://host:port`. Connects when it is first used.
+/// The service at `address`: `unix:///path` or `http://host:port`, or several of them with commas between them, which are replicas of
+/// one service. Connects when it is first used, and again when the connection broke.
+///
+/// Of several replicas one is connected to, which is chosen by chance, and when it does not answer or goes away the next one. So each gets
+/// its share of the clients, one may be missing, and streams and calls of one client meet the same process for as long as that lives.
 pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
-    let malformed = || AddressError { address: address.to_owned() };
-    if !address.starts_with("unix:///") && !address.starts_with("http://") {
-        return Err(malformed());
-    }
-    let endpoint = Endpoint::from_shared(address.to_owned()).map_err(|_| malformed())?;
-    let channel = endpoint
-        .connect_timeout(Duration::from_secs(5))
+    let replicas = parse(address)?;
+    let endpoint = match replicas.as_slice() {
+        [_] => Endpoint::from_shared(address.trim().to_owned()).map_err(|_| malformed(address))?,
+        _ => Endpoint::from_static("http://replicas"),
+    };
+    // Each replica has its own time to answer.
+    let patience = CONNECT_PATIENCE * u32::try_from(replicas.len()).unwrap_or(u32::MAX);
+    let endpoint = endpoint
+        .connect_timeout(patience)
         .initial_stream_window_size(8 << 20)
         .initial_connection_window_size(32 << 20)
         // Without these, a channel whose peer disappeared without a word stays wedged.
         .http2_keep_alive_interval(Duration::from_secs(10))
         .keep_alive_timeout(Duration::from_secs(20))
         .keep_alive_while_idle(true)
-        .tcp_nodelay(true)
-        .connect_lazy();
+        .tcp_nodelay(true);
+    let channel = match replicas.len() {
+        1 => endpoint.connect_lazy(),
+        _ => {
+            let replicas = Arc::new(Replicas::new(replicas));
+            endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+                let replicas = replicas.clone();
+                async move { replicas.connect().await.map(TokioIo::new) }
+            }))
+        }
+    };
     Ok(InterceptedService::new(channel, outgoing))
+}
+
+/// Refuses what [`peer`] would refuse, and answers it as it is. For settings.
+pub fn addresses(text: &str) -> Result<String, AddressError> {
+    parse(text).map(|_| text.to_owned())
+}
+
+fn malformed(address: &str) -> AddressError {
+    AddressError { address: address.to_owned() }
+}
+
+/// One replica of a service.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Replica {
+    /// `host:port`.
+    Tcp(String),
+    Unix(PathBuf),
+}
+
+fn parse(addresses: &str) -> Result<Vec<Replica>, AddressError> {
+    let one = |address: &str| {
+        if let Some(path) = address.strip_prefix("unix://") {
+            return path.starts_with('/').then(|| Replica::Unix(path.into()));
+        }
+        let uri: Uri = address.parse().ok()?;
+        let (scheme, host) = (uri.scheme_str()?, uri.host()?);
+        // A path would be ignored, and whoever wrote it meant something.
+        let plain = scheme == "http" && uri.path() == "/" && uri.query().is_none();
+        plain.then(|| Replica::Tcp(format!("{host}:{}", uri.port_u16().unwrap_or(80))))
+    };
+    addresses.split(',').map(|address| one(address.trim()).ok_or_else(|| malformed(address))).collect()
+}
+
+/// Replicas of a service, and which of them is tried next.
+#[derive(Debug)]
+struct Replicas {
+    all: Vec<Replica>,
+    next: AtomicUsize,
+}
+
+impl Replicas {
+    fn new(all: Vec<Replica>) -> Self {
+        // Good enough to give each its share.
+        let chance = RandomState::new().build_hasher().finish() as usize;
+        Self { all, next: AtomicUsize::new(chance) }
+    }
+
+    /// Connects to the first that answers, each in its turn.
+    async fn connect(&self) -> io::Result<Box<dyn Io>> {
+        let mut failed = None;
+        for _ in 0..self.all.len() {
+            let turn = self.next.fetch_add(1, Ordering::Relaxed) % self.all.len();
+            let connecting = tokio::time::timeout(CONNECT_PATIENCE, connect(&self.all[turn])).await;
+            match connecting.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
+                Ok(connection) => return Ok(connection),
+                Err(error) => failed = Some(error),
+            }
+        }
+        Err(failed.unwrap_or_else(|| io::ErrorKind::AddrNotAvailable.into()))
+    }
+}
+
+async fn connect(replica: &Replica) -> io::Result<Box<dyn Io>> {
+    Ok(match replica {
+        Replica::Unix(path) => Box::new(UnixStream::connect(path).await?),
+        Replica::Tcp(address) => {
+            let stream = TcpStream::connect(address).await?;
+            stream.set_nodelay(true)?;
+            Box::new(stream)
+        }
+    })
+}
+
+trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+/// How long a service may take to accept a connection.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn addresses_are_plain() {
+        let tcp = |address: &str| Replica::Tcp(address.to_owned());
+        assert_eq!(parse("http://a:1").ok(), Some(vec![tcp("a:1")]));
+        assert_eq!(parse("http://a:1, http://[::1]:2").ok(), Some(vec![tcp("a:1"), tcp("[::1]:2")]));
+        assert_eq!(parse("unix:///x,http://a").ok(), Some(vec![Replica::Unix("/x".into()), tcp("a:80")]));
+        for malformed in ["", "a:1", "http://a:1,", "https://a:1", "unix://x", "http://a:1/path", "http://"] {
+            assert!(parse(malformed).is_err(), "{malformed:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn each_replica_has_its_turn_and_one_that_is_gone_is_passed_over() {
+        let (first, second) = (listen().await, listen().await);
+        let address = |listener: &TcpListener| format!("http://{}", listener.local_addr().expect("bound"));
+        let gone = listen().await;
+        let all = [address(&first), address(&gone), address(&second)].join(",");
+        drop(gone);
+        let replicas = Replicas::new(parse(&all).expect("addresses"));
+        for _ in 0..3 {
+            replicas.connect().await.expect("somebody answers");
+        }
+        for listener in [first, second] {
+            listener.accept().await.expect("it had its turn");
+        }
+    }
+
+    async fn listen() -> TcpListener {
+        TcpListener::bind("127.0.0.1:0").await.expect("a port")
+    }
 }

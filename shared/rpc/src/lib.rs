@@ -39,6 +39,10 @@ pub mod pb {
     pub mod streamer {
         tonic::include_proto!("gantry.streamer.v1");
     }
+    /// `gantry.capabilities.v1`
+    pub mod capabilities {
+        tonic::include_proto!("gantry.capabilities.v1");
+    }
     /// `gantry.local.v1`
     pub mod local {
         tonic::include_proto!("gantry.local.v1");

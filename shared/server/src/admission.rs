@@ -1,7 +1,7 @@
 //! Who is let in: whoever may open the socket; over TCP, where a token was set, whoever presents it, or a door with a ticket.
 
 use std::future::{Ready, ready};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::task::{Context, Poll};
 
 use futures::future::Either;
@@ -21,12 +21,25 @@ pub(crate) struct AdmissionLayer(Arc<Rules>);
 struct Rules {
     /// What callers over TCP present. `None`: nothing.
     token: Option<String>,
-    /// Services that verify door tickets by themselves.
-    ticketed: Vec<&'static str>,
+    ticketed: Ticketed,
+}
+
+/// Services that verify door tickets by themselves. Clones are the same set.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Ticketed(Arc<RwLock<Vec<&'static str>>>);
+
+impl Ticketed {
+    pub(crate) fn add(&self, service: &'static str) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).push(service);
+    }
+
+    fn has(&self, service: &str) -> bool {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).contains(&service)
+    }
 }
 
 impl AdmissionLayer {
-    pub(crate) fn new(token: Option<String>, ticketed: Vec<&'static str>) -> Self {
+    pub(crate) fn new(token: Option<String>, ticketed: Ticketed) -> Self {
         Self(Arc::new(Rules { token, ticketed }))
     }
 }
@@ -86,7 +99,7 @@ impl Rules {
     fn verifies_ticket<B>(&self, request: &Request<B>) -> bool {
         let service = request.uri().path().strip_prefix('/').and_then(|path| path.split('/').next());
         request.headers().contains_key(DOOR_TICKET_HEADER)
-            && service.is_some_and(|service| self.ticketed.contains(&service))
+            && service.is_some_and(|service| self.ticketed.has(service))
     }
 }
 
@@ -100,7 +113,9 @@ mod tests {
     use super::*;
 
     fn admitted(path: &str, headers: &[(&'static str, &str)], peer: PeerKind) -> bool {
-        let rules = Rules { token: Some("secret".to_owned()), ticketed: vec!["gantry.runtime.v1.Volumes"] };
+        let ticketed = Ticketed::default();
+        ticketed.add("gantry.runtime.v1.Volumes");
+        let rules = Rules { token: Some("secret".to_owned()), ticketed };
         let mut request = Request::builder().uri(path);
         for (name, value) in headers {
             request = request.header(*name, *value);

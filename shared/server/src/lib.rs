@@ -1,13 +1,20 @@
-//! What every service binary shares: where it listens, how its calls are traced, counted and let in, how it says that it is
-//! healthy, and how it ends.
+//! What every service binary shares: its settings, where it listens, how its calls are traced, counted and let in, how it says that it
+//! is alive and ready, and how it ends.
 //!
-//! A service adds its RPCs and its background tasks to a [`Host`]; the host serves them until it is told to stop. `gantry up` adds all
-//! four services to one host. Every task is tracked, told to stop, and waited for.
+//! A service is a [`Program`], which [`run`] runs. It adds its RPCs and its background tasks to a [`Host`]; the host serves them until
+//! it is told to stop. `gantry up` adds all four services to one host. Every task is tracked, told to stop, and waited for.
 
 mod activity;
 mod admission;
+mod capabilities;
+mod gate;
+mod health;
 mod listen_args;
 mod listener;
+mod operators;
+mod program;
+mod readiness;
+pub mod settings;
 pub mod telemetry;
 
 use std::convert::Infallible;
@@ -16,32 +23,70 @@ use std::time::Duration;
 
 use anyhow::Context;
 use futures::StreamExt;
+use futures::future::BoxFuture;
+use futures::stream::FuturesUnordered;
+use rpc::pb::capabilities::capabilities_server::CapabilitiesServer;
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tonic::service::RoutesBuilder;
 use tonic::transport::Server;
-use tower_service::Service;
+use tonic_health::ServingStatus;
+use tonic_health::server::HealthReporter;
 
-use admission::AdmissionLayer;
+use admission::{AdmissionLayer, Ticketed};
 
 pub use activity::Activity;
-pub use listen_args::{ListenArgs, Started, shutdown_signal};
+pub use capabilities::Service;
+pub use listen_args::{ListenArgs, shutdown_signal};
 pub use listener::{Listener, PeerKind};
+pub use program::{Program, Starting, command, run};
+pub use readiness::LIVENESS;
 
-/// How long open calls may take to end once the server was told to stop.
-const DRAIN: Duration = Duration::from_secs(10);
+use crate::capabilities::Answers;
+use crate::gate::Gate;
+use crate::operators::{Gathers, Recorder};
+use crate::readiness::Readiness;
+
+/// How long operators who are being answered when everything else has ended are waited for.
+const LAST_PAGE: Duration = Duration::from_secs(1);
+
+/// How a process ends once it was told to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Drain {
+    /// It goes on for this long, not ready any more.
+    pub(crate) delay: Duration,
+    /// Open calls may take this long to end, before they are cut.
+    pub(crate) timeout: Duration,
+}
+
+impl Default for Drain {
+    fn default() -> Self {
+        Self { delay: Duration::ZERO, timeout: Duration::from_secs(10) }
+    }
+}
 
 /// Services that are served together, and the tasks that belong to them.
 pub struct Host {
     routes: RoutesBuilder,
     services: Vec<&'static str>,
-    ticketed: Vec<&'static str>,
+    ticketed: Ticketed,
+    /// What the process lives for: it ends with the first that ends.
+    essentials: Vec<BoxFuture<'static, anyhow::Result<()>>>,
     tasks: TaskTracker,
     stopping: CancellationToken,
     activity: Activity,
     token: Option<String>,
+    readiness: Readiness,
+    answers: Answers,
+    gathers: Gathers,
+    /// Where those of the services that are described already end in `services`.
+    described: usize,
+    drain: Drain,
+    probe_interval: Duration,
+    metrics: Option<(TcpListener, Recorder)>,
 }
 
 impl Default for Host {
@@ -54,10 +99,19 @@ impl Host {
     /// Serves nothing yet.
     #[must_use]
     pub fn new() -> Self {
+        let readiness = Readiness::new();
         Self {
+            answers: Answers::new(readiness.clone()),
+            readiness,
+            gathers: Gathers::default(),
+            described: 0,
+            drain: Drain::default(),
+            probe_interval: Duration::from_secs(2),
+            metrics: None,
             routes: RoutesBuilder::default(),
             services: Vec::new(),
-            ticketed: Vec::new(),
+            ticketed: Ticketed::default(),
+            essentials: Vec::new(),
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
             activity: Activity::default(),
@@ -74,7 +128,7 @@ impl Host {
     /// Adds a gRPC service.
     pub fn add_service<S>(&mut self, service: S)
     where
-        S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+        S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
             + NamedService
             + Clone
             + Send
@@ -89,7 +143,7 @@ impl Host {
     /// Adds a gRPC service that verifies door tickets by itself: calls with one are let in without the token.
     pub fn add_ticketed_service<S>(&mut self, service: S)
     where
-        S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+        S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
             + NamedService
             + Clone
             + Send
@@ -97,13 +151,18 @@ impl Host {
             + 'static,
         S::Future: Send + 'static,
     {
-        self.ticketed.push(S::NAME);
+        self.ticketed.add(S::NAME);
         self.add_service(service);
     }
 
     /// Runs `task` until it ends; it must end soon after [`Host::stopping`].
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
+    }
+
+    /// Runs `task` for as long as the process serves, which ends with it, at once and not drained, as it ends.
+    pub fn add_essential(&mut self, task: impl Future<Output = anyhow::Result<()>> + Send + 'static) {
+        self.essentials.push(Box::pin(task));
     }
 
     /// Tracks tasks that services spawn later, one for a call or a workload.
@@ -124,18 +183,47 @@ impl Host {
         self.activity.clone()
     }
 
+    /// Says what the gRPC services that were added since the last one are together.
+    pub fn describe(&mut self, service: Service) {
+        self.answers.add(service, &self.services[self.described..]);
+        self.described = self.services.len();
+    }
+
+    /// The process is ready only while `check` succeeds, which says why not for people, within three seconds.
+    pub fn add_check<F>(&self, name: &'static str, check: impl Fn() -> F + Send + Sync + 'static)
+    where
+        F: Future<Output = Result<(), String>> + Send + 'static,
+    {
+        self.readiness.add(name, check);
+    }
+
+    /// `gather` sets gauges whenever somebody reads them.
+    pub fn add_gauges<F>(&self, gather: impl Fn() -> F + Send + Sync + 'static)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        self.gathers.add(gather);
+    }
+
     /// Serves on `listeners` until `shutdown` resolves, then lets work in flight finish.
     pub async fn serve(
         self,
         listeners: impl IntoIterator<Item = Listener>,
         shutdown: impl Future<Output = ()> + Send,
     ) -> anyhow::Result<()> {
-        let Self { mut routes, services, ticketed, tasks, stopping, activity, token } = self;
+        self.serve_from_start(listeners, shutdown, |_| Box::pin(async { Ok(()) })).await
+    }
+
+    /// The same, and `start` adds services while it is answered already that the process is alive, and not ready.
+    pub(crate) async fn serve_from_start(
+        mut self,
+        listeners: impl IntoIterator<Item = Listener>,
+        shutdown: impl Future<Output = ()> + Send,
+        start: impl for<'a> FnOnce(&'a mut Self) -> BoxFuture<'a, anyhow::Result<()>> + Send,
+    ) -> anyhow::Result<()> {
         let (health, health_service) = tonic_health::server::health_reporter();
-        for service in &services {
-            health.set_service_status(*service, tonic_health::ServingStatus::Serving).await;
-        }
-        routes.add_service(health_service);
+        health.set_service_status("", ServingStatus::NotServing).await;
+        health.set_service_status(LIVENESS, ServingStatus::Serving).await;
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(rpc::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
@@ -143,10 +231,14 @@ impl Host {
             .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
             .build_v1()
             .context("the descriptors of our own protos are malformed")?;
-        routes.add_service(reflection);
+        let mut always = RoutesBuilder::default();
+        always.add_service(health_service);
+        always.add_service(reflection);
+        always.add_service(CapabilitiesServer::new(self.answers.clone()));
 
         let incoming =
             futures::stream::select_all(listeners.into_iter().map(|listener| listener.incoming().boxed()));
+        let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
         let served = Server::builder()
             .initial_stream_window_size(8 << 20)
             .initial_connection_window_size(32 << 20)
@@ -154,24 +246,84 @@ impl Host {
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
-            .layer(AdmissionLayer::new(token, ticketed))
-            .layer(activity.layer())
-            .add_routes(routes.routes())
+            .layer(operators::RpcLayer)
+            .layer(AdmissionLayer::new(token, self.ticketed.clone()))
+            .layer(self.activity.layer())
+            .layer(gate.clone())
+            .add_routes(always.routes())
             .serve_with_incoming_shutdown(incoming, stopping.clone().cancelled_owned());
-        tokio::pin!(served);
+        tokio::pin!(served, shutdown);
+
+        let ended = CancellationToken::new();
+        let pages = TaskTracker::new();
+        if let Some((listener, recorder)) = self.metrics.take() {
+            let (readiness, gathers) = (self.readiness.clone(), self.gathers.clone());
+            pages.spawn(operators::serve(listener, recorder, readiness, gathers, ended.clone()));
+        }
+        let _ended = ended.drop_guard_ref();
+
+        let started = async move {
+            start(&mut self).await?;
+            Ok::<_, anyhow::Error>(self)
+        };
+        let started = tokio::select! {
+            result = &mut served => return result.context("the server failed"),
+            () = &mut shutdown => None,
+            started = started => Some(started?),
+        };
+        let Some(Self { routes, services, essentials, tasks, readiness, probe_interval, drain, .. }) =
+            started
+        else {
+            tracing::info!("told to end before it had started");
+            return Ok(());
+        };
+        gate.open(routes.routes());
+        for service in &services {
+            health.set_service_status(*service, ServingStatus::NotServing).await;
+        }
+        tasks.spawn(readiness.clone().check_forever(probe_interval, stopping.clone()));
+        let telling = readiness.clone().tell_forever(health.clone(), services.clone());
+        tokio::pin!(telling);
+        let mut essentials = FuturesUnordered::from_iter(essentials);
 
         tokio::select! {
             result = &mut served => return result.context("the server failed"),
-            () = shutdown => {}
+            Some(over) = essentials.next() => return over,
+            () = &mut telling => {}
+            () = &mut shutdown => {}
         }
-        for service in &services {
-            health.set_service_status(*service, tonic_health::ServingStatus::NotServing).await;
-        }
-        stopping.cancel();
-        tasks.close();
-        if tokio::time::timeout(DRAIN, async { tokio::join!(served, tasks.wait()) }).await.is_err() {
+        tracing::info!("told to end");
+        readiness.drain();
+        tell(&health, &services, ServingStatus::NotServing).await;
+        let last = async {
+            tokio::time::sleep(drain.delay).await;
+            stopping.cancel();
+            forget(health, &services).await;
+            tasks.close();
+            tasks.wait().await;
+        };
+        let drained = async { tokio::join!(served, last) };
+        if tokio::time::timeout(drain.delay + drain.timeout, drained).await.is_err() {
             tracing::warn!("some calls did not end in time and are cut");
         }
+        // Until now whoever asked was told that it is ending.
+        ended.cancel();
+        pages.close();
+        tokio::time::timeout(LAST_PAGE, pages.wait()).await.ok();
         Ok(())
+    }
+}
+
+/// Tells whoever asks or watches how it is with the process and its `services`.
+pub(crate) async fn tell(health: &HealthReporter, services: &[&'static str], status: ServingStatus) {
+    for service in [""].iter().chain(services) {
+        health.set_service_status(service, status).await;
+    }
+}
+
+/// Ends the streams of those who watch, who were told before.
+async fn forget(mut health: HealthReporter, services: &[&'static str]) {
+    for service in ["", LIVENESS].iter().chain(services) {
+        health.clear_service_status(service).await;
     }
 }

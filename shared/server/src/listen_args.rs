@@ -1,4 +1,4 @@
-//! How a service's own binary starts: where it listens, who may call, and where it logs.
+//! How a service's own binary starts: where it listens, who may call, where it logs, and how it ends.
 
 use std::convert::Infallible;
 use std::fs::Permissions;
@@ -6,26 +6,47 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use anyhow::Context;
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::Listener;
+use crate::settings::{duration, term};
 use crate::telemetry::{self, Telemetry};
+use crate::{Drain, Listener};
 
-/// Where a service's own binary listens, and who may call it there.
+/// Settings that every service's own binary has.
 #[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Settings of every service")]
 pub struct ListenArgs {
-    /// Where to listen: host:port, or the path of a Unix socket. Beyond the loopback, a port needs `--token-file` or `--insecure`.
-    #[arg(long, env = "GANTRY_LISTEN", default_value = "127.0.0.1:0")]
+    /// Where to listen: host:port, or the path of a Unix socket. Beyond the loopback, a port needs `--token-file` or `--insecure`
+    #[arg(long, env = "GANTRY_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     listen: Address,
-    /// A file with the token of this cluster, which callers over TCP present, and this service to others.
-    #[arg(long, env = "GANTRY_TOKEN_FILE")]
+    /// A file with the token of this cluster, which callers over TCP present, and this service to others
+    #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Listen beyond the loopback without a token: whoever reaches the port may do everything.
-    #[arg(long, env = "GANTRY_INSECURE")]
+    /// Listen beyond the loopback without a token: whoever reaches the port may do everything
+    #[arg(long, env = "GANTRY_INSECURE", value_parser = clap::builder::BoolishValueParser::new())]
     insecure: bool,
+    /// Where to serve /metrics, /healthz and /readyz over plain HTTP, to everybody: host:port. Default: nowhere
+    #[arg(long, env = "GANTRY_METRICS_LISTEN", value_name = "ADDRESS")]
+    metrics_listen: Option<String>,
+    /// What is logged: a level (error, warn, info, debug, trace), or target=level pairs with commas between them
+    #[arg(long, env = "GANTRY_LOG", value_name = "FILTER", default_value = "info")]
+    log: String,
+    /// How often what the service needs is checked, such as its database; see docs/operations.md
+    #[arg(long, env = "GANTRY_PROBE_INTERVAL", value_name = "DURATION", default_value = "2s", value_parser = term)]
+    probe_interval: Duration,
+    /// How long the service goes on when it was told to end, not ready any more, so that callers find another one first
+    #[arg(long, env = "GANTRY_DRAIN_DELAY", value_name = "DURATION", default_value = "0s", value_parser = duration)]
+    drain_delay: Duration,
+    /// How long open calls may take to end after that, before they are cut
+    #[arg(long, env = "GANTRY_DRAIN_TIMEOUT", value_name = "DURATION", default_value = "10s", value_parser = duration)]
+    drain_timeout: Duration,
+    /// Print every setting with its value and where it comes from, without secrets, and exit
+    #[arg(long)]
+    pub(crate) print_config: bool,
 }
 
 /// Where to listen.
@@ -44,26 +65,64 @@ impl FromStr for Address {
 }
 
 /// What a service's own binary starts with.
-pub struct Started {
+pub(crate) struct Started {
     /// Where it listens.
-    pub listener: Listener,
+    pub(crate) listener: Listener,
     /// The token of the cluster: callers over TCP present it to this service, and this service to others.
-    pub token: Option<String>,
-    /// Logs and traces. To be kept until the end.
-    pub telemetry: Telemetry,
+    pub(crate) token: Option<String>,
+    /// Where operators read metrics, if anywhere.
+    pub(crate) metrics: Option<TcpListener>,
+    pub(crate) drain: Drain,
+    pub(crate) probe_interval: Duration,
 }
 
 impl ListenArgs {
-    /// Sets up logs and traces for `service`, reads the token and binds the address, and says where that is.
+    /// Sets up logs and traces for `service`. To be kept until the end.
+    pub(crate) fn telemetry(&self, service: &'static str) -> anyhow::Result<Telemetry> {
+        telemetry::init_filtered(service, &self.log, None)
+    }
+
+    /// Reads the token and binds the addresses, and says where they are.
     ///
     /// # Errors
     ///
-    /// The token cannot be read, the address cannot be bound, or it is a port beyond the loopback and neither a token was given nor
+    /// The token cannot be read, an address cannot be bound, or it is a port beyond the loopback and neither a token was given nor
     /// `--insecure` said.
-    pub async fn start(&self, service: &'static str) -> anyhow::Result<Started> {
-        let telemetry = telemetry::init(service, "info", None)?;
+    pub(crate) async fn start(&self) -> anyhow::Result<Started> {
         let (listener, token) = self.open().await?;
-        Ok(Started { listener, token, telemetry })
+        let metrics = match &self.metrics_listen {
+            Some(address) => {
+                let bound = TcpListener::bind(address).await;
+                let bound = bound.with_context(|| format!("cannot serve metrics on {address}"))?;
+                tracing::info!(endpoint = %bound.local_addr()?, "metrics");
+                Some(bound)
+            }
+            None => None,
+        };
+        let drain = Drain { delay: self.drain_delay, timeout: self.drain_timeout };
+        Ok(Started { listener, token, metrics, drain, probe_interval: self.probe_interval })
+    }
+
+    /// Where this service is reached from the machine that it runs on, and with which token.
+    pub(crate) fn own_endpoint(&self) -> anyhow::Result<(String, Option<String>)> {
+        let token = self.token_file.as_deref().map(read_token).transpose()?;
+        let endpoint = match &self.listen {
+            Address::Unix(path) => format!("unix://{}", path.display()),
+            Address::Tcp(address) => {
+                let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
+                anyhow::ensure!(
+                    port != "0",
+                    "the service listens on any free port: name its address with --server, or set GANTRY_LISTEN as for the service"
+                );
+                let host = match host {
+                    "" | "0.0.0.0" => "127.0.0.1",
+                    "[::]" => "[::1]",
+                    host => host,
+                };
+                format!("http://{host}:{port}")
+            }
+        };
+        Ok((endpoint, token))
     }
 
     async fn open(&self) -> anyhow::Result<(Listener, Option<String>)> {
@@ -100,7 +159,7 @@ impl ListenArgs {
     }
 }
 
-fn read_token(path: &Path) -> anyhow::Result<String> {
+pub(crate) fn read_token(path: &Path) -> anyhow::Result<String> {
     let token = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let token = token.trim();
     anyhow::ensure!(!token.is_empty(), "{} holds no token", path.display());

@@ -29,10 +29,18 @@ pub enum PeerKind {
 }
 
 impl Listener {
-    /// The address as clients write it: `unix:///path` or `http://host:port`.
+    /// The address as clients write it: `unix:///path` or `http://host:port`. One that listens on every address is reached by the name of
+    /// the machine.
     pub fn endpoint(&self) -> io::Result<String> {
         match self {
-            Self::Tcp(listener) => Ok(format!("http://{}", listener.local_addr()?)),
+            Self::Tcp(listener) => {
+                let address = listener.local_addr()?;
+                if !address.ip().is_unspecified() {
+                    return Ok(format!("http://{address}"));
+                }
+                let machine = rustix::system::uname();
+                Ok(format!("http://{}:{}", machine.nodename().to_string_lossy(), address.port()))
+            }
             Self::Unix(listener) => {
                 let address = listener.local_addr()?;
                 let path = address.as_pathname().ok_or_else(|| io::Error::other("the socket has no path"))?;

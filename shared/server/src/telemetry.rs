@@ -41,12 +41,19 @@ pub fn init(
     default_filter: &str,
     recent: Option<RecentSpans>,
 ) -> anyhow::Result<Telemetry> {
-    let filter = match std::env::var("GANTRY_LOG") {
-        Ok(filter) => {
-            EnvFilter::try_new(&filter).with_context(|| format!("GANTRY_LOG={filter:?} is no filter"))?
-        }
-        Err(_) => EnvFilter::new(default_filter),
-    };
+    match std::env::var("GANTRY_LOG") {
+        Ok(filter) => init_filtered(service, &filter, recent),
+        Err(_) => init_filtered(service, default_filter, recent),
+    }
+}
+
+/// Sets up logs and traces for this process, as `service`, which logs what `filter` says.
+pub(crate) fn init_filtered(
+    service: &'static str,
+    filter: &str,
+    recent: Option<RecentSpans>,
+) -> anyhow::Result<Telemetry> {
+    let filter = EnvFilter::try_new(filter).with_context(|| format!("GANTRY_LOG={filter:?} is no filter"))?;
     let logs =
         tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_filter(filter);
 

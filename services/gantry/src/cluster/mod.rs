@@ -20,9 +20,10 @@ mod token;
 mod up;
 
 pub(crate) use down::down;
+pub(crate) use idle::unfinished;
 pub(crate) use paths::Paths;
 pub(crate) use start::ensure;
-pub(crate) use status::status;
+pub(crate) use status::{states, status};
 pub(crate) use up::up;
 
 /// What is said aloud where destruction is held.

@@ -10,23 +10,22 @@ use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::{ListVolumesRequest, Volume, VolumePurpose};
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
-use rpc::pb::scheduler::workers_client::WorkersClient;
-use rpc::pb::scheduler::{ListWorkersRequest, Worker, Workload, WorkloadState};
+use rpc::pb::scheduler::{Worker, Workload, WorkloadState};
 use serde_json::json;
 use tonic::Status;
 
 use super::{Paths, idle, lock, start};
 use crate::error::refused;
 use crate::json as shown;
-use crate::stdout::{print, print_json};
+use crate::status::{self, Seen};
 use crate::table::{bytes, count, duration, fields};
 use crate::words;
 
 /// The exit code when none runs.
 const NONE_RUNS: u8 = 1;
 
-/// Shows the cluster. Answers the exit code.
-pub(crate) async fn status(as_json: bool) -> anyhow::Result<u8> {
+/// Looks at the cluster on this machine.
+pub(crate) async fn status() -> anyhow::Result<Seen> {
     let paths = Paths::find()?;
     let Some(endpoint) = start::running(&paths) else {
         if let Some(holder) = lock::holder(&paths.lock()) {
@@ -37,34 +36,28 @@ pub(crate) async fn status(as_json: bool) -> anyhow::Result<u8> {
                 holder.socket.display()
             );
         }
-        if as_json {
-            print_json(&json!({ "running": false }))?;
-        } else {
-            print(
-                "no cluster runs on this machine; `gantry run` starts one, `gantry up` keeps one in the foreground\n",
-            )?;
-        }
-        return Ok(NONE_RUNS);
+        let text = "no cluster runs on this machine; `gantry run` starts one, `gantry up` keeps one in the foreground\n";
+        return Ok(Seen { text: text.to_owned(), document: json!({ "running": false }), code: NONE_RUNS });
     };
     let peer = peer(&endpoint, Outgoing::internal())?;
     let response = ClusterClient::new(peer.clone()).get_status(GetStatusRequest {}).await;
-    let status = response.map_err(refused("cannot ask the cluster"))?.into_inner();
-    let workers = WorkersClient::new(peer.clone()).list_workers(ListWorkersRequest::default()).await;
-    let workers = workers.map_err(refused("cannot list workers"))?.into_inner().workers;
+    let local = response.map_err(refused("cannot ask the cluster"))?.into_inner();
+    let workers = status::workers(&peer).await.map_err(refused("cannot list workers"))?;
     let unfinished = idle::unfinished(&peer).await.map_err(refused("cannot list workloads"))?;
     let workloads = states(&unfinished);
     let volumes = volumes(&peer).await.map_err(refused("cannot list volumes"))?;
     let used = Used::of(&volumes);
-    if as_json {
-        print_json(&as_document(&status, &workers, &workloads, &used))?;
-    } else {
-        print(&fields(&as_fields(&status, &workers, &workloads, &used)))?;
-    }
-    Ok(0)
+    let services = status::ask(&endpoint, "cluster", Outgoing::internal()).await;
+    let mut document = as_document(&local, &workers, &workloads, &used);
+    document["services"] = services.iter().map(status::Service::document).collect();
+    document["queue"] = status::queue_document(&unfinished).into();
+    let shown = fields(&as_fields(&local, &workers, &workloads, &used));
+    let text = format!("{shown}\n{}{}", status::services_text(&services), status::queue_text(&unfinished));
+    Ok(Seen { text, document, code: 0 })
 }
 
 /// How many workloads that have not ended are in which state, in the order in which they pass through them.
-fn states(workloads: &[Workload]) -> Vec<(&'static str, u64)> {
+pub(crate) fn states(workloads: &[Workload]) -> Vec<(&'static str, u64)> {
     let mut states = BTreeMap::new();
     for workload in workloads {
         *states.entry(workload.state).or_insert(0) += 1;

@@ -51,6 +51,12 @@ pub fn start_door(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyh
     });
     host.add_service(Passed::<Containers>::new(door.clone()));
     host.add_service(Passed::<Volumes>::new(door));
+    host.describe(server::Service {
+        name: "runtime-gateway",
+        version: env!("CARGO_PKG_VERSION"),
+        features: vec!["door".to_owned()],
+        limits: Vec::new(),
+    });
     Ok(())
 }
 

@@ -102,6 +102,36 @@ impl HostConfig {
             masked: Vec::new(),
         })
     }
+
+    /// The name of the worker that this state directory is: `given`, or else the one that it was first given, which is the host name then. A
+    /// host name may change while what the worker holds stays the same.
+    ///
+    /// Errors: the state directory cannot be read or written.
+    pub fn worker_name(&self, given: Option<String>) -> std::io::Result<String> {
+        if let Some(given) = given {
+            return Ok(given);
+        }
+        let path = self.state_dir.join("worker-name");
+        match fs::read_to_string(&path) {
+            Ok(name) if !name.trim().is_empty() => return Ok(name.trim().to_owned()),
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        fs::create_dir_all(&self.state_dir)?;
+        let temporary = self.state_dir.join(format!("worker-name.{}", std::process::id()));
+        fs::write(&temporary, &name)?;
+        // Of several that start at once one is first, and the others take its word.
+        let first = fs::hard_link(&temporary, &path);
+        fs::remove_file(&temporary)?;
+        match first {
+            Ok(()) => Ok(name),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                Ok(fs::read_to_string(&path)?.trim().to_owned())
+            }
+            Err(error) => Err(error),
+        }
+    }
 }
 
 /// Runs a supervisor if that is what the arguments of this program ask for, and returns with which code to exit then.

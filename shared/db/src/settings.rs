@@ -1,0 +1,88 @@
+//! Where a service's database is, and how it is used.
+
+use std::time::Duration;
+
+/// Where a database is, and how it is used.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// `postgres://…`, or `sqlite:///path`, made when it is missing.
+    pub url: String,
+    /// On PostgreSQL: the schema that everything is kept in, made when it is missing. `None`: as the server has it, `public` as a rule.
+    pub schema: Option<String>,
+    /// On PostgreSQL: how many connections at most.
+    pub connections: u32,
+    /// Whether a database of an older program is brought to the schema of this one.
+    pub migrate: bool,
+    /// Whether one that does not answer is waited for.
+    pub wait: bool,
+}
+
+impl<T: Into<String>> From<T> for Settings {
+    fn from(url: T) -> Self {
+        Self { url: url.into(), schema: None, connections: CONNECTIONS, migrate: true, wait: false }
+    }
+}
+
+const CONNECTIONS: u32 = 16;
+
+/// How long the database is left alone when it did not answer.
+pub(crate) const PAUSE: Duration = Duration::from_secs(1);
+
+/// Settings of a service that has a database.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Database")]
+pub struct DatabaseArgs {
+    /// Where the service keeps its rows: postgres://USER:PASSWORD@HOST/DATABASE, or sqlite:///PATH for a service that has no replica
+    #[arg(long, env = "GANTRY_DATABASE_URL", value_name = "URL", hide_env_values = true, value_parser = url)]
+    database_url: String,
+    /// PostgreSQL: the schema of its own that the service keeps its rows in, made when it is missing. Default: as the server has it
+    #[arg(long, env = "GANTRY_DATABASE_SCHEMA", value_name = "NAME", value_parser = schema)]
+    database_schema: Option<String>,
+    /// PostgreSQL: connections at most
+    #[arg(
+        long,
+        env = "GANTRY_DATABASE_CONNECTIONS",
+        value_name = "COUNT",
+        default_value_t = CONNECTIONS,
+        value_parser = clap::value_parser!(u32).range(3..=1000)
+    )]
+    database_connections: u32,
+}
+
+impl DatabaseArgs {
+    /// What they say.
+    #[must_use]
+    pub fn settings(&self, migrate: bool, wait: bool) -> Settings {
+        Settings {
+            url: self.database_url.clone(),
+            schema: self.database_schema.clone(),
+            connections: self.database_connections,
+            migrate,
+            wait,
+        }
+    }
+
+    /// Refuses what cannot be used together.
+    pub fn check(&self) -> Result<(), crate::ConnectError> {
+        if self.database_schema.is_some() && self.database_url.starts_with("sqlite:") {
+            return Err(crate::ConnectError::NoSchemas);
+        }
+        Ok(())
+    }
+}
+
+fn url(text: &str) -> Result<String, String> {
+    let known = ["postgres://", "postgresql://", "sqlite:"].iter().any(|scheme| text.starts_with(scheme));
+    if known { Ok(text.to_owned()) } else { Err("write postgres://… or sqlite:///path".to_owned()) }
+}
+
+/// Names that need no quotes, so that they are the same wherever an operator writes them.
+fn schema(text: &str) -> Result<String, String> {
+    let begins = text.starts_with(|c: char| c.is_ascii_lowercase() || c == '_');
+    let goes_on = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+    if begins && goes_on && text.len() <= 63 && !text.starts_with("pg_") {
+        Ok(text.to_owned())
+    } else {
+        Err("write lower-case letters, digits and underscores, no digit in front and no pg_".to_owned())
+    }
+}

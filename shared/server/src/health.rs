@@ -1,0 +1,67 @@
+//! `SERVICE health`: asks a service whether it is ready, for health checks where there is no shell and no other program.
+
+use std::error::Error;
+use std::time::Duration;
+
+use rpc::client::{Outgoing, peer};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use crate::settings::term;
+
+/// Ask a service whether it is ready: exits 0 when it is, else 1, and says why.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct HealthArgs {
+    /// Whom to ask: http://host:port or unix:///path. Default: the service that listens as GANTRY_LISTEN says, on this machine
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) server: Option<String>,
+    /// A file with the token to present
+    #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
+    pub(crate) token_file: Option<std::path::PathBuf>,
+    /// What to ask about: a gRPC service, "" for all of the process, or "liveness"
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub(crate) service: String,
+    /// How long to wait for the answer
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = term)]
+    pub(crate) timeout: Duration,
+}
+
+/// Asks `endpoint` how it is with `service`. The answer is for people.
+pub(crate) async fn ask(
+    endpoint: &str,
+    token: Option<&str>,
+    service: &str,
+    timeout: Duration,
+) -> Result<String, String> {
+    let outgoing = Outgoing::internal().with_token(token);
+    let peer = peer(endpoint, outgoing).map_err(|error| error.to_string())?;
+    let request = HealthCheckRequest { service: service.to_owned() };
+    let mut health = HealthClient::new(peer.clone());
+    let about = if service.is_empty() { endpoint.to_owned() } else { format!("{service} at {endpoint}") };
+    match tokio::time::timeout(timeout, health.check(request)).await {
+        Err(_) => Err(format!("{about}: no answer within {timeout:?}")),
+        Ok(Err(status)) => {
+            let cause = status.source().map(|cause| format!(": {}", domain::chain(cause)));
+            Err(format!("{about}: {}{}", status.message(), cause.unwrap_or_default()))
+        }
+        Ok(Ok(answer)) => match answer.into_inner().status() {
+            ServingStatus::Serving => Ok(format!("{about}: serving")),
+            _ => {
+                let why = tokio::time::timeout(timeout, why_not(peer)).await.unwrap_or_default();
+                Err(format!(
+                    "{about}: not serving: {}",
+                    why.unwrap_or_else(|| "it does not say why".to_owned())
+                ))
+            }
+        },
+    }
+}
+
+async fn why_not(peer: rpc::Peer) -> Option<String> {
+    use rpc::pb::capabilities::GetCapabilitiesRequest;
+    use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
+    let answer = CapabilitiesClient::new(peer).get_capabilities(GetCapabilitiesRequest {}).await;
+    let why = answer.ok()?.into_inner().not_ready;
+    (!why.is_empty()).then(|| why.join("; "))
+}

@@ -1,0 +1,293 @@
+//! What a process counts, and where operators read it: `/metrics`, `/healthz` and `/readyz` over plain HTTP, on an address of their own.
+//!
+//! Every call that comes in is counted and timed, by service, method and code. Names that callers make up become no series of their own.
+//! Services add gauges, which are set when somebody reads them.
+
+use std::collections::HashSet;
+use std::pin::Pin;
+use std::sync::{Arc, LazyLock, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use axum::Router;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::routing::get;
+use bytes::Bytes;
+use futures::future::join_all;
+use http::{HeaderMap, Request, Response};
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use prost::Message;
+use prost_types::FileDescriptorSet;
+use tokio::net::TcpListener;
+use tokio::sync::Mutex;
+use tokio_util::sync::CancellationToken;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use crate::readiness::Readiness;
+
+/// Upper bounds of the buckets of durations, in seconds.
+const BUCKETS: [f64; 14] =
+    [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0, 300.0];
+/// Gauges are set at most this often: whoever reads them is not the load.
+const GATHER_EVERY: Duration = Duration::from_secs(2);
+/// Gauges that cannot be had in this time keep the values they have.
+const GATHER_PATIENCE: Duration = Duration::from_secs(5);
+
+type Gathering = Pin<Box<dyn Future<Output = ()> + Send>>;
+type Gather = Arc<dyn Fn() -> Gathering + Send + Sync>;
+
+/// What sets the gauges of services. Clones are the same.
+#[derive(Clone, Default)]
+pub(crate) struct Gathers(Arc<std::sync::Mutex<Vec<Gather>>>);
+
+impl Gathers {
+    pub(crate) fn add<F>(&self, gather: impl Fn() -> F + Send + Sync + 'static)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let gather: Gather = Arc::new(move || Box::pin(gather()));
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(gather);
+    }
+
+    async fn gather(&self) {
+        let gathers = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let gathering = join_all(gathers.iter().map(|gather| gather()));
+        if tokio::time::timeout(GATHER_PATIENCE, gathering).await.is_err() {
+            tracing::warn!("some metrics cannot be had in time and are old");
+        }
+    }
+}
+
+/// What this process counts. Before it exists, nothing is counted.
+#[derive(Clone)]
+pub(crate) struct Recorder(PrometheusHandle);
+
+impl Recorder {
+    /// Counts from now on, in this process.
+    pub(crate) fn install() -> anyhow::Result<Self> {
+        let builder = PrometheusBuilder::new()
+            .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &BUCKETS)
+            .context("the buckets are malformed")?;
+        let handle = builder.install_recorder().context("metrics were set up before")?;
+        describe();
+        Ok(Self(handle))
+    }
+}
+
+fn describe() {
+    metrics::describe_counter!(
+        "gantry_rpc_calls_total",
+        "Calls that have ended, by service, method and code."
+    );
+    metrics::describe_histogram!(
+        "gantry_rpc_duration_seconds",
+        "How long calls took, by service, method and code."
+    );
+    metrics::describe_gauge!("gantry_rpc_in_flight", "Calls that have not ended, by service and method.");
+    metrics::describe_gauge!("gantry_ready", "1: calls may be sent. 0: not.");
+    metrics::describe_gauge!("gantry_check", "1: the check succeeded when it was last made. 0: it failed.");
+    metrics::describe_gauge!("gantry_service", "1 for each service of this process, with its version.");
+}
+
+/// What is served to operators.
+#[derive(Clone)]
+struct Page {
+    recorder: Recorder,
+    readiness: Readiness,
+    gathers: Gathers,
+    gathered: Arc<Mutex<Option<Instant>>>,
+}
+
+/// Serves `/metrics`, `/healthz` and `/readyz` until told to stop.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    recorder: Recorder,
+    readiness: Readiness,
+    gathers: Gathers,
+    ended: CancellationToken,
+) {
+    let state = Page { recorder, readiness, gathers, gathered: Arc::default() };
+    let router = Router::new()
+        .route("/metrics", get(metrics_page))
+        .route("/healthz", get(async || "ok\n"))
+        .route("/readyz", get(readyz))
+        .with_state(state);
+    let served = axum::serve(listener, router).with_graceful_shutdown(ended.cancelled_owned()).await;
+    if let Err(error) = served {
+        tracing::error!(%error, "metrics are no longer served");
+    }
+}
+
+async fn metrics_page(State(page): State<Page>) -> String {
+    let mut gathered = page.gathered.lock().await;
+    if gathered.is_none_or(|at| at.elapsed() >= GATHER_EVERY) {
+        page.gathers.gather().await;
+        *gathered = Some(Instant::now());
+    }
+    drop(gathered);
+    page.recorder.0.run_upkeep();
+    page.recorder.0.render()
+}
+
+async fn readyz(State(page): State<Page>) -> (StatusCode, String) {
+    let why = page.readiness.why_not();
+    if why.is_empty() {
+        return (StatusCode::OK, "ready\n".to_owned());
+    }
+    (StatusCode::SERVICE_UNAVAILABLE, why.iter().map(|why| format!("{why}\n")).collect())
+}
+
+/// Counts and times calls.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct RpcLayer;
+
+impl<S> Layer<S> for RpcLayer {
+    type Service = Counted<S>;
+
+    fn layer(&self, inner: S) -> Counted<S> {
+        Counted(inner)
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Counted<S>(S);
+
+impl<S, B, R> Service<Request<B>> for Counted<S>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+    S::Future: Send + 'static,
+    R: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+{
+    type Response = Response<CountedBody<R>>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let mut call = Call::begin(request.uri().path());
+        let response = self.0.call(request);
+        Box::pin(async move {
+            let response = response.await?;
+            call.see(response.headers());
+            Ok(response.map(|body| CountedBody { body, call }))
+        })
+    }
+}
+
+/// Every method of ours, as `package.Service` and `Method`.
+static METHODS: LazyLock<HashSet<(String, String)>> = LazyLock::new(|| {
+    let files = FileDescriptorSet::decode(rpc::DESCRIPTORS).unwrap_or_default().file;
+    let mut methods = HashSet::new();
+    for file in files {
+        for service in &file.service {
+            let name = format!("{}.{}", file.package(), service.name());
+            methods.extend(service.method.iter().map(|method| (name.clone(), method.name().to_owned())));
+        }
+    }
+    for method in ["Check", "Watch"] {
+        methods.insert(("grpc.health.v1.Health".to_owned(), method.to_owned()));
+    }
+    methods
+});
+
+/// A call that has not ended.
+#[derive(Debug)]
+struct Call {
+    service: &'static str,
+    method: &'static str,
+    code: &'static str,
+    begun: Instant,
+}
+
+impl Call {
+    fn begin(path: &str) -> Self {
+        let (service, method) = path.trim_start_matches('/').split_once('/').unwrap_or_default();
+        let known = METHODS.get(&(service.to_owned(), method.to_owned()));
+        let (service, method) =
+            known.map_or(("other", "other"), |(service, method)| (service.as_str(), method.as_str()));
+        metrics::gauge!("gantry_rpc_in_flight", "service" => service, "method" => method).increment(1.0);
+        // Whoever is dropped before it has said how it ends was cut off.
+        Self { service, method, code: "CANCELLED", begun: Instant::now() }
+    }
+
+    fn see(&mut self, headers: &HeaderMap) {
+        if let Some(code) = headers.get("grpc-status") {
+            self.code = word(code.to_str().unwrap_or_default());
+        }
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        let Self { service, method, code, begun } = *self;
+        metrics::gauge!("gantry_rpc_in_flight", "service" => service, "method" => method).decrement(1.0);
+        metrics::counter!("gantry_rpc_calls_total", "service" => service, "method" => method, "code" => code)
+            .increment(1);
+        metrics::histogram!("gantry_rpc_duration_seconds", "service" => service, "method" => method, "code" => code)
+            .record(begun.elapsed());
+    }
+}
+
+fn word(code: &str) -> &'static str {
+    const WORDS: [&str; 17] = [
+        "OK",
+        "CANCELLED",
+        "UNKNOWN",
+        "INVALID_ARGUMENT",
+        "DEADLINE_EXCEEDED",
+        "NOT_FOUND",
+        "ALREADY_EXISTS",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "FAILED_PRECONDITION",
+        "ABORTED",
+        "OUT_OF_RANGE",
+        "UNIMPLEMENTED",
+        "INTERNAL",
+        "UNAVAILABLE",
+        "DATA_LOSS",
+        "UNAUTHENTICATED",
+    ];
+    code.parse::<usize>().ok().and_then(|code| WORDS.get(code).copied()).unwrap_or("UNKNOWN")
+}
+
+/// The answer to a call, which has ended when this was sent or dropped.
+#[derive(Debug)]
+pub(crate) struct CountedBody<B> {
+    body: B,
+    call: Call,
+}
+
+impl<B: HttpBody<Data = Bytes> + Unpin> HttpBody for CountedBody<B> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let this = self.get_mut();
+        let frame = Pin::new(&mut this.body).poll_frame(cx);
+        if let Poll::Ready(Some(Ok(frame))) = &frame
+            && let Some(trailers) = frame.trailers_ref()
+        {
+            this.call.see(trailers);
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,306 @@
+//! Settings of a program: where each comes from, what is no setting of ours, and how durations are written.
+//!
+//! Every setting is a flag and a variable `GANTRY_…`. A variable of that kind that no program of ours knows is a mistake, and refused:
+//! what an operator believes to be set shall be set.
+
+use std::time::Duration;
+
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Command};
+
+/// Every variable that a program of ours knows. Each program's tests compare its own with these.
+const KNOWN: &[&str] = &[
+    "GANTRY_ABANDONED_AFTER",
+    "GANTRY_ARTIFACT_STORE",
+    "GANTRY_BAGGAGECLAIM",
+    "GANTRY_CLAIM_TERM",
+    "GANTRY_COLLECT_INTERVAL",
+    "GANTRY_DATABASE_CONNECTIONS",
+    "GANTRY_DATABASE_SCHEMA",
+    "GANTRY_DATABASE_URL",
+    "GANTRY_DEFAULT_KEEP",
+    "GANTRY_DEFAULT_TERM",
+    "GANTRY_DESTROY_CONCURRENCY",
+    "GANTRY_DOOR",
+    "GANTRY_DRAIN_DELAY",
+    "GANTRY_DRAIN_TIMEOUT",
+    "GANTRY_ENDPOINT",
+    "GANTRY_GARDEN",
+    "GANTRY_GATEWAY_DOOR",
+    "GANTRY_GC_GRACE",
+    "GANTRY_HEARTBEAT",
+    "GANTRY_HOLD_DESTRUCTION",
+    "GANTRY_IDLE_END",
+    "GANTRY_INSECURE",
+    "GANTRY_KEEP_FINISHED",
+    "GANTRY_LEASE_TERM",
+    "GANTRY_LISTEN",
+    "GANTRY_LOG",
+    "GANTRY_LOST_AFTER",
+    "GANTRY_METRICS_LISTEN",
+    "GANTRY_NO_MIGRATE",
+    "GANTRY_POLL_INTERVAL",
+    "GANTRY_PROBE_INTERVAL",
+    "GANTRY_RECONCILE_GRACE",
+    "GANTRY_RECONCILE_INTERVAL",
+    "GANTRY_REMEMBER",
+    "GANTRY_REPORT_INTERVAL",
+    "GANTRY_RUNTIME_DIR",
+    "GANTRY_SCHEDULER",
+    "GANTRY_SERVER",
+    "GANTRY_STATE_DIR",
+    "GANTRY_STOP_AFTER",
+    "GANTRY_STREAMER",
+    "GANTRY_SWEEP_INTERVAL",
+    "GANTRY_TEAM",
+    "GANTRY_TICKET_VALIDITY",
+    "GANTRY_TIMEOUT_GRACE",
+    "GANTRY_TOKEN_FILE",
+    "GANTRY_TOMBSTONE",
+    "GANTRY_UNOWNED_TTL",
+    "GANTRY_WORKERS_FILE",
+    "GANTRY_WORKER_MAX_TASKS",
+    "GANTRY_WORKER_NAME",
+    "GANTRY_WORKER_PLATFORM",
+    "GANTRY_WORKER_TAGS",
+    "GANTRY_WORKER_TEAM",
+    "GANTRY_WORKER_TTL",
+];
+
+/// The variables of `command`'s settings that the other programs would take for a mistake. For tests: there are none.
+#[must_use]
+pub fn unlisted(command: &Command) -> Vec<String> {
+    own(command).into_iter().filter(|name| !KNOWN.contains(&name.as_str())).collect()
+}
+
+fn own(command: &Command) -> Vec<String> {
+    let variables = command.get_arguments().filter_map(clap::Arg::get_env);
+    variables.map(|name| name.to_string_lossy().into_owned()).collect()
+}
+
+/// A variable of the environment looks like a setting and is none.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name} is no setting of Gantry{}", hint.as_deref().map(|hint| format!("; did you mean {hint}?")).unwrap_or_default())]
+pub(crate) struct UnknownVariable {
+    name: String,
+    hint: Option<String>,
+}
+
+/// Refuses variables that look like settings of ours and are none.
+pub(crate) fn check_environment(
+    command: &Command,
+    variables: impl IntoIterator<Item = (String, String)>,
+) -> Result<(), UnknownVariable> {
+    let own = own(command);
+    let known: Vec<&str> = KNOWN.iter().copied().chain(own.iter().map(String::as_str)).collect();
+    for (name, value) in variables {
+        if !name.starts_with("GANTRY_")
+            || known.contains(&name.as_str())
+            || is_of_an_orchestrator(&name, &value)
+        {
+            continue;
+        }
+        let near = known.iter().map(|known| (distance(&name, known), *known)).min();
+        let hint = near.filter(|(distance, _)| *distance <= 3).map(|(_, known)| known.to_owned());
+        return Err(UnknownVariable { name, hint });
+    }
+    Ok(())
+}
+
+/// Kubernetes tells every container where services are, one called `gantry-scheduler` in variables such as
+/// `GANTRY_SCHEDULER_SERVICE_HOST` and `GANTRY_SCHEDULER_PORT_7401_TCP_ADDR`. Nobody meant them for us.
+fn is_of_an_orchestrator(name: &str, value: &str) -> bool {
+    name.ends_with("_SERVICE_HOST")
+        || name.contains("_SERVICE_PORT")
+        || name.contains("_PORT_")
+        || (name.ends_with("_PORT") && value.contains("://"))
+}
+
+/// How many letters have to be added, left out or changed.
+fn distance(left: &str, right: &str) -> usize {
+    let right: Vec<char> = right.chars().collect();
+    let mut row: Vec<usize> = (0..=right.len()).collect();
+    for (i, a) in left.chars().enumerate() {
+        let mut diagonal = i;
+        row[0] = i + 1;
+        for (j, b) in right.iter().enumerate() {
+            let changed = diagonal + usize::from(a != *b);
+            diagonal = row[j + 1];
+            row[j + 1] = changed.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[right.len()]
+}
+
+/// Every setting, its value and where it comes from, as a table. Secrets are hidden.
+pub(crate) fn table(command: &Command, matches: &ArgMatches) -> String {
+    let mut rows = Vec::new();
+    for argument in command.get_arguments() {
+        let id = argument.get_id().as_str();
+        if matches!(id, "help" | "version" | "print_config") {
+            continue;
+        }
+        let source = match matches.value_source(id) {
+            Some(ValueSource::CommandLine) => "flag",
+            Some(ValueSource::EnvVariable) => "environment",
+            _ => "default",
+        };
+        let values = matches.get_raw(id).into_iter().flatten();
+        let value = values.map(|value| value.to_string_lossy()).collect::<Vec<_>>().join(",");
+        let value = match value.as_str() {
+            "" => "-".to_owned(),
+            secret if argument.is_hide_env_values_set() => hide(secret),
+            value => value.to_owned(),
+        };
+        let variable = argument.get_env().map_or("-".into(), std::ffi::OsStr::to_string_lossy);
+        let flag = argument.get_long().map_or_else(String::new, |long| format!("--{long}"));
+        rows.push([flag, variable.into_owned(), source.to_owned(), value]);
+    }
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let (flags, variables, sources) = (width(0), width(1), width(2));
+    let line = |[flag, variable, source, value]: &[String; 4]| {
+        format!("{flag:flags$}  {variable:variables$}  {source:sources$}  {value}\n")
+    };
+    rows.iter().map(line).collect()
+}
+
+/// An address without the password that is in it. What is no address is hidden as a whole.
+fn hide(secret: &str) -> String {
+    let Some((scheme, rest)) = secret.split_once("://") else { return "(hidden)".to_owned() };
+    let (rest, query) = rest.split_once('?').map_or((rest, None), |(rest, query)| (rest, Some(query)));
+    let rest = match rest.rsplit_once('@') {
+        Some((who, place)) => {
+            let user = who.split(':').next().unwrap_or_default();
+            if who.contains(':') { format!("{user}:(hidden)@{place}") } else { format!("{user}@{place}") }
+        }
+        None => rest.to_owned(),
+    };
+    let query = query.map(|query| {
+        let shown = query.split('&').map(|pair| match pair.split_once('=') {
+            Some((name, _)) if name.contains("password") => format!("{name}=(hidden)"),
+            _ => pair.to_owned(),
+        });
+        format!("?{}", shown.collect::<Vec<_>>().join("&"))
+    });
+    format!("{scheme}://{rest}{}", query.unwrap_or_default())
+}
+
+/// Parses a duration: `90s`, `10m`, `1h30m`, `2d`, `500ms`. A number alone is seconds.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let malformed = || format!("{text:?} is no duration: write 90s, 10m, 1h30m, 2d or 500ms");
+    if let Ok(seconds) = text.parse() {
+        return Ok(Duration::from_secs(seconds));
+    }
+    let mut total = Duration::ZERO;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(malformed)?;
+        let (number, unit_on) = rest.split_at(digits);
+        let number: u64 = number.parse().map_err(|_| malformed())?;
+        let end = unit_on.find(|c: char| c.is_ascii_digit()).unwrap_or(unit_on.len());
+        let (unit, after) = unit_on.split_at(end);
+        let seconds = match unit {
+            "ms" => None,
+            "s" => Some(1),
+            "m" => Some(60),
+            "h" => Some(60 * 60),
+            "d" => Some(24 * 60 * 60),
+            _ => return Err(malformed()),
+        };
+        let part = match seconds {
+            None => Duration::from_millis(number),
+            Some(seconds) => Duration::from_secs(number.checked_mul(seconds).ok_or_else(malformed)?),
+        };
+        total = total.checked_add(part).ok_or_else(malformed)?;
+        rest = after;
+    }
+    if text.is_empty() { Err(malformed()) } else { Ok(total) }
+}
+
+/// Parses a duration that is longer than nothing.
+pub fn term(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err("it must be longer than nothing".to_owned()),
+        duration => Ok(duration),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, Parser};
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        /// Where.
+        #[arg(long = "database-url", env = "GANTRY_DATABASE_URL", hide_env_values = true)]
+        _database_url: Option<String>,
+        /// How often.
+        #[arg(long = "its-own", env = "GANTRY_ITS_OWN", default_value = "5s", value_parser = duration)]
+        _its_own: Duration,
+    }
+
+    fn checked(name: &str, value: &str) -> Result<(), String> {
+        let variables = [("PATH".to_owned(), "/bin".to_owned()), (name.to_owned(), value.to_owned())];
+        check_environment(&Program::command(), variables).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_variable_that_nobody_knows_is_refused_with_a_hint() {
+        assert_eq!(checked("GANTRY_HEARTBEAT", "1"), Ok(()), "that of another program of ours");
+        assert_eq!(checked("GANTRY_ITS_OWN", "1"), Ok(()));
+        assert_eq!(checked("OTHER_SETTING", "1"), Ok(()));
+        assert_eq!(
+            checked("GANTRY_HEARTBEET", "1"),
+            Err("GANTRY_HEARTBEET is no setting of Gantry; did you mean GANTRY_HEARTBEAT?".to_owned())
+        );
+        assert_eq!(
+            checked("GANTRY_FROBNICATE", "1"),
+            Err("GANTRY_FROBNICATE is no setting of Gantry".to_owned())
+        );
+    }
+
+    #[test]
+    fn what_an_orchestrator_sets_by_itself_is_no_mistake() {
+        for name in [
+            "GANTRY_SCHEDULER_SERVICE_HOST",
+            "GANTRY_STORE_SERVICE_PORT_GRPC",
+            "GANTRY_STORE_PORT_1_TCP_ADDR",
+        ] {
+            assert_eq!(checked(name, "1"), Ok(()), "{name}");
+        }
+        assert_eq!(checked("GANTRY_STORE_PORT", "tcp://10.0.0.1:7402"), Ok(()));
+        assert!(checked("GANTRY_STORE_PORT", "7402").is_err(), "somebody meant that");
+    }
+
+    #[test]
+    fn own_settings_that_others_would_refuse_are_found() {
+        assert_eq!(unlisted(&Program::command()), ["GANTRY_ITS_OWN"]);
+    }
+
+    #[test]
+    fn settings_are_shown_with_their_source_and_without_secrets() {
+        let url = "postgres://me:secret@host/db?sslmode=require&sslpassword=secret";
+        let command = Program::command();
+        let matches = command.clone().get_matches_from(["program", "--database-url", url]);
+        assert_eq!(
+            table(&command, &matches),
+            "--database-url  GANTRY_DATABASE_URL  flag     postgres://me:(hidden)@host/db?sslmode=require&sslpassword=(hidden)\n\
+             --its-own       GANTRY_ITS_OWN       default  5s\n"
+        );
+        assert_eq!(hide("secret"), "(hidden)");
+        assert_eq!(hide("sqlite:///path"), "sqlite:///path");
+    }
+
+    #[test]
+    fn durations() {
+        assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
+        assert_eq!(duration("1h30m"), Ok(Duration::from_secs(5400)));
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        for malformed in ["", "s", "5x", "-1s", "1.5s", "99999999999999999999s"] {
+            assert!(duration(malformed).is_err(), "{malformed:?}");
+        }
+        assert!(term("0s").is_err() && term("1ms").is_ok());
+    }
+}
