@@ -253,7 +253,15 @@ async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
         async |id: WorkerId, process, ticket| passed_on(&both, &id.to_string(), process, Some(ticket)).await;
     assert_eq!(through(ids[0], one.process, &issued.ticket).await.expect("it may"), "one\n");
     told(through(ids[1], two.process, &issued.ticket).await, Reason::NotAttended);
-    told(through(ids[0], one.process, &issued.ticket.replace('A', "B")).await, Reason::InvalidToken);
+    told(through(ids[0], one.process, "forged").await, Reason::InvalidToken);
+    let request = scheduler_pb::IssueTicketRequest {
+        team: "main".to_owned(),
+        worker_id: ids[0].to_string(),
+        volume_handle: one.volume.to_string(),
+        operation: scheduler_pb::TicketOperation::Read.into(),
+    };
+    let transfer = workers.clone().issue_ticket(request).await.expect("a ticket").into_inner().ticket;
+    told(through(ids[0], one.process, &transfer).await, Reason::InvalidToken);
     let nobody = scheduler_pb::IssueDoorTicketRequest { worker_id: WorkerId::new().to_string() };
     let refused = workers.clone().issue_door_ticket(nobody).await.map_err(Refusal::from);
     told(refused.map(|_| ()), Reason::WorkerNotFound);
