@@ -20,8 +20,9 @@ fn inner(suite: &Suite) -> String {
 
 struct Scene {
     // Before the directories that they are in.
-    workers: [Process; 2],
+    workers: Vec<Process>,
     door: Process,
+    inner: String,
     outer: String,
     suite: Suite,
 }
@@ -33,17 +34,21 @@ impl Scene {
         }
         let suite = Suite::start();
         let inner = inner(&suite);
-        // What comes from outside goes to the one without a tag.
-        let one = suite.gateway("one", "one", &["--token-file", &inner]);
-        let two = suite.gateway("two", "two", &["--tag", "two", "--token-file", &inner]);
-        let workers = [one, two];
         let outer = suite.cluster.path("outer");
         fs::write(&outer, "outer").expect("a file");
         let outer = outer.to_str().expect("UTF-8").to_owned();
         let door = suite.process("door", &["--door", "--token-file", &outer]);
-        suite.attended("one", &workers[0]);
-        suite.attended("two", &workers[1]);
-        Some(Self { suite, workers, door, outer })
+        let mut scene = Self { workers: Vec::new(), door, inner, outer, suite };
+        scene.attend("one");
+        Some(scene)
+    }
+
+    /// One more worker, with a tag of its name unless it is the first.
+    fn attend(&mut self, name: &str) {
+        let more: &[&str] = &["--token-file", &self.inner, "--tag", name];
+        let gateway = self.suite.gateway(name, name, if name == "one" { &more[..2] } else { more });
+        self.suite.attended(name, &gateway);
+        self.workers.push(gateway);
     }
 
     /// The global options of who comes through the door.
@@ -52,15 +57,15 @@ impl Scene {
     }
 
     fn end(self) {
+        let names = ["one", "two"].into_iter().take(self.workers.len());
         drop((self.workers, self.door));
-        self.suite.clean("one");
-        self.suite.clean("two");
+        names.for_each(|name| self.suite.clean(name));
     }
 }
 
 #[test]
 fn the_main_job_goes_through_the_door_to_either_worker() {
-    let Some(scene) = Scene::start() else { return };
+    let Some(mut scene) = Scene::start() else { return };
     let door = scene.door.endpoint();
     let source = scene.suite.cluster.path("source");
     // Several messages of content, with a digest each.
@@ -85,6 +90,7 @@ fn the_main_job_goes_through_the_door_to_either_worker() {
     assert!(fs::read_to_string(out.join("file")).expect("the output") == sent, "the output is what was sent");
 
     // The other one, in the background; its output is read by two, one after the other.
+    scene.attend("two");
     let out = scene.suite.cluster.path("other");
     let script = "echo begin; echo made > out/file; sleep 1; echo end";
     let id = scene.through(&door, &["run", "-d", "--tag", "two", "-o", "out", "--", "sh", "-c", script]);

@@ -155,6 +155,15 @@ fn detach(alive: &OwnedFd) -> io::Result<()> {
 
 /// Makes the container and starts the process in it. `None`: the intent was revoked, and nothing was started.
 fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<run::Running>, Failed> {
+    let held = || {
+        hold::is_held_as(&launch.state_dir, &launch.holder)
+            .map_err(Failed::while_doing("see who holds the state directory"))
+    };
+    // What is made below has names that a start by who took over has, too. Whoever takes over ends the supervisors that have said who they
+    // are; this one has, before it looks.
+    if !held()? {
+        return Ok(None);
+    }
     let read = |path: PathBuf| {
         let contents = fs::read(&path).map_err(Failed::while_doing(format!("read {}", path.display())));
         contents.map(|contents| (path, contents))
@@ -230,9 +239,7 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
     let mut running = run::Running::new(launch, &intent, init, connection, streams.own, cgroups)
         .map_err(Failed::while_doing("watch the container"))?;
     let started = launch.process_dir.join(names::STARTED);
-    let held = hold::is_held_as(&launch.state_dir, &launch.holder)
-        .map_err(Failed::while_doing("see who holds the state directory"))?;
-    let taken = match held.then(|| files::rename_exclusively(&intent_path, &started)) {
+    let taken = match held()?.then(|| files::rename_exclusively(&intent_path, &started)) {
         // Another gateway has taken over: what this one was told is not to be done any more.
         None => Ok(false),
         Some(Ok(())) => made.start().map_err(Failed::while_doing("start the container")).map(|()| true),
