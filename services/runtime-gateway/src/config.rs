@@ -10,6 +10,8 @@ use domain::worker::Labels;
 pub struct Config {
     /// The worker's name, unique in the cluster.
     pub worker_name: String,
+    /// Such as `linux`.
+    pub platform: String,
     /// Its tags: with some, it takes only workloads with tags.
     pub tags: Vec<String>,
     /// The only team that may use it. `None`: every team.
@@ -35,9 +37,35 @@ pub struct Config {
 }
 
 impl Config {
+    /// The defaults for a worker that every team may use.
+    #[must_use]
+    pub fn for_worker(
+        name: &str,
+        endpoint: &str,
+        scheduler: &str,
+        artifact_store: &str,
+        manifest_dir: PathBuf,
+    ) -> Self {
+        Self {
+            worker_name: name.to_owned(),
+            platform: "linux".to_owned(),
+            tags: Vec::new(),
+            team: None,
+            max_tasks: None,
+            endpoint: endpoint.to_owned(),
+            scheduler: scheduler.to_owned(),
+            artifact_store: artifact_store.to_owned(),
+            token: None,
+            manifest_dir,
+            report_interval: Duration::from_secs(60),
+            destroy_concurrency: 8,
+            hold_destruction: false,
+        }
+    }
+
     pub(crate) fn labels(&self, capabilities: &runtime::Capabilities) -> Labels {
         Labels {
-            platform: "linux".to_owned(),
+            platform: self.platform.clone(),
             tags: self.tags.clone(),
             team: self.team.clone(),
             image_kinds: capabilities.image_kinds.clone(),

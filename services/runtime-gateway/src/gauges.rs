@@ -1,13 +1,14 @@
 //! What operators see of a gateway.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 
 use rpc::pb::scheduler::LeasePhase;
 
+use crate::gateway::Gateway;
 use crate::worker::Worker;
 
 /// Sets the gauges whenever somebody reads them, and says what is counted elsewhere.
-pub(crate) fn add(worker: Arc<Worker>, host: &server::Host) {
+pub(crate) fn add(gateway: Gateway, host: &server::Host) {
     metrics::describe_gauge!("gantry_gateway_attempts", "Attempts under way, by worker.");
     metrics::describe_gauge!("gantry_gateway_processes", "Attempts whose process runs, by worker.");
     metrics::describe_gauge!(
@@ -32,7 +33,7 @@ pub(crate) fn add(worker: Arc<Worker>, host: &server::Host) {
         metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => direction).absolute(0);
     }
     host.add_gauges(move || {
-        set(&worker);
+        gateway.workers().iter().for_each(|worker| set(worker));
         std::future::ready(())
     });
 }

@@ -19,17 +19,20 @@ use rpc::pb::runtime::read_response::Message as ReadAnswer;
 use rpc::pb::runtime::volumes_server::{Volumes, VolumesServer};
 use rpc::pb::runtime::write_request::Message as WriteSaid;
 use rpc::pb::runtime::write_response::Message as WriteAnswer;
-use rpc::{Reason, Refusal, invalid_field, parse_id, parse_team};
+use rpc::{Reason, Refusal, invalid_field, parse_id, parse_optional_id, parse_team};
 use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
-use transfer::{Limits, Manifest, ManifestBuilder, Runs, WriteError};
+use transfer::{ArchiveError, ArchiveWriteError, Limits, Manifest, ManifestBuilder, Runs, WriteError};
 
 use crate::SERVICE;
+use crate::gateway::{Gateway, NotAttended};
 use crate::volumes::{self, Filling, TransferError};
 use crate::worker::Worker;
+
+mod archives;
 
 /// Messages that wait for a caller.
 const ANSWERS: usize = 4;
@@ -38,31 +41,32 @@ const STDIN_MESSAGES: usize = 257;
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
-pub(crate) fn containers(worker: Arc<Worker>) -> ContainersServer<Handler> {
-    ContainersServer::new(Handler { worker })
+pub(crate) fn containers(gateway: Gateway) -> ContainersServer<Handler> {
+    ContainersServer::new(Handler { gateway })
 }
 
-pub(crate) fn volumes(worker: Arc<Worker>) -> VolumesServer<Handler> {
-    VolumesServer::new(Handler { worker })
+pub(crate) fn volumes(gateway: Gateway) -> VolumesServer<Handler> {
+    VolumesServer::new(Handler { gateway })
 }
 
 pub(crate) struct Handler {
-    worker: Arc<Worker>,
+    gateway: Gateway,
 }
 
 impl Handler {
     /// Runs a call in a task of its own, which answers through a bounded channel.
     fn answer<T, F>(
         &self,
-        call: impl FnOnce(Arc<Worker>, Answers<T>) -> F,
+        extensions: &http::Extensions,
+        call: impl FnOnce(Gateway, Answers<T>) -> F,
     ) -> Response<ReceiverStream<Result<T, Status>>>
     where
         T: Send + 'static,
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
         let (answers, stream) = mpsc::channel(ANSWERS);
-        let call = call(self.worker.clone(), answers.clone());
-        let stopping = self.worker.stopping.clone();
+        let call = call(self.gateway.for_call(extensions), answers.clone());
+        let stopping = self.gateway.stopping().clone();
         let task = async move {
             let result = tokio::select! {
                 result = call => result,
@@ -74,7 +78,7 @@ impl Handler {
                 answers.send(Err(status)).await.ok();
             }
         };
-        self.worker.tasks.spawn(task.in_current_span());
+        self.gateway.tasks().spawn(task.in_current_span());
         Response::new(ReceiverStream::new(stream))
     }
 }
@@ -87,13 +91,13 @@ impl Containers for Handler {
         &self,
         request: Request<Streaming<pb::AttachRequest>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
-        let said = request.into_inner();
-        Ok(self.answer(|worker, answers| attach(worker, said, answers)))
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| attach(gateway, said, answers)))
     }
 }
 
 async fn attach(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     mut said: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
@@ -103,6 +107,12 @@ async fn attach(
     };
     let team = parse_team("resume.team", resume.team)?;
     let process: AttemptId = parse_id("resume.process_id", &resume.process_id)?;
+    let worker = match parse_optional_id("resume.worker_id", &resume.worker_id)? {
+        Some(worker) => gateway.worker(worker).await?,
+        None => gateway.only_worker().ok_or_else(|| {
+            invalid_field("resume.worker_id", "is required: this gateway does not attend just one worker")
+        })?,
+    };
     if worker.runtime.team(process).await.map_err(status)? != team {
         return Err(status(RuntimeError::ProcessNotFound(process)));
     }
@@ -221,42 +231,50 @@ impl Volumes for Handler {
         &self,
         request: Request<Streaming<pb::WriteRequest>>,
     ) -> Result<Response<Self::WriteStream>, Status> {
-        let said = request.into_inner();
-        Ok(self.answer(|worker, answers| write(worker, said, answers)))
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| write(gateway, said, answers)))
     }
 
     async fn read(
         &self,
         request: Request<Streaming<pb::ReadRequest>>,
     ) -> Result<Response<Self::ReadStream>, Status> {
-        let said = request.into_inner();
-        Ok(self.answer(|worker, answers| read(worker, said, answers)))
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| read(gateway, said, answers)))
     }
 
     type ReadArchiveStream = ReceiverStream<Result<pb::ReadArchiveResponse, Status>>;
 
     async fn write_archive(
         &self,
-        _request: Request<Streaming<pb::WriteArchiveRequest>>,
+        request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
-        Err(Reason::Unavailable.status(SERVICE, "this gateway takes no archives"))
+        let stopping = self.gateway.stopping().clone();
+        let (_, extensions, said) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        tokio::select! {
+            written = archives::write(gateway, said) => written.map(Response::new),
+            () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+        }
     }
 
     async fn read_archive(
         &self,
-        _request: Request<pb::ReadArchiveRequest>,
+        request: Request<pb::ReadArchiveRequest>,
     ) -> Result<Response<Self::ReadArchiveStream>, Status> {
-        Err(Reason::Unavailable.status(SERVICE, "this gateway makes no archives"))
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| archives::read(gateway, request, answers)))
     }
 
     async fn read_file(
         &self,
         request: Request<pb::ReadFileRequest>,
     ) -> Result<Response<Self::ReadFileStream>, Status> {
-        let request = request.into_inner();
-        let ticket = volumes::admit(&self.worker, &request.ticket, TicketOperation::Read).await?;
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
         let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
-        Ok(self.answer(|worker, answers| read_file(worker, ticket, path, answers)))
+        Ok(self.answer(&extensions, |_, answers| read_file(worker, ticket, path, answers)))
     }
 }
 
@@ -270,7 +288,7 @@ async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Status> {
 }
 
 async fn write(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     mut said: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
@@ -278,7 +296,7 @@ async fn write(
     let WriteSaid::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
-    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Write).await?;
+    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let manifest = receive_manifest(&mut said).await?;
 
     let mut filling = Filling::begin(&worker, ticket, Arc::new(manifest)).await?;
@@ -336,7 +354,7 @@ fn length(data: &Bytes) -> u64 {
 }
 
 async fn read(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     mut said: Streaming<pb::ReadRequest>,
     answers: Answers<pb::ReadResponse>,
 ) -> Result<(), Status> {
@@ -345,7 +363,7 @@ async fn read(
         Some(ReadSaid::Open(open)) => open,
         _ => return Err(invalid_field("message", "the first message must be `open`")),
     };
-    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Read).await?;
+    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
     let manifest = volumes::manifest(&worker, &ticket).await?;
     for part in rpc::tree::manifest_parts(&manifest) {
         answer(ReadAnswer::Manifest(part)).await?;
@@ -390,10 +408,11 @@ async fn read_file(
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
     // Nothing is read that may not have survived a crash of the machine.
-    volumes::manifest(&worker, &ticket).await?;
+    let manifest = volumes::manifest(&worker, &ticket).await?;
     let (chunks, mut ready) = mpsc::channel(ANSWERS);
-    let reading =
-        async { volumes::read_file(&worker, ticket.volume, path, chunks).await.map_err(Status::from) };
+    let reading = async {
+        volumes::read_file(&worker, ticket.volume, manifest, path, chunks).await.map_err(Status::from)
+    };
     let sending = async {
         let mut first = true;
         while let Some((size, data)) = ready.recv().await {
@@ -410,7 +429,7 @@ impl From<TransferError> for Status {
         let reason = match &error {
             TransferError::Ticket => Reason::InvalidToken,
             TransferError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
-            TransferError::NotAttended(_) => Reason::NotAttended,
+            TransferError::NotAttended(elsewhere) => return elsewhere.clone().into(),
             TransferError::Worker(_) => {
                 let TransferError::Worker(error) = error else { return truncated() };
                 return status(error);
@@ -427,12 +446,29 @@ impl From<TransferError> for Status {
             TransferError::Write(WriteError::Io { .. }) | TransferError::Read(_) => Reason::WorkerFailed,
             TransferError::PathNotFound(_) => Reason::PathNotFound,
             TransferError::NotAFile { .. } => Reason::NotAFile,
+            TransferError::Archive(ArchiveError::Source(_)) => return truncated(),
+            TransferError::Archive(ArchiveError::Sink(_)) => Reason::WorkerFailed,
+            TransferError::Archive(ArchiveError::Changed { .. }) => Reason::DigestMismatch,
+            TransferError::Archive(_) => Reason::InvalidArchive,
+            TransferError::Pack(ArchiveWriteError::Content(WriteError::DigestMismatch { .. })) => {
+                Reason::DigestMismatch
+            }
+            TransferError::Pack(_) => Reason::WorkerFailed,
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
-            TransferError::CallerGone => return truncated(),
+            TransferError::CallerGone | TransferError::BrokenOff => return truncated(),
         };
         reason.status(SERVICE, chain(&error))
+    }
+}
+
+impl From<NotAttended> for Status {
+    fn from(error: NotAttended) -> Self {
+        let message = error.to_string();
+        let mut about = vec![("worker_id", error.worker.to_string())];
+        about.extend(error.endpoint.map(|endpoint| ("gateway_endpoint", endpoint)));
+        Reason::NotAttended.status_about(SERVICE, message, about)
     }
 }
 

@@ -5,24 +5,37 @@
 //! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
 //! repeated.
 //!
-//! [`host`] is the runtime for this machine. Every binary that may open it checks for its supervisor first:
+//! [`garden`] is the runtime for a Concourse worker, [`host`] for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
+mod archives;
 mod attempt;
 mod blocking;
 mod clock;
 mod config;
 mod contact;
 mod contents;
+mod door;
+mod end;
+mod far;
 #[cfg(test)]
 mod for_tests;
+pub mod garden;
+mod gateway;
 mod gauges;
 mod grpc;
 pub mod host;
+mod image;
+mod locks;
+mod pipe;
+mod plan;
 mod rehash;
 mod retry;
+mod spool;
+mod standby;
 mod sweeper;
 mod synchronize;
+mod ticketed;
 mod trees;
 mod volumes;
 mod worker;
@@ -30,50 +43,44 @@ mod worker;
 use std::future::Future;
 use std::sync::Arc;
 
+use anyhow::Context;
 use runtime::Runtime;
 use server::{Host, Listener};
 
 pub use config::Config;
+pub use door::{serve_door, start_door};
+pub use gateway::Gateway;
+pub use standby::attend_this_machine;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";
 
-/// Adds a gateway that attends the worker behind `runtime` to `host`.
-pub async fn start(config: Config, runtime: Arc<dyn Runtime>, host: &mut Host) -> anyhow::Result<()> {
-    if config.hold_destruction {
-        tracing::warn!("destruction is held: no container and no volume is destroyed, and the disk fills up");
+/// Adds a gateway to `host` that attends each of these workers, of which there is at least one.
+///
+/// # Errors
+///
+/// There is no worker, one cannot say who it is, or an address is malformed.
+pub async fn start(
+    workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
+    host: &mut Host,
+) -> anyhow::Result<Gateway> {
+    let mut workers = workers.into_iter().peekable();
+    let (first, _) = workers.peek().context("a gateway attends at least one worker")?;
+    let gateway = Gateway::new(&first.scheduler, first.token.as_deref(), host)?;
+    for (config, runtime) in workers {
+        gateway.attend(config, runtime).await?;
     }
-    let boot = runtime.marker().await?.boot;
-    let worker = worker::Worker::new(config, runtime, boot, host.tasks(), host.stopping())?;
-    host.spawn(synchronize::forever(worker.clone()));
-    host.spawn(sweeper::sweep_forever(worker.clone()));
-    host.spawn(sweeper::report_forever(worker.clone()));
-    host.add_service(grpc::containers(worker.clone()));
-    host.add_service(grpc::volumes(worker.clone()));
-    host.describe(server::Service {
-        name: "runtime-gateway",
-        version: env!("CARGO_PKG_VERSION"),
-        features: worker.runtime.capabilities().features.clone(),
-        limits: Vec::new(),
-    });
-    // Whoever has not been let in speaks for no worker, and answers nothing but that.
-    let let_in = worker.clone();
-    host.add_check("scheduler", move || {
-        let open = let_in.session().is_some();
-        async move { if open { Ok(()) } else { Err("it has not let this gateway in".to_owned()) } }
-    });
-    gauges::add(worker, host);
-    Ok(())
+    Ok(gateway)
 }
 
-/// Serves on `listener` until `shutdown` resolves. Processes go on: their supervisors keep them.
+/// Serves on `listener` until `shutdown` resolves. Processes go on: their supervisors keep them. Callers over TCP present `token`.
 pub async fn serve(
-    config: Config,
-    runtime: Arc<dyn Runtime>,
+    workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
+    token: Option<String>,
     listener: Listener,
     shutdown: impl Future<Output = ()> + Send,
 ) -> anyhow::Result<()> {
-    let mut host = Host::new().with_token(config.token.clone());
-    start(config, runtime, &mut host).await?;
+    let mut host = Host::new().with_token(token);
+    start(workers, &mut host).await?;
     host.serve([listener], shutdown).await
 }

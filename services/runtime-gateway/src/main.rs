@@ -1,21 +1,28 @@
-//! The runtime gateway as a process of its own: it attends this machine.
+//! The runtime gateway as a process of its own: it attends this machine, or Concourse workers, or is a door.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use runtime_gateway::Config;
-use runtime_gateway::host::{HostConfig, HostRuntime};
+use runtime_gateway::garden::{GardenArgs, GardenWorker};
+use runtime_gateway::host::HostConfig;
+use runtime_gateway::{Config, Gateway};
 use server::settings::term;
 use server::{Host, ListenArgs, Starting};
 
-/// The runtime gateway of Gantry: attends this machine as a worker.
+/// The runtime gateway of Gantry: attends this machine as a worker, or Concourse workers, or lets callers in as a door.
+///
+/// Several may be given the same state directory on one machine: one attends it, the others stand by, and one of them takes over when that
+/// one dies or freezes. One that was taken over from ends, with an error.
 #[derive(Debug, Parser)]
 #[command(name = "runtime-gateway", version)]
 struct Arguments {
     #[command(flatten)]
     listen: ListenArgs,
+    /// Attend no worker: pass calls of containers and volumes on to the gateway that attends the worker. Needs --scheduler only
+    #[arg(long, env = "GANTRY_GATEWAY_DOOR", value_parser = clap::builder::BoolishValueParser::new())]
+    door: bool,
     /// Where callers reach this gateway, if not at the address that it listens on: http://host:port or unix:///path
     #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS", value_parser = rpc::client::addresses)]
     endpoint: Option<String>,
@@ -23,11 +30,27 @@ struct Arguments {
     #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
     /// Where the artifact store listens: http://host:port or unix:///path, of each replica, with commas between them
-    #[arg(long, env = "GANTRY_ARTIFACT_STORE", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
-    artifact_store: String,
+    #[arg(
+        long,
+        env = "GANTRY_ARTIFACT_STORE",
+        value_name = "ADDRESSES",
+        value_parser = rpc::client::addresses,
+        required_unless_present = "door"
+    )]
+    artifact_store: Option<String>,
+    #[command(flatten)]
+    concourse: GardenArgs,
     /// The worker's name, unique in the cluster
-    #[arg(long, env = "GANTRY_WORKER_NAME", value_name = "NAME")]
-    name: String,
+    #[arg(
+        long,
+        env = "GANTRY_WORKER_NAME",
+        value_name = "NAME",
+        required_unless_present_any = ["door", "workers_file"]
+    )]
+    name: Option<String>,
+    /// The platform of a Concourse worker. This machine's is `linux`
+    #[arg(long, env = "GANTRY_WORKER_PLATFORM", value_name = "NAME", default_value = "linux")]
+    platform: String,
     /// A tag of the worker, may be repeated. With some, it takes only workloads with tags
     #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_name = "TAG", value_delimiter = ',')]
     tags: Vec<String>,
@@ -87,22 +110,48 @@ impl server::Program for Arguments {
     }
 
     async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
-        let runtime = HostRuntime::open(HostConfig::new(self.state_dir.clone(), self.runtime_dir)?)?;
-        let config = Config {
-            worker_name: self.name,
-            tags: self.tags,
-            team: self.team,
+        if self.door {
+            return runtime_gateway::start_door(&self.scheduler, starting.token.as_deref(), host);
+        }
+        let name = self.name.unwrap_or_default();
+        let common = Config {
+            worker_name: name.clone(),
+            platform: self.platform.clone(),
+            tags: self.tags.clone(),
+            team: self.team.clone(),
             max_tasks: self.max_tasks,
             endpoint: self.endpoint.unwrap_or(starting.endpoint),
-            scheduler: self.scheduler,
-            artifact_store: self.artifact_store,
-            token: starting.token,
+            scheduler: self.scheduler.clone(),
+            artifact_store: self.artifact_store.unwrap_or_default(),
+            token: starting.token.clone(),
             manifest_dir: self.state_dir.join("manifests"),
             report_interval: self.report_interval,
             destroy_concurrency: self.destroy_concurrency.into(),
             hold_destruction: self.hold_destruction,
         };
-        runtime_gateway::start(config, runtime, host).await
+        let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;
+        if !self.concourse.any() {
+            let machine = HostConfig::new(self.state_dir.clone(), self.runtime_dir)?;
+            let config = Config { platform: "linux".to_owned(), ..common };
+            // Not drained when it fails: what another gateway has taken over is left alone at once.
+            host.spawn_vital(async move {
+                runtime_gateway::attend_this_machine(&gateway, config, machine).await.map(|_| ())
+            });
+            return Ok(());
+        }
+        let given = GardenWorker {
+            name,
+            platform: self.platform,
+            tags: self.tags,
+            team: self.team.unwrap_or_default(),
+            max_tasks: self.max_tasks,
+            ..GardenWorker::default()
+        };
+        for worker in self.concourse.workers(given)? {
+            let (config, garden) = worker.config(&common, &self.state_dir);
+            host.spawn(runtime_gateway::garden::attend(gateway.clone(), config, garden));
+        }
+        Ok(())
     }
 }
 

@@ -12,18 +12,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use domain::VolumeHandle;
-use domain::worker::{TicketClaims, TicketOperation};
-use runtime::{RuntimeError, VolumeSource};
+use domain::worker::TicketClaims;
+use runtime::{Contents, RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use tokio::sync::mpsc;
 use transfer::{
-    ExtentData, Manifest, ReadOptions, Runs, TreeReader, TreeWriter, Trust, Verified, WriteError,
-    WriteOptions,
+    ArchiveError, ArchiveWriteError, ArchiveWriter, ExtentData, Manifest, ReadOptions, Runs, TreeReader,
+    TreeWriter, Trust, Verified, WriteError, WriteOptions,
 };
 
 use crate::attempt;
 use crate::blocking::blocking;
 use crate::contents::directory;
+use crate::far::{self, Far};
+use crate::gateway::NotAttended;
+use crate::pipe::Outlet;
 use crate::trees::TreeError;
 use crate::worker::Worker;
 use rpc::Refusal;
@@ -43,8 +46,8 @@ pub(crate) enum TransferError {
     #[error("cannot verify the ticket")]
     Keys(#[source] Refusal),
     /// The ticket is for another worker.
-    #[error("this gateway does not attend worker {0}")]
-    NotAttended(domain::WorkerId),
+    #[error(transparent)]
+    NotAttended(#[from] NotAttended),
     /// The worker failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
@@ -57,6 +60,12 @@ pub(crate) enum TransferError {
     /// The tree cannot be read.
     #[error("cannot read the volume")]
     Read(#[from] transfer::ReadError),
+    /// What arrives is no archive of a tree.
+    #[error(transparent)]
+    Archive(ArchiveError),
+    /// An archive cannot be made.
+    #[error("cannot pack the volume")]
+    Pack(#[source] ArchiveWriteError),
     /// The file is not there.
     #[error("there is no {0:?}")]
     PathNotFound(PathBuf),
@@ -80,6 +89,36 @@ pub(crate) enum TransferError {
     /// The receiver is gone.
     #[error("the caller is gone")]
     CallerGone,
+    /// The sender is gone, and has not committed.
+    #[error("the transfer was broken off")]
+    BrokenOff,
+}
+
+impl From<ArchiveError> for TransferError {
+    fn from(error: ArchiveError) -> Self {
+        match error {
+            ArchiveError::Sink(source) => RuntimeError::io("unpacking an archive", source).into(),
+            error => Self::Archive(error),
+        }
+    }
+}
+
+impl From<ArchiveWriteError> for TransferError {
+    fn from(error: ArchiveWriteError) -> Self {
+        match error {
+            ArchiveWriteError::Io(_) => Self::CallerGone,
+            error => Self::Pack(error),
+        }
+    }
+}
+
+impl From<rpc::token::VerifyError> for TransferError {
+    fn from(error: rpc::token::VerifyError) -> Self {
+        match error {
+            rpc::token::VerifyError::Invalid(_) => Self::Ticket,
+            rpc::token::VerifyError::KeysUnavailable(refusal) => Self::Keys(refusal),
+        }
+    }
 }
 
 impl From<TreeError> for TransferError {
@@ -91,26 +130,6 @@ impl From<TreeError> for TransferError {
     }
 }
 
-/// Verifies a ticket for `operation` on a volume of this worker.
-pub(crate) async fn admit(
-    worker: &Worker,
-    ticket: &str,
-    operation: TicketOperation,
-) -> Result<TicketClaims, TransferError> {
-    let claims: TicketClaims = worker.keys.verify(ticket).await.map_err(|error| match error {
-        rpc::token::VerifyError::Invalid(_) => TransferError::Ticket,
-        rpc::token::VerifyError::KeysUnavailable(refusal) => TransferError::Keys(refusal),
-    })?;
-    if claims.operation != operation || claims.expires_at < domain::Timestamp::now() {
-        return Err(TransferError::Ticket);
-    }
-    let session = worker.wait_for_session().await;
-    if claims.worker != session.worker {
-        return Err(TransferError::NotAttended(claims.worker));
-    }
-    Ok(claims)
-}
-
 /// A volume that is being filled.
 pub(crate) struct Filling {
     volume: VolumeHandle,
@@ -119,7 +138,7 @@ pub(crate) struct Filling {
     /// What has to be sent.
     pub(crate) missing: Runs,
     queue: mpsc::Sender<Step>,
-    writer: tokio::task::JoinHandle<(Turn, Result<(), WriteError>)>,
+    writer: tokio::task::JoinHandle<(Turn, Result<(), TransferError>)>,
 }
 
 enum Step {
@@ -151,7 +170,7 @@ impl Filling {
         manifest: Arc<Manifest>,
     ) -> Result<Self, TransferError> {
         let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
-        if let Some(kept) = worker.trees.kept(ticket.volume).await? {
+        if let Some(kept) = worker.trees.kept_of(worker.runtime.as_ref(), ticket.volume).await? {
             if kept.tree_digest() != manifest.tree_digest() {
                 return Err(TransferError::Complete(ticket.volume));
             }
@@ -161,7 +180,10 @@ impl Filling {
         }
         worker.runtime.destroy_volume(ticket.volume).await?;
         worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
-        let root = directory(worker.runtime.as_ref(), ticket.volume).await?;
+        let root = match worker.runtime.contents(ticket.volume).await? {
+            Contents::Directory(root) => root,
+            Contents::Remote(remote) => return Ok(Self::far(worker, ticket, manifest, turn, remote)),
+        };
 
         let sources = Sources::find(worker, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
@@ -183,9 +205,27 @@ impl Filling {
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             // The turn is kept until the last byte that this writer may write, and by who waits for it longer than that.
-            (turn, write(writer, steps))
+            (turn, write(writer, steps).map_err(TransferError::from))
         });
         Ok(Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer })
+    }
+
+    /// A volume on another machine, to which everything is sent.
+    fn far(worker: &Worker, ticket: &TicketClaims, manifest: Arc<Manifest>, turn: Turn, remote: Far) -> Self {
+        let (queue, steps) = mpsc::channel(QUEUE);
+        let tree = manifest.clone();
+        let writer = worker.tasks.spawn(async move {
+            let packed = far::write(&remote, move |out| pack(ArchiveWriter::new(out, tree), steps));
+            // One that was broken off is left unfinished.
+            (
+                turn,
+                packed.await.or_else(|error| {
+                    if matches!(error, TransferError::BrokenOff) { Ok(()) } else { Err(error) }
+                }),
+            )
+        });
+        let missing = Runs::all(manifest.extent_count());
+        Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer }
     }
 
     /// A volume that has all of its bytes.
@@ -204,7 +244,7 @@ impl Filling {
         self.manifest.bytes_of(&self.missing)
     }
 
-    /// Takes some extents, in ascending order. Waits when the disk is slower than the sender.
+    /// Takes some extents: file by file, those of a file in ascending order. Waits when the disk is slower than the sender.
     pub(crate) async fn put(
         &mut self,
         worker: &Worker,
@@ -231,49 +271,64 @@ impl Filling {
             .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))?;
         if let Err(error) = written {
             turn.discard(worker).await;
-            return Err(error.into());
+            return Err(error);
         }
-        // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
-        if let Err(error) = worker.trees.keep(self.volume, &self.team, self.manifest.clone()).await {
-            turn.discard(worker).await;
-            return Err(error.into());
-        }
-        if let Err(refusal) = attempt::complete(worker, self.volume, &self.manifest).await {
-            // To the gateway that speaks for this worker now, it may be complete.
-            if !attempt::is_superseded(&refusal) {
-                worker.trees.forget(self.volume).await;
-            }
-            return Err(refusal.into());
-        }
-        Ok(self.manifest)
+        settle(worker, self.volume, &self.team, self.manifest, turn).await
     }
 
     async fn writer_failed(&mut self, worker: &Worker) -> TransferError {
         match (&mut self.writer).await {
             Ok((turn, Err(error))) => {
                 turn.discard(worker).await;
-                error.into()
+                error
             }
             Ok((_, Ok(()))) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
         }
     }
 }
 
+/// Ends a volume that has its final bytes: its manifest is kept, and the artifact store told.
+pub(crate) async fn settle(
+    worker: &Worker,
+    volume: VolumeHandle,
+    team: &str,
+    manifest: Arc<Manifest>,
+    turn: Turn,
+) -> Result<Arc<Manifest>, TransferError> {
+    // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
+    if let Err(error) = worker.trees.keep(worker.runtime.as_ref(), volume, team, manifest.clone()).await {
+        turn.discard(worker).await;
+        return Err(error.into());
+    }
+    if let Err(refusal) = attempt::complete(worker, volume, &manifest).await {
+        // To the gateway that speaks for this worker now, it may be complete.
+        if !attempt::is_superseded(&refusal) {
+            worker.trees.forget(volume).await;
+            // What is kept beside a volume goes with it only.
+            if let Ok(Contents::Remote(_)) = worker.runtime.contents(volume).await {
+                turn.discard(worker).await;
+            }
+        }
+        return Err(refusal.into());
+    }
+    Ok(manifest)
+}
+
 /// The right to fill a volume: one writer at a time.
-struct Turn {
+pub(crate) struct Turn {
     filling: Arc<Mutex<HashSet<VolumeHandle>>>,
     volume: VolumeHandle,
 }
 
 impl Turn {
-    fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
+    pub(crate) fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
         let mine = filling.lock().unwrap_or_else(PoisonError::into_inner).insert(volume);
         mine.then(|| Self { filling: filling.clone(), volume })
     }
 
     /// Frees what could not be written as a whole. The artifact store knows the volume as unfinished and has it destroyed in the end; on a
     /// full disk, though, it may have no room to write that down, and needs this room first.
-    async fn discard(self, worker: &Worker) {
+    pub(crate) async fn discard(self, worker: &Worker) {
         if let Err(error) = worker.runtime.destroy_volume(self.volume).await {
             tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a volume that could not be filled");
         }
@@ -295,6 +350,20 @@ fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// Packs for another machine until it is told to commit.
+fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> Result<(), TransferError> {
+    while let Some(step) = steps.blocking_recv() {
+        match step {
+            Step::Put(extents) => extents.iter().try_for_each(|extent| writer.put_verified(extent))?,
+            Step::Commit => {
+                writer.finish()?.end().map_err(ArchiveWriteError::from)?;
+                return Ok(());
+            }
+        }
+    }
+    Err(TransferError::BrokenOff)
 }
 
 /// Files of this worker that have some of the content that is wanted.
@@ -367,7 +436,10 @@ pub(crate) async fn read(
     wanted: Runs,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), TransferError> {
-    let root = directory(worker.runtime.as_ref(), volume).await?;
+    let root = match worker.runtime.contents(volume).await? {
+        Contents::Directory(root) => root,
+        Contents::Remote(remote) => return far::read(&remote, manifest, wanted, batches).await,
+    };
     blocking(move || {
         let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
         for batch in reader.batches(&wanted) {
@@ -386,10 +458,14 @@ pub(crate) async fn read(
 pub(crate) async fn read_file(
     worker: &Worker,
     volume: VolumeHandle,
+    manifest: Arc<Manifest>,
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
 ) -> Result<(), TransferError> {
-    let root = directory(worker.runtime.as_ref(), volume).await?;
+    let root = match worker.runtime.contents(volume).await? {
+        Contents::Directory(root) => root,
+        Contents::Remote(remote) => return far::read_file(&remote, &manifest, path, chunks).await,
+    };
     blocking(move || {
         let failed = |source| RuntimeError::io(format!("reading {}", path.display()), source);
         let root = File::open(&root).map_err(failed)?;

@@ -17,6 +17,7 @@ mod effects;
 mod entity;
 mod events;
 mod expire;
+mod explain;
 mod gauges;
 mod grpc;
 mod hints;

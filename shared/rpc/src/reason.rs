@@ -46,6 +46,7 @@ reasons! {
 
     WorkloadExists = "WORKLOAD_EXISTS", AlreadyExists;
     WorkloadNotFound = "WORKLOAD_NOT_FOUND", NotFound;
+    WorkloadNotQueued = "WORKLOAD_NOT_QUEUED", FailedPrecondition;
     InputUnavailable = "INPUT_UNAVAILABLE", FailedPrecondition;
     NoCompatibleWorker = "NO_COMPATIBLE_WORKER", FailedPrecondition;
     AllWorkersBusy = "ALL_WORKERS_BUSY", ResourceExhausted;
@@ -77,6 +78,7 @@ reasons! {
     NotAttended = "NOT_ATTENDED", FailedPrecondition;
     ProcessNotFound = "PROCESS_NOT_FOUND", NotFound;
     OffsetOutOfRange = "OFFSET_OUT_OF_RANGE", OutOfRange;
+    InvalidArchive = "INVALID_ARCHIVE", InvalidArgument;
     InvalidManifest = "INVALID_MANIFEST", InvalidArgument;
     DigestMismatch = "DIGEST_MISMATCH", DataLoss;
     TransferTruncated = "TRANSFER_TRUNCATED", InvalidArgument;

@@ -10,8 +10,12 @@
 //! - [`Runtime::list`] names everything that occupies the worker, half-made things included.
 //! - A process is started at most once per id. The intent to start is durable before the start; an intent without proof of
 //!   a start is answered as [`ProcessState::StartUnknown`], never started again.
-//! - Processes, their output and the record of their end survive the gateway that started them.
-//! - When the process of a container has ended, every other process in that container is dead before the end is told.
+//! - Processes and the record of their end survive the gateway that started them; so does their output, with the capability
+//!   `durable-output`.
+//! - When the process of a container has ended, every other process in that container is dead before the end is told, with the capability
+//!   `ends-whole`.
+//!
+//! What not every kind of worker can do is a capability, by name: see [`Capabilities`].
 
 mod contents;
 mod error;
@@ -40,7 +44,16 @@ pub struct Capabilities {
     ///
     /// - `replaceable-outputs`: [`Runtime::take_directory`], so that outputs need not be mounts;
     /// - `owned-mounts`: the user of a container comes to own its writable mounts;
-    /// - `durable-output`: output is kept, and nothing of it lost, while no gateway is there.
+    /// - `durable-output`: output is kept, and nothing of it lost, while no gateway is there;
+    /// - `held-output`: a process is held back rather than lose output that nobody has acknowledged;
+    /// - `complete-output`: nothing of what a process writes just before its end is lost;
+    /// - `durable-input`: standard input goes on where it was when another gateway takes over;
+    /// - `exit-signals`: an end by a signal, or for lack of memory, is told as that; elsewhere it may be a code above 128;
+    /// - `ends-whole`: when a process has ended, nothing else in its container runs any more; elsewhere it may until the container is
+    ///   destroyed;
+    /// - `image-checks`: users, directories and mount points are looked up in the image when a container is made; elsewhere when its process
+    ///   is started;
+    /// - `exact-environment`: nothing is added to the environment but PATH and HOME.
     pub features: Vec<String>,
     /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
     pub copy_on_write: String,
@@ -171,8 +184,8 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Makes a container, in which nothing runs yet. Its volumes must exist.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::UserNotFound`], [`RuntimeError::DirectoryMissing`],
-    /// [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
+    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::InvalidImage`], [`RuntimeError::UserNotFound`],
+    /// [`RuntimeError::DirectoryMissing`], [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
     async fn create_container(
         &self,
         handle: ContainerHandle,

@@ -93,7 +93,7 @@ pub enum ProcessEvent {
         /// The bytes, at most 1 MiB.
         data: bytes::Bytes,
     },
-    /// Output that is gone.
+    /// Output that is gone. Where `to` is `from`, some may be missing there, and nobody knows how much: offsets count what was got.
     Truncated {
         /// Which.
         stream: OutputStream,

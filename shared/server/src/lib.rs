@@ -5,6 +5,7 @@
 //! it is told to stop. `gantry up` adds all four services to one host. Every task is tracked, told to stop, and waited for.
 
 mod activity;
+mod admission;
 mod capabilities;
 mod gate;
 mod health;
@@ -18,6 +19,7 @@ pub mod telemetry;
 
 use std::convert::Infallible;
 use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -29,9 +31,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
 use tonic::server::NamedService;
-use tonic::service::{RoutesBuilder, interceptor::InterceptorLayer};
+use tonic::service::RoutesBuilder;
 use tonic::transport::Server;
-use tonic::{Request, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
@@ -42,6 +43,7 @@ pub use listener::{Listener, PeerKind};
 pub use program::{Program, Starting, command, run};
 pub use readiness::LIVENESS;
 
+use crate::admission::{AdmissionLayer, Ticketed};
 use crate::capabilities::Answers;
 use crate::gate::Gate;
 use crate::operators::{Gathers, Recorder};
@@ -65,10 +67,26 @@ impl Default for Drain {
     }
 }
 
+/// That a task failed without which the process is of no use.
+#[derive(Debug, Clone, Default)]
+struct Failure {
+    happened: CancellationToken,
+    why: Arc<Mutex<Option<anyhow::Error>>>,
+}
+
+impl Failure {
+    fn take(&self) -> anyhow::Error {
+        let why = self.why.lock().unwrap_or_else(PoisonError::into_inner).take();
+        why.unwrap_or_else(|| anyhow::anyhow!("a task failed"))
+    }
+}
+
 /// Services that are served together, and the tasks that belong to them.
 pub struct Host {
     routes: RoutesBuilder,
     services: Vec<&'static str>,
+    ticketed: Ticketed,
+    failure: Failure,
     tasks: TaskTracker,
     stopping: CancellationToken,
     activity: Activity,
@@ -104,6 +122,8 @@ impl Host {
             metrics: None,
             routes: RoutesBuilder::default(),
             services: Vec::new(),
+            ticketed: Ticketed::default(),
+            failure: Failure::default(),
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
             activity: Activity::default(),
@@ -132,9 +152,39 @@ impl Host {
         self.routes.add_service(service);
     }
 
+    /// Adds a gRPC service that verifies door tickets by itself: calls with one are let in without the token.
+    pub fn add_ticketed_service<S>(&mut self, service: S)
+    where
+        S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+            + NamedService
+            + Clone
+            + Send
+            + Sync
+            + 'static,
+        S::Future: Send + 'static,
+    {
+        self.ticketed.add(S::NAME);
+        self.add_service(service);
+    }
+
     /// Runs `task` until it ends; it must end soon after [`Host::stopping`].
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
+    }
+
+    /// Runs `task` until it ends, or the process is told to. When it fails the process ends with its error, at once and without draining.
+    pub fn spawn_vital(&self, task: impl Future<Output = anyhow::Result<()>> + Send + 'static) {
+        let (failure, stopping) = (self.failure.clone(), self.stopping.clone());
+        self.tasks.spawn(async move {
+            let ended = tokio::select! {
+                ended = task => ended,
+                () = stopping.cancelled() => Ok(()),
+            };
+            if let Err(error) = ended {
+                *failure.why.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                failure.happened.cancel();
+            }
+        });
     }
 
     /// Tracks tasks that services spawn later, one for a call or a workload.
@@ -198,6 +248,9 @@ impl Host {
         health.set_service_status(LIVENESS, ServingStatus::Serving).await;
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(rpc::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // The details of errors.
+            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
             .build_v1()
             .context("the descriptors of our own protos are malformed")?;
         let mut always = RoutesBuilder::default();
@@ -216,7 +269,7 @@ impl Host {
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
             .layer(operators::RpcLayer)
-            .layer(InterceptorLayer::new(move |request: Request<()>| admit(request, token.as_deref())))
+            .layer(AdmissionLayer::new(token, self.ticketed.clone()))
             .layer(self.activity.layer())
             .layer(gate.clone())
             .add_routes(always.routes())
@@ -240,7 +293,8 @@ impl Host {
             () = &mut shutdown => None,
             started = started => Some(started?),
         };
-        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, .. }) = started else {
+        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, failure, .. }) = started
+        else {
             tracing::info!("told to end before it had started");
             return Ok(());
         };
@@ -254,6 +308,7 @@ impl Host {
 
         tokio::select! {
             result = &mut served => return result.context("the server failed"),
+            () = failure.happened.cancelled() => return Err(failure.take()),
             () = &mut telling => {}
             () = &mut shutdown => {}
         }
@@ -291,27 +346,4 @@ async fn forget(mut health: HealthReporter, services: &[&'static str]) {
     for service in ["", LIVENESS].iter().chain(services) {
         health.clear_service_status(service).await;
     }
-}
-
-/// Lets a call in: whoever may open the socket may do everything; over TCP a token is needed where one was set.
-fn admit(request: Request<()>, token: Option<&str>) -> Result<Request<()>, Status> {
-    let Some(token) = token else { return Ok(request) };
-    if request.extensions().get::<PeerKind>() == Some(&PeerKind::Unix) {
-        return Ok(request);
-    }
-    let presented = request
-        .metadata()
-        .get("authorization")
-        .and_then(|value| value.to_str().ok())
-        .and_then(|value| value.strip_prefix("Bearer "));
-    match presented {
-        Some(presented) if same(presented.as_bytes(), token.as_bytes()) => Ok(request),
-        _ => Err(rpc::Reason::Unauthenticated
-            .status("gantry", "present the token of this cluster as a bearer token")),
-    }
-}
-
-/// Compares without telling by its duration where the first difference is.
-fn same(left: &[u8], right: &[u8]) -> bool {
-    left.len() == right.len() && left.iter().zip(right).fold(0, |differ, (a, b)| differ | (a ^ b)) == 0
 }

@@ -12,6 +12,7 @@ use clap::{ArgMatches, Command};
 const KNOWN: &[&str] = &[
     "GANTRY_ABANDONED_AFTER",
     "GANTRY_ARTIFACT_STORE",
+    "GANTRY_BAGGAGECLAIM",
     "GANTRY_CLAIM_TERM",
     "GANTRY_COLLECT_INTERVAL",
     "GANTRY_DATABASE_CONNECTIONS",
@@ -20,9 +21,12 @@ const KNOWN: &[&str] = &[
     "GANTRY_DEFAULT_KEEP",
     "GANTRY_DEFAULT_TERM",
     "GANTRY_DESTROY_CONCURRENCY",
+    "GANTRY_DOOR",
     "GANTRY_DRAIN_DELAY",
     "GANTRY_DRAIN_TIMEOUT",
     "GANTRY_ENDPOINT",
+    "GANTRY_GARDEN",
+    "GANTRY_GATEWAY_DOOR",
     "GANTRY_GC_GRACE",
     "GANTRY_HEARTBEAT",
     "GANTRY_HOLD_DESTRUCTION",
@@ -46,6 +50,7 @@ const KNOWN: &[&str] = &[
     "GANTRY_SERVER",
     "GANTRY_STATE_DIR",
     "GANTRY_STOP_AFTER",
+    "GANTRY_STREAMER",
     "GANTRY_SWEEP_INTERVAL",
     "GANTRY_TEAM",
     "GANTRY_TICKET_VALIDITY",
@@ -55,9 +60,11 @@ const KNOWN: &[&str] = &[
     "GANTRY_UNOWNED_TTL",
     "GANTRY_WORKER_MAX_TASKS",
     "GANTRY_WORKER_NAME",
+    "GANTRY_WORKER_PLATFORM",
     "GANTRY_WORKER_TAGS",
     "GANTRY_WORKER_TEAM",
     "GANTRY_WORKER_TTL",
+    "GANTRY_WORKERS_FILE",
 ];
 
 /// The variables of `command`'s settings that the other programs would take for a mistake. For tests: there are none.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use artifact_store::KeySource;
 use runtime::RuntimeError;
+use runtime_gateway::garden::GardenWorker;
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use server::Host;
 
@@ -48,6 +49,7 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
     };
     let gateway = runtime_gateway::Config {
         worker_name: WORKER.to_owned(),
+        platform: "linux".to_owned(),
         tags: Vec::new(),
         team: None,
         max_tasks: None,
@@ -60,6 +62,13 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         destroy_concurrency: DESTROY_CONCURRENCY,
         hold_destruction: args.hold_destruction,
     };
-    runtime_gateway::start(gateway, runtime.clone(), host).await?;
+    let given = GardenWorker { name: "garden".to_owned(), ..GardenWorker::default() };
+    let concourse = args.concourse.workers(given)?;
+    let common = gateway.clone();
+    let attending = runtime_gateway::start([(gateway, runtime.clone() as _)], host).await?;
+    for worker in concourse {
+        let (config, garden) = worker.config(&common, &paths.state.join("workers"));
+        host.spawn(runtime_gateway::garden::attend(attending.clone(), config, garden));
+    }
     Ok(runtime)
 }

@@ -7,11 +7,9 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use domain::workload::{
-    EnvironmentVariable, Exit, Failure, FailureReason, Limits, Network, OutputMode, Stdin,
-};
+use domain::workload::{EnvironmentVariable, Limits, Network, OutputMode, Stdin};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
-use runtime::{ContainerSpec, Ended, ProcessSpec};
+use runtime::{ContainerSpec, ProcessSpec, Root};
 use serde::{Deserialize, Serialize};
 
 use super::users::User;
@@ -56,6 +54,9 @@ pub(super) struct Container {
     /// Whose it is. Empty: it was made before this was kept, and is nobody's.
     #[serde(default)]
     pub(super) team: String,
+    /// The volume with its root file system. `None`: it is the worker's own.
+    #[serde(default)]
+    pub(super) root: Option<VolumeHandle>,
     pub(super) mounts: Vec<Mount>,
     pub(super) directory: Text,
     /// Whether the working directory is made when it is missing.
@@ -94,6 +95,10 @@ impl Container {
         Self {
             handle,
             team: spec.team,
+            root: match spec.root {
+                Root::Host => None,
+                Root::Volume(volume) => Some(volume),
+            },
             mounts,
             directory: spec.directory.into(),
             make_directory,
@@ -104,6 +109,11 @@ impl Container {
             privileged: spec.privileged,
             loopback: spec.network == Network::Loopback,
         }
+    }
+
+    /// Every volume in it.
+    pub(super) fn volumes(&self) -> impl Iterator<Item = VolumeHandle> {
+        self.mounts.iter().map(|mount| mount.volume).chain(self.root)
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -138,39 +148,6 @@ impl Intent {
     }
 }
 
-/// How a process ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum End {
-    Code { code: u8, stopped: bool },
-    Signal { signal: u8, stopped: bool },
-    OutOfMemory { stopped: bool },
-    NotStarted { reason: FailureReason, message: String },
-    Unknown { reason: FailureReason, message: String },
-}
-
-impl End {
-    pub(super) fn not_started(reason: FailureReason, message: impl Into<String>) -> Self {
-        Self::NotStarted { reason, message: message.into() }
-    }
-
-    pub(super) fn unknown(reason: FailureReason, message: impl Into<String>) -> Self {
-        Self::Unknown { reason, message: message.into() }
-    }
-}
-
-impl From<End> for Ended {
-    fn from(end: End) -> Self {
-        match end {
-            End::Code { code, stopped } => Self::Exited { exit: Exit::Code(code), stopped },
-            End::Signal { signal, stopped } => Self::Exited { exit: Exit::Signal(signal), stopped },
-            End::OutOfMemory { stopped } => Self::Exited { exit: Exit::OutOfMemory, stopped },
-            End::NotStarted { reason, message } => Self::NotStarted(Failure { reason, message }),
-            End::Unknown { reason, message } => Self::Unknown(Failure { reason, message }),
-        }
-    }
-}
-
 /// What a supervisor is told when it is started. Everything else is in the files it names.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Launch {
@@ -188,4 +165,7 @@ pub(super) struct Launch {
     /// When a gateway was last in contact, and how long the process may go on from then, in nanoseconds of `CLOCK_BOOTTIME`.
     pub(super) contact: u64,
     pub(super) stop_after: u64,
+    /// The name under which the gateway holds the state directory. Empty: it is of a version that gave none.
+    #[serde(default)]
+    pub(super) holder: String,
 }

@@ -22,8 +22,8 @@ use rustix::io::Errno;
 
 use super::copy::copy_tree;
 use super::files::{self, at};
-use super::held;
 use super::mounts::{self, Mounted, Overlay};
+use crate::locks::held;
 
 /// What a half-made volume is called, and one that is being destroyed.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];

@@ -4,15 +4,17 @@ use std::path::Path;
 
 use domain::workload::{EnvironmentVariable, FailureReason};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
-use runtime::{ContainerSpec, Mount, ProcessSpec, RuntimeError};
+use runtime::{ContainerSpec, Mount, ProcessSpec, Root, RuntimeError};
 
-use super::{RuntimeExt, Subject, container, directory, exited, lines, mount, process, programs};
+use super::{
+    RuntimeExt, Subject, claims, directory, exited, has, lines, mount, on_root, process, programs, put,
+};
 
 /// Making and destroying may be repeated, and what never was cannot be started in.
 pub async fn containers_are_made_and_destroyed_once(subject: impl Subject) {
     let runtime = subject.runtime();
-    let handle = runtime.made(container()).await;
-    runtime.create_container(handle, container()).await.expect("make it again");
+    let handle = runtime.made(on_root(&subject).await).await;
+    runtime.create_container(handle, on_root(&subject).await).await.expect("make it again");
     assert_eq!(runtime.list().await.expect("list").containers, [handle]);
     runtime.destroy_container(handle).await.expect("destroy");
     runtime.destroy_container(handle).await.expect("destroy again");
@@ -26,35 +28,42 @@ pub async fn impossible_containers_are_refused(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
     let unknown = VolumeHandle::new();
-    let with = |mounts: Vec<Mount>| ContainerSpec { mounts, ..container() };
-    let cases = [
+    let base = on_root(&subject).await;
+    let with = |mounts: Vec<Mount>| ContainerSpec { mounts, ..base.clone() };
+    let as_user = |user: &str| ContainerSpec { user: Some(user.to_owned()), ..base.clone() };
+    let at = |directory: &str| ContainerSpec { directory: directory.into(), ..base.clone() };
+    let mut cases = vec![
         (with(vec![mount(unknown, "/in", true)]), FailureReason::WorkerFailed),
-        (with(vec![mount(volume, "/etc/passwd", true)]), FailureReason::InvalidMount),
-        (with(vec![mount(volume, "/etc/passwd/below", true)]), FailureReason::InvalidMount),
         (with(vec![mount(volume, "relative", true)]), FailureReason::InvalidMount),
         (with(vec![mount(volume, "/a/../b", true)]), FailureReason::InvalidMount),
         (with(vec![mount(volume, "/", true)]), FailureReason::InvalidMount),
         (with(vec![mount(volume, "/in", true), mount(volume, "/in", true)]), FailureReason::InvalidMount),
-        (
-            ContainerSpec { user: Some("gantry-nobody".to_owned()), ..container() },
-            FailureReason::UserNotFound,
-        ),
-        (
-            ContainerSpec { user: Some("root:gantry-nobody".to_owned()), ..container() },
-            FailureReason::UserNotFound,
-        ),
-        (
-            ContainerSpec { directory: b"/gantry/nowhere".to_vec(), ..container() },
-            FailureReason::WorkingDirectoryMissing,
-        ),
-        (
-            ContainerSpec { directory: b"/etc/passwd".to_vec(), ..container() },
-            FailureReason::WorkingDirectoryMissing,
-        ),
     ];
+    if claims(&*runtime, "image-checks") {
+        cases.extend([
+            (with(vec![mount(volume, "/etc/passwd", true)]), FailureReason::InvalidMount),
+            (with(vec![mount(volume, "/etc/passwd/below", true)]), FailureReason::InvalidMount),
+            (as_user("gantry-nobody"), FailureReason::UserNotFound),
+            (as_user("root:gantry-nobody"), FailureReason::UserNotFound),
+            (at("/gantry/nowhere"), FailureReason::WorkingDirectoryMissing),
+            (at("/etc/passwd"), FailureReason::WorkingDirectoryMissing),
+        ]);
+    }
     for (spec, reason) in cases {
         let refused = runtime.create_container(ContainerHandle::new(), spec.clone()).await;
         assert_eq!(refused.as_ref().map_err(RuntimeError::reason), Err(reason), "{spec:?}: {refused:?}");
+    }
+    assert_eq!(runtime.list().await.expect("list").containers, []);
+}
+
+/// A root of a kind that the runtime does not run is refused.
+pub async fn only_known_images_are_run(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let kinds = runtime.capabilities().image_kinds.clone();
+    if !kinds.iter().any(|kind| kind == "host") {
+        let host = ContainerSpec { root: Root::Host, ..on_root(&subject).await };
+        let refused = runtime.create_container(ContainerHandle::new(), host).await;
+        assert!(matches!(refused, Err(RuntimeError::Unsupported(_))), "{refused:?}");
     }
     assert_eq!(runtime.list().await.expect("list").containers, []);
 }
@@ -64,14 +73,14 @@ pub async fn volumes_are_mounted(subject: impl Subject) {
     let runtime = subject.runtime();
     let (written, read) = (runtime.volume().await, runtime.volume().await);
     let mounts = vec![mount(written, "/new/deep/out", false), mount(read, "/in", true)];
-    let spec = ContainerSpec { mounts, ..container() };
+    let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     assert_eq!(
         runtime.ran(spec.clone(), process(&programs::append("/new/deep/out/file"))).await.ended,
         Some(exited(0))
     );
-    assert_eq!(lines(&directory(&*runtime, written).await.join("file")), 1);
+    assert_eq!(lines(&*runtime, written, "file").await, 1);
     assert_ne!(runtime.ran(spec, process(&programs::append("/in/file"))).await.ended, Some(exited(0)));
-    assert_eq!(lines(&directory(&*runtime, read).await.join("file")), 0);
+    assert_eq!(lines(&*runtime, read, "file").await, 0);
 }
 
 /// A volume whose path lies below another's appears inside of it, whatever the order.
@@ -79,19 +88,22 @@ pub async fn volumes_appear_in_volumes(subject: impl Subject) {
     let runtime = subject.runtime();
     let (outer, inner) = (runtime.volume().await, runtime.volume().await);
     let mounts = vec![mount(inner, "/outer/inner", false), mount(outer, "/outer", false)];
-    let spec = ContainerSpec { mounts, ..container() };
+    let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/outer/file", "/outer/inner/file"] {
         let said = runtime.ran(spec.clone(), process(&programs::append(path))).await;
         assert_eq!(said.ended, Some(exited(0)), "{path}");
     }
-    assert_eq!(lines(&directory(&*runtime, outer).await.join("file")), 1);
-    assert_eq!(lines(&directory(&*runtime, inner).await.join("file")), 1);
-    assert_eq!(lines(&directory(&*runtime, outer).await.join("inner/file")), 0);
+    assert_eq!(lines(&*runtime, outer, "file").await, 1);
+    assert_eq!(lines(&*runtime, inner, "file").await, 1);
+    assert_eq!(lines(&*runtime, outer, "inner/file").await, 0);
 }
 
 /// A directory of one volume becomes the contents of another; what is not a directory there is refused.
 pub async fn directories_are_taken(subject: impl Subject) {
     let runtime = subject.runtime();
+    if !claims(&*runtime, "replaceable-outputs") {
+        return;
+    }
     let (from, into) = (runtime.volume().await, runtime.volume().await);
     let root = directory(&*runtime, from).await;
     std::fs::create_dir_all(root.join("a/b")).expect("directories");
@@ -104,7 +116,7 @@ pub async fn directories_are_taken(subject: impl Subject) {
     }
     for _ in 0..2 {
         runtime.take_directory(from, Path::new("a/b"), into).await.expect("take");
-        assert_eq!(lines(&directory(&*runtime, into).await.join("file")), 1);
+        assert_eq!(lines(&*runtime, into, "file").await, 1);
     }
     assert!(!root.join("a/b").exists());
     assert!(root.join("file").exists());
@@ -114,9 +126,9 @@ pub async fn directories_are_taken(subject: impl Subject) {
 pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    std::fs::write(directory(&*runtime, volume).await.join("file"), "line\nline\n").expect("write");
+    put(&*runtime, volume, "file", "line\nline\n").await;
     let mounts = vec![mount(volume, "/first", true), mount(volume, "/second", true)];
-    let spec = ContainerSpec { mounts, ..container() };
+    let spec = ContainerSpec { mounts, ..on_root(&subject).await };
     for path in ["/first/file", "/second/file"] {
         let waiting = programs::append_and_wait_for_another(path);
         let said = runtime.ran(spec.clone(), process(&waiting)).await;
@@ -127,13 +139,16 @@ pub async fn a_volume_is_mounted_twice(subject: impl Subject) {
 /// A user of the image comes to own the working directory and the writable volumes.
 pub async fn users_own_what_they_write(subject: impl Subject) {
     let runtime = subject.runtime();
+    if !claims(&*runtime, "owned-mounts") {
+        return;
+    }
     let (written, read) = (runtime.volume().await, runtime.volume().await);
-    std::fs::write(directory(&*runtime, written).await.join("file"), "").expect("write");
+    put(&*runtime, written, "file", "").await;
     let spec = ContainerSpec {
         mounts: vec![mount(written, "/out", false), mount(read, "/in", true)],
         directory: b"/workspace".to_vec(),
         user: Some("1234:2345".to_owned()),
-        ..container()
+        ..on_root(&subject).await
     };
     let said = runtime.ran(spec.clone(), process(&programs::whereabouts())).await;
     assert_eq!(said.text(), "/workspace\n1234\n2345\n1234\n");
@@ -143,16 +158,27 @@ pub async fn users_own_what_they_write(subject: impl Subject) {
 /// A process has the environment that it was given, and PATH and HOME.
 pub async fn the_environment_is_what_was_given(subject: impl Subject) {
     let runtime = subject.runtime();
+    if !claims(&*runtime, "complete-output") {
+        return;
+    }
     let variable = |name: &str, value: &str| EnvironmentVariable { name: name.into(), value: value.into() };
-    let environment = vec![variable("NAME", "a value"), variable("HOME", "/elsewhere")];
-    let said =
-        runtime.ran(container(), ProcessSpec { environment, ..process(&programs::environment()) }).await;
-    let mut lines: Vec<_> = said.text().lines().collect();
-    lines.sort_unstable();
     let path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-    assert_eq!(lines, ["HOME=/elsewhere", "NAME=a value", path]);
-    let said = runtime.ran(container(), process(&programs::environment())).await;
-    let mut lines: Vec<_> = said.text().lines().collect();
-    lines.sort_unstable();
-    assert_eq!(lines, ["HOME=/root", path]);
+    let cases = [
+        (
+            vec![variable("NAME", "a value"), variable("HOME", "/elsewhere")],
+            vec!["HOME=/elsewhere", "NAME=a value", path],
+        ),
+        (vec![], vec!["HOME=/root", path]),
+    ];
+    for (environment, expected) in cases {
+        let spec = ProcessSpec { environment, ..process(&programs::environment()) };
+        let said = runtime.ran(on_root(&subject).await, spec).await;
+        let mut found: Vec<_> = said.text().lines().collect();
+        found.sort_unstable();
+        if has(&*runtime, "exact-environment") {
+            assert_eq!(found, expected);
+        }
+        // Elsewhere the worker adds to it.
+        assert!(expected.iter().all(|line| found.contains(line)), "{found:?}");
+    }
 }

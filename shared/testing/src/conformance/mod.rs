@@ -6,16 +6,20 @@
 //!
 //! Each test gets a worker of its own. The programs that they run are all in [`programs`], so that a runtime which cannot run
 //! real ones knows what to imitate. They wait for conditions, and give up after [`PATIENCE`].
+//!
+//! What a runtime does not claim by a name in [`runtime::Capabilities::features`] it is not held to; a test that says nothing else then prints
+//! `not applicable: …`.
 
 mod containers;
 mod output;
 mod processes;
 pub mod programs;
 mod signals;
+mod trees;
 mod volumes;
 
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,8 +35,8 @@ use runtime::{
 
 pub use containers::{
     a_volume_is_mounted_twice, containers_are_made_and_destroyed_once, directories_are_taken,
-    impossible_containers_are_refused, the_environment_is_what_was_given, users_own_what_they_write,
-    volumes_appear_in_volumes, volumes_are_mounted,
+    impossible_containers_are_refused, only_known_images_are_run, the_environment_is_what_was_given,
+    users_own_what_they_write, volumes_appear_in_volumes, volumes_are_mounted,
 };
 pub use output::{
     detaching_lets_a_process_go_on, input_is_taken_once, input_that_is_not_read_waits,
@@ -47,9 +51,11 @@ pub use processes::{
 pub use signals::{
     a_stop_is_never_lost, processes_out_of_contact_end, term_ends_a_plain_program, the_stubborn_are_killed,
 };
+pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
-    a_child_of_nothing_is_refused, children_leave_their_parents_alone, parents_outlive_their_children,
-    the_marker_stays, volumes_are_made_and_destroyed_once,
+    a_child_of_nothing_is_refused, children_leave_their_parents_alone, children_lose_what_their_parents_keep,
+    directories_are_made, manifests_are_kept, parents_outlive_their_children, the_marker_stays,
+    volumes_are_made_and_destroyed_once,
 };
 
 /// How long anything may take.
@@ -57,7 +63,7 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A worker of its own, with a runtime for it.
 #[async_trait]
-pub trait Subject: Send {
+pub trait Subject: Send + Sync {
     /// The runtime.
     fn runtime(&self) -> Arc<dyn Runtime>;
 
@@ -68,6 +74,40 @@ pub trait Subject: Send {
 
     /// How much output of one stream a process may write before it is held back, or loses some.
     fn spool_bytes(&self) -> u64;
+
+    /// The root file system of a container, which has the programs in [`programs`].
+    async fn root(&self) -> Root {
+        Root::Host
+    }
+
+    /// Volumes that the subject made for [`Subject::root`].
+    fn roots(&self) -> Vec<VolumeHandle> {
+        Vec::new()
+    }
+}
+
+/// Whether a runtime claims what it is about to be held to. Says so where it does not.
+pub fn claims(runtime: &dyn Runtime, feature: &str) -> bool {
+    let claimed = has(runtime, feature);
+    if !claimed {
+        eprintln!("not applicable: this runtime does not claim `{feature}`");
+    }
+    claimed
+}
+
+fn has(runtime: &dyn Runtime, feature: &str) -> bool {
+    runtime.capabilities().features.iter().any(|claimed| claimed == feature)
+}
+
+/// The volumes that are there beside the roots of containers.
+pub async fn volumes(subject: &impl Subject) -> Vec<VolumeHandle> {
+    let (listed, roots) = (subject.runtime().list().await.expect("list").volumes, subject.roots());
+    listed.into_iter().filter(|volume| !roots.contains(volume)).collect()
+}
+
+/// A container on the subject's root with nothing in it.
+pub async fn on_root(subject: &impl Subject) -> ContainerSpec {
+    ContainerSpec { root: subject.root().await, ..container() }
 }
 
 /// A container of the image `host` with nothing in it.
@@ -226,6 +266,16 @@ pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
     }
 }
 
+/// Waits until a file has so many lines.
+pub async fn until_lines(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, count: usize) {
+    in_time("lines in a file", async {
+        while lines(runtime, volume, path).await < count {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+}
+
 /// Waits until `condition` holds.
 pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     in_time(what, async {
@@ -256,12 +306,18 @@ pub async fn read_until(events: &mut Events, text: &str) -> Vec<u8> {
     read
 }
 
-fn exited(code: u8) -> Ended {
-    Ended::Exited { exit: Exit::Code(code), stopped: false }
+/// Whether this is how an end by a signal is told. Without the capability `exit-signals`, as the status that a shell would make of it, or as 255.
+fn is_signal(runtime: &dyn Runtime, ended: &Ended, number: u8, stopped: bool) -> bool {
+    let told = |exit| *ended == Ended::Exited { exit, stopped };
+    if has(runtime, "exit-signals") {
+        told(Exit::Signal(number))
+    } else {
+        told(Exit::Code(128 + number)) || told(Exit::Code(255))
+    }
 }
 
-fn lines(path: &Path) -> usize {
-    std::fs::read_to_string(path).map_or(0, |text| text.lines().count())
+fn exited(code: u8) -> Ended {
+    Ended::Exited { exit: Exit::Code(code), stopped: false }
 }
 
 /// The directory with the contents of a volume that is near.
@@ -285,8 +341,10 @@ macro_rules! runtime_conformance {
     ($subject:expr) => {
         $crate::runtime_conformance! { @each ($subject)
             volumes_are_made_and_destroyed_once a_child_of_nothing_is_refused children_leave_their_parents_alone
-            parents_outlive_their_children
+            children_lose_what_their_parents_keep parents_outlive_their_children directories_are_made
+            manifests_are_kept
             the_marker_stays containers_are_made_and_destroyed_once impossible_containers_are_refused
+            only_known_images_are_run
             volumes_are_mounted volumes_appear_in_volumes directories_are_taken a_volume_is_mounted_twice
             users_own_what_they_write
             the_environment_is_what_was_given exits_are_told programs_that_cannot_be_run_are_told

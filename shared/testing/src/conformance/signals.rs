@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use domain::workload::{Exit, FailureReason};
+use domain::workload::FailureReason;
 use runtime::{Ended, Offsets, ProcessState};
 
-use super::{RuntimeExt, Subject, container, in_time, process, programs, read_until};
+use super::{RuntimeExt, Subject, claims, in_time, is_signal, on_root, process, programs, read_until};
 
 /// A program that does nothing about TERM ends by it, though it is alone in its container.
 pub async fn term_ends_a_plain_program(subject: impl Subject) {
     let runtime = subject.runtime();
-    let handle = runtime.made(container()).await;
+    let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::sleep())).await;
     let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
     in_time("the start", async {
@@ -21,9 +21,9 @@ pub async fn term_ends_a_plain_program(subject: impl Subject) {
     .await;
     attachment.input.signal(15).await.expect("signal");
     let ended = runtime.ended(id).await;
-    assert_eq!(ended, Ended::Exited { exit: Exit::Signal(15), stopped: false });
+    assert!(is_signal(&*runtime, &ended, 15, false), "{ended:?}");
 
-    let handle = runtime.made(container()).await;
+    let handle = runtime.made(on_root(&subject).await).await;
     let id = runtime.started(handle, process(&programs::sleep())).await;
     in_time("the start", async {
         while runtime.process(id).await.expect("a state") == ProcessState::Starting {
@@ -32,16 +32,17 @@ pub async fn term_ends_a_plain_program(subject: impl Subject) {
     })
     .await;
     runtime.stop(id, Duration::from_secs(1000)).await.expect("stop");
-    assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Signal(15), stopped: true });
+    let ended = runtime.ended(id).await;
+    assert!(is_signal(&*runtime, &ended, 15, true), "{ended:?}");
     runtime.stop(id, Duration::ZERO).await.expect("stopping what has ended does nothing");
-    assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Signal(15), stopped: true });
+    assert_eq!(runtime.ended(id).await, ended);
 }
 
 /// One that ignores TERM is killed after the grace, which a later call can shorten and not lengthen.
 pub async fn the_stubborn_are_killed(subject: impl Subject) {
     let runtime = subject.runtime();
     for graces in [&[50][..], &[1_000_000, 50][..], &[50, 1_000_000][..], &[0][..]] {
-        let handle = runtime.made(container()).await;
+        let handle = runtime.made(on_root(&subject).await).await;
         let id = runtime.started(handle, process(&programs::stubborn())).await;
         let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
         read_until(&mut attachment.events, "ready").await;
@@ -49,7 +50,7 @@ pub async fn the_stubborn_are_killed(subject: impl Subject) {
             runtime.stop(id, Duration::from_millis(*grace)).await.expect("stop");
         }
         let ended = runtime.ended(id).await;
-        assert_eq!(ended, Ended::Exited { exit: Exit::Signal(9), stopped: true }, "{graces:?}");
+        assert!(is_signal(&*runtime, &ended, 9, true), "{graces:?}: {ended:?}");
     }
 }
 
@@ -57,7 +58,7 @@ pub async fn the_stubborn_are_killed(subject: impl Subject) {
 pub async fn a_stop_is_never_lost(subject: impl Subject) {
     let runtime = subject.runtime();
     for _ in 0..10 {
-        let handle = runtime.made(container()).await;
+        let handle = runtime.made(on_root(&subject).await).await;
         let id = runtime.started(handle, process(&programs::sleep())).await;
         runtime.stop(id, Duration::from_millis(100)).await.expect("stop");
         match runtime.ended(id).await {
@@ -73,7 +74,7 @@ pub async fn a_stop_is_never_lost(subject: impl Subject) {
 /// Without contact, a process is ended; with it, it goes on.
 pub async fn processes_out_of_contact_end(subject: impl Subject) {
     let runtime = subject.runtime();
-    if !runtime.capabilities().features.iter().any(|feature| feature == "stop-after") {
+    if !claims(&*runtime, "stop-after") {
         return;
     }
     let since_boot = || {
@@ -82,7 +83,8 @@ pub async fn processes_out_of_contact_end(subject: impl Subject) {
             uptime.split(' ').next().and_then(|text| text.parse().ok()).expect("a number"),
         )
     };
-    let (first, second) = (runtime.made(container()).await, runtime.made(container()).await);
+    let (first, second) =
+        (runtime.made(on_root(&subject).await).await, runtime.made(on_root(&subject).await).await);
     let kept = runtime.started(first, process(&programs::stubborn())).await;
     let mut attachment = runtime.attach(kept, Offsets::default()).await.expect("attach");
     read_until(&mut attachment.events, "ready").await;

@@ -1,23 +1,28 @@
 //! Volumes.
 
-use domain::VolumeHandle;
-use runtime::{RuntimeError, VolumeSource};
+use std::path::{Path, PathBuf};
 
-use super::{RuntimeExt, Subject, directory};
+use domain::VolumeHandle;
+use runtime::{Contents, RuntimeError, VolumeSource};
+
+use super::{RuntimeExt, Subject, get, is_directory, put, volumes};
 
 /// Making and destroying may be repeated.
 pub async fn volumes_are_made_and_destroyed_once(subject: impl Subject) {
     let runtime = subject.runtime();
     let volume = runtime.volume().await;
-    std::fs::write(directory(&*runtime, volume).await.join("file"), "kept").expect("write");
+    put(&*runtime, volume, "file", "kept").await;
     runtime.create_volume(volume, VolumeSource::Empty).await.expect("make it again");
-    let path = directory(&*runtime, volume).await;
-    assert_eq!(std::fs::read(path.join("file")).expect("read"), b"kept", "making it again changes nothing");
-    assert_eq!(runtime.list().await.expect("list").volumes, [volume]);
+    assert_eq!(
+        get(&*runtime, volume, "file").await.as_deref(),
+        Some("kept"),
+        "making it again changes nothing"
+    );
+    assert_eq!(volumes(&subject).await, [volume]);
 
     runtime.destroy_volume(volume).await.expect("destroy");
     runtime.destroy_volume(volume).await.expect("destroy again");
-    assert_eq!(runtime.list().await.expect("list").volumes, []);
+    assert_eq!(volumes(&subject).await, []);
     let gone = runtime.contents(volume).await.err();
     assert!(matches!(gone, Some(RuntimeError::VolumeNotFound(handle)) if handle == volume), "{gone:?}");
 }
@@ -27,22 +32,97 @@ pub async fn a_child_of_nothing_is_refused(subject: impl Subject) {
     let (runtime, parent) = (subject.runtime(), VolumeHandle::new());
     let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::CopyOnWrite { parent }).await;
     assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == parent), "{refused:?}");
-    assert_eq!(runtime.list().await.expect("list").volumes, [], "and leaves nothing behind");
+    assert_eq!(volumes(&subject).await, [], "and leaves nothing behind");
+}
+
+/// Directories are made with those above them, and what is there stays.
+pub async fn directories_are_made(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    put(&*runtime, volume, "a/file", "kept").await;
+    for _ in 0..2 {
+        let directories = ["a/b/c", "a", "d", "a/b"].map(PathBuf::from);
+        runtime.make_directories(volume, &directories).await.expect("make directories");
+        for path in ["a/b/c", "d"] {
+            assert!(is_directory(&*runtime, volume, path).await, "{path}");
+        }
+        assert_eq!(get(&*runtime, volume, "a/file").await.as_deref(), Some("kept"));
+    }
+    let unknown = VolumeHandle::new();
+    let refused = runtime.make_directories(unknown, &[PathBuf::from("a")]).await;
+    assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == unknown), "{refused:?}");
+}
+
+/// A volume that is far keeps the manifest that it is given, whole, apart from its contents, until it is gone.
+pub async fn manifests_are_kept(mut subject: impl Subject) {
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else { return };
+    assert_eq!(remote.kept_manifest().await.expect("none"), None);
+    remote.keep_manifest(b"first, and longer".to_vec()).await.expect("keep");
+    remote.keep_manifest(b"second".to_vec()).await.expect("keep another");
+    drop(remote);
+    drop(runtime);
+    subject.reopen().await;
+    let runtime = subject.runtime();
+    let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
+        panic!("it was far")
+    };
+    assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"second"[..]));
+    assert_eq!(volumes(&subject).await, [volume], "it is no volume of ours");
+    let missing = remote.read(Path::new("second")).await.err();
+    assert!(matches!(missing, Some(RuntimeError::PathNotFound(_))), "{missing:?}");
+    runtime.destroy_volume(volume).await.expect("destroy");
+    runtime.create_volume(volume, VolumeSource::Empty).await.expect("make another of this name");
+    assert_eq!(remote.kept_manifest().await.expect("none"), None);
 }
 
 /// A child, and a child of a child, see what was there before them and change nothing of it.
 pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
+    let runtime = subject.runtime();
+    let parent = runtime.volume().await;
+    put(&*runtime, parent, "dir/below/deep", "parent").await;
+    put(&*runtime, parent, "dir/file", "parent").await;
+
+    let child = runtime.child(parent).await;
+    put(&*runtime, child, "dir/file", "child").await;
+    put(&*runtime, child, "new", "child").await;
+
+    let grandchild = runtime.child(child).await;
+    drop(runtime);
+    subject.reopen().await;
+    let runtime = subject.runtime();
+    put(&*runtime, grandchild, "dir/file", "grandchild").await;
+
+    let cases = [
+        (parent, "parent", None),
+        (child, "child", Some("child")),
+        (grandchild, "grandchild", Some("child")),
+    ];
+    for (volume, file, new) in cases {
+        assert_eq!(get(&*runtime, volume, "dir/file").await.as_deref(), Some(file));
+        assert_eq!(get(&*runtime, volume, "new").await.as_deref(), new);
+        assert_eq!(get(&*runtime, volume, "dir/below/deep").await.as_deref(), Some("parent"));
+    }
+    for volume in [grandchild, child, parent] {
+        runtime.destroy_volume(volume).await.expect("destroy");
+    }
+    assert_eq!(volumes(&subject).await, []);
+}
+
+/// What is taken away or moved in a child stays where it was in its parent: where volumes are near, as only there it can be done from here.
+pub async fn children_lose_what_their_parents_keep(mut subject: impl Subject) {
     use std::os::unix::fs::PermissionsExt;
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
-    let top = directory(&*runtime, parent).await;
+    let Contents::Directory(top) = runtime.contents(parent).await.expect("the contents") else { return };
     std::fs::create_dir_all(top.join("dir/below")).expect("make");
     std::fs::write(top.join("dir/file"), "parent").expect("write");
     std::fs::write(top.join("doomed"), "parent").expect("write");
     std::fs::set_permissions(&top, std::fs::Permissions::from_mode(0o700)).expect("set the mode");
 
     let child = runtime.child(parent).await;
-    let middle = directory(&*runtime, child).await;
+    let middle = super::directory(&*runtime, child).await;
     assert_eq!(std::fs::metadata(&middle).expect("look").permissions().mode() & 0o777, 0o700);
     std::fs::write(middle.join("dir/file"), "child").expect("write");
     std::fs::remove_file(middle.join("doomed")).expect("remove");
@@ -52,29 +132,19 @@ pub async fn children_leave_their_parents_alone(mut subject: impl Subject) {
     drop(runtime);
     subject.reopen().await;
     let runtime = subject.runtime();
-    let bottom = directory(&*runtime, grandchild).await;
+    let bottom = super::directory(&*runtime, grandchild).await;
     assert_eq!(std::fs::read(bottom.join("renamed/file")).expect("read"), b"child");
     assert!(bottom.join("renamed/below").is_dir());
     assert!(!bottom.join("doomed").exists() && !bottom.join("dir").exists());
-    std::fs::write(bottom.join("renamed/file"), "grandchild").expect("write");
-
-    assert_eq!(std::fs::read(directory(&*runtime, parent).await.join("dir/file")).expect("read"), b"parent");
-    assert_eq!(std::fs::read(directory(&*runtime, parent).await.join("doomed")).expect("read"), b"parent");
-    assert_eq!(
-        std::fs::read(directory(&*runtime, child).await.join("renamed/file")).expect("read"),
-        b"child"
-    );
-    for volume in [grandchild, child, parent] {
-        runtime.destroy_volume(volume).await.expect("destroy");
-    }
-    assert_eq!(runtime.list().await.expect("list").volumes, []);
+    assert_eq!(get(&*runtime, parent, "dir/file").await.as_deref(), Some("parent"));
+    assert_eq!(get(&*runtime, parent, "doomed").await.as_deref(), Some("parent"));
 }
 
 /// A parent is refused as long as a child needs its bytes, and loses none of them; also by another runtime.
 pub async fn parents_outlive_their_children(mut subject: impl Subject) {
     let runtime = subject.runtime();
     let parent = runtime.volume().await;
-    std::fs::write(directory(&*runtime, parent).await.join("file"), "parent").expect("write");
+    put(&*runtime, parent, "file", "parent").await;
     let child = runtime.child(parent).await;
     drop(runtime);
     subject.reopen().await;
@@ -85,11 +155,11 @@ pub async fn parents_outlive_their_children(mut subject: impl Subject) {
         Err(RuntimeError::HasChildren(refused)) => assert_eq!(refused, parent),
         Err(error) => panic!("{error:?}"),
     }
-    assert_eq!(std::fs::read(directory(&*runtime, child).await.join("file")).expect("read"), b"parent");
+    assert_eq!(get(&*runtime, child, "file").await.as_deref(), Some("parent"));
     for volume in [child, parent] {
         runtime.destroy_volume(volume).await.expect("destroy");
     }
-    assert_eq!(runtime.list().await.expect("list").volumes, []);
+    assert_eq!(volumes(&subject).await, []);
 }
 
 /// The marker is of the worker, not of the runtime.

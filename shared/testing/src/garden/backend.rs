@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
+use super::confine::{self, Confined};
 use super::process::{Attachment, Process, Start};
 use super::{Manner, State, lock};
 
@@ -51,6 +52,9 @@ pub(super) struct Container {
     pub limits: Value,
     env: Vec<String>,
     has_rootfs: bool,
+    /// The root to which processes are confined.
+    root: Option<PathBuf>,
+    mounts: Value,
     directory: PathBuf,
     processes: Mutex<BTreeMap<String, Arc<Process>>>,
     exits: Mutex<BTreeMap<String, i32>>,
@@ -152,6 +156,8 @@ impl Container {
         let program = self.program(&text("path"), &env, state.manner)?;
         let dir = self.directory.join(text("dir").trim_start_matches('/'));
         std::fs::create_dir_all(&dir).map_err(|error| Failure::plain(error.to_string()))?;
+        let confined = self.root.as_ref().map(|root| Confined::new(root, &self.mounts, &text("dir")));
+        let confined = confined.transpose().map_err(|error| Failure::plain(error.to_string()))?;
         let side = |name| spec["tty"]["window_size"][name].as_u64().and_then(|side| u16::try_from(side).ok());
         let start = Start {
             id: id.clone(),
@@ -159,6 +165,7 @@ impl Container {
             args: strings(&spec["args"]),
             env,
             dir: &dir,
+            confined,
             terminal: spec["tty"]
                 .is_object()
                 .then(|| (side("columns").unwrap_or(80), side("rows").unwrap_or(24))),
@@ -167,17 +174,27 @@ impl Container {
         let process = Process::start(start, manner, attachment, move |process, exit| {
             container.ended(process, exit, manner)
         });
-        let process = process.map_err(|error| Failure::plain(error.to_string()))?;
+        let process = process.map_err(|error| match error.kind() {
+            // As Go says it.
+            std::io::ErrorKind::PermissionDenied => {
+                Failure::plain(format!("fork/exec {}: permission denied", program.display()))
+            }
+            _ => Failure::plain(error.to_string()),
+        })?;
         processes.insert(id, Arc::clone(&process));
         Ok(process)
     }
 
     fn program(&self, path: &str, env: &[String], manner: Manner) -> Result<PathBuf, Failure> {
+        let is_there = |path: &PathBuf| {
+            let inside = self.root.as_ref().map(|root| root.join(path.strip_prefix("/").unwrap_or(path)));
+            path.is_file() || inside.is_some_and(|inside| inside.is_file())
+        };
         let found = if path.contains('/') {
-            Some(PathBuf::from(path)).filter(|path| path.is_file())
+            Some(PathBuf::from(path)).filter(is_there)
         } else {
             let search = env.iter().rev().find_map(|pair| pair.strip_prefix("PATH=")).unwrap_or_default();
-            search.split(':').map(|dir| Path::new(dir).join(path)).find(|path| path.is_file())
+            search.split(':').map(|dir| Path::new(dir).join(path)).find(is_there)
         };
         found.ok_or_else(|| match manner {
             Manner::Containerd if path.contains('/') => Failure::plain(format!(
@@ -268,6 +285,8 @@ impl State {
             limits: spec["limits"].clone(),
             env: strings(&spec["env"]),
             has_rootfs: !rootfs.is_empty(),
+            root: confine::root(spec),
+            mounts: spec["bind_mounts"].clone(),
             directory,
             processes: Mutex::default(),
             exits: Mutex::default(),

@@ -1,13 +1,15 @@
 //! A Garden server, as a Concourse worker has it, on a port of its own.
 //!
 //! It speaks the bytes of the real one, and fails in the words of the backend whose [`Manner`] it has. Its containers are directories and
-//! their processes run on this machine, unconfined and as the test's user. What only guardian implements for real (files, networks, metrics)
+//! their processes run on this machine, as the test's user: in the container's root with its bind mounts where the test is root and the
+//! container has one that exists ([`confine`]), else unconfined. What only guardian implements for real (files, networks, metrics)
 //! is refused, or answered with zeros.
 //!
 //! [`Server::inject`] and [`Server::break_attachments`] make it fail.
 
 mod attach;
 mod backend;
+mod confine;
 mod http;
 mod process;
 mod routes;

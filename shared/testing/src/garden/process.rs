@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::confine::Confined;
 use super::{Break, Manner, lock};
 
 /// Writes that a stream holds. What comes after them is dropped.
@@ -89,6 +90,7 @@ pub(super) struct Start<'a> {
     pub args: Vec<String>,
     pub env: Vec<String>,
     pub dir: &'a Path,
+    pub confined: Option<Confined>,
     pub terminal: Option<(u16, u16)>,
 }
 
@@ -121,6 +123,10 @@ impl Process {
         command.args(start.args).current_dir(start.dir);
         if manner != Manner::Houdini {
             command.env_clear();
+        }
+        if let Some(confined) = start.confined {
+            // SAFETY: it makes no calls but such as are allowed between fork and exec.
+            unsafe { command.pre_exec(move || confined.enter()) };
         }
         command.envs(start.env.iter().filter_map(|pair| pair.split_once('=')));
         let (child, stdin, terminal, outputs) = match start.terminal {

@@ -19,11 +19,12 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 use crate::clock::since_boot;
 
 use super::init::{self, REPORT, Report, Step};
+use crate::end::End;
 use crate::host::cgroups::Cgroups;
 use crate::host::control::{Answer, MAX_FRAME, Phase, Progress, Request};
 use crate::host::process_files as names;
-use crate::host::record::{End, Intent, Launch};
-use crate::host::spool;
+use crate::host::record::{Intent, Launch};
+use crate::spool;
 
 /// How long a process that is out of contact has between TERM and KILL, at most.
 const LAST_GRACE: Duration = Duration::from_secs(10);

@@ -1,7 +1,7 @@
 //! Output on disk: one ring file per stream.
 //!
 //! A page with the marks, then the ring. `head` counts every byte that the process ever wrote; `tail` is the oldest byte
-//! that is still there. The supervisor alone writes; readers need no lock:
+//! that is still there. There is one writer; readers need no lock:
 //!
 //! - `tail` is raised *before* what lies below it is overwritten, and `head` after what lies below it is written.
 //! - So a reader that reads marks, data, and `tail` again knows which of the data it may believe.
@@ -21,21 +21,21 @@ use rustix::pipe::SpliceFlags;
 const HEADER: u64 = 4096;
 const MAGIC: u64 = u64::from_le_bytes(*b"gantryS1");
 /// Most that one read returns.
-pub(super) const CHUNK: u64 = 1 << 20;
+pub(crate) const CHUNK: u64 = 1 << 20;
 /// Room in the ring beyond what an unread process may fill: what is still in its pipe when it ends must fit.
-pub(super) const PIPE: u64 = 1 << 20;
+pub(crate) const PIPE: u64 = 1 << 20;
 
 /// How far a stream is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Marks {
+pub(crate) struct Marks {
     /// Bytes in all.
-    pub(super) head: u64,
+    pub(crate) head: u64,
     /// The oldest that is there.
-    pub(super) tail: u64,
+    pub(crate) tail: u64,
 }
 
 /// Makes an empty spool that holds `limit` bytes.
-pub(super) fn create(path: &Path, limit: u64) -> io::Result<()> {
+pub(crate) fn create(path: &Path, limit: u64) -> io::Result<()> {
     let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     let mut header = [0; 40];
     for (field, value) in header.chunks_exact_mut(8).zip([MAGIC, 0, 0, limit + PIPE, limit]) {
@@ -64,8 +64,8 @@ fn header(file: &File) -> io::Result<Header> {
     Ok(Header { marks: Marks { head, tail }, ring, limit })
 }
 
-/// The writing end, in the supervisor.
-pub(super) struct Writer {
+/// The writing end.
+pub(crate) struct Writer {
     file: File,
     ring: u64,
     limit: u64,
@@ -74,23 +74,23 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub(super) fn open(path: &Path) -> io::Result<Self> {
+    pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let Header { marks, ring, limit } = header(&file)?;
         Ok(Self { file, ring, limit, marks, acknowledged: 0 })
     }
 
-    pub(super) fn head(&self) -> u64 {
+    pub(crate) fn head(&self) -> u64 {
         self.marks.head
     }
 
     /// Bytes that may be taken in: when `held` back, no more than leaves everything unacknowledged in place.
-    pub(super) fn room(&self, held: bool) -> u64 {
+    pub(crate) fn room(&self, held: bool) -> u64 {
         let limit = if held { self.limit } else { return self.ring };
         limit.saturating_sub(self.marks.head - self.acknowledged)
     }
 
-    pub(super) fn acknowledge(&mut self, up_to: u64) {
+    pub(crate) fn acknowledge(&mut self, up_to: u64) {
         self.acknowledged = self.acknowledged.max(up_to.min(self.marks.head));
     }
 
@@ -98,7 +98,7 @@ impl Writer {
     ///
     /// Returns how much: 0 when all writers have closed it, `WouldBlock` when it is empty and they have not.
     /// What finds no room on the disk is lost, and told as such to readers, rather than stop the process.
-    pub(super) fn fill(&mut self, pipe: BorrowedFd<'_>, room: u64) -> io::Result<u64> {
+    pub(crate) fn fill(&mut self, pipe: BorrowedFd<'_>, room: u64) -> io::Result<u64> {
         // Asked first, so that no more of the old is given up than the new needs.
         let waiting = rustix::io::ioctl_fionread(pipe)?;
         if waiting == 0 {
@@ -122,6 +122,28 @@ impl Writer {
             self.store_marks()?;
         }
         Ok(moved)
+    }
+
+    /// Takes in `bytes`, and gives up the oldest where there is no room.
+    ///
+    /// What finds no room on the disk is lost, and told as such to readers.
+    pub(crate) fn push(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let at = self.marks.head % self.ring;
+            let length = (bytes.len() as u64).min(self.ring - at);
+            let (part, rest) = bytes.split_at(usize::try_from(length).unwrap_or(bytes.len()));
+            self.make_room(length)?;
+            let written = self.file.write_all_at(part, HEADER + at);
+            self.marks.head += length;
+            match written {
+                Ok(()) => {}
+                Err(error) if is_full(&error) => self.marks.tail = self.marks.head,
+                Err(error) => return Err(error),
+            }
+            self.store_marks()?;
+            bytes = rest;
+        }
+        Ok(())
     }
 
     /// Raises the tail over what the next `length` bytes will overwrite.
@@ -152,6 +174,11 @@ impl Writer {
     }
 }
 
+fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+}
+
 /// Tells the end of an empty pipe from a pause.
 fn ended(pipe: BorrowedFd<'_>) -> io::Result<u64> {
     use rustix::event::{PollFd, PollFlags};
@@ -164,15 +191,15 @@ fn ended(pipe: BorrowedFd<'_>) -> io::Result<u64> {
     Err(io::ErrorKind::WouldBlock.into())
 }
 
-/// The reading end, in the gateway; outlives the supervisor.
+/// The reading end; outlives the writer.
 #[derive(Debug)]
-pub(super) struct Reader {
+pub(crate) struct Reader {
     file: File,
 }
 
 /// What a reader finds at an offset.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(crate) enum Found {
     /// Bytes from there on.
     Data(Bytes),
     /// They are gone, up to here.
@@ -182,15 +209,15 @@ pub(super) enum Found {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path) -> io::Result<Self> {
+    pub(crate) fn open(path: &Path) -> io::Result<Self> {
         Ok(Self { file: File::open(path)? })
     }
 
-    pub(super) fn marks(&self) -> io::Result<Marks> {
+    pub(crate) fn marks(&self) -> io::Result<Marks> {
         Ok(header(&self.file)?.marks)
     }
 
-    pub(super) fn read(&self, offset: u64) -> io::Result<Found> {
+    pub(crate) fn read(&self, offset: u64) -> io::Result<Found> {
         let Header { marks, ring, .. } = header(&self.file)?;
         if offset < marks.tail {
             return Ok(Found::Gone(marks.tail));
@@ -258,6 +285,29 @@ mod tests {
             offset += bytes.len() as u64;
         }
         assert_eq!(offset, written);
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_pushed_is_read_around_the_end_of_the_ring() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let path = directory.path().join("stdout");
+        create(&path, 10)?;
+        let (mut writer, reader) = (Writer::open(&path)?, Reader::open(&path)?);
+        let ring = 10 + PIPE;
+        let byte = |offset: u64| u8::try_from(offset % 251).unwrap_or(0);
+        let all: Vec<u8> = (0..2 * ring + 7).map(byte).collect();
+        // More than a ring at once, and in parts that end nowhere in particular.
+        writer.push(&all[..1000])?;
+        writer.push(&all[1000..usize::try_from(ring).unwrap_or(0) + 5000])?;
+        writer.push(&all[usize::try_from(ring).unwrap_or(0) + 5000..])?;
+        let Found::Gone(mut offset) = reader.read(0)? else { panic!("not told as gone") };
+        assert_eq!(offset, ring + 7);
+        while let Found::Data(bytes) = reader.read(offset)? {
+            assert!((offset..).zip(&bytes).all(|(offset, found)| byte(offset) == *found));
+            offset += bytes.len() as u64;
+        }
+        assert_eq!(offset, 2 * ring + 7);
         Ok(())
     }
 

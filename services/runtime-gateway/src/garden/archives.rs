@@ -1,0 +1,85 @@
+//! Small tar archives.
+
+use std::io;
+
+use runtime::Archive;
+use tokio::io::AsyncReadExt;
+
+const BLOCK: usize = 512;
+
+/// An archive without entries. Not the same as nothing, which a worker refuses.
+pub(super) fn empty() -> Vec<u8> {
+    vec![0; 2 * BLOCK]
+}
+
+/// An archive of one file.
+pub(super) fn of_file(name: &str, contents: &[u8]) -> Vec<u8> {
+    let mut head = [0; BLOCK];
+    let mut put = |at: usize, text: &str| head[at..at + text.len()].copy_from_slice(text.as_bytes());
+    put(0, name);
+    put(100, "0000644\0");
+    put(108, "0000000\0");
+    put(116, "0000000\0");
+    put(124, &format!("{:011o}\0", contents.len()));
+    put(136, "00000000000\0");
+    put(148, "        ");
+    put(156, "0");
+    put(257, "ustar\x0000");
+    let sum: u32 = head.iter().map(|byte| u32::from(*byte)).sum();
+    head[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+
+    let mut archive = head.to_vec();
+    archive.extend_from_slice(contents);
+    archive.resize(archive.len().next_multiple_of(BLOCK), 0);
+    archive.extend_from_slice(&empty());
+    archive
+}
+
+/// As the trait wants it.
+pub(super) fn stream(archive: Vec<u8>) -> Archive {
+    Box::pin(io::Cursor::new(archive))
+}
+
+/// The contents of the one file in an archive, at most `most` bytes. `None`: it has no plain file first.
+pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option<Vec<u8>>> {
+    let mut head = [0; BLOCK];
+    archive.read_exact(&mut head).await?;
+    let size = std::str::from_utf8(&head[124..136]).unwrap_or_default();
+    let size = usize::from_str_radix(size.trim_matches(['\0', ' ']), 8);
+    let found = match size {
+        Ok(size) if size <= most && matches!(head[156], b'0' | 0) => {
+            let mut contents = vec![0; size];
+            archive.read_exact(&mut contents).await?;
+            Some(contents)
+        }
+        _ => None,
+    };
+    // It is whole only once its end has been read.
+    tokio::io::copy(&mut archive, &mut tokio::io::sink()).await?;
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_file_comes_out_as_it_went_in_and_tar_reads_it() {
+        for size in [0, 1, 511, 512, 513, 100_000] {
+            let contents: Vec<u8> = (0..size).map(|at: usize| u8::try_from(at % 251).unwrap_or(0)).collect();
+            let archive = of_file("manifest", &contents);
+            let found = file(stream(archive.clone()), size).await.expect("an archive");
+            assert_eq!(found.as_deref(), Some(&contents[..]));
+
+            let directory = tempfile::tempdir().expect("a directory");
+            let path = directory.path().join("archive");
+            std::fs::write(&path, archive).expect("write");
+            let mut tar = std::process::Command::new("tar");
+            let status = tar.arg("-xf").arg(&path).arg("-C").arg(directory.path()).status().expect("tar");
+            assert!(status.success());
+            assert_eq!(std::fs::read(directory.path().join("manifest")).expect("read"), contents);
+        }
+        let too_large = file(stream(of_file("manifest", b"12345")), 4).await.expect("an archive");
+        assert_eq!(too_large, None);
+    }
+}

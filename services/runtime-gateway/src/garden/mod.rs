@@ -1,0 +1,312 @@
+//! The Garden runtime: a Concourse worker, unmodified, reached through its Garden and Baggageclaim servers.
+//!
+//! ```text
+//! volume handle     a Baggageclaim volume of that handle, with the mark `gantry.kind=volume`
+//!                   <handle>.manifest beside it, once its manifest is kept
+//! container handle  a Garden container of that handle, root `raw://<path of a volume>/rootfs`
+//! process           the one process of its container, under the attempt's id
+//! gantry-marker     a volume whose property identifies this life of what the worker holds
+//! ```
+//!
+//! What is durable is on the worker, as properties of containers and volumes ([`marks`]): another gateway that is given the same worker
+//! knows everything that this one knew, but the output that this one had read. That is spooled in this gateway's state directory, and what
+//! was written while no gateway was attached is told as gone ([`process`]).
+//!
+//! Invariants:
+//!
+//! - A container has at most one process ever. So an exit that the worker tells of it is that process's: a containerd worker answers an
+//!   attachment with the exit of whichever process of the container ended last, whatever was asked for.
+//! - `Run` is sent at most once per container, after the intent is a property of the container and of the volume of its root. An answer
+//!   that was lost is followed by attachments, never by another `Run`. Should a worker lose its containers and keep its volumes, the
+//!   intent is still found, and the process's end is unknown.
+//! - A creation is never sent over what exists: on some workers that would empty it.
+//!
+//! What the protocol does not give, and no capability promises: a `Run` that is on its way when its gateway is given up cannot be called
+//! back; processes go on however long the scheduler is out of reach; what a process leaves behind in its container may live until the
+//! container is destroyed. The boot in the marker never changes: the worker does not tell its boots apart, and each process is asked
+//! for by itself.
+
+mod archives;
+mod containers;
+mod follow;
+mod marks;
+mod process;
+mod refusals;
+mod remote;
+mod settings;
+mod volumes;
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use concourse::{baggageclaim, garden};
+use domain::worker::Marker;
+use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use runtime::{
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
+    ProcessState, Runtime, RuntimeError, VolumeSource,
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
+
+use crate::locks::{Locks, held};
+
+use containers::Made;
+use process::Process;
+
+pub use settings::{GardenArgs, GardenWorker, ResourceType, attend};
+
+/// A Concourse worker, and how patient its gateway is.
+#[derive(Debug, Clone)]
+pub struct GardenConfig {
+    /// Where its Garden server listens: a host and a port.
+    pub garden: String,
+    /// Where its Baggageclaim server listens: a host and a port.
+    pub baggageclaim: String,
+    /// Where output of processes is kept. It may be lost: then so is the output.
+    pub state_dir: PathBuf,
+    /// How much output of each stream is kept, where nobody is meant to read it.
+    pub spool_bytes: u64,
+    /// What every process gets in its environment, over what it was given.
+    pub environment: Vec<(String, String)>,
+    /// A directory on the worker with certificates, which every container sees at `/etc/ssl/certs`. `None`: none.
+    pub certs_path: Option<String>,
+    /// How archives travel. `None`: the best that the worker knows.
+    pub encoding: Option<baggageclaim::Encoding>,
+    /// How long a process may be unknown to the worker after a `Run` whose answer was lost.
+    pub start_patience: Duration,
+    /// Of the Garden client.
+    pub settings: garden::Settings,
+    /// Of the Baggageclaim client.
+    pub timeouts: baggageclaim::Timeouts,
+}
+
+impl GardenConfig {
+    /// The defaults for a worker at these addresses.
+    pub fn new(
+        garden: impl Into<String>,
+        baggageclaim: impl Into<String>,
+        state_dir: impl Into<PathBuf>,
+    ) -> Self {
+        let seconds = Duration::from_secs;
+        Self {
+            garden: garden.into(),
+            baggageclaim: baggageclaim.into(),
+            state_dir: state_dir.into(),
+            spool_bytes: 32 << 20,
+            environment: Vec::new(),
+            certs_path: None,
+            encoding: None,
+            start_patience: seconds(20),
+            settings: garden::Settings { retry_for: seconds(30), ..garden::Settings::default() },
+            timeouts: baggageclaim::Timeouts::default(),
+        }
+    }
+}
+
+/// What kind of Garden server it is, as far as it makes a difference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Backend {
+    /// Signals reach nothing, a process's end is known by the container, and much is not implemented.
+    Containerd,
+    /// Everything is there.
+    Guardian,
+    /// Containers are hardly more than directories, and a second creation replaces the first.
+    Houdini,
+}
+
+/// A Concourse worker.
+pub struct GardenRuntime {
+    worker: Arc<Worker>,
+    capabilities: Capabilities,
+    /// Ends what follows processes. They go on.
+    _stop: DropGuard,
+}
+
+/// What its operations share.
+struct Worker {
+    config: GardenConfig,
+    garden: garden::Client,
+    volumes: baggageclaim::Client,
+    backend: Backend,
+    encoding: baggageclaim::Encoding,
+    locks: Locks,
+    /// Containers that were made, or asked about, and what is needed of them.
+    containers: Mutex<HashMap<ContainerHandle, Made>>,
+    /// Processes that were started, or asked about.
+    processes: Mutex<HashMap<AttemptId, Arc<Process>>>,
+    /// Volumes that are being made: the worker does not list them yet.
+    creating: Mutex<HashSet<VolumeHandle>>,
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+}
+
+impl GardenRuntime {
+    /// Reaches a worker, and learns what kind it is.
+    ///
+    /// Errors: it cannot be reached, or is none.
+    pub async fn open(config: GardenConfig) -> Result<Arc<Self>, RuntimeError> {
+        let garden = garden::Client::new(&config.garden, config.settings.clone());
+        let volumes = baggageclaim::Client::new(&config.baggageclaim, config.timeouts);
+        // Guardian alone knows what it has; houdini says that it has nothing.
+        let backend = match garden.capacity().await {
+            Err(garden::Error::NotImplemented) => Backend::Containerd,
+            Ok(capacity) if capacity == garden::Capacity::default() => Backend::Houdini,
+            Ok(_) => Backend::Guardian,
+            Err(error) => return Err(refusals::garden("ask what the worker has", error)),
+        };
+        volumes::make_marker(&volumes).await?;
+        if let Some(path) = &config.certs_path {
+            volumes::import_certs(&volumes, path).await?;
+        }
+        let encoding = match config.encoding {
+            Some(encoding) => encoding,
+            None => volumes::best_encoding(&volumes).await?,
+        };
+        let stopping = CancellationToken::new();
+        let worker = Worker {
+            config,
+            garden,
+            volumes,
+            backend,
+            encoding,
+            locks: Locks::new(),
+            containers: Mutex::default(),
+            processes: Mutex::default(),
+            creating: Mutex::default(),
+            tasks: TaskTracker::new(),
+            stopping: stopping.clone(),
+        };
+        let capabilities = capabilities(backend);
+        Ok(Arc::new(Self { worker: Arc::new(worker), capabilities, _stop: stopping.drop_guard() }))
+    }
+}
+
+/// What holds for every worker of a kind. `limits` stays away: what Garden takes for processors is a share and no limit.
+fn capabilities(backend: Backend) -> Capabilities {
+    let mut features = vec!["terminal"];
+    if backend != Backend::Houdini {
+        features.extend(["privileged", "complete-output"]);
+    }
+    Capabilities {
+        image_kinds: vec!["artifact".to_owned()],
+        features: features.into_iter().map(str::to_owned).collect(),
+        copy_on_write: "by the worker's Baggageclaim".to_owned(),
+    }
+}
+
+#[async_trait]
+impl Runtime for GardenRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    async fn marker(&self) -> Result<Marker, RuntimeError> {
+        let id = volumes::make_marker(&self.worker.volumes).await?;
+        Ok(Marker { id, boot: format!("garden/{id}") })
+    }
+
+    async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
+        Ok(None)
+    }
+
+    async fn list(&self) -> Result<Holdings, RuntimeError> {
+        let (containers, volumes) =
+            tokio::try_join!(self.worker.list_containers(), self.worker.list_volumes())?;
+        Ok(Holdings { containers, volumes })
+    }
+
+    async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError> {
+        let _turn = self.worker.locks.lock(handle.uuid()).await;
+        self.worker.create_volume(handle, source).await
+    }
+
+    async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError> {
+        self.worker.volume(handle).await?;
+        Ok(Contents::Remote(Arc::new(remote::Volume::new(Arc::clone(&self.worker), handle))))
+    }
+
+    async fn make_directories(
+        &self,
+        handle: VolumeHandle,
+        directories: &[PathBuf],
+    ) -> Result<(), RuntimeError> {
+        let _turn = self.worker.locks.lock(handle.uuid()).await;
+        self.worker.make_directories(handle, directories).await
+    }
+
+    async fn take_directory(
+        &self,
+        _from: VolumeHandle,
+        _path: &Path,
+        _into: VolumeHandle,
+    ) -> Result<(), RuntimeError> {
+        Err(RuntimeError::Unsupported("its volumes cannot be taken apart".to_owned()))
+    }
+
+    async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let _turn = self.worker.locks.lock(handle.uuid()).await;
+        self.worker.destroy_volume(handle).await
+    }
+
+    async fn create_container(
+        &self,
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+    ) -> Result<(), RuntimeError> {
+        let _turn = self.worker.locks.lock(handle.uuid()).await;
+        self.worker.create_container(handle, spec).await
+    }
+
+    async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
+        let _turn = self.worker.locks.lock(handle.uuid()).await;
+        self.worker.destroy_container(handle).await
+    }
+
+    async fn start(
+        &self,
+        container: ContainerHandle,
+        process: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        let _turn = self.worker.locks.lock(container.uuid()).await;
+        self.worker.start(container, process, spec).await
+    }
+
+    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
+        self.worker.find(process).await?.state()
+    }
+
+    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
+        Ok(self.worker.find(process).await?.team.clone())
+    }
+
+    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
+        self.worker.find(process).await?.wait().await
+    }
+
+    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+        let found = self.worker.find(process).await?;
+        self.worker.stop(&found, grace).await
+    }
+
+    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError> {
+        let found = self.worker.find(process).await?;
+        process::attach(&self.worker, found, from)
+    }
+
+    /// A Garden server enforces nothing.
+    async fn contact(&self, _sent: Duration, _stop_after: Duration) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+}
+
+impl Worker {
+    /// The process of this id, if it is known already.
+    fn known(&self, id: AttemptId) -> Option<Arc<Process>> {
+        held(&self.processes).get(&id).cloned()
+    }
+}

@@ -1,0 +1,92 @@
+//! The bytes of one volume.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use concourse::baggageclaim::{Encoded, Error, Strategy, StreamIn, VolumeRequest};
+use domain::VolumeHandle;
+use runtime::{Archive, RemoteVolume, RuntimeError};
+
+use super::{Worker, archives, marks, refusals, volumes};
+
+/// Of a manifest. One of ten million entries is a third of it.
+const MOST_MANIFEST: usize = 4 << 30;
+
+pub(super) struct Volume {
+    worker: Arc<Worker>,
+    handle: VolumeHandle,
+}
+
+impl Volume {
+    pub(super) fn new(worker: Arc<Worker>, handle: VolumeHandle) -> Self {
+        Self { worker, handle }
+    }
+
+    fn failed(&self, doing: &str, path: &Path, error: Error) -> RuntimeError {
+        match error {
+            Error::NoSuchPath => RuntimeError::PathNotFound(path.display().to_string()),
+            error => refusals::volume(doing, self.handle, error),
+        }
+    }
+}
+
+#[async_trait]
+impl RemoteVolume for Volume {
+    async fn read(&self, path: &Path) -> Result<Archive, RuntimeError> {
+        let (name, from) = (volumes::name(self.handle.to_string())?, volumes::text(path)?);
+        let archive = self.worker.volumes.stream_out(&name, from, self.worker.encoding).await;
+        Ok(Box::pin(archive.map_err(|error| self.failed("stream a volume out", path, error))?))
+    }
+
+    async fn write(&self, path: &Path, archive: Archive) -> Result<(), RuntimeError> {
+        let name = volumes::name(self.handle.to_string())?;
+        let mut how = StreamIn::new(self.worker.encoding);
+        volumes::text(path)?.clone_into(&mut how.path);
+        let archive = Encoded::new(self.worker.encoding, archive)
+            .map_err(|error| RuntimeError::io("encode an archive", error))?;
+        let streamed = self.worker.volumes.stream_in(&name, &how, archive).await;
+        streamed.map_err(|error| self.failed("stream into a volume", path, error))
+    }
+
+    /// Beside the volume: what is in the volume belongs to its owner. The property that makes it count comes last.
+    async fn keep_manifest(&self, manifest: Vec<u8>) -> Result<(), RuntimeError> {
+        self.worker.volume(self.handle).await?;
+        let failed = |error| refusals::volume("keep a manifest", self.handle, error);
+        let name = volumes::sidecar(self.handle)?;
+        let mut request = VolumeRequest::new(name.clone(), Strategy::Empty);
+        request.properties.insert(marks::KIND.to_owned(), marks::SIDECAR.to_owned());
+        let client = &self.worker.volumes;
+        match client.create(&request).await {
+            Ok(_) => {}
+            Err(Error::AlreadyExists) => {
+                // Until the new one is whole, there is none.
+                client.set_property(&name, marks::MANIFEST_BYTES, marks::NO_PROCESS).await.map_err(failed)?;
+            }
+            Err(error) => return Err(failed(error)),
+        }
+        let archive = archives::stream(archives::of_file(volumes::MANIFEST, &manifest));
+        let encoded = Encoded::new(self.worker.encoding, archive)
+            .map_err(|error| RuntimeError::io("encode an archive", error))?;
+        client.stream_in(&name, &StreamIn::new(self.worker.encoding), encoded).await.map_err(failed)?;
+        let length = manifest.len().to_string();
+        client.set_property(&name, marks::MANIFEST_BYTES, &length).await.map_err(failed)
+    }
+
+    async fn kept_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError> {
+        let failed = |error| refusals::volume("read a manifest", self.handle, error);
+        let (client, name) = (&self.worker.volumes, volumes::sidecar(self.handle)?);
+        let kept = match client.get(&name).await {
+            Ok(kept) => kept,
+            Err(Error::NotFound) => return Ok(None),
+            Err(error) => return Err(failed(error)),
+        };
+        let length = kept.properties.get(marks::MANIFEST_BYTES).and_then(|length| length.parse().ok());
+        let Some(length) = length.filter(|length: &usize| *length <= MOST_MANIFEST) else { return Ok(None) };
+        let archive = client.stream_out(&name, volumes::MANIFEST, self.worker.encoding).await;
+        let archive = Box::pin(archive.map_err(failed)?);
+        let found = archives::file(archive, length).await;
+        let found = found.map_err(|error| RuntimeError::io("read a manifest", error))?;
+        Ok(found.filter(|manifest| manifest.len() == length))
+    }
+}

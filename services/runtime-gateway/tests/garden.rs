@@ -1,0 +1,27 @@
+//! The Garden runtime, over servers that speak as a Concourse worker's do.
+
+mod garden {
+    pub(crate) mod subject;
+}
+
+use garden::subject::GardenSubject;
+use testing::baggageclaim::Driver;
+use testing::garden::Manner;
+
+mod containerd {
+    use super::*;
+
+    testing::runtime_conformance!(GardenSubject::new(Manner::Containerd, Driver::Overlay).await);
+}
+
+mod guardian {
+    use super::*;
+
+    testing::runtime_conformance!(GardenSubject::new(Manner::Guardian, Driver::Naive).await);
+}
+
+mod houdini {
+    use super::*;
+
+    testing::runtime_conformance!(GardenSubject::new(Manner::Houdini, Driver::Naive).await);
+}

@@ -1,0 +1,103 @@
+//! A Garden runtime for a test, over servers of its own.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use concourse::garden::Settings;
+use domain::VolumeHandle;
+use runtime::{Contents, Root, Runtime, VolumeSource};
+use runtime_gateway::garden::{GardenConfig, GardenRuntime};
+use tempfile::TempDir;
+use testing::baggageclaim::{self, Driver};
+use testing::conformance::Subject;
+use testing::garden::{Manner, Server, Times};
+
+/// Small, so that tests fill it quickly.
+pub(crate) const SPOOL: u64 = 256 * 1024;
+
+pub(crate) struct GardenSubject {
+    runtime: Option<Arc<GardenRuntime>>,
+    pub(crate) garden: Server,
+    pub(crate) volumes: baggageclaim::Server,
+    dir: TempDir,
+    image: VolumeHandle,
+    roots: Mutex<Vec<VolumeHandle>>,
+}
+
+/// A runtime that is patient for as long as a test is.
+pub(crate) fn config(garden: &Server, volumes: &baggageclaim::Server, dir: &Path) -> GardenConfig {
+    let config = GardenConfig::new(garden.address(), volumes.address().to_string(), dir.join("state"));
+    GardenConfig {
+        spool_bytes: SPOOL,
+        start_patience: Duration::from_millis(300),
+        settings: Settings { retry_for: Duration::ZERO, ..config.settings.clone() },
+        ..config
+    }
+}
+
+impl GardenSubject {
+    /// `None` where this process may not confine others.
+    pub(crate) async fn new(manner: Manner, driver: Driver) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("not applicable: this process is not root");
+            return None;
+        }
+        let times = Times { stop: Duration::from_secs(5), ..Times::default() };
+        let garden = Server::with_times(manner, times);
+        let volumes = baggageclaim::Server::start(driver).await;
+        let dir = tempfile::tempdir().expect("a directory");
+        let runtime =
+            GardenRuntime::open(config(&garden, &volumes, dir.path())).await.expect("open the runtime");
+        let image = image(&*runtime).await;
+        Some(Self { runtime: Some(runtime), garden, volumes, dir, image, roots: Mutex::new(vec![image]) })
+    }
+}
+
+/// A volume with a root file system of empty directories, in which the servers of the tests show this machine's programs.
+pub(crate) async fn image(runtime: &dyn Runtime) -> VolumeHandle {
+    let image = VolumeHandle::new();
+    runtime.create_volume(image, VolumeSource::Empty).await.expect("make a volume");
+    let tree = tempfile::tempdir().expect("a directory");
+    for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
+        std::fs::create_dir_all(tree.path().join("rootfs").join(name)).expect("make");
+    }
+    std::fs::write(tree.path().join("rootfs/etc/passwd"), "root:x:0:0::/root:/bin/sh\n").expect("write");
+    let tar = std::process::Command::new("tar").arg("-c").arg("-C").arg(tree.path()).arg("rootfs").output();
+    let archive = Box::pin(std::io::Cursor::new(tar.expect("tar is installed").stdout));
+    let Contents::Remote(remote) = runtime.contents(image).await.expect("the contents") else {
+        panic!("its volumes are near")
+    };
+    remote.write(Path::new(""), archive).await.expect("write an image");
+    image
+}
+
+#[async_trait]
+impl Subject for GardenSubject {
+    fn runtime(&self) -> Arc<dyn Runtime> {
+        Arc::<GardenRuntime>::clone(self.runtime.as_ref().expect("a runtime"))
+    }
+
+    async fn reopen(&mut self) {
+        drop(self.runtime.take());
+        let config = config(&self.garden, &self.volumes, self.dir.path());
+        self.runtime = Some(GardenRuntime::open(config).await.expect("open the runtime again"));
+    }
+
+    fn spool_bytes(&self) -> u64 {
+        SPOOL
+    }
+
+    async fn root(&self) -> Root {
+        let (root, parent) = (VolumeHandle::new(), self.image);
+        let made = self.runtime().create_volume(root, VolumeSource::CopyOnWrite { parent }).await;
+        made.expect("make a root");
+        self.roots.lock().expect("no panic").push(root);
+        Root::Volume(root)
+    }
+
+    fn roots(&self) -> Vec<VolumeHandle> {
+        self.roots.lock().expect("no panic").clone()
+    }
+}

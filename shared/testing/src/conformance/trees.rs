@@ -1,0 +1,92 @@
+//! Files in volumes, near or far.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use domain::VolumeHandle;
+use runtime::{Contents, RemoteVolume, Runtime, RuntimeError};
+use tokio::io::AsyncReadExt;
+
+/// A tree beside a volume that is far: what goes into it, or came out of it.
+struct Beside(tempfile::TempDir);
+
+impl Beside {
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("a directory"))
+    }
+
+    /// As an archive of what is in it.
+    fn pack(&self) -> Vec<u8> {
+        let names =
+            std::fs::read_dir(self.0.path()).expect("list").map(|entry| entry.expect("an entry").file_name());
+        let tar = Command::new("tar").arg("-c").arg("-C").arg(self.0.path()).args(names).output();
+        tar.expect("tar is installed").stdout
+    }
+
+    fn unpack(&self, archive: &[u8]) {
+        let mut tar = Command::new("tar");
+        let tar = tar.args(["-x", "-C"]).arg(self.0.path()).stdin(Stdio::piped());
+        let mut tar = tar.spawn().expect("tar is installed");
+        std::io::Write::write_all(&mut tar.stdin.take().expect("a pipe"), archive).expect("write");
+        assert!(tar.wait().expect("wait").success(), "tar cannot read an archive");
+    }
+}
+
+async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<Beside> {
+    let mut archive = match volume.read(path).await {
+        Ok(archive) => archive,
+        Err(RuntimeError::PathNotFound(_)) => return None,
+        Err(error) => panic!("{error:?}"),
+    };
+    let mut bytes = Vec::new();
+    archive.read_to_end(&mut bytes).await.expect("a whole archive");
+    let beside = Beside::new();
+    beside.unpack(&bytes);
+    Some(beside)
+}
+
+/// Writes a file, with the directories above it.
+pub async fn put(runtime: &dyn Runtime, volume: VolumeHandle, path: &str, contents: &str) {
+    let write = |root: &Path| {
+        let path = root.join(path);
+        std::fs::create_dir_all(path.parent().expect("a directory above it")).expect("make");
+        std::fs::write(path, contents).expect("write");
+    };
+    match runtime.contents(volume).await.expect("the contents of a volume") {
+        Contents::Directory(root) => write(&root),
+        Contents::Remote(remote) => {
+            let beside = Beside::new();
+            write(beside.0.path());
+            let archive = Box::pin(std::io::Cursor::new(beside.pack()));
+            remote.write(Path::new(""), archive).await.expect("write into a volume");
+        }
+    }
+}
+
+/// Reads a file. `None`: there is none.
+pub async fn get(runtime: &dyn Runtime, volume: VolumeHandle, path: &str) -> Option<String> {
+    let read = |path: PathBuf| std::fs::read_to_string(path).ok();
+    match runtime.contents(volume).await.expect("the contents of a volume") {
+        Contents::Directory(root) => read(root.join(path)),
+        Contents::Remote(remote) => {
+            let beside = fetched(&*remote, Path::new(path)).await?;
+            read(beside.0.path().join(Path::new(path).file_name()?))
+        }
+    }
+}
+
+/// Whether a directory is there.
+pub async fn is_directory(runtime: &dyn Runtime, volume: VolumeHandle, path: &str) -> bool {
+    match runtime.contents(volume).await.expect("the contents of a volume") {
+        Contents::Directory(root) => root.join(path).is_dir(),
+        Contents::Remote(remote) => match fetched(&*remote, Path::new("")).await {
+            Some(beside) => beside.0.path().join(path).is_dir(),
+            None => false,
+        },
+    }
+}
+
+/// How many lines a file has. None, where there is none.
+pub async fn lines(runtime: &dyn Runtime, volume: VolumeHandle, path: &str) -> usize {
+    get(runtime, volume, path).await.map_or(0, |text| text.lines().count())
+}

@@ -1,0 +1,91 @@
+//! The root of a container, and what is mounted in it, in a mount namespace of each of its processes.
+//!
+//! Only where a container has a root that is a directory, and the test is root. An empty directory at the top of it that bears the name of one
+//! of the machine's shows that one, so that an image of empty directories runs the machine's programs.
+
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+/// Directories of the machine that an image may leave empty.
+const SHARED: [&str; 8] = ["usr", "bin", "sbin", "lib", "lib64", "etc", "dev", "proc"];
+
+struct Bind {
+    from: CString,
+    to: CString,
+    read_only: bool,
+}
+
+/// What a process sees.
+pub(super) struct Confined {
+    root: CString,
+    binds: Vec<Bind>,
+    dir: CString,
+}
+
+fn c(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+/// The root of a container of this spec, if its processes can be confined to it.
+pub(super) fn root(spec: &Value) -> Option<PathBuf> {
+    let root = PathBuf::from(spec["rootfs"].as_str()?.strip_prefix("raw://")?);
+    (root.is_dir() && rustix::process::geteuid().is_root()).then_some(root)
+}
+
+impl Confined {
+    /// Makes the points where things are mounted, and `dir`.
+    pub(super) fn new(root: &Path, mounts: &Value, dir: &str) -> io::Result<Self> {
+        let mut binds = Vec::new();
+        for name in SHARED {
+            let (shown, to) = (Path::new("/").join(name), root.join(name));
+            let is_empty = std::fs::read_dir(&to).is_ok_and(|mut entries| entries.next().is_none());
+            if is_empty && let Ok(shown) = shown.canonicalize() {
+                binds.push(Bind { from: c(&shown)?, to: c(&to)?, read_only: false });
+            }
+        }
+        let mut mounted: Vec<(PathBuf, PathBuf)> = Vec::new();
+        // Where a path inside is on the machine: in the mount that is nearest above, or in the root.
+        let real = |mounted: &[(PathBuf, PathBuf)], inside: &Path| {
+            let above =
+                mounted.iter().rev().find_map(|(at, from)| Some(from.join(inside.strip_prefix(at).ok()?)));
+            above.unwrap_or_else(|| root.join(inside.strip_prefix("/").unwrap_or(inside)))
+        };
+        for mount in mounts.as_array().into_iter().flatten() {
+            let text = |name: &str| PathBuf::from(mount[name].as_str().unwrap_or_default());
+            let (from, at) = (text("src_path"), text("dst_path"));
+            std::fs::create_dir_all(real(&mounted, &at))?;
+            let to = root.join(at.strip_prefix("/").unwrap_or(&at));
+            let read_only = mount["mode"].as_u64() != Some(1);
+            binds.push(Bind { from: c(&from)?, to: c(&to)?, read_only });
+            mounted.push((at, from));
+        }
+        let dir = Path::new("/").join(dir);
+        std::fs::create_dir_all(real(&mounted, &dir))?;
+        Ok(Self { root: c(root)?, binds, dir: c(&dir)? })
+    }
+
+    /// Called between fork and exec.
+    pub(super) fn enter(&self) -> io::Result<()> {
+        let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
+        let none = std::ptr::null();
+        // SAFETY: all strings end with a zero and outlive the calls, each of which is allowed between fork and exec.
+        unsafe {
+            check(libc::unshare(libc::CLONE_NEWNS))?;
+            check(libc::mount(none, c"/".as_ptr(), none, libc::MS_REC | libc::MS_PRIVATE, none.cast()))?;
+            for Bind { from, to, read_only } in &self.binds {
+                let flags = libc::MS_BIND | libc::MS_REC;
+                check(libc::mount(from.as_ptr(), to.as_ptr(), none, flags, none.cast()))?;
+                if *read_only {
+                    let flags = libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY;
+                    check(libc::mount(none, to.as_ptr(), none, flags, none.cast()))?;
+                }
+            }
+            check(libc::chroot(self.root.as_ptr()))?;
+            check(libc::chdir(self.dir.as_ptr()))
+        }
+    }
+}
