@@ -90,7 +90,13 @@ fn all_files(root: &Path, below: &Path, found: &mut BTreeSet<String>) {
 /// those in a container, whose mounts do.
 #[must_use]
 pub fn processes(cluster: &Cluster) -> BTreeMap<i32, String> {
-    let home = cluster.path("").display().to_string();
+    processes_of(&cluster.path(""))
+}
+
+/// The same, for whatever lives in the directory `home`.
+#[must_use]
+pub fn processes_of(home: &Path) -> BTreeMap<i32, String> {
+    let home = home.display().to_string();
     let home = home.trim_end_matches('/');
     let ours = fs::read_link("/proc/self/ns/mnt").expect("our mounts");
     let mut found = BTreeMap::new();

@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use crate::ticketed::{ThroughDoor, Ticketed};
 use crate::volumes::TransferError;
 use crate::worker::Worker;
-use crate::{Config, gauges, sweeper, synchronize};
+use crate::{Config, sweeper, synchronize};
 
 /// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
 const STARTING: Duration = Duration::from_secs(5);
@@ -62,12 +62,23 @@ impl Gateway {
         host.describe(server::Service {
             name: "runtime-gateway",
             version: env!("CARGO_PKG_VERSION"),
-            features: vec!["archives".to_owned()],
+            features: Vec::new(),
             limits: Vec::new(),
         });
-        let workers = gateway.clone();
-        host.add_check("workers", move || std::future::ready(workers.is_let_in()));
-        gauges::add(gateway.clone(), host);
+        // Whoever has not been let in speaks for no worker, and answers nothing but that.
+        let asked = gateway.clone();
+        host.add_check("scheduler", move || {
+            let workers = asked.workers();
+            let ready = if workers.iter().any(|worker| worker.session().is_some()) {
+                Ok(())
+            } else if workers.is_empty() {
+                Err("this gateway attends no worker yet".to_owned())
+            } else {
+                Err("it has not let this gateway in".to_owned())
+            };
+            std::future::ready(ready)
+        });
+        crate::gauges::add(gateway.clone(), host);
         Ok(gateway)
     }
 
@@ -138,20 +149,6 @@ impl Gateway {
     /// This gateway, for a call that may be for one worker only if it came through a door.
     pub(crate) fn for_call(&self, extensions: &http::Extensions) -> Self {
         Self(self.0.clone(), extensions.get::<ThroughDoor>().copied().or(self.1))
-    }
-
-    /// Whoever attends nobody, or has not been let in for somebody, answers for that worker nothing but that.
-    fn is_let_in(&self) -> Result<(), String> {
-        let workers = self.workers();
-        if workers.is_empty() {
-            return Err("this gateway attends no worker yet".to_owned());
-        }
-        match workers.iter().find(|worker| worker.session().is_none()) {
-            Some(worker) => {
-                Err(format!("the scheduler has not let it in for worker {}", worker.config.worker_name))
-            }
-            None => Ok(()),
-        }
     }
 
     pub(crate) fn workers(&self) -> Vec<Arc<Worker>> {

@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 
 use rpc::pb::scheduler::LeasePhase;
 
-use crate::Gateway;
+use crate::gateway::Gateway;
 use crate::worker::Worker;
 
 /// Sets the gauges whenever somebody reads them, and says what is counted elsewhere.
@@ -33,9 +33,7 @@ pub(crate) fn add(gateway: Gateway, host: &server::Host) {
         metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => direction).absolute(0);
     }
     host.add_gauges(move || {
-        for worker in gateway.workers() {
-            set(&worker);
-        }
+        gateway.workers().iter().for_each(|worker| set(worker));
         std::future::ready(())
     });
 }

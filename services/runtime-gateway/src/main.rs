@@ -30,7 +30,13 @@ struct Arguments {
     #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
     /// Where the artifact store listens: http://host:port or unix:///path, of each replica, with commas between them
-    #[arg(long, env = "GANTRY_ARTIFACT_STORE", value_name = "ADDRESSES", value_parser = rpc::client::addresses, required_unless_present = "door")]
+    #[arg(
+        long,
+        env = "GANTRY_ARTIFACT_STORE",
+        value_name = "ADDRESSES",
+        value_parser = rpc::client::addresses,
+        required_unless_present = "door"
+    )]
     artifact_store: Option<String>,
     #[command(flatten)]
     concourse: GardenArgs,
@@ -38,7 +44,7 @@ struct Arguments {
     #[arg(long, env = "GANTRY_WORKER_NAME", value_name = "NAME")]
     name: Option<String>,
     /// The platform of a Concourse worker. This machine's is `linux`
-    #[arg(long, env = "GANTRY_WORKER_PLATFORM", value_name = "PLATFORM", default_value = "linux")]
+    #[arg(long, env = "GANTRY_WORKER_PLATFORM", value_name = "NAME", default_value = "linux")]
     platform: String,
     /// A tag of the worker, may be repeated. With some, it takes only workloads with tags
     #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_name = "TAG", value_delimiter = ',')]
@@ -122,8 +128,8 @@ impl server::Program for Arguments {
             let machine = HostConfig::new(self.state_dir, self.runtime_dir)?;
             let name = machine.worker_name(self.name)?;
             let config = Config { worker_name: name, platform: "linux".to_owned(), ..common };
-            host.add_essential(async move {
-                // What another gateway has taken over is left alone at once.
+            host.spawn_vital(async move {
+                // Not drained when it fails: what another gateway has taken over is left alone at once.
                 runtime_gateway::attend_this_machine(&gateway, config, machine)
                     .await
                     .map(|never| match never {})

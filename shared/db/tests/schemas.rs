@@ -55,7 +55,7 @@ async fn services_share_a_database_and_see_nothing_of_each_other() {
 }
 
 async fn futures(settings: &impl Fn(&str) -> Settings) -> [Database; 4] {
-    let [one, again, other, last] = ["one", "one", "other", "other"].map(|name| settings(name));
+    let [one, again, other, last] = ["one", "one", "other", "other"].map(settings);
     let opened = tokio::join!(
         Database::open::<Old>(&one),
         Database::open::<Old>(&again),

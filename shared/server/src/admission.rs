@@ -21,10 +21,11 @@ pub(crate) struct AdmissionLayer(Arc<Rules>);
 struct Rules {
     /// What callers over TCP present. `None`: nothing.
     token: Option<String>,
+    /// Services that verify door tickets by themselves.
     ticketed: Ticketed,
 }
 
-/// Services that verify door tickets by themselves. Clones are the same set.
+/// Services that verify door tickets by themselves. They may be added while others are served already; clones are the same.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Ticketed(Arc<RwLock<Vec<&'static str>>>);
 
@@ -33,7 +34,7 @@ impl Ticketed {
         self.0.write().unwrap_or_else(PoisonError::into_inner).push(service);
     }
 
-    fn has(&self, service: &str) -> bool {
+    fn contains(&self, service: &str) -> bool {
         self.0.read().unwrap_or_else(PoisonError::into_inner).contains(&service)
     }
 }
@@ -99,7 +100,7 @@ impl Rules {
     fn verifies_ticket<B>(&self, request: &Request<B>) -> bool {
         let service = request.uri().path().strip_prefix('/').and_then(|path| path.split('/').next());
         request.headers().contains_key(DOOR_TICKET_HEADER)
-            && service.is_some_and(|service| self.ticketed.has(service))
+            && service.is_some_and(|service| self.ticketed.contains(service))
     }
 }
 

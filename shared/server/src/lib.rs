@@ -19,12 +19,12 @@ pub mod telemetry;
 
 use std::convert::Infallible;
 use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use futures::stream::FuturesUnordered;
 use rpc::pb::capabilities::capabilities_server::CapabilitiesServer;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -36,8 +36,6 @@ use tonic::transport::Server;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use admission::{AdmissionLayer, Ticketed};
-
 pub use activity::Activity;
 pub use capabilities::Service;
 pub use listen_args::{ListenArgs, shutdown_signal};
@@ -45,6 +43,7 @@ pub use listener::{Listener, PeerKind};
 pub use program::{Program, Starting, command, run};
 pub use readiness::LIVENESS;
 
+use crate::admission::{AdmissionLayer, Ticketed};
 use crate::capabilities::Answers;
 use crate::gate::Gate;
 use crate::operators::{Gathers, Recorder};
@@ -68,13 +67,26 @@ impl Default for Drain {
     }
 }
 
+/// That a task failed without which the process is of no use.
+#[derive(Debug, Clone, Default)]
+struct Failure {
+    happened: CancellationToken,
+    why: Arc<Mutex<Option<anyhow::Error>>>,
+}
+
+impl Failure {
+    fn take(&self) -> anyhow::Error {
+        let why = self.why.lock().unwrap_or_else(PoisonError::into_inner).take();
+        why.unwrap_or_else(|| anyhow::anyhow!("a task failed"))
+    }
+}
+
 /// Services that are served together, and the tasks that belong to them.
 pub struct Host {
     routes: RoutesBuilder,
     services: Vec<&'static str>,
     ticketed: Ticketed,
-    /// What the process lives for: it ends with the first that ends.
-    essentials: Vec<BoxFuture<'static, anyhow::Result<()>>>,
+    failure: Failure,
     tasks: TaskTracker,
     stopping: CancellationToken,
     activity: Activity,
@@ -111,7 +123,7 @@ impl Host {
             routes: RoutesBuilder::default(),
             services: Vec::new(),
             ticketed: Ticketed::default(),
-            essentials: Vec::new(),
+            failure: Failure::default(),
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
             activity: Activity::default(),
@@ -160,9 +172,19 @@ impl Host {
         self.tasks.spawn(task);
     }
 
-    /// Runs `task` for as long as the process serves, which ends with it, at once and not drained, as it ends.
-    pub fn add_essential(&mut self, task: impl Future<Output = anyhow::Result<()>> + Send + 'static) {
-        self.essentials.push(Box::pin(task));
+    /// Runs `task` until it ends, or the process is told to. When it fails the process ends with its error, at once and without draining.
+    pub fn spawn_vital(&self, task: impl Future<Output = anyhow::Result<()>> + Send + 'static) {
+        let (failure, stopping) = (self.failure.clone(), self.stopping.clone());
+        self.tasks.spawn(async move {
+            let ended = tokio::select! {
+                ended = task => ended,
+                () = stopping.cancelled() => Ok(()),
+            };
+            if let Err(error) = ended {
+                *failure.why.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                failure.happened.cancel();
+            }
+        });
     }
 
     /// Tracks tasks that services spawn later, one for a call or a workload.
@@ -271,8 +293,7 @@ impl Host {
             () = &mut shutdown => None,
             started = started => Some(started?),
         };
-        let Some(Self { routes, services, essentials, tasks, readiness, probe_interval, drain, .. }) =
-            started
+        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, failure, .. }) = started
         else {
             tracing::info!("told to end before it had started");
             return Ok(());
@@ -284,11 +305,10 @@ impl Host {
         tasks.spawn(readiness.clone().check_forever(probe_interval, stopping.clone()));
         let telling = readiness.clone().tell_forever(health.clone(), services.clone());
         tokio::pin!(telling);
-        let mut essentials = FuturesUnordered::from_iter(essentials);
 
         tokio::select! {
             result = &mut served => return result.context("the server failed"),
-            Some(over) = essentials.next() => return over,
+            () = failure.happened.cancelled() => return Err(failure.take()),
             () = &mut telling => {}
             () = &mut shutdown => {}
         }

@@ -16,6 +16,9 @@ use crate::settings::{duration, term};
 use crate::telemetry::{self, Telemetry};
 use crate::{Drain, Listener};
 
+/// The database layer warns of each transaction that SQLite needs no mode for it, and tells of each connection that broke.
+const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
+
 /// Settings that every service's own binary has.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Settings of every service")]
@@ -33,7 +36,7 @@ pub struct ListenArgs {
     #[arg(long, env = "GANTRY_METRICS_LISTEN", value_name = "ADDRESS")]
     metrics_listen: Option<String>,
     /// What is logged: a level (error, warn, info, debug, trace), or target=level pairs with commas between them
-    #[arg(long, env = "GANTRY_LOG", value_name = "FILTER", default_value = "info")]
+    #[arg(long, env = "GANTRY_LOG", value_name = "FILTER", default_value = LOGGED)]
     log: String,
     /// How often what the service needs is checked, such as its database; see docs/operations.md
     #[arg(long, env = "GANTRY_PROBE_INTERVAL", value_name = "DURATION", default_value = "2s", value_parser = term)]

@@ -65,6 +65,7 @@ const KNOWN: &[&str] = &[
     "GANTRY_WORKER_TAGS",
     "GANTRY_WORKER_TEAM",
     "GANTRY_WORKER_TTL",
+    "GANTRY_WORKERS_FILE",
 ];
 
 /// The variables of `command`'s settings that the other programs would take for a mistake. For tests: there are none.

@@ -82,44 +82,56 @@ async fn start_server() -> u16 {
 }
 
 fn spawn_server() -> (u16, Child) {
-    let bin =
-        Command::new("pg_config").arg("--bindir").output().ok().filter(|output| output.status.success());
-    let bin = bin.map(|output| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()));
-    let bin = bin.filter(|bin| bin.join("initdb").exists()).unwrap_or_else(newest_server);
-
+    let bin = binaries();
     remove_stale();
     let root = std::env::temp_dir().join(format!("gantry-test-postgres-{}", std::process::id()));
     std::fs::create_dir_all(&root).expect("a directory for PostgreSQL");
-    std::fs::set_permissions(&root, std::fs::Permissions::from_mode(0o700)).expect("chmod");
-    let as_root = unsafe { libc::geteuid() } == 0;
-    if as_root {
-        chown(&root, Some(NOBODY), Some(NOBODY)).expect("chown");
-    }
-    let data = root.join("data");
-    let unprivileged = |program: &str| {
-        let mut command = Command::new(bin.join(program));
-        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        if as_root {
-            command.uid(NOBODY).gid(NOBODY);
-        }
-        command
-    };
-
-    let mut initdb = unprivileged("initdb");
-    initdb.args(["--no-sync", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "-D"]).arg(&data);
-    assert!(initdb.status().expect("initdb runs").success(), "initdb failed");
-
+    initialize(&bin, &root);
     let port = free_port();
-    let mut server = unprivileged("postgres");
-    server.arg("-D").arg(&data).arg("-F").args(["-p", &port.to_string()]);
+    let fast = ["-F", "-c", "synchronous_commit=off", "-c", "full_page_writes=off"];
+    (port, spawn(&bin, &root, port, &fast))
+}
+
+/// Where the server's programs are.
+fn binaries() -> PathBuf {
+    let bin =
+        Command::new("pg_config").arg("--bindir").output().ok().filter(|output| output.status.success());
+    let bin = bin.map(|output| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()));
+    bin.filter(|bin| bin.join("initdb").exists()).unwrap_or_else(newest_server)
+}
+
+fn is_root() -> bool {
+    // SAFETY: it only asks.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// A program of PostgreSQL, which refuses to run as root.
+fn unprivileged(program: PathBuf) -> Command {
+    let mut command = Command::new(program);
+    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    if is_root() {
+        command.uid(NOBODY).gid(NOBODY);
+    }
+    command
+}
+
+/// Makes an empty server in the directory `root`.
+fn initialize(bin: &Path, root: &Path) {
+    std::fs::set_permissions(root, std::fs::Permissions::from_mode(0o700)).expect("chmod");
+    if is_root() {
+        chown(root, Some(NOBODY), Some(NOBODY)).expect("chown");
+    }
+    let mut initdb = unprivileged(bin.join("initdb"));
+    initdb.args(["--no-sync", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "-D"]);
+    assert!(initdb.arg(root.join("data")).status().expect("initdb runs").success(), "initdb failed");
+}
+
+/// Starts a server, which ends with the thread that calls this.
+fn spawn(bin: &Path, root: &Path, port: u16, more: &[&str]) -> Child {
+    let mut server = unprivileged(bin.join("postgres"));
+    server.arg("-D").arg(root.join("data")).args(["-p", &port.to_string()]).args(more);
     let sockets = format!("unix_socket_directories={}", root.display());
-    for setting in [
-        "listen_addresses=127.0.0.1",
-        "synchronous_commit=off",
-        "full_page_writes=off",
-        "max_connections=300",
-        &sockets,
-    ] {
+    for setting in ["listen_addresses=127.0.0.1", "max_connections=300", &sockets] {
         server.args(["-c", setting]);
     }
     // SAFETY: prctl is async-signal-safe, and nothing else is done between fork and exec.
@@ -129,7 +141,81 @@ fn spawn_server() -> (u16, Child) {
             _ => Err(std::io::Error::last_os_error()),
         });
     }
-    (port, server.spawn().expect("postgres runs"))
+    server.spawn().expect("postgres runs")
+}
+
+/// A PostgreSQL server of its own, which can be stopped and started again, and is durable. It is gone when this is dropped, and at the
+/// latest when the thread ends that started it.
+pub struct Server {
+    bin: PathBuf,
+    root: TempDir,
+    port: u16,
+    server: Option<Child>,
+}
+
+impl Server {
+    /// Makes one, and waits until it answers.
+    #[must_use]
+    pub fn new() -> Self {
+        let root = tempfile::Builder::new().prefix("gantry-postgres-").tempdir().expect("a directory");
+        let bin = binaries();
+        initialize(&bin, root.path());
+        let mut server = Self { bin, root, port: free_port(), server: None };
+        server.start();
+        server
+    }
+
+    /// Starts it, where it was stopped, and waits until it answers.
+    pub fn start(&mut self) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        self.server = Some(spawn(&self.bin, self.root.path(), self.port, &[]));
+        while !self.asked("SELECT 1").status().expect("psql runs").success() {
+            assert!(Instant::now() < deadline, "PostgreSQL does not answer");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Stops it as an operator would who does not wait for its clients.
+    pub fn stop(&mut self) {
+        if let Some(mut server) = self.server.take() {
+            let pid = libc::pid_t::try_from(server.id()).expect("a pid");
+            // SAFETY: kill has no memory to be unsafe about.
+            assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+            server.wait().expect("it ends");
+        }
+    }
+
+    /// Carries out SQL as its superuser, in the database `postgres`.
+    pub fn execute(&self, sql: &str) {
+        let mut psql = self.asked(sql);
+        let output = psql.stderr(Stdio::piped()).output().expect("psql runs");
+        assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// What `db::Settings` take, for `user` in the database `postgres`.
+    #[must_use]
+    pub fn url(&self, user: &str) -> String {
+        format!("postgres://{user}@127.0.0.1:{}/postgres", self.port)
+    }
+
+    fn asked(&self, sql: &str) -> Command {
+        let mut psql = unprivileged(self.bin.join("psql"));
+        psql.args(["-X", "-v", "ON_ERROR_STOP=1", "-h", "127.0.0.1", "-U", "postgres", "-d", "postgres"]);
+        psql.args(["-p", &self.port.to_string(), "-c", sql]);
+        psql
+    }
+}
+
+impl Default for Server {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
 }
 
 /// Where Debian keeps servers, the newest first.

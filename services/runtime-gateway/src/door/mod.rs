@@ -52,9 +52,9 @@ pub fn start_door(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyh
     host.add_service(Passed::<Containers>::new(door.clone()));
     host.add_service(Passed::<Volumes>::new(door));
     host.describe(server::Service {
-        name: "runtime-gateway",
+        name: "door",
         version: env!("CARGO_PKG_VERSION"),
-        features: vec!["door".to_owned()],
+        features: Vec::new(),
         limits: Vec::new(),
     });
     Ok(())

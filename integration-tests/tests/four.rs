@@ -1,0 +1,307 @@
+//! The four services as processes of their own, on PostgreSQL.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use integration_tests::suite::{Shape, Suite};
+use integration_tests::{code, describe, may_run_containers, send, started, wait_for};
+use serde_json::Value;
+
+const TWO: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 1 };
+
+fn status(suite: &Suite) -> (i32, Value) {
+    let output = suite.gantry(&["status", "--json"]).output().expect("gantry runs");
+    let document = serde_json::from_slice(output.stdout.trim_ascii());
+    (code(&output), document.unwrap_or_else(|error| panic!("{error}: {}", describe(&output))))
+}
+
+/// Uploads a directory, has it changed, and brings it back.
+fn main_job(suite: &Suite, word: &str) {
+    let source = suite.path("source");
+    fs::create_dir_all(&source).expect("made");
+    fs::write(source.join("file"), word).expect("written");
+    let out = suite.path(&format!("out-{word}"));
+    let script = format!("cat src/file src/file >report/twice; echo seen; echo {word} >&2; exit 7");
+    let output = format!("report={}", out.display());
+    let ran = suite.gantry(&["run", "-i", "src=source", "-o", &output, "--", "sh", "-c", &script]).output();
+    let ran = ran.expect("gantry runs");
+    assert_eq!(code(&ran), 7, "{}", describe(&ran));
+    assert_eq!(ran.stdout, b"seen\n");
+    assert_eq!(fs::read_to_string(out.join("twice")).expect("brought back"), format!("{word}{word}"));
+}
+
+#[test]
+fn the_main_job_goes_on_while_one_of_each_is_missing() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = Suite::start(TWO, &[]);
+    main_job(&suite, "first");
+
+    let (code, seen) = status(&suite);
+    assert_eq!(code, 0, "{seen}");
+    let services = seen["services"].as_array().expect("services");
+    let names: Vec<_> = services.iter().filter_map(|service| service["service"].as_str()).collect();
+    let expected = [
+        "artifact-store",
+        "artifact-store",
+        "runtime-gateway",
+        "scheduler",
+        "scheduler",
+        "streamer",
+        "streamer",
+    ];
+    assert_eq!(names, expected, "{seen}");
+    assert!(services.iter().all(|service| service["version"] == env!("CARGO_PKG_VERSION")), "{seen}");
+    assert_eq!(seen["workers"][0]["name"], "worker-0", "{seen}");
+
+    exported_metrics_are_documented(&suite);
+
+    // Whichever of the two each client talks to, the other one takes its place.
+    for missing in ["0", "1"] {
+        for program in ["scheduler", "artifact-store", "streamer"] {
+            suite.kill(&format!("{program}-{missing}"));
+        }
+        main_job(&suite, &format!("without-{missing}"));
+        let (code, seen) = status(&suite);
+        let services = seen["services"].as_array().expect("services");
+        let silent = services.iter().filter(|service| service["ready"] == false).count();
+        assert_eq!((code, silent), (1, 3), "{seen}");
+        for program in ["scheduler", "artifact-store", "streamer"] {
+            suite.spawn(&format!("{program}-{missing}"));
+            suite.wait_until_ready(&format!("{program}-{missing}"));
+        }
+    }
+    // The gateway, too: what it attends is still there.
+    suite.kill("runtime-gateway-0");
+    suite.spawn("runtime-gateway-0");
+    suite.wait_until_ready("runtime-gateway-0");
+    main_job(&suite, "last");
+    for name in suite.names() {
+        assert_eq!(suite.terminate(&name).code(), Some(0), "{name}");
+    }
+}
+
+/// Compares what is exported with what docs/operations.md says.
+fn exported_metrics_are_documented(suite: &Suite) {
+    let mut exported = BTreeSet::new();
+    for name in ["scheduler-0", "artifact-store-0", "streamer-0", "runtime-gateway-0"] {
+        let (head, page) = suite.page(name, "/metrics");
+        assert!(head.contains("200"), "{head}");
+        let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+        exported.extend(types.filter_map(|line| line.split(' ').next()).map(str::to_owned));
+        assert!(page.contains("gantry_ready 1"), "{page}");
+    }
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations.md");
+    let docs = fs::read_to_string(docs).expect("docs/operations.md");
+    let rows = docs.lines().filter_map(|line| line.strip_prefix("| `gantry_"));
+    let documented: BTreeSet<_> =
+        rows.filter_map(|row| row.split(['`', '{']).next()).map(|name| format!("gantry_{name}")).collect();
+    assert_eq!(exported, documented);
+    let (_, page) = suite.page("scheduler-0", "/metrics");
+    let (_, other) = suite.page("scheduler-1", "/metrics");
+    let counted = |page: &str| page.contains("gantry_rpc_calls_total{");
+    assert!(counted(&page) || counted(&other), "somebody was called: {page}");
+    assert!(page.contains("gantry_scheduler_workers{state=\"running\"} 1"), "{page}");
+    assert!(page.contains("gantry_scheduler_slots_drift 0"), "{page}");
+}
+
+#[test]
+fn readiness_follows_the_database_and_nothing_is_lost() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = Suite::start(Shape::ONE, &[]);
+    let kept = suite.succeed(&["run", "-d", "--", "sleep", "3600"]);
+    let (databases, others) = (["scheduler-0", "artifact-store-0"], ["streamer-0", "runtime-gateway-0"]);
+    let whereabouts = wait_for("it runs", || {
+        let shown = suite.succeed(&["show", "workload", kept.trim(), "--json"]);
+        let mut shown: Value = serde_json::from_str(&shown).expect("JSON");
+        (shown["state"] == "running").then(|| shown["whereabouts"].take())
+    });
+    suite.postgres.stop();
+    for name in databases {
+        let why = suite.wait_until_not_ready(name);
+        assert!(why.contains("database"), "{why}");
+        let (head, body) = suite.page(name, "/readyz");
+        assert!(head.contains("503") && body.contains("database"), "{head} {body}");
+        assert!(suite.page(name, "/healthz").0.contains("200"), "it is alive");
+        let alive = suite.health(name, "liveness");
+        assert!(alive.status.success(), "{}", describe(&alive));
+    }
+    // One that starts meanwhile waits, alive.
+    suite.kill("scheduler-0");
+    suite.spawn("scheduler-0");
+    wait_for("it is alive", || suite.health("scheduler-0", "liveness").status.success().then_some(()));
+    let why = suite.wait_until_not_ready("scheduler-0");
+    assert!(why.contains("starting"), "{why}");
+
+    suite.postgres.start();
+    for name in databases.iter().chain(&others) {
+        suite.wait_until_ready(name);
+    }
+    let (_, seen) = status(&suite);
+    assert_eq!(seen["workloads"]["running"], 1, "{seen}");
+    let ran = suite.succeed(&["show", "workload", kept.trim(), "--json"]);
+    assert_eq!(
+        serde_json::from_str::<Value>(&ran).expect("JSON")["whereabouts"],
+        whereabouts,
+        "it is the same attempt"
+    );
+    suite.succeed(&["cancel", "--grace", "0s", kept.trim()]);
+    main_job(&suite, "after");
+}
+
+#[test]
+fn a_service_that_is_told_to_end_lets_its_calls_go_and_they_go_on_elsewhere() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = Suite::start(Shape::ONE, &[("GANTRY_DRAIN_DELAY", "5s")]);
+    let (mut run, _stdout) = started({
+        let mut command = suite.gantry(&["run", "--", "sh", "-c", "echo ready; read line; exit 5"]);
+        command.stdin(Stdio::piped());
+        command
+    });
+    for name in suite.names() {
+        let begun = Instant::now();
+        suite.signal(&name, libc::SIGTERM);
+        // While it drains it says so at once, though nothing is wrong with it, and still answers.
+        wait_for("it says that it drains", || {
+            let (head, body) = suite.page(&name, "/readyz");
+            (head.contains("503") && body.contains("ending")).then_some(())
+        });
+        let health = suite.health(&name, "");
+        assert!(describe(&health).contains("not serving: it is ending"), "{}", describe(&health));
+        assert_eq!(suite.wait(&name).code(), Some(0), "{name}");
+        assert!(begun.elapsed() < Duration::from_secs(14), "{name} was cut: a stream did not end");
+        suite.spawn(&name);
+        suite.wait_until_ready(&name);
+    }
+    drop(run.stdin.take());
+    assert_eq!(run.wait().expect("ended").code(), Some(5));
+}
+
+#[test]
+fn settings_are_checked_before_anything_is_done() {
+    let binary = |name: &str| integration_tests::gantry_binary().with_file_name(name);
+    let needed = [
+        ("scheduler", vec!["--database-url", "postgres://me:secret@h/d", "--artifact-store", "http://a:1"]),
+        ("artifact-store", vec!["--database-url", "postgres://me:secret@h/d", "--scheduler", "http://s:1"]),
+        ("streamer", vec!["--scheduler", "http://s:1", "--artifact-store", "http://a:1"]),
+        (
+            "runtime-gateway",
+            vec!["--scheduler", "http://s:1", "--artifact-store", "http://a:1", "--name", "w"],
+        ),
+    ];
+    for (name, needed) in needed {
+        let run = |more: &[&str], variable: (&str, &str)| {
+            let mut command = Command::new(binary(name));
+            command.args(&needed).args(more).env_clear().env(variable.0, variable.1);
+            command.output().expect("it runs")
+        };
+        let shown = run(&["--print-config", "--drain-timeout", "7s"], ("GANTRY_LISTEN", "127.0.0.1:7000"));
+        assert!(shown.status.success(), "{}", describe(&shown));
+        let text = String::from_utf8(shown.stdout).expect("text");
+        let line = |flag: &str| {
+            let line = text.lines().find(|line| line.split(' ').next() == Some(flag));
+            line.unwrap_or_else(|| panic!("{flag} in {text}")).split_whitespace().skip(1).collect::<Vec<_>>()
+        };
+        assert_eq!(line("--listen"), ["GANTRY_LISTEN", "environment", "127.0.0.1:7000"]);
+        assert_eq!(line("--drain-timeout"), ["GANTRY_DRAIN_TIMEOUT", "flag", "7s"]);
+        assert_eq!(line("--probe-interval"), ["GANTRY_PROBE_INTERVAL", "default", "2s"]);
+        assert!(!text.contains("secret"), "{text}");
+
+        let refused = |more: &[&str], variable: (&str, &str), why: &str| {
+            let output = run(more, variable);
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && said.contains(why), "{why:?}: {}", describe(&output));
+        };
+        let nothing = ("OTHER", "1");
+        refused(&[], ("GANTRY_DRAIN_TIMEUOT", "1s"), "did you mean GANTRY_DRAIN_TIMEOUT?");
+        refused(&["--drain-timeuot", "1s"], nothing, "--drain-timeuot");
+        refused(&["--probe-interval", "0s"], nothing, "longer than nothing");
+        refused(&["--listen", "0.0.0.0:0"], nothing, "--insecure");
+        let help = run(&["--help"], nothing);
+        let help = String::from_utf8(help.stdout).expect("text");
+        for word in ["GANTRY_DRAIN_TIMEOUT", "GANTRY_METRICS_LISTEN", "health", "A DURATION is written"] {
+            assert!(help.contains(word), "{word} in {help}");
+        }
+    }
+    let scheduler = |more: &[&str]| {
+        let mut command = Command::new(binary("scheduler"));
+        command.args(["--artifact-store", "http://a:1"]).args(more).env_clear();
+        let output = command.output().expect("it runs");
+        assert!(!output.status.success(), "{}", describe(&output));
+        String::from_utf8(output.stderr).expect("text")
+    };
+    assert!(
+        scheduler(&["--database-url", "sqlite:///x", "--stop-after", "20m"])
+            .contains("--lost-after must be longer than --stop-after")
+    );
+    assert!(
+        scheduler(&["--database-url", "sqlite:///x", "--database-schema", "its"])
+            .contains("SQLite has no schemas")
+    );
+    assert!(scheduler(&["--database-url", "mysql://x"]).contains("postgres://"));
+}
+
+#[test]
+fn a_schema_is_migrated_beforehand_where_services_may_not() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let binary = integration_tests::gantry_binary().with_file_name("scheduler");
+    let url = format!("sqlite://{}/rows.db", directory.path().display());
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(&binary);
+        command.args(arguments).env_clear().env("GANTRY_DATABASE_URL", &url);
+        command.output().expect("it runs")
+    };
+    let serve = ["--artifact-store", "http://127.0.0.1:1", "--no-migrate"];
+    let refused = run(&serve);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("older than this program"), "{}", describe(&refused));
+    let migrated = run(&["migrate"]);
+    assert!(migrated.status.success(), "{}", describe(&migrated));
+
+    let mut command = Command::new(&binary);
+    command.args(serve).env_clear().env("GANTRY_DATABASE_URL", &url).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("it starts");
+    let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
+    let ready = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains(" ready")));
+    assert!(ready.is_some(), "it ended instead");
+    send(&child, libc::SIGTERM);
+    assert_eq!(child.wait().expect("ended").code(), Some(0));
+}
+
+#[test]
+fn a_watched_cluster_is_shown_when_something_has_changed() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, &[("GANTRY_WORKER_MAX_TASKS", "1")]);
+    let mut watch = suite.gantry(&["status", "--watch", "--json"]);
+    let mut watch = watch.stdout(Stdio::piped()).spawn().expect("gantry runs");
+    let mut lines = BufReader::new(watch.stdout.take().expect("stdout")).lines();
+    let mut until = |what: &str, is_it: &dyn Fn(&Value) -> bool| loop {
+        let line = lines.next().unwrap_or_else(|| panic!("it ended before {what}")).expect("a line");
+        let seen: Value = serde_json::from_str(&line).expect("one document a line");
+        if is_it(&seen) {
+            return seen;
+        }
+    };
+    until("all is ready", &|seen| seen["workers"][0]["state"] == "running");
+    let first = suite.succeed(&["run", "-d", "--", "sleep", "3600"]);
+    until("one runs", &|seen| seen["workloads"]["running"] == 1);
+    let second = suite.succeed(&["run", "-d", "--", "true"]);
+    let seen = until("one waits", &|seen| seen["queue"][0]["waiting_for"][0].is_string());
+    assert_eq!(seen["queue"][0]["workload_id"], second.trim(), "{seen}");
+    suite.succeed(&["cancel", "--grace", "0s", first.trim()]);
+    until("nothing waits", &|seen| {
+        seen["queue"] == Value::Array(Vec::new()) && seen["workloads"]["running"].is_null()
+    });
+    send(&watch, libc::SIGINT);
+    assert_eq!(watch.wait().expect("ended").code(), Some(130));
+}
