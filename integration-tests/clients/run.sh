@@ -86,8 +86,8 @@ export GANTRY_SERVER GANTRY_TOKEN_FILE
 # What each language has to do: decode the golden corpus, and the scenario, to its last line.
 call() {
     case $1 in
-    grpcurl) ./grpcurl/run ;;
-    *) "./$1/run" test && "./$1/run" "$PWD/golden" | tee "$scratch/said" && grep -q '^explained: never, unless ' "$scratch/said" ;;
+    grpcurl) timeout 600 ./grpcurl/run ;;
+    *) timeout 900 "./$1/run" test && timeout 900 "./$1/run" "$PWD/golden" | tee "$scratch/said" && grep -q '^explained: never, unless ' "$scratch/said" ;;
     esac
 }
 

@@ -306,3 +306,32 @@ fn files_that_change_or_cannot_be_read_are_named_and_allowed_when_asked() {
         assert_eq!(files(&allowed), ["fine", "growing"]);
     });
 }
+
+#[test]
+fn why_nothing_would_run_is_explained_and_nothing_runs() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let explain = |arguments: &[&str]| {
+        let line = ["--json", "run", "--explain"].iter().chain(arguments).chain(&["--", "true"]);
+        serde_json::from_slice::<Value>(&cluster.succeed(line)).expect("one object")
+    };
+    // A cluster that has just been started has no worker yet.
+    integration_tests::wait_for("a worker", || (explain(&[])["verdict"] == "placed").then_some(()));
+    let never = explain(&["--tag", "gpu"]);
+    assert_eq!(never["verdict"], "never", "{never}");
+    assert_eq!(never["workers"][0]["refusals"][0]["reason"], "MISSING_TAGS", "{never}");
+    let said = cluster.succeed(["run", "--explain", "--tag", "gpu", "--", "true"]);
+    let said = String::from_utf8(said).expect("text");
+    assert!(said.starts_with("no worker that is known could ever run it\n"), "{said}");
+    assert!(said.contains("lacks the tags gpu") && said.contains("it has the tags gpu"), "{said}");
+    assert!(cluster.list("workloads").is_empty(), "nothing was submitted");
+
+    let id = String::from_utf8(cluster.succeed(["run", "-d", "--", "true"])).expect("an id");
+    let placed = integration_tests::wait_for("it was placed", || {
+        let output = cluster.output(["explain", id.trim()]);
+        (code(&output) != 0).then_some(output)
+    });
+    assert!(self::said(&placed).contains("WORKLOAD_NOT_QUEUED"), "{}", describe(&placed));
+}

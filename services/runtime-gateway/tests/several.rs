@@ -91,6 +91,7 @@ impl Machine {
     /// As a gateway at `endpoint` attends it.
     fn pair(&self, scheduler: &str, endpoint: &str) -> (Config, Arc<dyn Runtime>) {
         let config = Config {
+            platform: "linux".to_owned(),
             worker_name: self.name.to_owned(),
             tags: Vec::new(),
             team: None,

@@ -7,6 +7,7 @@ import gantry.artifacts.v1.OwnersGrpc;
 import gantry.artifacts.v1.PutBuildRequest;
 import gantry.runtime.v1.Ack;
 import gantry.runtime.v1.AttachRequest;
+import gantry.runtime.v1.AttachResponse;
 import gantry.runtime.v1.ContainersGrpc;
 import gantry.runtime.v1.ReadArchiveRequest;
 import gantry.runtime.v1.Resume;
@@ -49,6 +50,8 @@ import io.grpc.Status;
 import io.grpc.StatusException;
 import io.grpc.protobuf.StatusProto;
 import io.grpc.stub.BlockingClientCall;
+import io.grpc.stub.ClientCallStreamObserver;
+import io.grpc.stub.ClientResponseObserver;
 import io.grpc.stub.MetadataUtils;
 import java.io.BufferedOutputStream;
 import java.io.ByteArrayInputStream;
@@ -67,6 +70,7 @@ import java.util.List;
 import java.util.Map;
 import java.util.TreeMap;
 import java.util.UUID;
+import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
 import java.util.stream.Collectors;
 import java.util.stream.IntStream;
@@ -241,24 +245,62 @@ public final class Client implements AutoCloseable {
     var output = new ByteArrayOutputStream();
     for (int connections = 1; ; connections++) {
       ManagedChannel channel = gateway(whereabouts.getGatewayEndpoint());
-      var call = ContainersGrpc.newBlockingV2Stub(channel).attach();
+      var reader = new Reader(output, connections == 1 ? BREAK_AFTER : Integer.MAX_VALUE);
+      var requests = ContainersGrpc.newStub(channel).attach(reader);
       var resume = Resume.newBuilder().setTeam(team).setProcessId(whereabouts.getAttemptId()).setStdoutOffset(output.size());
-      call.write(AttachRequest.newBuilder().setResume(resume).build());
-      while (connections > 1 || output.size() < BREAK_AFTER) {
-        var said = call.read();
-        check(said != null, "the stream was cut");
-        if (said.hasOutput() && said.getOutput().getStream() == Stream.STREAM_STDOUT) {
-          check(said.getOutput().getOffset() == output.size(), "out of order");
-          said.getOutput().getData().writeTo(output);
-          // What is acknowledged is never sent again, and lets the process go on.
-          call.write(AttachRequest.newBuilder().setAck(Ack.newBuilder().setStdoutOffset(output.size())).build());
-        }
-        if (said.hasDone()) {
-          call.halfClose();
-          return new Attached(output.toByteArray(), connections);
-        }
+      requests.onNext(AttachRequest.newBuilder().setResume(resume).build());
+      boolean done = reader.done.get();
+      channel.shutdownNow().awaitTermination(5, TimeUnit.SECONDS); // Breaks the connection.
+      if (done) {
+        return new Attached(output.toByteArray(), connections);
       }
-      channel.shutdownNow(); // Breaks the connection.
+    }
+  }
+
+  /** Never waits to send: a blocking stub that does, while answers wait to be read, may wait for ever. */
+  private static final class Reader implements ClientResponseObserver<AttachRequest, AttachResponse> {
+    final CompletableFuture<Boolean> done = new CompletableFuture<>();
+    private final ByteArrayOutputStream output;
+    private final int breakAfter;
+    private ClientCallStreamObserver<AttachRequest> requests;
+
+    Reader(ByteArrayOutputStream output, int breakAfter) {
+      this.output = output;
+      this.breakAfter = breakAfter;
+    }
+
+    @Override
+    public void beforeStart(ClientCallStreamObserver<AttachRequest> requests) {
+      this.requests = requests;
+    }
+
+    @Override
+    public void onNext(AttachResponse said) {
+      if (done.isDone()) {
+        return;
+      }
+      if (said.hasOutput() && said.getOutput().getStream() == Stream.STREAM_STDOUT) {
+        check(said.getOutput().getOffset() == output.size(), "out of order");
+        output.writeBytes(said.getOutput().getData().toByteArray());
+        // What is acknowledged is never sent again, and lets the process go on.
+        requests.onNext(AttachRequest.newBuilder().setAck(Ack.newBuilder().setStdoutOffset(output.size())).build());
+      }
+      if (said.hasDone()) {
+        requests.onCompleted();
+        done.complete(true);
+      } else if (output.size() >= breakAfter) {
+        done.complete(false);
+      }
+    }
+
+    @Override
+    public void onError(Throwable error) {
+      done.completeExceptionally(error);
+    }
+
+    @Override
+    public void onCompleted() {
+      done.completeExceptionally(new IOException("the stream was cut"));
     }
   }
   // docs:end
