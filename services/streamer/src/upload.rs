@@ -23,7 +23,7 @@ use rpc::pb::scheduler::{self as scheduler};
 use rpc::{Peer, Reason, Refusal};
 use tonic::{Response, Status};
 
-use crate::Config;
+use crate::{Config, SERVICE};
 
 /// How long a cluster may take to be ready for uploads.
 const SETTLE_DOWN: Duration = Duration::from_secs(3);
@@ -142,6 +142,10 @@ impl Upload {
             async move { replicas.plan_replica(plan).await }
         })
         .await?;
+        if !planned.digest.is_empty() {
+            let message = format!("artifact {} has its bytes already", self.wanted.artifact);
+            return Err(Reason::ArtifactExists.status(SERVICE, message).into());
+        }
         let issue = scheduler::IssueTicketRequest {
             team: self.wanted.team.clone(),
             worker_id: lease.worker_id.clone(),
