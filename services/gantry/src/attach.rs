@@ -147,6 +147,7 @@ async fn open(
         process_id: whereabouts.attempt_id.clone(),
         stdout_offset: streams.stdout.received(),
         stderr_offset: streams.stderr.received(),
+        worker_id: whereabouts.worker_id.clone(),
     };
     // The queue is empty and its other end is there.
     _ = asks.send(ask(Ask::Resume(resume))).await;

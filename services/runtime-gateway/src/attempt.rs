@@ -468,7 +468,9 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         root: match task.spec.image {
             Image::Host => Root::Host,
             Image::Artifact(_) => {
-                return Err(RuntimeError::Unsupported("it cannot run images from artifacts".to_owned()).into());
+                return Err(
+                    RuntimeError::Unsupported("it cannot run images from artifacts".to_owned()).into()
+                );
             }
         },
         mounts: mounts.collect(),

@@ -18,8 +18,8 @@ use tokio::sync::RwLock;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::Config;
 use crate::worker::Worker;
+use crate::{Config, Gateway};
 
 pub(crate) mod store;
 
@@ -134,6 +134,12 @@ impl Directories {
         let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
         Worker::new(config, self.clone(), "boot".to_owned(), tasks, stopping).expect("a worker")
     }
+}
+
+/// A gateway that attends these workers.
+pub(crate) fn gateway_of(workers: &[Arc<Worker>], scheduler: &str) -> Gateway {
+    let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
+    Gateway::of(workers.to_vec(), scheduler, None, tasks, stopping).expect("an address")
 }
 
 /// What was put into `mutex`.

@@ -19,7 +19,7 @@ use rpc::pb::runtime::read_response::Message as ReadAnswer;
 use rpc::pb::runtime::volumes_server::{Volumes, VolumesServer};
 use rpc::pb::runtime::write_request::Message as WriteSaid;
 use rpc::pb::runtime::write_response::Message as WriteAnswer;
-use rpc::{Reason, Refusal, invalid_field, parse_id, parse_team};
+use rpc::{Reason, Refusal, invalid_field, parse_id, parse_optional_id, parse_team};
 use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -28,6 +28,7 @@ use tracing::Instrument;
 use transfer::{Limits, Manifest, ManifestBuilder, Runs, WriteError};
 
 use crate::SERVICE;
+use crate::gateway::{Gateway, NotAttended};
 use crate::volumes::{self, Filling, TransferError};
 use crate::worker::Worker;
 
@@ -38,31 +39,31 @@ const STDIN_MESSAGES: usize = 257;
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
-pub(crate) fn containers(worker: Arc<Worker>) -> ContainersServer<Handler> {
-    ContainersServer::new(Handler { worker })
+pub(crate) fn containers(gateway: Gateway) -> ContainersServer<Handler> {
+    ContainersServer::new(Handler { gateway })
 }
 
-pub(crate) fn volumes(worker: Arc<Worker>) -> VolumesServer<Handler> {
-    VolumesServer::new(Handler { worker })
+pub(crate) fn volumes(gateway: Gateway) -> VolumesServer<Handler> {
+    VolumesServer::new(Handler { gateway })
 }
 
 pub(crate) struct Handler {
-    worker: Arc<Worker>,
+    gateway: Gateway,
 }
 
 impl Handler {
     /// Runs a call in a task of its own, which answers through a bounded channel.
     fn answer<T, F>(
         &self,
-        call: impl FnOnce(Arc<Worker>, Answers<T>) -> F,
+        call: impl FnOnce(Gateway, Answers<T>) -> F,
     ) -> Response<ReceiverStream<Result<T, Status>>>
     where
         T: Send + 'static,
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
         let (answers, stream) = mpsc::channel(ANSWERS);
-        let call = call(self.worker.clone(), answers.clone());
-        let stopping = self.worker.stopping.clone();
+        let call = call(self.gateway.clone(), answers.clone());
+        let stopping = self.gateway.stopping().clone();
         let task = async move {
             let result = tokio::select! {
                 result = call => result,
@@ -74,7 +75,7 @@ impl Handler {
                 answers.send(Err(status)).await.ok();
             }
         };
-        self.worker.tasks.spawn(task.in_current_span());
+        self.gateway.tasks().spawn(task.in_current_span());
         Response::new(ReceiverStream::new(stream))
     }
 }
@@ -88,12 +89,12 @@ impl Containers for Handler {
         request: Request<Streaming<pb::AttachRequest>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         let said = request.into_inner();
-        Ok(self.answer(|worker, answers| attach(worker, said, answers)))
+        Ok(self.answer(|gateway, answers| attach(gateway, said, answers)))
     }
 }
 
 async fn attach(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     mut said: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
@@ -103,6 +104,12 @@ async fn attach(
     };
     let team = parse_team("resume.team", resume.team)?;
     let process: AttemptId = parse_id("resume.process_id", &resume.process_id)?;
+    let worker = match parse_optional_id("resume.worker_id", &resume.worker_id)? {
+        Some(worker) => gateway.worker(worker).await?,
+        None => gateway.only_worker().ok_or_else(|| {
+            invalid_field("resume.worker_id", "is required: this gateway does not attend just one worker")
+        })?,
+    };
     if worker.runtime.team(process).await.map_err(status)? != team {
         return Err(status(RuntimeError::ProcessNotFound(process)));
     }
@@ -222,7 +229,7 @@ impl Volumes for Handler {
         request: Request<Streaming<pb::WriteRequest>>,
     ) -> Result<Response<Self::WriteStream>, Status> {
         let said = request.into_inner();
-        Ok(self.answer(|worker, answers| write(worker, said, answers)))
+        Ok(self.answer(|gateway, answers| write(gateway, said, answers)))
     }
 
     async fn read(
@@ -230,7 +237,7 @@ impl Volumes for Handler {
         request: Request<Streaming<pb::ReadRequest>>,
     ) -> Result<Response<Self::ReadStream>, Status> {
         let said = request.into_inner();
-        Ok(self.answer(|worker, answers| read(worker, said, answers)))
+        Ok(self.answer(|gateway, answers| read(gateway, said, answers)))
     }
 
     type ReadArchiveStream = ReceiverStream<Result<pb::ReadArchiveResponse, Status>>;
@@ -254,9 +261,9 @@ impl Volumes for Handler {
         request: Request<pb::ReadFileRequest>,
     ) -> Result<Response<Self::ReadFileStream>, Status> {
         let request = request.into_inner();
-        let ticket = volumes::admit(&self.worker, &request.ticket, TicketOperation::Read).await?;
+        let (worker, ticket) = self.gateway.admit(&request.ticket, TicketOperation::Read).await?;
         let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
-        Ok(self.answer(|worker, answers| read_file(worker, ticket, path, answers)))
+        Ok(self.answer(|_, answers| read_file(worker, ticket, path, answers)))
     }
 }
 
@@ -270,7 +277,7 @@ async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Status> {
 }
 
 async fn write(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     mut said: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
@@ -278,7 +285,7 @@ async fn write(
     let WriteSaid::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
-    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Write).await?;
+    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let manifest = receive_manifest(&mut said).await?;
 
     let mut filling = Filling::begin(&worker, ticket, Arc::new(manifest)).await?;
@@ -336,7 +343,7 @@ fn length(data: &Bytes) -> u64 {
 }
 
 async fn read(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     mut said: Streaming<pb::ReadRequest>,
     answers: Answers<pb::ReadResponse>,
 ) -> Result<(), Status> {
@@ -345,7 +352,7 @@ async fn read(
         Some(ReadSaid::Open(open)) => open,
         _ => return Err(invalid_field("message", "the first message must be `open`")),
     };
-    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Read).await?;
+    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
     let manifest = volumes::manifest(&worker, &ticket).await?;
     for part in rpc::tree::manifest_parts(&manifest) {
         answer(ReadAnswer::Manifest(part)).await?;
@@ -410,7 +417,7 @@ impl From<TransferError> for Status {
         let reason = match &error {
             TransferError::Ticket => Reason::InvalidToken,
             TransferError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
-            TransferError::NotAttended(_) => Reason::NotAttended,
+            TransferError::NotAttended(elsewhere) => return elsewhere.clone().into(),
             TransferError::Worker(_) => {
                 let TransferError::Worker(error) = error else { return truncated() };
                 return status(error);
@@ -433,6 +440,15 @@ impl From<TransferError> for Status {
             TransferError::CallerGone => return truncated(),
         };
         reason.status(SERVICE, chain(&error))
+    }
+}
+
+impl From<NotAttended> for Status {
+    fn from(error: NotAttended) -> Self {
+        let message = error.to_string();
+        let mut about = vec![("worker_id", error.worker.to_string())];
+        about.extend(error.endpoint.map(|endpoint| ("gateway_endpoint", endpoint)));
+        Reason::NotAttended.status_about(SERVICE, message, about)
     }
 }
 

@@ -16,6 +16,7 @@ mod contact;
 mod contents;
 #[cfg(test)]
 mod for_tests;
+mod gateway;
 mod grpc;
 pub mod host;
 mod rehash;
@@ -29,37 +30,42 @@ mod worker;
 use std::future::Future;
 use std::sync::Arc;
 
+use anyhow::Context;
 use runtime::Runtime;
 use server::{Host, Listener};
 
 pub use config::Config;
+pub use gateway::Gateway;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";
 
-/// Adds a gateway that attends the worker behind `runtime` to `host`.
-pub async fn start(config: Config, runtime: Arc<dyn Runtime>, host: &mut Host) -> anyhow::Result<()> {
-    if config.hold_destruction {
-        tracing::warn!("destruction is held: no container and no volume is destroyed, and the disk fills up");
+/// Adds a gateway to `host` that attends each of these workers, of which there is at least one.
+///
+/// # Errors
+///
+/// There is no worker, one cannot say who it is, or an address is malformed.
+pub async fn start(
+    workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
+    host: &mut Host,
+) -> anyhow::Result<Gateway> {
+    let mut workers = workers.into_iter().peekable();
+    let (first, _) = workers.peek().context("a gateway attends at least one worker")?;
+    let gateway = Gateway::new(&first.scheduler, first.token.as_deref(), host)?;
+    for (config, runtime) in workers {
+        gateway.attend(config, runtime).await?;
     }
-    let boot = runtime.marker().await?.boot;
-    let worker = worker::Worker::new(config, runtime, boot, host.tasks(), host.stopping())?;
-    host.spawn(synchronize::forever(worker.clone()));
-    host.spawn(sweeper::sweep_forever(worker.clone()));
-    host.spawn(sweeper::report_forever(worker.clone()));
-    host.add_service(grpc::containers(worker.clone()));
-    host.add_service(grpc::volumes(worker));
-    Ok(())
+    Ok(gateway)
 }
 
-/// Serves on `listener` until `shutdown` resolves. Processes go on: their supervisors keep them.
+/// Serves on `listener` until `shutdown` resolves. Processes go on: their supervisors keep them. Callers over TCP present `token`.
 pub async fn serve(
-    config: Config,
-    runtime: Arc<dyn Runtime>,
+    workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
+    token: Option<String>,
     listener: Listener,
     shutdown: impl Future<Output = ()> + Send,
 ) -> anyhow::Result<()> {
-    let mut host = Host::new().with_token(config.token.clone());
-    start(config, runtime, &mut host).await?;
+    let mut host = Host::new().with_token(token);
+    start(workers, &mut host).await?;
     host.serve([listener], shutdown).await
 }

@@ -73,11 +73,11 @@ async fn attend(args: Args) -> anyhow::Result<()> {
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
         scheduler: args.scheduler,
         artifact_store: args.artifact_store,
-        token,
+        token: token.clone(),
         manifest_dir: args.state_dir.join("manifests"),
         report_interval: Duration::from_secs(60),
         destroy_concurrency: 8,
         hold_destruction: args.hold_destruction,
     };
-    runtime_gateway::serve(config, runtime, listener, server::shutdown_signal()).await
+    runtime_gateway::serve([(config, runtime as _)], token, listener, server::shutdown_signal()).await
 }

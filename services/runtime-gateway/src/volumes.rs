@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use domain::VolumeHandle;
-use domain::worker::{TicketClaims, TicketOperation};
+use domain::worker::TicketClaims;
 use runtime::{RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use tokio::sync::mpsc;
@@ -24,6 +24,7 @@ use transfer::{
 use crate::attempt;
 use crate::blocking::blocking;
 use crate::contents::directory;
+use crate::gateway::NotAttended;
 use crate::trees::TreeError;
 use crate::worker::Worker;
 use rpc::Refusal;
@@ -43,8 +44,8 @@ pub(crate) enum TransferError {
     #[error("cannot verify the ticket")]
     Keys(#[source] Refusal),
     /// The ticket is for another worker.
-    #[error("this gateway does not attend worker {0}")]
-    NotAttended(domain::WorkerId),
+    #[error(transparent)]
+    NotAttended(#[from] NotAttended),
     /// The worker failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
@@ -89,26 +90,6 @@ impl From<TreeError> for TransferError {
             TreeError::Worker(error) => Self::Worker(error),
         }
     }
-}
-
-/// Verifies a ticket for `operation` on a volume of this worker.
-pub(crate) async fn admit(
-    worker: &Worker,
-    ticket: &str,
-    operation: TicketOperation,
-) -> Result<TicketClaims, TransferError> {
-    let claims: TicketClaims = worker.keys.verify(ticket).await.map_err(|error| match error {
-        rpc::token::VerifyError::Invalid(_) => TransferError::Ticket,
-        rpc::token::VerifyError::KeysUnavailable(refusal) => TransferError::Keys(refusal),
-    })?;
-    if claims.operation != operation || claims.expires_at < domain::Timestamp::now() {
-        return Err(TransferError::Ticket);
-    }
-    let session = worker.wait_for_session().await;
-    if claims.worker != session.worker {
-        return Err(TransferError::NotAttended(claims.worker));
-    }
-    Ok(claims)
 }
 
 /// A volume that is being filled.

@@ -12,7 +12,6 @@ use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
-use rpc::token::Keys;
 use runtime::Runtime;
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -55,7 +54,6 @@ pub(crate) struct Worker {
     pub(crate) inventory: InventoryClient<Peer>,
     pub(crate) workers: WorkersClient<Peer>,
     pub(crate) workloads: WorkloadsClient<Peer>,
-    pub(crate) keys: Keys,
     pub(crate) trees: Trees,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
@@ -86,8 +84,7 @@ impl Worker {
             inventory: InventoryClient::new(store),
             // A desired state has the specs of all its leases.
             workers: WorkersClient::new(scheduler.clone()).max_decoding_message_size(DESIRED_BYTES),
-            workloads: WorkloadsClient::new(scheduler.clone()),
-            keys: Keys::new(scheduler),
+            workloads: WorkloadsClient::new(scheduler),
             trees: Trees::open(&config.manifest_dir, boot)?,
             session: watch::Sender::new(None),
             attempts: Mutex::default(),

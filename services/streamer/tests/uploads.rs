@@ -87,7 +87,7 @@ impl Suite {
                 destroy_concurrency: 4,
                 hold_destruction: false,
             };
-            runtime_gateway::start(config, machine.clone(), &mut host).await.expect("a gateway");
+            runtime_gateway::start([(config, machine.clone() as _)], &mut host).await.expect("a gateway");
         }
 
         let (stop, stopped) = oneshot::channel();

@@ -60,6 +60,6 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         destroy_concurrency: DESTROY_CONCURRENCY,
         hold_destruction: args.hold_destruction,
     };
-    runtime_gateway::start(gateway, runtime.clone(), host).await?;
+    runtime_gateway::start([(gateway, runtime.clone() as _)], host).await?;
     Ok(runtime)
 }

@@ -6,7 +6,7 @@ use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
 use super::*;
-use crate::for_tests::{Directories, NOBODY, within};
+use crate::for_tests::{Directories, NOBODY, gateway_of, within};
 
 /// What the first answer to this `resume` is.
 async fn attached(
@@ -35,7 +35,7 @@ async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_on
     let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
     let endpoint = listener.endpoint().expect("its address");
     let mut host = Host::new();
-    host.add_service(containers(worker.clone()));
+    host.add_service(containers(gateway_of(&[worker], NOBODY)));
     let (stop, stopped) = oneshot::channel();
     let served = tokio::spawn(host.serve([listener], async {
         stopped.await.ok();

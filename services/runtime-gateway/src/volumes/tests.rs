@@ -21,7 +21,7 @@ fn ticket(volume: VolumeHandle) -> TicketClaims {
         worker: domain::WorkerId::new(),
         volume,
         team: "main".to_owned(),
-        operation: TicketOperation::Write,
+        operation: domain::worker::TicketOperation::Write,
         expires_at: domain::Timestamp::now(),
     }
 }

@@ -1,0 +1,170 @@
+//! The workers that this process attends, and for which of them a call is.
+//!
+//! All of them share one `Containers` and one `Volumes`. A call for another worker is never forwarded, for a gateway stands beside
+//! untrusted code: it is told where to go, as the scheduler knows it.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use domain::worker::{TicketClaims, TicketOperation};
+use domain::{Timestamp, WorkerId};
+use rpc::Peer;
+use rpc::client::Outgoing;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::token::{Keys, VerifyError};
+use runtime::Runtime;
+use server::Host;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::volumes::TransferError;
+use crate::worker::Worker;
+use crate::{Config, sweeper, synchronize};
+
+/// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
+const STARTING: Duration = Duration::from_secs(5);
+/// How long the scheduler may take to say where to go.
+const ASK: Duration = Duration::from_secs(5);
+
+/// A gateway: it attends the workers that were given to it. Clones share them.
+#[derive(Clone)]
+pub struct Gateway(Arc<Inner>);
+
+struct Inner {
+    workers: RwLock<Vec<Arc<Worker>>>,
+    keys: Keys,
+    scheduler: WorkersClient<Peer>,
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+}
+
+/// A call is for a worker that this gateway does not attend.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("this gateway does not attend worker {worker}")]
+pub(crate) struct NotAttended {
+    pub(crate) worker: WorkerId,
+    /// The gateway that attends it. `None`: none does, or the scheduler does not say.
+    pub(crate) endpoint: Option<String>,
+}
+
+impl Gateway {
+    /// A gateway that attends nobody yet. Its services are added to `host`.
+    ///
+    /// # Errors
+    ///
+    /// The address of the scheduler is malformed.
+    pub fn new(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<Self> {
+        let gateway = Self::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
+        host.add_service(crate::grpc::containers(gateway.clone()));
+        host.add_service(crate::grpc::volumes(gateway.clone()));
+        Ok(gateway)
+    }
+
+    pub(crate) fn of(
+        workers: Vec<Arc<Worker>>,
+        scheduler: &str,
+        token: Option<&str>,
+        tasks: TaskTracker,
+        stopping: CancellationToken,
+    ) -> anyhow::Result<Self> {
+        let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
+        Ok(Self(Arc::new(Inner {
+            workers: RwLock::new(workers),
+            keys: Keys::new(scheduler.clone()),
+            scheduler: WorkersClient::new(scheduler),
+            tasks,
+            stopping,
+        })))
+    }
+
+    /// Attends the worker behind `runtime`, too, from now on.
+    ///
+    /// # Errors
+    ///
+    /// The worker cannot say who it is, or an address in `config` is malformed.
+    pub async fn attend(&self, config: Config, runtime: Arc<dyn Runtime>) -> anyhow::Result<()> {
+        if config.hold_destruction {
+            tracing::warn!(
+                worker.name = config.worker_name,
+                "destruction is held: no container and no volume is destroyed, and the disk fills up"
+            );
+        }
+        let boot = runtime.marker().await?.boot;
+        let worker = Worker::new(config, runtime, boot, self.0.tasks.clone(), self.0.stopping.clone())?;
+        self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(worker.clone());
+        self.0.tasks.spawn(synchronize::forever(worker.clone()));
+        self.0.tasks.spawn(sweeper::sweep_forever(worker.clone()));
+        self.0.tasks.spawn(sweeper::report_forever(worker));
+        Ok(())
+    }
+
+    pub(crate) fn tasks(&self) -> &TaskTracker {
+        &self.0.tasks
+    }
+
+    pub(crate) fn stopping(&self) -> &CancellationToken {
+        &self.0.stopping
+    }
+
+    fn workers(&self) -> Vec<Arc<Worker>> {
+        self.0.workers.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The only worker that is attended here. `None`: there is none, or there are several.
+    pub(crate) fn only_worker(&self) -> Option<Arc<Worker>> {
+        let mut workers = self.workers();
+        workers.pop().filter(|_| workers.is_empty())
+    }
+
+    /// The worker with this id, if this gateway speaks for it.
+    pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<Worker>, NotAttended> {
+        let workers = self.workers();
+        let find = || workers.iter().find(|worker| worker.session().is_some_and(|open| open.worker == id));
+        if let Some(worker) = find() {
+            return Ok(worker.clone());
+        }
+        // Who they are is not known before they have been let in.
+        let let_in = futures::future::join_all(workers.iter().map(|worker| worker.wait_for_session()));
+        // Whether that was enough shows in what is found now.
+        tokio::time::timeout(STARTING, let_in).await.ok();
+        match find() {
+            Some(worker) => Ok(worker.clone()),
+            None => Err(NotAttended { worker: id, endpoint: self.elsewhere(id).await }),
+        }
+    }
+
+    /// Where the scheduler says that a worker is attended, if not here.
+    async fn elsewhere(&self, worker: WorkerId) -> Option<String> {
+        let mut scheduler = self.0.scheduler.clone();
+        let asked = scheduler.get_worker(pb::GetWorkerRequest { worker: worker.to_string() });
+        let answer = match tokio::time::timeout(ASK, asked).await {
+            Ok(Ok(answer)) => answer.into_inner(),
+            Ok(Err(error)) => {
+                tracing::debug!(worker.id = %worker, %error, "the scheduler does not say who attends a worker");
+                return None;
+            }
+            Err(_) => return None,
+        };
+        let endpoint = answer.worker?.gateway_endpoint;
+        let ours = self.workers().iter().any(|worker| worker.config.endpoint == endpoint);
+        Some(endpoint).filter(|endpoint| !ours && !endpoint.is_empty())
+    }
+
+    /// Verifies a ticket for `operation`, and answers the worker that it names.
+    pub(crate) async fn admit(
+        &self,
+        ticket: &str,
+        operation: TicketOperation,
+    ) -> Result<(Arc<Worker>, TicketClaims), TransferError> {
+        let claims: TicketClaims = self.0.keys.verify(ticket).await.map_err(|error| match error {
+            VerifyError::Invalid(_) => TransferError::Ticket,
+            VerifyError::KeysUnavailable(refusal) => TransferError::Keys(refusal),
+        })?;
+        if claims.operation != operation || claims.expires_at < Timestamp::now() {
+            return Err(TransferError::Ticket);
+        }
+        let worker = self.worker(claims.worker).await?;
+        Ok((worker, claims))
+    }
+}
