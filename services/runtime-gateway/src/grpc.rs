@@ -25,12 +25,14 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
-use transfer::{Limits, Manifest, ManifestBuilder, Runs, WriteError};
+use transfer::{ArchiveError, ArchiveWriteError, Limits, Manifest, ManifestBuilder, Runs, WriteError};
 
 use crate::SERVICE;
 use crate::gateway::{Gateway, NotAttended};
 use crate::volumes::{self, Filling, TransferError};
 use crate::worker::Worker;
+
+mod archives;
 
 /// Messages that wait for a caller.
 const ANSWERS: usize = 4;
@@ -244,16 +246,21 @@ impl Volumes for Handler {
 
     async fn write_archive(
         &self,
-        _request: Request<Streaming<pb::WriteArchiveRequest>>,
+        request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
-        Err(Reason::Unavailable.status(SERVICE, "this gateway takes no archives"))
+        let stopping = self.worker.stopping.clone();
+        tokio::select! {
+            written = archives::write(self.worker.clone(), request.into_inner()) => written.map(Response::new),
+            () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+        }
     }
 
     async fn read_archive(
         &self,
-        _request: Request<pb::ReadArchiveRequest>,
+        request: Request<pb::ReadArchiveRequest>,
     ) -> Result<Response<Self::ReadArchiveStream>, Status> {
-        Err(Reason::Unavailable.status(SERVICE, "this gateway makes no archives"))
+        let request = request.into_inner();
+        Ok(self.answer(|worker, answers| archives::read(worker, request, answers)))
     }
 
     async fn read_file(
@@ -434,6 +441,14 @@ impl From<TransferError> for Status {
             TransferError::Write(WriteError::Io { .. }) | TransferError::Read(_) => Reason::WorkerFailed,
             TransferError::PathNotFound(_) => Reason::PathNotFound,
             TransferError::NotAFile { .. } => Reason::NotAFile,
+            TransferError::Archive(ArchiveError::Source(_)) => return truncated(),
+            TransferError::Archive(ArchiveError::Sink(_)) => Reason::WorkerFailed,
+            TransferError::Archive(ArchiveError::Changed { .. }) => Reason::DigestMismatch,
+            TransferError::Archive(_) => Reason::InvalidArchive,
+            TransferError::Pack(ArchiveWriteError::Content(WriteError::DigestMismatch { .. })) => {
+                Reason::DigestMismatch
+            }
+            TransferError::Pack(_) => Reason::WorkerFailed,
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,

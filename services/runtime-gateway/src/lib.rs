@@ -8,6 +8,7 @@
 //! [`host`] is the runtime for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
+mod archives;
 mod attempt;
 mod blocking;
 mod clock;
@@ -19,6 +20,7 @@ mod for_tests;
 mod gateway;
 mod grpc;
 pub mod host;
+mod pipe;
 mod rehash;
 mod retry;
 mod sweeper;

@@ -17,8 +17,8 @@ use runtime::{RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use tokio::sync::mpsc;
 use transfer::{
-    ExtentData, Manifest, ReadOptions, Runs, TreeReader, TreeWriter, Trust, Verified, WriteError,
-    WriteOptions,
+    ArchiveError, ArchiveWriteError, ExtentData, Manifest, ReadOptions, Runs, TreeReader, TreeWriter, Trust,
+    Verified, WriteError, WriteOptions,
 };
 
 use crate::attempt;
@@ -58,6 +58,12 @@ pub(crate) enum TransferError {
     /// The tree cannot be read.
     #[error("cannot read the volume")]
     Read(#[from] transfer::ReadError),
+    /// What arrives is no archive of a tree.
+    #[error(transparent)]
+    Archive(ArchiveError),
+    /// An archive cannot be made.
+    #[error("cannot pack the volume")]
+    Pack(#[source] ArchiveWriteError),
     /// The file is not there.
     #[error("there is no {0:?}")]
     PathNotFound(PathBuf),
@@ -81,6 +87,24 @@ pub(crate) enum TransferError {
     /// The receiver is gone.
     #[error("the caller is gone")]
     CallerGone,
+}
+
+impl From<ArchiveError> for TransferError {
+    fn from(error: ArchiveError) -> Self {
+        match error {
+            ArchiveError::Sink(source) => RuntimeError::io("unpacking an archive", source).into(),
+            error => Self::Archive(error),
+        }
+    }
+}
+
+impl From<ArchiveWriteError> for TransferError {
+    fn from(error: ArchiveWriteError) -> Self {
+        match error {
+            ArchiveWriteError::Io(_) => Self::CallerGone,
+            error => Self::Pack(error),
+        }
+    }
 }
 
 impl From<TreeError> for TransferError {
@@ -211,19 +235,7 @@ impl Filling {
             turn.discard(worker).await;
             return Err(error.into());
         }
-        // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
-        if let Err(error) = worker.trees.keep(self.volume, &self.team, self.manifest.clone()).await {
-            turn.discard(worker).await;
-            return Err(error.into());
-        }
-        if let Err(refusal) = attempt::complete(worker, self.volume, &self.manifest).await {
-            // To the gateway that speaks for this worker now, it may be complete.
-            if !attempt::is_superseded(&refusal) {
-                worker.trees.forget(self.volume).await;
-            }
-            return Err(refusal.into());
-        }
-        Ok(self.manifest)
+        settle(worker, self.volume, &self.team, self.manifest, turn).await
     }
 
     async fn writer_failed(&mut self, worker: &Worker) -> TransferError {
@@ -237,21 +249,44 @@ impl Filling {
     }
 }
 
+/// Ends a volume that has its final bytes: its manifest is kept, and the artifact store told.
+pub(crate) async fn settle(
+    worker: &Worker,
+    volume: VolumeHandle,
+    team: &str,
+    manifest: Arc<Manifest>,
+    turn: Turn,
+) -> Result<Arc<Manifest>, TransferError> {
+    // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
+    if let Err(error) = worker.trees.keep(volume, team, manifest.clone()).await {
+        turn.discard(worker).await;
+        return Err(error.into());
+    }
+    if let Err(refusal) = attempt::complete(worker, volume, &manifest).await {
+        // To the gateway that speaks for this worker now, it may be complete.
+        if !attempt::is_superseded(&refusal) {
+            worker.trees.forget(volume).await;
+        }
+        return Err(refusal.into());
+    }
+    Ok(manifest)
+}
+
 /// The right to fill a volume: one writer at a time.
-struct Turn {
+pub(crate) struct Turn {
     filling: Arc<Mutex<HashSet<VolumeHandle>>>,
     volume: VolumeHandle,
 }
 
 impl Turn {
-    fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
+    pub(crate) fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
         let mine = filling.lock().unwrap_or_else(PoisonError::into_inner).insert(volume);
         mine.then(|| Self { filling: filling.clone(), volume })
     }
 
     /// Frees what could not be written as a whole. The artifact store knows the volume as unfinished and has it destroyed in the end; on a
     /// full disk, though, it may have no room to write that down, and needs this room first.
-    async fn discard(self, worker: &Worker) {
+    pub(crate) async fn discard(self, worker: &Worker) {
         if let Err(error) = worker.runtime.destroy_volume(self.volume).await {
             tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a volume that could not be filled");
         }

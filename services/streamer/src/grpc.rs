@@ -141,7 +141,10 @@ fn parse_open(open: pb::UploadOpen) -> Result<Wanted, Status> {
     Ok(Wanted {
         team: parse_team("open.team", open.team)?,
         artifact: parse_id("open.artifact_id", &open.artifact_id)?,
-        digest: parse_digest("open.digest", &open.digest)?,
+        digest: match open.digest.as_ref() {
+            [] => None,
+            digest => Some(parse_digest("open.digest", digest)?),
+        },
         build: parse_optional_id("open.build_id", &open.build_id)?,
         label: open.label,
     })

@@ -1,7 +1,7 @@
 //! Uploads: a caller's directory becomes an artifact.
 //!
 //! ```text
-//! open ──the team has these bytes──▶ uploaded
+//! open ──the team has these bytes──▶ uploaded          (a caller who has no digest yet has them sent)
 //!   └──place, create, plan, ticket──▶ go_to ──commit──▶ seal ──▶ uploaded
 //!                                        └──anything else──▶ abandon
 //! ```
@@ -56,7 +56,8 @@ impl Peers {
 pub(crate) struct Wanted {
     pub(crate) team: String,
     pub(crate) artifact: ArtifactId,
-    pub(crate) digest: Digest,
+    /// `None`: not known yet.
+    pub(crate) digest: Option<Digest>,
     pub(crate) build: Option<BuildId>,
     pub(crate) label: String,
 }
@@ -69,9 +70,10 @@ impl Wanted {
 
 /// The artifact of this team that has the wanted bytes already, now with the wanted owner. `None`: they have to be sent.
 pub(crate) async fn adopt(peers: &mut Peers, wanted: &Wanted) -> Result<Option<String>, Refusal> {
+    let Some(digest) = wanted.digest else { return Ok(None) };
     let request = store::AdoptByDigestRequest {
         team: wanted.team.clone(),
-        digest: wanted.digest.as_bytes().to_vec().into(),
+        digest: digest.as_bytes().to_vec().into(),
         build_id: wanted.build_id(),
     };
     let answer = peers.artifacts.adopt_by_digest(request).await?.into_inner();

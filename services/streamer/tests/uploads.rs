@@ -26,6 +26,9 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
+#[path = "uploads/archives.rs"]
+mod archives;
+
 /// Long enough for anything that happens at all.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -101,12 +104,16 @@ impl Suite {
     }
 
     /// An upload that was opened, and its first answer.
-    async fn open(&self, artifact: ArtifactId, digest: Digest) -> Result<(Upload, Answer), Refusal> {
+    async fn open(
+        &self,
+        artifact: ArtifactId,
+        digest: impl Into<Option<Digest>>,
+    ) -> Result<(Upload, Answer), Refusal> {
         let (said, requests) = mpsc::channel(4);
         let open = pb::UploadOpen {
             team: "main".to_owned(),
             artifact_id: artifact.to_string(),
-            digest: digest.as_bytes().to_vec().into(),
+            digest: digest.into().map(|digest| digest.as_bytes().to_vec().into()).unwrap_or_default(),
             build_id: String::new(),
             label: "tree".to_owned(),
         };
@@ -119,7 +126,12 @@ impl Suite {
     }
 
     /// Opens an upload as soon as a worker is in contact.
-    async fn open_when_possible(&self, artifact: ArtifactId, digest: Digest) -> (Upload, Answer) {
+    async fn open_when_possible(
+        &self,
+        artifact: ArtifactId,
+        digest: impl Into<Option<Digest>>,
+    ) -> (Upload, Answer) {
+        let digest = digest.into();
         let deadline = Instant::now() + PATIENCE;
         loop {
             match self.open(artifact, digest).await {

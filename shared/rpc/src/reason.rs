@@ -77,6 +77,7 @@ reasons! {
     NotAttended = "NOT_ATTENDED", FailedPrecondition;
     ProcessNotFound = "PROCESS_NOT_FOUND", NotFound;
     OffsetOutOfRange = "OFFSET_OUT_OF_RANGE", OutOfRange;
+    InvalidArchive = "INVALID_ARCHIVE", InvalidArgument;
     InvalidManifest = "INVALID_MANIFEST", InvalidArgument;
     DigestMismatch = "DIGEST_MISMATCH", DataLoss;
     TransferTruncated = "TRANSFER_TRUNCATED", InvalidArgument;

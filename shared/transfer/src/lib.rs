@@ -42,6 +42,7 @@
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
 //! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
 //! | pack and unpack tar archives | [`ArchiveWriter`], [`ArchiveReader`] |
+//! | pack a directory of a tree | [`Manifest::subtree`] |
 //! | clean up | [`remove_tree`] |
 //!
 //! Everything here blocks: async callers run it in threads of their own. Types that do work own what they need, so
@@ -60,6 +61,7 @@ mod read;
 mod remove;
 mod runs;
 mod scan;
+mod subtree;
 mod tar;
 mod write;
 mod xattrs;
@@ -80,6 +82,7 @@ pub use scan::{
     Exclude, OtherFileSystems, Problem, ProblemKind, Progress, Scan, ScanError, ScanOptions,
     ScannedOwnership, scan,
 };
+pub use subtree::Subtree;
 pub use tar::{
     ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, ArchivedExtent, MAX_EXTENSION_BYTES,
     MAX_REGIONS,

@@ -121,7 +121,7 @@ pub enum WriteError {
         /// Its first extent that is missing.
         ordinal: u64,
     },
-    /// An extent was put after a later one, or twice.
+    /// An extent was put twice.
     #[error("extent {0} came out of order")]
     OutOfOrder(u64),
     /// The manifest has no extent with this ordinal.
@@ -162,9 +162,9 @@ impl WriteError {
 #[derive(Debug)]
 pub struct Verified<T> {
     /// The tree that it belongs to.
-    tree: Digest,
-    ordinal: u64,
-    data: T,
+    pub(crate) tree: Digest,
+    pub(crate) ordinal: u64,
+    pub(crate) data: T,
 }
 
 impl Manifest {
@@ -193,8 +193,6 @@ pub struct TreeWriter {
     options: WriteOptions,
     metadata: Metadata,
     cursor: Cursor,
-    /// The ordinal after the last that was put.
-    next_put: u64,
     /// One bit for each extent that is there.
     filled: Vec<u64>,
     /// Extents that are not there, of files that have been begun.
@@ -238,7 +236,6 @@ impl TreeWriter {
             options,
             metadata,
             cursor,
-            next_put: 0,
             filled: vec![0; words],
             begun: HashMap::new(),
             open: None,
@@ -299,24 +296,24 @@ impl TreeWriter {
         self.omitted.insert(entry);
     }
 
-    /// Writes one extent, if its digest is right. Ordinals ascend from call to call.
+    /// Writes one extent, if its digest is right. In any order; file by file is fastest.
     ///
     /// # Errors
     ///
-    /// Its digest is wrong, it is out of order, or the disk is full or fails.
+    /// Its digest is wrong, it is there already, or the disk is full or fails.
     pub fn put(&mut self, ordinal: u64, data: &[u8]) -> Result<(), WriteError> {
         let verified = self.manifest.verify(ordinal, data)?;
         self.put_verified(&verified)
     }
 
-    /// Writes one extent that was verified against the same manifest. Ordinals ascend from call to call.
+    /// Writes one extent that was verified against the same manifest. In any order; file by file is fastest.
     ///
     /// # Errors
     ///
-    /// It is out of order, or the disk is full or fails.
+    /// It is there already, or the disk is full or fails.
     pub fn put_verified<T: AsRef<[u8]>>(&mut self, verified: &Verified<T>) -> Result<(), WriteError> {
         let ordinal = verified.ordinal;
-        if ordinal < self.next_put || self.is_filled(ordinal) {
+        if self.is_filled(ordinal) {
             return Err(WriteError::OutOfOrder(ordinal));
         }
         let manifest = self.manifest.clone();
@@ -325,7 +322,6 @@ impl TreeWriter {
             let path = manifest.entries()[located.entry].path().to_owned();
             return Err(WriteError::DigestMismatch { path });
         }
-        self.next_put = ordinal + 1;
         self.write(&manifest, located, verified.data.as_ref())
     }
 

@@ -506,11 +506,12 @@ fn size(block: &Block) -> Option<u64> {
     header::number(&block[header::SIZE]).and_then(|size| u64::try_from(size).ok())
 }
 
-/// A path as manifests have it: without `.`, and without slashes that mean nothing.
+/// A path as manifests have it: without `.`, and without slashes that mean nothing. Of an absolute one, the slashes that it
+/// begins with are such, as they are to tar.
 fn normal(path: &[u8]) -> Result<Vec<u8>, ArchiveError> {
     let names = path.split(|byte| *byte == b'/').filter(|name| !name.is_empty() && *name != b".");
     let normal = names.collect::<Vec<_>>().join(&b'/');
-    let is_safe = !path.is_empty() && !path.starts_with(b"/") && crate::manifest::is_safe_path(&normal);
+    let is_safe = !path.is_empty() && crate::manifest::is_safe_path(&normal);
     if is_safe {
         return Ok(normal);
     }

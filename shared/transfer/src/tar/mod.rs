@@ -17,9 +17,10 @@
 //!
 //! V7, POSIX and GNU archives, and files with holes in each of GNU tar's formats (old, 0.0, 0.1 and 1.0). Entries may
 //! come in any order, and what comes later replaces what came before at the same path, as with tar. Of extended
-//! attributes those stay that may travel. Directories that are missing get mode 0755 and owner 0.
+//! attributes those stay that may travel. Directories that are missing get mode 0755 and owner 0. A slash that a name
+//! begins with means nothing, as to tar.
 //!
-//! Refused: absolute paths and `..`, paths through something that is no directory, sockets and other types that are
+//! Refused: paths with `..`, paths through something that is no directory, sockets and other types that are
 //! none of a manifest, what does not end properly, and what is larger than the [`Limits`](crate::Limits).
 //!
 //! # When digests are equal

@@ -9,7 +9,7 @@ use domain::Digest;
 
 use super::members::{Members, What};
 use super::tree::Tree;
-use crate::manifest::{EntryKind, Extent, InvalidManifest, Limits, MAX_EXTENT_BYTES, Manifest};
+use crate::manifest::{Entry, EntryKind, Extent, InvalidManifest, Limits, MAX_EXTENT_BYTES, Manifest};
 use crate::read::ExtentData;
 use crate::runs::Runs;
 
@@ -55,7 +55,7 @@ pub enum ArchiveError {
         /// What is wrong.
         what: &'static str,
     },
-    /// A path is absolute, leads out of the archive, is empty or too long.
+    /// A path leads out of the archive, is empty or too long.
     #[error("path {path:?} is unsafe")]
     UnsafePath {
         /// The path.
@@ -146,6 +146,35 @@ impl<R: Read> ArchiveReader<R> {
             tree.add(member, extents)?;
         }
         tree.finish()
+    }
+
+    /// Yields the extents of the first file in the archive to `sink`, whatever the archive calls it, each verified against `entry`.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be read, is refused, or does not end as archives end; an extent is missing or has changed; or what
+    /// `sink` says.
+    pub fn file(
+        mut self,
+        entry: &Entry,
+        mut sink: impl FnMut(&Extent, Bytes) -> io::Result<()>,
+    ) -> Result<(), ArchiveError> {
+        let mut found = false;
+        while let Some(member) = self.members.next()? {
+            let What::File { .. } = member.what else { continue };
+            if std::mem::replace(&mut found, true) {
+                continue;
+            }
+            for extent in entry.extents() {
+                let mut data = vec![0; extent.length as usize];
+                self.members.read(extent.offset, &mut data)?;
+                if Digest(*blake3::hash(&data).as_bytes()) != extent.digest {
+                    return Err(ArchiveError::Changed { path: entry.path().to_owned() });
+                }
+                sink(extent, data.into()).map_err(ArchiveError::Sink)?;
+            }
+        }
+        if found { Ok(()) } else { Err(ArchiveError::Changed { path: entry.path().to_owned() }) }
     }
 
     /// Yields the `wanted` extents of a tree to `sink`, each once and verified, in the order of the archive: ordinals

@@ -1,5 +1,6 @@
 //! Writing: from a manifest and content to an archive.
 
+use std::collections::BTreeSet;
 use std::io::{self, BufWriter, IntoInnerError, Write};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use super::header::{self, Block};
 use super::{BLOCK_BYTES, padding, pax};
 use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Manifest, split};
-use crate::write::WriteError;
+use crate::write::{Verified, WriteError};
 
 /// What the end of an archive is filled up to, as tar does.
 const RECORD_BYTES: u64 = 10_240;
@@ -20,14 +21,9 @@ pub enum ArchiveWriteError {
     /// The bytes of the archive cannot be written.
     #[error("cannot write the archive")]
     Io(#[from] io::Error),
-    /// Content is not the next one.
-    #[error("extent {found} came instead of extent {expected}")]
-    OutOfOrder {
-        /// Ordinal of what should come.
-        expected: u64,
-        /// Ordinal of what came.
-        found: u64,
-    },
+    /// Content does not continue its file, begins one while another is not whole, or came before.
+    #[error("extent {0} came out of order")]
+    OutOfOrder(u64),
     /// Content is none of the manifest, or not what that says.
     #[error(transparent)]
     Content(#[from] WriteError),
@@ -43,13 +39,21 @@ pub enum ArchiveWriteError {
 ///
 /// What is written while content is missing is of no use: only [`ArchiveWriter::finish`] writes the end by which a
 /// reader knows that it is whole. After [`ArchiveWriteError::Io`] it is of no use either.
+///
+/// Files may come in any order, each whole and with its extents ascending. In the order of the manifest, entries are in that order, and
+/// so equal manifests make equal archives.
 #[derive(Debug)]
 pub struct ArchiveWriter<W: Write> {
     manifest: Arc<Manifest>,
     out: Counted<W>,
-    /// The entry after the last of which the header was written.
+    /// The entry after the last of which the header was written. Of those before it, files whose content was not there yet are not
+    /// written, nor are links to them.
     next_entry: usize,
-    next_ordinal: u64,
+    /// Such files, and such links: by index.
+    absent: BTreeSet<usize>,
+    waiting: Vec<usize>,
+    /// Whether something was written after the directory that it is in was left.
+    rearranged: bool,
     file: Option<OpenFile>,
 }
 
@@ -68,36 +72,51 @@ impl<W: Write> ArchiveWriter<W> {
     /// A writer of the tree that `manifest` describes. Nothing is written yet.
     pub fn new(out: W, manifest: Arc<Manifest>) -> Self {
         let out = Counted { out: BufWriter::with_capacity(64 << 10, out), bytes: 0 };
-        Self { manifest, out, next_entry: 0, next_ordinal: 0, file: None }
+        Self {
+            manifest,
+            out,
+            next_entry: 0,
+            absent: BTreeSet::new(),
+            waiting: Vec::new(),
+            rearranged: false,
+            file: None,
+        }
     }
 
-    /// The ordinal of the extent that must come next.
-    #[must_use]
-    pub fn next_ordinal(&self) -> u64 {
-        self.next_ordinal
-    }
-
-    /// Takes in the next extent, and writes everything that comes before it.
+    /// Takes in the next extent of its file, and writes everything that comes before it.
     ///
     /// # Errors
     ///
     /// It is not the next one, is not what the manifest says, or cannot be written.
     pub fn put(&mut self, ordinal: u64, data: &[u8]) -> Result<(), ArchiveWriteError> {
-        if ordinal != self.next_ordinal {
-            return Err(ArchiveWriteError::OutOfOrder { expected: self.next_ordinal, found: ordinal });
-        }
+        let verified = self.manifest.verify(ordinal, data)?;
+        self.put_verified(&verified)
+    }
+
+    /// Takes in the next extent of its file, which was verified against the same manifest.
+    ///
+    /// # Errors
+    ///
+    /// It is not the next one, or cannot be written.
+    pub fn put_verified<T: AsRef<[u8]>>(&mut self, verified: &Verified<T>) -> Result<(), ArchiveWriteError> {
+        let ordinal = verified.ordinal;
         let manifest = self.manifest.clone();
-        manifest.verify(ordinal, data)?;
-        let Some(located) = manifest.locate(ordinal) else {
-            return Err(WriteError::NoSuchExtent(ordinal).into());
-        };
-        self.write_until(&manifest, located.entry + 1)?;
-        if let Some(file) = &mut self.file {
-            file.put(&mut self.out, located.extent.offset, data)?;
-            file.ordinals.start = ordinal + 1;
+        let located = manifest.locate(ordinal).ok_or(WriteError::NoSuchExtent(ordinal))?;
+        if verified.tree != manifest.tree_digest() {
+            let path = manifest.entries()[located.entry].path().to_owned();
+            return Err(WriteError::DigestMismatch { path }.into());
         }
-        self.next_ordinal += 1;
-        Ok(())
+        if self.file.as_ref().is_none_or(|file| file.ordinals.is_empty()) {
+            self.begin(&manifest, located.entry, ordinal)?;
+        }
+        match &mut self.file {
+            Some(file) if file.ordinals.start == ordinal => {
+                file.put(&mut self.out, located.extent.offset, verified.data.as_ref())?;
+                file.ordinals.start = ordinal + 1;
+                Ok(())
+            }
+            _ => Err(ArchiveWriteError::OutOfOrder(ordinal)),
+        }
     }
 
     /// Writes what is left, and the end.
@@ -107,30 +126,67 @@ impl<W: Write> ArchiveWriter<W> {
     /// An extent has not come, or the rest cannot be written.
     pub fn finish(mut self) -> Result<W, ArchiveWriteError> {
         let manifest = self.manifest.clone();
-        if let Some(located) = manifest.locate(self.next_ordinal) {
-            let path = manifest.entries()[located.entry].path().to_owned();
-            return Err(ArchiveWriteError::Missing { path });
-        }
-        self.write_until(&manifest, manifest.entries().len())?;
         self.end_file()?;
+        self.write_until(&manifest, manifest.entries().len())?;
+        if let Some(absent) = self.absent.first() {
+            return Err(ArchiveWriteError::Missing { path: manifest.entries()[*absent].path().to_owned() });
+        }
+        for link in std::mem::take(&mut self.waiting) {
+            write_header(&mut self.out, &manifest.entries()[link])?;
+        }
+        // Tar sets the time of a directory when it leaves it. What it unpacked there since has changed that.
+        if self.rearranged {
+            for directory in manifest.entries().iter().filter(|entry| entry.is_directory()) {
+                write_header(&mut self.out, directory)?;
+            }
+        }
         self.out.zeroes(2 * BLOCK_BYTES as u64)?;
         let record = (RECORD_BYTES - self.out.bytes % RECORD_BYTES) % RECORD_BYTES;
         self.out.zeroes(record)?;
         Ok(self.out.out.into_inner().map_err(IntoInnerError::into_error)?)
     }
 
-    /// Writes the entries before `end`; of the last, if it is a file, only the header.
+    /// Begins a file with its first extent.
+    fn begin(&mut self, manifest: &Manifest, index: usize, first: u64) -> Result<(), ArchiveWriteError> {
+        let ordinals = manifest.ordinals_of(index);
+        if ordinals.start != first {
+            return Err(ArchiveWriteError::OutOfOrder(first));
+        }
+        self.end_file()?;
+        self.write_until(manifest, index)?;
+        if index == self.next_entry {
+            self.next_entry += 1;
+        } else if self.absent.remove(&index) {
+            self.rearranged = true;
+        } else {
+            return Err(ArchiveWriteError::OutOfOrder(first));
+        }
+        let regions = write_header(&mut self.out, &manifest.entries()[index])?;
+        self.file = Some(OpenFile { regions: regions.into_iter(), rest: 0..0, ordinals });
+        Ok(())
+    }
+
+    /// Writes the entries before `end`, but for files with content, and links to such.
     fn write_until(&mut self, manifest: &Manifest, end: usize) -> io::Result<()> {
         while self.next_entry < end {
-            self.end_file()?;
             let index = self.next_entry;
-            let entry = &manifest.entries()[index];
-            let regions = write_header(&mut self.out, entry)?;
-            if matches!(entry.kind, EntryKind::File { .. }) {
-                let ordinals = manifest.ordinals_of(index);
-                self.file = Some(OpenFile { regions: regions.into_iter(), rest: 0..0, ordinals });
-            }
             self.next_entry += 1;
+            let entry = &manifest.entries()[index];
+            match &entry.kind {
+                EntryKind::File { extents, .. } if !extents.is_empty() => {
+                    self.absent.insert(index);
+                }
+                EntryKind::HardLink { to }
+                    if manifest.find(to).is_some_and(|to| self.absent.contains(&to)) =>
+                {
+                    self.waiting.push(index);
+                }
+                _ => {
+                    let regions = write_header(&mut self.out, entry)?;
+                    // Of a file without content, all is a hole.
+                    debug_assert!(regions.is_empty());
+                }
+            }
         }
         Ok(())
     }

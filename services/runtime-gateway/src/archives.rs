@@ -1,0 +1,181 @@
+//! Archives in and out of the worker's volumes.
+//!
+//! The invariant of [`crate::volumes`] holds: what arrives counts only after the caller's `commit`, and only if it is a whole archive.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use domain::Digest;
+use domain::worker::TicketClaims;
+use runtime::{RuntimeError, VolumeSource};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tracing::Instrument;
+use transfer::{
+    ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, Limits, Manifest, ReadOptions, Runs,
+    TreeReader, TreeWriter, Trust, WriteOptions,
+};
+
+use crate::blocking::blocking;
+use crate::contents::directory;
+use crate::pipe::{Inlet, Outlet};
+use crate::volumes::{self, TransferError, Turn};
+use crate::worker::Worker;
+
+/// Pieces of an archive that wait for the thread that reads them.
+const QUEUE: usize = 4;
+/// The name under which a spool begins.
+const SPOOL: &str = ".gantry-spool";
+/// File systems that share blocks share whole ones.
+const BLOCK: u64 = 4096;
+
+/// An archive that comes in.
+pub(crate) struct Unpacking {
+    pieces: mpsc::Sender<Option<Bytes>>,
+    /// Goes on when the caller leaves: what was made is destroyed before another writer has its turn.
+    unpacked: JoinHandle<Result<Arc<Manifest>, TransferError>>,
+}
+
+impl Unpacking {
+    /// Makes the volume, and unpacks what comes. An earlier try at the same volume is thrown away, unless its bytes were final: then what
+    /// comes is only compared.
+    pub(crate) fn begin(worker: &Arc<Worker>, ticket: TicketClaims) -> Self {
+        let (pieces, queue) = mpsc::channel(QUEUE);
+        let tasks = worker.tasks.clone();
+        let worker = worker.clone();
+        let unpacked = async move { unpack(&worker, &ticket, Inlet::new(queue)).await };
+        Self { pieces, unpacked: tasks.spawn(unpacked.in_current_span()) }
+    }
+
+    /// Takes some of the archive. Waits when the disk is slower than the sender.
+    pub(crate) async fn data(&mut self, data: Bytes) -> Result<(), TransferError> {
+        if self.pieces.send(Some(data)).await.is_err() {
+            return self.ended().await.map(|_| ());
+        }
+        Ok(())
+    }
+
+    /// Ends the volume: everything is there, and known to the artifact store.
+    pub(crate) async fn commit(mut self) -> Result<Arc<Manifest>, TransferError> {
+        // Whoever does not take it says why.
+        self.pieces.send(None).await.ok();
+        self.ended().await
+    }
+
+    async fn ended(&mut self) -> Result<Arc<Manifest>, TransferError> {
+        (&mut self.unpacked).await.unwrap_or_else(|error| {
+            Err(RuntimeError::Other(format!("the unpacking of an archive broke off: {error}")).into())
+        })
+    }
+}
+
+async fn unpack(
+    worker: &Worker,
+    ticket: &TicketClaims,
+    archive: Inlet,
+) -> Result<Arc<Manifest>, TransferError> {
+    let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
+    if let Some(kept) = worker.trees.kept(ticket.volume).await? {
+        let again = blocking(move || {
+            Ok::<_, TransferError>(ArchiveReader::new(archive).read(Limits::default(), |_| Ok(()))?)
+        });
+        if again.await?.tree_digest() != kept.tree_digest() {
+            return Err(TransferError::Complete(ticket.volume));
+        }
+        // Whether the store knows was not heard, by the caller or by us. It is told again.
+        let manifest = volumes::manifest(worker, ticket).await?;
+        return volumes::settle(worker, ticket.volume, &ticket.team, manifest, turn).await;
+    }
+    worker.runtime.destroy_volume(ticket.volume).await?;
+    worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
+    let unpacked = async {
+        let root = directory(worker.runtime.as_ref(), ticket.volume).await?;
+        blocking(move || unpack_into(&root, archive)).await
+    };
+    match unpacked.await {
+        Ok(manifest) => volumes::settle(worker, ticket.volume, &ticket.team, manifest, turn).await,
+        Err(error) => {
+            turn.discard(worker).await;
+            Err(error)
+        }
+    }
+}
+
+/// Unpacks `archive` in the empty directory `root`.
+///
+/// What an entry is, is sure only when the archive has ended: later entries replace earlier ones. So content waits in a file without a name,
+/// each extent once, and is copied from there, or shared where the file system can do that.
+fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, TransferError> {
+    let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
+    let (mut places, mut end) = (HashMap::new(), 0_u64);
+    let manifest = ArchiveReader::new(archive).read(Limits::default(), |passing| {
+        if let Entry::Vacant(place) = places.entry(passing.extent.digest) {
+            spool.write_all_at(passing.data, end)?;
+            place.insert(end);
+            end = (end + u64::from(passing.extent.length)).next_multiple_of(BLOCK);
+        }
+        Ok(())
+    })?;
+    let manifest = Arc::new(manifest);
+    let options = WriteOptions { devices: true, ..WriteOptions::default() };
+    let mut writer = TreeWriter::new(root, manifest.clone(), options)?;
+    for located in manifest.extents() {
+        let place = places.get(&located.extent.digest).copied().unwrap_or_default();
+        writer.copy_extent(located.ordinal, &spool, place, Trust::Trusted)?;
+    }
+    writer.finish()?;
+    Ok(manifest)
+}
+
+fn spool(root: &Path) -> io::Result<File> {
+    let path = root.join(SPOOL);
+    let spool = File::options().read(true).write(true).create_new(true).open(&path)?;
+    std::fs::remove_file(path)?;
+    Ok(spool)
+}
+
+/// Packs a volume, or the directory of it at `path`. Answers the digest of the tree if it was the whole.
+pub(crate) async fn pack(
+    worker: &Worker,
+    ticket: &TicketClaims,
+    path: &[u8],
+    pieces: mpsc::Sender<Bytes>,
+) -> Result<Option<Digest>, TransferError> {
+    let manifest = volumes::manifest(worker, ticket).await?;
+    let root = directory(worker.runtime.as_ref(), ticket.volume).await?;
+    let path = path.to_vec();
+    blocking(move || {
+        let out = Outlet::new(pieces);
+        if path.is_empty() {
+            let mut writer = ArchiveWriter::new(out, manifest.clone());
+            let mut reader = TreeReader::new(&root, manifest.clone(), ReadOptions::default())?;
+            for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+                batch?.iter().try_for_each(|extent| writer.put(extent.ordinal, &extent.data))?;
+            }
+            return finish(writer).map(|()| Some(manifest.tree_digest()));
+        }
+        let not_found = || TransferError::PathNotFound(OsString::from_vec(path.clone()).into());
+        let subtree = manifest.subtree(&path).map_err(ArchiveError::from)?.ok_or_else(not_found)?;
+        let mut writer = ArchiveWriter::new(out, Arc::new(subtree.manifest().clone()));
+        let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
+        for ordinal in 0..subtree.manifest().extent_count() {
+            let origin = subtree.origin(ordinal).unwrap_or(u64::MAX);
+            writer.put(ordinal, &reader.read(origin)?)?;
+        }
+        finish(writer).map(|()| None)
+    })
+    .await
+}
+
+fn finish(writer: ArchiveWriter<Outlet>) -> Result<(), TransferError> {
+    writer.finish()?.flush().map_err(ArchiveWriteError::from)?;
+    Ok(())
+}

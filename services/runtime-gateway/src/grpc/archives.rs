@@ -1,0 +1,54 @@
+//! Calls that carry archives.
+
+use rpc::pb::runtime::read_archive_response::Message as ReadAnswer;
+use rpc::pb::runtime::write_archive_request::Message as Said;
+
+use super::*;
+use crate::archives::{self, Unpacking};
+
+pub(super) async fn write(
+    worker: Arc<Worker>,
+    mut said: Streaming<pb::WriteArchiveRequest>,
+) -> Result<pb::WriteArchiveResponse, Status> {
+    let Said::Open(open) = next(&mut said).await? else {
+        return Err(invalid_field("message", "the first message must be `open`"));
+    };
+    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Write).await?;
+    let mut unpacking = Unpacking::begin(&worker, ticket);
+    loop {
+        match next(&mut said).await? {
+            Said::Data(data) => unpacking.data(data).await?,
+            Said::Commit(_) => break,
+            Said::Open(_) => return Err(invalid_field("message", "`open` was said before")),
+        }
+    }
+    let manifest = unpacking.commit().await?;
+    let digest = manifest.tree_digest().as_bytes().to_vec().into();
+    Ok(pb::WriteArchiveResponse { digest, size_bytes: manifest.size_bytes() })
+}
+
+async fn next(said: &mut Streaming<pb::WriteArchiveRequest>) -> Result<Said, Status> {
+    let request = said.message().await?.ok_or_else(truncated)?;
+    rpc::required("message", request.message)
+}
+
+pub(super) async fn read(
+    worker: Arc<Worker>,
+    request: pb::ReadArchiveRequest,
+    answers: Answers<pb::ReadArchiveResponse>,
+) -> Result<(), Status> {
+    let ticket = volumes::admit(&worker, &request.ticket, TicketOperation::Read).await?;
+    let answer = |message| send(&answers, pb::ReadArchiveResponse { message: Some(message) });
+    let (pieces, mut ready) = mpsc::channel(ANSWERS);
+    let packing =
+        async { archives::pack(&worker, &ticket, &request.path, pieces).await.map_err(Status::from) };
+    let sending = async {
+        while let Some(data) = ready.recv().await {
+            answer(ReadAnswer::Data(data)).await?;
+        }
+        Ok(())
+    };
+    let (digest, ()) = tokio::try_join!(packing, sending)?;
+    let digest = digest.map(|digest| digest.as_bytes().to_vec().into()).unwrap_or_default();
+    answer(ReadAnswer::Done(pb::ReadArchiveDone { digest })).await
+}
