@@ -33,6 +33,7 @@ use crate::volumes::{self, Filling, TransferError};
 use crate::worker::Worker;
 
 mod archives;
+mod fetch;
 
 /// Messages that wait for a caller.
 const ANSWERS: usize = 4;
@@ -225,6 +226,12 @@ impl Volumes for Handler {
     type WriteStream = ReceiverStream<Result<pb::WriteResponse, Status>>;
     type ReadStream = ReceiverStream<Result<pb::ReadResponse, Status>>;
     type ReadFileStream = ReceiverStream<Result<pb::ReadFileResponse, Status>>;
+    type FetchStream = ReceiverStream<Result<pb::FetchResponse, Status>>;
+
+    async fn fetch(&self, request: Request<pb::FetchRequest>) -> Result<Response<Self::FetchStream>, Status> {
+        let request = request.into_inner();
+        Ok(self.answer(|gateway, answers| fetch::fetch(gateway, request, answers)))
+    }
 
     async fn write(
         &self,
@@ -248,9 +255,9 @@ impl Volumes for Handler {
         &self,
         request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
-        let stopping = self.worker.stopping.clone();
+        let stopping = self.gateway.stopping().clone();
         tokio::select! {
-            written = archives::write(self.worker.clone(), request.into_inner()) => written.map(Response::new),
+            written = archives::write(self.gateway.clone(), request.into_inner()) => written.map(Response::new),
             () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
         }
     }
@@ -260,7 +267,7 @@ impl Volumes for Handler {
         request: Request<pb::ReadArchiveRequest>,
     ) -> Result<Response<Self::ReadArchiveStream>, Status> {
         let request = request.into_inner();
-        Ok(self.answer(|worker, answers| archives::read(worker, request, answers)))
+        Ok(self.answer(|gateway, answers| archives::read(gateway, request, answers)))
     }
 
     async fn read_file(

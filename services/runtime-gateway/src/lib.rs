@@ -15,6 +15,7 @@ mod clock;
 mod config;
 mod contact;
 mod contents;
+mod fetch;
 #[cfg(test)]
 mod for_tests;
 mod gateway;

@@ -24,6 +24,9 @@ struct Args {
     /// Where the artifact store listens: `unix:///path` or `http://host:port`.
     #[arg(long, env = "GANTRY_ARTIFACT_STORE")]
     artifact_store: String,
+    /// Where the streamer listens: `unix:///path` or `http://host:port`.
+    #[arg(long, env = "GANTRY_STREAMER")]
+    streamer: String,
     /// The worker's name, unique in the cluster.
     #[arg(long, env = "GANTRY_WORKER_NAME")]
     name: String,
@@ -73,6 +76,7 @@ async fn attend(args: Args) -> anyhow::Result<()> {
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
         scheduler: args.scheduler,
         artifact_store: args.artifact_store,
+        streamer: args.streamer,
         token: token.clone(),
         manifest_dir: args.state_dir.join("manifests"),
         report_interval: Duration::from_secs(60),

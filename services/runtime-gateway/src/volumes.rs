@@ -217,7 +217,16 @@ impl Filling {
     ) -> Result<(), TransferError> {
         let verified: Result<Vec<_>, _> =
             extents.into_iter().map(|(ordinal, data)| self.manifest.verify(ordinal, data)).collect();
-        if self.queue.send(Step::Put(verified?)).await.is_err() {
+        self.put_verified(worker, verified?).await
+    }
+
+    /// Takes some extents, in ascending order. Waits when the disk is slower than the sender.
+    pub(crate) async fn put_verified(
+        &mut self,
+        worker: &Worker,
+        extents: Vec<Verified<Bytes>>,
+    ) -> Result<(), TransferError> {
+        if self.queue.send(Step::Put(extents)).await.is_err() {
             return Err(self.writer_failed(worker).await);
         }
         Ok(())

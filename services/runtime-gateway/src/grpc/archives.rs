@@ -7,13 +7,13 @@ use super::*;
 use crate::archives::{self, Unpacking};
 
 pub(super) async fn write(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     mut said: Streaming<pb::WriteArchiveRequest>,
 ) -> Result<pb::WriteArchiveResponse, Status> {
     let Said::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
-    let ticket = volumes::admit(&worker, &open.ticket, TicketOperation::Write).await?;
+    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let mut unpacking = Unpacking::begin(&worker, ticket);
     loop {
         match next(&mut said).await? {
@@ -33,11 +33,11 @@ async fn next(said: &mut Streaming<pb::WriteArchiveRequest>) -> Result<Said, Sta
 }
 
 pub(super) async fn read(
-    worker: Arc<Worker>,
+    gateway: Gateway,
     request: pb::ReadArchiveRequest,
     answers: Answers<pb::ReadArchiveResponse>,
 ) -> Result<(), Status> {
-    let ticket = volumes::admit(&worker, &request.ticket, TicketOperation::Read).await?;
+    let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
     let answer = |message| send(&answers, pb::ReadArchiveResponse { message: Some(message) });
     let (pieces, mut ready) = mpsc::channel(ANSWERS);
     let packing =
