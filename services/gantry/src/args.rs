@@ -162,6 +162,10 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
 
+    /// The root file system that the command sees: the worker's own, or the directory `rootfs` of an artifact, which may say
+    /// in a `metadata.json` beside it what env and user are by default
+    #[arg(long, value_name = "host|artifact:UUID", default_value = "host", value_parser = values::image, help_heading = "The process")]
+    pub(crate) image: domain::workload::Image,
     /// Set a variable (K=V), or copy one of ours (K). Nothing else of our environment is inherited
     #[arg(
         short,
@@ -174,9 +178,9 @@ pub(crate) struct RunArgs {
     /// Working directory, absolute or as seen from /workspace; inputs and outputs are below it
     #[arg(long = "dir", value_name = "PATH", default_value = "/workspace", help_heading = "The process")]
     pub(crate) directory: OsString,
-    /// Who runs the command: a name or uid, with `:group` if you like
-    #[arg(long, value_name = "USER", default_value = "root", help_heading = "The process")]
-    pub(crate) user: String,
+    /// Who runs the command: a name or uid, with `:group` if you like. Root, unless the image says otherwise
+    #[arg(long, value_name = "USER", help_heading = "The process")]
+    pub(crate) user: Option<String>,
     /// Processor time, in cores: `0.5`, `2`
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "The process")]
     pub(crate) cpu: Option<u64>,

@@ -102,6 +102,10 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
         "command": spec.command.iter().map(|argument| text(argument)).collect::<Vec<_>>(),
         "environment": spec.environment.iter().map(|variable| text(&variable.name)).collect::<Vec<_>>(),
         "directory": text(&spec.directory),
+        "image": match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
+            Some(scheduler::image::Source::ArtifactId(artifact)) => format!("artifact:{artifact}"),
+            Some(scheduler::image::Source::Host(_)) | None => "host".to_owned(),
+        },
         "user": spec.user,
         "inputs": spec.inputs.iter().map(|input| json!({
             "name": input.name,

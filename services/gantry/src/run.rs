@@ -235,11 +235,16 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
     Ok(WorkloadSpec {
         team: team.to_owned(),
         kind: WorkloadKind::Task.into(),
-        image: Some(Image { source: Some(ImageSource::Host(HostImage {})) }),
+        image: Some(Image {
+            source: Some(match args.image {
+                domain::workload::Image::Host => ImageSource::Host(HostImage {}),
+                domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
+            }),
+        }),
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
         environment: environment(&args.environment, |name| std::env::var_os(name), ui)?,
         directory: Bytes::copy_from_slice(args.directory.as_bytes()),
-        user: args.user.clone(),
+        user: args.user.clone().unwrap_or_default(),
         stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
         output: if attached { OutputMode::Attached } else { OutputMode::Spooled }.into(),
         inputs: Vec::new(),

@@ -4,10 +4,10 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::unix::ffi::OsStringExt;
+use std::io::{self, Read};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use std::sync::Arc;
 use bytes::Bytes;
 use domain::Digest;
 use domain::worker::TicketClaims;
-use runtime::{RuntimeError, VolumeSource};
+use runtime::{Contents, RuntimeError, VolumeSource};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tracing::Instrument;
 use transfer::{
     ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, Limits, Manifest, ReadOptions, Runs,
-    TreeReader, TreeWriter, Trust, WriteOptions,
+    Subtree, TreeReader, TreeWriter, Trust, WriteOptions,
 };
 
 use crate::blocking::blocking;
-use crate::contents::directory;
-use crate::pipe::{Inlet, Outlet};
+use crate::far;
+use crate::pipe::{Inlet, Outlet, Piece};
 use crate::volumes::{self, TransferError, Turn};
 use crate::worker::Worker;
 
@@ -39,7 +39,7 @@ const BLOCK: u64 = 4096;
 
 /// An archive that comes in.
 pub(crate) struct Unpacking {
-    pieces: mpsc::Sender<Option<Bytes>>,
+    pieces: mpsc::Sender<Piece>,
     /// Goes on when the caller leaves: what was made is destroyed before another writer has its turn.
     unpacked: JoinHandle<Result<Arc<Manifest>, TransferError>>,
 }
@@ -83,7 +83,7 @@ async fn unpack(
     archive: Inlet,
 ) -> Result<Arc<Manifest>, TransferError> {
     let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
-    if let Some(kept) = worker.trees.kept(ticket.volume).await? {
+    if let Some(kept) = worker.trees.kept_of(worker.runtime.as_ref(), ticket.volume).await? {
         let again = blocking(move || {
             Ok::<_, TransferError>(ArchiveReader::new(archive).read(Limits::default(), |_| Ok(()))?)
         });
@@ -97,8 +97,10 @@ async fn unpack(
     worker.runtime.destroy_volume(ticket.volume).await?;
     worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
     let unpacked = async {
-        let root = directory(worker.runtime.as_ref(), ticket.volume).await?;
-        blocking(move || unpack_into(&root, archive)).await
+        match worker.runtime.contents(ticket.volume).await? {
+            Contents::Directory(root) => blocking(move || unpack_into(&root, archive)).await,
+            Contents::Remote(remote) => far::unpack(&remote, archive).await.map(Arc::new),
+        }
     };
     match unpacked.await {
         Ok(manifest) => volumes::settle(worker, ticket.volume, &ticket.team, manifest, turn).await,
@@ -147,35 +149,51 @@ pub(crate) async fn pack(
     worker: &Worker,
     ticket: &TicketClaims,
     path: &[u8],
-    pieces: mpsc::Sender<Bytes>,
+    pieces: mpsc::Sender<Piece>,
 ) -> Result<Option<Digest>, TransferError> {
     let manifest = volumes::manifest(worker, ticket).await?;
-    let root = directory(worker.runtime.as_ref(), ticket.volume).await?;
-    let path = path.to_vec();
-    blocking(move || {
-        let out = Outlet::new(pieces);
-        if path.is_empty() {
-            let mut writer = ArchiveWriter::new(out, manifest.clone());
-            let mut reader = TreeReader::new(&root, manifest.clone(), ReadOptions::default())?;
-            for batch in reader.batches(&Runs::all(manifest.extent_count())) {
-                batch?.iter().try_for_each(|extent| writer.put(extent.ordinal, &extent.data))?;
-            }
-            return finish(writer).map(|()| Some(manifest.tree_digest()));
+    let subtree = if path.is_empty() {
+        None
+    } else {
+        let not_found = || TransferError::PathNotFound(OsString::from_vec(path.to_vec()).into());
+        Some(manifest.subtree(path).map_err(ArchiveError::from)?.ok_or_else(not_found)?)
+    };
+    let digest = subtree.is_none().then(|| manifest.tree_digest());
+    match worker.runtime.contents(ticket.volume).await? {
+        Contents::Directory(root) => blocking(move || pack_from(&root, manifest, subtree, pieces)).await?,
+        Contents::Remote(remote) => {
+            let wanted = subtree.map_or(manifest, |subtree| Arc::new(subtree.manifest().clone()));
+            far::pack(&remote, wanted, Path::new(OsStr::from_bytes(path)), pieces).await?;
         }
-        let not_found = || TransferError::PathNotFound(OsString::from_vec(path.clone()).into());
-        let subtree = manifest.subtree(&path).map_err(ArchiveError::from)?.ok_or_else(not_found)?;
-        let mut writer = ArchiveWriter::new(out, Arc::new(subtree.manifest().clone()));
-        let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
-        for ordinal in 0..subtree.manifest().extent_count() {
-            let origin = subtree.origin(ordinal).unwrap_or(u64::MAX);
-            writer.put(ordinal, &reader.read(origin)?)?;
+    }
+    Ok(digest)
+}
+
+/// Packs a directory, or that directory of it.
+fn pack_from(
+    root: &Path,
+    manifest: Arc<Manifest>,
+    subtree: Option<Subtree>,
+    pieces: mpsc::Sender<Piece>,
+) -> Result<(), TransferError> {
+    let out = Outlet::new(pieces);
+    let mut reader = TreeReader::new(root, manifest.clone(), ReadOptions::default())?;
+    let Some(subtree) = subtree else {
+        let mut writer = ArchiveWriter::new(out, manifest.clone());
+        for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+            batch?.iter().try_for_each(|extent| writer.put(extent.ordinal, &extent.data))?;
         }
-        finish(writer).map(|()| None)
-    })
-    .await
+        return finish(writer);
+    };
+    let mut writer = ArchiveWriter::new(out, Arc::new(subtree.manifest().clone()));
+    for ordinal in 0..subtree.manifest().extent_count() {
+        let origin = subtree.origin(ordinal).unwrap_or(u64::MAX);
+        writer.put(ordinal, &reader.read(origin)?)?;
+    }
+    finish(writer)
 }
 
 fn finish(writer: ArchiveWriter<Outlet>) -> Result<(), TransferError> {
-    writer.finish()?.flush().map_err(ArchiveWriteError::from)?;
+    writer.finish()?.end().map_err(ArchiveWriteError::from)?;
     Ok(())
 }

@@ -21,6 +21,7 @@ use tokio_util::task::TaskTracker;
 use crate::worker::Worker;
 use crate::{Config, Gateway};
 
+mod far;
 pub(crate) mod store;
 
 /// How long is waited for what must come.
@@ -45,6 +46,8 @@ pub(crate) struct Directories {
     pub(crate) making: RwLock<()>,
     /// Its processes, each with its team.
     pub(crate) processes: Mutex<HashMap<AttemptId, String>>,
+    /// Whether it stands for a worker on another machine.
+    pub(crate) is_far: bool,
     /// What it was told of contact.
     pub(crate) contacts: Mutex<Vec<(Duration, Duration)>>,
 }
@@ -62,12 +65,18 @@ impl Default for Directories {
             making: RwLock::default(),
             processes: Mutex::default(),
             contacts: Mutex::default(),
+            is_far: false,
         }
     }
 }
 
 impl Directories {
-    fn path(&self, volume: VolumeHandle) -> PathBuf {
+    /// As a worker on another machine, whose bytes go through tar.
+    pub(crate) fn far() -> Self {
+        Self { is_far: true, ..Self::default() }
+    }
+
+    pub(crate) fn path(&self, volume: VolumeHandle) -> PathBuf {
         self.directory.path().join("volumes").join(volume.to_string())
     }
 
@@ -180,7 +189,14 @@ impl Runtime for Directories {
 
     async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError> {
         let path = self.path(handle);
-        if path.exists() { Ok(Contents::Directory(path)) } else { Err(RuntimeError::VolumeNotFound(handle)) }
+        if !path.exists() {
+            return Err(RuntimeError::VolumeNotFound(handle));
+        }
+        if !self.is_far {
+            return Ok(Contents::Directory(path));
+        }
+        let kept = self.directory.path().join(format!("{handle}.kept"));
+        Ok(Contents::Remote(Arc::new(far::Tarred { handle, path, kept })))
     }
 
     async fn make_directories(
@@ -208,6 +224,7 @@ impl Runtime for Directories {
         if noted(&self.stuck).contains(&handle) {
             return Err(RuntimeError::HasChildren(handle));
         }
+        _ = std::fs::remove_file(self.directory.path().join(format!("{handle}.kept")));
         match std::fs::remove_dir_all(self.path(handle)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(RuntimeError::io("destroying a volume", error))

@@ -411,10 +411,11 @@ async fn read_file(
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
     // Nothing is read that may not have survived a crash of the machine.
-    volumes::manifest(&worker, &ticket).await?;
+    let manifest = volumes::manifest(&worker, &ticket).await?;
     let (chunks, mut ready) = mpsc::channel(ANSWERS);
-    let reading =
-        async { volumes::read_file(&worker, ticket.volume, path, chunks).await.map_err(Status::from) };
+    let reading = async {
+        volumes::read_file(&worker, ticket.volume, manifest, path, chunks).await.map_err(Status::from)
+    };
     let sending = async {
         let mut first = true;
         while let Some((size, data)) = ready.recv().await {
@@ -459,7 +460,7 @@ impl From<TransferError> for Status {
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
-            TransferError::CallerGone => return truncated(),
+            TransferError::CallerGone | TransferError::BrokenOff => return truncated(),
         };
         reason.status(SERVICE, chain(&error))
     }

@@ -15,13 +15,16 @@ mod clock;
 mod config;
 mod contact;
 mod contents;
+mod far;
 mod fetch;
 #[cfg(test)]
 mod for_tests;
 mod gateway;
 mod grpc;
 pub mod host;
+mod image;
 mod pipe;
+mod plan;
 mod rehash;
 mod retry;
 mod sweeper;

@@ -3,23 +3,28 @@
 use std::io::{self, Read, Write};
 
 use bytes::{Buf, Bytes, BytesMut};
+use runtime::Archive;
+use tokio::io::AsyncReadExt;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
+use tokio_util::io::StreamReader;
+
+/// Bytes, or the end. A sender that goes away before the end is an error to who reads.
+pub(crate) type Piece = Option<Bytes>;
 
 /// Bytes of one message.
 const CHUNK: usize = 256 << 10;
 
 /// What comes from a task, for a thread that reads.
-///
-/// The task says when it is done: a sender that goes away before that is an error, not an end.
 pub(crate) struct Inlet {
-    pieces: mpsc::Receiver<Option<Bytes>>,
+    pieces: mpsc::Receiver<Piece>,
     current: Bytes,
     ended: bool,
 }
 
 impl Inlet {
-    /// Reads what comes as `pieces`, of which `None` is the end.
-    pub(crate) fn new(pieces: mpsc::Receiver<Option<Bytes>>) -> Self {
+    /// Reads what comes as `pieces`.
+    pub(crate) fn new(pieces: mpsc::Receiver<Piece>) -> Self {
         Self { pieces, current: Bytes::new(), ended: false }
     }
 }
@@ -39,16 +44,22 @@ impl Read for Inlet {
     }
 }
 
-/// What a thread writes, for a task. What is not flushed is not sent.
+/// What a thread writes, for a task. It is whole only after [`Outlet::end`].
 pub(crate) struct Outlet {
-    pieces: mpsc::Sender<Bytes>,
+    pieces: mpsc::Sender<Piece>,
     buffer: BytesMut,
 }
 
 impl Outlet {
     /// Sends what is written as `pieces`.
-    pub(crate) fn new(pieces: mpsc::Sender<Bytes>) -> Self {
+    pub(crate) fn new(pieces: mpsc::Sender<Piece>) -> Self {
         Self { pieces, buffer: BytesMut::new() }
+    }
+
+    /// Sends what is left, and the end.
+    pub(crate) fn end(mut self) -> io::Result<()> {
+        self.flush()?;
+        self.pieces.blocking_send(None).map_err(|_| io::ErrorKind::BrokenPipe.into())
     }
 }
 
@@ -66,6 +77,68 @@ impl Write for Outlet {
             return Ok(());
         }
         let gone = |_| io::ErrorKind::BrokenPipe.into();
-        self.pieces.blocking_send(self.buffer.split().freeze()).map_err(gone)
+        self.pieces.blocking_send(Some(self.buffer.split().freeze())).map_err(gone)
+    }
+}
+
+/// What comes as `pieces`, as an archive for a worker.
+pub(crate) fn archive(pieces: mpsc::Receiver<Piece>) -> Archive {
+    let stream = futures::stream::unfold(Some(pieces), async |pieces| {
+        let mut pieces = pieces?;
+        match pieces.recv().await {
+            Some(Some(piece)) => Some((Ok(piece), Some(pieces))),
+            Some(None) => None,
+            None => Some((Err(io::Error::from(io::ErrorKind::ConnectionAborted)), None)),
+        }
+    });
+    Box::pin(StreamReader::new(Box::pin(stream)))
+}
+
+/// An archive of a worker, for a thread that reads.
+pub(crate) struct Arriving {
+    archive: Archive,
+    runtime: Handle,
+}
+
+impl Arriving {
+    /// Reads `archive`. Called where tasks run.
+    pub(crate) fn new(archive: Archive) -> Self {
+        Self { archive, runtime: Handle::current() }
+    }
+}
+
+impl Read for Arriving {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.runtime.block_on(self.archive.read(buffer))
+    }
+}
+
+/// Passes on what is read through it, each piece only when the next is asked for: by then whoever reads has judged it.
+pub(crate) struct Tee<R> {
+    source: R,
+    out: Outlet,
+    held: Vec<u8>,
+}
+
+impl<R> Tee<R> {
+    /// Passes what `source` yields on to `out`.
+    pub(crate) fn new(source: R, out: Outlet) -> Self {
+        Self { source, out, held: Vec::new() }
+    }
+
+    /// Passes on what is left, and the end.
+    pub(crate) fn end(mut self) -> io::Result<()> {
+        self.out.write_all(&self.held)?;
+        self.out.end()
+    }
+}
+
+impl<R: Read> Read for Tee<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.out.write_all(&self.held)?;
+        self.held.clear();
+        let length = self.source.read(buffer)?;
+        self.held.extend_from_slice(&buffer[..length]);
+        Ok(length)
     }
 }

@@ -5,6 +5,9 @@
 //! compared before anything is made from it or sent ([`Trees::proven`]). A volume that holds something else is remembered as damaged:
 //! nothing is made from it or read any more, and it is left out of what the worker reports, so that the artifact store counts it as lost.
 //!
+//! The manifest of a volume that is far is kept by its worker, beside it and for as long: any gateway finds it there, and what it says is
+//! compared whenever content is read ([`crate::far`]).
+//!
 //! Both are caches: a manifest that is not here is made again by scanning the volume; an extent that is not found is sent again. The memory
 //! they take is bounded by [`MEMORY`]. Extents are found only for the team whose volume has them, so that nobody learns from what need
 //! not be sent what others have.
@@ -15,11 +18,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use domain::{Digest, VolumeHandle, chain};
-use runtime::{Runtime, RuntimeError};
+use runtime::{Contents, Runtime, RuntimeError};
 use transfer::{Limits, Manifest, ScanOptions};
 
 use crate::blocking::blocking;
 use crate::contents::directory;
+use crate::far;
 use crate::rehash::{self, Rehashed};
 
 /// What the name of a manifest that is being written ends with.
@@ -53,6 +57,8 @@ struct State {
 struct Tree {
     team: String,
     manifest: Arc<Manifest>,
+    /// Whether its extents can be copied from here.
+    near: bool,
 }
 
 /// A manifest that was kept.
@@ -121,7 +127,7 @@ impl Trees {
         if self.state().damaged.contains(&volume) {
             return Err(TreeError::Damaged(volume));
         }
-        let Some(Kept { team, manifest, this_boot }) = self.kept(volume).await? else {
+        let Some(Kept { team, manifest, this_boot }) = self.kept_of(runtime, volume).await? else {
             return Ok(self.scan(runtime, volume, team).await?);
         };
         if this_boot {
@@ -131,7 +137,7 @@ impl Trees {
         let expected = manifest.clone();
         match blocking(move || rehash::compare(&root, &expected)).await? {
             Rehashed::Same => {
-                self.insert(volume, &team, manifest.clone()).await;
+                self.insert(runtime, volume, &team, manifest.clone()).await;
                 Ok(manifest)
             }
             Rehashed::Differs(path) => {
@@ -153,9 +159,10 @@ impl Trees {
         volume: VolumeHandle,
         team: &str,
         digest: Digest,
-    ) -> Result<(), TreeError> {
-        if self.proven(runtime, volume, team).await?.tree_digest() == digest {
-            return Ok(());
+    ) -> Result<Arc<Manifest>, TreeError> {
+        let manifest = self.proven(runtime, volume, team).await?;
+        if manifest.tree_digest() == digest {
+            return Ok(manifest);
         }
         tracing::error!(volume.handle = %volume, "a volume holds another tree than the artifact store says; nothing is made from it");
         self.mark_damaged(volume).await;
@@ -187,40 +194,83 @@ impl Trees {
         volume: VolumeHandle,
         team: &str,
     ) -> Result<Arc<Manifest>, RuntimeError> {
-        let root = directory(runtime, volume).await?;
-        let scanned = blocking(move || scan(&root)).await?;
-        for problem in &scanned.problems {
-            tracing::info!(volume.handle = %volume, %problem, "left out of an output");
-        }
-        let manifest = Arc::new(scanned.manifest);
-        self.insert(volume, team, manifest.clone()).await;
+        let manifest = match runtime.contents(volume).await? {
+            Contents::Directory(root) => {
+                let scanned = blocking(move || scan(&root)).await?;
+                for problem in &scanned.problems {
+                    tracing::info!(volume.handle = %volume, %problem, "left out of an output");
+                }
+                scanned.manifest
+            }
+            Contents::Remote(remote) => far::scan(&remote).await?,
+        };
+        let manifest = Arc::new(manifest);
+        self.insert(runtime, volume, team, manifest.clone()).await;
         Ok(manifest)
     }
 
     /// Keeps the manifest of a volume that has its final bytes, and that can be scanned for it otherwise.
-    async fn insert(&self, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
-        if let Err(error) = self.keep(volume, team, manifest.clone()).await {
+    async fn insert(&self, runtime: &dyn Runtime, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
+        if let Err(error) = self.keep(runtime, volume, team, manifest.clone()).await {
             tracing::warn!(volume.handle = %volume, error = chain(&error), "a manifest has to be made again");
-            self.state().insert(volume, team, manifest);
+            self.state().insert(volume, Tree { team: team.to_owned(), manifest, near: false });
         }
     }
 
-    /// Keeps the manifest of a volume that has its final bytes, so that the next gateway finds it as well.
+    /// Keeps the manifest of a volume that has its final bytes, so that the next gateway finds it as well: beside the volume, where that is
+    /// far.
     pub(crate) async fn keep(
         &self,
+        runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
         manifest: Arc<Manifest>,
     ) -> Result<(), RuntimeError> {
-        let (path, boot) = (self.path(volume), self.boot.clone());
         let (whose, kept) = (team.to_owned(), manifest.clone());
         let failed = |error| RuntimeError::io("keeping a manifest", error);
-        blocking(move || save(&path, &boot, &whose, &kept).map_err(failed)).await?;
-        self.state().insert(volume, team, manifest);
+        let near = match runtime.contents(volume).await? {
+            Contents::Directory(_) => {
+                let (path, boot) = (self.path(volume), self.boot.clone());
+                blocking(move || save(&path, &boot, &whose, &kept).map_err(failed)).await?;
+                true
+            }
+            Contents::Remote(remote) => {
+                // What happens to the machine of the worker, its marker says; there is no boot to compare.
+                let file = blocking(move || encode("", &whose, &kept).map_err(failed)).await?;
+                remote.keep_manifest(file).await?;
+                false
+            }
+        };
+        self.state().insert(volume, Tree { team: team.to_owned(), manifest, near });
         Ok(())
     }
 
-    /// The manifest that was kept of a volume. `None`: it is not complete, or it has to be scanned.
+    /// The manifest that was kept of a volume, here or on its worker. `None`: it is not complete, or it has to be scanned.
+    pub(crate) async fn kept_of(
+        &self,
+        runtime: &dyn Runtime,
+        volume: VolumeHandle,
+    ) -> Result<Option<Kept>, RuntimeError> {
+        if let Some(kept) = self.kept(volume).await? {
+            return Ok(Some(kept));
+        }
+        let remote = match runtime.contents(volume).await {
+            Ok(Contents::Remote(remote)) => remote,
+            Ok(Contents::Directory(_)) | Err(RuntimeError::VolumeNotFound(_)) => return Ok(None),
+            // Whether there is one is not known, and what is taken for unfinished is thrown away.
+            Err(error) => return Err(error),
+        };
+        let Some(file) = remote.kept_manifest().await? else { return Ok(None) };
+        // One that makes no sense is as good as none.
+        let decoded = blocking(move || Ok::<_, RuntimeError>(decode(&file).ok())).await?;
+        let Some((_, team, manifest)) = decoded else { return Ok(None) };
+        let manifest = Arc::new(manifest);
+        let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: false };
+        self.state().insert(volume, tree);
+        Ok(Some(Kept { team, manifest, this_boot: true }))
+    }
+
+    /// The manifest that was kept here of a volume.
     pub(crate) async fn kept(&self, volume: VolumeHandle) -> Result<Option<Kept>, RuntimeError> {
         if let Some(tree) = self.state().trees.get(&volume) {
             let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
@@ -238,7 +288,8 @@ impl Trees {
         let Some((boot, team, manifest)) = loaded.await? else { return Ok(None) };
         let (manifest, this_boot) = (Arc::new(manifest), boot == self.boot);
         if this_boot {
-            self.state().insert(volume, &team, manifest.clone());
+            let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: true };
+            self.state().insert(volume, tree);
         }
         Ok(Some(Kept { team, manifest, this_boot }))
     }
@@ -252,7 +303,7 @@ impl Trees {
             });
             match recalled.await {
                 Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {
-                    self.state().insert(volume, &team, Arc::new(manifest));
+                    self.state().insert(volume, Tree { team, manifest: Arc::new(manifest), near: true });
                     // It may have been forgotten since it was read.
                     if !self.path(volume).exists() {
                         self.state().remove(volume);
@@ -303,17 +354,17 @@ impl Trees {
 }
 
 impl State {
-    fn insert(&mut self, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
+    fn insert(&mut self, volume: VolumeHandle, tree: Tree) {
         self.remove(volume);
-        if manifest.encoded_bytes() > MEMORY {
+        if tree.manifest.encoded_bytes() > MEMORY {
             return;
         }
-        self.bytes += manifest.encoded_bytes();
-        for located in manifest.extents() {
+        self.bytes += tree.manifest.encoded_bytes();
+        for located in tree.manifest.extents().filter(|_| tree.near) {
             self.extents.insert(located.extent.digest, (volume, located.ordinal));
         }
         self.order.push_back(volume);
-        self.trees.insert(volume, Tree { team: team.to_owned(), manifest });
+        self.trees.insert(volume, tree);
         while self.bytes > MEMORY
             && let Some(oldest) = self.order.front().copied()
         {
@@ -340,13 +391,17 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
 }
 
 /// The digest of the tree; the boot and the team, each with its length before it; the entries.
-fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<()> {
-    let temporary = path.with_extension(UNFINISHED);
+fn encode(boot: &str, team: &str, manifest: &Manifest) -> io::Result<Vec<u8>> {
     let length = |text: &str| u8::try_from(text.len()).map_err(io::Error::other);
     let (boot_length, team_length) = ([length(boot)?], [length(team)?]);
     let digest = manifest.tree_digest();
     let head = [digest.as_bytes(), &boot_length, boot.as_bytes(), &team_length, team.as_bytes()];
-    let file = [&head.concat()[..], &manifest.encode()].concat();
+    Ok([&head.concat()[..], &manifest.encode()].concat())
+}
+
+fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<()> {
+    let temporary = path.with_extension(UNFINISHED);
+    let file = encode(boot, team, manifest)?;
     let saved = std::fs::write(&temporary, file).and_then(|()| std::fs::rename(&temporary, path));
     if saved.is_err() {
         // Half of a manifest is of no use to anybody, least of all on a full disk.
@@ -382,10 +437,13 @@ fn recalled(directory: &Path, boot: &str) -> io::Result<Vec<(VolumeHandle, Strin
     Ok(recalled)
 }
 
-/// The boot, the team and the manifest.
 fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
+    decode(&std::fs::read(path)?)
+}
+
+/// The boot, the team and the manifest.
+fn decode(file: &[u8]) -> io::Result<(String, String, Manifest)> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
-    let file = std::fs::read(path)?;
     let (digest, rest) = file.split_at_checked(32).ok_or_else(malformed)?;
     let text = |rest: &[u8]| {
         let (length, rest) = rest.split_first()?;
@@ -424,9 +482,10 @@ mod tests {
     #[tokio::test]
     async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let volume = VolumeHandle::new();
+        let worker = crate::for_tests::Directories::default();
+        let volume = worker.volume("contents");
         let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
-        open("first").keep(volume, "main", Arc::new(manifest())).await.expect("room");
+        open("first").keep(&worker, volume, "main", Arc::new(manifest())).await.expect("room");
 
         let again = open("first").kept(volume).await.expect("read").expect("the manifest");
         assert_eq!((again.tree_digest(), again.this_boot), (manifest().tree_digest(), true));
@@ -469,9 +528,10 @@ mod tests {
     #[tokio::test]
     async fn a_kept_manifest_that_was_damaged_counts_for_nothing() {
         let directory = tempfile::tempdir().expect("a temporary directory");
+        let worker = crate::for_tests::Directories::default();
         let (volume, trees) =
-            (VolumeHandle::new(), || Trees::open(directory.path(), "boot".to_owned()).expect("open"));
-        trees().keep(volume, "main", Arc::new(manifest())).await.expect("room");
+            (worker.volume("contents"), || Trees::open(directory.path(), "boot".to_owned()).expect("open"));
+        trees().keep(&worker, volume, "main", Arc::new(manifest())).await.expect("room");
         let path = directory.path().join(volume.to_string());
         let whole = std::fs::read(&path).expect("the file");
         for cut in 0..whole.len() {
@@ -483,9 +543,10 @@ mod tests {
     #[tokio::test]
     async fn what_a_killed_gateway_was_writing_is_removed() {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let (half, whole) = (VolumeHandle::new(), VolumeHandle::new());
+        let worker = crate::for_tests::Directories::default();
+        let (half, whole) = (VolumeHandle::new(), worker.volume("contents"));
         let open = || Trees::open(directory.path(), "boot".to_owned()).expect("open");
-        open().keep(whole, "main", Arc::new(manifest())).await.expect("room");
+        open().keep(&worker, whole, "main", Arc::new(manifest())).await.expect("room");
         std::fs::write(directory.path().join(format!("{half}.tmp")), "half").expect("write");
         assert!(open().kept(whole).await.expect("read").is_some());
         let left: Vec<_> = std::fs::read_dir(directory.path()).expect("list").flatten().collect();

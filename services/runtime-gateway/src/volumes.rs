@@ -13,18 +13,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use domain::VolumeHandle;
 use domain::worker::TicketClaims;
-use runtime::{RuntimeError, VolumeSource};
+use runtime::{Contents, RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use tokio::sync::mpsc;
 use transfer::{
-    ArchiveError, ArchiveWriteError, ExtentData, Manifest, ReadOptions, Runs, TreeReader, TreeWriter, Trust,
-    Verified, WriteError, WriteOptions,
+    ArchiveError, ArchiveWriteError, ArchiveWriter, ExtentData, Manifest, ReadOptions, Runs, TreeReader,
+    TreeWriter, Trust, Verified, WriteError, WriteOptions,
 };
 
 use crate::attempt;
 use crate::blocking::blocking;
 use crate::contents::directory;
+use crate::far::{self, Far};
 use crate::gateway::NotAttended;
+use crate::pipe::Outlet;
 use crate::trees::TreeError;
 use crate::worker::Worker;
 use rpc::Refusal;
@@ -87,6 +89,9 @@ pub(crate) enum TransferError {
     /// The receiver is gone.
     #[error("the caller is gone")]
     CallerGone,
+    /// The sender is gone, and has not committed.
+    #[error("the transfer was broken off")]
+    BrokenOff,
 }
 
 impl From<ArchiveError> for TransferError {
@@ -124,7 +129,7 @@ pub(crate) struct Filling {
     /// What has to be sent.
     pub(crate) missing: Runs,
     queue: mpsc::Sender<Step>,
-    writer: tokio::task::JoinHandle<(Turn, Result<(), WriteError>)>,
+    writer: tokio::task::JoinHandle<(Turn, Result<(), TransferError>)>,
 }
 
 enum Step {
@@ -156,7 +161,7 @@ impl Filling {
         manifest: Arc<Manifest>,
     ) -> Result<Self, TransferError> {
         let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
-        if let Some(kept) = worker.trees.kept(ticket.volume).await? {
+        if let Some(kept) = worker.trees.kept_of(worker.runtime.as_ref(), ticket.volume).await? {
             if kept.tree_digest() != manifest.tree_digest() {
                 return Err(TransferError::Complete(ticket.volume));
             }
@@ -166,7 +171,10 @@ impl Filling {
         }
         worker.runtime.destroy_volume(ticket.volume).await?;
         worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
-        let root = directory(worker.runtime.as_ref(), ticket.volume).await?;
+        let root = match worker.runtime.contents(ticket.volume).await? {
+            Contents::Directory(root) => root,
+            Contents::Remote(remote) => return Ok(Self::far(worker, ticket, manifest, turn, remote)),
+        };
 
         let sources = Sources::find(worker, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
@@ -188,9 +196,27 @@ impl Filling {
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             // The turn is kept until the last byte that this writer may write, and by who waits for it longer than that.
-            (turn, write(writer, steps))
+            (turn, write(writer, steps).map_err(TransferError::from))
         });
         Ok(Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer })
+    }
+
+    /// A volume on another machine, to which everything is sent.
+    fn far(worker: &Worker, ticket: &TicketClaims, manifest: Arc<Manifest>, turn: Turn, remote: Far) -> Self {
+        let (queue, steps) = mpsc::channel(QUEUE);
+        let tree = manifest.clone();
+        let writer = worker.tasks.spawn(async move {
+            let packed = far::write(&remote, move |out| pack(ArchiveWriter::new(out, tree), steps));
+            // One that was broken off is left unfinished.
+            (
+                turn,
+                packed.await.or_else(|error| {
+                    if matches!(error, TransferError::BrokenOff) { Ok(()) } else { Err(error) }
+                }),
+            )
+        });
+        let missing = Runs::all(manifest.extent_count());
+        Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer }
     }
 
     /// A volume that has all of its bytes.
@@ -209,7 +235,7 @@ impl Filling {
         self.manifest.bytes_of(&self.missing)
     }
 
-    /// Takes some extents, in ascending order. Waits when the disk is slower than the sender.
+    /// Takes some extents: file by file, those of a file in ascending order. Waits when the disk is slower than the sender.
     pub(crate) async fn put(
         &mut self,
         worker: &Worker,
@@ -242,7 +268,7 @@ impl Filling {
             .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))?;
         if let Err(error) = written {
             turn.discard(worker).await;
-            return Err(error.into());
+            return Err(error);
         }
         settle(worker, self.volume, &self.team, self.manifest, turn).await
     }
@@ -251,7 +277,7 @@ impl Filling {
         match (&mut self.writer).await {
             Ok((turn, Err(error))) => {
                 turn.discard(worker).await;
-                error.into()
+                error
             }
             Ok((_, Ok(()))) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
         }
@@ -267,7 +293,7 @@ pub(crate) async fn settle(
     turn: Turn,
 ) -> Result<Arc<Manifest>, TransferError> {
     // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
-    if let Err(error) = worker.trees.keep(volume, team, manifest.clone()).await {
+    if let Err(error) = worker.trees.keep(worker.runtime.as_ref(), volume, team, manifest.clone()).await {
         turn.discard(worker).await;
         return Err(error.into());
     }
@@ -275,6 +301,10 @@ pub(crate) async fn settle(
         // To the gateway that speaks for this worker now, it may be complete.
         if !attempt::is_superseded(&refusal) {
             worker.trees.forget(volume).await;
+            // What is kept beside a volume goes with it only.
+            if let Ok(Contents::Remote(_)) = worker.runtime.contents(volume).await {
+                turn.discard(worker).await;
+            }
         }
         return Err(refusal.into());
     }
@@ -317,6 +347,20 @@ fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// Packs for another machine until it is told to commit.
+fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> Result<(), TransferError> {
+    while let Some(step) = steps.blocking_recv() {
+        match step {
+            Step::Put(extents) => extents.iter().try_for_each(|extent| writer.put_verified(extent))?,
+            Step::Commit => {
+                writer.finish()?.end().map_err(ArchiveWriteError::from)?;
+                return Ok(());
+            }
+        }
+    }
+    Err(TransferError::BrokenOff)
 }
 
 /// Files of this worker that have some of the content that is wanted.
@@ -389,7 +433,10 @@ pub(crate) async fn read(
     wanted: Runs,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), TransferError> {
-    let root = directory(worker.runtime.as_ref(), volume).await?;
+    let root = match worker.runtime.contents(volume).await? {
+        Contents::Directory(root) => root,
+        Contents::Remote(remote) => return far::read(&remote, manifest, wanted, batches).await,
+    };
     blocking(move || {
         let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
         for batch in reader.batches(&wanted) {
@@ -404,10 +451,14 @@ pub(crate) async fn read(
 pub(crate) async fn read_file(
     worker: &Worker,
     volume: VolumeHandle,
+    manifest: Arc<Manifest>,
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
 ) -> Result<(), TransferError> {
-    let root = directory(worker.runtime.as_ref(), volume).await?;
+    let root = match worker.runtime.contents(volume).await? {
+        Contents::Directory(root) => root,
+        Contents::Remote(remote) => return far::read_file(&remote, &manifest, path, chunks).await,
+    };
     blocking(move || {
         let failed = |source| RuntimeError::io(format!("reading {}", path.display()), source);
         let root = File::open(&root).map_err(failed)?;

@@ -43,7 +43,7 @@ pub(super) async fn read(
     let packing =
         async { archives::pack(&worker, &ticket, &request.path, pieces).await.map_err(Status::from) };
     let sending = async {
-        while let Some(data) = ready.recv().await {
+        while let Some(Some(data)) = ready.recv().await {
             answer(ReadAnswer::Data(data)).await?;
         }
         Ok(())

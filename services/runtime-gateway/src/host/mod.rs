@@ -53,7 +53,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::Marker;
-use domain::workload::{Image, Limits};
+use domain::workload::Limits;
 use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
@@ -172,14 +172,21 @@ impl HostRuntime {
         if !absent.is_empty() {
             tracing::info!(?absent, "containers do not see these file systems of the machine");
         }
-        let mut features = vec!["privileged", "network-loopback", "stop-after"];
+        let mut features = vec![
+            "privileged",
+            "network-loopback",
+            "stop-after",
+            "replaceable-outputs",
+            "owned-mounts",
+            "durable-output",
+        ];
         let all = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
         match host.cgroups.missing(&all) {
             None => features.push("limits"),
             Some(missing) => tracing::warn!(missing, "containers cannot be limited in everything"),
         }
         let capabilities = Capabilities {
-            image_kinds: vec![Image::Host.kind().to_owned()],
+            image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
             features: features.into_iter().map(str::to_owned).collect(),
             copy_on_write: host.volumes.copy_on_write(),
         };

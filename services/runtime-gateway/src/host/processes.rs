@@ -262,9 +262,9 @@ impl Host {
                 return Err(RuntimeError::Unsupported(what));
             }
         }
-        for mount in &container.mounts {
+        for volume in container.volumes() {
             // They may have been unmounted since, by a reboot.
-            self.volumes.directory(mount.volume)?;
+            self.volumes.directory(volume)?;
         }
         let process = Process::new(self, handle, id);
         let launched = self.launch(&process, spec);

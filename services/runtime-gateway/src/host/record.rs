@@ -11,7 +11,7 @@ use domain::workload::{
     EnvironmentVariable, Exit, Failure, FailureReason, Limits, Network, OutputMode, Stdin,
 };
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
-use runtime::{ContainerSpec, Ended, ProcessSpec};
+use runtime::{ContainerSpec, Ended, ProcessSpec, Root};
 use serde::{Deserialize, Serialize};
 
 use super::users::User;
@@ -56,6 +56,9 @@ pub(super) struct Container {
     /// Whose it is. Empty: it was made before this was kept, and is nobody's.
     #[serde(default)]
     pub(super) team: String,
+    /// The volume with its root file system. `None`: it is the worker's own.
+    #[serde(default)]
+    pub(super) root: Option<VolumeHandle>,
     pub(super) mounts: Vec<Mount>,
     pub(super) directory: Text,
     /// Whether the working directory is made when it is missing.
@@ -94,6 +97,10 @@ impl Container {
         Self {
             handle,
             team: spec.team,
+            root: match spec.root {
+                Root::Host => None,
+                Root::Volume(volume) => Some(volume),
+            },
             mounts,
             directory: spec.directory.into(),
             make_directory,
@@ -104,6 +111,11 @@ impl Container {
             privileged: spec.privileged,
             loopback: spec.network == Network::Loopback,
         }
+    }
+
+    /// Every volume in it.
+    pub(super) fn volumes(&self) -> impl Iterator<Item = VolumeHandle> {
+        self.mounts.iter().map(|mount| mount.volume).chain(self.root)
     }
 
     pub(super) fn limits(&self) -> Limits {
