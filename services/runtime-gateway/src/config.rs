@@ -22,6 +22,8 @@ pub struct Config {
     pub scheduler: String,
     /// Where the artifact store listens.
     pub artifact_store: String,
+    /// Where the streamer listens, which brings inputs that are on other workers.
+    pub streamer: String,
     /// The token of the cluster, which its services ask of each other over TCP. `None`: none.
     pub token: Option<String>,
     /// Where manifests of volumes are kept, so that they need not be made again, and what was found to be damaged. It may be lost.

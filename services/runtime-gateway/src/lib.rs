@@ -17,6 +17,7 @@ mod contact;
 mod contents;
 mod door;
 mod far;
+mod fetch;
 #[cfg(test)]
 mod for_tests;
 mod gateway;

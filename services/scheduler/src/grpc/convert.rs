@@ -6,7 +6,7 @@ use rpc::{invalid_field, timestamp};
 use tonic::Status;
 
 use crate::entity::{worker, workload};
-use crate::events::{Event, Revision, Whereabouts};
+use crate::events::{Event, InputProgress, Revision, Whereabouts};
 use crate::outcome::Ending;
 use crate::workers::Worker;
 use crate::workloads::Workload;
@@ -28,6 +28,12 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
             Pb::Placed(pb::Placed { whereabouts: Some(whereabouts(at)), reason })
         }
         Event::Preparing => Pb::Preparing(pb::Preparing {}),
+        Event::Materializing { inputs } => {
+            let inputs = inputs.into_iter().map(|InputProgress { name, bytes_done, bytes_total }| {
+                pb::InputProgress { name, bytes_done, bytes_total }
+            });
+            Pb::Materializing(pb::Materializing { inputs: inputs.collect() })
+        }
         Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
         Event::Publishing => Pb::Publishing(pb::Publishing {}),
         Event::Finished { ending, whereabouts: at } => {
