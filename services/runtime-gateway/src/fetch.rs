@@ -6,6 +6,7 @@
 //! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`crate::volumes`]): its manifest has
 //! that digest, and every extent the digest that the manifest says.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::sync::Arc;
 
@@ -173,13 +174,13 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         };
         under_way.progress.source = place;
         (self.progress)(under_way.progress);
-
-        let received = self.receive(&mut under_way, &mut reading).await;
-        let under_way = self.under_way.insert(under_way);
-        received?;
-        debug_assert!(under_way.missing.is_empty(), "everything was received");
-        // It was put there just now.
-        self.under_way.take().map(|under_way| under_way.filling).ok_or(Failed::There(SourceError::Cut))
+        match self.receive(&mut under_way, &mut reading).await {
+            Ok(()) => Ok(under_way.filling),
+            Err(failed) => {
+                self.under_way = Some(under_way);
+                Err(failed)
+            }
+        }
     }
 
     async fn begin(&self, manifest: Arc<Manifest>) -> Result<UnderWay, TransferError> {
@@ -196,65 +197,54 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         }
         reading.want(under_way).await?;
         let wanted = under_way.missing.clone();
-        let mut expected = wanted.ordinals();
-        let mut last = None;
+        let mut expected: HashSet<u64> = wanted.ordinals().collect();
         let received = loop {
             match reading.next().await {
                 Ok(Said::Chunk(chunk)) => {
-                    let verified = verify(&under_way.manifest, chunk, &mut expected);
-                    let verified = match verified {
+                    let (bytes, extents) = match verify(&under_way.manifest, chunk, &mut expected) {
                         Ok(verified) => verified,
-                        Err(error) => break Err(error.into()),
+                        Err(error) => break Err(error),
                     };
-                    last = verified.last().map(|(ordinal, _, _)| *ordinal).or(last);
-                    under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
-                    let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
                     under_way.filling.put_verified(self.worker, extents).await.map_err(Failed::Here)?;
+                    under_way.progress.done += bytes;
                     (self.progress)(under_way.progress);
                 }
-                Ok(Said::Done(_)) if expected.next().is_none() => break Ok(()),
-                Ok(Said::Done(_)) => break Err(SourceError::Cut.into()),
-                Ok(Said::Manifest(_) | Said::ManifestEnd(_)) => break Err(SourceError::Nonsense.into()),
-                Err(error) => break Err(error.into()),
+                Ok(Said::Done(_)) if expected.is_empty() => break Ok(()),
+                Ok(Said::Done(_)) => break Err(SourceError::Cut),
+                Ok(Said::Manifest(_) | Said::ManifestEnd(_)) => break Err(SourceError::Nonsense),
+                Err(error) => break Err(error),
             }
         };
-        if let Some(last) = last {
-            under_way.missing = after(&wanted, last);
+        under_way.missing = Runs::new();
+        for ordinal in wanted.ordinals().filter(|ordinal| expected.contains(ordinal)) {
+            // They ascend, as those do that they are taken from.
+            under_way.missing.insert(ordinal).unwrap_or_default();
         }
-        received
+        Ok(received?)
     }
 }
 
-/// The ordinals of `runs` that come after `last`.
-fn after(runs: &Runs, last: u64) -> Runs {
-    let mut rest = Runs::new();
-    for run in runs.runs() {
-        let first = run.start.max(last + 1);
-        if first < run.end {
-            // They ascend, as those that they are taken from do.
-            rest.insert_run(first, run.end - first).unwrap_or_default();
-        }
-    }
-    rest
-}
-
-type Received = (u64, u64, Verified<bytes::Bytes>);
-
-/// Verifies what arrived: exactly what is expected next. With their ordinals and lengths.
+/// Verifies what arrived, all or nothing of it, which is no longer expected then. With the bytes in all.
 fn verify(
     manifest: &Manifest,
     chunk: pb::Chunk,
-    expected: &mut impl Iterator<Item = u64>,
-) -> Result<Vec<Received>, SourceError> {
+    expected: &mut HashSet<u64>,
+) -> Result<(u64, Vec<Verified<bytes::Bytes>>), SourceError> {
+    let mut bytes = 0;
+    let mut arrived = Vec::with_capacity(chunk.extents.len());
     let verified = chunk.extents.into_iter().map(|extent| {
-        if expected.next() != Some(extent.ordinal) {
+        if !expected.remove(&extent.ordinal) {
             return Err(SourceError::Nonsense);
         }
-        let length = u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
-        let verified = manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)?;
-        Ok((extent.ordinal, length, verified))
+        arrived.push(extent.ordinal);
+        bytes += u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
+        manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)
     });
-    verified.collect()
+    let verified = verified.collect::<Result<Vec<_>, _>>();
+    if verified.is_err() {
+        expected.extend(arrived);
+    }
+    Ok((bytes, verified?))
 }
 
 /// A volume elsewhere that is being read.
@@ -306,17 +296,35 @@ impl Reading {
 mod tests {
     use super::*;
 
+    fn chunk(extents: &[(u64, &'static str)]) -> pb::Chunk {
+        let extents = extents.iter().map(|(ordinal, text)| pb::ExtentData {
+            ordinal: *ordinal,
+            data: bytes::Bytes::from_static(text.as_bytes()),
+        });
+        pb::Chunk { extents: extents.collect() }
+    }
+
     #[test]
-    fn what_is_missing_after_a_source_broke_off_is_what_came_after_its_last_extent() {
-        let mut runs = Runs::new();
-        for (first, count) in [(2, 3), (8, 1), (10, 4)] {
-            runs.insert_run(first, count).expect("ascending");
+    fn only_what_is_expected_is_taken_from_a_source_in_any_order_and_once() {
+        let directory = tempfile::tempdir().expect("a directory");
+        for name in ["a", "b", "c"] {
+            std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
         }
-        let rest = |last| after(&runs, last).ordinals().collect::<Vec<_>>();
-        assert_eq!(rest(2), [3, 4, 8, 10, 11, 12, 13]);
-        assert_eq!(rest(4), [8, 10, 11, 12, 13]);
-        assert_eq!(rest(8), [10, 11, 12, 13]);
-        assert_eq!(rest(12), [13]);
-        assert_eq!(rest(13), Vec::<u64>::new());
+        let manifest = crate::trees::scan(directory.path()).expect("it can be read").manifest;
+        let mut expected = HashSet::from([0, 2]);
+        let refused = [
+            ("not asked for", chunk(&[(2, "ccc"), (1, "bbb")])),
+            ("twice", chunk(&[(2, "ccc"), (2, "ccc")])),
+            ("nowhere", chunk(&[(7, "ccc")])),
+            ("something else", chunk(&[(2, "ccc"), (0, "aaA")])),
+        ];
+        for (what, chunk) in refused {
+            verify(&manifest, chunk, &mut expected).map(|_| ()).expect_err(what);
+            assert_eq!(expected.len(), 2, "{what}");
+        }
+        let (bytes, extents) =
+            verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
+        assert_eq!((bytes, extents.len(), expected.len()), (6, 2, 0));
+        verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
     }
 }

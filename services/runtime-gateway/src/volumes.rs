@@ -246,7 +246,7 @@ impl Filling {
         self.put_verified(worker, verified?).await
     }
 
-    /// Takes some extents, in ascending order. Waits when the disk is slower than the sender.
+    /// As [`Self::put`], of what was verified before.
     pub(crate) async fn put_verified(
         &mut self,
         worker: &Worker,
