@@ -86,6 +86,8 @@ pub(crate) enum Command {
     Attach(AttachArgs),
     /// Print the output of a workload and follow it to its end; also for a while after that
     Logs(WorkloadArgs),
+    /// Say why a workload waits, worker by worker, and what would end that
+    Explain(ExplainArgs),
     /// Ask a workload to stop
     Cancel(CancelArgs),
 
@@ -212,6 +214,9 @@ pub(crate) struct RunArgs {
     /// Print the workload's id and leave it to itself
     #[arg(short, long, help_heading = "When and where")]
     pub(crate) detach: bool,
+    /// Say where it would run, or why nowhere, and do nothing
+    #[arg(long, conflicts_with_all = ["detach", "trace"], help_heading = "When and where")]
+    pub(crate) explain: bool,
     /// Write the trace of this run, with the spans of all services, as JSON
     #[arg(long, value_name = "FILE", help_heading = "When and where")]
     pub(crate) trace: Option<PathBuf>,
@@ -294,6 +299,14 @@ pub(crate) struct AttachArgs {
 Follows the output until the workload has ended; Ctrl-C leaves the workload to itself. The output is kept for five minutes after the \
 end, or for what --gc-grace of `gantry up` says.")]
 pub(crate) struct WorkloadArgs {
+    /// The workload
+    #[arg(value_name = "WORKLOAD")]
+    pub(crate) workload: WorkloadId,
+}
+
+/// `gantry explain`
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArgs {
     /// The workload
     #[arg(value_name = "WORKLOAD")]
     pub(crate) workload: WorkloadId,

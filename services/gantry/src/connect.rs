@@ -13,6 +13,7 @@ use rpc::pb::artifacts::owners_client::OwnersClient;
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
@@ -110,6 +111,10 @@ impl Connection {
 
     pub(crate) fn workloads(&self) -> WorkloadsClient<Peer> {
         WorkloadsClient::new(self.peer.clone())
+    }
+
+    pub(crate) fn placements(&self) -> PlacementsClient<Peer> {
+        PlacementsClient::new(self.peer.clone())
     }
 
     pub(crate) fn workers(&self) -> WorkersClient<Peer> {

@@ -23,6 +23,7 @@ use crate::connect::{Connection, repeat};
 use crate::download::Downloader;
 use crate::error::Interrupted;
 use crate::exit;
+use crate::explain;
 use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
 use crate::hint;
 use crate::json as shown;
@@ -45,6 +46,10 @@ pub(crate) async fn run(
         ui.note("--privileged: the command has all capabilities and devices and no filter; it is as good as root on the worker");
     }
     let spec = spec(args, &connection.team, ui)?;
+    if args.explain {
+        // What is uploaded makes no difference to who could run it.
+        return explain::spec(connection, spec, as_json).await.map(|()| 0);
+    }
     let workload = WorkloadId::new();
 
     // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.

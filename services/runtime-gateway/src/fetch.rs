@@ -298,3 +298,45 @@ impl Reading {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk(extents: &[(u64, &'static str)]) -> pb::Chunk {
+        let extents = extents.iter().map(|(ordinal, text)| pb::ExtentData {
+            ordinal: *ordinal,
+            data: bytes::Bytes::from_static(text.as_bytes()),
+        });
+        pb::Chunk { extents: extents.collect() }
+    }
+
+    #[test]
+    fn only_what_is_expected_is_taken_from_a_source_in_any_order_and_once() {
+        let directory = tempfile::tempdir().expect("a directory");
+        for name in ["a", "b", "c"] {
+            std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
+        }
+        let manifest = crate::trees::scan(directory.path()).expect("it can be read").manifest;
+        let mut wanted = Runs::new();
+        for ordinal in [0, 2] {
+            wanted.insert(ordinal).expect("ascending");
+        }
+        let refused = [
+            ("not asked for", chunk(&[(2, "ccc"), (1, "bbb")])),
+            ("twice", chunk(&[(2, "ccc"), (2, "ccc")])),
+            ("nowhere", chunk(&[(7, "ccc")])),
+            ("something else", chunk(&[(2, "ccc"), (0, "aaA")])),
+        ];
+        for (what, chunk) in refused {
+            let verified = verify(&manifest, chunk, &mut Outstanding::new(&wanted));
+            verified.map(|_| ()).expect_err(what);
+        }
+        let mut expected = Outstanding::new(&wanted);
+        let verified =
+            verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
+        let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
+        assert_eq!((taken, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
+        verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
+    }
+}

@@ -177,3 +177,6 @@ async fn materialize_once(
         about: std::collections::HashMap::new(),
     })
 }
+
+#[cfg(test)]
+mod tests;
