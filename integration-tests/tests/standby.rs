@@ -5,17 +5,18 @@ mod processes;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Stdio};
 
-use integration_tests::{may_run_containers, wait_for};
+use integration_tests::{describe, may_run_containers, send, wait_for};
 
-use processes::{Process, Suite, directory, ended};
+use processes::{Process, Suite, directory};
 
 const WORKER: &str = "shared";
 
 /// Two gateways, the first of which attends, an artifact on their worker, and a process in it that waits for a word.
 struct Scene {
-    suite: Suite,
+    // Before the directories that they are in.
     first: Process,
     second: Process,
+    suite: Suite,
     run: Child,
     stdout: BufReader<std::process::ChildStdout>,
     artifact: String,
@@ -30,7 +31,7 @@ impl Scene {
         let first = suite.gateway("first", WORKER, &[]);
         suite.attended(WORKER, &first);
         let second = suite.gateway("second", WORKER, &[]);
-        second.says("this one stands by");
+        says(&second, "this one stands by");
 
         directory(&suite.cluster.path("data"), "file", "kept\n");
         let path = suite.cluster.path("data");
@@ -70,16 +71,21 @@ impl Scene {
     }
 }
 
+/// Waits until a gateway has said this.
+fn says(gateway: &Process, text: &str) {
+    wait_for(text, || gateway.said().contains(text).then_some(()));
+}
+
 #[test]
 fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
     let Some(scene) = Scene::start() else { return };
     let before = scene.suite.attended(WORKER, &scene.first);
-    scene.first.signal(libc::SIGKILL);
+    send(&scene.first.child, libc::SIGKILL);
     let (suite, first, second) = scene.goes_on(&before);
     // It comes back, and stands by itself.
     drop(first);
     let third = suite.gateway("third", WORKER, &[]);
-    third.says("this one stands by");
+    says(&third, "this one stands by");
     assert_eq!(suite.succeed(&["run", "--", "echo", "again"]), b"again\n");
     suite.attended(WORKER, &second);
     drop((second, third));
@@ -90,9 +96,9 @@ fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
 fn a_gateway_that_freezes_is_taken_over_from_and_does_nothing_when_it_wakes_up() {
     let Some(scene) = Scene::start() else { return };
     let before = scene.suite.attended(WORKER, &scene.first);
-    scene.first.signal(libc::SIGSTOP);
+    send(&scene.first.child, libc::SIGSTOP);
     let (suite, mut first, second) = scene.goes_on(&before);
-    second.says("it is taken over");
+    says(&second, "it is taken over");
 
     // One runs while the old one wakes up.
     let script = "echo ready; read word; echo \"$word\"";
@@ -105,19 +111,21 @@ fn a_gateway_that_freezes_is_taken_over_from_and_does_nothing_when_it_wakes_up()
     let containers = || std::fs::read_dir(held.join("containers")).expect("containers").count();
     let before = containers();
 
-    first.signal(libc::SIGCONT);
+    send(&first.child, libc::SIGCONT);
     let status = wait_for("the end of the old one", || first.child.try_wait().expect("asked"));
     assert!(!status.success(), "{}", first.said());
-    first.says("starts and destroys nothing more");
+    says(&first, "starts and destroys nothing more");
     assert_eq!(containers(), before, "{}", first.said());
     let now = suite.attended(WORKER, &second);
 
     run.stdin.take().expect("stdin").write_all(b"still here\n").expect("it is read");
-    assert_eq!(ended(run).stdout, b"still here\n");
+    let ended = run.wait_with_output().expect("gantry ends");
+    assert!(ended.status.success(), "{}", describe(&ended));
+    assert_eq!(ended.stdout, b"still here\n");
     // Started again, it stands by, though it held the lock before.
     drop(first);
     let third = suite.gateway("third", WORKER, &[]);
-    third.says("this one stands by");
+    says(&third, "this one stands by");
     assert_eq!(suite.succeed(&["run", "--", "echo", "again"]), b"again\n");
     assert_eq!(suite.attended(WORKER, &second)["session"], now["session"], "nobody disturbed it");
     drop((second, third));

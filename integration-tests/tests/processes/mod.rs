@@ -2,10 +2,10 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use integration_tests::{Cluster, describe, gantry_binary, send, wait_for};
+use integration_tests::{Cluster, describe, gantry_binary, wait_for};
 use runtime::Runtime as _;
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use serde_json::Value;
@@ -159,11 +159,6 @@ impl Process {
         fs::read_to_string(&self.log).expect("its log")
     }
 
-    /// Waits until it has said this.
-    pub(crate) fn says(&self, text: &str) {
-        wait_for(text, || self.said().contains(text).then_some(()));
-    }
-
     /// Where it listens.
     pub(crate) fn endpoint(&self) -> String {
         wait_for("the address of a gateway", || {
@@ -173,16 +168,16 @@ impl Process {
             Some(rest.split(['"', ' ', '\n']).next()?.to_owned())
         })
     }
-
-    pub(crate) fn signal(&self, signal: i32) {
-        send(&self.child, signal);
-    }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("--- {} ---\n{}", self.log.display(), self.said());
+            eprintln!(
+                "--- {} ---\n{}",
+                self.log.display(),
+                fs::read_to_string(&self.log).unwrap_or_default()
+            );
         }
         // It may be gone already, or frozen: a kill is heard all the same.
         self.child.kill().ok();
@@ -194,11 +189,4 @@ impl Drop for Process {
 pub(crate) fn directory(path: &Path, file: &str, text: &str) {
     fs::create_dir_all(path).expect("a directory");
     fs::write(path.join(file), text).expect("a file");
-}
-
-/// The end of a command that must succeed.
-pub(crate) fn ended(child: Child) -> Output {
-    let output = child.wait_with_output().expect("gantry ends");
-    assert!(output.status.success(), "{}", describe(&output));
-    output
 }

@@ -486,6 +486,8 @@ fn status(error: RuntimeError) -> Status {
         RuntimeError::ProcessNotFound(_) => Reason::ProcessNotFound,
         RuntimeError::OffsetOutOfRange { .. } => Reason::OffsetOutOfRange,
         RuntimeError::DiskFull(_) => Reason::DiskFull,
+        // Asked again, who has taken over is found.
+        RuntimeError::TakenOver(_) => Reason::Unavailable,
         _ => {
             tracing::warn!(error = chain(&error), "the worker failed");
             Reason::WorkerFailed

@@ -46,6 +46,7 @@ enum Ended {
 /// Keeps a stream to the scheduler open until the gateway stops.
 pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) {
     let mut pause = Duration::from_millis(20);
+    let mut standing_by = false;
     loop {
         let ended = tokio::select! {
             ended = speak(&worker, instance, &mut pause) => ended,
@@ -63,8 +64,17 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
             Ended::Refused(refusal) if refusal.is_transient() => {
                 tracing::debug!(error = %refusal, "the scheduler does not answer");
             }
+            Ended::Refused(refusal) if refusal.is(Reason::AlreadyAttended) => {
+                if !std::mem::replace(&mut standing_by, true) {
+                    tracing::info!(
+                        worker.name = worker.config.worker_name,
+                        "another gateway attends this worker: this one stands by"
+                    );
+                }
+            }
             ended => tracing::warn!(error = %chain(ended), "cannot speak for the worker"),
         }
+        standing_by &= worker.session().is_none();
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = worker.stopping.cancelled() => return,
@@ -88,7 +98,8 @@ async fn try_speak(
 ) -> Result<(), Ended> {
     let (up, requests) = mpsc::channel(4);
     let hello = hello(worker, instance).await?;
-    let mut contact = Contact::new(since_boot());
+    let said_hello = since_boot();
+    let mut contact = Contact::new(said_hello);
     // The other end of the channel is the stream below, which is alive.
     up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
     let mut client = worker.workers.clone();
@@ -108,6 +119,8 @@ async fn try_speak(
         session = session.session.0,
         "speaking for the worker"
     );
+    let ttl = seconds(welcome.worker_ttl, Duration::from_secs(30));
+    worker.alone_until(said_hello + ttl);
     worker.set_session(Some(session.clone()));
     *pause = Duration::from_millis(20);
 
@@ -131,6 +144,7 @@ async fn try_speak(
                                 Ended::Nonsense("it heard what was never sent")
                             })?;
                             if let Some(sent) = heard {
+                                worker.alone_until(sent + ttl);
                                 tell_contact(worker, sent, stop_after).await;
                             }
                             let before = applied;

@@ -86,7 +86,7 @@ impl Hold {
         if self.is_ours()? {
             return Ok(());
         }
-        Err(RuntimeError::Other(format!("another gateway has taken over {}", self.path.display())))
+        Err(RuntimeError::TakenOver(self.path.display().to_string()))
     }
 }
 

@@ -164,6 +164,7 @@ impl Scene {
             heartbeat: Some(rpc::duration(Duration::from_millis(40))),
             stop_after: Some(rpc::duration(Duration::from_secs(600))),
             protocol_version: PROTOCOL,
+            worker_ttl: Some(rpc::duration(Duration::from_secs(60))),
         };
         let response = pb::SynchronizeResponse { message: Some(Down::Welcome(welcome)) };
         told.send(Ok(response)).await.expect("a stream");
