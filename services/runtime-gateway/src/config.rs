@@ -24,6 +24,8 @@ pub struct Config {
     pub scheduler: String,
     /// Where the artifact store listens.
     pub artifact_store: String,
+    /// Where the streamer listens, which brings inputs that are on other workers.
+    pub streamer: String,
     /// The token of the cluster, which its services ask of each other over TCP. `None`: none.
     pub token: Option<String>,
     /// Where manifests of volumes are kept, so that they need not be made again, and what was found to be damaged. It may be lost.
@@ -44,6 +46,7 @@ impl Config {
         endpoint: &str,
         scheduler: &str,
         artifact_store: &str,
+        streamer: &str,
         manifest_dir: PathBuf,
     ) -> Self {
         Self {
@@ -55,6 +58,7 @@ impl Config {
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: artifact_store.to_owned(),
+            streamer: streamer.to_owned(),
             token: None,
             manifest_dir,
             report_interval: Duration::from_secs(60),

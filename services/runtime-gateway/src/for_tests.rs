@@ -112,18 +112,29 @@ impl Directories {
 
     /// A gateway's view of it, with peers at these addresses.
     pub(crate) fn attended(self: &Arc<Self>, scheduler: &str, artifact_store: &str) -> Arc<Worker> {
-        self.configured(scheduler, artifact_store, false)
+        self.configured(scheduler, artifact_store, NOBODY, false)
     }
 
     /// The view of a gateway whose operator holds destruction.
     pub(crate) fn holding(self: &Arc<Self>, scheduler: &str, artifact_store: &str) -> Arc<Worker> {
-        self.configured(scheduler, artifact_store, true)
+        self.configured(scheduler, artifact_store, NOBODY, true)
+    }
+
+    /// The view of a gateway to which a streamer brings inputs.
+    pub(crate) fn brought_to(
+        self: &Arc<Self>,
+        scheduler: &str,
+        artifact_store: &str,
+        streamer: &str,
+    ) -> Arc<Worker> {
+        self.configured(scheduler, artifact_store, streamer, false)
     }
 
     fn configured(
         self: &Arc<Self>,
         scheduler: &str,
         artifact_store: &str,
+        streamer: &str,
         hold_destruction: bool,
     ) -> Arc<Worker> {
         let config = Config {
@@ -135,6 +146,7 @@ impl Directories {
             endpoint: "http://127.0.0.1:9".to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: artifact_store.to_owned(),
+            streamer: streamer.to_owned(),
             token: None,
             manifest_dir: self.directory.path().join("manifests"),
             report_interval: Duration::from_secs(60),

@@ -38,6 +38,15 @@ struct Arguments {
         required_unless_present = "door"
     )]
     artifact_store: Option<String>,
+    /// Where the streamer listens: http://host:port or unix:///path, of each replica, with commas between them
+    #[arg(
+        long,
+        env = "GANTRY_STREAMER",
+        value_name = "ADDRESSES",
+        value_parser = rpc::client::addresses,
+        required_unless_present = "door"
+    )]
+    streamer: Option<String>,
     #[command(flatten)]
     concourse: GardenArgs,
     /// The worker's name, unique in the cluster. Default: the host name of this machine when it first had this state directory
@@ -117,6 +126,7 @@ impl server::Program for Arguments {
             endpoint: self.endpoint.unwrap_or(starting.endpoint),
             scheduler: self.scheduler.clone(),
             artifact_store: self.artifact_store.unwrap_or_default(),
+            streamer: self.streamer.unwrap_or_default(),
             token: starting.token.clone(),
             manifest_dir: self.state_dir.join("manifests"),
             report_interval: self.report_interval,

@@ -99,6 +99,7 @@ impl Machine {
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: NOBODY.to_owned(),
+            streamer: NOBODY.to_owned(),
             token: None,
             manifest_dir: self.dir.path().join("manifests"),
             report_interval: Duration::from_secs(60),

@@ -1,7 +1,6 @@
 //! The four services of a local cluster, each with a database or directory of its own, all on one socket.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use artifact_store::KeySource;
@@ -15,10 +14,6 @@ use crate::args::UpArgs;
 
 /// The worker on this machine. Not the machine's name, which may change while what the worker holds stays the same.
 const WORKER: &str = "local";
-/// How often everything that the worker holds is reported.
-const REPORT_INTERVAL: Duration = Duration::from_secs(60);
-/// How many containers or volumes are destroyed at a time.
-const DESTROY_CONCURRENCY: usize = 8;
 
 /// Starts the services on `host`, and answers this machine as their worker. They reach each other over the socket, which is bound and
 /// not yet served.
@@ -47,20 +42,10 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         Err(RuntimeError::Unsupported(what)) => bail!("this machine cannot be a worker: {what}"),
         runtime => runtime.context("this machine cannot be a worker")?,
     };
+    let manifests = paths.worker().join("manifests");
     let gateway = runtime_gateway::Config {
-        worker_name: WORKER.to_owned(),
-        platform: "linux".to_owned(),
-        tags: Vec::new(),
-        team: None,
-        max_tasks: None,
-        endpoint: endpoint.clone(),
-        scheduler: endpoint.clone(),
-        artifact_store: endpoint,
-        token: None,
-        manifest_dir: paths.worker().join("manifests"),
-        report_interval: REPORT_INTERVAL,
-        destroy_concurrency: DESTROY_CONCURRENCY,
         hold_destruction: args.hold_destruction,
+        ..runtime_gateway::Config::for_worker(WORKER, &endpoint, &endpoint, &endpoint, &endpoint, manifests)
     };
     let given = GardenWorker { name: "garden".to_owned(), ..GardenWorker::default() };
     let concourse = args.concourse.workers(given)?;

@@ -28,7 +28,7 @@ fn a_process_that_nobody_asked_to_stop_was_out_of_contact() {
 
 fn entry() -> Attempt {
     let (stop, _) = watch::channel(None);
-    Attempt { phase: pb::LeasePhase::Preparing, stop }
+    Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
 }
 
 #[tokio::test]

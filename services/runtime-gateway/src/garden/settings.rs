@@ -240,8 +240,14 @@ mod tests {
         assert_eq!((worker.name.as_str(), worker.garden.as_str()), ("w1", "10.0.0.7:7777"));
         assert_eq!(worker.baggageclaim, "10.0.0.7:7788");
         assert_eq!(worker.resource_types[0].image, "/opt/git/rootfs.tgz");
-        let common =
-            Config::for_worker("", "http://gateway", "http://scheduler", "http://store", "/state".into());
+        let common = Config::for_worker(
+            "",
+            "http://gateway",
+            "http://scheduler",
+            "http://store",
+            "http://streamer",
+            "/state".into(),
+        );
         let (config, garden) = worker.config(&common, Path::new("/state"));
         assert_eq!((config.worker_name.as_str(), config.team, config.tags.len()), ("w1", None, 0));
         assert_eq!(config.manifest_dir, Path::new("/state/w1/manifests"));

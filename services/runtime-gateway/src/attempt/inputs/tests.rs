@@ -1,0 +1,257 @@
+//! Inputs that are elsewhere, with an artifact store and a streamer whose answers each test gives.
+
+use std::sync::Arc;
+
+use domain::workload::{FailureReason, Image, Input, Limits, Network, OutputMode, Stdin, WorkloadSpec};
+use domain::{AttemptId, LeaseId, WorkloadId};
+use rpc::pb::streamer::streamer_server::{Streamer, StreamerServer};
+use server::{Host, Listener};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::*;
+use crate::attempt::failure;
+use crate::for_tests::store::{Asked, Store, session};
+use crate::for_tests::{Directories, NOBODY, within};
+use crate::worker::Attempt;
+
+type Told = mpsc::Sender<Result<streamer::MaterializeResponse, Status>>;
+
+/// What is asked of the streamer, and how it is answered.
+struct Bring(streamer::MaterializeRequest, Told);
+
+impl Bring {
+    async fn say(&self, message: Said) {
+        let answer = streamer::MaterializeResponse { message: Some(message) };
+        self.1.send(Ok(answer)).await.expect("somebody listens");
+    }
+
+    async fn refuse(self, reason: Reason) {
+        self.1.send(Err(reason.status("gantry.test", "as the test asked for"))).await.expect("listens");
+    }
+}
+
+struct Script(mpsc::Sender<Bring>);
+
+fn no_part<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("no part of this test"))
+}
+
+#[tonic::async_trait]
+impl Streamer for Script {
+    type UploadStream = ReceiverStream<Result<streamer::UploadResponse, Status>>;
+    type MaterializeStream = ReceiverStream<Result<streamer::MaterializeResponse, Status>>;
+
+    async fn upload(
+        &self,
+        _: Request<Streaming<streamer::UploadRequest>>,
+    ) -> Result<Response<Self::UploadStream>, Status> {
+        no_part()
+    }
+
+    async fn download(
+        &self,
+        _: Request<streamer::DownloadRequest>,
+    ) -> Result<Response<streamer::DownloadResponse>, Status> {
+        no_part()
+    }
+
+    async fn materialize(
+        &self,
+        request: Request<streamer::MaterializeRequest>,
+    ) -> Result<Response<Self::MaterializeStream>, Status> {
+        let (told, answers) = mpsc::channel(4);
+        let bring = Bring(request.into_inner(), told);
+        self.0.send(bring).await.map_err(|_| Status::unavailable("the test is over"))?;
+        Ok(Response::new(ReceiverStream::new(answers)))
+    }
+
+    async fn list_transfers(
+        &self,
+        _: Request<streamer::ListTransfersRequest>,
+    ) -> Result<Response<streamer::ListTransfersResponse>, Status> {
+        no_part()
+    }
+
+    async fn cancel_transfer(
+        &self,
+        _: Request<streamer::CancelTransferRequest>,
+    ) -> Result<Response<streamer::CancelTransferResponse>, Status> {
+        no_part()
+    }
+}
+
+/// A gateway with an attempt at a workload that has two inputs, and those whom it asks.
+struct Suite {
+    worker: Arc<Worker>,
+    task: Task,
+    plan: Plan,
+    store: Store,
+    brought: mpsc::Receiver<Bring>,
+    stop: oneshot::Sender<()>,
+    served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Suite {
+    #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
+    async fn start() -> Self {
+        let store = Store::start().await;
+        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let streamer = listener.endpoint().expect("its address");
+        let (bring, brought) = mpsc::channel(4);
+        let mut host = Host::new();
+        host.add_service(StreamerServer::new(Script(bring)));
+        let (stop, stopped) = oneshot::channel();
+        let served = tokio::spawn(host.serve([listener], async {
+            stopped.await.ok();
+        }));
+
+        let machine = Arc::new(Directories::default());
+        let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer);
+        worker.set_session(Some(session("credential")));
+        let task = task();
+        let (stop_wish, _) = watch::channel(None);
+        let attempt = Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop: stop_wish };
+        worker.attempts().insert(task.lease, attempt);
+        let plan = Plan::new(&task.spec, task.workload, true);
+        Self { worker, task, plan, store, brought, stop, served }
+    }
+
+    /// Answers a call of Prepare, in which these of the inputs are missing.
+    async fn prepared(store: &mut Store, missing: &[ArtifactId]) {
+        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        let volumes = request.volumes.into_iter().map(|volume| {
+            let from = volume.from_artifact_id.parse::<ArtifactId>().ok();
+            let missing = from.filter(|from| missing.contains(from));
+            let here = from.is_some() && missing.is_none();
+            store::PreparedVolume {
+                name: volume.name,
+                volume_handle: VolumeHandle::new().to_string(),
+                parent_handle: if here { VolumeHandle::new().to_string() } else { String::new() },
+                missing_artifact_id: missing.map(|missing| missing.to_string()).unwrap_or_default(),
+                parent_digest: if here { vec![1; 32].into() } else { Vec::new().into() },
+            }
+        });
+        let response = store::PrepareResponse {
+            container_handle: ContainerHandle::new().to_string(),
+            volumes: volumes.collect(),
+        };
+        answer.send(Ok(response)).expect("it waits");
+    }
+
+    async fn end(self) {
+        self.store.end().await;
+        drop(self.worker);
+        self.stop.send(()).expect("it is served");
+        self.served.await.expect("no panic").expect("it ends well");
+    }
+}
+
+fn task() -> Task {
+    let input = |name: &str| Input {
+        name: name.to_owned(),
+        artifact: ArtifactId::new(),
+        path: format!("/inputs/{name}").into(),
+        read_only: false,
+    };
+    let spec = WorkloadSpec {
+        team: "main".to_owned(),
+        image: Image::Host,
+        command: vec![b"true".to_vec()],
+        environment: Vec::new(),
+        directory: rpc::spec::DEFAULT_DIRECTORY.to_vec(),
+        user: None,
+        stdin: Stdin::None,
+        output: OutputMode::Spooled,
+        inputs: vec![input("far"), input("near")],
+        outputs: Vec::new(),
+        limits: Limits::default(),
+        privileged: false,
+        network: Network::Host,
+        tags: Vec::new(),
+        platform: "linux".to_owned(),
+        queue_timeout: None,
+        run_timeout: None,
+        build: None,
+    };
+    Task {
+        lease: LeaseId::new(),
+        attempt: AttemptId::new(),
+        spec,
+        token: "token".to_owned(),
+        workload: WorkloadId::new(),
+        traceparent: String::new(),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
+    let mut suite = Suite::start().await;
+    let far = suite.task.spec.inputs[0].artifact;
+    let phase = |suite: &Worker, lease| {
+        let attempts = suite.attempts();
+        let attempt = attempts.get(&lease).expect("it is attended");
+        (attempt.phase, attempt.inputs.clone())
+    };
+    let (worker, lease) = (suite.worker.clone(), suite.task.lease);
+    let script = async {
+        Suite::prepared(&mut suite.store, &[far]).await;
+        let bring = within("a call to the streamer", suite.brought.recv()).await.expect("it is served");
+        let worker_id = worker.session().expect("a session").worker.to_string();
+        let expected = streamer::MaterializeRequest {
+            team: "main".to_owned(),
+            artifact_id: far.to_string(),
+            worker_id,
+            lease_token: "token".to_owned(),
+        };
+        assert_eq!(bring.0, expected);
+        let progress = streamer::TransferProgress { bytes_done: 5, bytes_total: 9, ..Default::default() };
+        bring.say(Said::Progress(progress)).await;
+        let input = pb::InputProgress { name: "far".to_owned(), bytes_done: 5, bytes_total: 9 };
+        within("what is told of it", async {
+            while phase(&worker, lease) != (pb::LeasePhase::Materializing, vec![input.clone()]) {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        bring.say(Said::Materialized(streamer::Materialized::default())).await;
+        Suite::prepared(&mut suite.store, &[]).await;
+    };
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task, &suite.plan), script);
+    let prepared = prepared.expect("everything is here");
+    assert_eq!(prepared.volumes.len(), 2);
+    assert!(prepared.volumes.iter().all(|(_, parent)| parent.is_some()));
+    assert_eq!(phase(&worker, lease), (pb::LeasePhase::Preparing, Vec::new()));
+    drop(worker);
+    suite.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_all_that_was_said() {
+    let cases = [
+        (Reason::NoReplica, FailureReason::InputUnavailable),
+        (Reason::InvalidToken, FailureReason::InputUnavailable),
+        (Reason::DiskFull, FailureReason::DiskFull),
+    ];
+    for (last, expected) in cases {
+        let mut suite = Suite::start().await;
+        let far = suite.task.spec.inputs[0].artifact;
+        let script = async {
+            Suite::prepared(&mut suite.store, &[far]).await;
+            for reason in [Reason::Unavailable, Reason::SourceFailed, Reason::WorkerUnreachable, last] {
+                let bring = within("a call to the streamer", suite.brought.recv()).await.expect("served");
+                bring.refuse(reason).await;
+            }
+        };
+        let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task, &suite.plan), script);
+        let failure = failure(&prepared.map(|_| ()).expect_err("it cannot be had"));
+        assert_eq!(failure.reason, expected);
+        for part in ["\"far\"", &far.to_string(), "as the test asked for", last.as_str()] {
+            assert!(failure.message.contains(part), "{part} in {}", failure.message);
+        }
+        suite.end().await;
+    }
+}
