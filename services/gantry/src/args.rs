@@ -47,6 +47,9 @@ pub(crate) struct Global {
     /// Whether that was said on the command line, rather than by the environment.
     #[arg(skip)]
     pub(crate) server_given: bool,
+    /// The door through which containers and volumes are reached: `unix:///path` or `http://host:port`. Default: each worker's gateway itself
+    #[arg(long, global = true, env = "GANTRY_DOOR", value_name = "ADDRESS", help_heading = "Global options")]
+    pub(crate) door: Option<String>,
     /// The file that holds the token to present, as `gantry up --listen` made it
     #[arg(
         long,

@@ -96,6 +96,9 @@ enum Stopped {
     /// A peer's answer makes no sense.
     #[error("{0}")]
     Nonsense(String),
+    /// Another gateway may have been let in since this one was heard last.
+    #[error("this gateway was not heard for too long")]
+    NotAlone,
     /// This gateway is stopping. The process goes on.
     #[error("the gateway is stopping")]
     GatewayStopping,
@@ -186,6 +189,11 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
                         return;
                     }
                 }
+                // Nothing was started: it begins again once this gateway was heard, if it still speaks for the worker then.
+                Err(Stopped::NotAlone) => tokio::select! {
+                    () = worker.wait_until_alone() => {}
+                    () = worker.stopping.cancelled() => return,
+                },
                 Err(stopped) => {
                     // Whatever went wrong: the slot is free only once nothing runs.
                     if !give_up(&worker, task.attempt).await {
@@ -270,6 +278,9 @@ async fn carry_out(
             return Err(Stopped::Wished(wish));
         }
         announce_start(worker, task).await?;
+        if !worker.is_alone() {
+            return Err(Stopped::NotAlone);
+        }
         worker
             .runtime
             .start(prepared.container, task.attempt, process_spec(task, defaults.environment))
@@ -558,6 +569,8 @@ where
 async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
     loop {
         let stopped = async {
+            // What another gateway attends to is not ours to stop.
+            worker.wait_until_alone().await;
             worker.runtime.stop(attempt, Duration::ZERO).await?;
             worker.runtime.wait(attempt).await
         };
@@ -589,7 +602,7 @@ fn failure(stopped: &Stopped) -> Failure {
         Stopped::InputDamaged(_) => {
             Failure { reason: FailureReason::InputUnavailable, message: stopped.to_string() }
         }
-        Stopped::Nonsense(_) | Stopped::GatewayStopping => {
+        Stopped::Nonsense(_) | Stopped::NotAlone | Stopped::GatewayStopping => {
             Failure { reason: FailureReason::WorkerFailed, message: stopped.to_string() }
         }
     }
@@ -609,72 +622,4 @@ fn refused(refusal: &Refusal) -> FailureReason {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-
-    use super::*;
-    use crate::for_tests::Directories;
-    use crate::worker::Attempt;
-
-    #[test]
-    fn whatever_is_refused_becomes_a_failure_that_is_documented() {
-        for reason in Reason::ALL {
-            let refusal = Refusal::from(reason.status("gantry.test", "no"));
-            let failure = failure(&Stopped::Refused(refusal));
-            assert!(FailureReason::ALL.contains(&failure.reason));
-            assert!(failure.message.contains(reason.as_str()), "what was said is kept: {}", failure.message);
-        }
-        let lost = Refusal::from(Reason::LeaseLost.status("gantry.test", "no"));
-        assert_eq!(failure(&Stopped::Refused(lost)).reason, FailureReason::StoppedBeforeStart);
-    }
-
-    #[test]
-    fn a_process_that_nobody_asked_to_stop_was_out_of_contact() {
-        let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
-        let failure = ended_finish(ended(), None, false).failure.map(|failure| failure.reason);
-        assert_eq!(failure, Some(FailureReason::ContactLost));
-        assert_eq!(ended_finish(ended(), None, true).failure, None);
-    }
-
-    fn entry() -> Attempt {
-        let (stop, _) = watch::channel(None);
-        Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
-    }
-
-    #[tokio::test]
-    async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_given_up() {
-        let refused: [(&[Reason], usize); 4] = [
-            (&[Reason::InvalidField; 9], 5),
-            (&[Reason::LeaseLost], 1),
-            (&[Reason::InvalidField, Reason::LeaseLost], 2),
-            // What is no answer does not count.
-            (&[Reason::Unavailable, Reason::InvalidField], 3),
-        ];
-        for (reasons, expected) in refused {
-            let told = std::cell::Cell::new(0);
-            let call = || {
-                let answer = reasons.get(told.replace(told.get() + 1));
-                let answer = answer.map(|reason| Err(reason.status("gantry.test", "no")));
-                async { answer.unwrap_or_else(|| Ok(tonic::Response::new(pb::FinishAttemptResponse {}))) }
-            };
-            tell(LeaseId::new(), (5, Duration::ZERO), call).await;
-            assert_eq!(told.get(), expected, "{reasons:?}");
-        }
-    }
-
-    #[tokio::test]
-    #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
-    async fn a_task_that_dies_leaves_no_lease_behind() {
-        let worker = Arc::new(Directories::default()).attended("http://127.0.0.1:9", "http://127.0.0.1:9");
-        let lease = LeaseId::new();
-        worker.attempts().insert(lease, entry());
-        let dying = worker.clone();
-        // What panics here is not the attempt, but what would have ended it.
-        let died = tokio::spawn(async move {
-            let _entry = Entry { worker: &dying, lease };
-            panic!("as the test asked for");
-        });
-        assert!(died.await.is_err_and(|error| error.is_panic()));
-        assert!(worker.attempts().is_empty());
-    }
-}
+mod tests;

@@ -1,12 +1,12 @@
 //! Bytes from other workers: a planned volume is filled with what a volume elsewhere holds.
 //!
 //! The manifest comes first, and names everything; what this worker has already is taken from there, and the rest is read from one
-//! source after the other, each going on where the one before broke off. So a source that dies costs what was in flight, and nothing else.
+//! source after the other, each going on where the one before broke off. So a source that dies costs what was in flight, and nothing else;
+//! but where this worker is far, it takes whole files, and the next source begins anew.
 //!
 //! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`crate::volumes`]): its manifest has
 //! that digest, and every extent the digest that the manifest says.
 
-use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use rpc::{Peer, Reason, Refusal};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
-use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Runs, Verified};
+use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
 
 use crate::volumes::{Filling, TransferError};
 use crate::worker::Worker;
@@ -174,8 +174,17 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         };
         under_way.progress.source = place;
         (self.progress)(under_way.progress);
+
         match self.receive(&mut under_way, &mut reading).await {
-            Ok(()) => Ok(under_way.filling),
+            Ok(()) => {
+                debug_assert!(under_way.missing.is_empty(), "everything was received");
+                Ok(under_way.filling)
+            }
+            // The next source may begin with another file.
+            Err(failed) if under_way.filling.takes_whole_files() => {
+                under_way.filling.abandon().await;
+                Err(failed)
+            }
             Err(failed) => {
                 self.under_way = Some(under_way);
                 Err(failed)
@@ -197,54 +206,52 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         }
         reading.want(under_way).await?;
         let wanted = under_way.missing.clone();
-        let mut expected: HashSet<u64> = wanted.ordinals().collect();
+        let (mut expected, mut missing) = (Outstanding::new(&wanted), Outstanding::new(&wanted));
         let received = loop {
             match reading.next().await {
                 Ok(Said::Chunk(chunk)) => {
-                    let (bytes, extents) = match verify(&under_way.manifest, chunk, &mut expected) {
+                    let verified = verify(&under_way.manifest, chunk, &mut expected);
+                    let verified = match verified {
                         Ok(verified) => verified,
-                        Err(error) => break Err(error),
+                        Err(error) => break Err(error.into()),
                     };
+                    let ordinals: Vec<_> = verified.iter().map(|(ordinal, _, _)| *ordinal).collect();
+                    under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
+                    let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
                     under_way.filling.put_verified(self.worker, extents).await.map_err(Failed::Here)?;
-                    under_way.progress.done += bytes;
+                    for ordinal in ordinals {
+                        missing.remove(ordinal);
+                    }
                     (self.progress)(under_way.progress);
                 }
                 Ok(Said::Done(_)) if expected.is_empty() => break Ok(()),
-                Ok(Said::Done(_)) => break Err(SourceError::Cut),
-                Ok(Said::Manifest(_) | Said::ManifestEnd(_)) => break Err(SourceError::Nonsense),
-                Err(error) => break Err(error),
+                Ok(Said::Done(_)) => break Err(SourceError::Cut.into()),
+                Ok(Said::Manifest(_) | Said::ManifestEnd(_)) => break Err(SourceError::Nonsense.into()),
+                Err(error) => break Err(error.into()),
             }
         };
-        under_way.missing = Runs::new();
-        for ordinal in wanted.ordinals().filter(|ordinal| expected.contains(ordinal)) {
-            // They ascend, as those do that they are taken from.
-            under_way.missing.insert(ordinal).unwrap_or_default();
-        }
-        Ok(received?)
+        under_way.missing = missing.runs();
+        received
     }
 }
 
-/// Verifies what arrived, all or nothing of it, which is no longer expected then. With the bytes in all.
+type Received = (u64, u64, Verified<bytes::Bytes>);
+
+/// Verifies what arrived: what was expected, in its turn. With their ordinals and lengths.
 fn verify(
     manifest: &Manifest,
     chunk: pb::Chunk,
-    expected: &mut HashSet<u64>,
-) -> Result<(u64, Vec<Verified<bytes::Bytes>>), SourceError> {
-    let mut bytes = 0;
-    let mut arrived = Vec::with_capacity(chunk.extents.len());
+    expected: &mut Outstanding,
+) -> Result<Vec<Received>, SourceError> {
     let verified = chunk.extents.into_iter().map(|extent| {
-        if !expected.remove(&extent.ordinal) {
+        if !expected.take(manifest, extent.ordinal) {
             return Err(SourceError::Nonsense);
         }
-        arrived.push(extent.ordinal);
-        bytes += u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
-        manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)
+        let length = u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
+        let verified = manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)?;
+        Ok((extent.ordinal, length, verified))
     });
-    let verified = verified.collect::<Result<Vec<_>, _>>();
-    if verified.is_err() {
-        expected.extend(arrived);
-    }
-    Ok((bytes, verified?))
+    verified.collect()
 }
 
 /// A volume elsewhere that is being read.
@@ -311,7 +318,10 @@ mod tests {
             std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
         }
         let manifest = crate::trees::scan(directory.path()).expect("it can be read").manifest;
-        let mut expected = HashSet::from([0, 2]);
+        let mut wanted = Runs::new();
+        for ordinal in [0, 2] {
+            wanted.insert(ordinal).expect("ascending");
+        }
         let refused = [
             ("not asked for", chunk(&[(2, "ccc"), (1, "bbb")])),
             ("twice", chunk(&[(2, "ccc"), (2, "ccc")])),
@@ -319,12 +329,14 @@ mod tests {
             ("something else", chunk(&[(2, "ccc"), (0, "aaA")])),
         ];
         for (what, chunk) in refused {
-            verify(&manifest, chunk, &mut expected).map(|_| ()).expect_err(what);
-            assert_eq!(expected.len(), 2, "{what}");
+            let verified = verify(&manifest, chunk, &mut Outstanding::new(&wanted));
+            verified.map(|_| ()).expect_err(what);
         }
-        let (bytes, extents) =
+        let mut expected = Outstanding::new(&wanted);
+        let verified =
             verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
-        assert_eq!((bytes, extents.len(), expected.len()), (6, 2, 0));
+        let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
+        assert_eq!((taken, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
         verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
     }
 }

@@ -1,20 +1,26 @@
-//! The runtime gateway as a process of its own: it attends this machine.
+//! The runtime gateway as a process of its own: it attends this machine, or is a door.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use runtime_gateway::Config;
-use runtime_gateway::host::{HostConfig, HostRuntime};
-use server::Started;
+use runtime_gateway::host::HostConfig;
+use runtime_gateway::{Config, Gateway};
+use server::{Host, Started};
 
-/// Attends this machine as a worker.
+/// Attends this machine as a worker, or lets callers in as a door.
+///
+/// Several may be given the same state directory on one machine: one attends it, the others stand by, and one of them takes over when that
+/// one dies or freezes. One that was taken over from ends, with an error.
 #[derive(Debug, Parser)]
 #[command(name = "runtime-gateway", version)]
 struct Args {
     #[command(flatten)]
     listen: server::ListenArgs,
+    /// Attend no worker: pass calls of containers and volumes on to the gateway that attends the worker. Needs --scheduler only.
+    #[arg(long, env = "GANTRY_GATEWAY_DOOR", value_parser = clap::builder::BoolishValueParser::new())]
+    door: bool,
     /// Where callers reach this gateway, if not at the address that it listens on.
     #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS")]
     endpoint: Option<String>,
@@ -22,14 +28,14 @@ struct Args {
     #[arg(long, env = "GANTRY_SCHEDULER")]
     scheduler: String,
     /// Where the artifact store listens: `unix:///path` or `http://host:port`.
-    #[arg(long, env = "GANTRY_ARTIFACT_STORE")]
-    artifact_store: String,
+    #[arg(long, env = "GANTRY_ARTIFACT_STORE", required_unless_present = "door")]
+    artifact_store: Option<String>,
     /// Where the streamer listens: `unix:///path` or `http://host:port`.
-    #[arg(long, env = "GANTRY_STREAMER")]
-    streamer: String,
+    #[arg(long, env = "GANTRY_STREAMER", required_unless_present = "door")]
+    streamer: Option<String>,
     /// The worker's name, unique in the cluster.
-    #[arg(long, env = "GANTRY_WORKER_NAME")]
-    name: String,
+    #[arg(long, env = "GANTRY_WORKER_NAME", required_unless_present = "door")]
+    name: Option<String>,
     /// A tag of the worker. With some, it takes only workloads with tags.
     #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_delimiter = ',')]
     tags: Vec<String>,
@@ -67,21 +73,31 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn attend(args: Args) -> anyhow::Result<()> {
     let Started { listener, token, telemetry: _telemetry } = args.listen.start("runtime-gateway").await?;
-    let runtime = HostRuntime::open(HostConfig::new(args.state_dir.clone(), args.runtime_dir)?)?;
+    if args.door {
+        return runtime_gateway::serve_door(&args.scheduler, token, listener, server::shutdown_signal())
+            .await;
+    }
+    let machine = HostConfig::new(args.state_dir.clone(), args.runtime_dir)?;
     let config = Config {
-        worker_name: args.name,
+        worker_name: args.name.unwrap_or_default(),
         tags: args.tags,
         team: args.team,
         max_tasks: args.max_tasks,
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
-        scheduler: args.scheduler,
-        artifact_store: args.artifact_store,
-        streamer: args.streamer,
+        scheduler: args.scheduler.clone(),
+        artifact_store: args.artifact_store.unwrap_or_default(),
+        streamer: args.streamer.unwrap_or_default(),
         token: token.clone(),
         manifest_dir: args.state_dir.join("manifests"),
         report_interval: Duration::from_secs(60),
         destroy_concurrency: 8,
         hold_destruction: args.hold_destruction,
     };
-    runtime_gateway::serve([(config, runtime as _)], token, listener, server::shutdown_signal()).await
+    let mut host = Host::new().with_token(token.clone());
+    let gateway = Gateway::new(&args.scheduler, token.as_deref(), &mut host)?;
+    tokio::select! {
+        served = host.serve([listener], server::shutdown_signal()) => served,
+        // Not drained: what another gateway has taken over is left alone at once.
+        over = runtime_gateway::attend_this_machine(&gateway, config, machine) => over.map(|_| ()),
+    }
 }

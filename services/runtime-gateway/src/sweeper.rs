@@ -3,7 +3,8 @@
 //! Invariant: nothing is destroyed that the store did not hand out under our session, or that it does not know at all. A row comes before
 //! the thing it stands for, so a handle that the store does not know is garbage, as long as it is the same store: a store that came out of a
 //! backup has another life, and then nothing unknown is touched. Where the operator holds destruction, nothing is destroyed at all; the
-//! store goes on to count it as there, and it goes with the first gateway that does not hold it.
+//! store goes on to count it as there, and it goes with the first gateway that does not hold it. Nor is anything destroyed while another
+//! gateway may have been let in.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -137,7 +138,9 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
     let concurrency = worker.config.destroy_concurrency;
     futures::stream::iter(containers)
         .for_each_concurrent(concurrency, async |container| {
-            if let Err(error) = worker.runtime.destroy_container(container).await {
+            if !worker.is_alone() {
+                all.store(false, Ordering::Relaxed);
+            } else if let Err(error) = worker.runtime.destroy_container(container).await {
                 tracing::warn!(container.handle = %container, error = chain(&error), "cannot destroy a container");
                 all.store(false, Ordering::Relaxed);
             }
@@ -145,6 +148,11 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
         .await;
     // Children come before their parents, so one after the other. A worker refuses to destroy the parent of what could not be destroyed.
     for volume in volumes {
+        // Whoever speaks for the worker now is told to destroy it.
+        if !worker.is_alone() {
+            all.store(false, Ordering::Relaxed);
+            break;
+        }
         worker.trees.forget(volume).await;
         if let Err(error) = worker.runtime.destroy_volume(volume).await {
             tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot destroy a volume");

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::worker::{Incarnation, Session};
+use domain::worker::{Incarnation, Marker, Session};
 use domain::workload::FailureReason;
 use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, chain};
 use rpc::pb::scheduler as pb;
@@ -19,6 +19,9 @@ use rpc::{Reason, Refusal};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
+use runtime::{Capabilities, Disk};
+
+use crate::Config;
 use crate::attempt;
 use crate::clock::since_boot;
 use crate::contact::{Contact, NeverSent};
@@ -41,9 +44,9 @@ enum Ended {
 }
 
 /// Keeps a stream to the scheduler open until the gateway stops.
-pub(crate) async fn forever(worker: Arc<Worker>) {
-    let mut instance = GatewayInstance::new();
+pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) {
     let mut pause = Duration::from_millis(20);
+    let mut standing_by = false;
     loop {
         let ended = tokio::select! {
             ended = speak(&worker, instance, &mut pause) => ended,
@@ -61,8 +64,17 @@ pub(crate) async fn forever(worker: Arc<Worker>) {
             Ended::Refused(refusal) if refusal.is_transient() => {
                 tracing::debug!(error = %refusal, "the scheduler does not answer");
             }
+            Ended::Refused(refusal) if refusal.is(Reason::AlreadyAttended) => {
+                if !std::mem::replace(&mut standing_by, true) {
+                    tracing::info!(
+                        worker.name = worker.config.worker_name,
+                        "another gateway attends this worker: this one stands by"
+                    );
+                }
+            }
             ended => tracing::warn!(error = %chain(ended), "cannot speak for the worker"),
         }
+        standing_by &= worker.session().is_none();
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = worker.stopping.cancelled() => return,
@@ -86,7 +98,8 @@ async fn try_speak(
 ) -> Result<(), Ended> {
     let (up, requests) = mpsc::channel(4);
     let hello = hello(worker, instance).await?;
-    let mut contact = Contact::new(since_boot());
+    let said_hello = since_boot();
+    let mut contact = Contact::new(said_hello);
     // The other end of the channel is the stream below, which is alive.
     up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
     let mut client = worker.workers.clone();
@@ -106,6 +119,8 @@ async fn try_speak(
         session = session.session.0,
         "speaking for the worker"
     );
+    let ttl = seconds(welcome.worker_ttl, Duration::from_secs(30));
+    worker.alone_until(said_hello + ttl);
     worker.set_session(Some(session.clone()));
     *pause = Duration::from_millis(20);
 
@@ -129,6 +144,7 @@ async fn try_speak(
                                 Ended::Nonsense("it heard what was never sent")
                             })?;
                             if let Some(sent) = heard {
+                                worker.alone_until(sent + ttl);
                                 tell_contact(worker, sent, stop_after).await;
                             }
                             let before = applied;
@@ -151,13 +167,26 @@ async fn try_speak(
 async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, Ended> {
     let marker = worker.runtime.marker().await?;
     let disk = worker.runtime.disk().await?;
-    let labels = worker.config.labels(worker.runtime.capabilities());
-    Ok(pb::Hello {
-        worker_name: worker.config.worker_name.clone(),
+    let credential = worker.session().map(|session| session.credential).unwrap_or_default();
+    Ok(introduce(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
+}
+
+/// Who wants to speak for which worker. `credential`: of the last session of this instance, if it had one.
+pub(crate) fn introduce(
+    config: &Config,
+    instance: GatewayInstance,
+    marker: Marker,
+    disk: Option<Disk>,
+    capabilities: &Capabilities,
+    credential: String,
+) -> pb::Hello {
+    let labels = config.labels(capabilities);
+    pb::Hello {
+        worker_name: config.worker_name.clone(),
         gateway_instance: instance.to_string(),
-        session_credential: worker.session().map(|session| session.credential).unwrap_or_default(),
+        session_credential: credential,
         marker: Some(pb::Marker { marker_id: marker.id.to_string(), boot_id: marker.boot }),
-        endpoint: worker.config.endpoint.clone(),
+        endpoint: config.endpoint.clone(),
         labels: Some(pb::WorkerLabels {
             platform: labels.platform,
             tags: labels.tags,
@@ -166,11 +195,11 @@ async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, 
             capabilities: labels.capabilities,
         }),
         capacity: Some(pb::Capacity {
-            max_tasks: worker.config.max_tasks.unwrap_or(0),
+            max_tasks: config.max_tasks.unwrap_or(0),
             disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
         }),
         protocol_versions: vec![PROTOCOL],
-    })
+    }
 }
 
 fn open_session(welcome: &pb::Welcome) -> Result<OpenSession, Ended> {

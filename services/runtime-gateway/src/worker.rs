@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::Config;
+use crate::clock::since_boot;
 use crate::trees::Trees;
 use rpc::Peer;
 
@@ -62,6 +63,8 @@ pub(crate) struct Worker {
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
     session: watch::Sender<Option<OpenSession>>,
+    /// Until when nobody else can have been let in, by `CLOCK_BOOTTIME`. `None`: the scheduler was not heard yet.
+    alone_until: Mutex<Option<Duration>>,
     attempts: Mutex<HashMap<LeaseId, Attempt>>,
     /// Volumes that are being filled, by one writer each.
     pub(crate) filling: Arc<Mutex<HashSet<VolumeHandle>>>,
@@ -93,6 +96,7 @@ impl Worker {
             streamer: StreamerClient::new(streamer),
             trees: Trees::open(&config.manifest_dir, boot)?,
             session: watch::Sender::new(None),
+            alone_until: Mutex::default(),
             attempts: Mutex::default(),
             filling: Arc::default(),
             kept: Mutex::default(),
@@ -130,7 +134,30 @@ impl Worker {
         session.wait_for(|now| now.as_ref() != Some(open)).await.ok();
     }
 
+    /// The scheduler has heard us, so that it lets nobody else in before `until`.
+    pub(crate) fn alone_until(&self, until: Duration) {
+        let mut known = self.alone_until.lock().unwrap_or_else(PoisonError::into_inner);
+        *known = Some(known.map_or(until, |known| known.max(until)));
+    }
+
+    /// Whether no other gateway can speak for the worker, so that this one may start and destroy things. A process that was frozen, or a
+    /// machine that was asleep, learns here that it is not so any more.
+    pub(crate) fn is_alone(&self) -> bool {
+        let until = *self.alone_until.lock().unwrap_or_else(PoisonError::into_inner);
+        until.is_none_or(|until| since_boot() < until)
+    }
+
+    /// Waits until no other gateway can speak for the worker.
+    pub(crate) async fn wait_until_alone(&self) {
+        while !self.is_alone() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
     pub(crate) fn set_session(&self, open: Option<OpenSession>) {
+        if open.is_none() {
+            *self.alone_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(Duration::ZERO);
+        }
         self.session.send_if_modified(|now| {
             let modified = *now != open;
             *now = open;

@@ -69,6 +69,9 @@ pub enum RuntimeError {
         #[source]
         source: io::Error,
     },
+    /// Another gateway speaks for this worker now, and this one is not to touch it any more.
+    #[error("another gateway has taken over {0}")]
+    TakenOver(String),
     /// Another failure of the worker.
     #[error("{0}")]
     Other(String),
@@ -102,6 +105,7 @@ impl RuntimeError {
             | Self::HasChildren(_)
             | Self::OffsetOutOfRange { .. }
             | Self::Io { .. }
+            | Self::TakenOver(_)
             | Self::Other(_) => FailureReason::WorkerFailed,
         }
     }

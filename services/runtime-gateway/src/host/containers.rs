@@ -102,6 +102,33 @@ impl Host {
         Ok(())
     }
 
+    /// Takes back every start that the gateway before this one had begun and that is not proven: it may be frozen halfway. What was
+    /// started goes on. What is taken back never was started, and may be begun again.
+    pub(super) fn revoke_unstarted(&self) -> Result<(), RuntimeError> {
+        let all: Vec<_> = held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+        for (id, container) in all {
+            let process = Process::new(self, container, id);
+            if !process.revoke()? {
+                continue;
+            }
+            tracing::info!(process.id = %id, "a start that another gateway had begun is taken back");
+            process.kill_supervisor()?;
+            let deadline = std::time::Instant::now() + LAST;
+            while process.is_alive()? && !process.supervisor_ended()? {
+                if std::time::Instant::now() >= deadline {
+                    return Err(RuntimeError::Other(format!("the supervisor of process {id} does not end")));
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            self.cgroups
+                .remove(&process.cgroup())
+                .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
+            self.forget(&process)?;
+            held(&self.processes).remove(&id);
+        }
+        Ok(())
+    }
+
     pub(super) fn unmount_idle(&self) -> Result<(), RuntimeError> {
         let mut used = HashSet::new();
         for handle in self.list_containers()? {
@@ -146,6 +173,7 @@ impl Host {
         let (turn, host) = (self.locks.lock(handle.uuid()).await, Arc::clone(self));
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.create(handle, spec)
         })
         .await
@@ -210,13 +238,18 @@ impl Host {
     ) -> Result<(), RuntimeError> {
         let turn = self.locks.lock(handle.uuid()).await;
         let host = Arc::clone(self);
-        let processes = blocking(move || host.processes_of(handle)).await?;
+        let processes = blocking(move || {
+            host.hold.check()?;
+            host.processes_of(handle)
+        })
+        .await?;
         for process in &processes {
             self.end_supervisor(process).await?;
         }
         let host = Arc::clone(self);
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.remove(handle, &processes)
         })
         .await

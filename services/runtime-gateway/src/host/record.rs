@@ -200,4 +200,7 @@ pub(super) struct Launch {
     /// When a gateway was last in contact, and how long the process may go on from then, in nanoseconds of `CLOCK_BOOTTIME`.
     pub(super) contact: u64,
     pub(super) stop_after: u64,
+    /// The name under which the gateway holds the state directory. Empty: it is of a version that gave none.
+    #[serde(default)]
+    pub(super) holder: String,
 }

@@ -66,6 +66,23 @@ async fn what_is_held_stays_though_the_store_does_not_know_it() {
     store.end().await;
 }
 
+#[tokio::test]
+async fn nothing_is_destroyed_while_another_gateway_may_have_been_let_in() {
+    let machine = Arc::new(Directories::default());
+    let worker = machine.attended(NOBODY, NOBODY);
+    let (first, second) = (machine.volume("marked"), machine.volume("marked"));
+    // As a process that was frozen finds it.
+    worker.alone_until(crate::clock::since_boot());
+    assert!(!destroy(&worker, Vec::new(), vec![first, second]).await, "it is to be told again");
+    assert!(machine.has(first) && machine.has(second));
+    worker.alone_until(crate::clock::since_boot() + Duration::from_secs(60));
+    assert!(destroy(&worker, Vec::new(), vec![first]).await);
+    assert!(!machine.has(first) && machine.has(second));
+    worker.set_session(None);
+    assert!(!destroy(&worker, Vec::new(), vec![second]).await, "another has been");
+    assert!(machine.has(second));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 async fn a_report_is_dropped_when_the_session_is_another() {

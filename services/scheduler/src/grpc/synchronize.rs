@@ -130,6 +130,7 @@ impl Attendance<'_> {
             heartbeat: Some(rpc::duration(config.heartbeat)),
             stop_after: Some(rpc::duration(config.stop_after)),
             protocol_version: PROTOCOL,
+            worker_ttl: Some(rpc::duration(config.worker_ttl)),
         }))
         .await
     }

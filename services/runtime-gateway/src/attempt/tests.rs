@@ -1,0 +1,69 @@
+//! How attempts end that cannot be carried out.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::for_tests::Directories;
+use crate::worker::Attempt;
+
+#[test]
+fn whatever_is_refused_becomes_a_failure_that_is_documented() {
+    for reason in Reason::ALL {
+        let refusal = Refusal::from(reason.status("gantry.test", "no"));
+        let failure = failure(&Stopped::Refused(refusal));
+        assert!(FailureReason::ALL.contains(&failure.reason));
+        assert!(failure.message.contains(reason.as_str()), "what was said is kept: {}", failure.message);
+    }
+    let lost = Refusal::from(Reason::LeaseLost.status("gantry.test", "no"));
+    assert_eq!(failure(&Stopped::Refused(lost)).reason, FailureReason::StoppedBeforeStart);
+}
+
+#[test]
+fn a_process_that_nobody_asked_to_stop_was_out_of_contact() {
+    let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
+    let failure = ended_finish(ended(), None, false).failure.map(|failure| failure.reason);
+    assert_eq!(failure, Some(FailureReason::ContactLost));
+    assert_eq!(ended_finish(ended(), None, true).failure, None);
+}
+
+fn entry() -> Attempt {
+    let (stop, _) = watch::channel(None);
+    Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
+}
+
+#[tokio::test]
+async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_given_up() {
+    let refused: [(&[Reason], usize); 4] = [
+        (&[Reason::InvalidField; 9], 5),
+        (&[Reason::LeaseLost], 1),
+        (&[Reason::InvalidField, Reason::LeaseLost], 2),
+        // What is no answer does not count.
+        (&[Reason::Unavailable, Reason::InvalidField], 3),
+    ];
+    for (reasons, expected) in refused {
+        let told = std::cell::Cell::new(0);
+        let call = || {
+            let answer = reasons.get(told.replace(told.get() + 1));
+            let answer = answer.map(|reason| Err(reason.status("gantry.test", "no")));
+            async { answer.unwrap_or_else(|| Ok(tonic::Response::new(pb::FinishAttemptResponse {}))) }
+        };
+        tell(LeaseId::new(), (5, Duration::ZERO), call).await;
+        assert_eq!(told.get(), expected, "{reasons:?}");
+    }
+}
+
+#[tokio::test]
+#[expect(clippy::disallowed_methods, reason = "the test waits for it")]
+async fn a_task_that_dies_leaves_no_lease_behind() {
+    let worker = Arc::new(Directories::default()).attended("http://127.0.0.1:9", "http://127.0.0.1:9");
+    let lease = LeaseId::new();
+    worker.attempts().insert(lease, entry());
+    let dying = worker.clone();
+    // What panics here is not the attempt, but what would have ended it.
+    let died = tokio::spawn(async move {
+        let _entry = Entry { worker: &dying, lease };
+        panic!("as the test asked for");
+    });
+    assert!(died.await.is_err_and(|error| error.is_panic()));
+    assert!(worker.attempts().is_empty());
+}

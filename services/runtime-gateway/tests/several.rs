@@ -1,0 +1,276 @@
+//! Gateways with several workers: each call reaches the worker that it names, and one for a worker that is attended elsewhere is told where.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::{AttemptId, VolumeHandle, WorkerId};
+use rpc::client::{DOOR_TICKET_HEADER, Outgoing, peer};
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::attach_request::Message as Say;
+use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::containers_client::ContainersClient;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::scheduler as scheduler_pb;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::{Peer, Reason, Refusal};
+use runtime::{Contents, Runtime, VolumeSource};
+use runtime_gateway::Config;
+use runtime_gateway::host::{HostConfig, HostRuntime};
+use server::{Host, Listener};
+use tempfile::TempDir;
+use testing::conformance::{self, RuntimeExt, container, in_time};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+/// An address where nobody listens.
+const NOBODY: &str = "http://127.0.0.1:9";
+
+/// A server on a port of its own.
+struct Served {
+    endpoint: String,
+    stop: oneshot::Sender<()>,
+    served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Served {
+    #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
+    async fn start(host: impl AsyncFnOnce(&mut Host, String)) -> Self {
+        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let endpoint = listener.endpoint().expect("its address");
+        let mut served = Host::new();
+        host(&mut served, endpoint.clone()).await;
+        let (stop, stopped) = oneshot::channel();
+        let served = tokio::spawn(served.serve([listener], async {
+            stopped.await.ok();
+        }));
+        Self { endpoint, stop, served }
+    }
+
+    fn peer(&self) -> Peer {
+        peer(&self.endpoint, Outgoing::default()).expect("an address")
+    }
+
+    async fn end(self) {
+        self.stop.send(()).expect("it is served");
+        in_time("the end of a server", self.served).await.expect("no panic").expect("it ends well");
+    }
+}
+
+/// A machine as a worker, with a volume and a process.
+struct Machine {
+    name: &'static str,
+    runtime: Arc<HostRuntime>,
+    volume: VolumeHandle,
+    process: AttemptId,
+    dir: TempDir,
+}
+
+impl Machine {
+    async fn new(name: &'static str) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let config = HostConfig {
+            supervisor: env!("CARGO_BIN_EXE_runtime-gateway").into(),
+            ..HostConfig::new(dir.path().join("state"), dir.path().join("run")).expect("a path")
+        };
+        let runtime = HostRuntime::open(config).expect("open");
+        let volume = VolumeHandle::new();
+        runtime.create_volume(volume, VolumeSource::Empty).await.expect("a volume");
+        let Contents::Directory(contents) = runtime.contents(volume).await.expect("its contents") else {
+            panic!("they are near");
+        };
+        std::fs::write(contents.join("name"), name).expect("a file");
+        let any: Arc<dyn Runtime> = runtime.clone();
+        let handle = any.made(container()).await;
+        let command = ["/bin/sh", "-c", "echo $0", name].map(str::to_owned);
+        let process = any.started(handle, conformance::process(&command)).await;
+        any.ended(process).await;
+        Self { name, runtime, volume, process, dir }
+    }
+
+    /// As a gateway at `endpoint` attends it.
+    fn pair(&self, scheduler: &str, endpoint: &str) -> (Config, Arc<dyn Runtime>) {
+        let config = Config {
+            worker_name: self.name.to_owned(),
+            tags: Vec::new(),
+            team: None,
+            max_tasks: None,
+            endpoint: endpoint.to_owned(),
+            scheduler: scheduler.to_owned(),
+            artifact_store: NOBODY.to_owned(),
+            streamer: NOBODY.to_owned(),
+            token: None,
+            manifest_dir: self.dir.path().join("manifests"),
+            report_interval: Duration::from_secs(60),
+            destroy_concurrency: 1,
+            hold_destruction: false,
+        };
+        (config, self.runtime.clone())
+    }
+
+    async fn clean(self) {
+        for container in self.runtime.list().await.expect("list").containers {
+            self.runtime.destroy_container(container).await.expect("destroy a container");
+        }
+        self.runtime.destroy_volume(self.volume).await.expect("destroy a volume");
+    }
+}
+
+/// The id of the worker with this name, once it is attended.
+async fn id(workers: &WorkersClient<Peer>, name: &str) -> WorkerId {
+    in_time("a worker", async {
+        loop {
+            let request = scheduler_pb::GetWorkerRequest { worker: name.to_owned() };
+            if let Ok(answer) = workers.clone().get_worker(request).await {
+                let worker = answer.into_inner().worker.expect("a worker");
+                return worker.worker_id.parse().expect("an id");
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await
+}
+
+/// The file in `volume`, as `gateway` has it of `worker`.
+async fn file(
+    (workers, gateway): (&WorkersClient<Peer>, &Served),
+    worker: WorkerId,
+    volume: VolumeHandle,
+) -> Result<String, Refusal> {
+    let request = scheduler_pb::IssueTicketRequest {
+        team: "main".to_owned(),
+        worker_id: worker.to_string(),
+        volume_handle: volume.to_string(),
+        operation: scheduler_pb::TicketOperation::Read.into(),
+    };
+    let ticket = workers.clone().issue_ticket(request).await?.into_inner().ticket;
+    let request = pb::ReadFileRequest { ticket, path: "name".into() };
+    let read = async {
+        let mut parts = VolumesClient::new(gateway.peer()).read_file(request).await?.into_inner();
+        let mut text = String::new();
+        while let Some(part) = parts.message().await? {
+            text.push_str(str::from_utf8(&part.data).expect("text"));
+        }
+        Ok(text)
+    };
+    in_time("a file", read).await
+}
+
+/// The output of `process`, as `gateway` has it of `worker`.
+async fn output(gateway: &Served, worker: &str, process: AttemptId) -> Result<String, Refusal> {
+    passed_on(gateway, worker, process, None).await
+}
+
+/// The same, with the ticket of a door.
+async fn passed_on(
+    gateway: &Served,
+    worker: &str,
+    process: AttemptId,
+    ticket: Option<&str>,
+) -> Result<String, Refusal> {
+    let resume = pb::Resume {
+        team: "main".to_owned(),
+        worker_id: worker.to_owned(),
+        process_id: process.to_string(),
+        ..pb::Resume::default()
+    };
+    let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
+    let mut said = tonic::Request::new(said);
+    if let Some(ticket) = ticket {
+        said.metadata_mut().insert(DOOR_TICKET_HEADER, ticket.parse().expect("ASCII"));
+    }
+    let heard = async {
+        let mut heard = ContainersClient::new(gateway.peer()).attach(said).await?.into_inner();
+        let mut text = String::new();
+        while let Some(response) = heard.message().await? {
+            if let Some(Heard::Output(output)) = response.message {
+                text.push_str(str::from_utf8(&output.data).expect("text"));
+            }
+        }
+        Ok(text)
+    };
+    in_time("the output", heard).await
+}
+
+fn told<T: std::fmt::Debug>(answer: Result<T, Refusal>, reason: Reason) -> Refusal {
+    let refusal = answer.expect_err("it is refused");
+    assert!(refusal.is(reason), "{refusal}");
+    refusal
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let url = format!("sqlite://{}", directory.path().join("scheduler.db").display());
+    let scheduler = Served::start(async |host: &mut Host, _| {
+        scheduler::start(scheduler::Config::new(url, NOBODY), host).await.expect("a scheduler");
+    })
+    .await;
+    let workers = WorkersClient::new(scheduler.peer());
+    let (one, two, three) =
+        (Machine::new("one").await, Machine::new("two").await, Machine::new("three").await);
+    let attend = async |machines: &[&Machine]| {
+        Served::start(async |host: &mut Host, endpoint: String| {
+            let pairs: Vec<_> =
+                machines.iter().map(|machine| machine.pair(&scheduler.endpoint, &endpoint)).collect();
+            runtime_gateway::start(pairs, host).await.expect("a gateway");
+        })
+        .await
+    };
+    let (both, other) = (attend(&[&one, &two]).await, attend(&[&three]).await);
+    let ids = [id(&workers, "one").await, id(&workers, "two").await, id(&workers, "three").await];
+
+    for (machine, id) in [(&one, ids[0]), (&two, ids[1])] {
+        let read = file((&workers, &both), id, machine.volume).await;
+        assert_eq!(read.expect("it is there"), machine.name);
+        let said = output(&both, &id.to_string(), machine.process).await;
+        assert_eq!(said.expect("it said it"), format!("{}\n", machine.name));
+    }
+    told(file((&workers, &both), ids[0], two.volume).await, Reason::VolumeNotFound);
+    told(output(&both, &ids[0].to_string(), two.process).await, Reason::ProcessNotFound);
+    told(output(&both, "", one.process).await, Reason::InvalidField);
+    assert_eq!(output(&other, "", three.process).await.expect("there is only one"), "three\n");
+
+    let third = ids[2].to_string();
+    for refused in [
+        told(file((&workers, &both), ids[2], three.volume).await, Reason::NotAttended),
+        told(output(&both, &third, three.process).await, Reason::NotAttended),
+    ] {
+        assert_eq!(refused.about.get("worker_id"), Some(&third));
+        assert_eq!(refused.about.get("gateway_endpoint"), Some(&other.endpoint));
+    }
+    let refused = told(output(&other, &WorkerId::new().to_string(), one.process).await, Reason::NotAttended);
+    assert_eq!(refused.about.get("gateway_endpoint"), None, "nobody knows it");
+
+    // What a door may pass on is for one worker, and has to be signed.
+    let request = scheduler_pb::IssueDoorTicketRequest { worker_id: ids[0].to_string() };
+    let issued = workers.clone().issue_door_ticket(request).await.expect("a ticket").into_inner();
+    assert_eq!(issued.gateway_endpoint, both.endpoint);
+    let through =
+        async |id: WorkerId, process, ticket| passed_on(&both, &id.to_string(), process, Some(ticket)).await;
+    assert_eq!(through(ids[0], one.process, &issued.ticket).await.expect("it may"), "one\n");
+    told(through(ids[1], two.process, &issued.ticket).await, Reason::NotAttended);
+    told(through(ids[0], one.process, "forged").await, Reason::InvalidToken);
+    let request = scheduler_pb::IssueTicketRequest {
+        team: "main".to_owned(),
+        worker_id: ids[0].to_string(),
+        volume_handle: one.volume.to_string(),
+        operation: scheduler_pb::TicketOperation::Read.into(),
+    };
+    let transfer = workers.clone().issue_ticket(request).await.expect("a ticket").into_inner().ticket;
+    told(through(ids[0], one.process, &transfer).await, Reason::InvalidToken);
+    let nobody = scheduler_pb::IssueDoorTicketRequest { worker_id: WorkerId::new().to_string() };
+    let refused = workers.clone().issue_door_ticket(nobody).await.map_err(Refusal::from);
+    told(refused.map(|_| ()), Reason::WorkerNotFound);
+
+    both.end().await;
+    other.end().await;
+    scheduler.end().await;
+    for machine in [one, two, three] {
+        machine.clean().await;
+    }
+}
