@@ -65,7 +65,7 @@ pub(crate) async fn submit(
         }
         return Ok(if known.state == State::Accepted { Accepted::Pinning } else { Accepted::Queued });
     }
-    let demand = Demand::of(&submission.spec);
+    let demand = Demand::of(&submission.spec).asked_by(submission.id.uuid());
     let known_workers = workers::for_placement(txn).await?;
     if let Choice::Never(refusals) = placement::choose(&demand, &known_workers, &[]) {
         return Err(SubmitError::NoCompatibleWorker(refusals));
@@ -91,7 +91,8 @@ pub(crate) async fn pinned(
     let row = workloads::lock(txn, submission.id).await?.filter(|row| row.state == State::Accepted);
     let Some(mut row) = row else { return Ok(()) };
     row.locations = to_json(&locations)?;
-    enqueue(txn, row, Write::Update, &Demand::of(&submission.spec), None, now, effects).await
+    let demand = Demand::of(&submission.spec).asked_by(submission.id.uuid());
+    enqueue(txn, row, Write::Update, &demand, None, now, effects).await
 }
 
 async fn enqueue(
@@ -168,7 +169,7 @@ pub(crate) async fn place_pending(
 ) -> Result<(), DbErr> {
     let row = workloads::lock(txn, id).await?.filter(|row| row.state == State::Pending);
     let Some(row) = row else { return Ok(()) };
-    let demand = Demand::of(&workloads::spec(&row)?);
+    let demand = Demand::of(&workloads::spec(&row)?).asked_by(row.id);
     place(txn, row, Write::Update, &demand, None, now, effects).await
 }
 
@@ -181,7 +182,7 @@ pub(crate) async fn dispatch(scheduler: &Scheduler) -> Result<(), DbErr> {
         after = Some(last.sequence);
         let mut known = workers::for_placement(scheduler.db.read()).await?;
         for row in &page {
-            let demand = Demand::of(&workloads::spec(row)?);
+            let demand = Demand::of(&workloads::spec(row)?).asked_by(row.id);
             // Decided on what was read, so that most of a long queue costs no transaction.
             let waits = decide(&demand, &mut known, &workloads::locations(row)?);
             if let Some(reasons) = waits
@@ -229,7 +230,11 @@ pub(crate) async fn ahead(
                 return Ok(count);
             }
             count += 1;
-            decide(&Demand::of(&workloads::spec(&row)?), known, &workloads::locations(&row)?);
+            decide(
+                &Demand::of(&workloads::spec(&row)?).asked_by(row.id),
+                known,
+                &workloads::locations(&row)?,
+            );
         }
     }
 }

@@ -10,6 +10,7 @@ use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
 use domain::workload::{Limits, Network, WorkloadSpec};
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::entity::worker::{Desired, State};
 
@@ -35,6 +36,8 @@ pub(crate) struct Demand {
     pub(crate) tags: Vec<String>,
     /// What shall run there. `None`: nothing, bytes are moved.
     pub(crate) process: Option<Process>,
+    /// Who asks: a workload, or a lease. Decides between equal workers, so that many who ask are spread evenly.
+    pub(crate) asked_by: Uuid,
 }
 
 /// What a process asks of its worker.
@@ -187,7 +190,13 @@ impl Demand {
             platform: spec.platform.clone(),
             tags: spec.tags.clone(),
             process: Some(Process { image_kind: spec.image.kind(), capabilities }),
+            asked_by: Uuid::nil(),
         }
+    }
+
+    /// The same, asked for by somebody.
+    pub(crate) fn asked_by(self, asked_by: Uuid) -> Self {
+        Self { asked_by, ..self }
     }
 }
 
@@ -197,30 +206,35 @@ struct Score {
     /// Input bytes that would have to be brought there.
     bytes_to_move: u64,
     active_tasks: u32,
-    /// Makes equal workers compare the same way every time.
-    worker: WorkerId,
+    /// Drawn anew for each who asks, and the same whenever that one asks again.
+    draw: [u8; 32],
 }
 
 /// Picks the worker that `demand` gets, or says why each one refused.
 pub(crate) fn choose<'w>(demand: &Demand, workers: &'w [Worker], locations: &[Location]) -> Choice<'w> {
-    let mut best: Option<(Score, &Worker)> = None;
-    let mut refusals = Refusals::default();
-    for worker in workers {
-        match refusal(demand, worker) {
-            None => {
-                let score = score(worker, locations);
-                if best.as_ref().is_none_or(|(least, _)| score < *least) {
-                    best = Some((score, worker));
-                }
-            }
-            Some(refusal) => _ = refusals.0.insert(worker.name.clone(), refusal),
-        }
+    let ranked = ranked(demand, workers, locations);
+    if let Some((score, worker)) = ranked.first() {
+        let equal = ranked.iter().filter(|(other, _)| other.cost() == score.cost()).count();
+        let reason = reason(score, equal, ranked.len(), workers.len());
+        return Choice::Placed(Placement { worker, reason });
     }
-    match best {
-        Some((score, worker)) => Choice::Placed(Placement { worker, reason: reason(&score, workers.len()) }),
-        None if workers.is_empty() || refusals.0.values().any(Refusal::passes) => Choice::NotNow(refusals),
-        None => Choice::Never(refusals),
+    let refusals = workers
+        .iter()
+        .filter_map(|worker| Some((worker.name.clone(), refusal(demand, worker)?)))
+        .collect::<BTreeMap<_, _>>();
+    if workers.is_empty() || refusals.values().any(Refusal::passes) {
+        Choice::NotNow(Refusals(refusals))
+    } else {
+        Choice::Never(Refusals(refusals))
     }
+}
+
+/// The workers that would do, best first.
+fn ranked<'w>(demand: &Demand, workers: &'w [Worker], locations: &[Location]) -> Vec<(Score, &'w Worker)> {
+    let willing = workers.iter().filter(|worker| refusal(demand, worker).is_none());
+    let mut ranked: Vec<_> = willing.map(|worker| (score(demand, worker, locations), worker)).collect();
+    ranked.sort_by(|(one, _), (other, _)| one.cmp(other));
+    ranked
 }
 
 /// Why `worker` does not do, in one word.
@@ -281,26 +295,35 @@ pub(crate) fn ranking<'w>(
     workers: &'w [Worker],
     locations: &[Location],
 ) -> Vec<(&'w Worker, String)> {
-    let willing = workers.iter().filter(|worker| refusal(demand, worker).is_none());
-    let mut ranked: Vec<_> = willing.map(|worker| (score(worker, locations), worker)).collect();
-    ranked.sort_by(|(one, _), (other, _)| one.cmp(other));
-    ranked.into_iter().map(|(score, worker)| (worker, score.to_string())).collect()
+    let ranked = ranked(demand, workers, locations).into_iter();
+    ranked.map(|(score, worker)| (worker, score.to_string())).collect()
 }
 
-fn score(worker: &Worker, locations: &[Location]) -> Score {
+fn score(demand: &Demand, worker: &Worker, locations: &[Location]) -> Score {
     let elsewhere = locations.iter().filter(|location| !location.workers.contains(&worker.id));
+    let draw = [demand.asked_by.into_bytes(), worker.id.uuid().into_bytes()].concat();
     Score {
-        bytes_to_move: elsewhere.map(|location| location.size_bytes).sum(),
+        bytes_to_move: elsewhere.map(|location| location.size_bytes).fold(0, u64::saturating_add),
         active_tasks: worker.active_tasks,
-        worker: worker.id,
+        draw: *blake3::hash(&draw).as_bytes(),
     }
 }
 
-fn reason(score: &Score, workers: usize) -> String {
-    if workers == 1 {
-        return "it is the only worker".to_owned();
+impl Score {
+    /// All but the luck of the draw.
+    fn cost(&self) -> (u64, u32) {
+        (self.bytes_to_move, self.active_tasks)
     }
-    format!("best of {workers} workers: {score}")
+}
+
+/// Why the worker with `score` and no other: `equal` of those that are `willing` are as good as it, and it is one of them.
+fn reason(score: &Score, equal: usize, willing: usize, all: usize) -> String {
+    match (equal, willing, all) {
+        (_, _, 1) => "it is the only worker".to_owned(),
+        (_, 1, _) => format!("the only one of {all} workers that can take it now: {score}"),
+        (1, ..) => format!("best of {willing} workers that can take it now: {score}"),
+        _ => format!("drawn from {equal} workers that are equally good: {score}"),
+    }
 }
 
 impl fmt::Display for Score {
@@ -340,6 +363,7 @@ mod tests {
             platform: "linux".to_owned(),
             tags: vec![],
             process: Some(Process { image_kind: "host", capabilities: vec![] }),
+            asked_by: Uuid::nil(),
         }
     }
 
@@ -351,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_decide_then_load_then_the_id() {
+    fn bytes_decide_then_load() {
         let (mut near, mut busy, idle) = (worker("near"), worker("busy"), worker("idle"));
         near.active_tasks = 1;
         busy.active_tasks = 1;
@@ -359,7 +383,40 @@ mod tests {
         assert_eq!(placed(&choose(&demand(), &workers, &[])), Some(idle.id));
         let here = Location { size_bytes: 10, workers: HashSet::from([near.id]) };
         assert_eq!(placed(&choose(&demand(), &workers, &[here])), Some(near.id));
-        assert_eq!(placed(&choose(&demand(), &[busy, near.clone()], &[])), Some(near.id), "the elder id");
+    }
+
+    #[test]
+    fn equal_workers_get_what_is_asked_for_evenly_and_always_the_same() {
+        let workers: Vec<_> = ["one", "two", "three"].map(worker).into();
+        let mut placements = BTreeMap::<_, u32>::new();
+        for _ in 0..300 {
+            let demand = demand().asked_by(Uuid::new_v4());
+            let first = placed(&choose(&demand, &workers, &[])).expect("a worker");
+            let reversed: Vec<_> = workers.iter().rev().cloned().collect();
+            assert_eq!(placed(&choose(&demand, &reversed, &[])), Some(first));
+            *placements.entry(first).or_default() += 1;
+        }
+        // As even as dice are: that one gets fewer than 60 of 300 has a chance of one in a million.
+        assert!(placements.len() == 3 && placements.values().all(|count| *count >= 60), "{placements:?}");
+    }
+
+    #[test]
+    fn the_reason_says_what_decided() {
+        let said = |workers: &[Worker], locations: &[Location]| match choose(&demand(), workers, locations) {
+            Choice::Placed(placement) => placement.reason,
+            other => panic!("{other:?}"),
+        };
+        let (one, two) = (worker("one"), worker("two"));
+        let full = Worker { active_tasks: 2, ..worker("full") };
+        assert_eq!(said(std::slice::from_ref(&one), &[]), "it is the only worker");
+        let only = "the only one of 2 workers that can take it now: 0 bytes to move, 0 active tasks";
+        assert_eq!(said(&[one.clone(), full.clone()], &[]), only);
+        let drawn = "drawn from 2 workers that are equally good: 0 bytes to move, 0 active tasks";
+        assert_eq!(said(&[one.clone(), two.clone(), full.clone()], &[]), drawn);
+        let far = Location { size_bytes: 7, workers: HashSet::from([full.id]) };
+        let here = Location { size_bytes: 70, workers: HashSet::from([two.id]) };
+        let best = "best of 2 workers that can take it now: 7 bytes to move, 0 active tasks";
+        assert_eq!(said(&[one, two, full], &[here, far]), best);
     }
 
     #[test]

@@ -334,6 +334,7 @@ impl World {
                     platform: "linux".to_owned(),
                     tags: vec![],
                     process: None,
+                    asked_by: uuid::Uuid::nil(),
                 };
                 let id = LeaseId::new();
                 let term = self.config.lease_term;

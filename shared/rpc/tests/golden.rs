@@ -220,7 +220,7 @@ fn of_the_others(corpus: &mut Corpus) {
         process_id: text(ID),
         stdout_offset: LARGE,
         stderr_offset: 0,
-        worker_id: text(ID),
+        worker_id: String::new(),
     };
     corpus.add("resume", &AttachRequest { message: Some(attach_request::Message::Resume(resume)) });
     corpus.add(

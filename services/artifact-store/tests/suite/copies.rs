@@ -51,7 +51,7 @@ async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
 
     let planned = plan(&suite, artifact, here.worker, transfer).await.expect("planned");
     assert_eq!(planned.outcome(), PlanOutcome::Yours);
-    assert_eq!((planned.digest.as_ref(), planned.size_bytes), (&digest(1).as_bytes()[..], 10));
+    assert_eq!((planned.digest.as_ref(), planned.size_bytes), (digest(1).as_bytes() as &[u8], 10));
     assert_eq!(planned.transfer_id, transfer.to_string());
     assert_ne!(planned.volume_handle, source);
     let again = plan(&suite, artifact, here.worker, transfer).await.expect("planned again");

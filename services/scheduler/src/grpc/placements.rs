@@ -1,5 +1,6 @@
 //! Service `Placements`.
 
+use domain::LeaseId;
 use domain::worker::LeaseClaims;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
@@ -18,11 +19,11 @@ pub(crate) struct PlacementsService(pub(crate) Scheduler);
 impl Placements for PlacementsService {
     async fn place(&self, request: Request<pb::PlaceRequest>) -> Result<Response<pb::PlaceResponse>, Status> {
         let request = request.into_inner();
-        let lease = parse_id("lease_id", &request.lease_id)?;
+        let lease: LeaseId = parse_id("lease_id", &request.lease_id)?;
         parse_enum::<pb::PlacementKind>("kind", request.kind)?;
         let platform = if request.platform.is_empty() { "linux".to_owned() } else { request.platform };
         let team = parse_team("team", request.team)?;
-        let demand = Demand { team, platform, tags: request.tags, process: None };
+        let demand = Demand { team, platform, tags: request.tags, process: None, asked_by: lease.uuid() };
 
         let granted = self.0.place(lease, &demand).await.map_err(Reasoned::status)?;
 
