@@ -1,9 +1,10 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check checks fmt fmt-check clippy doc deny proto test bench up
+.PHONY: all check checks fmt fmt-check clippy doc deny proto test clients client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
 BUF_VERSION := 1.75.0
+GRPCURL_VERSION := 1.9.4
 DENY_VERSION := 0.20.2
 
 all: check test
@@ -48,6 +49,30 @@ $(TOOLS)/node_modules/.bin/buf:
 test:
 	integration-tests/setup.sh test
 	integration-tests/run.sh
+
+# Callers in other languages, and the examples with grpcurl, against a cluster.
+clients: client-tools
+	cargo build --package gantry --locked
+	integration-tests/clients/run.sh
+
+client-tools: $(TOOLS)/node_modules/.bin/buf $(TOOLS)/bin/grpcurl
+	integration-tests/setup.sh clients
+
+$(TOOLS)/bin/grpcurl:
+	integration-tests/setup.sh go
+	GOBIN=$(TOOLS)/bin go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v$(GRPCURL_VERSION)
+
+# compose.yaml, brought up for real with images of this tree's binaries. Starts an engine where none runs.
+compose-test:
+	integration-tests/compose.sh
+
+# The images as they are shipped, built by docker/Dockerfile. Base images come from a registry, or from docker/base-images.sh.
+IMAGES ?= gantry
+DOCKER ?= docker
+images:
+	for target in scheduler artifact-store streamer runtime-gateway worker; do \
+		$(DOCKER) build -f docker/Dockerfile --target $$target -t $(IMAGES)/$$target . || exit 1; \
+	done
 
 bench:
 	integration-tests/setup.sh test

@@ -18,8 +18,30 @@ test)
 node)
     need npm npm
     ;;
+compose)
+    # Also what base images are made with, and what the test reads answers with.
+    command -v dockerd >/dev/null 2>&1 || packages+=(docker.io)
+    docker compose version >/dev/null 2>&1 || need docker-compose docker-compose
+    need mmdebstrap mmdebstrap
+    need jq jq
+    need bc bc
+    need strip binutils
+    ;;
+go)
+    # One that is older than what go.mod asks for fetches a newer toolchain by itself, from 1.21 on.
+    need go golang-go
+    ;;
+clients)
+    need go golang-go
+    need python3 python3
+    python3 -c 'import venv, ensurepip' 2>/dev/null || packages+=(python3-venv)
+    need node nodejs
+    need npm npm
+    need javac default-jdk-headless
+    need mvn maven
+    ;;
 *)
-    echo "usage: $0 test|node" >&2
+    echo "usage: $0 test|node|go|clients|compose" >&2
     exit 2
     ;;
 esac

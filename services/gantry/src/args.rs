@@ -47,6 +47,9 @@ pub(crate) struct Global {
     /// Whether that was said on the command line, rather than by the environment.
     #[arg(skip)]
     pub(crate) server_given: bool,
+    /// The door through which containers and volumes are reached: `unix:///path` or `http://host:port`. Default: each worker's gateway itself
+    #[arg(long, global = true, env = "GANTRY_DOOR", value_name = "ADDRESS", help_heading = "Global options")]
+    pub(crate) door: Option<String>,
     /// The file that holds the token to present, as `gantry up --listen` made it
     #[arg(
         long,
@@ -83,6 +86,8 @@ pub(crate) enum Command {
     Attach(AttachArgs),
     /// Print the output of a workload and follow it to its end; also for a while after that
     Logs(WorkloadArgs),
+    /// Say why a workload waits, worker by worker, and what would end that
+    Explain(ExplainArgs),
     /// Ask a workload to stop
     Cancel(CancelArgs),
 
@@ -162,6 +167,10 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
 
+    /// The root file system that the command sees: the worker's own, or the directory `rootfs` of an artifact, which may say
+    /// in a `metadata.json` beside it what env and user are by default
+    #[arg(long, value_name = "host|artifact:UUID", default_value = "host", value_parser = values::image, help_heading = "The process")]
+    pub(crate) image: domain::workload::Image,
     /// Set a variable (K=V), or copy one of ours (K). Nothing else of our environment is inherited
     #[arg(
         short,
@@ -174,9 +183,9 @@ pub(crate) struct RunArgs {
     /// Working directory, absolute or as seen from /workspace; inputs and outputs are below it
     #[arg(long = "dir", value_name = "PATH", default_value = "/workspace", help_heading = "The process")]
     pub(crate) directory: OsString,
-    /// Who runs the command: a name or uid, with `:group` if you like
-    #[arg(long, value_name = "USER", default_value = "root", help_heading = "The process")]
-    pub(crate) user: String,
+    /// Who runs the command: a name or uid, with `:group` if you like. Root, unless the image says otherwise
+    #[arg(long, value_name = "USER", help_heading = "The process")]
+    pub(crate) user: Option<String>,
     /// Processor time, in cores: `0.5`, `2`
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "The process")]
     pub(crate) cpu: Option<u64>,
@@ -205,6 +214,9 @@ pub(crate) struct RunArgs {
     /// Print the workload's id and leave it to itself
     #[arg(short, long, help_heading = "When and where")]
     pub(crate) detach: bool,
+    /// Say where it would run, or why nowhere, and do nothing
+    #[arg(long, conflicts_with_all = ["detach", "trace"], help_heading = "When and where")]
+    pub(crate) explain: bool,
     /// Write the trace of this run, with the spans of all services, as JSON
     #[arg(long, value_name = "FILE", help_heading = "When and where")]
     pub(crate) trace: Option<PathBuf>,
@@ -287,6 +299,14 @@ pub(crate) struct AttachArgs {
 Follows the output until the workload has ended; Ctrl-C leaves the workload to itself. The output is kept for five minutes after the \
 end, or for what --gc-grace of `gantry up` says.")]
 pub(crate) struct WorkloadArgs {
+    /// The workload
+    #[arg(value_name = "WORKLOAD")]
+    pub(crate) workload: WorkloadId,
+}
+
+/// `gantry explain`
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArgs {
     /// The workload
     #[arg(value_name = "WORKLOAD")]
     pub(crate) workload: WorkloadId,

@@ -13,6 +13,7 @@ use rpc::pb::artifacts::owners_client::OwnersClient;
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
@@ -37,6 +38,8 @@ pub(crate) struct Connection {
     address: String,
     outgoing: Outgoing,
     peer: Peer,
+    /// Where calls of containers and volumes go. `None`: to the gateway that attends the worker.
+    door: Option<Peer>,
     /// Where the cluster is one of this machine that we may start.
     local: Option<Paths>,
     /// Held while it is started again: calls that broke together start it once.
@@ -58,7 +61,9 @@ impl Connection {
             }
         };
         let peer = peer(&address, outgoing.clone())?;
-        Ok(Self { address, outgoing, peer, local, reviving: Mutex::new(()), team: global.team.clone() })
+        let door = global.door.as_deref().map(|door| self::peer(door, outgoing.clone())).transpose()?;
+        let team = global.team.clone();
+        Ok(Self { address, outgoing, peer, door, local, reviving: Mutex::new(()), team })
     }
 
     /// The cluster at `address`.
@@ -67,14 +72,23 @@ impl Connection {
         let outgoing = Outgoing::default();
         let peer = peer(address, outgoing.clone()).expect("an address");
         let (address, team) = (address.to_owned(), "main".to_owned());
-        Self { address, outgoing, peer, local: None, reviving: Mutex::new(()), team }
+        Self { address, outgoing, peer, door: None, local: None, reviving: Mutex::new(()), team }
     }
 
-    /// The gateway at `endpoint`.
+    /// The same, with a door at `address`.
+    #[cfg(test)]
+    pub(crate) fn through(self, address: &str) -> Self {
+        Self { door: Some(peer(address, self.outgoing.clone()).expect("an address")), ..self }
+    }
+
+    /// The gateway at `endpoint`, or the door that stands before it.
     ///
     /// All services of a local cluster have one address: whoever reached it over TCP finds its gateway there, too, though it
     /// names the socket.
     pub(crate) fn gateway(&self, endpoint: &str) -> anyhow::Result<Peer> {
+        if let Some(door) = &self.door {
+            return Ok(door.clone());
+        }
         let same =
             endpoint == self.address || (endpoint.starts_with("unix:") && !self.address.starts_with("unix:"));
         if same {
@@ -97,6 +111,10 @@ impl Connection {
 
     pub(crate) fn workloads(&self) -> WorkloadsClient<Peer> {
         WorkloadsClient::new(self.peer.clone())
+    }
+
+    pub(crate) fn placements(&self) -> PlacementsClient<Peer> {
+        PlacementsClient::new(self.peer.clone())
     }
 
     pub(crate) fn workers(&self) -> WorkersClient<Peer> {
@@ -179,5 +197,42 @@ fn read_token(file: &Path) -> anyhow::Result<String> {
     match token.trim() {
         "" => bail!("{file:?} holds no token"),
         token => Ok(token.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc::pb::runtime::AttachRequest;
+    use tonic::service::RoutesBuilder;
+
+    use super::*;
+
+    /// Somebody who listens and serves nothing; what he answers says that he was asked.
+    async fn somebody(name: &str) -> (tempfile::TempDir, String, tokio::task::JoinSet<()>) {
+        let directory = tempfile::tempdir().expect("a directory");
+        let socket = directory.path().join(name);
+        let listener = tokio::net::UnixListener::bind(&socket).expect("bound");
+        let mut serving = tokio::task::JoinSet::new();
+        let server = tonic::transport::Server::builder().add_routes(RoutesBuilder::default().routes());
+        let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
+        serving.spawn(async move { server.serve_with_incoming(incoming).await.expect("served") });
+        (directory, format!("unix://{}", socket.display()), serving)
+    }
+
+    #[tokio::test]
+    async fn with_a_door_no_gateway_is_called_itself() {
+        let (_kept, door, _serving) = somebody("door").await;
+        let connection = Connection::to("http://127.0.0.1:9");
+        let attach = async |connection: &Connection| {
+            let mut gateway = connection.containers_at("http://127.0.0.1:10").expect("an address");
+            let said = tokio_stream::iter([AttachRequest::default()]);
+            gateway.attach(said).await.expect_err("nobody serves it").code()
+        };
+        assert_eq!(attach(&connection).await, tonic::Code::Unavailable, "nobody listens there");
+        assert_eq!(
+            attach(&connection.through(&door)).await,
+            tonic::Code::Unimplemented,
+            "the door was asked"
+        );
     }
 }

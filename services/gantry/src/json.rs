@@ -77,6 +77,31 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
     })
 }
 
+pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
+    let refusal = |refusal: &scheduler::PlacementRefusal| {
+        json!({
+            "reason": refusal.reason,
+            "message": refusal.message,
+            "passing": refusal.duration() == scheduler::RefusalDuration::Passing,
+            "ended_by": refusal.ended_by,
+        })
+    };
+    let worker = |worker: &scheduler::WorkerExplanation| {
+        json!({
+            "worker_id": worker.worker_id,
+            "worker_name": worker.worker_name,
+            "refusals": worker.refusals.iter().map(refusal).collect::<Vec<_>>(),
+            "standing": worker.standing,
+        })
+    };
+    json!({
+        "verdict": words::verdict(explanation.verdict()),
+        "queue_position": (explanation.queue_position > 0).then_some(explanation.queue_position),
+        "workers": explanation.workers.iter().map(worker).collect::<Vec<_>>(),
+        "unblocked_by": explanation.unblocked_by,
+    })
+}
+
 pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
     json!({
         "workload_id": workload.workload_id,
@@ -102,6 +127,10 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
         "command": spec.command.iter().map(|argument| text(argument)).collect::<Vec<_>>(),
         "environment": spec.environment.iter().map(|variable| text(&variable.name)).collect::<Vec<_>>(),
         "directory": text(&spec.directory),
+        "image": match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
+            Some(scheduler::image::Source::ArtifactId(artifact)) => format!("artifact:{artifact}"),
+            Some(scheduler::image::Source::Host(_)) | None => "host".to_owned(),
+        },
         "user": spec.user,
         "inputs": spec.inputs.iter().map(|input| json!({
             "name": input.name,

@@ -17,6 +17,7 @@ mod connect;
 mod download;
 mod error;
 mod exit;
+mod explain;
 mod follow;
 mod hint;
 mod json;
@@ -172,6 +173,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
 /// Commands that may be interrupted at any point.
 async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     match command {
+        Command::Explain(args) => explain::waiting(connection, args.workload, as_json).await?,
         Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
         Command::Upload(args) => {
             let artifact = upload::command(connection, ui, args).await?;

@@ -23,6 +23,7 @@ use crate::connect::{Connection, repeat};
 use crate::download::Downloader;
 use crate::error::Interrupted;
 use crate::exit;
+use crate::explain;
 use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
 use crate::hint;
 use crate::json as shown;
@@ -45,6 +46,10 @@ pub(crate) async fn run(
         ui.note("--privileged: the command has all capabilities and devices and no filter; it is as good as root on the worker");
     }
     let spec = spec(args, &connection.team, ui)?;
+    if args.explain {
+        // What is uploaded makes no difference to who could run it.
+        return explain::spec(connection, spec, as_json).await.map(|()| 0);
+    }
     let workload = WorkloadId::new();
 
     // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.
@@ -235,11 +240,16 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
     Ok(WorkloadSpec {
         team: team.to_owned(),
         kind: WorkloadKind::Task.into(),
-        image: Some(Image { source: Some(ImageSource::Host(HostImage {})) }),
+        image: Some(Image {
+            source: Some(match args.image {
+                domain::workload::Image::Host => ImageSource::Host(HostImage {}),
+                domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
+            }),
+        }),
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
         environment: environment(&args.environment, |name| std::env::var_os(name), ui)?,
         directory: Bytes::copy_from_slice(args.directory.as_bytes()),
-        user: args.user.clone(),
+        user: args.user.clone().unwrap_or_default(),
         stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
         output: if attached { OutputMode::Attached } else { OutputMode::Spooled }.into(),
         inputs: Vec::new(),

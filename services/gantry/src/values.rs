@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use domain::ArtifactId;
+use domain::workload::Image;
 use rpc::spec::{LEAST_MEMORY_BYTES, MOST_CPU_MILLIS, MOST_MEMORY_BYTES};
 
 use crate::table;
@@ -77,6 +78,17 @@ fn input(text: &OsStr) -> Result<InputArg, String> {
         None => Source::Directory(path(rest)),
     };
     Ok(InputArg { name, source, read_only })
+}
+
+/// Parses `host` or `artifact:UUID`.
+pub(crate) fn image(text: &str) -> Result<Image, String> {
+    match text.strip_prefix("artifact:") {
+        None if text == "host" => Ok(Image::Host),
+        None => Err("write `host`, or artifact:UUID".to_owned()),
+        Some(id) => {
+            id.parse().map(Image::Artifact).map_err(|_| format!("{id:?} is not the id of an artifact"))
+        }
+    }
 }
 
 /// Parses `NAME` or `NAME=DIR`.

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
 use rpc::pb::artifacts::{ArtifactState, InventoryState, VolumePurpose};
-use rpc::pb::scheduler::{Outcome, WorkerState, Workload, WorkloadState, exit::How};
+use rpc::pb::scheduler::{Outcome, Verdict, WorkerState, Workload, WorkloadState, exit::How};
 
 use crate::table::{bytes, duration};
 
@@ -15,6 +15,15 @@ pub(crate) fn worker_state(state: WorkerState) -> &'static str {
         WorkerState::Running => "running",
         WorkerState::Stalled => "stalled",
         WorkerState::Lost => "lost",
+    }
+}
+
+pub(crate) fn verdict(verdict: Verdict) -> &'static str {
+    match verdict {
+        Verdict::Unspecified => "unknown",
+        Verdict::Placed => "placed",
+        Verdict::NotNow => "not now",
+        Verdict::Never => "never",
     }
 }
 

@@ -12,25 +12,23 @@
 //! process has exited by itself and everything in its container is dead.
 
 use std::panic::AssertUnwindSafe;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::workload::{
-    Bytes, EnvironmentVariable, Exit, Failure, FailureReason, Image, PublishedOutput, WorkloadSpec,
-};
+use domain::workload::{EnvironmentVariable, Exit, Failure, FailureReason, PublishedOutput, WorkloadSpec};
 use domain::{ArtifactId, AttemptId, ContainerHandle, Digest, LeaseId, VolumeHandle, WorkloadId};
 use futures::FutureExt;
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
 use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, Root, RuntimeError, VolumeSource};
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
 use tokio::sync::watch;
 use tonic::Status;
 use tracing::Instrument;
 
+use crate::image::{self, Defaults};
+use crate::plan::Plan;
 use crate::retry::until_answered;
 use crate::trees::TreeError;
 use crate::worker::{StopWish, Worker};
@@ -98,6 +96,9 @@ enum Stopped {
     #[error("the gateway is stopping")]
     GatewayStopping,
 }
+
+/// What a runtime can do whose outputs need not be mounts.
+const REPLACEABLE: &str = "replaceable-outputs";
 
 /// How often the scheduler is told of an end that it does not want to hear of, and the time in between.
 const TELL: (usize, Duration) = (12, Duration::from_secs(5));
@@ -250,7 +251,8 @@ async fn carry_out(
     task: &Task,
     stop: &mut watch::Receiver<Option<StopWish>>,
 ) -> Result<Finish, Stopped> {
-    let plan = Plan::new(&task.spec, task.workload);
+    let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
+    let plan = Plan::new(&task.spec, task.workload, replaceable);
     let prepared = tokio::select! {
         prepared = prepare(worker, task, &plan) => prepared?,
         wish = wished(stop) => return Err(Stopped::Wished(wish)),
@@ -259,12 +261,15 @@ async fn carry_out(
 
     let known = worker.runtime.process(task.attempt).await;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
-        make(worker, task, &plan, &prepared).await?;
+        let defaults = make(worker, task, &plan, &prepared).await?;
         if let Some(wish) = stop.borrow_and_update().clone() {
             return Err(Stopped::Wished(wish));
         }
         announce_start(worker, task).await?;
-        worker.runtime.start(prepared.container, task.attempt, process_spec(task)).await?;
+        worker
+            .runtime
+            .start(prepared.container, task.attempt, process_spec(task, defaults.environment))
+            .await?;
     } else {
         known?;
     }
@@ -292,97 +297,6 @@ async fn carry_out(
         }
     }
     Ok(finish)
-}
-
-/// What volumes an attempt needs, and where they appear. Decided from the spec alone.
-struct Plan {
-    volumes: Vec<PlannedVolume>,
-    outputs: Vec<PlannedOutput>,
-}
-
-struct PlannedVolume {
-    name: String,
-    purpose: store::VolumePurpose,
-    from: Option<ArtifactId>,
-    becomes: Option<ArtifactId>,
-    /// Where it appears, and whether read-only. `None`: nowhere, it is filled afterwards.
-    mount: Option<(Bytes, bool)>,
-    /// Directories made in it before the start.
-    directories: Vec<PathBuf>,
-}
-
-struct PlannedOutput {
-    name: String,
-    artifact: ArtifactId,
-    /// Index of its volume.
-    volume: usize,
-    /// The scratch volume, by index, and the directory in it that becomes the output. `None`: the process wrote into the volume itself.
-    taken_from: Option<(usize, PathBuf)>,
-}
-
-impl Plan {
-    /// Outputs below `/workspace` are directories of one scratch volume, so that a process may remove or replace them like any other
-    /// directory; elsewhere they are mounts.
-    fn new(spec: &WorkloadSpec, workload: WorkloadId) -> Self {
-        let mut volumes = Vec::new();
-        let mut outputs = Vec::new();
-        let in_workspace = |path: &Bytes| {
-            let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
-            Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
-        };
-        let everything =
-            spec.inputs.iter().map(|input| &input.path).chain(spec.outputs.iter().map(|o| &o.path));
-        let workspace = everything.clone().any(|path| in_workspace(path).is_some());
-        if workspace {
-            volumes.push(PlannedVolume {
-                name: "workspace".to_owned(),
-                purpose: store::VolumePurpose::Scratch,
-                from: None,
-                becomes: None,
-                mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
-                directories: Vec::new(),
-            });
-        }
-        for input in &spec.inputs {
-            if spec.outputs.iter().any(|output| output.path == input.path) {
-                continue;
-            }
-            volumes.push(PlannedVolume {
-                name: format!("input/{}", input.name),
-                purpose: store::VolumePurpose::Input,
-                from: Some(input.artifact),
-                becomes: None,
-                mount: Some((input.path.clone(), input.read_only)),
-                directories: Vec::new(),
-            });
-        }
-        for output in &spec.outputs {
-            let artifact = workload.output_artifact(&output.name);
-            let input = spec.inputs.iter().find(|input| input.path == output.path);
-            let taken_from = match (input, in_workspace(&output.path)) {
-                (None, Some(relative)) => Some((0, relative)),
-                _ => None,
-            };
-            if let Some((scratch, directory)) = &taken_from {
-                volumes[*scratch].directories.push(directory.clone());
-            }
-            outputs.push(PlannedOutput {
-                name: output.name.clone(),
-                artifact,
-                volume: volumes.len(),
-                taken_from: taken_from.clone(),
-            });
-            volumes.push(PlannedVolume {
-                name: format!("output/{}", output.name),
-                purpose: store::VolumePurpose::Output,
-                from: input.map(|input| input.artifact),
-                becomes: Some(artifact),
-                mount: taken_from.is_none().then(|| (output.path.clone(), false)),
-                directories: Vec::new(),
-            });
-        }
-        Self { volumes, outputs }
-    }
 }
 
 /// The handles of what an attempt needs.
@@ -441,8 +355,8 @@ async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, 
     Ok(Prepared { container, volumes })
 }
 
-/// Makes the volumes and the container on the worker.
-async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) -> Result<(), Stopped> {
+/// Makes the volumes and the container on the worker. Answers what the image says of its processes.
+async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) -> Result<Defaults, Stopped> {
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
         let source = match *parent {
             Some((parent, digest)) => {
@@ -459,35 +373,41 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     });
     futures::future::try_join_all(made).await?;
 
+    let (root, defaults) = match plan.image.map(|index| prepared.volumes[index]) {
+        None => (Root::Host, Defaults::default()),
+        Some((_, None)) => return Err(Stopped::Nonsense("the image has no replica".to_owned())),
+        Some((volume, Some((replica, digest)))) => {
+            let manifest = verify(worker, replica, &task.spec.team, digest).await?;
+            (Root::Volume(volume), image::defaults(worker, replica, manifest).await?)
+        }
+    };
     let mounts = plan.volumes.iter().zip(&prepared.volumes).filter_map(|(volume, (handle, _))| {
         let (path, read_only) = volume.mount.clone()?;
         Some(Mount { volume: *handle, path, read_only })
     });
     let spec = ContainerSpec {
         team: task.spec.team.clone(),
-        root: match task.spec.image {
-            Image::Host => Root::Host,
-            Image::Artifact(_) => {
-                return Err(
-                    RuntimeError::Unsupported("it cannot run images from artifacts".to_owned()).into()
-                );
-            }
-        },
+        root,
         mounts: mounts.collect(),
         directory: task.spec.directory.clone(),
-        user: task.spec.user.clone(),
+        user: task.spec.user.clone().or_else(|| defaults.user.clone()),
         limits: task.spec.limits,
         privileged: task.spec.privileged,
         network: task.spec.network,
     };
     worker.runtime.create_container(prepared.container, spec).await?;
-    Ok(())
+    Ok(defaults)
 }
 
 /// Makes sure that a replica holds what it should. One that does not is left where it is, and the artifact store hears that it is lost.
-async fn verify(worker: &Worker, replica: VolumeHandle, team: &str, digest: Digest) -> Result<(), Stopped> {
+async fn verify(
+    worker: &Worker,
+    replica: VolumeHandle,
+    team: &str,
+    digest: Digest,
+) -> Result<Arc<transfer::Manifest>, Stopped> {
     match worker.trees.verify(worker.runtime.as_ref(), replica, team, digest).await {
-        Ok(()) => Ok(()),
+        Ok(manifest) => Ok(manifest),
         Err(TreeError::Damaged(replica)) => {
             worker.report_due.notify_one();
             Err(Stopped::InputDamaged(replica))
@@ -519,8 +439,12 @@ async fn announce_start(worker: &Worker, task: &Task) -> Result<(), Stopped> {
     Ok(())
 }
 
-fn process_spec(task: &Task) -> ProcessSpec {
-    let mut environment = task.spec.environment.clone();
+/// What a spec says of a variable goes before what its image says.
+fn process_spec(task: &Task, defaults: Vec<EnvironmentVariable>) -> ProcessSpec {
+    let mut environment = defaults;
+    let said = |variable: &EnvironmentVariable| task.spec.environment.iter().any(|s| s.name == variable.name);
+    environment.retain(|variable| !said(variable));
+    environment.extend(task.spec.environment.iter().cloned());
     let traceparent =
         rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
     if let Some(traceparent) = traceparent

@@ -6,18 +6,19 @@
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use domain::worker::{TicketClaims, TicketOperation};
-use domain::{Timestamp, WorkerId};
+use domain::worker::{DoorClaims, TicketClaims, TicketOperation};
+use domain::{GatewayInstance, Timestamp, WorkerId};
 use rpc::Peer;
 use rpc::client::Outgoing;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
-use rpc::token::{Keys, VerifyError};
+use rpc::token::Keys;
 use runtime::Runtime;
 use server::Host;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::ticketed::{ThroughDoor, Ticketed};
 use crate::volumes::TransferError;
 use crate::worker::Worker;
 use crate::{Config, sweeper, synchronize};
@@ -29,7 +30,7 @@ const ASK: Duration = Duration::from_secs(5);
 
 /// A gateway: it attends the workers that were given to it. Clones share them.
 #[derive(Clone)]
-pub struct Gateway(Arc<Inner>);
+pub struct Gateway(Arc<Inner>, Option<ThroughDoor>);
 
 struct Inner {
     workers: RwLock<Vec<Arc<Worker>>>,
@@ -56,8 +57,8 @@ impl Gateway {
     /// The address of the scheduler is malformed.
     pub fn new(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<Self> {
         let gateway = Self::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
-        host.add_service(crate::grpc::containers(gateway.clone()));
-        host.add_service(crate::grpc::volumes(gateway.clone()));
+        host.add_ticketed_service(Ticketed::new(crate::grpc::containers(gateway.clone()), gateway.clone()));
+        host.add_ticketed_service(Ticketed::new(crate::grpc::volumes(gateway.clone()), gateway.clone()));
         Ok(gateway)
     }
 
@@ -69,13 +70,16 @@ impl Gateway {
         stopping: CancellationToken,
     ) -> anyhow::Result<Self> {
         let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
-        Ok(Self(Arc::new(Inner {
-            workers: RwLock::new(workers),
-            keys: Keys::new(scheduler.clone()),
-            scheduler: WorkersClient::new(scheduler),
-            tasks,
-            stopping,
-        })))
+        Ok(Self(
+            Arc::new(Inner {
+                workers: RwLock::new(workers),
+                keys: Keys::new(scheduler.clone()),
+                scheduler: WorkersClient::new(scheduler),
+                tasks,
+                stopping,
+            }),
+            None,
+        ))
     }
 
     /// Attends the worker behind `runtime`, too, from now on.
@@ -84,6 +88,16 @@ impl Gateway {
     ///
     /// The worker cannot say who it is, or an address in `config` is malformed.
     pub async fn attend(&self, config: Config, runtime: Arc<dyn Runtime>) -> anyhow::Result<()> {
+        self.attend_as(GatewayInstance::new(), config, runtime).await
+    }
+
+    /// The same, as an instance that may have a session already.
+    pub(crate) async fn attend_as(
+        &self,
+        instance: GatewayInstance,
+        config: Config,
+        runtime: Arc<dyn Runtime>,
+    ) -> anyhow::Result<()> {
         if config.hold_destruction {
             tracing::warn!(
                 worker.name = config.worker_name,
@@ -93,7 +107,7 @@ impl Gateway {
         let boot = runtime.marker().await?.boot;
         let worker = Worker::new(config, runtime, boot, self.0.tasks.clone(), self.0.stopping.clone())?;
         self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(worker.clone());
-        self.0.tasks.spawn(synchronize::forever(worker.clone()));
+        self.0.tasks.spawn(synchronize::forever(worker.clone(), instance));
         self.0.tasks.spawn(sweeper::sweep_forever(worker.clone()));
         self.0.tasks.spawn(sweeper::report_forever(worker));
         Ok(())
@@ -112,6 +126,11 @@ impl Gateway {
         &self.0.stopping
     }
 
+    /// This gateway, for a call that may be for one worker only if it came through a door.
+    pub(crate) fn for_call(&self, extensions: &http::Extensions) -> Self {
+        Self(self.0.clone(), extensions.get::<ThroughDoor>().copied().or(self.1))
+    }
+
     fn workers(&self) -> Vec<Arc<Worker>> {
         self.0.workers.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -124,6 +143,9 @@ impl Gateway {
 
     /// The worker with this id, if this gateway speaks for it.
     pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<Worker>, NotAttended> {
+        if self.1.is_some_and(|ThroughDoor(only)| only != id) {
+            return Err(NotAttended { worker: id, endpoint: None });
+        }
         let workers = self.workers();
         let find = || workers.iter().find(|worker| worker.session().is_some_and(|open| open.worker == id));
         if let Some(worker) = find() {
@@ -162,14 +184,17 @@ impl Gateway {
         ticket: &str,
         operation: TicketOperation,
     ) -> Result<(Arc<Worker>, TicketClaims), TransferError> {
-        let claims: TicketClaims = self.0.keys.verify(ticket).await.map_err(|error| match error {
-            VerifyError::Invalid(_) => TransferError::Ticket,
-            VerifyError::KeysUnavailable(refusal) => TransferError::Keys(refusal),
-        })?;
+        let claims: TicketClaims = self.0.keys.verify(ticket).await?;
         if claims.operation != operation || claims.expires_at < Timestamp::now() {
             return Err(TransferError::Ticket);
         }
         let worker = self.worker(claims.worker).await?;
         Ok((worker, claims))
+    }
+
+    /// Verifies the ticket of a door.
+    pub(crate) async fn admit_door(&self, ticket: &str) -> Result<DoorClaims, TransferError> {
+        let claims: DoorClaims = self.0.keys.verify(ticket).await?;
+        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims) }
     }
 }

@@ -57,6 +57,7 @@ impl Handler {
     /// Runs a call in a task of its own, which answers through a bounded channel.
     fn answer<T, F>(
         &self,
+        extensions: &http::Extensions,
         call: impl FnOnce(Gateway, Answers<T>) -> F,
     ) -> Response<ReceiverStream<Result<T, Status>>>
     where
@@ -64,7 +65,7 @@ impl Handler {
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
         let (answers, stream) = mpsc::channel(ANSWERS);
-        let call = call(self.gateway.clone(), answers.clone());
+        let call = call(self.gateway.for_call(extensions), answers.clone());
         let stopping = self.gateway.stopping().clone();
         let task = async move {
             let result = tokio::select! {
@@ -90,8 +91,8 @@ impl Containers for Handler {
         &self,
         request: Request<Streaming<pb::AttachRequest>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
-        let said = request.into_inner();
-        Ok(self.answer(|gateway, answers| attach(gateway, said, answers)))
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| attach(gateway, said, answers)))
     }
 }
 
@@ -230,16 +231,16 @@ impl Volumes for Handler {
         &self,
         request: Request<Streaming<pb::WriteRequest>>,
     ) -> Result<Response<Self::WriteStream>, Status> {
-        let said = request.into_inner();
-        Ok(self.answer(|gateway, answers| write(gateway, said, answers)))
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| write(gateway, said, answers)))
     }
 
     async fn read(
         &self,
         request: Request<Streaming<pb::ReadRequest>>,
     ) -> Result<Response<Self::ReadStream>, Status> {
-        let said = request.into_inner();
-        Ok(self.answer(|gateway, answers| read(gateway, said, answers)))
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| read(gateway, said, answers)))
     }
 
     type ReadArchiveStream = ReceiverStream<Result<pb::ReadArchiveResponse, Status>>;
@@ -249,8 +250,10 @@ impl Volumes for Handler {
         request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
         let stopping = self.gateway.stopping().clone();
+        let (_, extensions, said) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
         tokio::select! {
-            written = archives::write(self.gateway.clone(), request.into_inner()) => written.map(Response::new),
+            written = archives::write(gateway, said) => written.map(Response::new),
             () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
         }
     }
@@ -259,18 +262,19 @@ impl Volumes for Handler {
         &self,
         request: Request<pb::ReadArchiveRequest>,
     ) -> Result<Response<Self::ReadArchiveStream>, Status> {
-        let request = request.into_inner();
-        Ok(self.answer(|gateway, answers| archives::read(gateway, request, answers)))
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| archives::read(gateway, request, answers)))
     }
 
     async fn read_file(
         &self,
         request: Request<pb::ReadFileRequest>,
     ) -> Result<Response<Self::ReadFileStream>, Status> {
-        let request = request.into_inner();
-        let (worker, ticket) = self.gateway.admit(&request.ticket, TicketOperation::Read).await?;
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
         let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
-        Ok(self.answer(|_, answers| read_file(worker, ticket, path, answers)))
+        Ok(self.answer(&extensions, |_, answers| read_file(worker, ticket, path, answers)))
     }
 }
 

@@ -15,6 +15,7 @@ mod clock;
 mod config;
 mod contact;
 mod contents;
+mod door;
 mod end;
 mod far;
 #[cfg(test)]
@@ -23,13 +24,17 @@ pub mod garden;
 mod gateway;
 mod grpc;
 pub mod host;
+mod image;
 mod locks;
 mod pipe;
+mod plan;
 mod rehash;
 mod retry;
 mod spool;
+mod standby;
 mod sweeper;
 mod synchronize;
+mod ticketed;
 mod trees;
 mod volumes;
 mod worker;
@@ -42,7 +47,9 @@ use runtime::Runtime;
 use server::{Host, Listener};
 
 pub use config::Config;
+pub use door::{serve_door, start_door};
 pub use gateway::Gateway;
+pub use standby::attend_this_machine;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::worker::{Incarnation, Session};
+use domain::worker::{Incarnation, Marker, Session};
 use domain::workload::FailureReason;
 use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, chain};
 use rpc::pb::scheduler as pb;
@@ -19,6 +19,9 @@ use rpc::{Reason, Refusal};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
+use runtime::{Capabilities, Disk};
+
+use crate::Config;
 use crate::attempt;
 use crate::clock::since_boot;
 use crate::contact::{Contact, NeverSent};
@@ -41,8 +44,7 @@ enum Ended {
 }
 
 /// Keeps a stream to the scheduler open until the gateway stops.
-pub(crate) async fn forever(worker: Arc<Worker>) {
-    let mut instance = GatewayInstance::new();
+pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) {
     let mut pause = Duration::from_millis(20);
     loop {
         let ended = tokio::select! {
@@ -151,13 +153,26 @@ async fn try_speak(
 async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, Ended> {
     let marker = worker.runtime.marker().await?;
     let disk = worker.runtime.disk().await?;
-    let labels = worker.config.labels(worker.runtime.capabilities());
-    Ok(pb::Hello {
-        worker_name: worker.config.worker_name.clone(),
+    let credential = worker.session().map(|session| session.credential).unwrap_or_default();
+    Ok(introduce(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
+}
+
+/// Who wants to speak for which worker. `credential`: of the last session of this instance, if it had one.
+pub(crate) fn introduce(
+    config: &Config,
+    instance: GatewayInstance,
+    marker: Marker,
+    disk: Option<Disk>,
+    capabilities: &Capabilities,
+    credential: String,
+) -> pb::Hello {
+    let labels = config.labels(capabilities);
+    pb::Hello {
+        worker_name: config.worker_name.clone(),
         gateway_instance: instance.to_string(),
-        session_credential: worker.session().map(|session| session.credential).unwrap_or_default(),
+        session_credential: credential,
         marker: Some(pb::Marker { marker_id: marker.id.to_string(), boot_id: marker.boot }),
-        endpoint: worker.config.endpoint.clone(),
+        endpoint: config.endpoint.clone(),
         labels: Some(pb::WorkerLabels {
             platform: labels.platform,
             tags: labels.tags,
@@ -166,11 +181,11 @@ async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, 
             capabilities: labels.capabilities,
         }),
         capacity: Some(pb::Capacity {
-            max_tasks: worker.config.max_tasks.unwrap_or(0),
+            max_tasks: config.max_tasks.unwrap_or(0),
             disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
         }),
         protocol_versions: vec![PROTOCOL],
-    })
+    }
 }
 
 fn open_session(welcome: &pb::Welcome) -> Result<OpenSession, Ended> {

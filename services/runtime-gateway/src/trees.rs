@@ -159,9 +159,10 @@ impl Trees {
         volume: VolumeHandle,
         team: &str,
         digest: Digest,
-    ) -> Result<(), TreeError> {
-        if self.proven(runtime, volume, team).await?.tree_digest() == digest {
-            return Ok(());
+    ) -> Result<Arc<Manifest>, TreeError> {
+        let manifest = self.proven(runtime, volume, team).await?;
+        if manifest.tree_digest() == digest {
+            return Ok(manifest);
         }
         tracing::error!(volume.handle = %volume, "a volume holds another tree than the artifact store says; nothing is made from it");
         self.mark_damaged(volume).await;

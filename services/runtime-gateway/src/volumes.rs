@@ -112,6 +112,15 @@ impl From<ArchiveWriteError> for TransferError {
     }
 }
 
+impl From<rpc::token::VerifyError> for TransferError {
+    fn from(error: rpc::token::VerifyError) -> Self {
+        match error {
+            rpc::token::VerifyError::Invalid(_) => Self::Ticket,
+            rpc::token::VerifyError::KeysUnavailable(refusal) => Self::Keys(refusal),
+        }
+    }
+}
+
 impl From<TreeError> for TransferError {
     fn from(error: TreeError) -> Self {
         match error {

@@ -4,6 +4,7 @@ mod host {
     mod inside;
     mod leftovers;
     pub(crate) mod subject;
+    mod takeover;
 }
 
 use host::subject::HostSubject;

@@ -6,7 +6,7 @@
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it pending.
 
 use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
-use sea_orm::{DatabaseTransaction, DbErr};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr};
 use tracing::Instrument;
 use uuid::Uuid;
 
@@ -183,17 +183,7 @@ pub(crate) async fn dispatch(scheduler: &Scheduler) -> Result<(), DbErr> {
         for row in &page {
             let demand = Demand::of(&workloads::spec(row)?);
             // Decided on what was read, so that most of a long queue costs no transaction.
-            let waits = match placement::choose(&demand, &known, &workloads::locations(row)?) {
-                Choice::Placed(placement) => {
-                    let worker = placement.worker.id;
-                    known
-                        .iter_mut()
-                        .filter(|known| known.id == worker)
-                        .for_each(|known| known.active_tasks += 1);
-                    None
-                }
-                Choice::NotNow(refusals) | Choice::Never(refusals) => Some(refusals.lines()),
-            };
+            let waits = decide(&demand, &mut known, &workloads::locations(row)?);
             if let Some(reasons) = waits
                 && to_json(&reasons)? == row.waiting_for
             {
@@ -209,6 +199,37 @@ pub(crate) async fn dispatch(scheduler: &Scheduler) -> Result<(), DbErr> {
                 Ok::<_, DbErr>(((), effects))
             });
             placed.instrument(span).await?;
+        }
+    }
+}
+
+/// Takes a slot of `known` for one of the queue, or answers why it waits.
+fn decide(demand: &Demand, known: &mut [placement::Worker], locations: &[Location]) -> Option<Vec<String>> {
+    let worker = match placement::choose(demand, known, locations) {
+        Choice::Placed(placement) => placement.worker.id,
+        Choice::NotNow(refusals) | Choice::Never(refusals) => return Some(refusals.lines()),
+    };
+    known.iter_mut().filter(|known| known.id == worker).for_each(|known| known.active_tasks += 1);
+    None
+}
+
+/// How many wait before the workload with the sequence `before`, or in all; `known` is left as it is once they have been placed.
+pub(crate) async fn ahead(
+    db: &impl ConnectionTrait,
+    before: Option<Uuid>,
+    known: &mut [placement::Worker],
+) -> Result<u64, DbErr> {
+    let (mut count, mut after) = (0, None);
+    loop {
+        let page = workloads::pending(db, after, PAGE).await?;
+        let Some(last) = page.last() else { return Ok(count) };
+        after = Some(last.sequence);
+        for row in page {
+            if before.is_some_and(|before| row.sequence >= before) {
+                return Ok(count);
+            }
+            count += 1;
+            decide(&Demand::of(&workloads::spec(&row)?), known, &workloads::locations(&row)?);
         }
     }
 }

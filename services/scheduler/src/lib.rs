@@ -17,6 +17,7 @@ mod effects;
 mod entity;
 mod events;
 mod expire;
+mod explain;
 mod grpc;
 mod hints;
 mod leases;

@@ -113,8 +113,41 @@ pub(crate) enum Refusal {
 
 impl Refusal {
     /// Whether it may pass by itself.
-    fn passes(&self) -> bool {
+    pub(crate) fn passes(&self) -> bool {
         matches!(self, Self::Landing | Self::Stalled | Self::Full { .. })
+    }
+
+    /// For programs.
+    pub(crate) fn code(&self) -> &'static str {
+        match self {
+            Self::Lost => "LOST",
+            Self::Retiring => "RETIRING",
+            Self::Platform(_) => "PLATFORM",
+            Self::Team => "TEAM",
+            Self::OnlyTagged(_) => "ONLY_TAGGED",
+            Self::MissingTags(_) => "MISSING_TAGS",
+            Self::ImageKind(_) => "IMAGE_KIND",
+            Self::Capability(_) => "CAPABILITY",
+            Self::Landing => "LANDING",
+            Self::Stalled => "STALLED",
+            Self::Full { .. } => "FULL",
+        }
+    }
+
+    /// What would end it, for people.
+    pub(crate) fn ended_by(&self) -> String {
+        match self {
+            Self::Lost | Self::Stalled => "its gateway is in contact again".to_owned(),
+            Self::Retiring => "another worker takes its place".to_owned(),
+            Self::Platform(platform) => format!("the workload asks for platform {platform}"),
+            Self::Team => "it serves all teams, or this one".to_owned(),
+            Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
+            Self::MissingTags(tags) => format!("it has the tags {}", tags.join(", ")),
+            Self::ImageKind(kind) => format!("it can run {kind} images"),
+            Self::Capability(name) => format!("its runtime has {name}"),
+            Self::Landing => "it is told to run again".to_owned(),
+            Self::Full { .. } => "one of its tasks ends".to_owned(),
+        }
     }
 }
 
@@ -190,50 +223,68 @@ pub(crate) fn choose<'w>(demand: &Demand, workers: &'w [Worker], locations: &[Lo
     }
 }
 
-/// Why `worker` does not do: first what will not change, for that is what a caller must act on.
+/// Why `worker` does not do, in one word.
 fn refusal(demand: &Demand, worker: &Worker) -> Option<Refusal> {
+    refusals(demand, worker).into_iter().next()
+}
+
+/// Everything that speaks against `worker`: first what will not change, for that is what a caller must act on.
+pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
     let labels = &worker.labels;
+    let mut refusals = Vec::new();
     if worker.state == State::Lost {
-        return Some(Refusal::Lost);
+        refusals.push(Refusal::Lost);
     }
     if worker.desired == Desired::Retire {
-        return Some(Refusal::Retiring);
+        refusals.push(Refusal::Retiring);
     }
     if labels.platform != demand.platform {
-        return Some(Refusal::Platform(labels.platform.clone()));
+        refusals.push(Refusal::Platform(labels.platform.clone()));
     }
     if labels.team.as_ref().is_some_and(|team| *team != demand.team) {
-        return Some(Refusal::Team);
+        refusals.push(Refusal::Team);
     }
     if demand.process.is_some() && demand.tags.is_empty() && !labels.tags.is_empty() {
-        return Some(Refusal::OnlyTagged(labels.tags.clone()));
+        refusals.push(Refusal::OnlyTagged(labels.tags.clone()));
     }
     let missing: Vec<_> = demand.tags.iter().filter(|tag| !labels.tags.contains(tag)).cloned().collect();
     if !missing.is_empty() {
-        return Some(Refusal::MissingTags(missing));
+        refusals.push(Refusal::MissingTags(missing));
     }
     if let Some(process) = &demand.process {
         let has = |list: &[String], name: &str| list.iter().any(|item| item == name);
         if !has(&labels.image_kinds, process.image_kind) {
-            return Some(Refusal::ImageKind(process.image_kind));
+            refusals.push(Refusal::ImageKind(process.image_kind));
         }
-        if let Some(name) = process.capabilities.iter().find(|name| !has(&labels.capabilities, name)) {
-            return Some(Refusal::Capability(name));
-        }
+        let lacking = process.capabilities.iter().filter(|name| !has(&labels.capabilities, name));
+        refusals.extend(lacking.map(|name| Refusal::Capability(name)));
     }
 
     if worker.desired == Desired::Land {
-        return Some(Refusal::Landing);
+        refusals.push(Refusal::Landing);
     }
     if worker.state == State::Stalled {
-        return Some(Refusal::Stalled);
+        refusals.push(Refusal::Stalled);
     }
-    match worker.capacity.max_tasks {
-        Some(max) if demand.process.is_some() && worker.active_tasks >= max => {
-            Some(Refusal::Full { active: worker.active_tasks, max })
-        }
-        _ => None,
+    if let Some(max) = worker.capacity.max_tasks
+        && demand.process.is_some()
+        && worker.active_tasks >= max
+    {
+        refusals.push(Refusal::Full { active: worker.active_tasks, max });
     }
+    refusals
+}
+
+/// The workers that would do, best first, each with how it compares with the others.
+pub(crate) fn ranking<'w>(
+    demand: &Demand,
+    workers: &'w [Worker],
+    locations: &[Location],
+) -> Vec<(&'w Worker, String)> {
+    let willing = workers.iter().filter(|worker| refusal(demand, worker).is_none());
+    let mut ranked: Vec<_> = willing.map(|worker| (score(worker, locations), worker)).collect();
+    ranked.sort_by(|(one, _), (other, _)| one.cmp(other));
+    ranked.into_iter().map(|(score, worker)| (worker, score.to_string())).collect()
 }
 
 fn score(worker: &Worker, locations: &[Location]) -> Score {
@@ -249,8 +300,14 @@ fn reason(score: &Score, workers: usize) -> String {
     if workers == 1 {
         return "it is the only worker".to_owned();
     }
-    let Score { bytes_to_move, active_tasks, .. } = score;
-    format!("best of {workers} workers: {bytes_to_move} bytes to move, {active_tasks} active tasks")
+    format!("best of {workers} workers: {score}")
+}
+
+impl fmt::Display for Score {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { bytes_to_move, active_tasks, .. } = self;
+        write!(f, "{bytes_to_move} bytes to move, {active_tasks} active tasks")
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use db::{Database, Transaction};
-use domain::worker::{LeaseClaims, SessionClaims, TicketClaims, TicketOperation};
+use domain::worker::{DoorClaims, LeaseClaims, SessionClaims, TicketClaims, TicketOperation};
 use domain::workload::WorkloadSpec;
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use rpc::token::TokenSigner;
@@ -80,7 +80,7 @@ pub(crate) struct Granted {
     pub(crate) gateway_endpoint: String,
 }
 
-/// Permission for one transfer, and where to use it.
+/// Permission for one transfer or for a door, and where to use it.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) token: String,
@@ -412,6 +412,19 @@ impl Scheduler {
         }
         let expires_at = now + self.config.ticket_validity;
         let claims = TicketClaims { worker, volume, team, operation, expires_at };
+        Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
+    }
+
+    /// Signs a permission to pass calls on to a worker.
+    pub(crate) async fn issue_door_ticket(
+        &self,
+        worker: WorkerId,
+        now: Timestamp,
+    ) -> Result<Ticket, TicketError> {
+        // Also of one that is out of contact: what it holds may be there for callers all the same.
+        let (_, gateway_endpoint) =
+            workers::reach(self.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
+        let claims = DoorClaims { worker, expires_at: now + self.config.ticket_validity };
         Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
     }
 }

@@ -42,13 +42,13 @@ impl Store {
         Self { pins: PinsClient::new(peer) }
     }
 
-    /// Pins the inputs of a workload, and answers where they are.
+    /// Pins what a workload uses, and answers where they are.
     pub(crate) async fn pin(&self, submission: &Submission) -> Result<Vec<Location>, Refusal> {
         let spec = &submission.spec;
         let request = pb::PinRequest {
             holder_id: submission.id.to_string(),
             team: spec.team.clone(),
-            artifact_ids: spec.inputs.iter().map(|input| input.artifact.to_string()).collect(),
+            artifact_ids: spec.artifacts().iter().map(ToString::to_string).collect(),
             build_id: spec.build.map(|build| build.to_string()).unwrap_or_default(),
         };
         let answer = self.pins.clone().pin(within(request)).await?.into_inner();

@@ -92,7 +92,7 @@ impl Submission {
 
     /// Whether something must be pinned in the artifact store before it may be queued.
     pub(crate) fn pins(&self) -> bool {
-        !self.spec.inputs.is_empty() || self.spec.build.is_some()
+        !self.spec.artifacts().is_empty() || self.spec.build.is_some()
     }
 
     /// Its row, which is in no database yet.

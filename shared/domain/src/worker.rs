@@ -99,6 +99,15 @@ pub struct TicketClaims {
     pub expires_at: crate::Timestamp,
 }
 
+/// Claims of a door ticket: a short-lived permission to pass the calls of others on to one worker. Signed by the scheduler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DoorClaims {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Until when a call may be opened with it, by the scheduler's clock.
+    pub expires_at: crate::Timestamp,
+}
+
 /// Everything of one worker that the artifact store can mark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Handle {

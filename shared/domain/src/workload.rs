@@ -1,5 +1,6 @@
 //! What a caller wants run, and how it can end.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -24,7 +25,7 @@ pub struct WorkloadSpec {
     pub environment: Vec<EnvironmentVariable>,
     /// Working directory, absolute.
     pub directory: Bytes,
-    /// Who runs it, as `name`, `uid`, `name:group` or `uid:gid`. `None`: root.
+    /// Who runs it, as `name`, `uid`, `name:group` or `uid:gid`. `None`: whom the image names, or root.
     pub user: Option<String>,
     /// Where standard input comes from.
     pub stdin: Stdin,
@@ -50,6 +51,18 @@ pub struct WorkloadSpec {
     pub run_timeout: Option<Duration>,
     /// The build that comes to own its outputs.
     pub build: Option<BuildId>,
+}
+
+impl WorkloadSpec {
+    /// The artifacts that it uses, each once.
+    #[must_use]
+    pub fn artifacts(&self) -> BTreeSet<ArtifactId> {
+        let image = match self.image {
+            Image::Host => None,
+            Image::Artifact(artifact) => Some(artifact),
+        };
+        self.inputs.iter().map(|input| input.artifact).chain(image).collect()
+    }
 }
 
 /// One environment variable. Its value never appears in logs: `Debug` leaves it out.
@@ -235,6 +248,7 @@ failure_reasons! {
     OutputMissing = "OUTPUT_MISSING";
     PublishFailed = "PUBLISH_FAILED";
     SettleFailed = "SETTLE_FAILED";
+    InvalidImage = "INVALID_IMAGE";
     InputUnavailable = "INPUT_UNAVAILABLE";
     ContainerNotFound = "CONTAINER_NOT_FOUND";
     DiskFull = "DISK_FULL";

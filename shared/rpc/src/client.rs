@@ -16,6 +16,9 @@ use crate::trace;
 /// Marks calls that a service makes by itself, so that they do not count as somebody's use of the cluster.
 pub const INTERNAL_HEADER: &str = "gantry-internal";
 
+/// Carries the ticket with which a door passes somebody's call on to a worker's gateway.
+pub const DOOR_TICKET_HEADER: &str = "gantry-door-ticket";
+
 /// A service as its clients reach it. Cheap to clone.
 pub type Peer = InterceptedService<Channel, Outgoing>;
 

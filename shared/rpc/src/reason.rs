@@ -46,6 +46,7 @@ reasons! {
 
     WorkloadExists = "WORKLOAD_EXISTS", AlreadyExists;
     WorkloadNotFound = "WORKLOAD_NOT_FOUND", NotFound;
+    WorkloadNotQueued = "WORKLOAD_NOT_QUEUED", FailedPrecondition;
     InputUnavailable = "INPUT_UNAVAILABLE", FailedPrecondition;
     NoCompatibleWorker = "NO_COMPATIBLE_WORKER", FailedPrecondition;
     AllWorkersBusy = "ALL_WORKERS_BUSY", ResourceExhausted;

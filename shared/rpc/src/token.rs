@@ -8,7 +8,9 @@ use std::sync::RwLock;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use domain::worker::{Incarnation, LeaseClaims, Session, SessionClaims, TicketClaims, TicketOperation};
+use domain::worker::{
+    DoorClaims, Incarnation, LeaseClaims, Session, SessionClaims, TicketClaims, TicketOperation,
+};
 use domain::{AttemptId, GatewayInstance, LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use ed25519_dalek::{Signature, Signer, SigningKey, Verifier, VerifyingKey};
 use prost::Message;
@@ -260,6 +262,24 @@ impl Claims for TicketClaims {
     }
 }
 
+impl Claims for DoorClaims {
+    const KIND: &'static str = "door";
+
+    fn encode(&self) -> Vec<u8> {
+        let expires = u64::try_from(self.expires_at.0).unwrap_or(0);
+        let ids = vec![bytes(self.worker.uuid())];
+        Payload { ids, numbers: vec![expires], team: String::new() }.encode_to_vec()
+    }
+
+    fn decode(payload: &[u8]) -> Option<Self> {
+        let payload = Payload::decode(payload).ok()?;
+        Some(Self {
+            worker: WorkerId::from_uuid(payload.id(0)?),
+            expires_at: Timestamp(i64::try_from(*payload.numbers.first()?).ok()?),
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -281,6 +301,8 @@ mod tests {
         assert_eq!(signer.verify(&signer.sign(&claims)), Ok(claims));
         let driven = LeaseClaims { attempt: None, ..lease() };
         assert_eq!(signer.verify(&signer.sign(&driven)), Ok(driven));
+        let door = DoorClaims { worker: WorkerId::new(), expires_at: Timestamp::now() };
+        assert_eq!(signer.verify(&signer.sign(&door)), Ok(door));
     }
 
     #[test]

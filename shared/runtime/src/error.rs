@@ -26,6 +26,9 @@ pub enum RuntimeError {
     /// The working directory does not exist in the image, or is no directory.
     #[error("working directory {0:?} is missing, or is not a directory")]
     DirectoryMissing(String),
+    /// An image is not laid out as one.
+    #[error("the image cannot be used: {0}")]
+    InvalidImage(String),
     /// The volume has nothing at this path.
     #[error("{0:?} is missing in the volume")]
     PathNotFound(String),
@@ -88,6 +91,7 @@ impl RuntimeError {
             Self::ContainerNotFound(_) | Self::ProcessNotFound(_) => FailureReason::ContainerNotFound,
             Self::UserNotFound(_) => FailureReason::UserNotFound,
             Self::DirectoryMissing(_) => FailureReason::WorkingDirectoryMissing,
+            Self::InvalidImage(_) => FailureReason::InvalidImage,
             Self::OutputMissing(_) => FailureReason::OutputMissing,
             Self::InvalidMount { .. } => FailureReason::InvalidMount,
             Self::Unsupported(_) => FailureReason::Unsupported,

@@ -184,8 +184,8 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Makes a container, in which nothing runs yet. Its volumes must exist.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::UserNotFound`], [`RuntimeError::DirectoryMissing`],
-    /// [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
+    /// Errors: [`RuntimeError::VolumeNotFound`], [`RuntimeError::InvalidImage`], [`RuntimeError::UserNotFound`],
+    /// [`RuntimeError::DirectoryMissing`], [`RuntimeError::InvalidMount`], [`RuntimeError::Unsupported`], [`RuntimeError::DiskFull`].
     async fn create_container(
         &self,
         handle: ContainerHandle,

@@ -5,6 +5,7 @@
 //! four services to one host. Every task is tracked, told to stop, and waited for.
 
 mod activity;
+mod admission;
 mod listen_args;
 mod listener;
 pub mod telemetry;
@@ -19,10 +20,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
 use tonic::server::NamedService;
-use tonic::service::{RoutesBuilder, interceptor::InterceptorLayer};
+use tonic::service::RoutesBuilder;
 use tonic::transport::Server;
-use tonic::{Request, Status};
 use tower_service::Service;
+
+use admission::AdmissionLayer;
 
 pub use activity::Activity;
 pub use listen_args::{ListenArgs, Started, shutdown_signal};
@@ -35,6 +37,7 @@ const DRAIN: Duration = Duration::from_secs(10);
 pub struct Host {
     routes: RoutesBuilder,
     services: Vec<&'static str>,
+    ticketed: Vec<&'static str>,
     tasks: TaskTracker,
     stopping: CancellationToken,
     activity: Activity,
@@ -54,6 +57,7 @@ impl Host {
         Self {
             routes: RoutesBuilder::default(),
             services: Vec::new(),
+            ticketed: Vec::new(),
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
             activity: Activity::default(),
@@ -80,6 +84,21 @@ impl Host {
     {
         self.services.push(S::NAME);
         self.routes.add_service(service);
+    }
+
+    /// Adds a gRPC service that verifies door tickets by itself: calls with one are let in without the token.
+    pub fn add_ticketed_service<S>(&mut self, service: S)
+    where
+        S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+            + NamedService
+            + Clone
+            + Send
+            + Sync
+            + 'static,
+        S::Future: Send + 'static,
+    {
+        self.ticketed.push(S::NAME);
+        self.add_service(service);
     }
 
     /// Runs `task` until it ends; it must end soon after [`Host::stopping`].
@@ -111,7 +130,7 @@ impl Host {
         listeners: impl IntoIterator<Item = Listener>,
         shutdown: impl Future<Output = ()> + Send,
     ) -> anyhow::Result<()> {
-        let Self { mut routes, services, tasks, stopping, activity, token } = self;
+        let Self { mut routes, services, ticketed, tasks, stopping, activity, token } = self;
         let (health, health_service) = tonic_health::server::health_reporter();
         for service in &services {
             health.set_service_status(*service, tonic_health::ServingStatus::Serving).await;
@@ -119,6 +138,9 @@ impl Host {
         routes.add_service(health_service);
         let reflection = tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(rpc::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // The details of errors.
+            .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
             .build_v1()
             .context("the descriptors of our own protos are malformed")?;
         routes.add_service(reflection);
@@ -132,7 +154,7 @@ impl Host {
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
-            .layer(InterceptorLayer::new(move |request: Request<()>| admit(request, token.as_deref())))
+            .layer(AdmissionLayer::new(token, ticketed))
             .layer(activity.layer())
             .add_routes(routes.routes())
             .serve_with_incoming_shutdown(incoming, stopping.clone().cancelled_owned());
@@ -152,27 +174,4 @@ impl Host {
         }
         Ok(())
     }
-}
-
-/// Lets a call in: whoever may open the socket may do everything; over TCP a token is needed where one was set.
-fn admit(request: Request<()>, token: Option<&str>) -> Result<Request<()>, Status> {
-    let Some(token) = token else { return Ok(request) };
-    if request.extensions().get::<PeerKind>() == Some(&PeerKind::Unix) {
-        return Ok(request);
-    }
-    let presented = request
-        .metadata()
-        .get("authorization")
-        .and_then(|value| value.to_str().ok())
-        .and_then(|value| value.strip_prefix("Bearer "));
-    match presented {
-        Some(presented) if same(presented.as_bytes(), token.as_bytes()) => Ok(request),
-        _ => Err(rpc::Reason::Unauthenticated
-            .status("gantry", "present the token of this cluster as a bearer token")),
-    }
-}
-
-/// Compares without telling by its duration where the first difference is.
-fn same(left: &[u8], right: &[u8]) -> bool {
-    left.len() == right.len() && left.iter().zip(right).fold(0, |differ, (a, b)| differ | (a ^ b)) == 0
 }

@@ -4,9 +4,9 @@
 //! before anything is made.
 
 use std::collections::HashSet;
-use std::fs::{self, DirBuilder};
-use std::io;
-use std::os::fd::AsFd;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use domain::ContainerHandle;
 use domain::workload::Bytes;
-use runtime::{ContainerSpec, RuntimeError};
+use runtime::{ContainerSpec, Root, RuntimeError};
 use rustix::fs::{Mode, OFlags};
 use tokio::time::Instant;
 
@@ -41,6 +41,10 @@ const FRESH: [(&str, &[&str]); 5] = [
     ("/tmp", &["/tmp"]),
     ("/run", &["/run", "/run/lock"]),
 ];
+/// Where the root file system is in the volume of an image.
+pub(super) const ROOT: &str = "rootfs";
+/// Most bytes of a file with accounts that are read.
+const MAX_ACCOUNTS: u64 = 16 << 20;
 /// The working directory that is made when it is missing.
 const WORKSPACE: &str = "/workspace";
 /// How long a supervisor may take to end after everything in its container was killed.
@@ -99,6 +103,33 @@ impl Host {
         Ok(())
     }
 
+    /// Takes back every start that the gateway before this one had begun and that is not proven: it may be frozen halfway. What was
+    /// started goes on. What is taken back never was started, and may be begun again.
+    pub(super) fn revoke_unstarted(&self) -> Result<(), RuntimeError> {
+        let all: Vec<_> = held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+        for (id, container) in all {
+            let process = Process::new(self, container, id);
+            if !process.revoke()? {
+                continue;
+            }
+            tracing::info!(process.id = %id, "a start that another gateway had begun is taken back");
+            process.kill_supervisor()?;
+            let deadline = std::time::Instant::now() + LAST;
+            while process.is_alive()? && !process.supervisor_ended()? {
+                if std::time::Instant::now() >= deadline {
+                    return Err(RuntimeError::Other(format!("the supervisor of process {id} does not end")));
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            self.cgroups
+                .remove(&process.cgroup())
+                .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
+            self.forget(&process)?;
+            held(&self.processes).remove(&id);
+        }
+        Ok(())
+    }
+
     pub(super) fn unmount_idle(&self) -> Result<(), RuntimeError> {
         let mut used = HashSet::new();
         for handle in self.list_containers()? {
@@ -107,7 +138,7 @@ impl Host {
                 alive |= process.is_alive()?;
             }
             let record = if alive { self.read_container(handle)? } else { None };
-            used.extend(record.into_iter().flat_map(|record| record.mounts).map(|mount| mount.volume));
+            used.extend(record.iter().flat_map(Container::volumes));
         }
         self.volumes.unmount_all_but(&used)
     }
@@ -143,6 +174,7 @@ impl Host {
         let (turn, host) = (self.locks.lock(handle.uuid()).await, Arc::clone(self));
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.create(handle, spec)
         })
         .await
@@ -153,18 +185,19 @@ impl Host {
         if files::exists(&container).map_err(at("look for", &container))? {
             return Ok(());
         }
-        let user = find_user(spec.user.as_deref())?;
+        let root = self.root_of(&spec.root)?;
+        let user = find_user(root.as_fd(), spec.user.as_deref())?;
         if let Some(missing) = self.cgroups.missing(&spec.limits) {
             return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
         }
-        check_mounts(&spec)?;
+        check_mounts(root.as_fd(), &spec)?;
         let mut volumes = Vec::new();
         for mount in &spec.mounts {
             volumes.push((mount, self.volumes.directory(mount.volume)?));
         }
         let make_directory = must_make(&spec);
         if !make_directory {
-            check_directory(&spec.directory, &volumes)?;
+            check_directory(root.as_fd(), &spec.directory, &volumes)?;
         }
         if user.uid != 0 {
             for (_, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
@@ -184,19 +217,40 @@ impl Host {
         made
     }
 
+    /// The root file system of a container, before anything is mounted there.
+    fn root_of(&self, root: &Root) -> Result<OwnedFd, RuntimeError> {
+        let (path, flags) = match root {
+            Root::Host => (PathBuf::from("/"), OFlags::empty()),
+            Root::Volume(volume) => (self.volumes.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
+        };
+        let flags = flags | OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        match rustix::fs::open(&path, flags, Mode::empty()) {
+            Ok(opened) => Ok(opened),
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR | rustix::io::Errno::LOOP) => {
+                Err(RuntimeError::InvalidImage("it has no directory `rootfs`".to_owned()))
+            }
+            Err(error) => Err(at("open", &path)(error.into())),
+        }
+    }
+
     pub(super) async fn destroy_container(
         self: &Arc<Self>,
         handle: ContainerHandle,
     ) -> Result<(), RuntimeError> {
         let turn = self.locks.lock(handle.uuid()).await;
         let host = Arc::clone(self);
-        let processes = blocking(move || host.processes_of(handle)).await?;
+        let processes = blocking(move || {
+            host.hold.check()?;
+            host.processes_of(handle)
+        })
+        .await?;
         for process in &processes {
             self.end_supervisor(process).await?;
         }
         let host = Arc::clone(self);
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.remove(handle, &processes)
         })
         .await
@@ -283,15 +337,32 @@ fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
     fs::write(&path, text).map_err(at("write", &path))
 }
 
-/// Looks up a user in the image, which is this machine.
-fn find_user(wanted: Option<&str>) -> Result<User, RuntimeError> {
+/// Looks up a user in the image.
+fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, RuntimeError> {
     let read = |path: &str| {
-        let contents = files::read_if_there(Path::new(path)).map_err(at("read", Path::new(path)))?;
-        Ok::<_, RuntimeError>(String::from_utf8_lossy(&contents.unwrap_or_default()).into_owned())
+        let path = Path::new(path);
+        let contents = match mounts::open_in(root, path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY) {
+            Ok(file) => read_accounts(file.into()).map_err(at("read", path))?,
+            // An image need not have one.
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                Vec::new()
+            }
+            Err(error) => return Err(at("read", path)(error)),
+        };
+        Ok::<_, RuntimeError>(String::from_utf8_lossy(&contents).into_owned())
     };
     let (passwd, group) = (read("/etc/passwd")?, read("/etc/group")?);
     let found = Users { passwd: &passwd, group: &group }.find(wanted);
     found.ok_or_else(|| RuntimeError::UserNotFound(wanted.unwrap_or_default().to_owned()))
+}
+
+/// What a file with accounts says: nothing, where it is no regular file.
+fn read_accounts(file: File) -> io::Result<Vec<u8>> {
+    let mut contents = Vec::new();
+    if file.metadata()?.is_file() {
+        file.take(MAX_ACCOUNTS).read_to_end(&mut contents)?;
+    }
+    Ok(contents)
 }
 
 fn path(bytes: &Bytes) -> &Path {
@@ -314,7 +385,7 @@ fn fresh(path: &Path) -> Option<bool> {
     Some(there.iter().any(|there| path == Path::new(there)))
 }
 
-fn check_mounts(spec: &ContainerSpec) -> Result<(), RuntimeError> {
+fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec) -> Result<(), RuntimeError> {
     let refuse = |at: &Path, why: &str| {
         Err(RuntimeError::InvalidMount { path: at.to_string_lossy().into_owned(), why: why.to_owned() })
     };
@@ -339,7 +410,7 @@ fn check_mounts(spec: &ContainerSpec) -> Result<(), RuntimeError> {
             return refuse(at, "another volume is mounted there");
         }
         if fresh(at).is_none()
-            && let Some(why) = not_a_place(at)?
+            && let Some(why) = not_a_place(root, at)?
         {
             return refuse(at, why);
         }
@@ -348,16 +419,14 @@ fn check_mounts(spec: &ContainerSpec) -> Result<(), RuntimeError> {
 }
 
 /// Why no directory can be made at `path` of the image.
-fn not_a_place(path: &Path) -> Result<Option<&'static str>, RuntimeError> {
-    let root = rustix::fs::open("/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-    let root = root.map_err(|error| RuntimeError::io("open the root", error.into()))?;
+fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>, RuntimeError> {
     let mut parents: Vec<_> = path.ancestors().collect();
     parents.reverse();
     for parent in parents {
-        match mounts::open_in(root.as_fd(), parent, OFlags::PATH | OFlags::DIRECTORY) {
+        match mounts::open_in(root, parent, OFlags::PATH | OFlags::DIRECTORY) {
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let link = mounts::open_in(root.as_fd(), parent, OFlags::PATH | OFlags::NOFOLLOW).is_ok();
+                let link = mounts::open_in(root, parent, OFlags::PATH | OFlags::NOFOLLOW).is_ok();
                 return Ok(link.then_some("a link that leads nowhere is in the way"));
             }
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
@@ -370,7 +439,11 @@ fn not_a_place(path: &Path) -> Result<Option<&'static str>, RuntimeError> {
 }
 
 /// Checks that a working directory which nobody makes is there: in the image, or in a volume.
-fn check_directory(directory: &Bytes, volumes: &[(&runtime::Mount, PathBuf)]) -> Result<(), RuntimeError> {
+fn check_directory(
+    root: BorrowedFd<'_>,
+    directory: &Bytes,
+    volumes: &[(&runtime::Mount, PathBuf)],
+) -> Result<(), RuntimeError> {
     let directory = path(directory);
     let within = volumes.iter().filter_map(|(mount, contents)| {
         Some((contents.as_path(), directory.strip_prefix(path(&mount.path)).ok()?))
@@ -380,10 +453,10 @@ fn check_directory(directory: &Bytes, volumes: &[(&runtime::Mount, PathBuf)]) ->
     let there = match (within, fresh(directory)) {
         _ if !directory.is_absolute() => false,
         (None, Some(there)) => there,
-        (within, _) => {
-            let (root, inside) = within.unwrap_or((Path::new("/"), directory));
-            let opened = rustix::fs::open(root, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-            let opened = opened.map_err(|error| at("open", root)(error.into()))?;
+        (None, None) => mounts::open_in(root, directory, OFlags::PATH | OFlags::DIRECTORY).is_ok(),
+        (Some((volume, inside)), _) => {
+            let opened = rustix::fs::open(volume, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+            let opened = opened.map_err(|error| at("open", volume)(error.into()))?;
             mounts::open_in(opened.as_fd(), inside, OFlags::PATH | OFlags::DIRECTORY).is_ok()
         }
     };

@@ -31,6 +31,7 @@ mod containers;
 mod control;
 mod copy;
 mod files;
+mod hold;
 mod image;
 mod mounts;
 mod process_files;
@@ -42,7 +43,7 @@ mod volumes;
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -51,7 +52,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::Marker;
-use domain::workload::{Image, Limits};
+use domain::workload::Limits;
 use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
@@ -64,10 +65,14 @@ use crate::locks::Locks;
 use cgroups::Cgroups;
 use control::Sockets;
 use files::at;
+use hold::Hold;
 use volumes::Volumes;
 
 /// How long a process may go on before the first contact, and by default.
 const STOP_AFTER: Duration = Duration::from_secs(600);
+/// How often is looked whether somebody has taken the state directory over.
+const LOOK: Duration = Duration::from_millis(200);
+const ALL_LIMITS: Limits = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
 
 /// Where the host runtime keeps things, and how it starts supervisors.
 #[derive(Debug, Clone)]
@@ -119,8 +124,7 @@ pub struct HostRuntime {
 #[derive(Debug)]
 struct Host {
     config: HostConfig,
-    /// Held as long as this lives.
-    _lock: File,
+    hold: Hold,
     boot: String,
     marker: MarkerId,
     volumes: Volumes,
@@ -138,41 +142,66 @@ struct Host {
 }
 
 impl HostRuntime {
-    /// Takes over a state directory, with whatever is in it and runs in it, and removes what a crash left half-made.
+    /// Opens a state directory, with whatever is in it and runs in it, and removes what a crash left half-made.
     ///
     /// Blocks on the disk. Errors: another runtime holds the directory, or the machine cannot run containers at all.
     pub fn open(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
-        let host = Host::open(config)?;
+        let held = RuntimeError::Other(format!("another runtime holds {}", config.state_dir.display()));
+        Self::open_if_free(config)?.ok_or(held)
+    }
+
+    /// The same. `None`: another runtime holds the directory, and nothing in it was touched.
+    pub fn open_if_free(config: HostConfig) -> Result<Option<Arc<Self>>, RuntimeError> {
+        let config = prepared(config)?;
+        let Some(hold) = Hold::take(&config.state_dir)? else { return Ok(None) };
+        Self::opened(Host::open(config, hold)?).map(Some)
+    }
+
+    /// The same, though another runtime may hold the directory, which does nothing from then on: what it was about to start is not
+    /// started. Only for who has a session of this worker that is newer than that of the other.
+    pub fn take_over(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
+        let config = prepared(config)?;
+        let hold = Hold::take_over(&config.state_dir)?;
+        let host = Host::open(config, hold)?;
+        host.revoke_unstarted()?;
+        Self::opened(host)
+    }
+
+    /// What the worker of a state directory that another runtime may hold is like. Touches nothing of it. `None`: there is none yet.
+    pub fn look(config: HostConfig) -> Result<Option<Look>, RuntimeError> {
+        let config = prepared(config)?;
+        let Some(marker) = find_marker(&config.state_dir)? else { return Ok(None) };
+        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
+        Ok(Some(Look {
+            marker: Marker { id: marker, boot: boot()? },
+            disk: disk(&config.state_dir)?,
+            capabilities: capabilities(&Cgroups::find(&mounted), String::new()),
+        }))
+    }
+
+    /// Resolves when another gateway has taken the directory over. Then this one does nothing any more.
+    pub async fn superseded(&self) {
+        loop {
+            let host = Arc::clone(&self.host);
+            match blocking(move || host.hold.is_ours()).await {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => tracing::warn!(%error, "cannot see who holds the state directory"),
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    fn opened(host: Host) -> Result<Arc<Self>, RuntimeError> {
         let below = mounts::mounted().map(|mounted| image::below_root(&mounted, &host.hidden()));
         let absent = below.map_err(|error| RuntimeError::io("list what is mounted", error))?.absent;
         if !absent.is_empty() {
             tracing::info!(?absent, "containers do not see these file systems of the machine");
         }
-        let mut features = vec![
-            "privileged",
-            "network-loopback",
-            "stop-after",
-            "replaceable-outputs",
-            "owned-mounts",
-            "durable-output",
-            "durable-input",
-            "held-output",
-            "complete-output",
-            "exit-signals",
-            "ends-whole",
-            "image-checks",
-            "exact-environment",
-        ];
-        let all = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
-        match host.cgroups.missing(&all) {
-            None => features.push("limits"),
-            Some(missing) => tracing::warn!(missing, "containers cannot be limited in everything"),
+        if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
+            tracing::warn!(missing, "containers cannot be limited in everything");
         }
-        let capabilities = Capabilities {
-            image_kinds: vec![Image::Host.kind().to_owned()],
-            features: features.into_iter().map(str::to_owned).collect(),
-            copy_on_write: host.volumes.copy_on_write(),
-        };
+        let capabilities = capabilities(&host.cgroups, host.volumes.copy_on_write());
         Ok(Arc::new(Self { host: Arc::new(host), capabilities }))
     }
 }
@@ -187,28 +216,68 @@ impl HostRuntime {
     }
 }
 
+/// What a worker is like, to who does not attend it.
+#[derive(Debug, Clone)]
+pub struct Look {
+    /// What identifies this life of it.
+    pub marker: Marker,
+    /// Its disk.
+    pub disk: Disk,
+    /// What it can do. How copies are made is known only to who attends it.
+    pub capabilities: Capabilities,
+}
+
+fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
+    let mut features = vec![
+        "privileged",
+        "network-loopback",
+        "stop-after",
+        "replaceable-outputs",
+        "owned-mounts",
+        "durable-output",
+        "durable-input",
+        "held-output",
+        "complete-output",
+        "exit-signals",
+        "ends-whole",
+        "image-checks",
+        "exact-environment",
+    ];
+    if cgroups.missing(&ALL_LIMITS).is_none() {
+        features.push("limits");
+    }
+    Capabilities {
+        image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
+        features: features.into_iter().map(str::to_owned).collect(),
+        copy_on_write,
+    }
+}
+
+/// Checks the paths, and makes the directories.
+fn prepared(config: HostConfig) -> Result<HostConfig, RuntimeError> {
+    for path in [&config.state_dir, &config.runtime_dir, &config.supervisor] {
+        if !path.is_absolute() || path.to_str().is_none() {
+            return Err(RuntimeError::Other(format!("{path:?} is not an absolute path in UTF-8")));
+        }
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(RuntimeError::Unsupported("containers on this machine need root".to_owned()));
+    }
+    for path in [&config.state_dir, &config.runtime_dir] {
+        DirBuilder::new().mode(0o700).recursive(true).create(path).map_err(at("make", path))?;
+    }
+    // Mounts are listed under their real paths.
+    let real = |path: &Path| fs::canonicalize(path).map_err(at("find", path));
+    Ok(HostConfig {
+        state_dir: real(&config.state_dir)?,
+        runtime_dir: real(&config.runtime_dir)?,
+        supervisor: real(&config.supervisor)?,
+        ..config
+    })
+}
+
 impl Host {
-    fn open(config: HostConfig) -> Result<Self, RuntimeError> {
-        for path in [&config.state_dir, &config.runtime_dir, &config.supervisor] {
-            if !path.is_absolute() || path.to_str().is_none() {
-                return Err(RuntimeError::Other(format!("{path:?} is not an absolute path in UTF-8")));
-            }
-        }
-        if !rustix::process::geteuid().is_root() {
-            return Err(RuntimeError::Unsupported("containers on this machine need root".to_owned()));
-        }
-        for path in [&config.state_dir, &config.runtime_dir] {
-            DirBuilder::new().mode(0o700).recursive(true).create(path).map_err(at("make", path))?;
-        }
-        // Mounts are listed under their real paths.
-        let real = |path: &Path| fs::canonicalize(path).map_err(at("find", path));
-        let config = HostConfig {
-            state_dir: real(&config.state_dir)?,
-            runtime_dir: real(&config.runtime_dir)?,
-            supervisor: real(&config.supervisor)?,
-            ..config
-        };
-        let lock = lock(&config.state_dir)?;
+    fn open(config: HostConfig, hold: Hold) -> Result<Self, RuntimeError> {
         let boot = boot()?;
         let marker = marker(&config.state_dir)?;
         let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
@@ -216,7 +285,7 @@ impl Host {
         let upper_in_memory = !volumes.overlays();
         let sockets = Sockets::open(&config.runtime_dir).map_err(at("open", &config.runtime_dir))?;
         let host = Self {
-            _lock: lock,
+            hold,
             boot,
             marker,
             volumes,
@@ -240,20 +309,6 @@ impl Host {
     }
 }
 
-/// Takes the state directory for this process alone.
-fn lock(state_dir: &Path) -> Result<File, RuntimeError> {
-    let path = state_dir.join("lock");
-    let file = File::options().read(true).write(true).create(true).truncate(false).open(&path);
-    let file = file.map_err(at("open", &path))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(fs::TryLockError::WouldBlock) => {
-            Err(RuntimeError::Other(format!("another runtime holds {}", state_dir.display())))
-        }
-        Err(fs::TryLockError::Error(error)) => Err(at("lock", &path)(error)),
-    }
-}
-
 /// The life of the machine, or of the container that this process is in.
 fn boot() -> Result<String, RuntimeError> {
     let read = |path: &Path| fs::read_to_string(path).map_err(at("read", path));
@@ -265,13 +320,28 @@ fn boot() -> Result<String, RuntimeError> {
     Ok(format!("{}/{started}", kernel.trim()))
 }
 
-/// The marker of the state directory, made when there is none.
-fn marker(state_dir: &Path) -> Result<MarkerId, RuntimeError> {
+/// The file system of a directory.
+fn disk(path: &Path) -> Result<Disk, RuntimeError> {
+    let found = rustix::fs::statvfs(path).map_err(|error| at("measure", path)(error.into()))?;
+    Ok(Disk {
+        total_bytes: found.f_blocks.saturating_mul(found.f_frsize),
+        free_bytes: found.f_bavail.saturating_mul(found.f_frsize),
+    })
+}
+
+/// The marker of the state directory.
+fn find_marker(state_dir: &Path) -> Result<Option<MarkerId>, RuntimeError> {
     let path = state_dir.join("marker");
     let found = files::read_if_there(&path).map_err(at("read", &path))?;
-    if let Some(marker) = found.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()) {
+    Ok(found.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()))
+}
+
+/// The same, made when there is none.
+fn marker(state_dir: &Path) -> Result<MarkerId, RuntimeError> {
+    if let Some(marker) = find_marker(state_dir)? {
         return Ok(marker);
     }
+    let path = state_dir.join("marker");
     let marker = MarkerId::new();
     files::write_durably(&path, format!("{marker}\n").as_bytes()).map_err(at("write", &path))?;
     Ok(marker)
@@ -289,11 +359,7 @@ impl Runtime for HostRuntime {
 
     async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
         let path = &self.host.config.state_dir;
-        let found = rustix::fs::statvfs(path).map_err(|error| at("measure", path)(error.into()))?;
-        Ok(Some(Disk {
-            total_bytes: found.f_blocks.saturating_mul(found.f_frsize),
-            free_bytes: found.f_bavail.saturating_mul(found.f_frsize),
-        }))
+        disk(path).map(Some)
     }
 
     async fn list(&self) -> Result<Holdings, RuntimeError> {
@@ -306,6 +372,7 @@ impl Runtime for HostRuntime {
         let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.volumes.create(handle, &source)
         })
         .await
@@ -329,6 +396,7 @@ impl Runtime for HostRuntime {
         let directories = directories.to_vec();
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             let root = host.volumes.directory(handle)?;
             for directory in directories {
                 let path = root.join(directory);
@@ -349,6 +417,7 @@ impl Runtime for HostRuntime {
         let path = path.to_owned();
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.volumes.take(from, &path, into)
         })
         .await
@@ -358,6 +427,7 @@ impl Runtime for HostRuntime {
         let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.volumes.destroy(handle)
         })
         .await

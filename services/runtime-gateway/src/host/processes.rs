@@ -102,6 +102,21 @@ impl Process {
         Ok(())
     }
 
+    /// Whether there is no supervisor that could still do something. Unlike the lock, of which a frozen gateway may have a copy, this is
+    /// about the process itself. One that is only coming finds no intent.
+    pub(super) fn supervisor_ended(&self) -> Result<bool, RuntimeError> {
+        let path = self.file(names::ALIVE);
+        let said = files::read_if_there(&path).map_err(at("read", &path))?.unwrap_or_default();
+        let Some(pid) = String::from_utf8(said).ok().and_then(|text| text.trim().parse::<u32>().ok()) else {
+            return Ok(true);
+        };
+        // One that cannot be read is not there.
+        let stat = fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let stat = String::from_utf8_lossy(&stat);
+        // The name in it may contain anything. A zombie is waited for by a gateway that may be frozen.
+        Ok(stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X'])))
+    }
+
     /// Sees to it that it is never started, if that is still to be had. `true`: it never will be.
     pub(super) fn revoke(&self) -> Result<bool, RuntimeError> {
         match files::rename_exclusively(&self.file(names::INTENT), &self.file(names::REVOKED)) {
@@ -222,7 +237,12 @@ impl Host {
 
     async fn status_of(self: &Arc<Self>, process: &Process) -> Result<Status, RuntimeError> {
         let (host, process) = (Arc::clone(self), process.clone());
-        blocking(move || host.status(&process)).await
+        blocking(move || {
+            // What is found may be the work of who took over, and is not for this gateway to tell.
+            host.hold.check()?;
+            host.status(&process)
+        })
+        .await
     }
 
     /// Whose container it is in.
@@ -241,6 +261,7 @@ impl Host {
         let (turn, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
         blocking(move || {
             let _turn = turn;
+            host.hold.check()?;
             host.start_process(container, id, spec)
         })
         .await
@@ -264,9 +285,9 @@ impl Host {
                 return Err(RuntimeError::Unsupported(what));
             }
         }
-        for mount in &container.mounts {
+        for volume in container.volumes() {
             // They may have been unmounted since, by a reboot.
-            self.volumes.directory(mount.volume)?;
+            self.volumes.directory(volume)?;
         }
         let process = Process::new(self, handle, id);
         let launched = self.launch(&process, spec);
@@ -274,6 +295,8 @@ impl Host {
             Ok(()) => {
                 held(&self.processes).insert(id, handle);
             }
+            // Who took over may have taken its files away, and made them anew.
+            Err(_) if !self.hold.is_ours()? => {}
             Err(_) => self.forget(&process)?,
         }
         launched
@@ -315,6 +338,7 @@ impl Host {
             hidden: self.hidden(),
             contact: nanoseconds(contact),
             stop_after: nanoseconds(stop_after),
+            holder: self.hold.name().to_owned(),
         };
         self.spawn(&launch, &alive, &listener, log)
             .map_err(|error| RuntimeError::io("start a supervisor", error))
@@ -339,7 +363,7 @@ impl Host {
     }
 
     /// Takes back a start that failed before it was under way.
-    fn forget(&self, process: &Process) -> Result<(), RuntimeError> {
+    pub(super) fn forget(&self, process: &Process) -> Result<(), RuntimeError> {
         process.revoke()?;
         let socket = self.sockets.path(&process.id.to_string());
         files::remove_file(&socket).map_err(at("remove", &socket))?;
@@ -375,8 +399,12 @@ impl Host {
 
     pub(super) async fn stop(self: &Arc<Self>, id: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
         let process = self.find(id)?;
-        let revoked = process.clone();
-        if blocking(move || revoked.revoke()).await? {
+        let (host, revoked) = (Arc::clone(self), process.clone());
+        let revoke = move || {
+            host.hold.check()?;
+            revoked.revoke()
+        };
+        if blocking(revoke).await? {
             return Ok(());
         }
         self.tell(&process, &Request::Stop(grace)).await.map(|_| ())

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use domain::workload::{EnvironmentVariable, Limits, Network, OutputMode, Stdin};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
-use runtime::{ContainerSpec, ProcessSpec};
+use runtime::{ContainerSpec, ProcessSpec, Root};
 use serde::{Deserialize, Serialize};
 
 use super::users::User;
@@ -54,6 +54,9 @@ pub(super) struct Container {
     /// Whose it is. Empty: it was made before this was kept, and is nobody's.
     #[serde(default)]
     pub(super) team: String,
+    /// The volume with its root file system. `None`: it is the worker's own.
+    #[serde(default)]
+    pub(super) root: Option<VolumeHandle>,
     pub(super) mounts: Vec<Mount>,
     pub(super) directory: Text,
     /// Whether the working directory is made when it is missing.
@@ -92,6 +95,10 @@ impl Container {
         Self {
             handle,
             team: spec.team,
+            root: match spec.root {
+                Root::Host => None,
+                Root::Volume(volume) => Some(volume),
+            },
             mounts,
             directory: spec.directory.into(),
             make_directory,
@@ -102,6 +109,11 @@ impl Container {
             privileged: spec.privileged,
             loopback: spec.network == Network::Loopback,
         }
+    }
+
+    /// Every volume in it.
+    pub(super) fn volumes(&self) -> impl Iterator<Item = VolumeHandle> {
+        self.mounts.iter().map(|mount| mount.volume).chain(self.root)
     }
 
     pub(super) fn limits(&self) -> Limits {
@@ -153,4 +165,7 @@ pub(super) struct Launch {
     /// When a gateway was last in contact, and how long the process may go on from then, in nanoseconds of `CLOCK_BOOTTIME`.
     pub(super) contact: u64,
     pub(super) stop_after: u64,
+    /// The name under which the gateway holds the state directory. Empty: it is of a version that gave none.
+    #[serde(default)]
+    pub(super) holder: String,
 }

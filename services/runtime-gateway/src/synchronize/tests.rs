@@ -54,6 +54,13 @@ impl Workers for Script {
         no_part()
     }
 
+    async fn issue_door_ticket(
+        &self,
+        _: Request<pb::IssueDoorTicketRequest>,
+    ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
+        no_part()
+    }
+
     async fn list_workers(
         &self,
         _: Request<pb::ListWorkersRequest>,
@@ -145,7 +152,7 @@ impl Scene {
         }));
         let machine = Arc::new(Directories::default());
         let worker = machine.attended(&endpoint, artifact_store);
-        let speaking = tokio::spawn(forever(worker.clone()));
+        let speaking = tokio::spawn(forever(worker.clone(), GatewayInstance::new()));
         let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
         let hello = within("hello", said.message()).await.expect("a message").and_then(|said| said.message);
         assert!(matches!(hello, Some(Up::Hello(_))), "{hello:?}");

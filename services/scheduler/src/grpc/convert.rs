@@ -7,7 +7,9 @@ use tonic::Status;
 
 use crate::entity::{worker, workload};
 use crate::events::{Event, Revision, Whereabouts};
+use crate::explain::{Explanation, Opinion, Verdict};
 use crate::outcome::Ending;
+use crate::placement::Refusal;
 use crate::workers::Worker;
 use crate::workloads::Workload;
 
@@ -44,7 +46,7 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
     pb::WatchResponse { revision: revision.revision, at: Some(timestamp(revision.at)), event: Some(event) }
 }
 
-fn workload_state(state: workload::State) -> pb::WorkloadState {
+pub(super) fn workload_state(state: workload::State) -> pb::WorkloadState {
     match state {
         workload::State::Accepted => pb::WorkloadState::Accepted,
         workload::State::Pending => pb::WorkloadState::Pending,
@@ -121,6 +123,36 @@ pub(super) fn worker(worker: Worker) -> pb::Worker {
         volumes: kept.volumes,
         disk_free_bytes: kept.disk_free_bytes,
         last_contact_at: Some(timestamp(last_contact_at)),
+    }
+}
+
+pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
+    let verdict = match explanation.verdict {
+        Verdict::Placed => pb::Verdict::Placed,
+        Verdict::NotNow => pb::Verdict::NotNow,
+        Verdict::Never => pb::Verdict::Never,
+    };
+    let opinion = |opinion: Opinion| pb::WorkerExplanation {
+        worker_id: opinion.worker.to_string(),
+        worker_name: opinion.name,
+        refusals: opinion.refusals.iter().map(refusal).collect(),
+        standing: opinion.standing,
+    };
+    pb::ExplainResponse {
+        verdict: verdict.into(),
+        queue_position: explanation.position,
+        workers: explanation.opinions.into_iter().map(opinion).collect(),
+        unblocked_by: explanation.unblocked_by,
+    }
+}
+
+fn refusal(refusal: &Refusal) -> pb::PlacementRefusal {
+    let duration = if refusal.passes() { pb::RefusalDuration::Passing } else { pb::RefusalDuration::Lasting };
+    pb::PlacementRefusal {
+        reason: refusal.code().to_owned(),
+        message: refusal.to_string(),
+        duration: duration.into(),
+        ended_by: refusal.ended_by(),
     }
 }
 

@@ -11,6 +11,7 @@ use sea_orm::DbErr;
 use tonic::Status;
 
 use crate::dispatch::SubmitError;
+use crate::explain::ExplainError;
 use crate::leases::RenewError;
 use crate::placement::Refusals;
 use crate::service::{PlaceError, TicketError};
@@ -52,6 +53,20 @@ impl Reasoned for WorkloadError {
         match self {
             Self::NotFound(id) => about_workload(Reason::WorkloadNotFound, &self.to_string(), id),
             Self::Database(error) => database("look at a workload", &error),
+        }
+    }
+}
+
+impl Reasoned for ExplainError {
+    fn status(self) -> Status {
+        match self {
+            Self::NotFound(id) => about_workload(Reason::WorkloadNotFound, &self.to_string(), id),
+            Self::NotQueued(id, state) => {
+                let state = convert::workload_state(state).as_str_name().to_owned();
+                let about = [("workload_id", id.to_string()), ("state", state)];
+                Reason::WorkloadNotQueued.status_about(SERVICE, self.to_string(), about)
+            }
+            Self::Database(error) => database("explain a placement", &error),
         }
     }
 }

@@ -3,10 +3,11 @@
 use domain::worker::LeaseClaims;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
-use rpc::{parse_enum, parse_id, parse_team};
+use rpc::{parse_enum, parse_id, parse_team, required};
 use tonic::{Request, Response, Status};
 
-use super::{Reasoned, database, invalid_token};
+use super::{Reasoned, convert, database, invalid_token};
+use crate::explain::{self, ExplainError};
 use crate::placement::Demand;
 use crate::service::Scheduler;
 
@@ -54,5 +55,25 @@ impl Placements for PlacementsService {
         self.0.release(&claims).await.map_err(|error| database("release a lease", &error))?;
 
         Ok(Response::new(pb::ReleaseResponse {}))
+    }
+
+    async fn explain(
+        &self,
+        request: Request<pb::ExplainRequest>,
+    ) -> Result<Response<pb::ExplainResponse>, Status> {
+        use pb::explain_request::Subject;
+        let db = self.0.db.read();
+        let explained = match required("subject", request.into_inner().subject)? {
+            Subject::Spec(spec) => {
+                let spec = rpc::spec::parse(spec)?;
+                explain::spec(db, &spec).await.map_err(ExplainError::Database)
+            }
+            Subject::Workload(waiting) => {
+                let team = parse_team("workload.team", waiting.team)?;
+                let id = parse_id("workload.workload_id", &waiting.workload_id)?;
+                explain::workload(db, &team, id).await
+            }
+        };
+        Ok(Response::new(convert::explanation(explained.map_err(Reasoned::status)?)))
     }
 }

@@ -70,6 +70,21 @@ impl Workers for WorkersService {
         }))
     }
 
+    async fn issue_door_ticket(
+        &self,
+        request: Request<pb::IssueDoorTicketRequest>,
+    ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
+        let worker = parse_id("worker_id", &request.into_inner().worker_id)?;
+
+        let ticket = self.0.issue_door_ticket(worker, Timestamp::now()).await.map_err(Reasoned::status)?;
+
+        Ok(Response::new(pb::IssueDoorTicketResponse {
+            ticket: ticket.token,
+            gateway_endpoint: ticket.gateway_endpoint,
+            valid_for: Some(rpc::duration(self.0.config.ticket_validity)),
+        }))
+    }
+
     async fn list_workers(
         &self,
         request: Request<pb::ListWorkersRequest>,

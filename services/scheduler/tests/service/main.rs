@@ -1,5 +1,6 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
+mod explain;
 mod store;
 mod support;
 mod terms;
@@ -9,6 +10,9 @@ use std::time::Duration;
 
 use domain::worker::{LeaseClaims, TicketClaims};
 use domain::{GatewayInstance, LeaseId, MarkerId, VolumeHandle, WorkloadId};
+use explain::{
+    a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
+};
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
@@ -723,6 +727,8 @@ on_both! {
     outputs_that_the_store_lacks_are_no_success,
     settling_belongs_to_the_trace_of_the_workload,
     a_store_that_is_away_delays_the_end_and_nothing_else,
+    a_spec_is_explained_and_nothing_comes_of_it,
+    a_queued_workload_is_told_its_place_and_what_it_waits_for,
 }
 
 #[tokio::test(flavor = "multi_thread")]

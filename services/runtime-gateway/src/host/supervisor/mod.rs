@@ -6,7 +6,8 @@
 //! Rules it keeps:
 //!
 //! - The last step before the start is an exclusive rename of the intent. Whoever renames it first, this process or a gateway
-//!   that revokes it, has decided; without it nothing is started.
+//!   that revokes it, has decided; without it nothing is started. Right before it, who holds the state directory is looked at: see
+//!   [`super::hold`].
 //! - The exit record is written when every process of the container is dead and all their output is in the spools.
 //! - Whatever ends this process ends the container too, and its mounts: they are in a namespace of its own.
 
@@ -35,7 +36,7 @@ use rustix::process::{Pid, Signal};
 
 use super::cgroups::Cgroups;
 use super::record::{Container, Intent, Launch, Text};
-use super::{files, mounts, process_files as names};
+use super::{files, hold, mounts, process_files as names};
 use crate::end::End;
 use crate::spool;
 use init::Init;
@@ -229,10 +230,14 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
     let mut running = run::Running::new(launch, &intent, init, connection, streams.own, cgroups)
         .map_err(Failed::while_doing("watch the container"))?;
     let started = launch.process_dir.join(names::STARTED);
-    let taken = match files::rename_exclusively(&intent_path, &started) {
-        Ok(()) => made.start().map_err(Failed::while_doing("start the container")).map(|()| true),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(Failed::while_doing("take the intent")(error)),
+    let held = hold::is_held_as(&launch.state_dir, &launch.holder)
+        .map_err(Failed::while_doing("see who holds the state directory"))?;
+    let taken = match held.then(|| files::rename_exclusively(&intent_path, &started)) {
+        // Another gateway has taken over: what this one was told is not to be done any more.
+        None => Ok(false),
+        Some(Ok(())) => made.start().map_err(Failed::while_doing("start the container")).map(|()| true),
+        Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Some(Err(error)) => Err(Failed::while_doing("take the intent")(error)),
     };
     match taken {
         Ok(true) => Ok(Some(running)),

@@ -16,6 +16,7 @@ use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
 use super::Failed;
+use crate::host::containers::ROOT;
 use crate::host::image;
 use crate::host::mounts::{self, Mounted, Overlay};
 use crate::host::record::{Container, Launch};
@@ -45,35 +46,11 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let place = |name: &str| private.join(name);
     let places = Places { root: place("root"), bundle: place("bundle"), state: place("state") };
 
-    let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let hidden = image::hidden(&launch.hidden, &Users { passwd: &passwd, group: "" });
-    let mut mask = Mask::new(place("mask")).map_err(Failed::while_doing("look at the root"))?;
-    let mut covered = Vec::new();
-    for path in hidden {
-        match mask.hide(&path) {
-            Ok(true) => {}
-            Ok(false) => covered.push(path),
-            // Neither it nor the directory it would be in is there.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(at("hide", &path)(error)),
-        }
-    }
-
-    let lower = [mask.layer, PathBuf::from("/")];
-    let root = mount_root(launch, &lower, &private).map_err(Failed::while_doing("mount the root"))?;
-    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
-
-    for path in image::below_root(&mounted, &launch.hidden).bound {
-        // What cannot be bound is absent; the runtime has said so when it was opened.
-        if bind(&path, root.as_fd(), &path, true).is_err() {
-            continue;
-        }
-    }
-    for path in &covered {
-        cover(root.as_fd(), path).map_err(at("hide", path))?;
-    }
+    let root = match container.root {
+        None => worker_root(launch, &mounted, &private, &places)?,
+        Some(image) => image_root(launch, container, image, &places)?,
+    };
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
-    resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
 
     let directory = container.directory.as_path();
     let make_directory = || {
@@ -96,6 +73,63 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     drop(root);
     forget_volumes(&mounted, &launch.state_dir).map_err(Failed::while_doing("unmount volumes"))?;
     Ok(places)
+}
+
+/// The root of an image: the container's own, to write to. Nothing of the worker is in it.
+fn image_root(
+    launch: &Launch,
+    container: &Container,
+    image: domain::VolumeHandle,
+    places: &Places,
+) -> Result<OwnedFd, Failed> {
+    let contents = volume(&launch.state_dir, &image).join(ROOT);
+    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let root = mounts::clone_of(&contents, false).map_err(at("mount", &contents))?;
+    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
+    if !container.loopback {
+        workers_resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+    }
+    Ok(root)
+}
+
+/// The worker's own root, with a layer for what is written, without what no container may see.
+fn worker_root(
+    launch: &Launch,
+    mounted: &[Mounted],
+    private: &Path,
+    places: &Places,
+) -> Result<OwnedFd, Failed> {
+    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let place = |name: &str| private.join(name);
+    let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let hidden = image::hidden(&launch.hidden, &Users { passwd: &passwd, group: "" });
+    let mut mask = Mask::new(place("mask")).map_err(Failed::while_doing("look at the root"))?;
+    let mut covered = Vec::new();
+    for path in hidden {
+        match mask.hide(&path) {
+            Ok(true) => {}
+            Ok(false) => covered.push(path),
+            // Neither it nor the directory it would be in is there.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(at("hide", &path)(error)),
+        }
+    }
+
+    let lower = [mask.layer, PathBuf::from("/")];
+    let root = mount_root(launch, &lower, private).map_err(Failed::while_doing("mount the root"))?;
+    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
+
+    for path in image::below_root(mounted, &launch.hidden).bound {
+        // What cannot be bound is absent; the runtime has said so when it was opened.
+        if bind(&path, root.as_fd(), &path, true).is_err() {
+            continue;
+        }
+    }
+    for path in &covered {
+        cover(root.as_fd(), path).map_err(at("hide", path))?;
+    }
+    resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+    Ok(root)
 }
 
 /// Where the contents of a volume are.
@@ -264,9 +298,18 @@ fn resolver(root: BorrowedFd<'_>) -> io::Result<()> {
     if !link || mounts::open_in(root, path, OFlags::PATH).is_ok() {
         return Ok(());
     }
-    let Ok(contents) = fs::read(path) else { return Ok(()) };
-    let etc = mounts::open_in(root, Path::new("/etc"), OFlags::PATH | OFlags::DIRECTORY)?;
-    rustix::fs::unlinkat(&etc, "resolv.conf", AtFlags::empty())?;
+    workers_resolver(root)
+}
+
+/// Has names resolved as on the worker.
+fn workers_resolver(root: BorrowedFd<'_>) -> io::Result<()> {
+    let Ok(contents) = fs::read("/etc/resolv.conf") else { return Ok(()) };
+    // An image in which this is no directory resolves no names.
+    let Ok((etc, _)) = mounts::directory_in(root, Path::new("/etc")) else { return Ok(()) };
+    match rustix::fs::unlinkat(&etc, "resolv.conf", AtFlags::empty()) {
+        Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+        Err(error) => return Err(error.into()),
+    }
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let file = rustix::fs::openat(&etc, "resolv.conf", flags, Mode::from_raw_mode(0o644))?;
     io::Write::write_all(&mut fs::File::from(file), &contents)

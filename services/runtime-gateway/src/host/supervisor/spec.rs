@@ -209,6 +209,7 @@ mod tests {
         Container {
             team: "main".to_owned(),
             handle: domain::ContainerHandle::new(),
+            root: None,
             mounts: Vec::new(),
             directory: Text::Utf8("/".to_owned()),
             make_directory: false,

@@ -1,0 +1,461 @@
+// Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each step.
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log"
+	"maps"
+	"os"
+	"strings"
+
+	"github.com/google/uuid"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	artifacts "gantry.example/client/gen/gantry/artifacts/v1"
+	runtime "gantry.example/client/gen/gantry/runtime/v1"
+	scheduler "gantry.example/client/gen/gantry/scheduler/v1"
+	streamer "gantry.example/client/gen/gantry/streamer/v1"
+)
+
+const breakAfter = 100_000
+
+type client struct {
+	team      string
+	addresses map[string]string
+	dial      func(address string) (*grpc.ClientConn, error)
+
+	workloads  scheduler.WorkloadsClient
+	placements scheduler.PlacementsClient
+	owners     artifacts.OwnersClient
+	streamer   streamer.StreamerClient
+}
+
+// docs:connect
+
+// addresses reads GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`.
+func addresses() map[string]string {
+	server := os.Getenv("GANTRY_SERVER")
+	if !strings.Contains(server, "=") {
+		return map[string]string{"scheduler": server, "artifacts": server, "streamer": server, "door": server}
+	}
+	found := map[string]string{}
+	for part := range strings.SplitSeq(server, ",") {
+		service, address, _ := strings.Cut(part, "=")
+		found[service] = address
+	}
+	return found
+}
+
+func dialer() (func(address string) (*grpc.ClientConn, error), error) {
+	retries, err := os.ReadFile("../../../proto/service-config.json")
+	if err != nil {
+		return nil, err
+	}
+	options := []grpc.DialOption{
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultServiceConfig(string(retries)),
+	}
+	if file := os.Getenv("GANTRY_TOKEN_FILE"); file != "" {
+		token, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		options = append(options, grpc.WithPerRPCCredentials(bearer(strings.TrimSpace(string(token)))))
+	}
+	return func(address string) (*grpc.ClientConn, error) {
+		return grpc.NewClient(strings.TrimPrefix(address, "http://"), options...)
+	}, nil
+}
+
+// bearer is the token that every call carries.
+type bearer string
+
+func (b bearer) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": "Bearer " + string(b)}, nil
+}
+
+func (bearer) RequireTransportSecurity() bool { return false }
+
+// docs:end
+
+func newClient() (*client, error) {
+	dial, err := dialer()
+	if err != nil {
+		return nil, err
+	}
+	c := &client{team: "main", addresses: addresses(), dial: dial}
+	if team := os.Getenv("GANTRY_TEAM"); team != "" {
+		c.team = team
+	}
+	connections := map[string]*grpc.ClientConn{}
+	for _, service := range []string{"scheduler", "artifacts", "streamer"} {
+		if connections[service], err = dial(c.addresses[service]); err != nil {
+			return nil, err
+		}
+	}
+	c.workloads = scheduler.NewWorkloadsClient(connections["scheduler"])
+	c.placements = scheduler.NewPlacementsClient(connections["scheduler"])
+	c.owners = artifacts.NewOwnersClient(connections["artifacts"])
+	c.streamer = streamer.NewStreamerClient(connections["streamer"])
+	return c, nil
+}
+
+// gateway connects to a worker: through the door if there is one.
+func (c *client) gateway(endpoint string) (*grpc.ClientConn, error) {
+	if door, ok := c.addresses["door"]; ok {
+		endpoint = door
+	}
+	return c.dial(endpoint)
+}
+
+// docs:upload
+func (c *client) upload(ctx context.Context, directory, build string) (artifact string, digest []byte, err error) {
+	call, err := c.streamer.Upload(ctx)
+	if err != nil {
+		return "", nil, err
+	}
+	open := &streamer.UploadOpen{Team: c.team, ArtifactId: uuid.NewString(), BuildId: build, Label: "src"}
+	if err := call.Send(&streamer.UploadRequest{Message: &streamer.UploadRequest_Open{Open: open}}); err != nil {
+		return "", nil, err
+	}
+	answer, err := call.Recv()
+	if err != nil {
+		return "", nil, err
+	}
+
+	written, err := c.writeArchive(ctx, directory, answer.GetGoTo())
+	if err != nil {
+		return "", nil, err
+	}
+
+	// Without the commit, nothing that was sent counts.
+	commit := &streamer.UploadCommit{Digest: written.Digest}
+	if err := call.Send(&streamer.UploadRequest{Message: &streamer.UploadRequest_Commit{Commit: commit}}); err != nil {
+		return "", nil, err
+	}
+	if answer, err = call.Recv(); err != nil {
+		return "", nil, err
+	}
+	return answer.GetUploaded().ArtifactId, written.Digest, call.CloseSend()
+}
+
+func (c *client) writeArchive(ctx context.Context, directory string, goTo *streamer.GoTo) (*runtime.WriteArchiveResponse, error) {
+	connection, err := c.gateway(goTo.GatewayEndpoint)
+	if err != nil {
+		return nil, err
+	}
+	defer connection.Close()
+	call, err := runtime.NewVolumesClient(connection).WriteArchive(ctx)
+	if err != nil {
+		return nil, err
+	}
+	open := &runtime.WriteArchiveRequest_Open{Open: &runtime.WriteOpen{Ticket: goTo.Ticket}}
+	if err := call.Send(&runtime.WriteArchiveRequest{Message: open}); err != nil {
+		return nil, err
+	}
+	archive := tar.NewWriter(chunks(func(data []byte) error {
+		return call.Send(&runtime.WriteArchiveRequest{Message: &runtime.WriteArchiveRequest_Data{Data: data}})
+	}))
+	err = errors.Join(archive.AddFS(os.DirFS(directory)), archive.Close())
+	if err == nil {
+		commit := &runtime.WriteArchiveRequest_Commit{Commit: &runtime.WriteCommit{}}
+		err = call.Send(&runtime.WriteArchiveRequest{Message: commit})
+	}
+	if err != nil && !errors.Is(err, io.EOF) {
+		return nil, err
+	}
+	// An io.EOF of Send says only that the call has ended; why, says the answer.
+	return call.CloseAndRecv()
+}
+
+// docs:end
+
+type chunks func(data []byte) error
+
+func (c chunks) Write(data []byte) (int, error) { return len(data), c(data) }
+
+// docs:submit
+func (c *client) spec(artifact, build string, tags ...string) *scheduler.WorkloadSpec {
+	script := "cp -a src/. out && seq -f 'line %06.0f' 0 39999"
+	return &scheduler.WorkloadSpec{
+		Team:      c.team,
+		Kind:      scheduler.WorkloadKind_WORKLOAD_KIND_TASK,
+		Image:     &scheduler.Image{Source: &scheduler.Image_Host{Host: &scheduler.HostImage{}}},
+		Command:   [][]byte{[]byte("sh"), []byte("-c"), []byte(script)},
+		Stdin:     scheduler.StdinMode_STDIN_MODE_NONE,
+		Output:    scheduler.OutputMode_OUTPUT_MODE_ATTACHED,
+		Inputs:    []*scheduler.Input{{Name: "src", ArtifactId: artifact, Access: scheduler.Access_ACCESS_READ_ONLY}},
+		Outputs:   []*scheduler.Output{{Name: "out"}},
+		Privilege: scheduler.Privilege_PRIVILEGE_CONFINED,
+		Network:   scheduler.Network_NETWORK_LOOPBACK,
+		Tags:      tags,
+		BuildId:   build,
+	}
+}
+
+func (c *client) submit(ctx context.Context, workload string, spec *scheduler.WorkloadSpec) error {
+	_, err := c.workloads.Submit(ctx, &scheduler.SubmitRequest{WorkloadId: workload, Spec: spec})
+	return err
+}
+
+// docs:end
+
+// docs:watch
+
+// watch follows a workload until an event is wanted. Its revision is where to go on.
+func (c *client) watch(
+	ctx context.Context, workload string, after uint64, wanted func(*scheduler.WatchResponse) bool,
+) (*scheduler.WatchResponse, error) {
+	request := &scheduler.WatchRequest{Team: c.team, WorkloadId: workload, AfterRevision: after}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	call, err := c.workloads.Watch(ctx, request)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		event, err := call.Recv()
+		if err != nil {
+			return nil, err
+		}
+		name := strings.TrimPrefix(fmt.Sprintf("%T", event.Event), "*schedulerv1.WatchResponse_")
+		fmt.Printf("watched: %s\n", strings.ToLower(name))
+		if wanted(event) {
+			return event, nil
+		}
+		if finished := event.GetFinished(); finished != nil {
+			return nil, fmt.Errorf("ended early: %v", finished)
+		}
+	}
+}
+
+// docs:end
+
+// docs:attach
+
+// attach answers all of standard output, over a connection that breaks once.
+func (c *client) attach(ctx context.Context, at *scheduler.Whereabouts) (output []byte, connections int, err error) {
+	for done := false; !done; {
+		connections++
+		if output, done, err = c.attachOnce(ctx, at, output, connections == 1); err != nil {
+			return nil, connections, err
+		}
+	}
+	return output, connections, nil
+}
+
+func (c *client) attachOnce(ctx context.Context, at *scheduler.Whereabouts, output []byte, breaks bool) ([]byte, bool, error) {
+	connection, err := c.gateway(at.GatewayEndpoint)
+	if err != nil {
+		return nil, false, err
+	}
+	defer connection.Close() // Breaks what goes over it.
+	call, err := runtime.NewContainersClient(connection).Attach(ctx)
+	if err != nil {
+		return nil, false, err
+	}
+	resume := &runtime.Resume{Team: c.team, ProcessId: at.AttemptId, StdoutOffset: uint64(len(output))}
+	if err := call.Send(&runtime.AttachRequest{Message: &runtime.AttachRequest_Resume{Resume: resume}}); err != nil {
+		return nil, false, err
+	}
+	for !breaks || len(output) < breakAfter {
+		said, err := call.Recv()
+		if err != nil {
+			return nil, false, err
+		}
+		switch said := said.Message.(type) {
+		case *runtime.AttachResponse_Output:
+			if said.Output.Stream != runtime.Stream_STREAM_STDOUT {
+				continue
+			}
+			if said.Output.Offset != uint64(len(output)) {
+				return nil, false, errors.New("out of order")
+			}
+			output = append(output, said.Output.Data...)
+			// What is acknowledged is never sent again, and lets the process go on.
+			ack := &runtime.AttachRequest_Ack{Ack: &runtime.Ack{StdoutOffset: uint64(len(output))}}
+			if err := call.Send(&runtime.AttachRequest{Message: ack}); err != nil && !errors.Is(err, io.EOF) {
+				return nil, false, err
+			}
+		case *runtime.AttachResponse_Done:
+			return output, true, nil
+		}
+	}
+	return output, false, nil
+}
+
+// docs:end
+
+// docs:download
+func (c *client) download(ctx context.Context, artifact string) (files map[string][]byte, digest []byte, err error) {
+	found, err := c.streamer.Download(ctx, &streamer.DownloadRequest{Team: c.team, ArtifactId: artifact})
+	if err != nil {
+		return nil, nil, err
+	}
+	connection, err := c.gateway(found.GoTo.GatewayEndpoint)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer connection.Close()
+	request := &runtime.ReadArchiveRequest{Ticket: found.GoTo.Ticket}
+	call, err := runtime.NewVolumesClient(connection).ReadArchive(ctx, request)
+	if err != nil {
+		return nil, nil, err
+	}
+	var content bytes.Buffer
+	for digest == nil {
+		part, err := call.Recv()
+		if err != nil {
+			return nil, nil, err // Also io.EOF: without `done`, the stream was cut.
+		}
+		content.Write(part.GetData())
+		digest = part.GetDone().GetDigest()
+	}
+	if !bytes.Equal(digest, found.Digest) {
+		return nil, nil, errors.New("other bytes than were announced")
+	}
+	files = map[string][]byte{}
+	for archive := tar.NewReader(&content); ; {
+		entry, err := archive.Next()
+		if errors.Is(err, io.EOF) {
+			return files, digest, nil
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		if entry.Typeflag == tar.TypeReg {
+			if files[strings.TrimPrefix(entry.Name, "./")], err = io.ReadAll(archive); err != nil {
+				return nil, nil, err
+			}
+		}
+	}
+}
+
+// docs:end
+
+// docs:refused
+
+// errorInfo is why a call was refused, as docs/errors.md lists it.
+func errorInfo(err error) *errdetails.ErrorInfo {
+	for _, detail := range status.Convert(err).Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok {
+			return info
+		}
+	}
+	return nil // Nobody of ours answered.
+}
+
+// docs:end
+
+func readAll(directory string) (map[string][]byte, error) {
+	files, root := map[string][]byte{}, os.DirFS(directory)
+	return files, fs.WalkDir(root, ".", func(path string, entry fs.DirEntry, err error) error {
+		if err == nil && entry.Type().IsRegular() {
+			files[path], err = fs.ReadFile(root, path)
+		}
+		return err
+	})
+}
+
+func run(ctx context.Context, directory string) error {
+	c, err := newClient()
+	if err != nil {
+		return err
+	}
+	workload, build := uuid.NewString(), uuid.NewString()
+	put := &artifacts.PutBuildRequest{BuildId: build, Team: c.team, EndsWithWorkload: workload}
+	if _, err := c.owners.PutBuild(ctx, put); err != nil {
+		return err
+	}
+
+	artifact, digest, err := c.upload(ctx, directory, build)
+	if err != nil {
+		return err
+	}
+	fmt.Printf("uploaded: %s, digest %x\n", artifact, digest)
+
+	if err := c.submit(ctx, workload, c.spec(artifact, build)); err != nil {
+		return err
+	}
+	fmt.Printf("submitted: %s\n", workload)
+
+	event, err := c.watch(ctx, workload, 0, func(event *scheduler.WatchResponse) bool { return event.GetRunning() != nil })
+	if err != nil {
+		return err
+	}
+	output, connections, err := c.attach(ctx, event.GetRunning().Whereabouts)
+	if err != nil {
+		return err
+	}
+	var expected bytes.Buffer
+	for number := range 40_000 {
+		fmt.Fprintf(&expected, "line %06d\n", number)
+	}
+	if !bytes.Equal(output, expected.Bytes()) {
+		return errors.New("not each byte once, in order")
+	}
+	fmt.Printf("attached: %d bytes over %d connections, sha256 %x\n", len(output), connections, sha256.Sum256(output))
+
+	event, err = c.watch(ctx, workload, event.Revision, func(event *scheduler.WatchResponse) bool { return event.GetFinished() != nil })
+	if err != nil {
+		return err
+	}
+	finished := event.GetFinished()
+	if finished.Outcome != scheduler.Outcome_OUTCOME_SUCCEEDED {
+		return fmt.Errorf("%v", finished)
+	}
+
+	files, copied, err := c.download(ctx, finished.Outputs[0].ArtifactId)
+	if err != nil {
+		return err
+	}
+	if !bytes.Equal(copied, finished.Outputs[0].Digest) {
+		return errors.New("the output has another digest than was said")
+	}
+	originals, err := readAll(directory)
+	if err != nil {
+		return err
+	}
+	if !maps.EqualFunc(files, originals, bytes.Equal) {
+		return errors.New("the copy differs from the original")
+	}
+	fmt.Printf("downloaded: %d files, digest %x\n", len(files), copied)
+
+	// docs:explain
+	impossible := c.spec(artifact, build, "no-such-worker")
+	err = c.submit(ctx, uuid.NewString(), impossible)
+	info := errorInfo(err)
+	if status.Code(err) != codes.FailedPrecondition || info.GetReason() != "NO_COMPATIBLE_WORKER" {
+		return fmt.Errorf("not refused as it should: %w", err)
+	}
+	fmt.Printf("refused: %s of %s, %v\n", info.Reason, info.Domain, info.Metadata)
+
+	about := &scheduler.ExplainRequest{Subject: &scheduler.ExplainRequest_Spec{Spec: impossible}}
+	explained, err := c.placements.Explain(ctx, about)
+	if err != nil {
+		return err
+	}
+	if explained.Verdict != scheduler.Verdict_VERDICT_NEVER {
+		return fmt.Errorf("%v", explained)
+	}
+	fmt.Printf("explained: never, unless %s\n", strings.Join(explained.UnblockedBy, " or "))
+	// docs:end
+	return nil
+}
+
+func main() {
+	if err := run(context.Background(), os.Args[1]); err != nil {
+		log.Fatal(err)
+	}
+}

@@ -1,0 +1,390 @@
+//! Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each
+//! step.
+
+mod retry;
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::Read;
+use std::path::Path;
+
+use anyhow::{Context, bail, ensure};
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+use tonic_types::{ErrorInfo, StatusExt};
+use uuid::Uuid;
+
+use gantry::artifacts::v1::PutBuildRequest;
+use gantry::artifacts::v1::owners_client::OwnersClient;
+use gantry::runtime::v1::containers_client::ContainersClient;
+use gantry::runtime::v1::volumes_client::VolumesClient;
+use gantry::runtime::v1::{
+    Ack, AttachRequest, ReadArchiveRequest, Resume, Stream, WriteArchiveRequest, WriteCommit, WriteOpen,
+    attach_request, attach_response, read_archive_response, write_archive_request,
+};
+use gantry::scheduler::v1::placements_client::PlacementsClient;
+use gantry::scheduler::v1::watch_response::Event;
+use gantry::scheduler::v1::workloads_client::WorkloadsClient;
+use gantry::scheduler::v1::{
+    Access, ExplainRequest, HostImage, Image, Input, Network, Outcome, Output, OutputMode, Privilege,
+    StdinMode, SubmitRequest, Verdict, WatchRequest, Whereabouts, WorkloadKind, WorkloadSpec,
+    explain_request, image,
+};
+use gantry::streamer::v1::streamer_client::StreamerClient;
+use gantry::streamer::v1::{
+    DownloadRequest, UploadCommit, UploadOpen, UploadRequest, upload_request, upload_response,
+};
+use retry::retry;
+
+include!(concat!(env!("OUT_DIR"), "/protos.rs"));
+
+const BREAK_AFTER: usize = 100_000;
+const WORKLOADS: &str = "gantry.scheduler.v1.Workloads";
+
+// docs:connect
+/// GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`.
+fn addresses() -> anyhow::Result<HashMap<String, String>> {
+    let server = std::env::var("GANTRY_SERVER").context("GANTRY_SERVER")?;
+    if !server.contains('=') {
+        let services = ["scheduler", "artifacts", "streamer", "door"];
+        return Ok(services.map(|service| (service.to_owned(), server.clone())).into());
+    }
+    let parts = server.split(',').filter_map(|part| part.split_once('='));
+    Ok(parts.map(|(service, address)| (service.to_owned(), address.to_owned())).collect())
+}
+
+/// Has each call carry the token.
+#[derive(Clone)]
+struct Bearer(Option<MetadataValue<Ascii>>);
+
+impl Bearer {
+    fn read() -> anyhow::Result<Self> {
+        let Ok(file) = std::env::var("GANTRY_TOKEN_FILE") else { return Ok(Self(None)) };
+        let token = std::fs::read_to_string(&file).context(file)?;
+        Ok(Self(Some(format!("Bearer {}", token.trim()).parse()?)))
+    }
+}
+
+impl Interceptor for Bearer {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Self(Some(token)) = self {
+            request.metadata_mut().insert("authorization", token.clone());
+        }
+        Ok(request)
+    }
+}
+
+type Service = InterceptedService<Channel, Bearer>;
+
+fn connect(address: &str, bearer: &Bearer) -> anyhow::Result<Service> {
+    let channel = Endpoint::from_shared(address.to_owned())?.connect_lazy();
+    Ok(InterceptedService::new(channel, bearer.clone()))
+}
+// docs:end
+
+struct Client {
+    team: String,
+    addresses: HashMap<String, String>,
+    bearer: Bearer,
+    workloads: WorkloadsClient<Service>,
+    placements: PlacementsClient<Service>,
+    owners: OwnersClient<Service>,
+    streamer: StreamerClient<Service>,
+}
+
+impl Client {
+    fn new() -> anyhow::Result<Self> {
+        let (addresses, bearer) = (addresses()?, Bearer::read()?);
+        let service = |name| connect(addresses.get(name).context("GANTRY_SERVER lacks a service")?, &bearer);
+        Ok(Self {
+            team: std::env::var("GANTRY_TEAM").unwrap_or_else(|_| "main".to_owned()),
+            workloads: WorkloadsClient::new(service("scheduler")?),
+            placements: PlacementsClient::new(service("scheduler")?),
+            owners: OwnersClient::new(service("artifacts")?),
+            streamer: StreamerClient::new(service("streamer")?),
+            addresses,
+            bearer,
+        })
+    }
+
+    /// Where a worker is reached: through the door if there is one.
+    fn gateway(&self, endpoint: &str) -> anyhow::Result<Service> {
+        connect(self.addresses.get("door").map_or(endpoint, String::as_str), &self.bearer)
+    }
+
+    // docs:upload
+    async fn upload(&self, directory: &Path, build_id: &str) -> anyhow::Result<(String, Vec<u8>)> {
+        use upload_request::Message;
+        let (requests, stream) = mpsc::channel(1);
+        let open = UploadOpen {
+            team: self.team.clone(),
+            artifact_id: Uuid::new_v4().to_string(),
+            digest: Vec::new(),
+            build_id: build_id.to_owned(),
+            label: "src".to_owned(),
+        };
+        requests.send(UploadRequest { message: Some(Message::Open(open)) }).await?;
+        let mut answers = self.streamer.clone().upload(ReceiverStream::new(stream)).await?.into_inner();
+        let answer = answers.message().await?.and_then(|answer| answer.message);
+        let Some(upload_response::Message::GoTo(go_to)) = answer else { bail!("the stream was cut") };
+
+        let mut volumes = VolumesClient::new(self.gateway(&go_to.gateway_endpoint)?);
+        let archive = tokio_stream::iter(archive(directory, go_to.ticket)?);
+        let digest = volumes.write_archive(archive).await?.into_inner().digest;
+
+        // Without the commit, nothing that was sent counts.
+        let commit = UploadCommit { digest: digest.clone() };
+        requests.send(UploadRequest { message: Some(Message::Commit(commit)) }).await?;
+        let answer = answers.message().await?.and_then(|answer| answer.message);
+        let Some(upload_response::Message::Uploaded(uploaded)) = answer else { bail!("the stream was cut") };
+        Ok((uploaded.artifact_id, digest))
+    }
+    // docs:end
+
+    // docs:submit
+    fn spec(&self, artifact_id: &str, build_id: &str, tags: &[&str]) -> WorkloadSpec {
+        let script = "cp -a src/. out && seq -f 'line %06.0f' 0 39999";
+        WorkloadSpec {
+            team: self.team.clone(),
+            kind: WorkloadKind::Task.into(),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            command: ["sh", "-c", script].map(Vec::from).into(),
+            stdin: StdinMode::None.into(),
+            output: OutputMode::Attached.into(),
+            inputs: vec![Input {
+                name: "src".to_owned(),
+                artifact_id: artifact_id.to_owned(),
+                access: Access::ReadOnly.into(),
+                ..Input::default()
+            }],
+            outputs: vec![Output { name: "out".to_owned(), ..Output::default() }],
+            privilege: Privilege::Confined.into(),
+            network: Network::Loopback.into(),
+            tags: tags.iter().copied().map(str::to_owned).collect(),
+            build_id: build_id.to_owned(),
+            ..WorkloadSpec::default()
+        }
+    }
+
+    async fn submit(&self, workload_id: &str, spec: &WorkloadSpec) -> Result<(), Status> {
+        let request = SubmitRequest { workload_id: workload_id.to_owned(), spec: Some(spec.clone()) };
+        retry(WORKLOADS, "Submit", async || self.workloads.clone().submit(request.clone()).await).await?;
+        Ok(())
+    }
+    // docs:end
+
+    // docs:watch
+    /// Follows a workload until an event is wanted. The revision is where to go on.
+    async fn watch<T>(
+        &self,
+        workload_id: &str,
+        after_revision: u64,
+        wanted: impl Fn(&Event) -> Option<T>,
+    ) -> anyhow::Result<(u64, T)> {
+        let (team, workload_id) = (self.team.clone(), workload_id.to_owned());
+        let request = WatchRequest { team, workload_id, after_revision };
+        let watch = async || self.workloads.clone().watch(request.clone()).await;
+        let mut events = retry(WORKLOADS, "Watch", watch).await?;
+        while let Some(answer) = events.message().await? {
+            let Some(event) = answer.event else { continue }; // Of a newer scheduler.
+            println!("watched: {}", name(&event));
+            if let Some(found) = wanted(&event) {
+                return Ok((answer.revision, found));
+            }
+            ensure!(!matches!(event, Event::Finished(_)), "ended early: {event:?}");
+        }
+        bail!("the stream was cut")
+    }
+    // docs:end
+
+    // docs:attach
+    /// All of standard output, over a connection that breaks once.
+    async fn attach(&self, at: &Whereabouts) -> anyhow::Result<(Vec<u8>, u32)> {
+        let mut output = Vec::new();
+        for connections in 1.. {
+            let mut containers = ContainersClient::new(self.gateway(&at.gateway_endpoint)?);
+            let (requests, stream) = mpsc::channel(16);
+            let resume = Resume {
+                team: self.team.clone(),
+                process_id: at.attempt_id.clone(),
+                stdout_offset: output.len() as u64,
+                stderr_offset: 0,
+            };
+            requests.send(AttachRequest { message: Some(attach_request::Message::Resume(resume)) }).await?;
+            let mut said = containers.attach(ReceiverStream::new(stream)).await?.into_inner();
+            // Leaving this loop drops the connection, and so breaks it.
+            while connections > 1 || output.len() < BREAK_AFTER {
+                let message = said.message().await?.context("the stream was cut")?.message;
+                match message {
+                    Some(attach_response::Message::Output(piece)) if piece.stream() == Stream::Stdout => {
+                        ensure!(piece.offset == output.len() as u64, "out of order");
+                        output.extend(piece.data);
+                        // What is acknowledged is never sent again, and lets the process go on.
+                        let ack = Ack { stdout_offset: output.len() as u64, stderr_offset: 0 };
+                        let ack = attach_request::Message::Ack(ack);
+                        requests.send(AttachRequest { message: Some(ack) }).await?;
+                    }
+                    Some(attach_response::Message::Done(_)) => return Ok((output, connections)),
+                    _ => {}
+                }
+            }
+        }
+        unreachable!("it returns")
+    }
+    // docs:end
+
+    // docs:download
+    async fn download(&self, artifact_id: &str) -> anyhow::Result<(BTreeMap<String, Vec<u8>>, Vec<u8>)> {
+        let request = DownloadRequest { team: self.team.clone(), artifact_id: artifact_id.to_owned() };
+        let download = async || self.streamer.clone().download(request.clone()).await;
+        let found = retry("gantry.streamer.v1.Streamer", "Download", download).await?;
+        let go_to = found.go_to.context("no worker was named")?;
+        let mut volumes = VolumesClient::new(self.gateway(&go_to.gateway_endpoint)?);
+        let request = ReadArchiveRequest { ticket: go_to.ticket, path: Vec::new() };
+        let mut parts = volumes.read_archive(request).await?.into_inner();
+        let (mut content, mut digest) = (Vec::new(), None);
+        while let Some(part) = parts.message().await? {
+            match part.message {
+                Some(read_archive_response::Message::Data(data)) => content.extend(data),
+                Some(read_archive_response::Message::Done(done)) => digest = Some(done.digest),
+                None => {}
+            }
+        }
+        ensure!(digest.as_ref() == Some(&found.digest), "the stream was cut");
+        Ok((unpack(&content)?, found.digest))
+    }
+    // docs:end
+}
+
+/// The messages of WriteArchive.
+fn archive(directory: &Path, ticket: String) -> std::io::Result<Vec<WriteArchiveRequest>> {
+    use write_archive_request::Message;
+    let mut tar = tar::Builder::new(Vec::new());
+    tar.append_dir_all(".", directory)?;
+    let content = tar.into_inner()?;
+    let data = content.chunks(256 * 1024).map(|data| Message::Data(data.to_vec()));
+    let messages = std::iter::once(Message::Open(WriteOpen { ticket })).chain(data);
+    let messages = messages.chain([Message::Commit(WriteCommit {})]);
+    Ok(messages.map(|message| WriteArchiveRequest { message: Some(message) }).collect())
+}
+
+fn unpack(content: &[u8]) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
+    let mut files = BTreeMap::new();
+    for entry in tar::Archive::new(content).entries()? {
+        let mut entry = entry?;
+        if entry.header().entry_type().is_file() {
+            let name = entry.path()?.to_string_lossy().trim_start_matches("./").to_owned();
+            let mut content = Vec::new();
+            entry.read_to_end(&mut content)?;
+            files.insert(name, content);
+        }
+    }
+    Ok(files)
+}
+
+fn read_all(root: &Path, directory: &Path, files: &mut BTreeMap<String, Vec<u8>>) -> anyhow::Result<()> {
+    for entry in std::fs::read_dir(directory)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            read_all(root, &path, files)?;
+        } else {
+            let name = path.strip_prefix(root)?.to_string_lossy().into_owned();
+            files.insert(name, std::fs::read(&path)?);
+        }
+    }
+    Ok(())
+}
+
+fn name(event: &Event) -> &'static str {
+    match event {
+        Event::Queued(_) => "queued",
+        Event::Placed(_) => "placed",
+        Event::Preparing(_) => "preparing",
+        Event::Running(_) => "running",
+        Event::Publishing(_) => "publishing",
+        Event::Finished(_) => "finished",
+    }
+}
+
+// docs:refused
+/// Why a call was refused, as docs/errors.md lists it.
+fn error_info(status: &Status) -> anyhow::Result<ErrorInfo> {
+    status.get_details_error_info().with_context(|| format!("nobody of ours answered: {status}"))
+}
+// docs:end
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> anyhow::Result<()> {
+    let directory = std::env::args().nth(1).context("which directory?")?;
+    let directory = Path::new(&directory);
+    let client = Client::new()?;
+    let (workload_id, build_id) = (Uuid::new_v4().to_string(), Uuid::new_v4().to_string());
+    let build = PutBuildRequest {
+        build_id: build_id.clone(),
+        team: client.team.clone(),
+        ends_with_workload: workload_id.clone(),
+        ..PutBuildRequest::default()
+    };
+    let put = async || client.owners.clone().put_build(build.clone()).await;
+    retry("gantry.artifacts.v1.Owners", "PutBuild", put).await?;
+
+    let (artifact_id, digest) = client.upload(directory, &build_id).await?;
+    println!("uploaded: {artifact_id}, digest {}", hex(&digest));
+
+    client.submit(&workload_id, &client.spec(&artifact_id, &build_id, &[])).await?;
+    println!("submitted: {workload_id}");
+
+    let runs = |event: &Event| match event {
+        Event::Running(running) => running.whereabouts.clone(),
+        _ => None,
+    };
+    let (revision, whereabouts) = client.watch(&workload_id, 0, runs).await?;
+    let (output, connections) = client.attach(&whereabouts).await?;
+    let expected: String = (0..40_000).map(|number| format!("line {number:06}\n")).collect();
+    ensure!(output == expected.as_bytes(), "not each byte once, in order");
+    let sha256 = hex(&Sha256::digest(&output));
+    println!("attached: {} bytes over {connections} connections, sha256 {sha256}", output.len());
+
+    let has_finished = |event: &Event| match event {
+        Event::Finished(finished) => Some(finished.clone()),
+        _ => None,
+    };
+    let (_, finished) = client.watch(&workload_id, revision, has_finished).await?;
+    ensure!(finished.outcome() == Outcome::Succeeded, "{finished:?}");
+
+    let copy = &finished.outputs[0];
+    let (files, digest) = client.download(&copy.artifact_id).await?;
+    ensure!(digest == copy.digest, "the output has another digest than was said");
+    let mut originals = BTreeMap::new();
+    read_all(directory, directory, &mut originals)?;
+    ensure!(files == originals, "the copy differs from the original");
+    println!("downloaded: {} files, digest {}", files.len(), hex(&digest));
+
+    // docs:explain
+    let impossible = client.spec(&artifact_id, &build_id, &["no-such-worker"]);
+    let refused = client.submit(&Uuid::new_v4().to_string(), &impossible).await;
+    let status = refused.err().context("not refused")?;
+    let info = error_info(&status)?;
+    ensure!(status.code() == Code::FailedPrecondition && info.reason == "NO_COMPATIBLE_WORKER", "{status}");
+    println!("refused: {} of {}, {:?}", info.reason, info.domain, info.metadata);
+
+    let request = ExplainRequest { subject: Some(explain_request::Subject::Spec(impossible)) };
+    let explain = async || client.placements.clone().explain(request.clone()).await;
+    let explained = retry("gantry.scheduler.v1.Placements", "Explain", explain).await?;
+    ensure!(explained.verdict() == Verdict::Never, "{explained:?}");
+    println!("explained: never, unless {}", explained.unblocked_by.join(" or "));
+    // docs:end
+    Ok(())
+}
+
+#[cfg(test)]
+mod golden;

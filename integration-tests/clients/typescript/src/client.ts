@@ -1,0 +1,294 @@
+// Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each step.
+
+import { deepStrictEqual, ok, strictEqual } from "node:assert";
+import { createHash, randomUUID } from "node:crypto";
+import { lstatSync, readdirSync, readFileSync } from "node:fs";
+import { join } from "node:path";
+import { Readable } from "node:stream";
+import { buffer } from "node:stream/consumers";
+import { pathToFileURL } from "node:url";
+
+import { create, type MessageInitShape } from "@bufbuild/protobuf";
+import { Code, ConnectError, createClient, type Interceptor } from "@connectrpc/connect";
+import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
+import { createWritableIterable } from "@connectrpc/connect/protocol";
+import tar from "tar-stream";
+
+import { Owners } from "../gen/gantry/artifacts/v1/artifacts_pb.js";
+import { AttachRequestSchema, Containers, Stream } from "../gen/gantry/runtime/v1/containers_pb.js";
+import { Volumes, WriteArchiveRequestSchema } from "../gen/gantry/runtime/v1/volumes_pb.js";
+import { Placements, Verdict } from "../gen/gantry/scheduler/v1/placements_pb.js";
+import {
+  Access,
+  Network,
+  Outcome,
+  OutputMode,
+  Privilege,
+  StdinMode,
+  type WatchResponse,
+  type Whereabouts,
+  WorkloadKind,
+  Workloads,
+  WorkloadSpecSchema,
+} from "../gen/gantry/scheduler/v1/workloads_pb.js";
+import { Streamer, UploadRequestSchema } from "../gen/gantry/streamer/v1/streamer_pb.js";
+import { ErrorInfoSchema } from "../gen/google/rpc/error_details_pb.js";
+import { retry } from "./retry.js";
+
+const team = process.env.GANTRY_TEAM ?? "main";
+const breakAfter = 100_000;
+
+// docs:connect
+/** GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`. */
+function addresses(): Map<string, string> {
+  const server = process.env.GANTRY_SERVER ?? "";
+  const parts = server.includes("=")
+    ? server.split(",").map((part) => part.split("=", 2) as [string, string])
+    : ["scheduler", "artifacts", "streamer", "door"].map((service): [string, string] => [service, server]);
+  return new Map(parts);
+}
+
+/** Has each call carry the token. */
+function authorize(): Interceptor {
+  const file = process.env.GANTRY_TOKEN_FILE;
+  const token = file === undefined ? undefined : readFileSync(file, "utf8").trim();
+  return (next) => (request) => {
+    if (token !== undefined) request.header.set("authorization", `Bearer ${token}`);
+    return next(request);
+  };
+}
+
+const interceptors = [retry(), authorize()];
+
+function connect(address: string | undefined) {
+  if (address === undefined) throw new Error("GANTRY_SERVER does not name all services");
+  const connection = new Http2SessionManager(address);
+  return { connection, transport: createGrpcTransport({ baseUrl: address, interceptors, sessionManager: connection }) };
+}
+// docs:end
+
+const servers = addresses();
+const scheduler = connect(servers.get("scheduler"));
+const artifacts = connect(servers.get("artifacts"));
+const streaming = connect(servers.get("streamer"));
+const workloads = createClient(Workloads, scheduler.transport);
+const placements = createClient(Placements, scheduler.transport);
+const owners = createClient(Owners, artifacts.transport);
+const streamer = createClient(Streamer, streaming.transport);
+
+/** Where a worker is reached: through the door if there is one. */
+function gateway(endpoint: string) {
+  return connect(servers.get("door") ?? endpoint);
+}
+
+// docs:upload
+async function upload(directory: string, buildId: string) {
+  const requests = createWritableIterable<MessageInitShape<typeof UploadRequestSchema>>();
+  const answers = streamer.upload(requests)[Symbol.asyncIterator]();
+  const open = { team, artifactId: randomUUID(), buildId, label: "src" };
+  void requests.write({ message: { case: "open", value: open } });
+  const { value: first } = await answers.next();
+  if (first?.message.case !== "goTo") throw new Error("the stream was cut");
+
+  const { gatewayEndpoint, ticket } = first.message.value;
+  const { connection, transport } = gateway(gatewayEndpoint);
+  const written = await createClient(Volumes, transport).writeArchive(archive(directory, ticket));
+  connection.abort();
+
+  // Without the commit, nothing that was sent counts.
+  void requests.write({ message: { case: "commit", value: { digest: written.digest } } });
+  const { value: last } = await answers.next();
+  if (last?.message.case !== "uploaded") throw new Error("the stream was cut");
+  requests.close();
+  return { artifactId: last.message.value.artifactId, digest: written.digest };
+}
+
+async function* archive(
+  directory: string,
+  ticket: string,
+): AsyncGenerator<MessageInitShape<typeof WriteArchiveRequestSchema>> {
+  yield { message: { case: "open", value: { ticket } } };
+  for await (const data of pack(directory)) {
+    yield { message: { case: "data", value: data } };
+  }
+  yield { message: { case: "commit", value: {} } };
+}
+// docs:end
+
+function pack(directory: string): AsyncIterable<Buffer> {
+  const archive = tar.pack();
+  for (const name of readdirSync(directory, { recursive: true, encoding: "utf8" }).sort()) {
+    const { mode, mtime, uid, gid, ...entry } = lstatSync(join(directory, name));
+    const header = { name, mode: mode & 0o7777, mtime, uid, gid };
+    if (lstatSync(join(directory, name)).isDirectory()) archive.entry({ ...header, type: "directory" });
+    else archive.entry({ ...header, size: entry.size }, readFileSync(join(directory, name)));
+  }
+  archive.finalize();
+  return archive as AsyncIterable<Buffer>;
+}
+
+// docs:submit
+function spec(artifactId: string, buildId: string, tags: string[] = []) {
+  const bytes = new TextEncoder();
+  const script = "cp -a src/. out && seq -f 'line %06.0f' 0 39999";
+  return create(WorkloadSpecSchema, {
+    team,
+    kind: WorkloadKind.TASK,
+    image: { source: { case: "host", value: {} } },
+    command: ["sh", "-c", script].map((argument) => bytes.encode(argument)),
+    stdin: StdinMode.NONE,
+    output: OutputMode.ATTACHED,
+    inputs: [{ name: "src", artifactId, access: Access.READ_ONLY }],
+    outputs: [{ name: "out" }],
+    privilege: Privilege.CONFINED,
+    network: Network.LOOPBACK,
+    tags,
+    buildId,
+  });
+}
+// docs:end
+
+// docs:watch
+/** Follows a workload until the event that is wanted. The revision is where to go on. */
+async function watch<Case extends NonNullable<WatchResponse["event"]["case"]>>(
+  workloadId: string,
+  wanted: Case,
+  afterRevision = 0n,
+) {
+  for await (const { revision, event } of workloads.watch({ team, workloadId, afterRevision })) {
+    console.log(`watched: ${event.case}`);
+    if (event.case === wanted) {
+      return { revision, value: event.value as Extract<WatchResponse["event"], { case: Case }>["value"] };
+    }
+    if (event.case === "finished") throw new Error(`ended early: ${event.value.failure?.message}`);
+  }
+  throw new Error("the stream was cut");
+}
+// docs:end
+
+// docs:attach
+/** All of standard output, over a connection that breaks once. */
+async function attach({ gatewayEndpoint, attemptId }: Whereabouts) {
+  const parts: Uint8Array[] = [];
+  let [received, connections, done] = [0, 0, false];
+  while (!done) {
+    connections++;
+    const { connection, transport } = gateway(gatewayEndpoint);
+    const broken = new AbortController();
+    const requests = createWritableIterable<MessageInitShape<typeof AttachRequestSchema>>();
+    const resume = { team, processId: attemptId, stdoutOffset: BigInt(received) };
+    // What cannot be sent is heard of where answers are read.
+    const say = (message: MessageInitShape<typeof AttachRequestSchema>["message"]) =>
+      requests.write({ message }).catch(() => undefined);
+    void say({ case: "resume", value: resume });
+    try {
+      const answers = createClient(Containers, transport).attach(requests, { signal: broken.signal });
+      for await (const { message } of answers) {
+        if (message.case === "output" && message.value.stream === Stream.STDOUT) {
+          strictEqual(message.value.offset, BigInt(received), "out of order");
+          parts.push(message.value.data);
+          received += message.value.data.length;
+          // What is acknowledged is never sent again, and lets the process go on.
+          void say({ case: "ack", value: { stdoutOffset: BigInt(received) } });
+          if (connections === 1 && received >= breakAfter) broken.abort();
+        }
+        if (message.case === "done") {
+          done = true;
+          requests.close();
+        }
+      }
+    } catch (error) {
+      if (!broken.signal.aborted) throw error;
+    } finally {
+      connection.abort();
+    }
+  }
+  return { output: Buffer.concat(parts), connections };
+}
+// docs:end
+
+// docs:download
+async function download(artifactId: string) {
+  const found = await streamer.download({ team, artifactId });
+  if (found.goTo === undefined) throw new Error("no worker was named");
+  const { connection, transport } = gateway(found.goTo.gatewayEndpoint);
+  const parts: Uint8Array[] = [];
+  let digest: Uint8Array | undefined;
+  for await (const { message } of createClient(Volumes, transport).readArchive({ ticket: found.goTo.ticket })) {
+    if (message.case === "data") parts.push(message.value);
+    if (message.case === "done") digest = message.value.digest;
+  }
+  connection.abort();
+  deepStrictEqual(digest, found.digest, "the stream was cut");
+  return { files: await unpack(parts), digest: found.digest };
+}
+// docs:end
+
+async function unpack(parts: Uint8Array[]) {
+  const files = new Map<string, Buffer>();
+  for await (const entry of Readable.from(parts).pipe(tar.extract())) {
+    const content = await buffer(entry);
+    if (entry.header.type === "file") files.set(entry.header.name.replace(/^\.\//, ""), content);
+  }
+  return files;
+}
+
+// docs:refused
+/** Why a call was refused, as docs/errors.md lists it. */
+function errorInfo(error: unknown) {
+  const failure = ConnectError.from(error);
+  const [info] = failure.findDetails(ErrorInfoSchema);
+  if (info === undefined) throw failure; // Nobody of ours answered.
+  return { code: failure.code, info };
+}
+// docs:end
+
+async function main(directory: string) {
+  const [workloadId, buildId] = [randomUUID(), randomUUID()];
+  await owners.putBuild({ buildId, team, endsWithWorkload: workloadId });
+
+  const { artifactId, digest } = await upload(directory, buildId);
+  console.log(`uploaded: ${artifactId}, digest ${Buffer.from(digest).toString("hex")}`);
+
+  await workloads.submit({ workloadId, spec: spec(artifactId, buildId) });
+  console.log(`submitted: ${workloadId}`);
+
+  const { revision, value: running } = await watch(workloadId, "running");
+  ok(running.whereabouts);
+  const { output, connections } = await attach(running.whereabouts);
+  const lines = Array.from({ length: 40_000 }, (_, number) => `line ${String(number).padStart(6, "0")}\n`);
+  ok(output.equals(Buffer.from(lines.join(""))), "each byte once, in order");
+  const sha256 = createHash("sha256").update(output).digest("hex");
+  console.log(`attached: ${output.length} bytes over ${connections} connections, sha256 ${sha256}`);
+
+  const { value: finished } = await watch(workloadId, "finished", revision);
+  strictEqual(finished.outcome, Outcome.SUCCEEDED);
+
+  const [copy] = finished.outputs;
+  ok(copy);
+  const downloaded = await download(copy.artifactId);
+  deepStrictEqual(downloaded.digest, copy.digest);
+  const names = readdirSync(directory, { recursive: true, encoding: "utf8" });
+  const originals = names.filter((name) => lstatSync(join(directory, name)).isFile());
+  deepStrictEqual(downloaded.files, new Map(originals.map((name) => [name, readFileSync(join(directory, name))])));
+  console.log(`downloaded: ${downloaded.files.size} files, digest ${Buffer.from(copy.digest).toString("hex")}`);
+
+  // docs:explain
+  const impossible = spec(artifactId, buildId, ["no-such-worker"]);
+  const refusal = await workloads.submit({ workloadId: randomUUID(), spec: impossible }).then(() => {
+    throw new Error("not refused");
+  }, errorInfo);
+  deepStrictEqual([refusal.code, refusal.info.reason], [Code.FailedPrecondition, "NO_COMPATIBLE_WORKER"]);
+  console.log(`refused: ${refusal.info.reason} of ${refusal.info.domain}, ${JSON.stringify(refusal.info.metadata)}`);
+
+  const explained = await placements.explain({ subject: { case: "spec", value: impossible } });
+  strictEqual(explained.verdict, Verdict.NEVER);
+  console.log(`explained: never, unless ${explained.unblockedBy.join(" or ")}`);
+  // docs:end
+
+  for (const { connection } of [scheduler, artifacts, streaming]) connection.abort();
+}
+
+if (import.meta.url === pathToFileURL(process.argv[1] ?? "").href) {
+  await main(process.argv[2] ?? ".");
+}

@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# Brings compose.yaml up for real, with images of the binaries that were just built, and runs jobs on it.
+#
+# An engine is started where none answers, and stopped afterwards; base images are made from Debian packages where they are missing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+
+integration-tests/setup.sh compose
+# The engine's own client: it can build with BuildKit, where another one may lack its plugin.
+docker=docker
+[ -x /usr/bin/docker ] && docker=/usr/bin/docker
+export DOCKER=$docker
+if [ -z "${COMPOSE:-}" ]; then
+    if docker compose version >/dev/null 2>&1; then COMPOSE="docker compose"; else COMPOSE=docker-compose; fi
+fi
+export COMPOSE
+export COMPOSE_PROJECT_NAME=gantry-it-$$
+export GANTRY_IMAGES=gantry-it
+work=$(mktemp -d)
+engine=
+say() { echo "compose: $*"; }
+
+end() {
+    local status=$?
+    if [ $status -ne 0 ]; then
+        $COMPOSE ps || true
+        $COMPOSE logs --no-color --tail 40 || true
+    fi
+    $COMPOSE down --volumes --timeout 10 >/dev/null 2>&1 || true
+    if [ -n "$engine" ]; then
+        kill "$engine" 2>/dev/null || true
+        wait "$engine" 2>/dev/null || true
+    fi
+    rm -rf "$work"
+    [ $status -eq 0 ] && say "all held" || say "failed"
+    return $status
+}
+trap end EXIT
+
+until_true() { # until_true WHAT SECONDS COMMAND…
+    local what=$1 deadline=$((SECONDS + $2))
+    shift 2
+    until "$@"; do
+        if [ $SECONDS -ge $deadline ]; then
+            echo "compose: in vain waited for $what" >&2
+            return 1
+        fi
+        sleep 0.2
+    done
+}
+
+if ! $docker info >/dev/null 2>&1; then
+    dockerd >"$work/dockerd.log" 2>&1 &
+    engine=$!
+    answers() { $docker info >/dev/null 2>&1; }
+    until_true "an engine" 60 answers || {
+        cat "$work/dockerd.log"
+        exit 1
+    }
+fi
+
+docker/base-images.sh debian postgres
+
+# Images of the binaries that the other tests use.
+cargo build --workspace --bins --locked
+mkdir -p "$work/binaries/out/bin" "$work/binaries/out/tmp"
+for program in scheduler artifact-store streamer runtime-gateway gantry; do
+    strip --strip-debug -o "$work/binaries/out/bin/$program" "target/debug/$program"
+done
+printf 'FROM scratch\nCOPY out /out\n' >"$work/binaries/Dockerfile"
+$docker build --quiet -t gantry-it/binaries "$work/binaries" >/dev/null
+for target in scheduler artifact-store streamer runtime-gateway worker; do
+    DOCKER_BUILDKIT=1 $docker build --quiet -f docker/Dockerfile --target "$target" \
+        --build-arg BINARIES=gantry-it/binaries --build-arg SERVICE_IMAGE=debian:bookworm-slim \
+        -t "gantry-it/$target" . >/dev/null
+done
+
+# health SERVICE: the health of each of its containers
+health() { $COMPOSE ps -q "$1" | xargs $docker inspect --format '{{.State.Health.Status}}'; }
+healthy() { # healthy SERVICE COUNT
+    [ "$(health "$1" 2>/dev/null | grep -cx healthy)" -eq "$2" ]
+}
+all_healthy() { # all_healthy COUNT WORKERS
+    local service
+    for service in scheduler artifact-store streamer door; do healthy $service "$1" || return 1; done
+    healthy postgres 1 && healthy worker "$2"
+}
+
+started=$(date +%s.%N)
+$COMPOSE up -d --no-build >"$work/up.log" 2>&1 || {
+    cat "$work/up.log"
+    exit 1
+}
+until_true "a healthy cluster" 120 all_healthy 1 2
+say "healthy after $(echo "$(date +%s.%N) - $started" | bc | cut -c1-4) s"
+
+gantry() { "$root/target/debug/gantry" --server "$(docker/servers.sh)" "$@"; }
+workers() { [ "$(gantry list workers --json | jq '[.[] | select(.state == "running")] | length')" -eq "$1" ]; }
+
+mkdir -p "$work/src" && echo content >"$work/src/file"
+main_job() { # main_job NAME: uploads, runs, downloads, and exits as the command does
+    local code=0
+    rm -rf "$work/out"
+    gantry run --no-stdin -i "src=$work/src" -o "report=$work/out" -- \
+        sh -c 'cat src/file; wc -l < src/file > report/lines; exit 3' >"$work/stdout" 2>"$work/stderr" || code=$?
+    if [ $code -ne 3 ] || [ "$(cat "$work/stdout")" != content ] || [ "$(cat "$work/out/lines")" != 1 ]; then
+        cat "$work/stdout" "$work/stderr"
+        return 1
+    fi
+    say "the main job: $1"
+}
+
+workers() { # workers COUNT: so many are in contact
+    [ "$(gantry list workers --json | jq -s '[.[] | select(.state == "running")] | length')" -eq "$1" ]
+}
+until_true "two workers" 60 workers 2
+main_job "on a new cluster"
+
+# The output of one worker is the input on the other: while the worker that has it is busy, the second job goes elsewhere.
+placed_on() { jq -r 'select(.event == "placed") | .worker_name' "$1"; }
+gantry --json run --no-stdin -o made -- sh -c 'head -c 3000000 /dev/urandom > made/bytes; sha256sum < made/bytes > made/sum' 2>"$work/first"
+artifact=$(jq -r 'select(.event == "finished") | .outputs[0].artifact_id' "$work/first")
+first=$(placed_on "$work/first")
+gantry --json run -d -i "made=artifact:$artifact" -- sleep 300 2>"$work/blocker"
+blocker=$(jq -r 'select(.event == "submitted") | .workload_id' "$work/blocker")
+runs() { [ "$(gantry show workload "$blocker" --json | jq -r .state)" = running ]; }
+until_true "a busy worker" 60 runs
+gantry --json run --no-stdin -i "made=artifact:$artifact" -- sh -c 'sha256sum < made/bytes | cmp - made/sum' 2>"$work/second"
+second=$(placed_on "$work/second")
+gantry cancel --grace 0s "$blocker" >/dev/null
+[ "$first" != "$second" ] || {
+    echo "both ran on $first"
+    exit 1
+}
+say "what $first made was used on $second"
+
+# More of everything.
+$COMPOSE up -d --no-build --scale scheduler=2 --scale artifact-store=2 --scale streamer=2 --scale door=2 --scale worker=3 >"$work/up.log" 2>&1 || {
+    cat "$work/up.log"
+    exit 1
+}
+until_true "a healthy cluster of more" 120 all_healthy 2 3
+until_true "three workers" 60 workers 3
+main_job "with two of each service and three workers"
+
+# A container that is killed comes back, and the cluster goes on. (`docker kill` would count as a wish.)
+for service in scheduler artifact-store streamer door worker; do
+    container=$($COMPOSE ps -q $service | head -1)
+    before=$($docker inspect --format '{{.State.StartedAt}}' "$container")
+    kill -9 "$($docker inspect --format '{{.State.Pid}}' "$container")"
+    restarted() { [ "$($docker inspect --format '{{.State.Running}} {{.State.StartedAt}}' "$container")" != "true $before" ] && [ "$($docker inspect --format '{{.State.Health.Status}}' "$container")" = healthy ]; }
+    until_true "$service to come back" 60 restarted
+done
+until_true "three workers again" 60 workers 3
+main_job "after one container of each service was killed"
+
+# An orderly end is one, too.
+$COMPOSE stop --timeout 20 >/dev/null 2>&1
+for container in $($COMPOSE ps -q scheduler artifact-store streamer door worker); do
+    code=$($docker inspect --format '{{.State.ExitCode}}' "$container")
+    [ "$code" -eq 0 ] || {
+        echo "$($docker inspect --format '{{.Name}}' "$container") ended with $code"
+        exit 1
+    }
+done
+say "every service ended in order"
+for image in scheduler artifact-store streamer runtime-gateway worker; do
+    say "image $image: $($docker image inspect --format '{{.Size}}' "gantry-it/$image" | numfmt --to=si)"
+done

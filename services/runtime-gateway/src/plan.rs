@@ -1,0 +1,195 @@
+//! What an attempt needs, decided from the spec alone.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+use domain::workload::{Bytes, Image, WorkloadSpec};
+use domain::{ArtifactId, WorkloadId};
+use rpc::pb::artifacts as store;
+
+/// What volumes an attempt needs, and where they appear.
+pub(crate) struct Plan {
+    pub(crate) volumes: Vec<PlannedVolume>,
+    pub(crate) outputs: Vec<PlannedOutput>,
+    /// Index of the volume with the root file system. `None`: it is the worker's own.
+    pub(crate) image: Option<usize>,
+}
+
+pub(crate) struct PlannedVolume {
+    pub(crate) name: String,
+    pub(crate) purpose: store::VolumePurpose,
+    pub(crate) from: Option<ArtifactId>,
+    pub(crate) becomes: Option<ArtifactId>,
+    /// Where it appears, and whether read-only. `None`: nowhere, it is filled afterwards, or is the root.
+    pub(crate) mount: Option<(Bytes, bool)>,
+    /// Directories made in it before the start.
+    pub(crate) directories: Vec<PathBuf>,
+}
+
+pub(crate) struct PlannedOutput {
+    pub(crate) name: String,
+    pub(crate) artifact: ArtifactId,
+    /// Index of its volume.
+    pub(crate) volume: usize,
+    /// The scratch volume, by index, and the directory in it that becomes the output. `None`: the process wrote into the volume itself.
+    pub(crate) taken_from: Option<(usize, PathBuf)>,
+}
+
+impl Plan {
+    /// Outputs below `/workspace` are directories of one scratch volume where they are `replaceable`, so that a process may remove or
+    /// replace them like any other directory; elsewhere they are mounts.
+    pub(crate) fn new(spec: &WorkloadSpec, workload: WorkloadId, replaceable: bool) -> Self {
+        let mut volumes = Vec::new();
+        let mut outputs = Vec::new();
+        let in_workspace = |path: &Bytes| {
+            let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
+            Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
+        };
+        let everything =
+            spec.inputs.iter().map(|input| &input.path).chain(spec.outputs.iter().map(|o| &o.path));
+        let workspace = everything.clone().any(|path| in_workspace(path).is_some());
+        if workspace {
+            volumes.push(PlannedVolume {
+                name: "workspace".to_owned(),
+                purpose: store::VolumePurpose::Scratch,
+                from: None,
+                becomes: None,
+                mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
+                directories: Vec::new(),
+            });
+        }
+        let image = match spec.image {
+            Image::Host => None,
+            Image::Artifact(artifact) => {
+                volumes.push(PlannedVolume {
+                    name: "image".to_owned(),
+                    purpose: store::VolumePurpose::Input,
+                    from: Some(artifact),
+                    becomes: None,
+                    mount: None,
+                    directories: Vec::new(),
+                });
+                Some(volumes.len() - 1)
+            }
+        };
+        for input in &spec.inputs {
+            if spec.outputs.iter().any(|output| output.path == input.path) {
+                continue;
+            }
+            volumes.push(PlannedVolume {
+                name: format!("input/{}", input.name),
+                purpose: store::VolumePurpose::Input,
+                from: Some(input.artifact),
+                becomes: None,
+                mount: Some((input.path.clone(), input.read_only)),
+                directories: Vec::new(),
+            });
+        }
+        for output in &spec.outputs {
+            let artifact = workload.output_artifact(&output.name);
+            let input = spec.inputs.iter().find(|input| input.path == output.path);
+            let taken_from = match (input, in_workspace(&output.path)) {
+                (None, Some(relative)) if replaceable => Some((0, relative)),
+                _ => None,
+            };
+            if let Some((scratch, directory)) = &taken_from {
+                volumes[*scratch].directories.push(directory.clone());
+            }
+            outputs.push(PlannedOutput {
+                name: output.name.clone(),
+                artifact,
+                volume: volumes.len(),
+                taken_from: taken_from.clone(),
+            });
+            volumes.push(PlannedVolume {
+                name: format!("output/{}", output.name),
+                purpose: store::VolumePurpose::Output,
+                from: input.map(|input| input.artifact),
+                becomes: Some(artifact),
+                mount: taken_from.is_none().then(|| (output.path.clone(), false)),
+                directories: Vec::new(),
+            });
+        }
+        Self { volumes, outputs, image }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use domain::workload::{Input, Limits, Network, Output, OutputMode, Stdin};
+
+    use super::*;
+
+    fn spec() -> WorkloadSpec {
+        let input = |name: &str, path: &str| Input {
+            name: name.to_owned(),
+            artifact: ArtifactId::new(),
+            path: path.into(),
+            read_only: false,
+        };
+        let output = |name: &str, path: &str| Output { name: name.to_owned(), path: path.into() };
+        WorkloadSpec {
+            team: "main".to_owned(),
+            image: Image::Artifact(ArtifactId::new()),
+            command: vec![b"true".to_vec()],
+            environment: Vec::new(),
+            directory: rpc::spec::DEFAULT_DIRECTORY.to_vec(),
+            user: None,
+            stdin: Stdin::None,
+            output: OutputMode::Spooled,
+            inputs: vec![input("src", "/workspace/src")],
+            outputs: vec![
+                output("src", "/workspace/src"),
+                output("out", "/workspace/out"),
+                output("far", "/far"),
+            ],
+            limits: Limits::default(),
+            privileged: false,
+            network: Network::Host,
+            tags: Vec::new(),
+            platform: "linux".to_owned(),
+            queue_timeout: None,
+            run_timeout: None,
+            build: None,
+        }
+    }
+
+    #[test]
+    fn outputs_are_mounts_where_they_cannot_be_taken() {
+        let spec = spec();
+        for replaceable in [true, false] {
+            let plan = Plan::new(&spec, WorkloadId::new(), replaceable);
+            let of = |name: &str| {
+                let output = plan.outputs.iter().find(|output| output.name == name).expect("an output");
+                (plan.volumes[output.volume].mount.clone().map(|(path, _)| path), output.taken_from.clone())
+            };
+            let mounted = |path: &str| (Some(path.as_bytes().to_vec()), None);
+            // One that has the path of an input is a mount in any case, and so is one elsewhere.
+            assert_eq!((of("src"), of("far")), (mounted("/workspace/src"), mounted("/far")));
+            let scratch = &plan.volumes[0];
+            assert_eq!(scratch.mount.as_ref().map(|(path, _)| &path[..]), Some(&b"/workspace"[..]));
+            if replaceable {
+                assert_eq!(of("out"), (None, Some((0, "out".into()))));
+                assert_eq!(scratch.directories, [PathBuf::from("out")]);
+            } else {
+                assert_eq!(of("out"), mounted("/workspace/out"));
+                assert!(scratch.directories.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn an_image_is_a_child_of_its_replica_that_is_mounted_nowhere() {
+        let spec = spec();
+        let plan = Plan::new(&spec, WorkloadId::new(), true);
+        let image = &plan.volumes[plan.image.expect("a volume")];
+        let Image::Artifact(artifact) = spec.image else { panic!("an artifact") };
+        assert_eq!((image.from, image.becomes, &image.mount), (Some(artifact), None, &None));
+        assert!(spec.artifacts().contains(&artifact), "it is pinned");
+        assert_eq!(
+            Plan::new(&WorkloadSpec { image: Image::Host, ..spec }, WorkloadId::new(), true).image,
+            None
+        );
+    }
+}

@@ -1,0 +1,142 @@
+//! A state directory that is taken over while its holder is frozen: here, it just goes on trying.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::workload::FailureReason;
+use domain::{AttemptId, VolumeHandle};
+use runtime::{Ended, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource};
+use runtime_gateway::host::{HostConfig, HostRuntime};
+use testing::conformance::{self, RuntimeExt, container, in_time, until};
+
+use super::subject::config;
+
+fn shell(script: &str) -> ProcessSpec {
+    conformance::process(&["/bin/sh", "-c", script].map(str::to_owned))
+}
+
+/// The same, as the suite of all runtimes knows it.
+fn any(runtime: &Arc<HostRuntime>) -> Arc<dyn Runtime> {
+    runtime.clone()
+}
+
+/// A directory, and who holds it. What is in it is destroyed in the end by who holds it then.
+async fn clean(runtime: Arc<HostRuntime>) {
+    let held = runtime.list().await.expect("list");
+    for container in held.containers {
+        runtime.destroy_container(container).await.expect("destroy a container");
+    }
+    for volume in held.volumes.into_iter().rev() {
+        runtime.destroy_volume(volume).await.expect("destroy a volume");
+    }
+}
+
+/// A temporary directory, where this process may run containers.
+fn place() -> Option<tempfile::TempDir> {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return None;
+    }
+    Some(tempfile::tempdir().expect("a directory"))
+}
+
+/// A supervisor that does `first` before it begins.
+fn slow(dir: &Path, first: &str) -> HostConfig {
+    let own = config(dir);
+    let script = dir.join("supervisor.sh");
+    let text = format!("#!/bin/sh\n{first}\nexec {} \"$@\"\n", own.supervisor.display());
+    fs::write(&script, text).expect("a script");
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o700)).expect("it may be run");
+    HostConfig { supervisor: script, ..own }
+}
+
+#[tokio::test]
+async fn what_was_started_goes_on_and_the_old_one_touches_nothing() {
+    let Some(dir) = place() else { return };
+    let old = HostRuntime::open(config(dir.path())).expect("open");
+    let volume = VolumeHandle::new();
+    old.create_volume(volume, VolumeSource::Empty).await.expect("a volume");
+    let handle = any(&old).made(container()).await;
+    let process = any(&old).started(handle, shell("sleep 1000")).await;
+    in_time("the start", async {
+        while !matches!(old.process(process).await, Ok(ProcessState::Started)) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+
+    let new = HostRuntime::take_over(config(dir.path())).expect("taken over");
+    in_time("the news", old.superseded()).await;
+    assert!(HostRuntime::open_if_free(config(dir.path())).expect("looked").is_none());
+    assert!(matches!(new.process(process).await, Ok(ProcessState::Started)));
+
+    let refused = |result: Result<(), RuntimeError>| {
+        assert!(result.as_ref().is_err_and(|error| error.to_string().contains("taken over")), "{result:?}");
+    };
+    refused(old.stop(process, Duration::ZERO).await);
+    refused(old.destroy_container(handle).await);
+    refused(old.destroy_volume(volume).await);
+    refused(old.create_volume(VolumeHandle::new(), VolumeSource::Empty).await);
+    refused(old.start(handle, AttemptId::new(), shell("true")).await);
+    refused(old.process(process).await.map(|_| ()));
+    assert!(matches!(new.process(process).await, Ok(ProcessState::Started)), "it runs");
+    drop(old);
+    assert!(HostRuntime::open_if_free(config(dir.path())).expect("looked").is_none(), "the new one holds it");
+
+    new.stop(process, Duration::ZERO).await.expect("stop");
+    any(&new).ended(process).await;
+    clean(new).await;
+}
+
+#[tokio::test]
+async fn a_start_that_was_only_begun_is_taken_back_and_may_be_begun_again() {
+    let Some(dir) = place() else { return };
+    let go = dir.path().join("go");
+    let wait = format!("while [ ! -e {} ]; do sleep 0.02; done", go.display());
+    let old = HostRuntime::open(slow(dir.path(), &wait)).expect("open");
+    let handle = any(&old).made(container()).await;
+    let process = any(&old).started(handle, shell("echo once")).await;
+    assert!(matches!(old.process(process).await, Ok(ProcessState::Starting)));
+
+    let new = HostRuntime::take_over(config(dir.path())).expect("taken over");
+    let gone = new.process(process).await;
+    assert!(matches!(gone, Err(RuntimeError::ProcessNotFound(_))), "{gone:?}");
+    new.start(handle, process, shell("echo once")).await.expect("it may be started");
+    // The supervisor of the old one wakes up, and finds nothing to do.
+    fs::write(&go, "").expect("go");
+    let said = any(&new).said(process).await;
+    assert_eq!(said.text(), "once\n");
+    clean(new).await;
+}
+
+#[tokio::test]
+async fn a_supervisor_of_who_does_not_hold_the_directory_any_more_starts_nothing() {
+    let Some(dir) = place() else { return };
+    let (go, began) = (dir.path().join("go"), dir.path().join("began"));
+    let wait = format!("touch {}; while [ ! -e {} ]; do sleep 0.02; done", began.display(), go.display());
+    let old = HostRuntime::open(slow(dir.path(), &wait)).expect("open");
+    let handle = any(&old).made(container()).await;
+    let process = any(&old).started(handle, shell("true")).await;
+    until("the supervisor", || began.exists()).await;
+
+    // Somebody has just taken the directory, and has not come to revoking yet.
+    let lock = dir.path().join("state/lock");
+    let name = fs::read(&lock).expect("a name");
+    fs::write(&lock, "another").expect("a name");
+    fs::write(&go, "").expect("go");
+    let files = dir.path().join(format!("state/containers/{handle}/processes/{process}"));
+    let locked = || fs::File::open(files.join("alive")).expect("there").try_lock_shared().is_err();
+    until("the end of the supervisor", || !locked()).await;
+    assert!(files.join("intent").exists() && !files.join("started").exists());
+
+    fs::write(&lock, name).expect("a name");
+    let ended = in_time("the end", old.wait(process)).await.expect("it ended");
+    assert!(
+        matches!(&ended, Ended::NotStarted(failure) if failure.reason == FailureReason::StartFailed),
+        "{ended:?}"
+    );
+    clean(old).await;
+}
