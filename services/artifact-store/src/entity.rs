@@ -195,6 +195,7 @@ entity! {
         attempt_id: Option<Uuid>,
         transfer_id: Option<Uuid>,
         claimed_until: Option<i64>,
+        is_copy: bool,
         complete: bool,
         digest: Option<Vec<u8>>,
         size_bytes: i64,

@@ -304,6 +304,7 @@ pub(crate) fn new_volume(
         attempt_id: None,
         transfer_id: None,
         claimed_until: None,
+        is_copy: false,
         complete: false,
         digest: None,
         size_bytes: 0,

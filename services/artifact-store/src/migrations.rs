@@ -7,6 +7,9 @@ pub(crate) struct Schema;
 
 impl MigratorTrait for Schema {
     fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-        sql_migrations(&[SqlMigration { name: "0001_store", sql: include_str!("migrations/0001_store.sql") }])
+        sql_migrations(&[
+            SqlMigration { name: "0001_store", sql: include_str!("migrations/0001_store.sql") },
+            SqlMigration { name: "0002_copies", sql: include_str!("migrations/0002_copies.sql") },
+        ])
     }
 }

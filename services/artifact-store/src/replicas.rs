@@ -6,8 +6,10 @@
 //!                └──claim ran out, abandoned──▶ destroying
 //! ```
 //!
-//! A claim says how long a transfer may take until it says that it goes on; a volume whose claim ran out is garbage. Invariant: an artifact
-//! is sealed once, with bytes that a complete volume of it holds; what holds other bytes is marked in the same transaction.
+//! A claim says how long a transfer may take until it says that it goes on; a volume whose claim ran out is garbage. A transfer fills an
+//! open artifact (an upload) or copies a sealed one to another worker. Invariants: an artifact is sealed once, with bytes that a complete
+//! volume of it holds; what holds other bytes is marked in the same transaction. Of a sealed artifact one copy at a time is made on a worker:
+//! who plans holds the artifact's row, and a unique index says so, too.
 
 use std::time::Duration;
 
@@ -23,14 +25,15 @@ use crate::artifacts::{self, Located};
 use crate::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
 use crate::inventory;
 use crate::mark::Why;
-use crate::sweep;
+use crate::{store, sweep};
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PlanError {
     #[error("no artifact {0} in this team")]
     ArtifactNotFound(ArtifactId),
-    #[error("artifact {0} has its bytes already")]
-    Sealed(ArtifactId),
+    /// The worker has begun another life, and its first report will tell.
+    #[error("whether artifact {0} is still on this worker is not known yet")]
+    Unconfirmed(ArtifactId),
     #[error("no session of worker {0} is known")]
     NotAttended(WorkerId),
     #[error("transfer {0} is of another artifact or worker")]
@@ -48,49 +51,130 @@ pub(crate) struct Plan {
     pub(crate) transfer: TransferId,
 }
 
-/// Mints the handle of the volume that a transfer fills, claimed until `now + term`. The same transfer gets the same handle.
+/// A volume that a transfer makes, or has made.
+#[derive(Debug, Clone)]
+pub(crate) struct Planned {
+    pub(crate) handle: VolumeHandle,
+    pub(crate) outcome: Outcome,
+    /// What it must hold. `None`: the artifact is open.
+    pub(crate) digest: Option<Vec<u8>>,
+    /// Bytes of its files. 0 while the artifact is open.
+    pub(crate) size_bytes: u64,
+    /// Workers on which a copy was marked whose claim had run out.
+    pub(crate) marked: Vec<WorkerId>,
+}
+
+/// Who makes a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// The transfer that asks.
+    Yours,
+    /// This one.
+    BeingMade(TransferId),
+    /// Nobody: it has its bytes.
+    Complete,
+}
+
+/// Mints the handle of the volume that a transfer fills, claimed until `now + term`. The same transfer gets the same handle. Of a sealed
+/// artifact, answers also what is there, or who brings it.
 pub(crate) async fn plan(
     txn: &DatabaseTransaction,
     plan: &Plan,
     now: Timestamp,
     term: Duration,
-) -> Result<VolumeHandle, PlanError> {
+) -> Result<Planned, PlanError> {
     let worker = worker::Entity::find_by_id(plan.worker.uuid()).lock_shared().one(txn).await?;
     let Some(worker) = worker else { return Err(PlanError::NotAttended(plan.worker)) };
-    let artifact = artifact::Entity::find_by_id(plan.artifact.uuid()).lock_shared().one(txn).await?;
-    match artifact.filter(|artifact| artifact.team == plan.team).map(|artifact| artifact.state) {
-        None | Some(ArtifactState::Deleting) => return Err(PlanError::ArtifactNotFound(plan.artifact)),
-        Some(ArtifactState::Sealed) => return Err(PlanError::Sealed(plan.artifact)),
-        Some(ArtifactState::Open) => {}
-    }
+    let artifact = artifact::Entity::find_by_id(plan.artifact.uuid()).lock_exclusive().one(txn).await?;
+    let artifact = artifact.filter(|row| row.team == plan.team && row.state != ArtifactState::Deleting);
+    let artifact = artifact.ok_or(PlanError::ArtifactNotFound(plan.artifact))?;
+    let planned = |handle, outcome| Planned {
+        handle: VolumeHandle::from_uuid(handle),
+        outcome,
+        digest: artifact.digest.clone(),
+        size_bytes: store::size(artifact.size_bytes),
+        marked: Vec::new(),
+    };
 
-    let planned = volume::Entity::find()
+    let mine = volume::Entity::find()
         .filter(volume::Column::TransferId.eq(plan.transfer.uuid()))
         .filter(volume::Column::State.is_not_in(State::GARBAGE))
         .lock_exclusive()
         .one(txn)
         .await?;
-    if let Some(planned) = planned {
-        if planned.artifact_id != Some(plan.artifact.uuid()) || planned.worker_id != plan.worker.uuid() {
+    if let Some(mine) = mine {
+        if mine.artifact_id != Some(plan.artifact.uuid()) || mine.worker_id != plan.worker.uuid() {
             return Err(PlanError::TransferTaken(plan.transfer));
         }
-        volume::Entity::update_many()
-            .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
-            .filter(volume::Column::Handle.eq(planned.handle))
-            .exec(txn)
-            .await?;
-        return Ok(VolumeHandle::from_uuid(planned.handle));
+        if !(mine.complete && artifact.state == ArtifactState::Sealed) {
+            volume::Entity::update_many()
+                .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
+                .filter(volume::Column::Handle.eq(mine.handle))
+                .exec(txn)
+                .await?;
+            return Ok(planned(mine.handle, Outcome::Yours));
+        }
     }
 
+    let is_copy = artifact.state == ArtifactState::Sealed;
+    let mut marked = Vec::new();
+    if is_copy {
+        match on_worker(txn, plan, now).await? {
+            OnWorker::Complete(handle) => return Ok(planned(handle, Outcome::Complete)),
+            OnWorker::BeingMade(handle, transfer) => {
+                return Ok(planned(handle, Outcome::BeingMade(transfer)));
+            }
+            OnWorker::Nothing { given_up } => {
+                marked = sweep::mark_volumes(txn, &given_up, Why::ClaimRanOut).await?;
+            }
+        }
+    }
     let handle = VolumeHandle::new();
     let row = volume::Model {
         artifact_id: Some(plan.artifact.uuid()),
         transfer_id: Some(plan.transfer.uuid()),
         claimed_until: Some((now + term).0),
+        is_copy,
         ..inventory::new_volume(handle, plan.worker, Purpose::Replica, worker.sequence, now)
     };
     volume::Entity::insert(row.into_active_model().reset_all()).exec_without_returning(txn).await?;
-    Ok(handle)
+    Ok(Planned { marked, ..planned(handle.uuid(), Outcome::Yours) })
+}
+
+/// What a worker has of a sealed artifact.
+enum OnWorker {
+    /// Its bytes.
+    Complete(Uuid),
+    /// A copy that is under way.
+    BeingMade(Uuid, TransferId),
+    /// Copies whose claim ran out, at most.
+    Nothing { given_up: Vec<Uuid> },
+}
+
+/// What the worker of `plan` has of its artifact, whose row the caller holds.
+async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Result<OnWorker, PlanError> {
+    let replicas = volume::Entity::find()
+        .filter(volume::Column::ArtifactId.eq(plan.artifact.uuid()))
+        .filter(volume::Column::WorkerId.eq(plan.worker.uuid()))
+        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(volume::Column::State.is_not_in(State::GARBAGE))
+        .order_by_desc(volume::Column::Verified)
+        .order_by_asc(volume::Column::Handle)
+        .all(txn)
+        .await?;
+    let complete = |state| move |row: &&volume::Model| row.complete && row.state == state;
+    if let Some(row) = replicas.iter().find(complete(State::Created)) {
+        return Ok(OnWorker::Complete(row.handle));
+    }
+    if replicas.iter().any(|row| complete(State::Unconfirmed)(&row)) {
+        return Err(PlanError::Unconfirmed(plan.artifact));
+    }
+    let copies = || replicas.iter().filter(|row| row.is_copy && !row.complete);
+    let goes_on = copies().find(|row| row.claimed_until.is_some_and(|until| until > now.0));
+    if let Some((row, transfer)) = goes_on.and_then(|row| Some((row, row.transfer_id?))) {
+        return Ok(OnWorker::BeingMade(row.handle, TransferId::from_uuid(transfer)));
+    }
+    Ok(OnWorker::Nothing { given_up: copies().map(|row| row.handle).collect() })
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -200,7 +284,8 @@ pub(crate) async fn seal(
     Ok((located.ok_or(SealError::ArtifactNotFound(id))?, marked))
 }
 
-/// Abandons a transfer: its volume is garbage, and so is the artifact that was made for it. Answers the workers concerned.
+/// Abandons a transfer: its volume is garbage unless it is a replica, and so is the artifact that was made for it. Answers the workers
+/// concerned.
 pub(crate) async fn abandon(
     txn: &DatabaseTransaction,
     transfer: TransferId,
@@ -215,9 +300,19 @@ pub(crate) async fn abandon(
         return Ok(Vec::new());
     };
     let artifact = artifact::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
-    if artifact.is_none_or(|artifact| artifact.state != ArtifactState::Open) {
-        // Sealed: what arrived is its replica. Marked: so will be the volume.
-        return Ok(Vec::new());
+    match artifact.map(|artifact| artifact.state) {
+        Some(ArtifactState::Open) => {}
+        Some(ArtifactState::Sealed) => {
+            // What arrived is a replica. Who completes a volume holds the artifact's row, too, so that this cannot change now.
+            let unfinished = volume::Entity::find_by_id(planned.handle)
+                .filter(volume::Column::Complete.eq(false))
+                .one(txn)
+                .await?;
+            let unfinished: Vec<_> = unfinished.into_iter().map(|row| row.handle).collect();
+            return sweep::mark_volumes(txn, &unfinished, Why::TransferAbandoned).await;
+        }
+        // So will be the volume.
+        Some(ArtifactState::Deleting) | None => return Ok(Vec::new()),
     }
     if !others_need(txn, id, planned.handle).await? {
         artifact::Entity::update_many()

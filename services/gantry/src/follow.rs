@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rpc::Reason;
 use rpc::pb::scheduler::{
-    CancelRequest, Finished, GetRequest, Whereabouts, WorkloadState, watch_response::Event,
+    CancelRequest, Finished, GetRequest, InputProgress, Whereabouts, WorkloadState, watch_response::Event,
 };
 use serde_json::json;
 use tokio::task::JoinSet;
@@ -170,7 +170,11 @@ impl Follow<'_> {
         match event {
             Event::Running(event) => state.running = event.whereabouts,
             Event::Finished(event) => state.finished = Some(event),
-            Event::Queued(_) | Event::Placed(_) | Event::Preparing(_) | Event::Publishing(_) => {}
+            Event::Queued(_)
+            | Event::Placed(_)
+            | Event::Preparing(_)
+            | Event::Materializing(_)
+            | Event::Publishing(_) => {}
         }
     }
 
@@ -195,6 +199,7 @@ impl Follow<'_> {
                 ui.note(&format!("placed on {name}: {}", placed.reason));
             }
             Event::Preparing(_) => ui.event("preparing", json!({})),
+            Event::Materializing(materializing) => self.say_brought(&materializing.inputs),
             Event::Running(running) => {
                 let worker = running.whereabouts.as_ref();
                 ui.event("running", json!({ "whereabouts": worker.map(shown::whereabouts) }));
@@ -203,6 +208,23 @@ impl Follow<'_> {
             // Said last, with the exit code.
             Event::Finished(_) => {}
         }
+    }
+
+    /// How far the inputs are that are brought to the worker.
+    fn say_brought(&self, inputs: &[InputProgress]) {
+        let shown = inputs.iter().map(|input| {
+            json!({ "name": input.name, "bytes_done": input.bytes_done, "bytes_total": input.bytes_total })
+        });
+        self.ui.event("materializing", json!({ "inputs": shown.collect::<Vec<_>>() }));
+        let names: Vec<_> = inputs.iter().map(|input| input.name.as_str()).collect();
+        let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
+        let (done, total) = (of(|input| input.bytes_done), of(|input| input.bytes_total));
+        let far = if total == 0 {
+            String::new()
+        } else {
+            format!(": {} of {}", crate::table::bytes(done), crate::table::bytes(total))
+        };
+        self.ui.note(&format!("brings {} to the worker{far}", names.join(", ")));
     }
 
     /// While there is nothing to detach from.

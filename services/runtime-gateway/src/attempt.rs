@@ -1,7 +1,7 @@
 //! One attempt at a workload, from its lease to its end.
 //!
 //! ```text
-//! prepare (store) → volumes → container → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
+//! prepare (store) → inputs (streamer) → volumes → container → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
 //! ```
 //!
 //! in that order, in one function, [`carry_out`]. Every step may be repeated, so a gateway that starts again simply begins at the top: what
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::{EnvironmentVariable, Exit, Failure, FailureReason, PublishedOutput, WorkloadSpec};
-use domain::{ArtifactId, AttemptId, ContainerHandle, Digest, LeaseId, VolumeHandle, WorkloadId};
+use domain::{ArtifactId, AttemptId, Digest, LeaseId, VolumeHandle, WorkloadId, chain};
 use futures::FutureExt;
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
@@ -32,6 +32,10 @@ use crate::plan::Plan;
 use crate::retry::until_answered;
 use crate::trees::TreeError;
 use crate::worker::{StopWish, Worker};
+
+mod inputs;
+
+use inputs::Prepared;
 
 /// What the scheduler asked for.
 pub(crate) struct Task {
@@ -86,9 +90,9 @@ enum Stopped {
     /// The bytes of an input did not survive a crash of the machine.
     #[error("the volume {0} does not hold what it should any more")]
     InputDamaged(VolumeHandle),
-    /// An input has no bytes on this worker.
-    #[error("the bytes of artifact {0} are not on this worker")]
-    InputMissing(String),
+    /// An input cannot be brought to this worker.
+    #[error("input {0:?} (artifact {1}) cannot be brought to this worker")]
+    InputMissing(String, ArtifactId, #[source] Refusal),
     /// A peer's answer makes no sense.
     #[error("{0}")]
     Nonsense(String),
@@ -254,7 +258,7 @@ async fn carry_out(
     let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let plan = Plan::new(&task.spec, task.workload, replaceable);
     let prepared = tokio::select! {
-        prepared = prepare(worker, task, &plan) => prepared?,
+        prepared = inputs::prepare(worker, task, &plan) => prepared?,
         wish = wished(stop) => return Err(Stopped::Wished(wish)),
         () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
     };
@@ -297,62 +301,6 @@ async fn carry_out(
         }
     }
     Ok(finish)
-}
-
-/// The handles of what an attempt needs.
-struct Prepared {
-    container: ContainerHandle,
-    /// In the order of the plan: the volume, and its parent with what that must hold.
-    volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
-}
-
-async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, Stopped> {
-    let session = worker.wait_for_session().await;
-    let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
-    let request = store::PrepareRequest {
-        session_credential: session.credential,
-        holder_id: task.workload.to_string(),
-        attempt_id: task.attempt.to_string(),
-        team: task.spec.team.clone(),
-        volumes: plan
-            .volumes
-            .iter()
-            .map(|volume| store::PrepareVolume {
-                name: volume.name.clone(),
-                purpose: volume.purpose.into(),
-                from_artifact_id: id(volume.from),
-                output_artifact_id: id(volume.becomes),
-            })
-            .collect(),
-    };
-    let call = || {
-        let (mut inventory, request) = (worker.inventory.clone(), request.clone());
-        async move { inventory.prepare(request).await }
-    };
-    let answer = until_answered("prepare an attempt", call).await?;
-
-    let nonsense = |what: &str| Stopped::Nonsense(format!("the artifact store answered a malformed {what}"));
-    let mut volumes = Vec::with_capacity(answer.volumes.len());
-    for volume in answer.volumes {
-        if !volume.missing_artifact_id.is_empty() {
-            return Err(Stopped::InputMissing(volume.missing_artifact_id));
-        }
-        let handle = volume.volume_handle.parse().map_err(|_| nonsense("volume handle"))?;
-        let parent = match volume.parent_handle.as_str() {
-            "" => None,
-            parent => {
-                let parent = parent.parse().map_err(|_| nonsense("parent handle"))?;
-                let digest = volume.parent_digest.as_ref().try_into();
-                Some((parent, digest.map_err(|_| nonsense("parent digest"))?))
-            }
-        };
-        volumes.push((handle, parent));
-    }
-    if volumes.len() != plan.volumes.len() {
-        return Err(nonsense("list of volumes"));
-    }
-    let container = answer.container_handle.parse().map_err(|_| nonsense("container handle"))?;
-    Ok(Prepared { container, volumes })
 }
 
 /// Makes the volumes and the container on the worker. Answers what the image says of its processes.
@@ -630,7 +578,15 @@ fn failure(stopped: &Stopped) -> Failure {
         Stopped::Worker(error) => error.failure(),
         Stopped::Refused(refusal) => Failure { reason: refused(refusal), message: refusal.to_string() },
         Stopped::Wished(wish) => Failure { reason: wish.reason, message: stopped.to_string() },
-        Stopped::InputMissing(_) | Stopped::InputDamaged(_) => {
+        Stopped::InputMissing(_, _, refusal) => {
+            let reason = if refusal.is(Reason::DiskFull) {
+                FailureReason::DiskFull
+            } else {
+                FailureReason::InputUnavailable
+            };
+            Failure { reason, message: chain(stopped) }
+        }
+        Stopped::InputDamaged(_) => {
             Failure { reason: FailureReason::InputUnavailable, message: stopped.to_string() }
         }
         Stopped::Nonsense(_) | Stopped::GatewayStopping => {
@@ -682,7 +638,7 @@ mod tests {
 
     fn entry() -> Attempt {
         let (stop, _) = watch::channel(None);
-        Attempt { phase: pb::LeasePhase::Preparing, stop }
+        Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
     }
 
     #[tokio::test]

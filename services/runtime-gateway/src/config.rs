@@ -24,6 +24,8 @@ pub struct Config {
     pub scheduler: String,
     /// Where the artifact store listens.
     pub artifact_store: String,
+    /// Where the streamer listens, which brings inputs that are on other workers.
+    pub streamer: String,
     /// The token of the cluster, which its services ask of each other over TCP. `None`: none.
     pub token: Option<String>,
     /// Where manifests of volumes are kept, so that they need not be made again, and what was found to be damaged. It may be lost.
@@ -37,32 +39,6 @@ pub struct Config {
 }
 
 impl Config {
-    /// The defaults for a worker that every team may use.
-    #[must_use]
-    pub fn for_worker(
-        name: &str,
-        endpoint: &str,
-        scheduler: &str,
-        artifact_store: &str,
-        manifest_dir: PathBuf,
-    ) -> Self {
-        Self {
-            worker_name: name.to_owned(),
-            platform: "linux".to_owned(),
-            tags: Vec::new(),
-            team: None,
-            max_tasks: None,
-            endpoint: endpoint.to_owned(),
-            scheduler: scheduler.to_owned(),
-            artifact_store: artifact_store.to_owned(),
-            token: None,
-            manifest_dir,
-            report_interval: Duration::from_secs(60),
-            destroy_concurrency: 8,
-            hold_destruction: false,
-        }
-    }
-
     pub(crate) fn labels(&self, capabilities: &runtime::Capabilities) -> Labels {
         Labels {
             platform: self.platform.clone(),

@@ -135,6 +135,7 @@ impl Directories {
             endpoint: "http://127.0.0.1:9".to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: artifact_store.to_owned(),
+            streamer: NOBODY.to_owned(),
             token: None,
             manifest_dir: self.directory.path().join("manifests"),
             report_interval: Duration::from_secs(60),

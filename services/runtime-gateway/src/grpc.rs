@@ -33,6 +33,7 @@ use crate::volumes::{self, Filling, TransferError};
 use crate::worker::Worker;
 
 mod archives;
+mod fetch;
 
 /// Messages that wait for a caller.
 const ANSWERS: usize = 4;
@@ -226,6 +227,12 @@ impl Volumes for Handler {
     type WriteStream = ReceiverStream<Result<pb::WriteResponse, Status>>;
     type ReadStream = ReceiverStream<Result<pb::ReadResponse, Status>>;
     type ReadFileStream = ReceiverStream<Result<pb::ReadFileResponse, Status>>;
+    type FetchStream = ReceiverStream<Result<pb::FetchResponse, Status>>;
+
+    async fn fetch(&self, request: Request<pb::FetchRequest>) -> Result<Response<Self::FetchStream>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| fetch::fetch(gateway, request, answers)))
+    }
 
     async fn write(
         &self,

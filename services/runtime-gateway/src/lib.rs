@@ -18,6 +18,7 @@ mod contents;
 mod door;
 mod end;
 mod far;
+mod fetch;
 #[cfg(test)]
 mod for_tests;
 pub mod garden;

@@ -31,6 +31,9 @@ struct Args {
     /// Where the artifact store listens: `unix:///path` or `http://host:port`.
     #[arg(long, env = "GANTRY_ARTIFACT_STORE", required_unless_present = "door")]
     artifact_store: Option<String>,
+    /// Where the streamer listens: `unix:///path` or `http://host:port`.
+    #[arg(long, env = "GANTRY_STREAMER", required_unless_present = "door")]
+    streamer: Option<String>,
     #[command(flatten)]
     concourse: GardenArgs,
     /// The worker's name, unique in the cluster.
@@ -90,6 +93,7 @@ async fn attend(args: Args) -> anyhow::Result<()> {
         endpoint: args.endpoint.map_or_else(|| listener.endpoint(), Ok)?,
         scheduler: args.scheduler.clone(),
         artifact_store: args.artifact_store.unwrap_or_default(),
+        streamer: args.streamer.unwrap_or_default(),
         token: token.clone(),
         manifest_dir: args.state_dir.join("manifests"),
         report_interval: Duration::from_secs(60),

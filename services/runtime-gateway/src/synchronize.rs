@@ -206,6 +206,7 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
         .map(|(lease, attempt)| pb::ObservedLease {
             lease_id: lease.to_string(),
             phase: attempt.phase.into(),
+            inputs: attempt.inputs.clone(),
         })
         .collect();
     let (containers, volumes) = *worker.kept.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -271,7 +272,8 @@ fn attend<F>(
     F: Future<Output = ()> + Send + 'static,
 {
     let (stop, stopped) = watch::channel(wish);
-    worker.attempts().insert(lease, Attempt { phase: pb::LeasePhase::Preparing, stop });
+    let attempting = Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop };
+    worker.attempts().insert(lease, attempting);
     worker.tasks.spawn(attempt::attended(worker.clone(), lease, attempt, token, attend(stopped)));
 }
 

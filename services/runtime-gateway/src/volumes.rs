@@ -137,6 +137,8 @@ pub(crate) struct Filling {
     manifest: Arc<Manifest>,
     /// What has to be sent.
     pub(crate) missing: Runs,
+    /// Whether a file must be whole before another begins.
+    whole_files: bool,
     queue: mpsc::Sender<Step>,
     writer: tokio::task::JoinHandle<(Turn, Result<(), TransferError>)>,
 }
@@ -207,7 +209,15 @@ impl Filling {
             // The turn is kept until the last byte that this writer may write, and by who waits for it longer than that.
             (turn, write(writer, steps).map_err(TransferError::from))
         });
-        Ok(Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer })
+        Ok(Self {
+            volume: ticket.volume,
+            team: ticket.team.clone(),
+            manifest,
+            missing,
+            whole_files: false,
+            queue,
+            writer,
+        })
     }
 
     /// A volume on another machine, to which everything is sent.
@@ -225,7 +235,15 @@ impl Filling {
             )
         });
         let missing = Runs::all(manifest.extent_count());
-        Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer }
+        Self {
+            volume: ticket.volume,
+            team: ticket.team.clone(),
+            manifest,
+            missing,
+            whole_files: true,
+            queue,
+            writer,
+        }
     }
 
     /// A volume that has all of its bytes.
@@ -236,7 +254,27 @@ impl Filling {
             (turn, Ok(()))
         });
         let missing = Runs::new();
-        Self { volume: ticket.volume, team: ticket.team.clone(), manifest, missing, queue, writer }
+        Self {
+            volume: ticket.volume,
+            team: ticket.team.clone(),
+            manifest,
+            missing,
+            whole_files: false,
+            queue,
+            writer,
+        }
+    }
+
+    /// Whether what was broken off within a file can only be begun again.
+    pub(crate) fn takes_whole_files(&self) -> bool {
+        self.whole_files
+    }
+
+    /// Gives up what arrived, and waits until somebody else may fill the volume.
+    pub(crate) async fn abandon(self) {
+        drop(self.queue);
+        // What it fails with does not matter any more.
+        self.writer.await.ok();
     }
 
     /// Bytes that have to be sent.
@@ -252,7 +290,16 @@ impl Filling {
     ) -> Result<(), TransferError> {
         let verified: Result<Vec<_>, _> =
             extents.into_iter().map(|(ordinal, data)| self.manifest.verify(ordinal, data)).collect();
-        if self.queue.send(Step::Put(verified?)).await.is_err() {
+        self.put_verified(worker, verified?).await
+    }
+
+    /// Takes some extents, as [`Self::put`] does.
+    pub(crate) async fn put_verified(
+        &mut self,
+        worker: &Worker,
+        extents: Vec<Verified<Bytes>>,
+    ) -> Result<(), TransferError> {
+        if self.queue.send(Step::Put(extents)).await.is_err() {
             return Err(self.writer_failed(worker).await);
         }
         Ok(())

@@ -12,6 +12,7 @@ use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::pb::streamer::streamer_client::StreamerClient;
 use runtime::Runtime;
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -43,6 +44,8 @@ pub(crate) struct StopWish {
 /// An attempt that this gateway works on, or has ended and not yet been told to forget.
 pub(crate) struct Attempt {
     pub(crate) phase: pb::LeasePhase,
+    /// The inputs that are brought to the worker, while materializing.
+    pub(crate) inputs: Vec<pb::InputProgress>,
     /// Set when it shall stop.
     pub(crate) stop: watch::Sender<Option<StopWish>>,
 }
@@ -54,6 +57,7 @@ pub(crate) struct Worker {
     pub(crate) inventory: InventoryClient<Peer>,
     pub(crate) workers: WorkersClient<Peer>,
     pub(crate) workloads: WorkloadsClient<Peer>,
+    pub(crate) streamer: StreamerClient<Peer>,
     pub(crate) trees: Trees,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
@@ -80,11 +84,13 @@ impl Worker {
         let outgoing = || Outgoing::internal().with_token(config.token.as_deref());
         let scheduler = rpc::client::peer(&config.scheduler, outgoing())?;
         let store = rpc::client::peer(&config.artifact_store, outgoing())?;
+        let streamer = rpc::client::peer(&config.streamer, outgoing())?;
         Ok(Arc::new(Self {
             inventory: InventoryClient::new(store),
             // A desired state has the specs of all its leases.
             workers: WorkersClient::new(scheduler.clone()).max_decoding_message_size(DESIRED_BYTES),
             workloads: WorkloadsClient::new(scheduler),
+            streamer: StreamerClient::new(streamer),
             trees: Trees::open(&config.manifest_dir, boot)?,
             session: watch::Sender::new(None),
             attempts: Mutex::default(),
@@ -140,7 +146,28 @@ impl Worker {
     pub(crate) fn set_phase(&self, lease: LeaseId, phase: pb::LeasePhase) {
         if let Some(attempt) = self.attempts().get_mut(&lease) {
             attempt.phase = phase;
+            attempt.inputs.clear();
         }
         self.changed.notify_one();
     }
+
+    /// Says that inputs of an attempt are brought to the worker, and how far each is.
+    pub(crate) fn set_inputs(&self, lease: LeaseId, inputs: Vec<pb::InputProgress>) {
+        let mut worth_telling = false;
+        if let Some(attempt) = self.attempts().get_mut(&lease) {
+            worth_telling =
+                attempt.phase != pb::LeasePhase::Materializing || tenths(&attempt.inputs) != tenths(&inputs);
+            attempt.phase = pb::LeasePhase::Materializing;
+            attempt.inputs = inputs;
+        }
+        if worth_telling {
+            self.changed.notify_one();
+        }
+    }
+}
+
+/// How far inputs are together, roughly.
+fn tenths(inputs: &[pb::InputProgress]) -> u64 {
+    let of = |bytes: fn(&pb::InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
+    of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1)
 }

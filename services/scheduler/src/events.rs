@@ -19,12 +19,31 @@ pub(crate) enum Event {
     Placed { whereabouts: Whereabouts, reason: String },
     /// Its container is made.
     Preparing,
+    /// Inputs that were not on its worker are brought there.
+    Materializing { inputs: Vec<InputProgress> },
     /// Its process runs.
     Running { whereabouts: Whereabouts },
     /// Its process is gone, its outputs are read.
     Publishing,
     /// It has ended. The last event.
     Finished { ending: Ending, whereabouts: Option<Whereabouts> },
+}
+
+/// How far an input is that is brought to a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct InputProgress {
+    pub(crate) name: String,
+    pub(crate) bytes_done: u64,
+    /// 0: not known yet.
+    pub(crate) bytes_total: u64,
+}
+
+impl InputProgress {
+    /// How far inputs are together, in tenths: as often as that somebody is told.
+    pub(crate) fn tenths(inputs: &[Self]) -> u64 {
+        let of = |bytes: fn(&Self) -> u64| inputs.iter().map(bytes).fold(0, u64::saturating_add);
+        of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1)
+    }
 }
 
 /// Where an attempt is.

@@ -18,6 +18,7 @@ use crate::dispatch::{self, Accepted, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy};
 use crate::entity::worker;
+use crate::events::InputProgress;
 use crate::hints::Hints;
 use crate::leases::{self, RenewError};
 use crate::outbox;
@@ -273,6 +274,21 @@ impl Scheduler {
             let mut effects = Effects::default();
             for (lease, phase) in phases {
                 workloads::observe_phase(&txn, lease, *phase, Timestamp::now(), &mut effects).await?;
+            }
+            Ok::<_, DbErr>(((), effects))
+        })
+        .await
+    }
+
+    /// A gateway says how far it is with the inputs of its leases.
+    pub(crate) async fn observe_inputs(
+        &self,
+        inputs: &[(lease::Model, Vec<InputProgress>)],
+    ) -> Result<(), DbErr> {
+        self.change(async |txn| {
+            let mut effects = Effects::default();
+            for (lease, inputs) in inputs {
+                workloads::observe_inputs(&txn, lease, inputs, Timestamp::now(), &mut effects).await?;
             }
             Ok::<_, DbErr>(((), effects))
         })

@@ -27,7 +27,7 @@ use crate::effects::Effects;
 use crate::entity::lease::{EndedBy, StopReason};
 use crate::entity::workload::{self, Model, State};
 use crate::entity::{from_json, lease, to_json};
-use crate::events::{self, Event, Whereabouts};
+use crate::events::{self, Event, InputProgress, Whereabouts};
 use crate::leases;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::outcome::{self, AttemptEnd, Ending, Next, Report};
@@ -534,6 +534,22 @@ pub(crate) async fn observe_phase(
         }
         _ => return Ok(()),
     };
+    save(txn, row, Write::Update, Some(&event), now, effects).await
+}
+
+/// The gateway says how far it is with the inputs that it brings to the worker for the attempt under `lease`.
+pub(crate) async fn observe_inputs(
+    txn: &DatabaseTransaction,
+    lease: &lease::Model,
+    inputs: &[InputProgress],
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some((row, _)) = hold(txn, &leases::claims(lease)).await? else { return Ok(()) };
+    if row.state != State::Assigned {
+        return Ok(());
+    }
+    let event = Event::Materializing { inputs: inputs.to_vec() };
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }
 

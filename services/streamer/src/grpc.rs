@@ -1,10 +1,13 @@
 //! The streamer's calls, and the only code of it that makes a `Status`.
 
 use domain::ArtifactId;
+use domain::worker::LeaseClaims;
 use rpc::pb::streamer as pb;
+use rpc::pb::streamer::materialize_response::Message as Materializing;
 use rpc::pb::streamer::streamer_server::{Streamer, StreamerServer};
 use rpc::pb::streamer::upload_request::Message as Said;
 use rpc::pb::streamer::upload_response::Message as Answer;
+use rpc::token::VerifyError;
 use rpc::{Reason, Refusal, parse_digest, parse_id, parse_optional_id, parse_team};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -15,6 +18,8 @@ use tracing::Instrument;
 
 use crate::SERVICE;
 use crate::download::{self, DownloadError};
+use crate::materialize::{self, CopyError};
+use crate::transfers::{self, State, Transfers};
 use crate::upload::{Peers, Upload, Wanted, adopt};
 
 pub(crate) fn service(
@@ -22,11 +27,12 @@ pub(crate) fn service(
     tasks: TaskTracker,
     stopping: CancellationToken,
 ) -> StreamerServer<Handler> {
-    StreamerServer::new(Handler { peers, tasks, stopping })
+    StreamerServer::new(Handler { peers, transfers: Transfers::default(), tasks, stopping })
 }
 
 pub(crate) struct Handler {
     peers: Peers,
+    transfers: Transfers,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -62,6 +68,131 @@ impl Streamer for Handler {
         let artifact: ArtifactId = parse_id("artifact_id", &request.artifact_id)?;
         let answer = download::locate(&mut self.peers.clone(), team, artifact).await?;
         Ok(Response::new(answer))
+    }
+
+    type MaterializeStream = ReceiverStream<Result<pb::MaterializeResponse, Status>>;
+
+    async fn materialize(
+        &self,
+        request: Request<pb::MaterializeRequest>,
+    ) -> Result<Response<Self::MaterializeStream>, Status> {
+        let request = request.into_inner();
+        let wanted = transfers::Wanted {
+            team: parse_team("team", request.team)?,
+            artifact: parse_id("artifact_id", &request.artifact_id)?,
+            worker: parse_id("worker_id", &request.worker_id)?,
+        };
+        if !request.lease_token.is_empty() {
+            self.check_lease(&request.lease_token, &wanted).await?;
+        }
+        let waiting = self.transfers.join(wanted, |task| {
+            let work = materialize::carry_out(self.peers.clone(), task, self.stopping.clone());
+            self.tasks.spawn(work.in_current_span());
+        });
+        let (answers, stream) = mpsc::channel(4);
+        // A task of its own, which leaves as soon as the caller does.
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = tell(waiting, &answers) => {}
+                () = answers.closed() => {}
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn list_transfers(
+        &self,
+        _: Request<pb::ListTransfersRequest>,
+    ) -> Result<Response<pb::ListTransfersResponse>, Status> {
+        let transfers = self.transfers.list().into_iter().map(|listed| pb::Transfer {
+            transfer_id: listed.transfer.to_string(),
+            team: listed.wanted.team,
+            artifact_id: listed.wanted.artifact.to_string(),
+            to_worker_id: listed.wanted.worker.to_string(),
+            progress: Some(progress(listed.progress)),
+            started_at: Some(rpc::timestamp(listed.since)),
+        });
+        Ok(Response::new(pb::ListTransfersResponse { transfers: transfers.collect() }))
+    }
+
+    async fn cancel_transfer(
+        &self,
+        request: Request<pb::CancelTransferRequest>,
+    ) -> Result<Response<pb::CancelTransferResponse>, Status> {
+        self.transfers.cancel(parse_id("transfer_id", &request.into_inner().transfer_id)?);
+        Ok(Response::new(pb::CancelTransferResponse {}))
+    }
+}
+
+impl Handler {
+    /// Whether a lease token is one for the worker and the team.
+    async fn check_lease(&self, token: &str, wanted: &transfers::Wanted) -> Result<(), Status> {
+        let claims: LeaseClaims = self.peers.keys.verify(token).await.map_err(|error| match &error {
+            VerifyError::Invalid(_) => Reason::InvalidToken.status(SERVICE, error.to_string()),
+            VerifyError::KeysUnavailable(_) => rpc::unavailable(SERVICE, "verify a lease token", &error),
+        })?;
+        if claims.worker != wanted.worker || claims.team != wanted.team {
+            let message = "the lease is of another worker or team";
+            return Err(Reason::InvalidToken.status(SERVICE, message));
+        }
+        Ok(())
+    }
+}
+
+/// Tells somebody who waits for a copy how far it is, until it has ended.
+async fn tell(
+    mut waiting: transfers::Waiting,
+    answers: &mpsc::Sender<Result<pb::MaterializeResponse, Status>>,
+) {
+    loop {
+        let state = waiting.states.borrow_and_update().clone();
+        let (answer, last) = match state {
+            State::Going(now) => (Ok(Materializing::Progress(progress(now))), false),
+            State::Done(Ok(copied)) => {
+                let materialized = pb::Materialized {
+                    volume_handle: copied.volume.to_string(),
+                    progress: copied.progress.map(progress),
+                };
+                (Ok(Materializing::Materialized(materialized)), true)
+            }
+            State::Done(Err(error)) => (Err(error.into()), true),
+        };
+        let answer = answer.map(|message| pb::MaterializeResponse { message: Some(message) });
+        // Failing to answer means that nobody listens any more; the task that fails to tell has died.
+        if answers.send(answer).await.is_err() || last || waiting.states.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+fn progress(now: transfers::Progress) -> pb::TransferProgress {
+    let route = match now.route {
+        transfers::Route::Unknown => pb::Route::Unspecified,
+        transfers::Route::Peer => pb::Route::Peer,
+        transfers::Route::Elsewhere => pb::Route::Elsewhere,
+    };
+    pb::TransferProgress {
+        bytes_done: now.done,
+        bytes_total: now.total,
+        bytes_saved: now.saved,
+        bytes_per_second: now.per_second,
+        route: route.into(),
+        from_worker_id: now.from.map(|worker| worker.to_string()).unwrap_or_default(),
+    }
+}
+
+impl From<CopyError> for Status {
+    fn from(error: CopyError) -> Self {
+        let reason = match &error {
+            CopyError::NotFound(_) => Reason::ArtifactNotFound,
+            CopyError::NoReplica(_) => Reason::NoReplica,
+            CopyError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
+            CopyError::Cancelled => Reason::TransferCancelled,
+            CopyError::Cut(_) | CopyError::Nonsense(_) | CopyError::Left | CopyError::Stopping => {
+                Reason::Unavailable
+            }
+        };
+        reason.status(SERVICE, error.to_string())
     }
 }
 

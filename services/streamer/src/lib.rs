@@ -1,12 +1,14 @@
-//! The streamer: volumes in and out.
+//! The streamer: volumes from worker to worker, in and out.
 //!
-//! It plans transfers and watches them. Bytes take one hop, between the caller and the worker's gateway, under a ticket that the
-//! scheduler signs. The streamer holds nothing durable: what it planned stands in the artifact store, under a claim that runs out
+//! It plans transfers and watches them. Bytes take one hop, between the caller and the worker's gateway, or between two gateways, under
+//! tickets that the scheduler signs. The streamer holds nothing durable: what it planned stands in the artifact store, under a claim that runs out
 //! when nobody renews it.
 
 mod config;
 mod download;
 mod grpc;
+mod materialize;
+mod transfers;
 mod upload;
 
 use std::future::Future;

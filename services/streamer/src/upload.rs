@@ -10,6 +10,7 @@
 //! reported complete under the same digest; the artifact store checks. Whatever ends an upload before that abandons it: by a call
 //! here, or, when this process dies, by the claim running out.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use domain::{ArtifactId, BuildId, Digest, LeaseId, TransferId};
@@ -20,10 +21,11 @@ use rpc::pb::artifacts::{self as store};
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::{self as scheduler};
+use rpc::token::Keys;
 use rpc::{Peer, Reason, Refusal};
 use tonic::{Response, Status};
 
-use crate::Config;
+use crate::{Config, SERVICE};
 
 /// How long a cluster may take to be ready for uploads.
 const SETTLE_DOWN: Duration = Duration::from_secs(3);
@@ -35,6 +37,10 @@ pub(crate) struct Peers {
     pub(crate) replicas: ReplicasClient<Peer>,
     pub(crate) placements: PlacementsClient<Peer>,
     pub(crate) workers: WorkersClient<Peer>,
+    /// The scheduler's keys.
+    pub(crate) keys: Arc<Keys>,
+    /// The token of the cluster, for gateways.
+    pub(crate) token: Option<String>,
 }
 
 impl Peers {
@@ -46,7 +52,9 @@ impl Peers {
             artifacts: ArtifactsClient::new(store.clone()),
             replicas: ReplicasClient::new(store),
             placements: PlacementsClient::new(scheduler.clone()),
-            workers: WorkersClient::new(scheduler),
+            workers: WorkersClient::new(scheduler.clone()),
+            keys: Arc::new(Keys::new(scheduler)),
+            token: config.token.clone(),
         })
     }
 }
@@ -144,6 +152,10 @@ impl Upload {
             async move { replicas.plan_replica(plan).await }
         })
         .await?;
+        if !planned.digest.is_empty() {
+            let message = format!("artifact {} has its bytes already", self.wanted.artifact);
+            return Err(Reason::ArtifactExists.status(SERVICE, message).into());
+        }
         let issue = scheduler::IssueTicketRequest {
             team: self.wanted.team.clone(),
             worker_id: lease.worker_id.clone(),
@@ -203,7 +215,7 @@ impl Upload {
 
 /// Repeats `call` for a moment while it is refused only because a cluster has just been started: no worker has come yet, or the store has
 /// not heard of it.
-async fn settle_down<T, F>(call: impl Fn() -> F) -> Result<T, Refusal>
+pub(crate) async fn settle_down<T, F>(call: impl Fn() -> F) -> Result<T, Refusal>
 where
     F: Future<Output = Result<Response<T>, Status>>,
 {
@@ -222,7 +234,10 @@ where
 }
 
 /// The shorter of two terms that a peer answered; never so short that renewing would keep nobody else busy.
-fn shortest(one: Option<impl TryInto<Duration>>, other: Option<impl TryInto<Duration>>) -> Duration {
+pub(crate) fn shortest(
+    one: Option<impl TryInto<Duration>>,
+    other: Option<impl TryInto<Duration>>,
+) -> Duration {
     let one = one.and_then(|term| term.try_into().ok()).unwrap_or(Duration::from_secs(60));
     let other = other.and_then(|term| term.try_into().ok()).unwrap_or(Duration::from_secs(60));
     one.min(other).max(Duration::from_secs(1))

@@ -85,6 +85,7 @@ impl Suite {
                 endpoint: endpoint.clone(),
                 scheduler: endpoint.clone(),
                 artifact_store: endpoint.clone(),
+                streamer: endpoint.clone(),
                 token: token.clone(),
                 manifest_dir: directory.path().join("manifests"),
                 report_interval: Duration::from_secs(60),

@@ -82,6 +82,8 @@ reasons! {
     InvalidManifest = "INVALID_MANIFEST", InvalidArgument;
     DigestMismatch = "DIGEST_MISMATCH", DataLoss;
     TransferTruncated = "TRANSFER_TRUNCATED", InvalidArgument;
+    TransferCancelled = "TRANSFER_CANCELLED", Aborted;
+    SourceFailed = "SOURCE_FAILED", FailedPrecondition;
     DiskFull = "DISK_FULL", ResourceExhausted;
     PathNotFound = "PATH_NOT_FOUND", NotFound;
     NotAFile = "NOT_A_FILE", FailedPrecondition;

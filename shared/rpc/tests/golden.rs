@@ -215,7 +215,13 @@ fn of_the_others(corpus: &mut Corpus) {
     let go_to = streamer::upload_response::Message::GoTo(go_to);
     corpus.add("go_to", &streamer::UploadResponse { message: Some(go_to) });
 
-    let resume = Resume { team: text("main"), process_id: text(ID), stdout_offset: LARGE, stderr_offset: 0 };
+    let resume = Resume {
+        team: text("main"),
+        process_id: text(ID),
+        stdout_offset: LARGE,
+        stderr_offset: 0,
+        worker_id: String::new(),
+    };
     corpus.add("resume", &AttachRequest { message: Some(attach_request::Message::Resume(resume)) });
     corpus.add(
         "close_stdin",

@@ -37,6 +37,7 @@
 //! | send a manifest | [`Manifest::parts`] and [`Entry::encode`]; to keep it, [`Manifest::encode`] |
 //! | receive one | [`ManifestBuilder::push_encoded`]; then compare [`Manifest::tree_digest`] |
 //! | say which extents | [`Runs`]; what a writer still lacks is [`TreeWriter::missing`] |
+//! | tell what may come next, file by file | [`Outstanding`] |
 //! | send content | [`TreeReader::batches`] |
 //! | receive it | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
@@ -57,6 +58,7 @@ mod dirs;
 mod encoding;
 mod manifest;
 mod merge;
+mod outstanding;
 mod read;
 mod remove;
 mod runs;
@@ -75,6 +77,7 @@ pub use manifest::{
 pub use merge::{
     Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember, replace,
 };
+pub use outstanding::Outstanding;
 pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};
 pub use remove::{RemoveError, remove_tree};
 pub use runs::{InvalidRun, Runs};

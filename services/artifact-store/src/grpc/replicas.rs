@@ -4,7 +4,7 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
 use super::{Handlers, artifact, status};
-use crate::replicas::{self, Plan};
+use crate::replicas::{self, Outcome, Plan};
 
 #[tonic::async_trait]
 impl pb::replicas_server::Replicas for Handlers {
@@ -21,11 +21,23 @@ impl pb::replicas_server::Replicas for Handlers {
         };
         let (now, term) = (self.store.now(), self.store.config.claim_term);
 
-        let handle =
+        let planned =
             self.store.db.write(|txn| async move { replicas::plan(&txn, plan, now, term).await }).await?;
 
-        let term = Some(rpc::duration(term));
-        Ok(Response::new(pb::PlanReplicaResponse { volume_handle: handle.to_string(), term }))
+        self.store.marks.wake(planned.marked);
+        let (outcome, transfer) = match planned.outcome {
+            Outcome::Yours => (pb::PlanOutcome::Yours, Some(plan.transfer)),
+            Outcome::BeingMade(transfer) => (pb::PlanOutcome::BeingMade, Some(transfer)),
+            Outcome::Complete => (pb::PlanOutcome::Complete, None),
+        };
+        Ok(Response::new(pb::PlanReplicaResponse {
+            volume_handle: planned.handle.to_string(),
+            term: transfer.map(|_| rpc::duration(term)),
+            outcome: outcome.into(),
+            transfer_id: transfer.map(|transfer| transfer.to_string()).unwrap_or_default(),
+            digest: planned.digest.unwrap_or_default().into(),
+            size_bytes: planned.size_bytes,
+        }))
     }
 
     async fn progress(

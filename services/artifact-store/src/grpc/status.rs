@@ -139,7 +139,7 @@ impl From<PlanError> for Status {
     fn from(error: PlanError) -> Self {
         match &error {
             PlanError::ArtifactNotFound(id) => artifact(Reason::ArtifactNotFound, error.to_string(), *id),
-            PlanError::Sealed(id) => artifact(Reason::ArtifactSealed, error.to_string(), *id),
+            PlanError::Unconfirmed(id) => artifact(Reason::Unavailable, error.to_string(), *id),
             PlanError::NotAttended(id) => {
                 Reason::NotAttended.status_about(SERVICE, error.to_string(), [("worker_id", id.to_string())])
             }

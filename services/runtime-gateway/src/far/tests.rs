@@ -292,6 +292,44 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
+    let mut store = Store::start().await;
+    let directory = tempfile::tempdir().expect("a directory");
+    let root = directory.path().join("tree");
+    let wanted = tree(&root);
+    let one = gateway(&Arc::new(Directories::far()), &store);
+    let from = VolumeHandle::new();
+    let filling = fill(&one, from, &root, &wanted).await;
+    let (committed, ()) = tokio::join!(filling.commit(&one), acknowledge(&mut store, from));
+    committed.expect("the store has heard");
+    for machine in [Directories::far(), Directories::default()] {
+        let (other, to) = (gateway(&Arc::new(machine), &store), VolumeHandle::new());
+        let mut filling = Filling::begin(&other, ticket(to), wanted.clone()).await.expect("it may be filled");
+        let (batches, mut ready) = mpsc::channel(4);
+        let mut expected = transfer::Outstanding::new(&filling.missing);
+        let reading = volumes::read(&one, from, wanted.clone(), filling.missing.clone(), batches);
+        let writing = async {
+            while let Some(batch) = ready.recv().await {
+                for extent in &batch {
+                    assert!(expected.take(&wanted, extent.ordinal), "file by file: {}", extent.ordinal);
+                }
+                let extents = batch.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
+                filling.put(&other, extents).await.expect("it is taken");
+            }
+            filling
+        };
+        let (read, filling) = tokio::join!(reading, writing);
+        read.expect("it is there");
+        assert!(expected.is_empty());
+        let (committed, ()) = tokio::join!(filling.commit(&other), acknowledge(&mut store, to));
+        assert_eq!(committed.expect("the store has heard").tree_digest(), wanted.tree_digest());
+        let packed = packed(&other, to, "").await.expect("packed");
+        assert_eq!(digest_of(&packed), wanted.tree_digest());
+    }
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_transfer_that_is_broken_off_may_begin_again() {
     let mut store = Store::start().await;
     let machine = Arc::new(Directories::far());
@@ -306,6 +344,9 @@ async fn a_transfer_that_is_broken_off_may_begin_again() {
         }
     };
     within("the end of the first", free).await;
+    let filling = fill(&worker, volume, &root, &wanted).await;
+    assert!(filling.takes_whole_files());
+    filling.abandon().await;
     let filling = fill(&worker, volume, &root, &wanted).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker), acknowledge(&mut store, volume));
     committed.expect("the store has heard");

@@ -227,7 +227,7 @@ impl Worker {
         let process = match self.known(id) {
             Some(process) => process,
             None => {
-                let _turn = self.locks.lock(id.uuid()).await;
+                let _turn = self.looking.lock(id.uuid()).await;
                 match self.known(id) {
                     Some(process) => process,
                     None => self.look_for(id).await?,

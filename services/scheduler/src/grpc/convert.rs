@@ -6,7 +6,7 @@ use rpc::{invalid_field, timestamp};
 use tonic::Status;
 
 use crate::entity::{worker, workload};
-use crate::events::{Event, Revision, Whereabouts};
+use crate::events::{Event, InputProgress, Revision, Whereabouts};
 use crate::explain::{Explanation, Opinion, Verdict};
 use crate::outcome::Ending;
 use crate::placement::Refusal;
@@ -30,6 +30,12 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
             Pb::Placed(pb::Placed { whereabouts: Some(whereabouts(at)), reason })
         }
         Event::Preparing => Pb::Preparing(pb::Preparing {}),
+        Event::Materializing { inputs } => {
+            let inputs = inputs.into_iter().map(|InputProgress { name, bytes_done, bytes_total }| {
+                pb::InputProgress { name, bytes_done, bytes_total }
+            });
+            Pb::Materializing(pb::Materializing { inputs: inputs.collect() })
+        }
         Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
         Event::Publishing => Pb::Publishing(pb::Publishing {}),
         Event::Finished { ending, whereabouts: at } => {

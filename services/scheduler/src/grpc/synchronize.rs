@@ -20,6 +20,7 @@ use uuid::Uuid;
 
 use super::{Reasoned, SERVICE, convert, database};
 use crate::entity::lease;
+use crate::events::InputProgress;
 use crate::leases;
 use crate::service::Scheduler;
 use crate::workers::{self, CONTACT_EVERY, Hello, Kept};
@@ -63,6 +64,7 @@ pub(super) async fn attend(
         noted,
         heard: 0,
         ended: HashMap::new(),
+        brought: HashMap::new(),
     };
     attendance.welcome().await?;
     attendance.tell(true).await?;
@@ -108,6 +110,8 @@ struct Attendance<'s> {
     heard: u64,
     /// Since when leases are said to have ended that nobody has ended.
     ended: HashMap<Uuid, Timestamp>,
+    /// How far the inputs of leases were, in tenths, when that was noted last.
+    brought: HashMap<Uuid, u64>,
 }
 
 impl Attendance<'_> {
@@ -217,7 +221,11 @@ impl Attendance<'_> {
         } else {
             workers::speaks(self.scheduler.db.read(), &self.session).await.map_err(Reasoned::status)?;
         }
-        self.observe(&phases, observed.applied_generation)
+        let inputs = observed.leases.into_iter().filter(|lease| !lease.inputs.is_empty());
+        let inputs =
+            inputs.map(|lease| Ok((parse_id("observed.leases.lease_id", &lease.lease_id)?, lease.inputs)));
+        let inputs = inputs.collect::<Result<HashMap<LeaseId, _>, Status>>()?;
+        self.observe(&phases, observed.applied_generation, inputs)
             .await
             .map_err(|error| database("note what a worker does", &error))
     }
@@ -226,9 +234,11 @@ impl Attendance<'_> {
         &mut self,
         phases: &HashMap<LeaseId, Phase>,
         applied_generation: u64,
+        inputs: HashMap<LeaseId, Vec<pb::InputProgress>>,
     ) -> Result<(), sea_orm::DbErr> {
         let db = self.scheduler.db.read();
         let live = leases::live_tasks(db, self.session.worker, self.session.incarnation).await?;
+        let brought = self.newly_brought(&live, inputs);
         let now = Timestamp::now();
         let mut ended = HashMap::new();
         let mut advanced = Vec::new();
@@ -254,12 +264,42 @@ impl Attendance<'_> {
             }
         }
         self.ended = ended;
-        if advanced.is_empty() {
+        if !advanced.is_empty() {
+            // Always in the same order, so that two that lock several rows do not wait for each other.
+            advanced.sort_by_key(|(lease, _)| lease.workload_id);
+            self.scheduler.observe_phases(&advanced).await?;
+        }
+        if brought.is_empty() {
             return Ok(());
         }
-        // Always in the same order, so that two that lock several rows do not wait for each other.
-        advanced.sort_by_key(|(lease, _)| lease.workload_id);
-        self.scheduler.observe_phases(&advanced).await
+        self.scheduler.observe_inputs(&brought).await
+    }
+
+    /// The leases whose inputs have come another tenth of the way, in the order of their workloads.
+    fn newly_brought(
+        &mut self,
+        live: &[lease::Model],
+        mut inputs: HashMap<LeaseId, Vec<pb::InputProgress>>,
+    ) -> Vec<(lease::Model, Vec<InputProgress>)> {
+        self.brought.retain(|id, _| live.iter().any(|lease| lease.id == *id));
+        let mut brought = Vec::new();
+        for lease in live {
+            let Some(inputs) = inputs.remove(&LeaseId::from_uuid(lease.id)) else { continue };
+            let inputs: Vec<_> = inputs
+                .into_iter()
+                .map(|pb::InputProgress { name, bytes_done, bytes_total }| InputProgress {
+                    name,
+                    bytes_done,
+                    bytes_total,
+                })
+                .collect();
+            let tenths = InputProgress::tenths(&inputs);
+            if self.brought.insert(lease.id, tenths) != Some(tenths) {
+                brought.push((lease.clone(), inputs));
+            }
+        }
+        brought.sort_by_key(|(lease, _)| lease.workload_id);
+        brought
     }
 
     async fn leave(&self) -> Result<(), Status> {
@@ -298,7 +338,9 @@ fn parse_hello(scheduler: &Scheduler, hello: pb::Hello) -> Result<Hello, Status>
 
 fn parse_lease(lease: &pb::ObservedLease) -> Result<(LeaseId, Phase), Status> {
     let phase = match rpc::parse_enum("observed.leases.phase", lease.phase)? {
-        pb::LeasePhase::Preparing | pb::LeasePhase::Unspecified => Phase::Preparing,
+        pb::LeasePhase::Preparing | pb::LeasePhase::Materializing | pb::LeasePhase::Unspecified => {
+            Phase::Preparing
+        }
         pb::LeasePhase::Running => Phase::Running,
         pb::LeasePhase::Publishing => Phase::Publishing,
         pb::LeasePhase::Ended => Phase::Ended,

@@ -52,6 +52,7 @@ fn names(events: &[pb::WatchResponse]) -> Vec<&'static str> {
             Some(Event::Queued(_)) => "queued",
             Some(Event::Placed(_)) => "placed",
             Some(Event::Preparing(_)) => "preparing",
+            Some(Event::Materializing(_)) => "materializing",
             Some(Event::Running(_)) => "running",
             Some(Event::Publishing(_)) => "publishing",
             Some(Event::Finished(_)) => "finished",
@@ -91,6 +92,41 @@ async fn a_workload_goes_from_its_submission_to_its_end(database: TestDatabase) 
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
     gateway.holds_nothing().await;
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    scheduler.stop().await;
+}
+
+async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(id).await;
+    let inputs = |bytes_done| {
+        let input = |name: &str, bytes_done, bytes_total| pb::InputProgress {
+            name: name.to_owned(),
+            bytes_done,
+            bytes_total,
+        };
+        vec![input("src", bytes_done, 100), input("tools", 0, 0)]
+    };
+    // What is less than a tenth is not worth an event, however often it is said.
+    for bytes_done in [0, 1, 2, 9, 9, 55, 57, 100] {
+        gateway.observe_inputs(&lease, inputs(bytes_done)).await;
+    }
+    let expected = ["placed", "preparing", "materializing", "materializing", "materializing"];
+    assert_eq!(names(&scheduler.watch_some(id, 0, expected.len()).await), expected);
+    start(&scheduler, &run.lease_token).await.expect("started");
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    scheduler.wait_for(id, pb::WorkloadState::Running).await;
+    gateway.observe_inputs(&lease, inputs(20)).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+
+    let events = scheduler.watch(id, 0).await;
+    assert_eq!(names(&events)[expected.len()..], ["running", "finished"], "it is too late for more");
+    let brought = events.into_iter().filter_map(|event| match event.event {
+        Some(pb::watch_response::Event::Materializing(brought)) => Some(brought.inputs),
+        _ => None,
+    });
+    assert_eq!(brought.collect::<Vec<_>>(), [inputs(0), inputs(55), inputs(100)]);
     scheduler.stop().await;
 }
 
@@ -697,6 +733,7 @@ async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: Test
 
 on_both! {
     a_workload_goes_from_its_submission_to_its_end,
+    watchers_see_inputs_come_in_steps,
     a_repeated_submission_is_one_workload,
     a_workload_waits_for_the_first_worker_and_says_so,
     what_no_worker_could_ever_run_is_refused_and_nothing_is_queued,

@@ -117,14 +117,26 @@ impl Running {
 
     /// Everything that happens to a workload until it has finished.
     pub(crate) async fn watch(&self, id: WorkloadId, after_revision: u64) -> Vec<pb::WatchResponse> {
+        self.watch_some(id, after_revision, usize::MAX).await
+    }
+
+    /// So many events, as soon as they have happened.
+    pub(crate) async fn watch_some(
+        &self,
+        id: WorkloadId,
+        after_revision: u64,
+        count: usize,
+    ) -> Vec<pb::WatchResponse> {
         let request =
             pb::WatchRequest { team: "main".to_owned(), workload_id: id.to_string(), after_revision };
         let mut events = self.workloads().watch(request).await.expect("watched").into_inner();
-        let mut all = Vec::new();
-        while let Some(event) = within("the next event", events.message()).await.expect("an event") {
-            all.push(event);
+        let mut some = Vec::new();
+        while some.len() < count
+            && let Some(event) = within("the next event", events.message()).await.expect("an event")
+        {
+            some.push(event);
         }
-        all
+        some
     }
 
     /// The last event of a workload.
@@ -221,13 +233,25 @@ impl Gateway {
 
     /// Says what it knows, having taken up all that it was told.
     pub(crate) async fn observe(&self, leases: &[(&str, pb::LeasePhase)]) {
-        let leases = leases
-            .iter()
-            .map(|(id, phase)| pb::ObservedLease { lease_id: (*id).to_owned(), phase: (*phase).into() });
+        let leases = leases.iter().map(|(id, phase)| pb::ObservedLease {
+            lease_id: (*id).to_owned(),
+            phase: (*phase).into(),
+            inputs: Vec::new(),
+        });
+        self.observe_leases(leases.collect()).await;
+    }
+
+    /// Says that it brings inputs to the worker.
+    pub(crate) async fn observe_inputs(&self, lease: &str, inputs: Vec<pb::InputProgress>) {
+        let phase = pb::LeasePhase::Materializing.into();
+        self.observe_leases(vec![pb::ObservedLease { lease_id: lease.to_owned(), phase, inputs }]).await;
+    }
+
+    async fn observe_leases(&self, leases: Vec<pb::ObservedLease>) {
         let observed = pb::Observed {
             session_credential: self.welcome.session_credential.clone(),
             applied_generation: self.desired.generation,
-            leases: leases.collect(),
+            leases,
             containers: 3,
             volumes: 4,
             disk_free_bytes: 5,

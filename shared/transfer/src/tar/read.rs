@@ -10,6 +10,7 @@ use domain::Digest;
 use super::members::{Members, What};
 use super::tree::Tree;
 use crate::manifest::{Entry, EntryKind, Extent, InvalidManifest, Limits, MAX_EXTENT_BYTES, Manifest};
+use crate::outstanding::Outstanding;
 use crate::read::ExtentData;
 use crate::runs::Runs;
 
@@ -198,7 +199,7 @@ impl<R: Read> ArchiveReader<R> {
         if let Some(last) = wanted.last().filter(|last| *last >= manifest.extent_count()) {
             return Err(ArchiveError::NoSuchExtent(last));
         }
-        let mut missing = Bits::of(wanted);
+        let mut missing = Outstanding::new(wanted);
         while let Some(member) = self.members.next()? {
             let What::File { .. } = member.what else { continue };
             let Some(index) = file_at(manifest, &member.path) else { continue };
@@ -247,40 +248,4 @@ fn cut(region: Range<u64>) -> impl Iterator<Item = (u64, u32)> {
         let start = std::mem::replace(&mut offset, end);
         (length > 0).then_some((start, length))
     })
-}
-
-/// A set of ordinals of which members can be taken in any order.
-struct Bits {
-    first: u64,
-    bits: Vec<u64>,
-}
-
-impl Bits {
-    fn of(runs: &Runs) -> Self {
-        let first = runs.runs().next().map_or(0, |run| run.start);
-        let length = runs.last().map_or(0, |last| (last - first) / 64 + 1);
-        let mut bits = Self { first, bits: vec![0; length as usize] };
-        for ordinal in runs.ordinals() {
-            let (word, bit) = bits.place(ordinal);
-            bits.bits[word] |= bit;
-        }
-        bits
-    }
-
-    fn contains(&self, ordinal: u64) -> bool {
-        ordinal >= self.first && {
-            let (word, bit) = self.place(ordinal);
-            self.bits.get(word).is_some_and(|bits| bits & bit != 0)
-        }
-    }
-
-    fn remove(&mut self, ordinal: u64) {
-        let (word, bit) = self.place(ordinal);
-        self.bits[word] &= !bit;
-    }
-
-    fn place(&self, ordinal: u64) -> (usize, u64) {
-        let distance = ordinal - self.first;
-        ((distance / 64) as usize, 1 << (distance % 64))
-    }
 }

@@ -1,0 +1,186 @@
+//! Copies of sealed artifacts from worker to worker: who makes one, until when, and what is left of it.
+
+use std::time::Duration;
+
+use domain::{ArtifactId, AttemptId, TransferId, WorkerId, WorkloadId};
+use rpc::Reason;
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::{DryRun, InventoryState, PlanOutcome};
+use testing::databases::TestDatabase;
+
+use crate::{Answer, Suite, TEAM, assert_refused, digest, input, on_both_databases};
+
+on_both_databases! {
+    what_was_brought_to_a_worker_is_found_there,
+    of_all_who_ask_at_once_one_makes_the_copy,
+    a_copy_whose_claim_ran_out_is_made_anew,
+    a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it,
+    what_may_still_be_there_is_not_copied_before_that_is_known,
+}
+
+async fn plan(
+    suite: &Suite,
+    artifact: ArtifactId,
+    worker: WorkerId,
+    transfer: TransferId,
+) -> Answer<pb::PlanReplicaResponse> {
+    let request = pb::PlanReplicaRequest {
+        team: TEAM.to_owned(),
+        artifact_id: artifact.to_string(),
+        worker_id: worker.to_string(),
+        transfer_id: transfer.to_string(),
+    };
+    Ok(suite.replicas().plan_replica(request).await?.into_inner())
+}
+
+async fn progress(suite: &Suite, transfer: TransferId) -> Answer<()> {
+    let request = pb::ProgressRequest { transfer_id: transfer.to_string() };
+    suite.replicas().progress(request).await?;
+    Ok(())
+}
+
+async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (there, here) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, source) = suite.upload(&there, None, 1).await.expect("uploaded");
+    let (workload, attempt, transfer) = (WorkloadId::new(), AttemptId::new(), TransferId::new());
+    suite.pin(workload, &[artifact], None).await.expect("pinned");
+    let needs = [input("in", artifact)];
+    let missing = here.prepare(workload, attempt, &needs).await.expect("prepared");
+    assert_eq!(missing.volumes[0].missing_artifact_id, artifact.to_string());
+
+    let planned = plan(&suite, artifact, here.worker, transfer).await.expect("planned");
+    assert_eq!(planned.outcome(), PlanOutcome::Yours);
+    assert_eq!((planned.digest.as_ref(), planned.size_bytes), (&digest(1).as_bytes()[..], 10));
+    assert_eq!(planned.transfer_id, transfer.to_string());
+    assert_ne!(planned.volume_handle, source);
+    let again = plan(&suite, artifact, here.worker, transfer).await.expect("planned again");
+    assert_eq!(again, planned);
+
+    // What is on its way is neither a replica nor an input.
+    let on_its_way = here.prepare(workload, attempt, &needs).await.expect("prepared");
+    assert_eq!(on_its_way.volumes[0].missing_artifact_id, artifact.to_string());
+    assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 1);
+    assert_refused(here.complete(&planned.volume_handle, digest(2)).await, Reason::ClaimLost);
+    assert_refused(there.complete(&planned.volume_handle, digest(1)).await, Reason::VolumeNotFound);
+
+    here.complete(&planned.volume_handle, digest(1)).await.expect("complete");
+    let located = suite.pin(workload, &[artifact], None).await.expect("pinned");
+    let replicas: Vec<_> = located[0].replicas.iter().map(|replica| replica.worker_id.as_str()).collect();
+    assert_eq!(replicas, [there.worker.to_string(), here.worker.to_string()]);
+    assert_eq!(located[0].replicas[1].verification(), pb::Verification::Verified);
+    let local = here.prepare(workload, attempt, &needs).await.expect("prepared");
+    assert_eq!(local.volumes[0].parent_handle, planned.volume_handle);
+    assert_eq!(local.volumes[0].missing_artifact_id, "");
+    for transfer in [transfer, TransferId::new()] {
+        let done = plan(&suite, artifact, here.worker, transfer).await.expect("asked");
+        assert_eq!((done.outcome(), &done.volume_handle), (PlanOutcome::Complete, &planned.volume_handle));
+        assert_eq!(done.transfer_id, "");
+    }
+    let at_the_source = plan(&suite, artifact, there.worker, TransferId::new()).await.expect("asked");
+    assert_eq!((at_the_source.outcome(), at_the_source.volume_handle), (PlanOutcome::Complete, source));
+    let taken = plan(&suite, artifact, there.worker, transfer).await;
+    assert_refused(taken, Reason::InvalidField);
+    suite.stop().await;
+}
+
+async fn of_all_who_ask_at_once_one_makes_the_copy(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (there, here) = (suite.gateway().await, suite.gateway().await);
+    for content in 0..10 {
+        let (artifact, _) = suite.upload(&there, None, content).await.expect("uploaded");
+        let ask = || async {
+            let transfer = TransferId::new();
+            (transfer, plan(&suite, artifact, here.worker, transfer).await.expect("planned"))
+        };
+        let (a, b, c, d) = tokio::join!(ask(), ask(), ask(), ask());
+        let answers = [a, b, c, d];
+        let (maker, made) = answers
+            .iter()
+            .find(|(_, planned)| planned.outcome() == PlanOutcome::Yours)
+            .expect("somebody makes it");
+        for (transfer, planned) in &answers {
+            assert_eq!(planned.outcome() == PlanOutcome::Yours, transfer == maker);
+            assert_eq!(planned.volume_handle, made.volume_handle);
+            assert_eq!(planned.transfer_id, maker.to_string());
+        }
+        assert_eq!(suite.volumes().await.len(), usize::try_from(content + 1).expect("few") * 2);
+        here.complete(&made.volume_handle, digest(content)).await.expect("complete");
+    }
+    suite.stop().await;
+}
+
+async fn a_copy_whose_claim_ran_out_is_made_anew(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (there, here) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, _) = suite.upload(&there, None, 1).await.expect("uploaded");
+    let (first, second) = (TransferId::new(), TransferId::new());
+    let old = plan(&suite, artifact, here.worker, first).await.expect("planned").volume_handle;
+    let ask = async || plan(&suite, artifact, here.worker, second).await.expect("asked");
+
+    suite.clock.advance(Duration::from_secs(50));
+    progress(&suite, first).await.expect("renewed");
+    suite.clock.advance(Duration::from_secs(50));
+    assert_eq!(ask().await.outcome(), PlanOutcome::BeingMade);
+    suite.clock.advance(Duration::from_secs(10));
+    let anew = ask().await;
+    assert_eq!(anew.outcome(), PlanOutcome::Yours);
+    assert_ne!(anew.volume_handle, old, "a handle is never used twice");
+
+    assert_refused(progress(&suite, first).await, Reason::ClaimLost);
+    assert_refused(here.complete(&old, digest(1)).await, Reason::ClaimLost);
+    suite.abandon(first).await.expect("the late one says so");
+    here.swept(&[], &[&old]).await;
+    here.complete(&anew.volume_handle, digest(1)).await.expect("complete");
+    assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 2);
+
+    // Nobody asks again: the collector takes it.
+    let elsewhere = suite.gateway().await;
+    let left = plan(&suite, artifact, elsewhere.worker, TransferId::new()).await.expect("planned");
+    suite.clock.advance(Duration::from_secs(60));
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 1);
+    elsewhere.swept(&[], &[&left.volume_handle]).await;
+    suite.stop().await;
+}
+
+async fn a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (there, here) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, source) = suite.upload(&there, None, 1).await.expect("uploaded");
+    let transfer = TransferId::new();
+    let planned = plan(&suite, artifact, here.worker, transfer).await.expect("planned");
+    for _ in 0..2 {
+        suite.abandon(transfer).await.expect("abandoned");
+    }
+    assert_refused(here.complete(&planned.volume_handle, digest(1)).await, Reason::ClaimLost);
+    here.swept(&[], &[&planned.volume_handle]).await;
+    let left = suite.get(artifact).await.expect("it is there");
+    assert_eq!(left.replicas.iter().map(|replica| &replica.volume_handle).collect::<Vec<_>>(), [&source]);
+
+    // Not so one that arrived.
+    let transfer = TransferId::new();
+    let planned = plan(&suite, artifact, here.worker, transfer).await.expect("planned");
+    here.complete(&planned.volume_handle, digest(1)).await.expect("complete");
+    suite.abandon(transfer).await.expect("too late");
+    assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 2);
+    suite.stop().await;
+}
+
+async fn what_may_still_be_there_is_not_copied_before_that_is_known(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (there, here) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, _) = suite.upload(&there, None, 1).await.expect("uploaded");
+    let made = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned").volume_handle;
+    here.complete(&made, digest(1)).await.expect("complete");
+
+    let reborn = suite.silent_gateway(here.worker, 2, 2);
+    reborn.begin_report().await.expect("it may speak");
+    assert_eq!(suite.volume_state(&made).await, Some(InventoryState::Unconfirmed));
+    let asked = plan(&suite, artifact, here.worker, TransferId::new()).await;
+    assert_refused(asked, Reason::Unavailable);
+    reborn.report(&[], &[]).await.expect("reported");
+    let anew = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned");
+    assert_eq!(anew.outcome(), PlanOutcome::Yours);
+    assert_ne!(anew.volume_handle, made);
+    suite.stop().await;
+}

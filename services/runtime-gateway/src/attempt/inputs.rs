@@ -1,0 +1,179 @@
+//! What an attempt needs on its worker: what the artifact store says of it, and how inputs that are elsewhere are brought here.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use domain::{ArtifactId, ContainerHandle, Digest, VolumeHandle};
+use rpc::pb::artifacts as store;
+use rpc::pb::scheduler as pb;
+use rpc::pb::streamer;
+use rpc::pb::streamer::materialize_response::Message as Said;
+use rpc::{Reason, Refusal};
+use tonic::Code;
+
+use super::{Plan, Stopped, Task};
+use crate::retry::until_answered;
+use crate::worker::Worker;
+
+/// For how long inputs are asked for again whose sources fail, or are out of contact: gateways are restarted.
+const SOURCES_RETURN: Duration = Duration::from_secs(120);
+/// How often inputs are brought that are gone again before they are used.
+const ROUNDS: usize = 8;
+
+/// The handles of what an attempt needs.
+pub(super) struct Prepared {
+    pub(super) container: ContainerHandle,
+    /// In the order of the plan: the volume, and its parent with what that must hold.
+    pub(super) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
+}
+
+/// The handles of all that an attempt needs, once its inputs are on the worker.
+pub(super) async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, Stopped> {
+    for _ in 0..ROUNDS {
+        let (prepared, missing) = ask(worker, task, plan).await?;
+        if missing.is_empty() {
+            return Ok(prepared);
+        }
+        bring(worker, task, missing).await?;
+    }
+    Err(Stopped::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
+}
+
+/// The handles, and the artifacts that are not on the worker.
+async fn ask(worker: &Worker, task: &Task, plan: &Plan) -> Result<(Prepared, Vec<ArtifactId>), Stopped> {
+    let session = worker.wait_for_session().await;
+    let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
+    let request = store::PrepareRequest {
+        session_credential: session.credential,
+        holder_id: task.workload.to_string(),
+        attempt_id: task.attempt.to_string(),
+        team: task.spec.team.clone(),
+        volumes: plan
+            .volumes
+            .iter()
+            .map(|volume| store::PrepareVolume {
+                name: volume.name.clone(),
+                purpose: volume.purpose.into(),
+                from_artifact_id: id(volume.from),
+                output_artifact_id: id(volume.becomes),
+            })
+            .collect(),
+    };
+    let call = || {
+        let (mut inventory, request) = (worker.inventory.clone(), request.clone());
+        async move { inventory.prepare(request).await }
+    };
+    let answer = until_answered("prepare an attempt", call).await?;
+
+    let nonsense = |what: &str| Stopped::Nonsense(format!("the artifact store answered a malformed {what}"));
+    let mut volumes = Vec::with_capacity(answer.volumes.len());
+    let mut missing = Vec::new();
+    for volume in answer.volumes {
+        if !volume.missing_artifact_id.is_empty() {
+            let artifact = volume.missing_artifact_id.parse().map_err(|_| nonsense("artifact"))?;
+            if !missing.contains(&artifact) {
+                missing.push(artifact);
+            }
+        }
+        let handle = volume.volume_handle.parse().map_err(|_| nonsense("volume handle"))?;
+        let parent = match volume.parent_handle.as_str() {
+            "" => None,
+            parent => {
+                let parent = parent.parse().map_err(|_| nonsense("parent handle"))?;
+                let digest = volume.parent_digest.as_ref().try_into();
+                Some((parent, digest.map_err(|_| nonsense("parent digest"))?))
+            }
+        };
+        volumes.push((handle, parent));
+    }
+    if volumes.len() != plan.volumes.len() {
+        return Err(nonsense("list of volumes"));
+    }
+    let container = answer.container_handle.parse().map_err(|_| nonsense("container handle"))?;
+    Ok((Prepared { container, volumes }, missing))
+}
+
+/// Brings artifacts to the worker, side by side, and says how far that is.
+async fn bring(worker: &Worker, task: &Task, missing: Vec<ArtifactId>) -> Result<(), Stopped> {
+    let inputs: Vec<_> = missing.into_iter().map(|artifact| (artifact, name(task, artifact))).collect();
+    let unknown = inputs.iter().map(|(_, name)| (name.clone(), (0, 0)));
+    let known: Mutex<BTreeMap<String, (u64, u64)>> = Mutex::new(unknown.collect());
+    let tell = |name: &str, done, total| {
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.insert(name.to_owned(), (done, total));
+        let inputs = known.iter().map(|(name, (bytes_done, bytes_total))| pb::InputProgress {
+            name: name.clone(),
+            bytes_done: *bytes_done,
+            bytes_total: *bytes_total,
+        });
+        worker.set_inputs(task.lease, inputs.collect());
+    };
+    let copies = inputs.iter().map(async |(artifact, name)| {
+        let brought = materialize(worker, task, *artifact, |done, total| tell(name, done, total)).await;
+        brought.map_err(|refusal| Stopped::InputMissing(name.clone(), *artifact, refusal))
+    });
+    futures::future::try_join_all(copies).await?;
+    worker.set_phase(task.lease, pb::LeasePhase::Preparing);
+    Ok(())
+}
+
+/// What the spec calls an artifact that it uses.
+fn name(task: &Task, artifact: ArtifactId) -> String {
+    let input = task.spec.inputs.iter().find(|input| input.artifact == artifact);
+    input.map_or_else(|| "image".to_owned(), |input| input.name.clone())
+}
+
+/// Brings one artifact to the worker. Sources that fail are given time to come back.
+async fn materialize(
+    worker: &Worker,
+    task: &Task,
+    artifact: ArtifactId,
+    tell: impl Fn(u64, u64),
+) -> Result<(), Refusal> {
+    let mut pause = Duration::from_millis(20);
+    let mut failing_since = None;
+    loop {
+        let Err(refusal) = materialize_once(worker, task, artifact, &tell).await else { return Ok(()) };
+        let may_return =
+            [Reason::SourceFailed, Reason::WorkerUnreachable, Reason::ClaimLost, Reason::NotAttended];
+        if !refusal.is_transient() {
+            let since = *failing_since.get_or_insert_with(Instant::now);
+            if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > SOURCES_RETURN {
+                return Err(refusal);
+            }
+        }
+        tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be brought just now");
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_secs(2));
+    }
+}
+
+async fn materialize_once(
+    worker: &Worker,
+    task: &Task,
+    artifact: ArtifactId,
+    tell: impl Fn(u64, u64),
+) -> Result<(), Refusal> {
+    let session = worker.wait_for_session().await;
+    let request = streamer::MaterializeRequest {
+        team: task.spec.team.clone(),
+        artifact_id: artifact.to_string(),
+        worker_id: session.worker.to_string(),
+        lease_token: task.token.clone(),
+    };
+    let mut answers = worker.streamer.clone().materialize(request).await?.into_inner();
+    while let Some(answer) = answers.message().await? {
+        match answer.message {
+            Some(Said::Progress(progress)) => tell(progress.bytes_done, progress.bytes_total),
+            Some(Said::Materialized(_)) => return Ok(()),
+            None => break,
+        }
+    }
+    Err(Refusal {
+        code: Code::Unavailable,
+        reason: None,
+        message: "the streamer broke off".to_owned(),
+        about: std::collections::HashMap::new(),
+    })
+}

@@ -1,0 +1,300 @@
+//! Bytes from other workers: a planned volume is filled with what a volume elsewhere holds.
+//!
+//! The manifest comes first, and names everything; what this worker has already is taken from there, and the rest is read from one
+//! source after the other, each going on where the one before broke off. So a source that dies costs what was in flight, and nothing else;
+//! but where this worker is far, it takes whole files, and the next source begins anew.
+//!
+//! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`crate::volumes`]): its manifest has
+//! that digest, and every extent the digest that the manifest says.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use domain::worker::TicketClaims;
+use domain::{Digest, chain};
+use rpc::client::{AddressError, Outgoing};
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::read_request::Message as Say;
+use rpc::pb::runtime::read_response::Message as Said;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::{Peer, Reason, Refusal};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
+
+use crate::volumes::{Filling, TransferError};
+use crate::worker::Worker;
+
+/// A volume elsewhere that has the bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct Source {
+    /// The gateway of its worker.
+    pub(crate) endpoint: String,
+    /// Permits to read it.
+    pub(crate) ticket: String,
+}
+
+/// How far a fetch is, in bytes of content.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    /// What this worker had already.
+    pub(crate) saved: u64,
+    /// The place of the source that is read.
+    pub(crate) source: usize,
+}
+
+/// A volume could not be fetched.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FetchError {
+    /// This worker failed, or the store refused.
+    #[error(transparent)]
+    Here(#[from] TransferError),
+    /// Each source failed, in their order.
+    #[error("no source could give all that is missing: {}", listed(.0))]
+    Sources(Vec<SourceError>),
+}
+
+/// A source is of no use.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SourceError {
+    /// It cannot be reached by that name.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// It refused, or broke off.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// It ended before everything was there.
+    #[error("it broke off")]
+    Cut,
+    /// Its manifest breaks a rule.
+    #[error("its manifest is invalid")]
+    Manifest(#[from] InvalidManifest),
+    /// It has something else.
+    #[error("it does not hold what was asked for")]
+    OtherBytes,
+    /// It says what makes no sense.
+    #[error("it said something that makes no sense")]
+    Nonsense,
+}
+
+impl SourceError {
+    /// What a program may tell sources by.
+    pub(crate) fn reason(&self) -> &str {
+        match self {
+            Self::Address(_) => Reason::InvalidField.as_str(),
+            Self::Refused(refusal) if refusal.is_transient() => Reason::Unavailable.as_str(),
+            Self::Refused(refusal) => refusal.reason.as_deref().unwrap_or(Reason::Unavailable.as_str()),
+            Self::Cut => Reason::Unavailable.as_str(),
+            Self::Manifest(_) | Self::Nonsense => Reason::InvalidManifest.as_str(),
+            Self::OtherBytes => Reason::DigestMismatch.as_str(),
+        }
+    }
+}
+
+/// The errors of sources, for people.
+fn listed(errors: &[SourceError]) -> String {
+    let mut text = String::new();
+    for (place, error) in errors.iter().enumerate() {
+        let separator = if place == 0 { "" } else { "; " };
+        // Writing to a string does not fail.
+        _ = write!(text, "{separator}{}", chain(error));
+    }
+    text
+}
+
+/// Why nothing more came from a source.
+enum Failed {
+    There(SourceError),
+    Here(TransferError),
+}
+
+impl From<SourceError> for Failed {
+    fn from(error: SourceError) -> Self {
+        Self::There(error)
+    }
+}
+
+/// Fills the volume that `ticket` names with the tree that has `digest`, from the first of `sources` that can, and tells `progress`.
+///
+/// Cancel safe: one that is dropped leaves a volume that is not complete, for the artifact store to collect.
+pub(crate) async fn fetch(
+    worker: &Arc<Worker>,
+    ticket: TicketClaims,
+    digest: Digest,
+    sources: Vec<Source>,
+    progress: impl Fn(Progress),
+) -> Result<Arc<Manifest>, FetchError> {
+    let mut fetch = Fetch { worker, ticket, digest, under_way: None, progress };
+    let mut failed = Vec::new();
+    for (place, source) in sources.iter().enumerate() {
+        match fetch.from(place, source).await {
+            Ok(filling) => return Ok(filling.commit(worker).await?),
+            Err(Failed::Here(error)) => return Err(error.into()),
+            Err(Failed::There(error)) => {
+                tracing::info!(volume.handle = %fetch.ticket.volume, source = source.endpoint, error = chain(&error), "a source failed");
+                failed.push(error);
+            }
+        }
+    }
+    Err(FetchError::Sources(failed))
+}
+
+/// What is kept from one source to the next.
+struct Fetch<'w, P> {
+    worker: &'w Arc<Worker>,
+    ticket: TicketClaims,
+    digest: Digest,
+    under_way: Option<UnderWay>,
+    progress: P,
+}
+
+/// A volume of which some is there.
+struct UnderWay {
+    filling: Filling,
+    manifest: Arc<Manifest>,
+    /// What no source has sent yet.
+    missing: Runs,
+    progress: Progress,
+}
+
+impl<P: Fn(Progress)> Fetch<'_, P> {
+    /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
+    async fn from(&mut self, place: usize, source: &Source) -> Result<Filling, Failed> {
+        let mut reading = Reading::open(self.worker, source).await?;
+        let manifest = reading.manifest().await?;
+        if manifest.tree_digest() != self.digest {
+            return Err(SourceError::OtherBytes.into());
+        }
+        let mut under_way = match self.under_way.take() {
+            Some(under_way) => under_way,
+            None => self.begin(Arc::new(manifest)).await.map_err(Failed::Here)?,
+        };
+        under_way.progress.source = place;
+        (self.progress)(under_way.progress);
+
+        match self.receive(&mut under_way, &mut reading).await {
+            Ok(()) => {
+                debug_assert!(under_way.missing.is_empty(), "everything was received");
+                Ok(under_way.filling)
+            }
+            // The next source may begin with another file.
+            Err(failed) if under_way.filling.takes_whole_files() => {
+                under_way.filling.abandon().await;
+                Err(failed)
+            }
+            Err(failed) => {
+                self.under_way = Some(under_way);
+                Err(failed)
+            }
+        }
+    }
+
+    async fn begin(&self, manifest: Arc<Manifest>) -> Result<UnderWay, TransferError> {
+        let filling = Filling::begin(self.worker, self.ticket.clone(), manifest.clone()).await?;
+        let (total, missing) = (manifest.extent_bytes(), filling.missing_bytes());
+        let saved = total.saturating_sub(missing);
+        let progress = Progress { done: saved, total, saved, source: 0 };
+        Ok(UnderWay { missing: filling.missing.clone(), filling, manifest, progress })
+    }
+
+    async fn receive(&self, under_way: &mut UnderWay, reading: &mut Reading) -> Result<(), Failed> {
+        if under_way.missing.is_empty() {
+            return Ok(());
+        }
+        reading.want(under_way).await?;
+        let wanted = under_way.missing.clone();
+        let (mut expected, mut missing) = (Outstanding::new(&wanted), Outstanding::new(&wanted));
+        let received = loop {
+            match reading.next().await {
+                Ok(Said::Chunk(chunk)) => {
+                    let verified = verify(&under_way.manifest, chunk, &mut expected);
+                    let verified = match verified {
+                        Ok(verified) => verified,
+                        Err(error) => break Err(error.into()),
+                    };
+                    let ordinals: Vec<_> = verified.iter().map(|(ordinal, _, _)| *ordinal).collect();
+                    under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
+                    let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
+                    under_way.filling.put_verified(self.worker, extents).await.map_err(Failed::Here)?;
+                    for ordinal in ordinals {
+                        missing.remove(ordinal);
+                    }
+                    (self.progress)(under_way.progress);
+                }
+                Ok(Said::Done(_)) if expected.is_empty() => break Ok(()),
+                Ok(Said::Done(_)) => break Err(SourceError::Cut.into()),
+                Ok(Said::Manifest(_) | Said::ManifestEnd(_)) => break Err(SourceError::Nonsense.into()),
+                Err(error) => break Err(error.into()),
+            }
+        };
+        under_way.missing = missing.runs();
+        received
+    }
+}
+
+type Received = (u64, u64, Verified<bytes::Bytes>);
+
+/// Verifies what arrived: what was expected, in its turn. With their ordinals and lengths.
+fn verify(
+    manifest: &Manifest,
+    chunk: pb::Chunk,
+    expected: &mut Outstanding,
+) -> Result<Vec<Received>, SourceError> {
+    let verified = chunk.extents.into_iter().map(|extent| {
+        if !expected.take(manifest, extent.ordinal) {
+            return Err(SourceError::Nonsense);
+        }
+        let length = u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
+        let verified = manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)?;
+        Ok((extent.ordinal, length, verified))
+    });
+    verified.collect()
+}
+
+/// A volume elsewhere that is being read.
+struct Reading {
+    say: mpsc::Sender<pb::ReadRequest>,
+    said: Streaming<pb::ReadResponse>,
+}
+
+impl Reading {
+    async fn open(worker: &Worker, source: &Source) -> Result<Self, SourceError> {
+        let outgoing = Outgoing::internal().with_token(worker.config.token.as_deref());
+        let peer: Peer = rpc::client::peer(&source.endpoint, outgoing)?;
+        let (say, requests) = mpsc::channel(4);
+        let open = pb::ReadOpen { ticket: source.ticket.clone() };
+        // The other end is the stream below.
+        say.send(pb::ReadRequest { message: Some(Say::Open(open)) }).await.ok();
+        let answer = VolumesClient::new(peer).read(ReceiverStream::new(requests)).await;
+        Ok(Self { say, said: answer.map_err(Refusal::from)?.into_inner() })
+    }
+
+    async fn next(&mut self) -> Result<Said, SourceError> {
+        let message = self.said.message().await.map_err(Refusal::from)?;
+        message.ok_or(SourceError::Cut)?.message.ok_or(SourceError::Nonsense)
+    }
+
+    async fn manifest(&mut self) -> Result<Manifest, SourceError> {
+        let mut builder = ManifestBuilder::new(Limits::default());
+        loop {
+            match self.next().await? {
+                Said::Manifest(part) => rpc::tree::push_part(&mut builder, &part)?,
+                Said::ManifestEnd(_) => return Ok(builder.finish()?),
+                Said::Chunk(_) | Said::Done(_) => return Err(SourceError::Nonsense),
+            }
+        }
+    }
+
+    async fn want(&self, under_way: &UnderWay) -> Result<(), SourceError> {
+        let runs = rpc::tree::runs(&under_way.missing).into_iter().map(Say::Want);
+        let bytes = under_way.manifest.bytes_of(&under_way.missing);
+        for message in runs.chain([Say::WantEnd(pb::ExtentRunsEnd { bytes })]) {
+            let request = pb::ReadRequest { message: Some(message) };
+            self.say.send(request).await.map_err(|_| SourceError::Cut)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,53 @@
+//! The call that fetches a volume.
+
+use rpc::pb::runtime::fetch_response::Message as Answer;
+
+use super::*;
+use crate::fetch::{self, FetchError, Progress, Source};
+
+/// How many sources a call may name.
+const MOST_SOURCES: usize = 100;
+
+pub(super) async fn fetch(
+    gateway: Gateway,
+    request: pb::FetchRequest,
+    answers: Answers<pb::FetchResponse>,
+) -> Result<(), Status> {
+    let digest = rpc::parse_digest("digest", &request.digest)?;
+    if !(1..=MOST_SOURCES).contains(&request.sources.len()) {
+        return Err(invalid_field("sources", format!("must be 1 to {MOST_SOURCES}")));
+    }
+    let sources = request.sources.into_iter();
+    let sources = sources.map(|source| Source { endpoint: source.gateway_endpoint, ticket: source.ticket });
+    let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
+
+    // Progress is for people: when the caller does not read it, it is left out.
+    let tell = |Progress { done, total, saved, source }| {
+        let progress = pb::FetchProgress {
+            bytes_done: done,
+            bytes_total: total,
+            bytes_saved: saved,
+            source: u32::try_from(source).unwrap_or(u32::MAX),
+        };
+        answers.try_send(Ok(pb::FetchResponse { message: Some(Answer::Progress(progress)) })).ok();
+    };
+    let manifest = fetch::fetch(&worker, ticket, digest, sources.collect(), tell).await?;
+    let digest = manifest.tree_digest().as_bytes().to_vec().into();
+    let committed = pb::Committed { digest, size_bytes: manifest.size_bytes() };
+    send(&answers, pb::FetchResponse { message: Some(Answer::Committed(committed)) }).await
+}
+
+impl From<FetchError> for Status {
+    fn from(error: FetchError) -> Self {
+        let message = error.to_string();
+        match error {
+            FetchError::Here(error) => error.into(),
+            FetchError::Sources(errors) => {
+                let about = errors.iter().enumerate();
+                let about =
+                    about.map(|(place, error)| (format!("source_{place}"), error.reason().to_owned()));
+                Reason::SourceFailed.status_about(SERVICE, message, about)
+            }
+        }
+    }
+}
