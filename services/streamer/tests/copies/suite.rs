@@ -144,6 +144,7 @@ impl Suite {
         let address = listener.endpoint().expect("its address");
         let link = Link::to(address.trim_start_matches("http://").to_owned()).await;
         let config = runtime_gateway::Config {
+            platform: "linux".to_owned(),
             worker_name: name.to_owned(),
             tags: Vec::new(),
             team: None,
