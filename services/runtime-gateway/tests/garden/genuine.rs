@@ -39,24 +39,22 @@ impl Server {
             eprintln!("not applicable: this process is not root");
             return None;
         }
-        let mut child = Command::new(program)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("start a server");
+        let mut command = Command::new(program);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        // Whatever happens below, it is waited for.
+        let mut server = Self { child: command.spawn().expect("start a server"), address: String::new() };
         let mut address = String::new();
-        let stdout = child.stdout.take().expect("a pipe");
+        let stdout = server.child.stdout.take().expect("a pipe");
         BufReader::new(stdout).read_line(&mut address).expect("read an address");
-        let address = address.trim().to_owned();
+        address.trim().clone_into(&mut server.address);
         // It says where it will listen, and a moment later does.
         for _ in 0..1000 {
-            if std::net::TcpStream::connect(&address).is_ok() {
-                return Some(Self { child, address });
+            if std::net::TcpStream::connect(&server.address).is_ok() {
+                return Some(server);
             }
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
-        panic!("the server does not listen at {address:?}");
+        panic!("the server does not listen at {:?}", server.address);
     }
 }
 
