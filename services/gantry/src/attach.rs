@@ -194,6 +194,17 @@ async fn receive(
                 Ok(Stream::Stderr) => write(ui, stderr, Which::Stderr, output).await,
                 _ => write(ui, stdout, Which::Stdout, output).await,
             },
+            // The worker was not watched for a while.
+            Some(Say::Truncated(truncated)) if truncated.from == truncated.to => {
+                let name =
+                    if truncated.stream == i32::from(Stream::Stderr) { Which::Stderr } else { Which::Stdout }
+                        .name();
+                ui.warn(&format!(
+                    "some of {name} may be missing here: the connection to its worker was down"
+                ));
+                ui.event("truncated", serde_json::json!({ "stream": name }));
+                Ok(())
+            }
             Some(Say::Truncated(truncated)) => match Stream::try_from(truncated.stream) {
                 Ok(Stream::Stderr) => skip(ui, stderr, Which::Stderr, truncated.to).await,
                 _ => skip(ui, stdout, Which::Stdout, truncated.to).await,

@@ -1,6 +1,8 @@
 //! The Garden runtime, over servers that speak as a Concourse worker's do.
 
 mod garden {
+    mod faults;
+    mod genuine;
     pub(crate) mod subject;
 }
 
@@ -24,4 +26,10 @@ mod houdini {
     use super::*;
 
     testing::runtime_conformance!(GardenSubject::new(Manner::Houdini, Driver::Naive).await);
+}
+
+mod genuine {
+    use super::*;
+
+    testing::runtime_conformance!(GardenSubject::genuine().await);
 }

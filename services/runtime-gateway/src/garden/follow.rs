@@ -149,7 +149,8 @@ impl Worker {
         };
         let (phase, stopped) = (Phase::Intended, false);
         let team = made.team.clone();
-        let known = Known { id, container, team, terminal, stopped, phase, spool_bytes };
+        let closed = false;
+        let known = Known { id, container, team, terminal, closed, stopped, phase, spool_bytes };
         let process = self.take_on(known).await?;
         match spec {
             Ok(spec) => self.follow(process, Begin::Run(Box::new(spec), stdin)),
@@ -227,7 +228,7 @@ impl Worker {
         let process = match self.known(id) {
             Some(process) => process,
             None => {
-                let _turn = self.locks.lock(id.uuid()).await;
+                let _turn = self.looking.lock(id.uuid()).await;
                 match self.known(id) {
                     Some(process) => process,
                     None => self.look_for(id).await?,
@@ -275,6 +276,7 @@ impl Worker {
             container: ContainerHandle::new(),
             team: String::new(),
             terminal: false,
+            closed: true,
             stopped: false,
             phase: Phase::Ended(end.into()),
             spool_bytes: self.config.spool_bytes,
@@ -298,6 +300,7 @@ impl Worker {
                 container,
                 team: made.team,
                 terminal: properties.get(marks::INPUT).is_some_and(|input| input == marks::TERMINAL),
+                closed: properties.get(marks::INPUT).is_none_or(|input| input == marks::CLOSED),
                 stopped: properties.contains_key(marks::STOPPED),
                 phase,
                 // It may be one that somebody is meant to read.
@@ -376,7 +379,8 @@ impl Worker {
                             // Whatever was on its way is lost, so what would come next makes no sense.
                             _ = run.control().close_stdin().await;
                         }
-                        process.set_line(line).await;
+                        let over = matches!(process.stdin.lock().await.line, Line::Closed);
+                        process.set_line(if over { Line::Closed } else { line }).await;
                         *run
                     }
                     Found::End(end) => break end,

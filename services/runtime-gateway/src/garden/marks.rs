@@ -36,10 +36,12 @@ pub(super) const ROOT: &str = "gantry.root";
 pub(super) const PROCESS: &str = "gantry.process";
 /// Of a volume: the process that was to be started is gone with its container.
 pub(super) const NO_PROCESS: &str = "none";
-/// Of a container: how its process gets input, [`STREAM`] or [`TERMINAL`].
+/// Of a container: how its process gets input, [`STREAM`], [`CLOSED`] or [`TERMINAL`]. Absent: it gets none.
 pub(super) const INPUT: &str = "gantry.input";
 /// A stream from whoever attaches.
 pub(super) const STREAM: &str = "stream";
+/// It has got all of it.
+pub(super) const CLOSED: &str = "closed";
 /// A terminal.
 pub(super) const TERMINAL: &str = "terminal";
 /// Of a container: its process was started. Proof, not intent.

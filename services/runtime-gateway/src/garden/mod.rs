@@ -133,7 +133,10 @@ struct Worker {
     volumes: baggageclaim::Client,
     backend: Backend,
     encoding: baggageclaim::Encoding,
+    /// Of volumes and containers.
     locks: Locks,
+    /// Of processes, taken by who may hold that of a container: in one table the two might be one.
+    looking: Locks,
     /// Containers that were made, or asked about, and what is needed of them.
     containers: Mutex<HashMap<ContainerHandle, Made>>,
     /// Processes that were started, or asked about.
@@ -174,6 +177,7 @@ impl GardenRuntime {
             backend,
             encoding,
             locks: Locks::new(),
+            looking: Locks::new(),
             containers: Mutex::default(),
             processes: Mutex::default(),
             creating: Mutex::default(),

@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use crate::blocking::blocking;
 use crate::spool::{self, Found, Reader};
 
-use super::{Backend, Worker};
+use super::{Backend, Worker, marks};
 
 const NAMES: [&str; 2] = ["stdout", "stderr"];
 const GAPS: &str = "gaps";
@@ -106,6 +106,8 @@ pub(super) struct Known {
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     pub(super) terminal: bool,
+    /// Whether it gets no input any more.
+    pub(super) closed: bool,
     pub(super) stopped: bool,
     pub(super) phase: Phase,
     /// How much output is kept.
@@ -132,6 +134,7 @@ impl Process {
         };
         let [(stdout, out), (stderr, err)] =
             [open(NAMES[0]).map_err(failed)?, open(NAMES[1]).map_err(failed)?];
+        let line = if known.closed { Line::Closed } else { Line::Down };
         let seen = Seen { phase: known.phase, heads: [out, err], gaps: read_gaps(&dir), stdin_taken: 0 };
         Ok(Arc::new(Self {
             id: known.id,
@@ -139,7 +142,7 @@ impl Process {
             team: known.team,
             spools: [Arc::new(stdout), Arc::new(stderr)],
             seen: watch::Sender::new(seen),
-            stdin: Arc::new(tokio::sync::Mutex::new(Stdin { line: Line::Down, partial: Vec::new() })),
+            stdin: Arc::new(tokio::sync::Mutex::new(Stdin { line, partial: Vec::new() })),
             line_changed: watch::Sender::new(()),
             terminal: known.terminal,
             stopped: AtomicBool::new(known.stopped),
@@ -494,6 +497,10 @@ impl ProcessInput for Input {
     }
 
     async fn close_stdin(&self) -> Result<(), RuntimeError> {
+        // Where the line broke, its end was told already.
+        if matches!(self.process.stdin.lock().await.line, Line::Broken) {
+            return Ok(());
+        }
         let Some((mut stdin, control)) = self.line().await? else { return Ok(()) };
         if !stdin.partial.is_empty() {
             let message = "standard input that ends within a character";
@@ -509,6 +516,11 @@ impl ProcessInput for Input {
         // Once this is sent, nothing else may be.
         if let Some(Ok(())) = self.process.until_ended(control.close_stdin()).await {
             stdin.line = Line::Closed;
+            let handle = self.process.container.to_string();
+            // Otherwise another gateway would take the end of its input for a break.
+            if let Err(error) = self.worker.garden.set_property(&handle, marks::INPUT, marks::CLOSED).await {
+                tracing::debug!(process.id = %self.process.id, error = domain::chain(&error), "the end of its input is not written down");
+            }
         }
         Ok(())
     }

@@ -240,14 +240,22 @@ mod tests {
         assert_eq!((worker.name.as_str(), worker.garden.as_str()), ("w1", "10.0.0.7:7777"));
         assert_eq!(worker.baggageclaim, "10.0.0.7:7788");
         assert_eq!(worker.resource_types[0].image, "/opt/git/rootfs.tgz");
-        let common = Config::for_worker(
-            "",
-            "http://gateway",
-            "http://scheduler",
-            "http://store",
-            "http://streamer",
-            "/state".into(),
-        );
+        let common = Config {
+            worker_name: String::new(),
+            platform: String::new(),
+            tags: vec!["another".to_owned()],
+            team: Some("another".to_owned()),
+            max_tasks: None,
+            endpoint: "http://gateway".to_owned(),
+            scheduler: "http://scheduler".to_owned(),
+            artifact_store: "http://store".to_owned(),
+            streamer: "http://streamer".to_owned(),
+            token: None,
+            manifest_dir: PathBuf::new(),
+            report_interval: Duration::from_secs(60),
+            destroy_concurrency: 8,
+            hold_destruction: false,
+        };
         let (config, garden) = worker.config(&common, Path::new("/state"));
         assert_eq!((config.worker_name.as_str(), config.team, config.tags.len()), ("w1", None, 0));
         assert_eq!(config.manifest_dir, Path::new("/state/w1/manifests"));

@@ -17,9 +17,26 @@ use testing::garden::{Manner, Server, Times};
 /// Small, so that tests fill it quickly.
 pub(crate) const SPOOL: u64 = 256 * 1024;
 
+/// A Garden server.
+pub(crate) enum Garden {
+    /// That of the tests.
+    Ours(Server),
+    /// The genuine package, in a process of its own.
+    Genuine(super::genuine::Server),
+}
+
+impl Garden {
+    fn address(&self) -> String {
+        match self {
+            Self::Ours(server) => server.address(),
+            Self::Genuine(server) => server.address.clone(),
+        }
+    }
+}
+
 pub(crate) struct GardenSubject {
     runtime: Option<Arc<GardenRuntime>>,
-    pub(crate) garden: Server,
+    garden: Garden,
     pub(crate) volumes: baggageclaim::Server,
     dir: TempDir,
     image: VolumeHandle,
@@ -27,7 +44,7 @@ pub(crate) struct GardenSubject {
 }
 
 /// A runtime that is patient for as long as a test is.
-pub(crate) fn config(garden: &Server, volumes: &baggageclaim::Server, dir: &Path) -> GardenConfig {
+pub(crate) fn config(garden: &Garden, volumes: &baggageclaim::Server, dir: &Path) -> GardenConfig {
     let config = GardenConfig::new(garden.address(), volumes.address().to_string(), dir.join("state"));
     GardenConfig {
         spool_bytes: SPOOL,
@@ -45,7 +62,15 @@ impl GardenSubject {
             return None;
         }
         let times = Times { stop: Duration::from_secs(5), ..Times::default() };
-        let garden = Server::with_times(manner, times);
+        Self::over(Garden::Ours(Server::with_times(manner, times)), driver).await
+    }
+
+    /// Over the genuine server package.
+    pub(crate) async fn genuine() -> Option<Self> {
+        Self::over(Garden::Genuine(super::genuine::Server::start()?), Driver::Overlay).await
+    }
+
+    async fn over(garden: Garden, driver: Driver) -> Option<Self> {
         let volumes = baggageclaim::Server::start(driver).await;
         let dir = tempfile::tempdir().expect("a directory");
         let runtime =
@@ -71,6 +96,21 @@ pub(crate) async fn image(runtime: &dyn Runtime) -> VolumeHandle {
     };
     remote.write(Path::new(""), archive).await.expect("write an image");
     image
+}
+
+impl GardenSubject {
+    /// Puts another server in the place of the one that there is: what was in it is gone, and volumes stay.
+    pub(crate) fn lose_containers(&mut self, manner: Manner) {
+        self.garden = Garden::Ours(Server::start(manner));
+    }
+
+    /// The server of the tests.
+    pub(crate) fn server(&self) -> &Server {
+        match &self.garden {
+            Garden::Ours(server) => server,
+            Garden::Genuine(_) => panic!("it is the genuine one"),
+        }
+    }
 }
 
 #[async_trait]

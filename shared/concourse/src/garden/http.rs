@@ -20,6 +20,8 @@ const MOST_BODY: usize = 32 << 20;
 /// Of an error's answer where a stream was expected.
 const MOST_ERROR: usize = 1 << 20;
 const MOST_HEAD: usize = 64 << 10;
+/// What a call sends is small.
+const SEND_BUFFER: usize = 128 << 10;
 const KEEP_ALIVE: Duration = Duration::from_secs(30);
 
 const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
@@ -48,6 +50,8 @@ pub(super) async fn connect(address: &str, within: Duration) -> Result<TcpStream
         sockopt::set_socket_keepalive(&stream, true)?;
         sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE)?;
         sockopt::set_tcp_keepintvl(&stream, KEEP_ALIVE)?;
+        // Input that a process does not read shall hold back who writes it, and not lie here by the megabyte.
+        sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER)?;
         Ok(stream)
     });
     prepared.map_err(Error::unsent)

@@ -32,17 +32,29 @@ impl Beside {
     }
 }
 
+/// How often a volume is asked for what is being written to meanwhile: that makes no whole archive.
+const ATTEMPTS: usize = 50;
+
 async fn fetched(volume: &dyn RemoteVolume, path: &Path) -> Option<Beside> {
-    let mut archive = match volume.read(path).await {
-        Ok(archive) => archive,
-        Err(RuntimeError::PathNotFound(_)) => return None,
-        Err(error) => panic!("{error:?}"),
-    };
-    let mut bytes = Vec::new();
-    archive.read_to_end(&mut bytes).await.expect("a whole archive");
-    let beside = Beside::new();
-    beside.unpack(&bytes);
-    Some(beside)
+    let mut last = None;
+    for _ in 0..ATTEMPTS {
+        let mut archive = match volume.read(path).await {
+            Ok(archive) => archive,
+            Err(RuntimeError::PathNotFound(_)) => return None,
+            Err(error) => panic!("{error:?}"),
+        };
+        let mut bytes = Vec::new();
+        match archive.read_to_end(&mut bytes).await {
+            Ok(_) => {
+                let beside = Beside::new();
+                beside.unpack(&bytes);
+                return Some(beside);
+            }
+            Err(error) => last = Some(error),
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    panic!("no whole archive: {last:?}")
 }
 
 /// Writes a file, with the directories above it.

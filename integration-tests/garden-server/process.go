@@ -1,0 +1,188 @@
+package main
+
+import (
+	"errors"
+	"io"
+	"os"
+	"os/exec"
+	"sync"
+	"syscall"
+	"time"
+
+	"code.cloudfoundry.org/garden"
+)
+
+// From SIGTERM to SIGKILL.
+const grace = 10 * time.Second
+
+type process struct {
+	id      string
+	command *exec.Cmd
+	stdin   io.WriteCloser
+
+	lock     sync.Mutex
+	changed  *sync.Cond
+	attached *garden.ProcessIO
+	exited   bool
+
+	done   chan struct{}
+	status int
+}
+
+func startProcess(container garden.ContainerSpec, spec garden.ProcessSpec, pio garden.ProcessIO) (*process, error) {
+	if spec.TTY != nil {
+		return nil, errors.New("no terminals")
+	}
+	place, err := findPlace(container, spec)
+	if err != nil {
+		return nil, err
+	}
+	text, err := place.encode()
+	if err != nil {
+		return nil, err
+	}
+	command := exec.Command("/proc/self/exe", "enter", text)
+	command.Env = []string{}
+	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Cloneflags: syscall.CLONE_NEWNS}
+	p := &process{id: spec.ID, command: command, done: make(chan struct{})}
+	p.changed = sync.NewCond(&p.lock)
+	stdinRead, stdinWrite, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	outRead, outWrite, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	errRead, errWrite, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	command.Stdin, command.Stdout, command.Stderr = stdinRead, outWrite, errWrite
+	err = command.Start()
+	for _, theirs := range []*os.File{stdinRead, outWrite, errWrite} {
+		_ = theirs.Close()
+	}
+	if err != nil {
+		return nil, err
+	}
+	p.stdin = stdinWrite
+	p.attach(pio)
+
+	var pumps sync.WaitGroup
+	pumps.Add(2)
+	go p.pump(outRead, func(pio *garden.ProcessIO) io.Writer { return pio.Stdout }, &pumps)
+	go p.pump(errRead, func(pio *garden.ProcessIO) io.Writer { return pio.Stderr }, &pumps)
+	go func() {
+		_ = command.Wait()
+		p.lock.Lock()
+		p.exited = true
+		p.changed.Broadcast()
+		p.lock.Unlock()
+		// What it left behind may keep its output open: that ends with it.
+		_ = syscall.Kill(-command.Process.Pid, syscall.SIGKILL)
+		pumps.Wait()
+		state := command.ProcessState.Sys().(syscall.WaitStatus)
+		p.status = state.ExitStatus()
+		if state.Signaled() {
+			p.status = 128 + int(state.Signal())
+		}
+		close(p.done)
+	}()
+	return p, nil
+}
+
+// Copies output to whoever is attached. While nobody is, it stays in the pipe.
+func (p *process) pump(output *os.File, which func(*garden.ProcessIO) io.Writer, pumps *sync.WaitGroup) {
+	defer pumps.Done()
+	defer output.Close()
+	part := make([]byte, 32<<10)
+	for {
+		p.lock.Lock()
+		for p.attached == nil && !p.exited {
+			p.changed.Wait()
+		}
+		p.lock.Unlock()
+		n, err := output.Read(part)
+		p.lock.Lock()
+		attached := p.attached
+		p.lock.Unlock()
+		if n > 0 && attached != nil {
+			if writer := which(attached); writer != nil {
+				_, _ = writer.Write(part[:n])
+			}
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// The newest takes the output over. Its input is copied until it ends, which ends the process's; or until its client is gone.
+func (p *process) attach(pio garden.ProcessIO) {
+	p.lock.Lock()
+	p.attached = &pio
+	p.changed.Broadcast()
+	p.lock.Unlock()
+	if pio.Stdin == nil {
+		return
+	}
+	go func() {
+		// What a process no longer reads is thrown away.
+		_, err := io.Copy(forgiving{p.stdin}, pio.Stdin)
+		if err == nil {
+			_ = p.stdin.Close()
+			return
+		}
+		p.lock.Lock()
+		if p.attached == &pio {
+			p.attached = nil
+		}
+		p.lock.Unlock()
+	}()
+}
+
+type forgiving struct{ io.Writer }
+
+func (f forgiving) Write(part []byte) (int, error) {
+	_, _ = f.Writer.Write(part)
+	return len(part), nil
+}
+
+func (p *process) ID() string { return p.id }
+
+func (p *process) Wait() (int, error) {
+	<-p.done
+	return p.status, nil
+}
+
+func (p *process) SetTTY(garden.TTYSpec) error { return errors.New("no terminals") }
+
+func (p *process) Signal(signal garden.Signal) error {
+	if signal == garden.SignalKill {
+		return p.kill(syscall.SIGKILL)
+	}
+	return p.kill(syscall.SIGTERM)
+}
+
+func (p *process) kill(signal syscall.Signal) error {
+	select {
+	case <-p.done:
+		return nil
+	default:
+		return syscall.Kill(-p.command.Process.Pid, signal)
+	}
+}
+
+func (p *process) stop(kill bool) {
+	if !kill {
+		_ = p.kill(syscall.SIGTERM)
+		select {
+		case <-p.done:
+			return
+		case <-time.After(grace):
+		}
+	}
+	_ = p.kill(syscall.SIGKILL)
+	<-p.done
+}

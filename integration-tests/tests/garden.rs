@@ -1,0 +1,173 @@
+//! The main job on a Concourse worker: the servers are those of the tests, everything else is the suite.
+
+use std::fs;
+use std::io::{BufRead, Read};
+use std::path::Path;
+
+use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
+use testing::baggageclaim::{self, Driver};
+use testing::garden::{Manner, Server};
+
+const EVERY: [(Manner, Driver); 3] = [
+    (Manner::Containerd, Driver::Overlay),
+    (Manner::Guardian, Driver::Overlay),
+    (Manner::Houdini, Driver::Naive),
+];
+
+/// A cluster with this machine and a Concourse worker, which has the tag `garden`.
+struct Suite {
+    cluster: Cluster,
+    garden: Server,
+    volumes: baggageclaim::Server,
+    /// Where the server of the volumes lives.
+    _tokio: tokio::runtime::Runtime,
+    image: String,
+}
+
+impl Suite {
+    fn new((manner, driver): (Manner, Driver)) -> Self {
+        let tokio = tokio::runtime::Runtime::new().expect("a tokio runtime");
+        let garden = Server::start(manner);
+        let volumes = tokio.block_on(baggageclaim::Server::start(driver));
+        let mut cluster = Cluster::new();
+        // As such a worker registers, with a tag.
+        let worker = serde_json::json!([{
+            "name": "concourse", "addr": garden.address(), "baggageclaim_url": format!("http://{}", volumes.address()),
+            "platform": "linux", "tags": ["garden"], "team": "", "resource_types": null, "start_time": 1,
+        }]);
+        fs::write(cluster.path("workers.json"), worker.to_string()).expect("write");
+        let file = cluster.path("workers.json").display().to_string();
+        cluster.set("GANTRY_WORKERS_FILE", &file);
+        let root = cluster.path("image/rootfs");
+        // The server of the tests shows this machine's directories in those that are empty.
+        for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
+            fs::create_dir_all(root.join(name)).expect("directories");
+        }
+        fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\n").expect("write");
+        fs::write(cluster.path("image/metadata.json"), r#"{"env": ["OF=the image"]}"#).expect("write");
+        let id = String::from_utf8(cluster.succeed(["upload", "image"])).expect("an id");
+        let image = format!("artifact:{}", id.trim());
+        Self { cluster, garden, volumes, _tokio: tokio, image }
+    }
+
+    /// The arguments of a run on the Concourse worker.
+    fn job<'a>(&'a self, more: &[&'a str], script: &'a str) -> Vec<&'a str> {
+        let run = ["run", "--tag", "garden", "--image", &self.image];
+        [&run[..], more, &["--", "sh", "-c", script]].concat()
+    }
+
+    fn read(&self, path: &str) -> String {
+        fs::read_to_string(self.cluster.path(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+    }
+}
+
+fn write(path: &Path, contents: &str) {
+    fs::create_dir_all(path.parent().expect("a directory above it")).expect("directories");
+    fs::write(path, contents).expect("write");
+}
+
+#[test]
+fn a_directory_goes_to_a_concourse_worker_and_a_result_comes_back() {
+    if !may_run_containers() {
+        return;
+    }
+    for kind in EVERY {
+        let suite = Suite::new(kind);
+        let cluster = &suite.cluster;
+        for name in ["a", "b", "sub/c"] {
+            write(&cluster.path("src").join(name), name);
+        }
+        let script = "find src -type f | wc -l > report/files; echo changed > src/a; cat src/a > report/a; echo $OF; exit 3";
+        for _ in 0..2 {
+            // The second finds its input unchanged: the first wrote into a copy.
+            let output = cluster.output(suite.job(&["-i", "src=src", "-o", "report=./out"], script));
+            assert_eq!(code(&output), 3, "{kind:?}: {}", describe(&output));
+            // Houdini may lose what a process writes last.
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(said == "the image\n" || kind.0 == Manner::Houdini, "{kind:?}: {said:?}");
+            assert_eq!(suite.read("out/files").trim(), "3");
+            assert_eq!(suite.read("out/a").trim(), "changed");
+        }
+        assert_eq!(suite.read("src/a"), "a");
+        let runs = suite.garden.requests().iter().filter(|line| line.ends_with("/processes")).count();
+        assert_eq!(runs, 2, "each once, on the Concourse worker");
+        let missing =
+            cluster.output(["run", "--tag", "garden", "--image", &suite.image, "--", "gantry-no-such"]);
+        assert_eq!(code(&missing), 127, "{kind:?}: {}", describe(&missing));
+    }
+}
+
+#[test]
+fn a_run_on_a_concourse_worker_outlives_its_gateway() {
+    if !may_run_containers() {
+        return;
+    }
+    for kind in [EVERY[0], EVERY[1]] {
+        let suite = Suite::new(kind);
+        let script = "echo ready; until [ -e /tmp/go ]; do sleep 0.05; done; echo over; exit 7";
+        let (mut run, mut stdout) = started(suite.cluster.gantry(suite.job(&[], script)));
+        suite.cluster.kill();
+        // The next command starts another cluster over what is there.
+        suite.cluster.succeed(["list", "workers"]);
+        let attached = |line: &String| {
+            line.starts_with("GET ") && line.contains("/processes/") && !line.contains("/attaches/")
+        };
+        wait_for("an attachment by the next gateway", || {
+            suite.garden.requests().iter().any(attached).then_some(())
+        });
+        let root = suite.garden.handles();
+        assert_eq!(root.len(), 1, "{root:?}");
+        // Whatever has a root of its own finds the file in it.
+        for volume in
+            fs::read_dir(suite.volumes.path("x").ancestors().nth(2).expect("the volumes")).expect("list")
+        {
+            let tmp = volume.expect("an entry").path().join("volume/rootfs/tmp");
+            if tmp.is_dir() {
+                fs::write(tmp.join("go"), "").expect("write");
+            }
+        }
+        let mut said = String::new();
+        stdout.read_to_string(&mut said).expect("text");
+        let status = run.wait().expect("wait");
+        let mut log = String::new();
+        run.stderr.take().expect("stderr").read_to_string(&mut log).expect("text");
+        assert_eq!(status.code(), Some(7), "{kind:?}: {said:?} {log}");
+        assert_eq!(said, "over\n", "{kind:?}: {log}");
+        let runs = suite.garden.requests().iter().filter(|line| line.ends_with("/processes")).count();
+        assert_eq!(runs, 1, "{kind:?}: it ran twice");
+    }
+}
+
+#[test]
+fn a_run_on_a_concourse_worker_ends_when_it_is_asked_to() {
+    if !may_run_containers() {
+        return;
+    }
+    for kind in EVERY {
+        let suite = Suite::new(kind);
+        let (mut run, mut stdout) =
+            started(suite.cluster.gantry(suite.job(&[], "echo ready; exec sleep 1000")));
+        send(&run, libc::SIGTERM);
+        let mut rest = String::new();
+        stdout.read_line(&mut rest).expect("text");
+        assert!(run.wait().expect("wait").code().is_some_and(|code| code != 0), "{kind:?}");
+        wait_for("the end of what ran", || {
+            let list = suite.cluster.list("workloads");
+            list.iter().all(|workload| workload["state"] == "finished").then_some(())
+        });
+    }
+}
+
+#[test]
+fn nothing_is_left_on_a_concourse_worker() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = Suite::new(EVERY[0]);
+    suite.cluster.set("GANTRY_GC_GRACE", "0s");
+    suite.cluster.succeed(["down", "--force"]);
+    let output = suite.cluster.output(suite.job(&["-o", "out=./out"], "echo x > out/x"));
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    suite.cluster.succeed(["gc"]);
+    wait_for("an empty worker", || suite.garden.handles().is_empty().then_some(()));
+}
