@@ -83,6 +83,7 @@ impl Suite {
         };
         let scheduler = ("GANTRY_SCHEDULER", list(&schedulers));
         let store = ("GANTRY_ARTIFACT_STORE", list(&stores));
+        let streamer = ("GANTRY_STREAMER", list(&streamers));
         let database = |user: &str| {
             let schema = format!("its_{user}");
             [("GANTRY_DATABASE_URL", postgres.url(user)), ("GANTRY_DATABASE_SCHEMA", schema)]
@@ -121,6 +122,7 @@ impl Suite {
             vec![
                 scheduler.clone(),
                 store.clone(),
+                streamer.clone(),
                 ("GANTRY_WORKER_NAME", format!("worker-{index}")),
                 ("GANTRY_STATE_DIR", directory("state")),
                 ("GANTRY_RUNTIME_DIR", directory("run")),

@@ -83,7 +83,8 @@ impl Suite {
     pub(crate) fn gateway(&self, name: &str, worker: &str, more: &[&str]) -> Process {
         let (state, run) = (self.state(worker), self.cluster.path(&format!("{worker}-run")));
         let (state, run) = (state.to_str().expect("UTF-8"), run.to_str().expect("UTF-8"));
-        let mut arguments = vec!["--artifact-store", &self.endpoint, "--name", worker];
+        let mut arguments =
+            vec!["--artifact-store", &self.endpoint, "--streamer", &self.endpoint, "--name", worker];
         arguments.extend(["--state-dir", state, "--runtime-dir", run]);
         arguments.extend(more);
         self.process(name, &arguments)

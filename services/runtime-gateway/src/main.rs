@@ -92,6 +92,14 @@ fn main() -> ExitCode {
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
+    // A compose file has a place for the worker that there may be.
+    let is_empty = |name| std::env::var_os(name).is_some_and(|value| value.is_empty());
+    if std::env::args_os().len() == 1 && is_empty("GANTRY_GARDEN") && is_empty("GANTRY_BAGGAGECLAIM") {
+        eprintln!(
+            "runtime-gateway: GANTRY_GARDEN and GANTRY_BAGGAGECLAIM name no worker: there is nothing to attend"
+        );
+        return ExitCode::SUCCESS;
+    }
     server::run::<Arguments>()
 }
 
@@ -113,7 +121,9 @@ impl server::Program for Arguments {
         Ok(())
     }
 
-    async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
+    async fn start(mut self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
+        // A list that is empty in the environment has one empty tag.
+        self.tags.retain(|tag| !tag.is_empty());
         if self.door {
             return runtime_gateway::start_door(&self.scheduler, starting.token.as_deref(), host);
         }
