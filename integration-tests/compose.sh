@@ -17,6 +17,8 @@ fi
 export COMPOSE
 export COMPOSE_PROJECT_NAME=gantry-it-$$
 export GANTRY_IMAGES=gantry-it
+# So that a second job goes to another worker.
+export WORKER_MAX_TASKS=1
 work=$(mktemp -d)
 engine=
 say() { echo "compose: $*"; }
@@ -118,15 +120,15 @@ until_true "two workers" 60 workers 2
 main_job "on a new cluster"
 
 # The output of one worker is the input on the other: while the worker that has it is busy, the second job goes elsewhere.
-placed_on() { jq -r 'select(.event == "placed") | .worker_name' "$1"; }
-gantry --json run --no-stdin -o made -- sh -c 'head -c 3000000 /dev/urandom > made/bytes; sha256sum < made/bytes > made/sum' 2>"$work/first"
+placed_on() { jq -r 'select(.event == "placed") | .whereabouts.worker_name' "$1"; }
+gantry --json run --no-stdin -o made -- sh -c 'head -c 3000000 /dev/urandom > made/bytes; sha256sum < made/bytes > made/sum' >"$work/first"
 artifact=$(jq -r 'select(.event == "finished") | .outputs[0].artifact_id' "$work/first")
 first=$(placed_on "$work/first")
-gantry --json run -d -i "made=artifact:$artifact" -- sleep 300 2>"$work/blocker"
+gantry --json run -d -i "made=artifact:$artifact" -- sleep 300 >"$work/blocker"
 blocker=$(jq -r 'select(.event == "submitted") | .workload_id' "$work/blocker")
 runs() { [ "$(gantry show workload "$blocker" --json | jq -r .state)" = running ]; }
 until_true "a busy worker" 60 runs
-gantry --json run --no-stdin -i "made=artifact:$artifact" -- sh -c 'sha256sum < made/bytes | cmp - made/sum' 2>"$work/second"
+gantry --json run --no-stdin -i "made=artifact:$artifact" -- sh -c 'sha256sum < made/bytes | cmp - made/sum' >"$work/second"
 second=$(placed_on "$work/second")
 gantry cancel --grace 0s "$blocker" >/dev/null
 [ "$first" != "$second" ] || {
