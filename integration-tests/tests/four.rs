@@ -194,7 +194,7 @@ fn settings_are_checked_before_anything_is_done() {
         ("streamer", vec!["--scheduler", "http://s:1", "--artifact-store", "http://a:1"]),
         (
             "runtime-gateway",
-            vec!["--scheduler", "http://s:1", "--artifact-store", "http://a:1", "--name", "w"],
+            vec!["--scheduler", "http://s:1", "--artifact-store", "http://a:1", "--streamer", "http://t:1"],
         ),
     ];
     for (name, needed) in needed {
