@@ -265,7 +265,7 @@ func (c *client) attachOnce(ctx context.Context, at *scheduler.Whereabouts, outp
 	if err != nil {
 		return nil, false, err
 	}
-	resume := &runtime.Resume{Team: c.team, ProcessId: at.AttemptId, StdoutOffset: uint64(len(output))}
+	resume := &runtime.Resume{Team: c.team, WorkerId: at.WorkerId, ProcessId: at.AttemptId, StdoutOffset: uint64(len(output))}
 	if err := call.Send(&runtime.AttachRequest{Message: &runtime.AttachRequest_Resume{Resume: resume}}); err != nil {
 		return nil, false, err
 	}

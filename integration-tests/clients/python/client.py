@@ -126,7 +126,10 @@ class Client:
             with self.gateway(whereabouts.gateway_endpoint) as channel:
                 requests = queue.SimpleQueue()
                 resume = containers_pb2.Resume(
-                    team=TEAM, process_id=whereabouts.attempt_id, stdout_offset=len(output)
+                    team=TEAM,
+                    worker_id=whereabouts.worker_id,
+                    process_id=whereabouts.attempt_id,
+                    stdout_offset=len(output),
                 )
                 requests.put(containers_pb2.AttachRequest(resume=resume))
                 for said in containers_pb2_grpc.ContainersStub(channel).Attach(

@@ -212,6 +212,7 @@ impl Client {
             let resume = Resume {
                 team: self.team.clone(),
                 process_id: at.attempt_id.clone(),
+                worker_id: at.worker_id.clone(),
                 stdout_offset: output.len() as u64,
                 stderr_offset: 0,
             };
@@ -304,6 +305,7 @@ fn name(event: &Event) -> &'static str {
     match event {
         Event::Queued(_) => "queued",
         Event::Placed(_) => "placed",
+        Event::Materializing(_) => "materializing",
         Event::Preparing(_) => "preparing",
         Event::Running(_) => "running",
         Event::Publishing(_) => "publishing",

@@ -168,7 +168,7 @@ async function watch<Case extends NonNullable<WatchResponse["event"]["case"]>>(
 
 // docs:attach
 /** All of standard output, over a connection that breaks once. */
-async function attach({ gatewayEndpoint, attemptId }: Whereabouts) {
+async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
   const parts: Uint8Array[] = [];
   let [received, connections, done] = [0, 0, false];
   while (!done) {
@@ -176,7 +176,7 @@ async function attach({ gatewayEndpoint, attemptId }: Whereabouts) {
     const { connection, transport } = gateway(gatewayEndpoint);
     const broken = new AbortController();
     const requests = createWritableIterable<MessageInitShape<typeof AttachRequestSchema>>();
-    const resume = { team, processId: attemptId, stdoutOffset: BigInt(received) };
+    const resume = { team, workerId, processId: attemptId, stdoutOffset: BigInt(received) };
     // What cannot be sent is heard of where answers are read.
     const say = (message: MessageInitShape<typeof AttachRequestSchema>["message"]) =>
       requests.write({ message }).catch(() => undefined);

@@ -247,7 +247,8 @@ public final class Client implements AutoCloseable {
       ManagedChannel channel = gateway(whereabouts.getGatewayEndpoint());
       var reader = new Reader(output, connections == 1 ? BREAK_AFTER : Integer.MAX_VALUE);
       var requests = ContainersGrpc.newStub(channel).attach(reader);
-      var resume = Resume.newBuilder().setTeam(team).setProcessId(whereabouts.getAttemptId()).setStdoutOffset(output.size());
+      var resume = Resume.newBuilder().setTeam(team).setWorkerId(whereabouts.getWorkerId())
+          .setProcessId(whereabouts.getAttemptId()).setStdoutOffset(output.size());
       requests.onNext(AttachRequest.newBuilder().setResume(resume).build());
       boolean done = reader.done.get();
       channel.shutdownNow().awaitTermination(5, TimeUnit.SECONDS); // Breaks the connection.
