@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Measures what docs/performance.md says, and writes it. Needs root.
+# Measures what docs/performance.md says, and writes it: all of it, or the sections that are named. Needs root.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --locked --workspace --bins
 cargo build --release --locked -p runtime-gateway --example direct
+cargo build --release --locked -p gantry-testing --example garden_worker
+cargo build --release --locked -p gantry-concourse --example bare
 if ! command -v runc >/dev/null 2>&1; then
     apt-get install -y -qq --no-install-recommends runc >/dev/null || echo "runc cannot be installed" >&2
 fi
-exec python3 integration-tests/bench.py "$@"
+exec python3 -B integration-tests/bench "$@"
