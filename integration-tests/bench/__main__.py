@@ -21,8 +21,8 @@ DISK = "/var/tmp"
 FILE = ROOT / "docs/performance.md"
 HEAD = """# Performance
 
-Measured by `make bench`; each section says where, and under what load. Medians; ratios are of medians of the same run, to the first
-figure above that has none.
+Measured by `make bench`, or some sections of it by `integration-tests/bench.sh SECTION…`; each says where, and under what load.
+Medians; ratios are of medians of the same run.
 
 A file that was modified within the last two seconds is never trusted to be unchanged. The trees are older; an unchanged transfer is
 the next command after the first one, and sends the manifest, or its digest, and no content.
