@@ -206,7 +206,7 @@ class ConcourseWorkers:
     def __init__(self, base, *names):
         self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-concourse-", dir=base))
         env = {"PATH": os.environ["PATH"], "TMPDIR": str(self.home)}
-        command = [str(RELEASE / "examples/garden_worker"), *names]
+        command = [str(RELEASE / "garden_worker"), *names]
         self.child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.workers = json.loads(self.child.stdout.readline())
 

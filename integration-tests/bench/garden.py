@@ -20,7 +20,7 @@ def bench_garden(base, rounds, runs):
         timed(run, 5)
         worker = concourse.workers[0]
         volumes = worker["baggageclaim_url"].removeprefix("http://")
-        bare = [str(RELEASE / "examples/bare"), worker["addr"], volumes, str(work / "image"), str(runs)]
+        bare = [str(RELEASE / "bare_garden"), worker["addr"], volumes, str(work / "image"), str(runs)]
         for _ in range(rounds):
             lines = subprocess.run(bare, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
             for figures, column in ((ended, 0), (destroyed, 1)):

@@ -6,8 +6,8 @@
 use std::io::Write;
 use std::time::Instant;
 
-use gantry_concourse::baggageclaim::{self, Handle, Strategy, Timeouts, VolumeRequest};
-use gantry_concourse::garden::{self, ContainerSpec, IpRange, NetOutRule, ProcessSpec, Settings};
+use concourse::baggageclaim::{self, Handle, Strategy, Timeouts, VolumeRequest};
+use concourse::garden::{self, ContainerSpec, IpRange, NetOutRule, ProcessSpec, Settings};
 
 type Error = Box<dyn std::error::Error>;
 
@@ -15,7 +15,7 @@ type Error = Box<dyn std::error::Error>;
 async fn main() -> Result<(), Error> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let [garden, baggageclaim, image, runs] = &arguments[..] else {
-        return Err("usage: bare GARDEN BAGGAGECLAIM IMAGE RUNS".into());
+        return Err("usage: bare_garden GARDEN BAGGAGECLAIM IMAGE RUNS".into());
     };
     let containers = garden::Client::new(garden, Settings::default());
     let volumes = baggageclaim::Client::new(baggageclaim, Timeouts::default());

@@ -5,8 +5,8 @@
 
 use std::io::{BufRead, Write};
 
-use gantry_testing::baggageclaim::{self, Driver};
-use gantry_testing::garden::{self, Manner};
+use testing::baggageclaim::{self, Driver};
+use testing::garden::{self, Manner};
 
 #[tokio::main]
 async fn main() -> std::io::Result<()> {
