@@ -49,7 +49,7 @@ def written():
     if not FILE.exists():
         return {}
     parts = re.split(r"^<!-- (\w+) -->\n", FILE.read_text(), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2]))
+    return {name: text.strip() + "\n" for name, text in zip(parts[1::2], parts[2::2])}
 
 
 def main():
