@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures what docs/performance.md says, and writes it. Needs root.
+# Measures what docs/performance.md says, and writes it: all of it, or the sections that are named. Needs root.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --locked --workspace --bins
@@ -7,4 +7,4 @@ cargo build --release --locked -p runtime-gateway --example direct
 if ! command -v runc >/dev/null 2>&1; then
     apt-get install -y -qq --no-install-recommends runc >/dev/null || echo "runc cannot be installed" >&2
 fi
-exec python3 integration-tests/bench.py "$@"
+exec python3 -B integration-tests/bench "$@"

@@ -1,0 +1,82 @@
+"""Measures against plain tools, and writes docs/performance.md: all of it, or the sections that are named.
+
+Every figure is a median with its minimum and maximum; ratios are of medians of the same run. `--quick` measures less and writes nothing.
+"""
+
+import os
+import re
+import signal
+import sys
+
+from clusters import ROOT
+from compose import bench_compose
+from garden import bench_garden
+from measure import machine
+from output import bench_output
+from processes import bench_processes
+from start import bench_start
+from transfers import bench_transfers
+from trees import bench_trees
+
+DISK = "/var/tmp"
+FILE = ROOT / "docs/performance.md"
+HEAD = """# Performance
+
+Measured by `make bench`, or some sections of it by `integration-tests/bench.sh SECTION…`; each says where, and under what load.
+Medians; ratios are of medians of the same run.
+
+A file that was modified within the last two seconds is never trusted to be unchanged. The trees are older; an unchanged transfer is
+the next command after the first one, and sends the manifest, or its digest, and no content.
+"""
+
+
+def sections(quick):
+    """What there is to measure, in the order in which it stands in the file."""
+    runs = 5 if quick else 21
+    few = 2 if quick else 5
+    return {
+        "start": lambda: bench_start(DISK, runs),
+        "processes": lambda: bench_processes(DISK, 5 if quick else 60),
+        "garden": lambda: bench_garden(DISK, 2 if quick else 8, 5 if quick else 10),
+        "trees": lambda: bench_trees(DISK, few),
+        "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
+        "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
+        "compose": bench_compose,
+    }
+
+
+def written():
+    """The sections of the file by name: each begins with a comment that names it."""
+    if not FILE.exists():
+        return {}
+    parts = re.split(r"^<!-- (\w+) -->\n", FILE.read_text(), flags=re.MULTILINE)
+    return {name: text.strip() + "\n" for name, text in zip(parts[1::2], parts[2::2])}
+
+
+def main():
+    if os.geteuid() != 0:
+        sys.exit("make bench runs containers: it needs root")
+    # Whoever ends us has everything cleared away, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    quick = "--quick" in sys.argv
+    all_of_them = sections(quick)
+    named = [name for name in sys.argv[1:] if not name.startswith("--")]
+    if unknown := set(named) - set(all_of_them):
+        sys.exit(f"no such section: {', '.join(unknown)}. There are {', '.join(all_of_them)}")
+    for name, measure in all_of_them.items():
+        if named and name not in named or f"--skip-{name}" in sys.argv:
+            continue
+        before = machine()
+        measured = measure()
+        if quick or not measured:
+            continue
+        title, *lines = measured
+        # The others may have changed meanwhile: another run may measure them.
+        text = written()
+        text[name] = "\n".join([title, "", before, *lines]).strip() + "\n"
+        parts = [f"<!-- {name} -->\n{text[name]}" for name in all_of_them if name in text]
+        FILE.write_text("\n".join([HEAD, *parts]))
+        print(f"written to {FILE.relative_to(ROOT)}: {name}", flush=True)
+
+
+main()

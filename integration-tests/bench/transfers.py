@@ -1,0 +1,65 @@
+"""Trees from worker to worker."""
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+from clusters import ConcourseWorkers, Processes, make_image
+from measure import row, table, timed
+from trees import make_tree
+
+PAIRS = {"host → host": ("a", "b"), "host → Garden": ("a", "g"), "Garden → Garden": ("g", "h")}
+GARDEN = ("g", "h")
+
+
+def transfer(base, work, source, target):
+    """Milliseconds of a run on `target` that needs a tree which only `source` has, less those of the same run again."""
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(Processes(base))
+        concourse = stack.enter_context(ConcourseWorkers(base, *GARDEN))
+        settings = lambda name: concourse.settings(name) if name in GARDEN else {}
+        upload = lambda path: processes.run("upload", "-q", str(path), stdout=subprocess.PIPE).stdout.decode().strip()
+        # While there is one worker, an upload goes there.
+        processes.gateway(source, settings(source))
+        tree, image = upload(work / "tree"), upload(work / "image")
+        processes.gateway(target, settings(target))
+        command = ["run", "-q", "--tag", target, "--image", f"artifact:{image}", "--no-stdin"]
+        program = ["--", "/bin/true"]
+        # The image goes first.
+        processes.run(*command, *program)
+        moved = lambda: processes.run(*command, "-i", f"in=artifact:{tree}:ro", *program)
+        [first, again] = timed(moved, 2)
+        return first - again
+
+
+def bench_place(name, base, runs):
+    work = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-transfer-", dir=base))
+    make_tree(work / "tree", 10_000, 107_374)
+    make_image(work / "image")
+    copy = work / "copy"
+    tar = f"mkdir {copy} && tar -C {work}/tree -c . | tar -C {copy} -x"
+    clear = lambda: shutil.rmtree(copy, ignore_errors=True)
+    reference = timed(lambda: subprocess.run(["sh", "-c", tar], check=True), runs + 1, clear)[1:]
+    clear()
+    lines = [row(f"{name}: `tar c \\| tar x`", reference)]
+    for pair, (source, target) in PAIRS.items():
+        figures = [transfer(base, work, source, target) for _ in range(runs)]
+        lines.append(row(f"{name}: {pair}", figures, reference))
+    shutil.rmtree(work)
+    return lines
+
+
+def bench_transfers(disk, runs):
+    lines = []
+    for name, base in (("/dev/shm", "/dev/shm"), ("disk", disk)):
+        lines += bench_place(name, base, runs)
+    text = [
+        "A run on one worker whose input only the other has, less the same run again, which finds it there. Both workers are on this",
+        "machine, each with a gateway of its own, and the loopback is between them. The Garden and Baggageclaim servers are those of the",
+        "tests, which hold archives in memory and copy where a real worker makes a layer. That copy is in both runs: where the disk takes",
+        "its time with it, the difference says little, and may even be below zero.",
+        "",
+    ]
+    return [*table("Worker to worker: 1 GiB in 10,000 files, half of it compressible", lines), *text]

@@ -1,0 +1,39 @@
+//! Serves as a Concourse worker until its standard input ends. For `make bench`.
+//!
+//! It prints, in one line, what such workers say when they register: one for each NAME, with that name as its tag. To each line of its
+//! input it answers with one of JSON: the requests so far.
+
+use std::io::{BufRead, Write};
+
+use testing::baggageclaim::{self, Driver};
+use testing::garden::{self, Manner};
+
+#[tokio::main]
+async fn main() -> std::io::Result<()> {
+    let mut workers = Vec::new();
+    for name in std::env::args().skip(1) {
+        let containers = garden::Server::start(Manner::Containerd);
+        workers.push((name, containers, baggageclaim::Server::start(Driver::Overlay).await));
+    }
+    let registered = workers.iter().map(|(name, containers, volumes)| {
+        serde_json::json!({
+            "name": name, "addr": containers.address(), "baggageclaim_url": format!("http://{}", volumes.address()),
+            "platform": "linux", "tags": [name], "team": "", "resource_types": null, "start_time": 1,
+        })
+    });
+    let mut answers = std::io::stdout();
+    writeln!(answers, "{}", serde_json::Value::from_iter(registered))?;
+    tokio::task::spawn_blocking(move || {
+        for line in std::io::stdin().lock().lines() {
+            line?;
+            let requests = workers.iter().flat_map(|(_, containers, volumes)| {
+                let containers = containers.requests().into_iter().map(|request| format!("garden {request}"));
+                let volumes = volumes.requests().into_iter().map(|request| format!("baggageclaim {request}"));
+                containers.chain(volumes)
+            });
+            writeln!(answers, "{}", serde_json::Value::from_iter(requests))?;
+        }
+        Ok(())
+    })
+    .await?
+}
