@@ -40,6 +40,7 @@ impl Suite {
         let file = cluster.path("workers.json").display().to_string();
         cluster.set("GANTRY_WORKERS_FILE", &file);
         make_image(&cluster.path("image"));
+        attended(&cluster);
         let id = String::from_utf8(cluster.succeed(["upload", "image"])).expect("an id");
         let image = format!("artifact:{}", id.trim());
         Self { cluster, garden, volumes, _tokio: tokio, image }
@@ -54,6 +55,17 @@ impl Suite {
     fn read(&self, path: &str) -> String {
         fs::read_to_string(self.cluster.path(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
     }
+}
+
+/// Waits until the Concourse worker has joined the cluster, which starts without it.
+fn attended(cluster: &Cluster) {
+    cluster.succeed(["list", "workers"]);
+    wait_for("the Concourse worker", || {
+        let workers = cluster.list("workers");
+        let joined =
+            |worker: &serde_json::Value| worker["name"] == "concourse" && worker["state"] == "running";
+        workers.iter().any(joined).then_some(())
+    });
 }
 
 fn write(path: &Path, contents: &str) {
@@ -169,6 +181,7 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
         cluster.set("GANTRY_WORKERS_FILE", &file);
         make_image(&cluster.path("image"));
         write(&cluster.path("src/a"), "a");
+        attended(&cluster);
         let uploaded = String::from_utf8(cluster.succeed(["upload", "image"])).expect("an id");
         let kept = uploaded.trim();
         let image = format!("artifact:{kept}");
