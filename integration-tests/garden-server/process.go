@@ -19,6 +19,9 @@ type process struct {
 	id      string
 	command *exec.Cmd
 	stdin   io.WriteCloser
+	// Our end of it. Nil: it has none.
+	terminal *os.File
+	pumps    sync.WaitGroup
 
 	lock     sync.Mutex
 	changed  *sync.Cond
@@ -30,9 +33,6 @@ type process struct {
 }
 
 func startProcess(container garden.ContainerSpec, spec garden.ProcessSpec, pio garden.ProcessIO) (*process, error) {
-	if spec.TTY != nil {
-		return nil, errors.New("no terminals")
-	}
 	place, err := findPlace(container, spec)
 	if err != nil {
 		return nil, err
@@ -46,33 +46,14 @@ func startProcess(container garden.ContainerSpec, spec garden.ProcessSpec, pio g
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Cloneflags: syscall.CLONE_NEWNS}
 	p := &process{id: spec.ID, command: command, done: make(chan struct{})}
 	p.changed = sync.NewCond(&p.lock)
-	stdinRead, stdinWrite, err := os.Pipe()
-	if err != nil {
-		return nil, err
-	}
-	outRead, outWrite, err := os.Pipe()
-	if err != nil {
-		return nil, err
-	}
-	errRead, errWrite, err := os.Pipe()
-	if err != nil {
-		return nil, err
-	}
-	command.Stdin, command.Stdout, command.Stderr = stdinRead, outWrite, errWrite
-	err = command.Start()
-	for _, theirs := range []*os.File{stdinRead, outWrite, errWrite} {
-		_ = theirs.Close()
+	if spec.TTY != nil {
+		err = p.startOnTerminal(spec.TTY, pio)
+	} else {
+		err = p.startOnPipes(pio)
 	}
 	if err != nil {
 		return nil, err
 	}
-	p.stdin = stdinWrite
-	p.attach(pio)
-
-	var pumps sync.WaitGroup
-	pumps.Add(2)
-	go p.pump(outRead, func(pio *garden.ProcessIO) io.Writer { return pio.Stdout }, &pumps)
-	go p.pump(errRead, func(pio *garden.ProcessIO) io.Writer { return pio.Stderr }, &pumps)
 	go func() {
 		_ = command.Wait()
 		p.lock.Lock()
@@ -81,7 +62,7 @@ func startProcess(container garden.ContainerSpec, spec garden.ProcessSpec, pio g
 		p.lock.Unlock()
 		// What it left behind may keep its output open: that ends with it.
 		_ = syscall.Kill(-command.Process.Pid, syscall.SIGKILL)
-		pumps.Wait()
+		p.pumps.Wait()
 		state := command.ProcessState.Sys().(syscall.WaitStatus)
 		p.status = state.ExitStatus()
 		if state.Signaled() {
@@ -92,9 +73,68 @@ func startProcess(container garden.ContainerSpec, spec garden.ProcessSpec, pio g
 	return p, nil
 }
 
+func (p *process) startOnPipes(pio garden.ProcessIO) error {
+	stdinRead, stdinWrite, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	outRead, outWrite, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	errRead, errWrite, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	p.command.Stdin, p.command.Stdout, p.command.Stderr = stdinRead, outWrite, errWrite
+	err = p.command.Start()
+	for _, theirs := range []*os.File{stdinRead, outWrite, errWrite} {
+		_ = theirs.Close()
+	}
+	if err != nil {
+		return err
+	}
+	p.stdin = stdinWrite
+	p.attach(pio)
+
+	p.pumps.Add(2)
+	go p.pump(outRead, func(pio *garden.ProcessIO) io.Writer { return pio.Stdout })
+	go p.pump(errRead, func(pio *garden.ProcessIO) io.Writer { return pio.Stderr })
+	return nil
+}
+
+func (p *process) startOnTerminal(tty *garden.TTYSpec, pio garden.ProcessIO) error {
+	ours, theirs, err := openTerminal(tty.WindowSize)
+	if err != nil {
+		return err
+	}
+	input, err := syscall.Dup(int(ours.Fd()))
+	if err != nil {
+		return err
+	}
+	syscall.CloseOnExec(input)
+	p.command.Stdin, p.command.Stdout, p.command.Stderr = theirs, theirs, theirs
+	// A session of its own is a group of its own, too.
+	p.command.SysProcAttr.Setpgid = false
+	p.command.SysProcAttr.Setsid = true
+	p.command.SysProcAttr.Setctty = true
+	err = p.command.Start()
+	_ = theirs.Close()
+	if err != nil {
+		return err
+	}
+	p.stdin = os.NewFile(uintptr(input), "terminal")
+	p.terminal = ours
+	p.attach(pio)
+
+	p.pumps.Add(1)
+	go p.pump(ours, func(pio *garden.ProcessIO) io.Writer { return pio.Stdout })
+	return nil
+}
+
 // Copies output to whoever is attached. While nobody is, it stays in the pipe.
-func (p *process) pump(output *os.File, which func(*garden.ProcessIO) io.Writer, pumps *sync.WaitGroup) {
-	defer pumps.Done()
+func (p *process) pump(output *os.File, which func(*garden.ProcessIO) io.Writer) {
+	defer p.pumps.Done()
 	defer output.Close()
 	part := make([]byte, 32<<10)
 	for {
@@ -156,7 +196,12 @@ func (p *process) Wait() (int, error) {
 	return p.status, nil
 }
 
-func (p *process) SetTTY(garden.TTYSpec) error { return errors.New("no terminals") }
+func (p *process) SetTTY(tty garden.TTYSpec) error {
+	if p.terminal == nil || tty.WindowSize == nil {
+		return errors.New("no terminal")
+	}
+	return resize(p.terminal, tty.WindowSize)
+}
 
 func (p *process) Signal(signal garden.Signal) error {
 	if signal == garden.SignalKill {

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, Read};
 use std::path::Path;
 
+use integration_tests::concourse::{Pair, make_image};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{Manner, Server};
@@ -38,13 +39,8 @@ impl Suite {
         fs::write(cluster.path("workers.json"), worker.to_string()).expect("write");
         let file = cluster.path("workers.json").display().to_string();
         cluster.set("GANTRY_WORKERS_FILE", &file);
-        let root = cluster.path("image/rootfs");
-        // The server of the tests shows this machine's directories in those that are empty.
-        for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
-            fs::create_dir_all(root.join(name)).expect("directories");
-        }
-        fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\n").expect("write");
-        fs::write(cluster.path("image/metadata.json"), r#"{"env": ["OF=the image"]}"#).expect("write");
+        make_image(&cluster.path("image"));
+        attended(&cluster);
         let id = String::from_utf8(cluster.succeed(["upload", "image"])).expect("an id");
         let image = format!("artifact:{}", id.trim());
         Self { cluster, garden, volumes, _tokio: tokio, image }
@@ -59,6 +55,17 @@ impl Suite {
     fn read(&self, path: &str) -> String {
         fs::read_to_string(self.cluster.path(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
     }
+}
+
+/// Waits until the Concourse worker has joined the cluster, which starts without it.
+fn attended(cluster: &Cluster) {
+    cluster.succeed(["list", "workers"]);
+    wait_for("the Concourse worker", || {
+        let workers = cluster.list("workers");
+        let joined =
+            |worker: &serde_json::Value| worker["name"] == "concourse" && worker["state"] == "running";
+        workers.iter().any(joined).then_some(())
+    });
 }
 
 fn write(path: &Path, contents: &str) {
@@ -159,15 +166,52 @@ fn a_run_on_a_concourse_worker_ends_when_it_is_asked_to() {
 }
 
 #[test]
-fn nothing_is_left_on_a_concourse_worker() {
+fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
     if !may_run_containers() {
         return;
     }
-    let mut suite = Suite::new(EVERY[0]);
-    suite.cluster.set("GANTRY_GC_GRACE", "0s");
-    suite.cluster.succeed(["down", "--force"]);
-    let output = suite.cluster.output(suite.job(&["-o", "out=./out"], "echo x > out/x"));
-    assert_eq!(code(&output), 0, "{}", describe(&output));
-    suite.cluster.succeed(["gc"]);
-    wait_for("an empty worker", || suite.garden.handles().is_empty().then_some(()));
+    for (manner, driver) in EVERY {
+        let pair = Pair::start(manner, driver);
+        let mut cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
+        let worker = serde_json::json!([{
+            "name": "concourse", "garden": pair.garden_address(), "baggageclaim": pair.volumes_address(), "tags": ["garden"],
+        }]);
+        fs::write(cluster.path("workers.json"), worker.to_string()).expect("write");
+        let file = cluster.path("workers.json").display().to_string();
+        cluster.set("GANTRY_WORKERS_FILE", &file);
+        make_image(&cluster.path("image"));
+        write(&cluster.path("src/a"), "a");
+        attended(&cluster);
+        let uploaded = String::from_utf8(cluster.succeed(["upload", "image"])).expect("an id");
+        let kept = uploaded.trim();
+        let image = format!("artifact:{kept}");
+        let run =
+            ["run", "--keep", "1s", "--tag", "garden", "--image", &image, "-i", "src=src", "-o", "out=./out"];
+        let job = [&run[..], &["--", "sh", "-c", "cp src/a out/x"]].concat();
+        let done = cluster.output(&job);
+        assert_eq!(code(&done), 0, "{}", describe(&done));
+        let sidecars = pair.volumes.handles().iter().filter(|handle| handle.ends_with(".manifest")).count();
+        assert!(sidecars > 0, "{:?}", pair.volumes.handles());
+        pair.restart();
+        let done = cluster.output(&job);
+        assert_eq!(code(&done), 0, "{}", describe(&done));
+        assert_eq!(fs::read_to_string(cluster.path("out/x")).expect("the output"), "a");
+        pair.restart();
+        wait_for("an empty worker", || {
+            cluster.succeed(["gc"]);
+            // The image is still wanted, for it was uploaded by itself.
+            let volumes = cluster.list("volumes");
+            let of_image: Vec<_> = volumes
+                .iter()
+                .filter(|volume| volume["artifact_id"] == kept)
+                .filter_map(|volume| volume["volume_handle"].as_str())
+                .collect();
+            let wanted = |handle: &String| {
+                handle == "gantry-marker"
+                    || of_image.contains(&handle.strip_suffix(".manifest").unwrap_or(handle))
+            };
+            let left = pair.volumes.handles();
+            (pair.garden.handles().is_empty() && left.iter().all(wanted) && left.len() == 3).then_some(())
+        });
+    }
 }

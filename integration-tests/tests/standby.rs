@@ -1,6 +1,9 @@
 //! Two gateways with the same state directory: one attends the worker, and the other takes over when that one dies or freezes.
 
 mod processes;
+mod standby {
+    mod concourse;
+}
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Stdio};

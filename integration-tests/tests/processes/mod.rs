@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use integration_tests::{Cluster, describe, gantry_binary, wait_for};
-use runtime::Runtime as _;
+use runtime::{Runtime as _, RuntimeError};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use serde_json::Value;
 use server::{Host, Listener};
@@ -83,8 +83,8 @@ impl Suite {
     pub(crate) fn gateway(&self, name: &str, worker: &str, more: &[&str]) -> Process {
         let (state, run) = (self.state(worker), self.cluster.path(&format!("{worker}-run")));
         let (state, run) = (state.to_str().expect("UTF-8"), run.to_str().expect("UTF-8"));
-        let mut arguments =
-            vec!["--artifact-store", &self.endpoint, "--streamer", &self.endpoint, "--name", worker];
+        let mut arguments = vec!["--artifact-store", &self.endpoint, "--streamer", &self.endpoint];
+        arguments.extend(["--name", worker]);
         arguments.extend(["--state-dir", state, "--runtime-dir", run]);
         arguments.extend(more);
         self.process(name, &arguments)
@@ -130,9 +130,19 @@ impl Suite {
             for container in held.containers {
                 machine.destroy_container(container).await.expect("destroy a container");
             }
-            // The newest first: children go before their parents.
-            for volume in held.volumes.into_iter().rev() {
-                machine.destroy_volume(volume).await.expect("destroy a volume");
+            // Children go before their parents, and whose child is whose is not listed.
+            let mut volumes = held.volumes;
+            while !volumes.is_empty() {
+                let mut parents = Vec::new();
+                for volume in volumes.iter().rev() {
+                    match machine.destroy_volume(*volume).await {
+                        Ok(()) => {}
+                        Err(RuntimeError::HasChildren(_)) => parents.push(*volume),
+                        Err(error) => panic!("destroy a volume: {error:?}"),
+                    }
+                }
+                assert!(parents.len() < volumes.len(), "{parents:?} have children that are not listed");
+                volumes = parents;
             }
         });
     }

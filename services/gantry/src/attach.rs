@@ -196,14 +196,17 @@ async fn receive(
             },
             // The worker was not watched for a while.
             Some(Say::Truncated(truncated)) if truncated.from == truncated.to => {
-                let name =
-                    if truncated.stream == i32::from(Stream::Stderr) { Which::Stderr } else { Which::Stdout }
-                        .name();
+                let (which, sink) = match Stream::try_from(truncated.stream) {
+                    Ok(Stream::Stderr) => (Which::Stderr, &mut *stderr),
+                    _ => (Which::Stdout, &mut *stdout),
+                };
+                let name = which.name();
                 ui.warn(&format!(
                     "some of {name} may be missing here: the connection to its worker was down"
                 ));
                 ui.event("truncated", serde_json::json!({ "stream": name }));
-                Ok(())
+                // Another gateway watches it now, and counts from elsewhere.
+                sink.skip(truncated.from).await.map(|_| ())
             }
             Some(Say::Truncated(truncated)) => match Stream::try_from(truncated.stream) {
                 Ok(Stream::Stderr) => skip(ui, stderr, Which::Stderr, truncated.to).await,

@@ -117,6 +117,20 @@ async fn attach(
     if worker.runtime.team(process).await.map_err(status)? != team {
         return Err(status(RuntimeError::ProcessNotFound(process)));
     }
+    // Where a worker keeps no output, what it told to another gateway is not told to this one, and never comes: so only who surely speaks
+    // for it says anything, and that all was said most of all.
+    let features = &worker.runtime.capabilities().features;
+    let durable = features.iter().any(|feature| feature == "durable-output");
+    let open = worker.session().filter(|_| !durable);
+    let superseded = async {
+        match &open {
+            Some(open) => {
+                worker.superseded(open).await;
+                Err(Status::from(NotAttended { worker: open.worker, endpoint: None }))
+            }
+            None => std::future::pending().await,
+        }
+    };
     let from = Offsets { stdout: resume.stdout_offset, stderr: resume.stderr_offset };
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
@@ -129,6 +143,9 @@ async fn attach(
     let hear = async {
         while let Some(event) = events.next().await {
             let (message, last) = heard(event.map_err(status)?);
+            if open.is_some() {
+                worker.wait_until_alone().await;
+            }
             if answers.send(Ok(pb::AttachResponse { message: Some(message) })).await.is_err() || last {
                 break;
             }
@@ -164,6 +181,9 @@ async fn attach(
         std::future::pending::<Result<(), Status>>().await
     };
     tokio::select! {
+        // First: a turn that came with the end of a session is not used.
+        biased;
+        elsewhere = superseded => elsewhere,
         heard = hear => heard,
         said = say => said,
         fed = feed => fed,

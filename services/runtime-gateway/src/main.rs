@@ -14,7 +14,8 @@ use server::{Host, ListenArgs, Starting};
 /// The runtime gateway of Gantry: attends this machine as a worker, or Concourse workers, or lets callers in as a door.
 ///
 /// Several may be given the same state directory on one machine: one attends it, the others stand by, and one of them takes over when that
-/// one dies or freezes. One that was taken over from ends, with an error.
+/// one dies or freezes. One that was taken over from ends, with an error. Gateways of one Concourse worker stand by for each other in the
+/// same way, each with a state directory of its own.
 #[derive(Debug, Parser)]
 #[command(name = "runtime-gateway", version)]
 struct Arguments {

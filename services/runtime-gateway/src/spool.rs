@@ -36,9 +36,14 @@ pub(crate) struct Marks {
 
 /// Makes an empty spool that holds `limit` bytes.
 pub(crate) fn create(path: &Path, limit: u64) -> io::Result<()> {
+    create_at(path, limit, 0)
+}
+
+/// The same, whose first byte stands at `base`: what was before is not here.
+pub(crate) fn create_at(path: &Path, limit: u64, base: u64) -> io::Result<()> {
     let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     let mut header = [0; 40];
-    for (field, value) in header.chunks_exact_mut(8).zip([MAGIC, 0, 0, limit + PIPE, limit]) {
+    for (field, value) in header.chunks_exact_mut(8).zip([MAGIC, base, base, limit + PIPE, limit]) {
         field.copy_from_slice(&value.to_le_bytes());
     }
     file.write_all_at(&header, 0)

@@ -134,6 +134,14 @@ impl Worker {
         session.wait_for(|now| now.as_ref() != Some(open)).await.ok();
     }
 
+    /// Resolves when somebody else may speak for the worker than did in `open`.
+    pub(crate) async fn superseded(&self, open: &OpenSession) {
+        let mut session = self.session.subscribe();
+        let other = |now: &Option<OpenSession>| now.as_ref().is_none_or(|now| now.session != open.session);
+        // Fails only when the sender is gone, and then nobody waits.
+        session.wait_for(other).await.ok();
+    }
+
     /// The scheduler has heard us, so that it lets nobody else in before `until`.
     pub(crate) fn alone_until(&self, until: Duration) {
         let mut known = self.alone_until.lock().unwrap_or_else(PoisonError::into_inner);

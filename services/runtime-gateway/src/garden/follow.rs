@@ -25,7 +25,8 @@ use crate::locks::held;
 
 use super::containers::Made;
 use super::process::{Known, Line, Phase, Process};
-use super::{Backend, Worker, marks, refusals, volumes};
+use super::reader::{self, Whose};
+use super::{Backend, Worker, marks, process, refusals, volumes};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
@@ -35,6 +36,8 @@ const LOOK: Duration = Duration::from_secs(30);
 const EXPLAIN: Duration = Duration::from_secs(120);
 /// How much more is kept of an output that somebody is meant to read: nothing holds the process back meanwhile.
 const ATTACHED: u64 = 16;
+/// Where the offsets of a process begin that was lost with its container, and that another gateway has read: beyond all others.
+const LOST: u64 = 1 << 62;
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// How it begins.
@@ -150,7 +153,7 @@ impl Worker {
         let (phase, stopped) = (Phase::Intended, false);
         let team = made.team.clone();
         let closed = false;
-        let known = Known { id, container, team, terminal, closed, stopped, phase, spool_bytes };
+        let known = Known { id, container, team, terminal, closed, stopped, phase, spool_bytes, base: 0 };
         let process = self.take_on(known).await?;
         match spec {
             Ok(spec) => self.follow(process, Begin::Run(Box::new(spec), stdin)),
@@ -270,6 +273,9 @@ impl Worker {
             return Err(RuntimeError::ProcessNotFound(id));
         }
         let end = End::unknown(FailureReason::ExitUnknown, "the worker has lost its container");
+        // Who read it last went with the container. Without spools, it was not this gateway.
+        let directory = process::directory(&self.config.state_dir, id);
+        let base = blocking(move || Ok::<_, RuntimeError>(reader::kept(&directory))).await?.unwrap_or(LOST);
         self.take_on(Known {
             id,
             // Nobody can ask about it any more.
@@ -280,6 +286,7 @@ impl Worker {
             stopped: false,
             phase: Phase::Ended(end.into()),
             spool_bytes: self.config.spool_bytes,
+            base,
         })
         .await
     }
@@ -294,6 +301,7 @@ impl Worker {
         let end = properties.get(marks::END).and_then(|end| serde_json::from_str::<End>(end).ok());
         let phase = end.map_or(Phase::Starting, |end| Phase::Ended(end.into()));
         let ended = phase != Phase::Starting;
+        let base = self.base(container, id, properties).await?;
         let process = self
             .take_on(Known {
                 id,
@@ -305,6 +313,7 @@ impl Worker {
                 phase,
                 // It may be one that somebody is meant to read.
                 spool_bytes: self.config.spool_bytes.saturating_mul(ATTACHED),
+                base,
             })
             .await?;
         if ended {
@@ -319,6 +328,29 @@ impl Worker {
             Ok(_) => Ok(process),
             Err(_) => Err(RuntimeError::Other("the worker does not say how a process is".to_owned())),
         }
+    }
+
+    /// Where the offsets of a process begin that an earlier gateway started.
+    async fn base(
+        &self,
+        container: ContainerHandle,
+        id: AttemptId,
+        properties: &BTreeMap<String, String>,
+    ) -> Result<u64, RuntimeError> {
+        let (directory, last) =
+            (process::directory(&self.config.state_dir, id), properties.get(marks::READER));
+        let (looked, last) = (directory.clone(), last.cloned());
+        let next =
+            match blocking(move || Ok::<_, RuntimeError>(reader::whose(&looked, last.as_deref()))).await? {
+                Whose::Ours { base } => return Ok(base),
+                Whose::Next(next) => next,
+            };
+        let set = self.garden.set_property(&container.to_string(), marks::READER, &next.text()).await;
+        set.map_err(|error| refusals::garden("write down who reads", error))?;
+        let base = next.base();
+        let failed = |error| RuntimeError::io("make a place for output", error);
+        blocking(move || next.claim(&directory).map_err(failed)).await?;
+        Ok(base)
     }
 
     fn follow(self: &Arc<Self>, process: Arc<Process>, begin: Begin) {

@@ -46,6 +46,8 @@ pub(super) const CLOSED: &str = "closed";
 pub(super) const TERMINAL: &str = "terminal";
 /// Of a container: its process was started. Proof, not intent.
 pub(super) const STARTED: &str = "gantry.started";
+/// Of a container: who reads what its process says, after who started it; see [`super::reader`].
+pub(super) const READER: &str = "gantry.reader";
 /// Of a container: its process was asked to end.
 pub(super) const STOPPED: &str = "gantry.stopped";
 /// Of a container: how its process ended.

@@ -10,7 +10,7 @@
 //!
 //! What is durable is on the worker, as properties of containers and volumes ([`marks`]): another gateway that is given the same worker
 //! knows everything that this one knew, but the output that this one had read. That is spooled in this gateway's state directory, and what
-//! was written while no gateway was attached is told as gone ([`process`]).
+//! was written while no gateway was attached is told as gone ([`process`]), as is what another gateway has read ([`reader`]).
 //!
 //! Invariants:
 //!
@@ -31,6 +31,7 @@ mod containers;
 mod follow;
 mod marks;
 mod process;
+mod reader;
 mod refusals;
 mod remote;
 mod settings;

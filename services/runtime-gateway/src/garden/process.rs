@@ -8,6 +8,7 @@
 //! ```text
 //! <state directory>/processes/<id>/stdout stderr   spools
 //!                                 /gaps            a line for each gap: which output, and where
+//!                                 /reader          whose they are, see [`super::reader`]
 //! ```
 
 use std::io::{self, Write};
@@ -88,6 +89,8 @@ pub(super) struct Process {
     pub(super) container: ContainerHandle,
     pub(super) team: String,
     dir: PathBuf,
+    /// What comes before was read by another gateway, or by nobody.
+    base: u64,
     pub(super) spools: [Arc<Reader>; 2],
     pub(super) seen: watch::Sender<Seen>,
     pub(super) stdin: Arc<tokio::sync::Mutex<Stdin>>,
@@ -112,12 +115,19 @@ pub(super) struct Known {
     pub(super) phase: Phase,
     /// How much output is kept.
     pub(super) spool_bytes: u64,
+    /// Where its offsets begin.
+    pub(super) base: u64,
+}
+
+/// Where the output of a process is kept.
+pub(super) fn directory(state_dir: &Path, process: AttemptId) -> PathBuf {
+    state_dir.join("processes").join(process.to_string())
 }
 
 impl Process {
     /// Opens its spools, or makes them. Blocks on the disk.
     pub(super) fn open(state_dir: &Path, known: Known) -> Result<Arc<Self>, RuntimeError> {
-        let dir = state_dir.join("processes").join(known.id.to_string());
+        let dir = directory(state_dir, known.id);
         let failed = |error| RuntimeError::io(format!("open {}", dir.display()), error);
         std::fs::create_dir_all(&dir).map_err(failed)?;
         let open = |name: &str| {
@@ -127,8 +137,8 @@ impl Process {
                 Ok((marks, reader)) => Ok((reader, marks.head)),
                 // There is none, or one that was cut short when it was made.
                 Err(_) => {
-                    spool::create(&path, known.spool_bytes)?;
-                    Ok((Reader::open(&path)?, 0))
+                    spool::create_at(&path, known.spool_bytes, known.base)?;
+                    Ok((Reader::open(&path)?, known.base))
                 }
             }
         };
@@ -147,6 +157,7 @@ impl Process {
             terminal: known.terminal,
             stopped: AtomicBool::new(known.stopped),
             kill_at: watch::Sender::new(None),
+            base: known.base,
             dir,
         }))
     }
@@ -341,8 +352,14 @@ impl Events {
     async fn output(&mut self, seen: &Seen) -> Result<Option<ProcessEvent>, RuntimeError> {
         for which in [self.turn, 1 - self.turn] {
             let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
-            let offset = self.at[which];
+            let base = self.process.base;
             let gaps = &seen.gaps[which];
+            if self.at[which] < base {
+                self.at[which] = base;
+                self.told[which] = gaps.iter().take_while(|gap| **gap <= base).count();
+                return Ok(Some(ProcessEvent::Truncated { stream, from: base, to: base }));
+            }
+            let offset = self.at[which];
             while gaps.get(self.told[which]).is_some_and(|gap| *gap < offset) {
                 self.told[which] += 1;
             }

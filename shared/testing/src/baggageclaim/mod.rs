@@ -106,6 +106,11 @@ impl Server {
         self.state.path(handle)
     }
 
+    /// Handles of the volumes that there are.
+    pub fn handles(&self) -> Vec<String> {
+        lock(&self.state.volumes).live.keys().cloned().collect()
+    }
+
     /// Sets what goes wrong from now on.
     pub fn set_faults(&self, faults: Faults) {
         *lock(&self.state.faults) = faults;

@@ -15,6 +15,7 @@ mod output;
 mod processes;
 pub mod programs;
 mod signals;
+mod terminals;
 mod trees;
 mod volumes;
 
@@ -51,6 +52,7 @@ pub use processes::{
 pub use signals::{
     a_stop_is_never_lost, processes_out_of_contact_end, term_ends_a_plain_program, the_stubborn_are_killed,
 };
+pub use terminals::terminals_have_a_size_that_changes;
 pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
     a_child_of_nothing_is_refused, children_leave_their_parents_alone, children_lose_what_their_parents_keep,
@@ -354,7 +356,7 @@ macro_rules! runtime_conformance {
             the_stubborn_are_killed a_stop_is_never_lost processes_out_of_contact_end
             output_is_read_from_any_offset unread_output_holds_a_process_back spooled_output_keeps_the_end
             detaching_lets_a_process_go_on readers_and_waiters_come_and_go input_is_taken_once
-            input_that_is_not_read_waits
+            input_that_is_not_read_waits terminals_have_a_size_that_changes
         }
     };
     (@each ($subject:expr) $($name:ident)*) => {$(

@@ -1,0 +1,166 @@
+//! Concourse workers for tests: servers that speak as theirs do, each at an address that outlives it.
+
+use std::fs;
+use std::io;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use testing::baggageclaim::{self, Driver};
+use testing::garden::{Manner, Server};
+
+/// A Garden and a Baggageclaim server. Both are reached through addresses that stay when they are restarted or replaced.
+pub struct Pair {
+    /// What runs in containers.
+    pub garden: Server,
+    /// What is in volumes.
+    pub volumes: baggageclaim::Server,
+    manner: Manner,
+    driver: Driver,
+    fronts: [Front; 2],
+    tokio: tokio::runtime::Runtime,
+}
+
+impl Pair {
+    /// Starts both.
+    #[must_use]
+    pub fn start(manner: Manner, driver: Driver) -> Self {
+        let tokio = tokio::runtime::Runtime::new().expect("a tokio runtime");
+        let garden = Server::start(manner);
+        let volumes = tokio.block_on(baggageclaim::Server::start(driver));
+        let fronts = [Front::start(garden.address()), Front::start(volumes.address().to_string())];
+        Self { garden, volumes, manner, driver, fronts, tokio }
+    }
+
+    /// Where the Garden server is reached.
+    #[must_use]
+    pub fn garden_address(&self) -> String {
+        self.fronts[0].address.clone()
+    }
+
+    /// Where the Baggageclaim server is reached.
+    #[must_use]
+    pub fn volumes_address(&self) -> String {
+        self.fronts[1].address.clone()
+    }
+
+    /// Breaks every connection, as when both servers are started again over what they hold, and has Baggageclaim forget what was being made.
+    pub fn restart(&self) {
+        self.volumes.restart();
+        self.fronts.iter().for_each(Front::cut);
+    }
+
+    /// Puts servers with nothing in them in the place of these.
+    pub fn replace(&mut self) {
+        self.volumes = self.tokio.block_on(baggageclaim::Server::start(self.driver));
+        self.garden = Server::start(self.manner);
+        self.fronts[0].lead_to(self.garden.address());
+        self.fronts[1].lead_to(self.volumes.address().to_string());
+    }
+
+    /// How many processes it was asked to run.
+    #[must_use]
+    pub fn runs(&self) -> usize {
+        let ran = |line: &&String| line.starts_with("POST ") && line.ends_with("/processes");
+        self.garden.requests().iter().filter(ran).count()
+    }
+
+    /// Makes `/tmp/NAME` in every container that runs.
+    pub fn touch(&self, name: &str) {
+        for volume in self.volumes.handles() {
+            let tmp = self.volumes.path(&volume).join("rootfs/tmp");
+            if tmp.is_dir() {
+                fs::write(tmp.join(name), "").expect("write");
+            }
+        }
+    }
+}
+
+/// Makes a directory that is an image: the Garden server of the tests shows this machine's directories in those that are empty.
+pub fn make_image(path: &Path) {
+    let root = path.join("rootfs");
+    for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
+        fs::create_dir_all(root.join(name)).expect("directories");
+    }
+    fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\n").expect("write");
+    fs::write(path.join("metadata.json"), r#"{"env": ["OF=the image"]}"#).expect("write");
+}
+
+/// An address that leads to a server, and to another one later.
+struct Front {
+    address: String,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    leads_to: Mutex<String>,
+    sockets: Mutex<Vec<Arc<TcpStream>>>,
+    stopping: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Front {
+    fn start(leads_to: String) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address").to_string();
+        let shared = Arc::new(Shared {
+            leads_to: Mutex::new(leads_to),
+            sockets: Mutex::default(),
+            stopping: AtomicBool::new(false),
+        });
+        let accepting = Arc::clone(&shared);
+        std::thread::spawn(move || {
+            for socket in listener.incoming().flatten() {
+                if accepting.stopping.load(Ordering::SeqCst) {
+                    return;
+                }
+                accepting.connect(socket);
+            }
+        });
+        Self { address, shared }
+    }
+
+    fn cut(&self) {
+        for socket in lock(&self.shared.sockets).drain(..) {
+            // One that is closed already is as good.
+            socket.shutdown(Shutdown::Both).ok();
+        }
+    }
+
+    fn lead_to(&self, address: String) {
+        *lock(&self.shared.leads_to) = address;
+        self.cut();
+    }
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        self.shared.stopping.store(true, Ordering::SeqCst);
+        self.cut();
+        // Wakes the one that accepts.
+        TcpStream::connect(&self.address).ok();
+    }
+}
+
+impl Shared {
+    fn connect(&self, near: TcpStream) {
+        let Ok(far) = TcpStream::connect(&*lock(&self.leads_to)) else { return };
+        let (near, far) = (Arc::new(near), Arc::new(far));
+        let mut sockets = lock(&self.sockets);
+        // Only those that nobody copies any more.
+        sockets.retain(|socket| Arc::strong_count(socket) > 1);
+        for (from, to) in [(&near, &far), (&far, &near)] {
+            from.set_nodelay(true).ok();
+            sockets.push(Arc::clone(from));
+            let (from, to) = (Arc::clone(from), Arc::clone(to));
+            std::thread::spawn(move || {
+                io::copy(&mut &*from, &mut &*to).ok();
+                to.shutdown(Shutdown::Write).ok();
+            });
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Host workers and Concourse workers in one cluster: what one of them made is an input on the other, and stays what it is.
+
+mod processes;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use integration_tests::concourse::{Pair, make_image};
+use integration_tests::{describe, may_run_containers, tree, wait_for};
+use serde_json::Value;
+use testing::baggageclaim::Driver;
+use testing::garden::Manner;
+
+use processes::{Process, Suite, directory};
+
+/// Copies everything, as it is.
+const COPY: &str = "cp -a in/. made/";
+
+/// Services, and the workers that were started so far, each with a gateway of its own and a tag of its name.
+struct Scene {
+    // Before the directories that they are in.
+    gateways: Vec<(&'static str, Process)>,
+    suite: Suite,
+    pairs: Vec<Pair>,
+}
+
+impl Scene {
+    fn start() -> Self {
+        Self { gateways: Vec::new(), suite: Suite::start(), pairs: Vec::new() }
+    }
+
+    /// One more worker. Without a tag, it takes what is uploaded.
+    fn attend(&mut self, worker: &'static str, more: &[&str]) {
+        let gateway = self.suite.gateway(worker, worker, more);
+        self.suite.attended(worker, &gateway);
+        self.gateways.push((worker, gateway));
+    }
+
+    fn host(&mut self, worker: &'static str) {
+        self.attend(worker, &["--tag", worker]);
+    }
+
+    fn concourse(&mut self, worker: &'static str, (manner, driver): (Manner, Driver)) {
+        let pair = Pair::start(manner, driver);
+        let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
+        self.pairs.push(pair);
+        self.attend(worker, &["--tag", worker, "--garden", &garden, "--baggageclaim", &volumes]);
+    }
+
+    /// Kills the gateway of a worker, so that nothing comes from there any more.
+    fn kill(&mut self, worker: &str) {
+        self.gateways.retain(|(name, _)| *name != worker);
+        wait_for("the silence of a worker", || {
+            let shown = self.suite.succeed(&["show", "worker", worker, "--json"]);
+            let shown: Value = serde_json::from_slice(shown.trim_ascii()).expect("JSON");
+            (shown["state"] != "running").then_some(())
+        });
+    }
+
+    fn upload(&self, path: &Path) -> String {
+        let said = self.suite.succeed(&["upload", path.to_str().expect("UTF-8")]);
+        format!("artifact:{}", String::from_utf8(said).expect("an id").trim())
+    }
+
+    /// Runs `script` on a worker with `artifact` as its input `in`. Answers its output `made`, and what it said.
+    fn run(&self, worker: &str, image: &str, artifact: &str, script: &str) -> String {
+        let input = format!("in={artifact}");
+        let run = ["run", "--json", "--tag", worker, "--image", image, "-i", &input, "-o", "made"];
+        let output = self.suite.gantry(&[&run[..], &["--", "sh", "-c", script]].concat()).output();
+        let output = output.expect("gantry runs");
+        assert!(output.status.success(), "{worker}: {}", describe(&output));
+        let last = output.stdout.trim_ascii().rsplit(|byte| *byte == b'\n').next().unwrap_or_default();
+        let last: Value = serde_json::from_slice(last).expect("JSON");
+        let id = last["outputs"][0]["artifact_id"].as_str();
+        format!("artifact:{}", id.unwrap_or_else(|| panic!("no output in {last}")))
+    }
+
+    /// Brings an artifact into a new directory.
+    fn download(&self, artifact: &str, into: &str) -> PathBuf {
+        let path = self.suite.cluster.path(into);
+        let id = artifact.strip_prefix("artifact:").expect("an artifact");
+        self.suite.succeed(&["download", id, path.to_str().expect("UTF-8")]);
+        path
+    }
+
+    /// Destroys what the host workers hold.
+    fn end(self, hosts: &[&str]) {
+        drop(self.gateways);
+        hosts.iter().for_each(|host| self.suite.clean(host));
+    }
+}
+
+#[test]
+fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut scene = Scene::start();
+    let path = |name: &str| scene.suite.cluster.path(name);
+    let (data, image) = (path("data"), path("image"));
+    tree::make_difficult(&data);
+    make_image(&image);
+
+    // All of it is on the host worker, for there is no other.
+    scene.host("host");
+    let (data_there, image) = (scene.upload(&data), scene.upload(&image));
+    let by_host = scene.run("host", "host", &data_there, COPY);
+    tree::assert_same(&data, &scene.download(&by_host, "by-host"));
+
+    scene.concourse("overlay", (Manner::Containerd, Driver::Overlay));
+    scene.concourse("naive", (Manner::Guardian, Driver::Naive));
+    // A process there finds what tar makes of it, and so is what it makes.
+    let by_overlay = scene.run("overlay", &image, &by_host, COPY);
+    let first = scene.download(&by_overlay, "by-overlay");
+    tree::assert_same_through_tar(&data, &first);
+    // From there on nothing is lost, in either direction and between two of them.
+    let back = scene.run("host", "host", &by_overlay, COPY);
+    tree::assert_same_through_tar(&first, &scene.download(&back, "back"));
+    let by_naive = scene.run("naive", &image, &by_overlay, COPY);
+    tree::assert_same_through_tar(&first, &scene.download(&by_naive, "by-naive"));
+    let again = scene.run("host", "host", &by_naive, COPY);
+    tree::assert_same_through_tar(&first, &scene.download(&again, "again"));
+    let runs: Vec<_> = scene.pairs.iter().map(Pair::runs).collect();
+    assert_eq!(runs, [1, 1], "each ran where it was meant to, once");
+
+    // What was copied to a Concourse worker is as it was, parts of seconds and holes included, though its maker is gone.
+    scene.kill("host");
+    tree::assert_same(&data, &scene.download(&by_host, "kept"));
+    scene.end(&["host"]);
+}
+
+#[test]
+fn an_image_is_one_wherever_it_was_uploaded() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut scene = Scene::start();
+    let (image, data) = (scene.suite.cluster.path("image"), scene.suite.cluster.path("data"));
+    make_image(&image);
+    directory(&data, "file", "kept\n");
+
+    scene.concourse("concourse", (Manner::Containerd, Driver::Overlay));
+    let (by_concourse, data) = (scene.upload(&image), scene.upload(&data));
+    scene.host("host");
+    let script = r#"printf '%s\n' "$OF" > made/of; cat in/file > made/file; test -d /etc && cat /etc/passwd > made/passwd"#;
+    let made = scene.run("concourse", &by_concourse, &data, script);
+    let made = scene.download(&made, "made");
+    let read = |name: &str| fs::read_to_string(made.join(name)).expect("it was made");
+    assert_eq!((&*read("of"), &*read("file")), ("the image\n", "kept\n"));
+    assert_eq!(read("passwd"), "root:x:0:0::/root:/bin/sh\n");
+
+    // On the host its directories stay empty: what there is is read by a program that brings all that it needs.
+    let cat =
+        scene.suite.gantry(&["run", "--tag", "host", "--image", &by_concourse, "--", "/bin/sh"]).output();
+    let cat = cat.expect("gantry runs");
+    assert_eq!(
+        cat.status.code(),
+        Some(127),
+        "its root is the image, in which no program is: {}",
+        describe(&cat)
+    );
+    scene.end(&["host"]);
+}
