@@ -1,6 +1,7 @@
 //! The suite as its users meet it: the `gantry` binary, a cluster of its own for each test, and what is on the machine afterwards.
 
 pub mod concourse;
+pub mod machines;
 pub mod snapshot;
 pub mod suite;
 pub mod tree;

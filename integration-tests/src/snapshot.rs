@@ -31,8 +31,7 @@ impl Snapshot {
         let mounts = fs::read_to_string(table).expect("mountinfo");
         let mounts =
             mounts.lines().map(|line| line.split(' ').skip(2).collect::<Vec<_>>().join(" ")).collect();
-        let mut cgroups = BTreeSet::new();
-        directories(Path::new("/sys/fs/cgroup"), &mut cgroups);
+        let cgroups = cgroups();
         let mut files = BTreeSet::new();
         all_files(&cluster.state(), &cluster.state(), &mut files);
         let mut rows = BTreeSet::new();
@@ -59,6 +58,14 @@ impl Snapshot {
         };
         sets.into_iter().flat_map(difference).collect()
     }
+}
+
+/// Control groups of every hierarchy.
+#[must_use]
+pub fn cgroups() -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    directories(Path::new("/sys/fs/cgroup"), &mut found);
+    found
 }
 
 fn directories(root: &Path, found: &mut BTreeSet<String>) {

@@ -14,6 +14,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 use testing::databases::Server;
 
+use crate::machines::Machines;
 use crate::{describe, gantry_binary, send, snapshot, wait_for};
 
 const TOKEN: &str = "the-token-of-the-suite";
@@ -29,11 +30,13 @@ pub struct Shape {
     pub streamers: usize,
     /// `runtime-gateway-0`, …, each with a host worker of its own: `worker-0`, …
     pub gateways: usize,
+    /// `door-0`, …, through which callers go when there is one.
+    pub doors: usize,
 }
 
 impl Shape {
-    /// One of each.
-    pub const ONE: Self = Self { schedulers: 1, stores: 1, streamers: 1, gateways: 1 };
+    /// One of each, and no door.
+    pub const ONE: Self = Self { schedulers: 1, stores: 1, streamers: 1, gateways: 1, doors: 0 };
 }
 
 /// A cluster of processes. Everything of it is gone when this is dropped.
@@ -42,6 +45,8 @@ pub struct Suite {
     /// Where scheduler and store keep their rows.
     pub postgres: Server,
     services: BTreeMap<String, Service>,
+    /// Where the gateways run, if not here.
+    machines: Option<Machines>,
 }
 
 /// One process.
@@ -50,6 +55,7 @@ struct Service {
     address: String,
     metrics: String,
     environment: Vec<(String, String)>,
+    machine: Option<usize>,
     child: Option<Child>,
 }
 
@@ -57,11 +63,16 @@ impl Suite {
     /// Starts all of them, and waits until each is ready. `settings` are in the environment of every service.
     #[must_use]
     pub fn start(shape: Shape, settings: &[(&str, &str)]) -> Self {
-        let suite = Self::new(shape, settings);
-        suite.begin()
+        Self::new(shape, settings, false).begin()
     }
 
-    fn new(shape: Shape, settings: &[(&str, &str)]) -> Self {
+    /// The same, with a machine of its own for each gateway.
+    #[must_use]
+    pub fn start_on_machines(shape: Shape, settings: &[(&str, &str)]) -> Self {
+        Self::new(shape, settings, true).begin()
+    }
+
+    fn new(shape: Shape, settings: &[(&str, &str)], on_machines: bool) -> Self {
         let home = tempfile::Builder::new().prefix("gantry-suite-").tempdir().expect("a directory");
         fs::write(home.path().join("token"), TOKEN).expect("a token");
         let postgres = Server::new();
@@ -70,31 +81,40 @@ impl Suite {
         postgres.execute("CREATE SCHEMA its_scheduler AUTHORIZATION scheduler");
         postgres.execute("CREATE SCHEMA its_store AUTHORIZATION store");
 
+        let machines = on_machines.then(|| Machines::new(home.path(), shape.gateways));
+        let own = machines.as_ref().map_or_else(|| "127.0.0.1".to_owned(), Machines::own_address);
+        let there = |index| machines.as_ref().map_or_else(|| own.clone(), |machines| machines.address(index));
         let mut ports = Ports::default();
-        let mut addresses = |count: usize| -> Vec<String> {
-            (0..count).map(|_| format!("127.0.0.1:{}", ports.free())).collect()
-        };
+        let mut addresses =
+            |count: usize| -> Vec<String> { (0..count).map(|_| format!("{own}:{}", ports.free())).collect() };
         let schedulers = addresses(shape.schedulers);
         let stores = addresses(shape.stores);
         let streamers = addresses(shape.streamers);
-        let gateways = addresses(shape.gateways);
+        let doors = addresses(shape.doors);
+        let gateways: Vec<_> =
+            (0..shape.gateways).map(|index| format!("{}:{}", there(index), ports.free())).collect();
         let list = |addresses: &[String]| {
             addresses.iter().map(|address| format!("http://{address}")).collect::<Vec<_>>().join(",")
         };
         let scheduler = ("GANTRY_SCHEDULER", list(&schedulers));
         let store = ("GANTRY_ARTIFACT_STORE", list(&stores));
-        let streamer = ("GANTRY_STREAMER", list(&streamers));
         let database = |user: &str| {
             let schema = format!("its_{user}");
             [("GANTRY_DATABASE_URL", postgres.url(user)), ("GANTRY_DATABASE_SCHEMA", schema)]
         };
 
         let mut services = BTreeMap::new();
-        let mut add = |program: &str,
+        let mut add = |kind: &str,
                        addresses: &[String],
                        own: &dyn Fn(usize) -> Vec<(&'static str, String)>| {
             for (index, address) in addresses.iter().enumerate() {
-                let metrics = format!("127.0.0.1:{}", ports.free());
+                let (program, machine) = match kind {
+                    "door" => ("runtime-gateway", None),
+                    "runtime-gateway" => (kind, on_machines.then_some(index)),
+                    other => (other, None),
+                };
+                let host = address.split(':').next().unwrap_or_default();
+                let metrics = format!("{host}:{}", ports.free());
                 let mut environment = vec![
                     ("GANTRY_LISTEN".to_owned(), address.clone()),
                     ("GANTRY_METRICS_LISTEN".to_owned(), metrics.clone()),
@@ -105,9 +125,10 @@ impl Suite {
                 environment
                     .extend(settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
                 let program = gantry_binary().with_file_name(program);
-                let name = format!("{}-{index}", program.file_name().unwrap_or_default().display());
+                let name = format!("{kind}-{index}");
                 let address = format!("http://{address}");
-                services.insert(name, Service { program, address, metrics, environment, child: None });
+                let service = Service { program, address, metrics, environment, machine, child: None };
+                services.insert(name, service);
             }
         };
         add("scheduler", &schedulers, &|_| {
@@ -117,6 +138,8 @@ impl Suite {
             database("store").into_iter().chain([scheduler.clone()]).collect()
         });
         add("streamer", &streamers, &|_| vec![scheduler.clone(), store.clone()]);
+        add("door", &doors, &|_| vec![scheduler.clone(), ("GANTRY_GATEWAY_DOOR", "true".to_owned())]);
+        let streamer = ("GANTRY_STREAMER", list(&streamers));
         add("runtime-gateway", &gateways, &|index| {
             let directory = |kind: &str| home.path().join(format!("{kind}-{index}")).display().to_string();
             vec![
@@ -128,7 +151,7 @@ impl Suite {
                 ("GANTRY_RUNTIME_DIR", directory("run")),
             ]
         });
-        Self { home, postgres, services }
+        Self { home, postgres, services, machines }
     }
 
     fn begin(mut self) -> Self {
@@ -153,6 +176,39 @@ impl Suite {
         self.home.path().join(name)
     }
 
+    /// Where the gateways run.
+    #[must_use]
+    pub fn machines(&self) -> &Machines {
+        self.machines.as_ref().expect("it was started on machines")
+    }
+
+    /// Reboots the machine of a gateway, which is started again and waited for.
+    pub fn reboot(&mut self, index: usize) {
+        self.machines.as_mut().expect("it was started on machines").reboot(index);
+        let name = format!("runtime-gateway-{index}");
+        self.kill(&name);
+        self.spawn(&name);
+        self.wait_until_ready(&name);
+    }
+
+    /// Takes away a gateway's machine, with all that it holds, for good.
+    pub fn remove_machine(&mut self, index: usize) {
+        self.machines.as_mut().expect("it was started on machines").remove(index);
+        self.kill(&format!("runtime-gateway-{index}"));
+    }
+
+    /// An address at which a service listens.
+    #[must_use]
+    pub fn address(&self, name: &str) -> &str {
+        &self.service(name).address
+    }
+
+    /// The token of everybody.
+    #[must_use]
+    pub fn token(&self) -> &'static str {
+        TOKEN
+    }
+
     fn service(&self, name: &str) -> &Service {
         self.services.get(name).unwrap_or_else(|| panic!("there is no {name}"))
     }
@@ -161,7 +217,16 @@ impl Suite {
     #[must_use]
     pub fn command(&self, name: &str, arguments: &[&str]) -> Command {
         let service = self.service(name);
-        let mut command = Command::new(&service.program);
+        let prefix = service.machine.zip(self.machines.as_ref());
+        let prefix = prefix.map(|(index, machines)| machines.prefix(index)).unwrap_or_default();
+        let mut command = match prefix.split_first() {
+            Some((first, rest)) => {
+                let mut command = Command::new(first);
+                command.args(rest).arg(&service.program);
+                command
+            }
+            None => Command::new(&service.program),
+        };
         command.args(arguments).env_clear().env("PATH", PATH);
         command.envs(service.environment.iter().map(|(name, value)| (name, value)));
         command.current_dir(self.home.path()).stdin(Stdio::null());
@@ -245,8 +310,15 @@ impl Suite {
                 replicas.map(|(_, service)| service.address.as_str()).collect::<Vec<_>>().join(",")
             )
         };
-        [kind("scheduler", "scheduler-"), kind("artifacts", "artifact-store-"), kind("streamer", "streamer-")]
-            .join(",")
+        let mut kinds = vec![
+            kind("scheduler", "scheduler-"),
+            kind("artifacts", "artifact-store-"),
+            kind("streamer", "streamer-"),
+        ];
+        if self.services.contains_key("door-0") {
+            kinds.push(kind("door", "door-"));
+        }
+        kinds.join(",")
     }
 
     /// A command line of `gantry` that calls this cluster.
@@ -298,6 +370,7 @@ impl Drop for Suite {
             }
         }
         clear(self.home.path());
+        self.machines.take();
     }
 }
 
@@ -332,7 +405,7 @@ fn clear(home: &Path) {
 }
 
 /// Removes control groups that are named for one of `handles`.
-fn remove_groups(below: &Path, handles: &[String]) {
+pub(crate) fn remove_groups(below: &Path, handles: &[String]) {
     for entry in fs::read_dir(below).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             remove_groups(&entry.path(), handles);

@@ -10,7 +10,7 @@ use integration_tests::suite::{Shape, Suite};
 use integration_tests::{code, describe, may_run_containers, send, started, wait_for};
 use serde_json::Value;
 
-const TWO: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 1 };
+const TWO: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 1, doors: 0 };
 
 fn status(suite: &Suite) -> (i32, Value) {
     let output = suite.gantry(&["status", "--json"]).output().expect("gantry runs");

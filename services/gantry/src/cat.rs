@@ -56,7 +56,7 @@ async fn print(
     connection: &Connection,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let DownloadResponse { go_to, .. } = locate(connection, artifact).await?;
+    let DownloadResponse { go_to, .. } = locate(connection, artifact, &[]).await?;
     let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
     let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(path) };
     let mut pieces = connection

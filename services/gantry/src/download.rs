@@ -52,10 +52,10 @@ impl Downloader<'_> {
         name: &str,
         directory: &Path,
     ) -> anyhow::Result<Value> {
-        let mut pause = Pause::default();
+        let (mut pause, mut avoid) = (Pause::default(), Vec::new());
         for attempt in 1.. {
             self.progress.doing("downloading", name);
-            match self.attempt(artifact, name, directory).await {
+            match self.attempt(artifact, name, directory, &mut avoid).await {
                 Err(error) if is_transient(&error) && attempt < TRIES => pause.wait().await,
                 result => {
                     self.progress.done(name);
@@ -66,11 +66,19 @@ impl Downloader<'_> {
         unreachable!("the loop returns")
     }
 
-    async fn attempt(&self, artifact: ArtifactId, name: &str, directory: &Path) -> anyhow::Result<Value> {
+    /// Remembers in `avoid` where it was read, for the next time.
+    async fn attempt(
+        &self,
+        artifact: ArtifactId,
+        name: &str,
+        directory: &Path,
+        avoid: &mut Vec<String>,
+    ) -> anyhow::Result<Value> {
         let started = Instant::now();
-        let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact).await?;
+        let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact, avoid).await?;
         let target = Target::find(directory, self.replace)?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+        avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();
         // Meanwhile, as it takes about as long.
         let remembered = tokio::task::spawn_blocking(move || Remembered::load("download", &path));
@@ -210,12 +218,17 @@ impl Downloader<'_> {
     }
 }
 
-/// Where the bytes of an artifact are.
+/// Where the bytes of an artifact are; elsewhere than at the gateways in `avoid`, if possible.
 pub(crate) async fn locate(
     connection: &Connection,
     artifact: ArtifactId,
+    avoid: &[String],
 ) -> anyhow::Result<DownloadResponse> {
-    let request = DownloadRequest { team: connection.team.clone(), artifact_id: artifact.to_string() };
+    let request = DownloadRequest {
+        team: connection.team.clone(),
+        artifact_id: artifact.to_string(),
+        avoid_gateway_endpoints: avoid.to_vec(),
+    };
     let streamer = connection.streamer();
     repeat("the artifact cannot be found", async || streamer.clone().download(request.clone()).await).await
 }

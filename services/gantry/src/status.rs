@@ -12,6 +12,8 @@ use rpc::pb::capabilities::GetCapabilitiesRequest;
 use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::{ListWorkersRequest, Worker, WorkerState, Workload, WorkloadState};
+use rpc::pb::streamer::streamer_client::StreamerClient;
+use rpc::pb::streamer::{ListTransfersRequest, Transfer};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
@@ -107,19 +109,23 @@ async fn look(global: &Global) -> anyhow::Result<Seen> {
     let (workers, unfinished) = tokio::join!(workers(&scheduler), cluster::unfinished(&scheduler));
     let workers = workers.map_err(refused("cannot list workers"))?;
     let unfinished = unfinished.map_err(refused("cannot list workloads"))?;
-    let services = services(&addresses, &workers, &outgoing).await;
+    let (services, transfers) =
+        tokio::join!(services(&addresses, &workers, &outgoing), transfers(&addresses, &outgoing));
     let ready = services.iter().all(|service| service.not_ready.is_empty());
     let document = json!({
         "services": services.iter().map(Service::document).collect::<Vec<_>>(),
         "workers": workers.iter().map(shown::worker).collect::<Vec<_>>(),
         "workloads": cluster::states(&unfinished).into_iter().collect::<BTreeMap<_, _>>(),
         "queue": queue_document(&unfinished),
+        "transfers": transfers.iter().map(transfer_document).collect::<Vec<_>>(),
     });
+    let transfers = transfers_text(&transfers, &workers);
     let workers = match workers.as_slice() {
         [] => "no worker has registered\n".to_owned(),
         workers => render(&WORKERS, &workers.iter().map(worker_row).collect::<Vec<_>>()),
     };
-    let text = format!("{}\n{workers}\n{}", services_text(&services), workloads_text(&unfinished));
+    let workloads = workloads_text(&unfinished);
+    let text = format!("{}\n{workers}\n{workloads}{transfers}", services_text(&services));
     Ok(Seen { text, document, code: u8::from(!ready) })
 }
 
@@ -268,6 +274,58 @@ pub(crate) async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Ve
     answer.services.into_iter().map(service).collect()
 }
 
+/// Copies under way, as each streamer that answers has them.
+async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec<Transfer> {
+    let asking = addresses.streamer.split(',').map(|address| async move {
+        let mut streamer = StreamerClient::new(peer(address.trim(), outgoing.clone()).ok()?);
+        let listed = timeout(PATIENCE, streamer.list_transfers(ListTransfersRequest {})).await;
+        // That it does not answer is said of the service.
+        Some(listed.ok()?.ok()?.into_inner().transfers)
+    });
+    let mut transfers: Vec<_> =
+        futures::future::join_all(asking).await.into_iter().flatten().flatten().collect();
+    transfers.sort_by_key(|transfer| transfer.started_at.map(|at| (at.seconds, at.nanos)));
+    transfers
+}
+
+fn transfer_document(transfer: &Transfer) -> Value {
+    let progress = transfer.progress.clone().unwrap_or_default();
+    json!({
+        "transfer_id": transfer.transfer_id,
+        "team": transfer.team,
+        "artifact_id": transfer.artifact_id,
+        "from_worker_id": progress.from_worker_id,
+        "to_worker_id": transfer.to_worker_id,
+        "bytes_done": progress.bytes_done,
+        "bytes_total": progress.bytes_total,
+        "bytes_saved": progress.bytes_saved,
+        "bytes_per_second": progress.bytes_per_second,
+        "started_at": transfer.started_at.as_ref().map(words::instant),
+    })
+}
+
+fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> String {
+    if transfers.is_empty() {
+        return String::new();
+    }
+    let name = |id: &str| {
+        let known = workers.iter().find(|worker| worker.worker_id == id);
+        known.map_or_else(|| id.to_owned(), |worker| worker.name.clone())
+    };
+    let row = |transfer: &Transfer| {
+        let progress = transfer.progress.clone().unwrap_or_default();
+        vec![
+            transfer.artifact_id.clone(),
+            name(&progress.from_worker_id),
+            name(&transfer.to_worker_id),
+            format!("{} of {}", bytes(progress.bytes_done), bytes(progress.bytes_total)),
+            format!("{}/s", bytes(progress.bytes_per_second)),
+        ]
+    };
+    let rows: Vec<_> = transfers.iter().map(row).collect();
+    format!("\n{}", render(&["COPYING", "FROM", "TO", "DONE", "SPEED"], &rows))
+}
+
 /// Workloads that wait, oldest first, each with the reasons.
 pub(crate) fn queue(unfinished: &[Workload]) -> Vec<&Workload> {
     let waits = [WorkloadState::Accepted, WorkloadState::Pending];
@@ -312,4 +370,40 @@ pub(crate) fn queue_text(unfinished: &[Workload]) -> String {
     });
     let rows: Vec<_> = rows.collect();
     format!("\n{}", render(&["WAITING", "TEAM", "WHY"], &rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc::pb::streamer::TransferProgress;
+
+    use super::*;
+
+    #[test]
+    fn copies_under_way_are_shown_with_the_names_of_their_workers() {
+        let worker = |id: &str, name: &str| Worker {
+            worker_id: id.to_owned(),
+            name: name.to_owned(),
+            ..Worker::default()
+        };
+        let progress = TransferProgress {
+            bytes_done: 1 << 20,
+            bytes_total: 4 << 20,
+            bytes_per_second: 1 << 10,
+            from_worker_id: "1".to_owned(),
+            ..TransferProgress::default()
+        };
+        let transfer = Transfer {
+            artifact_id: "bytes".to_owned(),
+            to_worker_id: "2".to_owned(),
+            progress: Some(progress),
+            ..Transfer::default()
+        };
+        let text = transfers_text(std::slice::from_ref(&transfer), &[worker("1", "one"), worker("2", "two")]);
+        let line = text.lines().last().expect("a row");
+        let words: Vec<_> = line.split_whitespace().collect();
+        assert_eq!(words, ["bytes", "one", "two", "1.0", "MiB", "of", "4.0", "MiB", "1.0", "KiB/s"]);
+        let document = transfer_document(&transfer);
+        assert_eq!((&document["bytes_done"], &document["to_worker_id"]), (&(1 << 20).into(), &"2".into()));
+        assert_eq!(transfers_text(&[], &[]), "");
+    }
 }

@@ -22,11 +22,14 @@ pub(crate) enum DownloadError {
     Refused(#[from] Refusal),
 }
 
-/// A ticket for the first replica whose worker is in contact.
+/// A ticket for the first replica whose worker is in contact, and whose gateway is not to be avoided, if there is one.
+///
+/// A worker that is gone counts as in contact for a while: who could not read there must be able to read elsewhere meanwhile.
 pub(crate) async fn locate(
     peers: &mut Peers,
     team: String,
     artifact: ArtifactId,
+    avoid: &[String],
 ) -> Result<pb::DownloadResponse, DownloadError> {
     let locate = store::LocateRequest { team: team.clone(), artifact_ids: vec![artifact.to_string()] };
     let located = peers.artifacts.locate(locate).await.map_err(Refusal::from)?.into_inner();
@@ -35,7 +38,7 @@ pub(crate) async fn locate(
         return Err(DownloadError::NotFound(artifact));
     }
 
-    let mut unreachable = None;
+    let (mut unreachable, mut avoided) = (None, None);
     for replica in location.replicas {
         let issue = scheduler::IssueTicketRequest {
             team: team.clone(),
@@ -46,22 +49,30 @@ pub(crate) async fn locate(
         match peers.workers.issue_ticket(issue).await.map_err(Refusal::from) {
             Ok(ticket) => {
                 let ticket = ticket.into_inner();
+                let avoids = avoid.contains(&ticket.gateway_endpoint);
                 let go_to = pb::GoTo {
                     gateway_endpoint: ticket.gateway_endpoint,
                     ticket: ticket.ticket,
                     worker_name: String::new(),
                 };
-                return Ok(pb::DownloadResponse {
+                let response = pb::DownloadResponse {
                     go_to: Some(go_to),
-                    digest: location.digest,
+                    digest: location.digest.clone(),
                     size_bytes: location.size_bytes,
-                });
+                };
+                if !avoids {
+                    return Ok(response);
+                }
+                avoided = Some(response);
             }
             Err(refusal) if refusal.is(Reason::WorkerUnreachable) || refusal.is(Reason::WorkerNotFound) => {
                 unreachable = Some(refusal);
             }
             Err(refusal) => return Err(refusal.into()),
         }
+    }
+    if let Some(response) = avoided {
+        return Ok(response);
     }
     Err(unreachable.map_or(DownloadError::NoReplica(artifact), DownloadError::Refused))
 }

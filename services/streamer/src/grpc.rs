@@ -72,7 +72,8 @@ impl Streamer for Handler {
         let request = request.into_inner();
         let team = parse_team("team", request.team)?;
         let artifact: ArtifactId = parse_id("artifact_id", &request.artifact_id)?;
-        let answer = download::locate(&mut self.peers.clone(), team, artifact).await?;
+        let avoid = &request.avoid_gateway_endpoints;
+        let answer = download::locate(&mut self.peers.clone(), team, artifact, avoid).await?;
         Ok(Response::new(answer))
     }
 

@@ -257,7 +257,11 @@ async fn without_a_worker_nothing_is_begun() {
     assert!(refused.is(Reason::AllWorkersBusy) || refused.is(Reason::NoCompatibleWorker), "{refused}");
     assert!(suite.artifact(artifact).await.is_none());
 
-    let request = pb::DownloadRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+    let request = pb::DownloadRequest {
+        team: "main".to_owned(),
+        artifact_id: artifact.to_string(),
+        ..pb::DownloadRequest::default()
+    };
     let refused = StreamerClient::new(suite.peer.clone()).download(request).await.expect_err("there is none");
     assert!(Refusal::from(refused).is(Reason::ArtifactNotFound));
     suite.stop().await;
@@ -282,7 +286,11 @@ async fn a_tree_is_sent_once_and_found_the_second_time() {
 
     let (_, again) = suite.open(ArtifactId::new(), digest).await.expect("known");
     assert_eq!(again, Answer::Uploaded(pb::Uploaded { artifact_id: artifact.to_string() }));
-    let request = pb::DownloadRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+    let request = pb::DownloadRequest {
+        team: "main".to_owned(),
+        artifact_id: artifact.to_string(),
+        ..pb::DownloadRequest::default()
+    };
     let found = StreamerClient::new(suite.peer.clone()).download(request).await.expect("found").into_inner();
     assert_eq!((found.size_bytes, found.digest.as_ref()), (7, digest.as_bytes()));
     suite.stop().await;
@@ -347,7 +355,11 @@ async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again(
 
     let deadline = Instant::now() + PATIENCE;
     let read = async || {
-        let request = pb::DownloadRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+        let request = pb::DownloadRequest {
+            team: "main".to_owned(),
+            artifact_id: artifact.to_string(),
+            ..pb::DownloadRequest::default()
+        };
         let found = StreamerClient::new(suite.peer.clone()).download(request).await?.into_inner();
         let go_to = found.go_to.expect("where to read");
         let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");

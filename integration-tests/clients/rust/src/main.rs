@@ -241,7 +241,11 @@ impl Client {
 
     // docs:download
     async fn download(&self, artifact_id: &str) -> anyhow::Result<(BTreeMap<String, Vec<u8>>, Vec<u8>)> {
-        let request = DownloadRequest { team: self.team.clone(), artifact_id: artifact_id.to_owned() };
+        let request = DownloadRequest {
+            team: self.team.clone(),
+            artifact_id: artifact_id.to_owned(),
+            ..DownloadRequest::default()
+        };
         let download = async || self.streamer.clone().download(request.clone()).await;
         let found = retry("gantry.streamer.v1.Streamer", "Download", download).await?;
         let go_to = found.go_to.context("no worker was named")?;

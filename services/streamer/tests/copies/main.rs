@@ -52,6 +52,12 @@ async fn what_one_worker_has_comes_to_another_to_the_last_bit() {
     let again = suite.materialize(artifact, two).await.expect("it is there");
     assert_eq!((again.volume, again.progress), (brought.volume, None));
 
+    // Who could not read at one is sent to the other; who could read at neither, to one of them again.
+    let first = suite.read_at(artifact, &[]).await;
+    let second = suite.read_at(artifact, std::slice::from_ref(&first)).await;
+    assert_ne!(first, second);
+    assert!([&first, &second].contains(&&suite.read_at(artifact, &[first.clone(), second.clone()]).await));
+
     // Nearly the same once more: only what differs moves.
     let nearly = suite.path("nearly");
     tree::write(&nearly, SIZE);

@@ -265,6 +265,17 @@ impl Suite {
         listed.expect("listed").into_inner().transfers
     }
 
+    /// Where a caller reads who could not do so at `avoid`.
+    pub(crate) async fn read_at(&self, artifact: ArtifactId, avoid: &[String]) -> String {
+        let request = pb::DownloadRequest {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            avoid_gateway_endpoints: avoid.to_vec(),
+        };
+        let found = self.streamer().download(request).await.expect("found").into_inner();
+        found.go_to.expect("where to read").gateway_endpoint
+    }
+
     pub(crate) async fn cancel(&self, transfer: &str) {
         let request = pb::CancelTransferRequest { transfer_id: transfer.to_owned() };
         self.streamer().cancel_transfer(request).await.expect("cancelled");

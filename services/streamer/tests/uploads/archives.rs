@@ -65,7 +65,11 @@ async fn send(
 
 /// Receives the archive of a directory, and the digest that came with its end.
 async fn receive(suite: &Suite, artifact: ArtifactId, path: &str) -> Result<(Vec<u8>, Bytes), Refusal> {
-    let request = pb::DownloadRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+    let request = pb::DownloadRequest {
+        team: "main".to_owned(),
+        artifact_id: artifact.to_string(),
+        ..pb::DownloadRequest::default()
+    };
     let found = StreamerClient::new(suite.peer.clone()).download(request).await?.into_inner();
     let go_to = found.go_to.expect("where to read");
     let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
