@@ -115,6 +115,39 @@ fn the_main_job_goes_through_the_door_to_either_worker() {
 }
 
 #[test]
+fn a_call_that_breaks_with_the_door_goes_on_at_the_next_one() {
+    let Some(mut scene) = Scene::start() else { return };
+    let door = scene.door.endpoint();
+    let script = "while read word; do echo \"heard $word\"; done; echo end";
+    let mut run = scene.suite.gantry(&scene.through(&door, &["run", "--", "sh", "-c", script]));
+    let mut run = run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry");
+    let mut stdin = run.stdin.take().expect("stdin");
+    let mut stdout = BufReader::new(run.stdout.take().expect("stdout"));
+    let mut say = |word: &str| {
+        writeln!(stdin, "{word}").expect("it is read");
+        let mut line = String::new();
+        stdout.read_line(&mut line).expect("a line");
+        assert_eq!(line, format!("heard {word}\n"));
+    };
+    say("one");
+    // Killed in the middle, twice; each time another door stands at the same address.
+    let address = door.trim_start_matches("http://");
+    for (name, word) in [("second", "two"), ("third", "three")] {
+        scene.door.child.kill().expect("a kill");
+        scene.door.child.wait().expect("it ends");
+        let more = ["--door", "--token-file", &scene.outer, "--listen", address];
+        scene.door = scene.suite.process(name, &more);
+        say(word);
+    }
+    drop(stdin);
+    let mut rest = String::new();
+    stdout.read_to_string(&mut rest).expect("text");
+    assert_eq!(rest, "end\n", "nothing is missing, and nothing comes twice");
+    assert!(run.wait().expect("it ends").success());
+    scene.end();
+}
+
+#[test]
 fn a_reader_who_stalls_holds_the_process_back_and_not_the_door() {
     let Some(scene) = Scene::start() else { return };
     let door = scene.door.endpoint();
