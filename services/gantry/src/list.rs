@@ -237,7 +237,7 @@ fn worker_row(worker: &Worker) -> Vec<String> {
         if limit == 0 { worker.active_tasks.to_string() } else { format!("{}/{limit}", worker.active_tasks) },
         worker.containers.to_string(),
         worker.volumes.to_string(),
-        bytes(worker.disk_free_bytes),
+        words::free_disk(worker),
         words::ago(worker.last_contact_at.as_ref()),
     ]
 }
@@ -261,7 +261,13 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("tasks", format!("{}, {limit}", worker.active_tasks)),
         ("containers", worker.containers.to_string()),
         ("volumes", worker.volumes.to_string()),
-        ("disk", format!("{} free of {}", bytes(worker.disk_free_bytes), bytes(capacity.disk_bytes))),
+        (
+            "disk",
+            match capacity.disk_bytes {
+                0 => words::free_disk(worker),
+                disk => format!("{} free of {}", words::free_disk(worker), bytes(disk)),
+            },
+        ),
         ("gateway", worker.gateway_endpoint.clone()),
         ("incarnation", worker.incarnation.to_string()),
         ("session", worker.session.to_string()),

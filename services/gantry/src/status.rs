@@ -167,7 +167,7 @@ fn worker_row(worker: &Worker) -> Vec<String> {
         tasks,
         worker.containers.to_string(),
         worker.volumes.to_string(),
-        bytes(worker.disk_free_bytes),
+        words::free_disk(worker),
         labels.tags.join(","),
         labels.team,
     ]

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
 use rpc::pb::artifacts::{ArtifactState, InventoryState, VolumePurpose};
-use rpc::pb::scheduler::{Outcome, Verdict, WorkerState, Workload, WorkloadState, exit::How};
+use rpc::pb::scheduler::{Outcome, Verdict, Worker, WorkerState, Workload, WorkloadState, exit::How};
 
 use crate::table::{bytes, duration};
 
@@ -116,6 +116,14 @@ pub(crate) fn ago(at: Option<&Timestamp>) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let then = Duration::new(u64::try_from(at.seconds).unwrap_or(0), u32::try_from(at.nanos).unwrap_or(0));
     duration(now.saturating_sub(then))
+}
+
+/// How much room a worker has for volumes. Not every worker says.
+pub(crate) fn free_disk(worker: &Worker) -> String {
+    match worker.capacity.unwrap_or_default().disk_bytes {
+        0 => "not known".to_owned(),
+        _ => bytes(worker.disk_free_bytes),
+    }
 }
 
 /// A size, or nothing for 0.

@@ -139,10 +139,10 @@ fn as_fields(
     };
     let worker = |worker: &Worker| {
         let state = words::worker_state(worker.state());
-        let free = bytes(worker.disk_free_bytes);
+        let free = words::free_disk(worker);
         let tasks = count(worker.active_tasks.into(), "task");
         match worker.capacity.unwrap_or_default().disk_bytes {
-            0 => format!("{} {state}, {tasks}, {free} free", worker.name),
+            0 => format!("{} {state}, {tasks}", worker.name),
             disk => format!("{} {state}, {tasks}, {free} free of {}", worker.name, bytes(disk)),
         }
     };
