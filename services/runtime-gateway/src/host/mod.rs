@@ -114,8 +114,10 @@ impl HostConfig {
         let path = self.state_dir.join("worker-name");
         match fs::read_to_string(&path) {
             Ok(name) if !name.trim().is_empty() => return Ok(name.trim().to_owned()),
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+            // What a crash of the machine left of it.
+            Ok(_) => fs::remove_file(&path)?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
         }
         let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
         fs::create_dir_all(&self.state_dir)?;
@@ -506,5 +508,28 @@ impl Runtime for HostRuntime {
 
     async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {
         self.host.contact(sent, stop_after).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_keeps_the_name_that_its_state_directory_was_given_first() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let config =
+            HostConfig::new(directory.path().join("state"), directory.path().join("run")).expect("a path");
+        assert_eq!(config.worker_name(Some("given".to_owned())).expect("a name"), "given");
+        let first = config.worker_name(None).expect("a name");
+        assert_eq!(first, rustix::system::uname().nodename().to_string_lossy());
+
+        let kept = config.state_dir.join("worker-name");
+        fs::write(&kept, "another\n").expect("write");
+        assert_eq!(config.worker_name(None).expect("a name"), "another", "whatever the host is called now");
+        fs::write(&kept, "").expect("write");
+        assert_eq!(config.worker_name(None).expect("a name"), first, "nothing is no name");
+        let left = fs::read_dir(&config.state_dir).expect("list").count();
+        assert_eq!(left, 1, "the name alone");
     }
 }
