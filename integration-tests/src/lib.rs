@@ -27,16 +27,19 @@ pub fn may_run_containers() -> bool {
     root
 }
 
-/// The `gantry` binary of this build.
+/// The `gantry` binary of this build, beside which the others are.
 #[must_use]
 pub fn gantry_binary() -> PathBuf {
     if let Some(path) = std::env::var_os("GANTRY_BINARY") {
         return path.into();
     }
-    let test = std::env::current_exe().expect("the path of this test");
-    let path = test.ancestors().nth(2).expect("target/debug/deps").join("gantry");
-    assert!(path.exists(), "{} is missing: build the workspace's binaries first", path.display());
-    path
+    let this = std::env::current_exe().expect("the path of this program");
+    // Tests are in a directory below that of the binaries.
+    let found =
+        this.ancestors().skip(1).take(2).map(|directory| directory.join("gantry")).find(|path| path.exists());
+    found.unwrap_or_else(|| {
+        panic!("there is no gantry beside {}: build the workspace's binaries first", this.display())
+    })
 }
 
 /// Waits until `condition` answers something.
@@ -174,6 +177,12 @@ impl Cluster {
         output.stdout
     }
 
+    /// Uploads a directory, and answers the id of its artifact.
+    #[must_use]
+    pub fn upload(&self, directory: impl AsRef<Path>) -> String {
+        id(self.succeed([OsStr::new("upload"), directory.as_ref().as_os_str()]))
+    }
+
     /// The cluster's process. `None`: none runs.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
@@ -233,6 +242,18 @@ impl Drop for SmallDisk {
             unmounted.expect("unmount");
         }
     }
+}
+
+/// Writes a file, with the directories that it is in.
+pub fn write(path: &Path, contents: impl AsRef<[u8]>) {
+    std::fs::create_dir_all(path.parent().expect("a directory above it")).expect("directories");
+    std::fs::write(path, contents).expect("write");
+}
+
+/// The id that a command printed.
+#[must_use]
+pub fn id(output: impl Into<Vec<u8>>) -> String {
+    String::from_utf8(output.into()).expect("an id").trim().to_owned()
 }
 
 /// A run that has printed `ready`, with the rest of its standard output.

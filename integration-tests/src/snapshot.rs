@@ -118,8 +118,13 @@ pub fn processes_of(home: &Path) -> BTreeMap<i32, String> {
             let open = fs::read_dir(path.join("fd")).into_iter().flatten().flatten();
             open.filter_map(|fd| fs::read_link(fd.path()).ok()).any(|target| target.starts_with(home))
         };
-        let is_inside =
-            || fs::read_link(path.join("ns/mnt")).is_ok_and(|theirs| theirs != ours) && names("mountinfo");
+        // Whose root is made of what is there. Mounts elsewhere in its table say nothing: a supervisor of another cluster took over all that
+        // there were on the machine when it started.
+        let is_inside = || {
+            let mounts = fs::read_to_string(path.join("mountinfo")).unwrap_or_default();
+            let root = |line: &str| line.split(' ').nth(4) == Some("/") && line.contains(home);
+            fs::read_link(path.join("ns/mnt")).is_ok_and(|theirs| theirs != ours) && mounts.lines().any(root)
+        };
         let ours = i64::from(pid) == i64::from(std::process::id());
         if !ours && (names("cmdline") || names("environ") || has_open() || is_inside()) {
             let command = fs::read(path.join("cmdline")).unwrap_or_default();

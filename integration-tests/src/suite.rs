@@ -11,13 +11,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
 
+use serde_json::Value;
 use tempfile::TempDir;
 use testing::databases::Server;
 
 use crate::machines::Machines;
-use crate::{describe, gantry_binary, send, snapshot, wait_for};
+use crate::{describe, gantry_binary, id, send, snapshot, wait_for};
 
 const TOKEN: &str = "the-token-of-the-suite";
+const INNER_TOKEN: &str = "the-token-of-its-gateways";
 
 /// How many of each there are.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +39,13 @@ pub struct Shape {
 impl Shape {
     /// One of each, and no door.
     pub const ONE: Self = Self { schedulers: 1, stores: 1, streamers: 1, gateways: 1, doors: 0 };
+    /// One of each, but for gateways: those are added with [`Suite::attend`].
+    pub const NO_WORKER: Self = Self { gateways: 0, ..Self::ONE };
 }
+
+/// The terms of a suite in which a worker whose gateway is silent may soon be taken over.
+pub const SHORT_TERMS: &[(&str, &str)] =
+    &[("GANTRY_HEARTBEAT", "500ms"), ("GANTRY_WORKER_TTL", "5s"), ("GANTRY_POLL_INTERVAL", "200ms")];
 
 /// A cluster of processes. Everything of it is gone when this is dropped.
 pub struct Suite {
@@ -45,15 +53,62 @@ pub struct Suite {
     /// Where scheduler and store keep their rows.
     pub postgres: Server,
     services: BTreeMap<String, Service>,
+    /// What is in the environment of every service.
+    settings: Vec<(String, String)>,
+    /// Whether gateways have a token of their own.
+    walled: bool,
     /// Where the gateways run, if not here.
     machines: Option<Machines>,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Scheduler,
+    Store,
+    Streamer,
+    Gateway,
+    Door,
+}
+
+impl Kind {
+    /// What processes of this kind are called, but for their number.
+    fn word(self) -> &'static str {
+        match self {
+            Self::Door => "door",
+            other => other.program(),
+        }
+    }
+
+    fn program(self) -> &'static str {
+        match self {
+            Self::Scheduler => "scheduler",
+            Self::Store => "artifact-store",
+            Self::Streamer => "streamer",
+            Self::Gateway | Self::Door => "runtime-gateway",
+        }
+    }
+
+    /// Whose addresses it is told, and how.
+    fn peers(self) -> &'static [(&'static str, Kind)] {
+        const SCHEDULER: (&str, Kind) = ("GANTRY_SCHEDULER", Kind::Scheduler);
+        const STORE: (&str, Kind) = ("GANTRY_ARTIFACT_STORE", Kind::Store);
+        match self {
+            Self::Scheduler => &[STORE],
+            Self::Store | Self::Door => &[SCHEDULER],
+            Self::Streamer => &[SCHEDULER, STORE],
+            Self::Gateway => &[SCHEDULER, STORE, ("GANTRY_STREAMER", Kind::Streamer)],
+        }
+    }
+}
+
 /// One process.
 struct Service {
-    program: PathBuf,
+    kind: Kind,
+    /// Where it listens: a host and a port.
     address: String,
+    endpoint: String,
     metrics: String,
+    /// What it alone is told.
     environment: Vec<(String, String)>,
     machine: Option<usize>,
     child: Option<Child>,
@@ -72,86 +127,104 @@ impl Suite {
         Self::new(shape, settings, true).begin()
     }
 
+    /// The same, where the gateways have a token that callers do not know, so that a caller reaches a worker through a door only. The other
+    /// services ask for none, for a gateway has but one to present.
+    #[must_use]
+    pub fn start_walled(shape: Shape, settings: &[(&str, &str)]) -> Self {
+        let mut suite = Self::new(shape, settings, false);
+        suite.walled = true;
+        suite.begin()
+    }
+
     fn new(shape: Shape, settings: &[(&str, &str)], on_machines: bool) -> Self {
         let home = tempfile::Builder::new().prefix("gantry-suite-").tempdir().expect("a directory");
         fs::write(home.path().join("token"), TOKEN).expect("a token");
+        fs::write(home.path().join("inner-token"), INNER_TOKEN).expect("a token");
         let postgres = Server::new();
-        postgres.execute("CREATE ROLE scheduler LOGIN");
-        postgres.execute("CREATE ROLE store LOGIN");
-        postgres.execute("CREATE SCHEMA its_scheduler AUTHORIZATION scheduler");
-        postgres.execute("CREATE SCHEMA its_store AUTHORIZATION store");
-
+        for (user, schema) in [("scheduler", "its_scheduler"), ("store", "its_store")] {
+            postgres.execute(&format!("CREATE ROLE {user} LOGIN"));
+            postgres.execute(&format!("CREATE SCHEMA {schema} AUTHORIZATION {user}"));
+        }
         let machines = on_machines.then(|| Machines::new(home.path(), shape.gateways));
-        let own = machines.as_ref().map_or_else(|| "127.0.0.1".to_owned(), Machines::own_address);
-        let there = |index| machines.as_ref().map_or_else(|| own.clone(), |machines| machines.address(index));
-        let mut ports = Ports::default();
-        let mut addresses =
-            |count: usize| -> Vec<String> { (0..count).map(|_| format!("{own}:{}", ports.free())).collect() };
-        let schedulers = addresses(shape.schedulers);
-        let stores = addresses(shape.stores);
-        let streamers = addresses(shape.streamers);
-        let doors = addresses(shape.doors);
-        let gateways: Vec<_> =
-            (0..shape.gateways).map(|index| format!("{}:{}", there(index), ports.free())).collect();
-        let list = |addresses: &[String]| {
-            addresses.iter().map(|address| format!("http://{address}")).collect::<Vec<_>>().join(",")
-        };
-        let scheduler = ("GANTRY_SCHEDULER", list(&schedulers));
-        let store = ("GANTRY_ARTIFACT_STORE", list(&stores));
-        let database = |user: &str| {
-            let schema = format!("its_{user}");
-            [("GANTRY_DATABASE_URL", postgres.url(user)), ("GANTRY_DATABASE_SCHEMA", schema)]
-        };
+        let settings = owned(settings);
+        let mut suite = Self { home, postgres, services: BTreeMap::new(), settings, walled: false, machines };
 
-        let mut services = BTreeMap::new();
-        let mut add = |kind: &str,
-                       addresses: &[String],
-                       own: &dyn Fn(usize) -> Vec<(&'static str, String)>| {
-            for (index, address) in addresses.iter().enumerate() {
-                let (program, machine) = match kind {
-                    "door" => ("runtime-gateway", None),
-                    "runtime-gateway" => (kind, on_machines.then_some(index)),
-                    other => (other, None),
-                };
-                let host = address.split(':').next().unwrap_or_default();
-                let metrics = format!("{host}:{}", ports.free());
-                let mut environment = vec![
-                    ("GANTRY_LISTEN".to_owned(), address.clone()),
-                    ("GANTRY_METRICS_LISTEN".to_owned(), metrics.clone()),
-                    ("GANTRY_TOKEN_FILE".to_owned(), home.path().join("token").display().to_string()),
-                    ("GANTRY_PROBE_INTERVAL".to_owned(), "200ms".to_owned()),
-                ];
-                environment.extend(own(index).into_iter().map(|(name, value)| (name.to_owned(), value)));
-                environment
-                    .extend(settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
-                let program = gantry_binary().with_file_name(program);
-                let name = format!("{kind}-{index}");
-                let address = format!("http://{address}");
-                let service = Service { program, address, metrics, environment, machine, child: None };
-                services.insert(name, service);
+        let mut ports = Ports::default();
+        for (kind, count) in [
+            (Kind::Scheduler, shape.schedulers),
+            (Kind::Store, shape.stores),
+            (Kind::Streamer, shape.streamers),
+            (Kind::Door, shape.doors),
+        ] {
+            for index in 0..count {
+                suite.add(
+                    &format!("{}-{index}", kind.word()),
+                    kind,
+                    suite.settings_of(kind),
+                    None,
+                    &mut ports,
+                );
             }
+        }
+        for index in 0..shape.gateways {
+            let name = format!("{}-{index}", Kind::Gateway.word());
+            let own = suite.settings_of_gateway(&format!("worker-{index}"), &index.to_string());
+            suite.add(&name, Kind::Gateway, own, on_machines.then_some(index), &mut ports);
+        }
+        suite
+    }
+
+    /// What each of a kind is told, besides where the others are.
+    fn settings_of(&self, kind: Kind) -> Vec<(String, String)> {
+        let database = |user: &str| {
+            let (url, schema) = (self.postgres.url(user), format!("its_{user}"));
+            owned(&[("GANTRY_DATABASE_URL", &url), ("GANTRY_DATABASE_SCHEMA", &schema)])
         };
-        add("scheduler", &schedulers, &|_| {
-            database("scheduler").into_iter().chain([store.clone()]).collect()
-        });
-        add("artifact-store", &stores, &|_| {
-            database("store").into_iter().chain([scheduler.clone()]).collect()
-        });
-        add("streamer", &streamers, &|_| vec![scheduler.clone(), store.clone()]);
-        add("door", &doors, &|_| vec![scheduler.clone(), ("GANTRY_GATEWAY_DOOR", "true".to_owned())]);
-        let streamer = ("GANTRY_STREAMER", list(&streamers));
-        add("runtime-gateway", &gateways, &|index| {
-            let directory = |kind: &str| home.path().join(format!("{kind}-{index}")).display().to_string();
-            vec![
-                scheduler.clone(),
-                store.clone(),
-                streamer.clone(),
-                ("GANTRY_WORKER_NAME", format!("worker-{index}")),
-                ("GANTRY_STATE_DIR", directory("state")),
-                ("GANTRY_RUNTIME_DIR", directory("run")),
-            ]
-        });
-        Self { home, postgres, services, machines }
+        match kind {
+            Kind::Scheduler => database("scheduler"),
+            Kind::Store => database("store"),
+            Kind::Streamer | Kind::Gateway => Vec::new(),
+            Kind::Door => owned(&[("GANTRY_GATEWAY_DOOR", "true")]),
+        }
+    }
+
+    /// What a gateway is told about its worker, which keeps its things in `state-DIRECTORY`.
+    fn settings_of_gateway(&self, worker: &str, directory: &str) -> Vec<(String, String)> {
+        let directory = |kind: &str| self.path(&format!("{kind}-{directory}")).display().to_string();
+        owned(&[
+            ("GANTRY_WORKER_NAME", worker),
+            ("GANTRY_STATE_DIR", &directory("state")),
+            ("GANTRY_RUNTIME_DIR", &directory("run")),
+        ])
+    }
+
+    /// Adds a process, which is not started.
+    fn add(
+        &mut self,
+        name: &str,
+        kind: Kind,
+        environment: Vec<(String, String)>,
+        machine: Option<usize>,
+        ports: &mut Ports,
+    ) {
+        let host = match (&self.machines, machine) {
+            (Some(machines), Some(index)) => machines.address(index),
+            (Some(machines), None) => machines.own_address(),
+            (None, _) => "127.0.0.1".to_owned(),
+        };
+        let address = format!("{host}:{}", ports.free());
+        let (endpoint, metrics) = (format!("http://{address}"), format!("{host}:{}", ports.free()));
+        let service = Service { kind, address, endpoint, metrics, environment, machine, child: None };
+        assert!(self.services.insert(name.to_owned(), service).is_none(), "there is a {name} already");
+    }
+
+    /// Starts one more gateway, of the host worker `worker` unless `settings` say otherwise. Gateways that are told the same worker share its
+    /// directories. Nothing is waited for.
+    pub fn attend(&mut self, name: &str, worker: &str, settings: &[(&str, &str)]) {
+        let mut own = self.settings_of_gateway(worker, worker);
+        own.extend(owned(settings));
+        self.add(name, Kind::Gateway, own, None, &mut Ports::default());
+        self.spawn(name);
     }
 
     fn begin(mut self) -> Self {
@@ -197,10 +270,10 @@ impl Suite {
         self.kill(&format!("runtime-gateway-{index}"));
     }
 
-    /// An address at which a service listens.
+    /// The address at which a service listens.
     #[must_use]
     pub fn address(&self, name: &str) -> &str {
-        &self.service(name).address
+        &self.service(name).endpoint
     }
 
     /// The token of everybody.
@@ -213,22 +286,38 @@ impl Suite {
         self.services.get(name).unwrap_or_else(|| panic!("there is no {name}"))
     }
 
+    fn addresses(&self, kind: Kind) -> String {
+        let all = self.services.values().filter(|service| service.kind == kind);
+        all.map(|service| service.endpoint.as_str()).collect::<Vec<_>>().join(",")
+    }
+
     /// A command line of a service's own binary, with its settings in the environment.
     #[must_use]
     pub fn command(&self, name: &str, arguments: &[&str]) -> Command {
         let service = self.service(name);
+        let program = gantry_binary().with_file_name(service.kind.program());
         let prefix = service.machine.zip(self.machines.as_ref());
         let prefix = prefix.map(|(index, machines)| machines.prefix(index)).unwrap_or_default();
         let mut command = match prefix.split_first() {
             Some((first, rest)) => {
                 let mut command = Command::new(first);
-                command.args(rest).arg(&service.program);
+                command.args(rest).arg(&program);
                 command
             }
-            None => Command::new(&service.program),
+            None => Command::new(&program),
         };
-        command.args(arguments).env_clear().env("PATH", PATH);
-        command.envs(service.environment.iter().map(|(name, value)| (name, value)));
+        command.args(arguments).env_clear().env("PATH", PATH).env("NO_COLOR", "1");
+        command.env("GANTRY_LISTEN", &service.address).env("GANTRY_METRICS_LISTEN", &service.metrics);
+        command.env("GANTRY_PROBE_INTERVAL", "200ms");
+        command.envs(service.kind.peers().iter().map(|(name, kind)| (name, self.addresses(*kind))));
+        let token = match service.kind {
+            Kind::Door => Some("token"),
+            Kind::Gateway if self.walled => Some("inner-token"),
+            _ => (!self.walled).then_some("token"),
+        };
+        command.envs(token.map(|file| ("GANTRY_TOKEN_FILE", self.path(file))));
+        let settings = service.environment.iter().chain(&self.settings);
+        command.envs(settings.map(|(name, value)| (name, value)));
         command.current_dir(self.home.path()).stdin(Stdio::null());
         command
     }
@@ -281,6 +370,12 @@ impl Suite {
         send(self.service(name).child.as_ref().expect("it runs"), signal);
     }
 
+    /// The id of a process that runs.
+    #[must_use]
+    pub fn pid(&self, name: &str) -> u32 {
+        self.service(name).child.as_ref().expect("it runs").id()
+    }
+
     /// Waits for the end of a process, and answers how it ended.
     pub fn wait(&mut self, name: &str) -> ExitStatus {
         let mut child =
@@ -300,25 +395,38 @@ impl Suite {
         (head.lines().next().unwrap_or_default().to_owned(), body.to_owned())
     }
 
+    /// All that a process said so far.
+    #[must_use]
+    pub fn said(&self, name: &str) -> String {
+        fs::read_to_string(self.path(&format!("{name}.log"))).unwrap_or_default()
+    }
+
+    /// Waits until a process has said this.
+    pub fn wait_until_it_says(&self, name: &str, text: &str) {
+        wait_for(text, || self.said(name).contains(text).then_some(()));
+    }
+
+    /// Waits until the gateway `by` attends `worker`, and answers the worker.
+    pub fn attended(&self, worker: &str, by: &str) -> Value {
+        wait_for(&format!("{by}, which attends {worker},"), || {
+            let shown = self.gantry(&["show", "worker", worker, "--json"]).output().expect("gantry runs");
+            let shown: Value = serde_json::from_slice(shown.stdout.trim_ascii()).ok()?;
+            (shown["gateway_endpoint"] == self.address(by) && shown["state"] == "running").then_some(shown)
+        })
+    }
+
     /// Where all services are, as `--server` takes it.
     #[must_use]
     pub fn server(&self) -> String {
-        let kind = |word: &str, program: &str| {
-            let replicas = self.services.iter().filter(|(name, _)| name.starts_with(program));
-            format!(
-                "{word}={}",
-                replicas.map(|(_, service)| service.address.as_str()).collect::<Vec<_>>().join(",")
-            )
-        };
-        let mut kinds = vec![
-            kind("scheduler", "scheduler-"),
-            kind("artifacts", "artifact-store-"),
-            kind("streamer", "streamer-"),
+        let words = [
+            ("scheduler", Kind::Scheduler),
+            ("artifacts", Kind::Store),
+            ("streamer", Kind::Streamer),
+            ("door", Kind::Door),
         ];
-        if self.services.contains_key("door-0") {
-            kinds.push(kind("door", "door-"));
-        }
-        kinds.join(",")
+        let words = words.into_iter().map(|(word, kind)| (word, self.addresses(kind)));
+        let words = words.filter(|(_, addresses)| !addresses.is_empty());
+        words.map(|(word, addresses)| format!("{word}={addresses}")).collect::<Vec<_>>().join(",")
     }
 
     /// A command line of `gantry` that calls this cluster.
@@ -331,6 +439,12 @@ impl Suite {
         command
     }
 
+    /// Uploads a directory, and answers the id of its artifact.
+    #[must_use]
+    pub fn upload(&self, directory: &Path) -> String {
+        id(self.succeed(&["upload", directory.to_str().expect("UTF-8")]))
+    }
+
     /// Runs a command line that must succeed, and answers its standard output.
     pub fn succeed(&self, arguments: &[&str]) -> String {
         let output = self.gantry(arguments).output().expect("gantry runs");
@@ -340,6 +454,10 @@ impl Suite {
 }
 
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+fn owned(settings: &[(&str, &str)]) -> Vec<(String, String)> {
+    settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+}
 
 /// Ports that were free, kept until all are known, so that none is given twice.
 #[derive(Default)]
@@ -358,7 +476,7 @@ impl Drop for Suite {
     fn drop(&mut self) {
         if std::thread::panicking() {
             for name in self.names() {
-                let log = fs::read_to_string(self.path(&format!("{name}.log"))).unwrap_or_default();
+                let log = self.said(&name);
                 let from = log.len().saturating_sub(8_000);
                 eprintln!("--- {name} ---\n{}", log.get(from..).unwrap_or(&log));
             }

@@ -172,8 +172,7 @@ fn after_a_reboot_what_is_left_is_reaped_and_bytes_are_right() {
     let cluster = Cluster::new().with("GANTRY_GC_GRACE", "1h");
     let mut first = cluster.up(&boot(&cluster, "00000000-0000-4000-8000-000000000001"));
     tree::make_difficult(&cluster.path("src"));
-    let uploaded = cluster.succeed(["upload", "src"]);
-    let artifact = String::from_utf8(uploaded).expect("an id").trim().to_owned();
+    let artifact = cluster.upload("src");
     // One that was kept after its end, with an output, and one that runs, on copies of the artifact.
     let input = format!("in=artifact:{artifact}");
     let kept = cluster.succeed([

@@ -2,10 +2,9 @@
 
 use std::fs;
 use std::io::{BufRead, Read};
-use std::path::Path;
 
 use integration_tests::concourse::{Pair, make_image};
-use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
+use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for, write};
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{Manner, Server};
 
@@ -41,8 +40,7 @@ impl Suite {
         cluster.set("GANTRY_WORKERS_FILE", &file);
         make_image(&cluster.path("image"));
         attended(&cluster);
-        let id = String::from_utf8(cluster.succeed(["upload", "image"])).expect("an id");
-        let image = format!("artifact:{}", id.trim());
+        let image = format!("artifact:{}", cluster.upload("image"));
         Self { cluster, garden, volumes, _tokio: tokio, image }
     }
 
@@ -66,11 +64,6 @@ fn attended(cluster: &Cluster) {
             |worker: &serde_json::Value| worker["name"] == "concourse" && worker["state"] == "running";
         workers.iter().any(joined).then_some(())
     });
-}
-
-fn write(path: &Path, contents: &str) {
-    fs::create_dir_all(path.parent().expect("a directory above it")).expect("directories");
-    fs::write(path, contents).expect("write");
 }
 
 #[test]
@@ -182,8 +175,7 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
         make_image(&cluster.path("image"));
         write(&cluster.path("src/a"), "a");
         attended(&cluster);
-        let uploaded = String::from_utf8(cluster.succeed(["upload", "image"])).expect("an id");
-        let kept = uploaded.trim();
+        let kept = cluster.upload("image");
         let image = format!("artifact:{kept}");
         let run =
             ["run", "--keep", "1s", "--tag", "garden", "--image", &image, "-i", "src=src", "-o", "out=./out"];

@@ -35,8 +35,7 @@ fn root_file_system(root: &Path) {
 }
 
 fn upload(cluster: &Cluster, directory: &str) -> String {
-    let id = String::from_utf8(cluster.succeed(["upload", directory])).expect("an id");
-    format!("artifact:{}", id.trim())
+    format!("artifact:{}", cluster.upload(directory))
 }
 
 #[test]

@@ -84,8 +84,7 @@ fn an_input_is_copy_on_write_unless_it_is_read_only() {
     assert_eq!(run.stdout, b"after\nbefore", "{}", describe(&run));
     assert!(String::from_utf8_lossy(&run.stderr).to_lowercase().contains("read-only"), "{}", describe(&run));
     // The artifact itself never changed.
-    let id = cluster.succeed(["upload", "src"]);
-    let id = String::from_utf8(id).expect("an id").trim().to_owned();
+    let id = cluster.upload("src");
     assert_eq!(cluster.succeed(["cat", &id, "file"]), b"before");
 }
 

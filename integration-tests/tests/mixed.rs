@@ -1,65 +1,60 @@
 //! Host workers and Concourse workers in one cluster: what one of them made is an input on the other, and stays what it is.
 
-mod processes;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use integration_tests::concourse::{Pair, make_image};
-use integration_tests::{describe, may_run_containers, tree, wait_for};
+use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use integration_tests::{describe, may_run_containers, tree, wait_for, write};
 use serde_json::Value;
 use testing::baggageclaim::Driver;
 use testing::garden::Manner;
-
-use processes::{Process, Suite, directory};
 
 /// Copies everything, as it is.
 const COPY: &str = "cp -a in/. made/";
 
 /// Services, and the workers that were started so far, each with a gateway of its own and a tag of its name.
 struct Scene {
-    // Before the directories that they are in.
-    gateways: Vec<(&'static str, Process)>,
     suite: Suite,
     pairs: Vec<Pair>,
 }
 
 impl Scene {
     fn start() -> Self {
-        Self { gateways: Vec::new(), suite: Suite::start(), pairs: Vec::new() }
+        Self { suite: Suite::start(Shape::NO_WORKER, SHORT_TERMS), pairs: Vec::new() }
     }
 
     /// One more worker. Without a tag, it takes what is uploaded.
-    fn attend(&mut self, worker: &'static str, more: &[&str]) {
-        let gateway = self.suite.gateway(worker, worker, more);
-        self.suite.attended(worker, &gateway);
-        self.gateways.push((worker, gateway));
+    fn attend(&mut self, worker: &str, settings: &[(&str, &str)]) {
+        self.suite.attend(worker, worker, settings);
+        self.suite.attended(worker, worker);
     }
 
-    fn host(&mut self, worker: &'static str) {
-        self.attend(worker, &["--tag", worker]);
+    fn host(&mut self, worker: &str) {
+        self.attend(worker, &[("GANTRY_WORKER_TAGS", worker)]);
     }
 
-    fn concourse(&mut self, worker: &'static str, (manner, driver): (Manner, Driver)) {
+    fn concourse(&mut self, worker: &str, (manner, driver): (Manner, Driver)) {
         let pair = Pair::start(manner, driver);
         let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
         self.pairs.push(pair);
-        self.attend(worker, &["--tag", worker, "--garden", &garden, "--baggageclaim", &volumes]);
+        let own =
+            [("GANTRY_WORKER_TAGS", worker), ("GANTRY_GARDEN", &garden), ("GANTRY_BAGGAGECLAIM", &volumes)];
+        self.attend(worker, &own);
     }
 
     /// Kills the gateway of a worker, so that nothing comes from there any more.
     fn kill(&mut self, worker: &str) {
-        self.gateways.retain(|(name, _)| *name != worker);
+        self.suite.kill(worker);
         wait_for("the silence of a worker", || {
             let shown = self.suite.succeed(&["show", "worker", worker, "--json"]);
-            let shown: Value = serde_json::from_slice(shown.trim_ascii()).expect("JSON");
+            let shown: Value = serde_json::from_str(&shown).expect("JSON");
             (shown["state"] != "running").then_some(())
         });
     }
 
     fn upload(&self, path: &Path) -> String {
-        let said = self.suite.succeed(&["upload", path.to_str().expect("UTF-8")]);
-        format!("artifact:{}", String::from_utf8(said).expect("an id").trim())
+        format!("artifact:{}", self.suite.upload(path))
     }
 
     /// Runs `script` on a worker with `artifact` as its input `in`. Answers its output `made`, and what it said.
@@ -77,16 +72,10 @@ impl Scene {
 
     /// Brings an artifact into a new directory.
     fn download(&self, artifact: &str, into: &str) -> PathBuf {
-        let path = self.suite.cluster.path(into);
+        let path = self.suite.path(into);
         let id = artifact.strip_prefix("artifact:").expect("an artifact");
         self.suite.succeed(&["download", id, path.to_str().expect("UTF-8")]);
         path
-    }
-
-    /// Destroys what the host workers hold.
-    fn end(self, hosts: &[&str]) {
-        drop(self.gateways);
-        hosts.iter().for_each(|host| self.suite.clean(host));
     }
 }
 
@@ -96,7 +85,7 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
         return;
     }
     let mut scene = Scene::start();
-    let path = |name: &str| scene.suite.cluster.path(name);
+    let path = |name: &str| scene.suite.path(name);
     let (data, image) = (path("data"), path("image"));
     tree::make_difficult(&data);
     make_image(&image);
@@ -126,7 +115,6 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
     // What was copied to a Concourse worker is as it was, parts of seconds and holes included, though its maker is gone.
     scene.kill("host");
     tree::assert_same(&data, &scene.download(&by_host, "kept"));
-    scene.end(&["host"]);
 }
 
 #[test]
@@ -135,9 +123,9 @@ fn an_image_is_one_wherever_it_was_uploaded() {
         return;
     }
     let mut scene = Scene::start();
-    let (image, data) = (scene.suite.cluster.path("image"), scene.suite.cluster.path("data"));
+    let (image, data) = (scene.suite.path("image"), scene.suite.path("data"));
     make_image(&image);
-    directory(&data, "file", "kept\n");
+    write(&data.join("file"), "kept\n");
 
     scene.concourse("concourse", (Manner::Containerd, Driver::Overlay));
     let (by_concourse, data) = (scene.upload(&image), scene.upload(&data));
@@ -159,5 +147,4 @@ fn an_image_is_one_wherever_it_was_uploaded() {
         "its root is the image, in which no program is: {}",
         describe(&cat)
     );
-    scene.end(&["host"]);
 }

@@ -235,8 +235,7 @@ fn cat_says_what_a_path_is() {
     fs::write(cluster.path("d/sub/file"), "content\n").expect("write");
     std::os::unix::fs::symlink("sub/file", cluster.path("d/link")).expect("link");
     std::os::unix::fs::symlink("sub", cluster.path("d/other")).expect("link");
-    let artifact = String::from_utf8(cluster.succeed(["upload", "d"])).expect("an id");
-    let artifact = artifact.trim();
+    let artifact = &*cluster.upload("d");
     assert_eq!(cluster.succeed(["cat", artifact, "/sub/file"]), b"content\n");
     let json = cluster.succeed(["--json", "cat", artifact, "sub/file"]);
     let document: Value = serde_json::from_slice(&json).expect("one JSON document");

@@ -5,13 +5,11 @@ use std::io::{BufReader, Read};
 use std::process::{Child, ChildStdout};
 
 use integration_tests::concourse::{Pair, make_image};
-use integration_tests::{code, describe, may_run_containers, send, started, wait_for};
+use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use integration_tests::{code, describe, may_run_containers, started, wait_for};
 use serde_json::Value;
 use testing::baggageclaim::Driver;
 use testing::garden::Manner;
-
-use crate::processes::{Process, Suite};
-use crate::says;
 
 const WORKER: &str = "shared";
 /// Says something before, during and after a take-over.
@@ -20,9 +18,6 @@ const SCRIPT: &str =
 
 /// Two gateways, the first of which attends, and a process on their worker that waits for a file.
 struct Scene {
-    // Before the directories that they are in.
-    first: Process,
-    second: Process,
     suite: Suite,
     pair: Pair,
     image: String,
@@ -31,37 +26,33 @@ struct Scene {
 }
 
 /// A gateway of the worker, with a state directory of its own.
-fn gateway(suite: &Suite, pair: &Pair, name: &str) -> Process {
-    let directory = suite.cluster.path(&format!("{name}-state"));
-    let own = directory.to_str().expect("UTF-8");
+fn attend(suite: &mut Suite, pair: &Pair, name: &str) {
+    let directory = suite.path(&format!("state-of-{name}")).display().to_string();
     let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
-    let services = ["--artifact-store", &suite.endpoint, "--streamer", &suite.endpoint];
-    let worker = ["--name", WORKER, "--garden", &garden, "--baggageclaim", &volumes];
-    let where_ = ["--state-dir", own, "--runtime-dir", own];
-    suite.process(name, &[&services[..], &worker, &where_].concat())
+    let worker = [("GANTRY_GARDEN", &*garden), ("GANTRY_BAGGAGECLAIM", &*volumes)];
+    let own = [("GANTRY_STATE_DIR", &*directory), ("GANTRY_RUNTIME_DIR", &*directory)];
+    suite.attend(name, WORKER, &[worker, own].concat());
 }
 
 impl Scene {
     fn start(kind: (Manner, Driver)) -> Self {
-        let suite = Suite::start();
+        let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
         let pair = Pair::start(kind.0, kind.1);
-        let first = gateway(&suite, &pair, "first");
-        suite.attended(WORKER, &first);
-        let second = gateway(&suite, &pair, "second");
-        says(&second, "this one stands by");
-        let path = suite.cluster.path("image");
-        make_image(&path);
-        let image = suite.succeed(&["upload", path.to_str().expect("UTF-8")]);
-        let image = format!("artifact:{}", String::from_utf8(image).expect("an id").trim());
-        let out = format!("out={}", suite.cluster.path("result").display());
+        attend(&mut suite, &pair, "first");
+        suite.attended(WORKER, "first");
+        attend(&mut suite, &pair, "second");
+        suite.wait_until_it_says("second", "this one stands by");
+        make_image(&suite.path("image"));
+        let image = format!("artifact:{}", suite.upload(&suite.path("image")));
+        let out = format!("out={}", suite.path("result").display());
         let run = ["run", "--image", &image, "-o", &out, "--", "sh", "-c", SCRIPT];
         let (run, stdout) = started(suite.gantry(&run));
-        Self { first, second, suite, pair, image, run, stdout }
+        Self { suite, pair, image, run, stdout }
     }
 
     /// The second attends, in another session of the same life of the worker, and what was there goes on.
     fn goes_on(&mut self, before: &Value) -> Value {
-        let now = self.suite.attended(WORKER, &self.second);
+        let now = self.suite.attended(WORKER, "second");
         assert_eq!(now["incarnation"], before["incarnation"], "what it holds is the same");
         let session = |worker: &Value| worker["session"].as_u64().expect("a number");
         assert!(session(&now) > session(before), "{before} {now}");
@@ -87,7 +78,7 @@ impl Scene {
         assert_eq!(said, "over\n", "{log}");
         assert!(log.contains("some of stdout may be missing here"), "{log}");
         assert!(!log.contains("bytes of"), "nobody knows how much is missing: {log}");
-        let result = self.suite.cluster.path("result/file");
+        let result = self.suite.path("result/file");
         assert_eq!(std::fs::read_to_string(result).expect("the output"), "made\n");
         assert_eq!(self.pair.runs(), 1, "it ran twice");
     }
@@ -107,13 +98,13 @@ fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
     }
     for kind in [(Manner::Containerd, Driver::Overlay), (Manner::Guardian, Driver::Naive)] {
         let mut scene = Scene::start(kind);
-        let before = scene.suite.attended(WORKER, &scene.first);
-        send(&scene.first.child, libc::SIGKILL);
+        let before = scene.suite.attended(WORKER, "first");
+        scene.suite.kill("first");
         scene.goes_on(&before);
         scene.ends_well();
         // Another with the state directory of the first stands by itself, and takes over what it knew before.
-        let third = gateway(&scene.suite, &scene.pair, "third");
-        says(&third, "this one stands by");
+        attend(&mut scene.suite, &scene.pair, "third");
+        scene.suite.wait_until_it_says("third", "this one stands by");
         scene.runs_another();
     }
 }
@@ -124,18 +115,18 @@ fn a_gateway_that_freezes_does_nothing_when_it_wakes_up() {
         return;
     }
     let mut scene = Scene::start((Manner::Containerd, Driver::Overlay));
-    let before = scene.suite.attended(WORKER, &scene.first);
-    send(&scene.first.child, libc::SIGSTOP);
+    let before = scene.suite.attended(WORKER, "first");
+    scene.suite.signal("first", libc::SIGSTOP);
     let now = scene.goes_on(&before);
 
     let held = || (scene.pair.garden.handles(), scene.pair.volumes.handles());
     let there = held();
-    send(&scene.first.child, libc::SIGCONT);
-    says(&scene.first, "another gateway has taken over this worker");
-    assert_eq!(held(), there, "{}", scene.first.said());
+    scene.suite.signal("first", libc::SIGCONT);
+    scene.suite.wait_until_it_says("first", "another gateway has taken over this worker");
+    assert_eq!(held(), there, "{}", scene.suite.said("first"));
     scene.ends_well();
     scene.runs_another();
-    assert_eq!(scene.suite.attended(WORKER, &scene.second)["session"], now["session"], "nobody disturbed it");
+    assert_eq!(scene.suite.attended(WORKER, "second")["session"], now["session"], "nobody disturbed it");
     assert_eq!(scene.pair.runs(), 2, "each once");
 }
 
@@ -145,10 +136,10 @@ fn a_worker_that_comes_back_empty_begins_another_life() {
         return;
     }
     let mut scene = Scene::start((Manner::Containerd, Driver::Overlay));
-    let before = scene.suite.attended(WORKER, &scene.first);
+    let before = scene.suite.attended(WORKER, "first");
     scene.pair.replace();
-    send(&scene.first.child, libc::SIGKILL);
-    let now = scene.suite.attended(WORKER, &scene.second);
+    scene.suite.kill("first");
+    let now = scene.suite.attended(WORKER, "second");
     let life = |worker: &Value| worker["incarnation"].as_u64().expect("a number");
     assert!(life(&now) > life(&before), "{before} {now}");
 
@@ -159,8 +150,6 @@ fn a_worker_that_comes_back_empty_begins_another_life() {
     assert_eq!(said, "");
     assert_eq!(scene.pair.runs(), 0, "nothing is started twice");
     // The image went with it; the worker takes another.
-    let path = scene.suite.cluster.path("image");
-    let image = scene.suite.succeed(&["upload", path.to_str().expect("UTF-8")]);
-    scene.image = format!("artifact:{}", String::from_utf8(image).expect("an id").trim());
+    scene.image = format!("artifact:{}", scene.suite.upload(&scene.suite.path("image")));
     scene.runs_another();
 }
