@@ -50,9 +50,9 @@ test:
 	integration-tests/setup.sh test
 	integration-tests/run.sh
 
-# Callers in other languages, and the examples with grpcurl, against a cluster.
+# Callers in other languages, and the examples with grpcurl, against the four services and against a cluster in one process.
 clients: client-tools
-	cargo build --package gantry --locked
+	cargo build --workspace --bins --locked
 	integration-tests/clients/run.sh
 
 client-tools: $(TOOLS)/node_modules/.bin/buf $(TOOLS)/bin/grpcurl

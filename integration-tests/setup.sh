@@ -6,6 +6,9 @@ packages=()
 need() { # need COMMAND PACKAGE
     command -v "$1" >/dev/null 2>&1 || packages+=("$2")
 }
+need_postgresql() {
+    compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || command -v initdb >/dev/null 2>&1 || packages+=(postgresql)
+}
 
 case "${1:-test}" in
 test)
@@ -13,7 +16,7 @@ test)
     need make make
     need git git
     need python3 python3
-    compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || command -v initdb >/dev/null 2>&1 || packages+=(postgresql)
+    need_postgresql
     ;;
 node)
     need npm npm
@@ -39,6 +42,7 @@ clients)
     need npm npm
     need javac default-jdk-headless
     need mvn maven
+    need_postgresql
     ;;
 *)
     echo "usage: $0 test|node|go|clients|compose" >&2

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the clients of the languages that are named, or of all, against a cluster of their own:
-# run.sh [go|python|typescript|java|rust|grpcurl]…
+# Runs the clients of the languages that are named, or of all: run.sh [go|python|typescript|java|rust|grpcurl]…
+# Each meets two clusters: the four services as processes of their own with a door and two workers, at an address for each service, and
+# `gantry up`, at one address for all. The examples with grpcurl are about one address.
 # What they download goes into the ordinary caches of their tools.
 set -uo pipefail
 cd "$(dirname "$0")"
@@ -51,43 +52,61 @@ if [ ${#missing[@]} -gt 0 ]; then
     exit 1
 fi
 
-gantry=${GANTRY:-$root/target/debug/gantry}
-if [ ! -x "$gantry" ]; then
-    echo "there is no $gantry: cargo build -p gantry" >&2
-    exit 1
-fi
+programs=${PROGRAMS:-$root/target/debug}
+for program in gantry suite scheduler artifact-store streamer runtime-gateway; do
+    if [ ! -x "$programs/$program" ]; then
+        echo "there is no $programs/$program: cargo build --workspace --bins" >&2
+        exit 1
+    fi
+done
 scratch=$(mktemp -d)
-cluster=
+clusters=()
 cleanup() {
-    if [ -n "$cluster" ]; then
+    # The suite ends with its input, the other one as it is told.
+    exec {wanted}>&-
+    for cluster in "${clusters[@]}"; do
         kill -TERM "$cluster" 2>/dev/null
         wait "$cluster"
-    fi
+    done
     rm -rf "$scratch"
 }
+mkfifo "$scratch/wanted"
+exec {wanted}<>"$scratch/wanted"
 trap cleanup EXIT
-
 
 export XDG_STATE_HOME=$scratch/state XDG_RUNTIME_DIR=$scratch/run
 mkdir -m 700 "$XDG_STATE_HOME" "$XDG_RUNTIME_DIR"
-mkfifo "$scratch/announced"
-"$gantry" --json up --listen 127.0.0.1:0 >"$scratch/announced" 2>"$scratch/log" &
-cluster=$!
-if ! read -r -t 120 announced <"$scratch/announced"; then
-    echo "the cluster does not start:" >&2
-    cat "$scratch/log" >&2
-    exit 1
-fi
+# start NAME COMMAND…: starts a cluster, which announces itself in a line of JSON.
+start() {
+    local name=$1
+    shift
+    mkfifo "$scratch/$name.announces"
+    # It must not hold the other end of its own input.
+    "$@" <"$scratch/wanted" >"$scratch/$name.announces" 2>"$scratch/$name.log" {wanted}>&- &
+    clusters+=($!)
+    if ! read -r -t 120 announced <"$scratch/$name.announces"; then
+        echo "the cluster does not start:" >&2
+        cat "$scratch/$name.log" >&2
+        exit 1
+    fi
+}
 field() { python3 -c 'import json, sys; print(eval(sys.argv[1], {"cluster": json.loads(sys.argv[2])}))' "$1" "$announced"; }
-GANTRY_SERVER=$(field 'cluster["endpoints"][1]')
-GANTRY_TOKEN_FILE=$(field 'cluster["token_file"]')
-export GANTRY_SERVER GANTRY_TOKEN_FILE
+# Its workers are reached through the door only: who goes past it is turned away.
+start services "$programs/suite" --walled
+services=$(field 'cluster["server"]') services_token=$(field 'cluster["token_file"]')
+start one "$programs/gantry" --json up --listen 127.0.0.1:0
+one=$(field 'cluster["endpoints"][1]') one_token=$(field 'cluster["token_file"]')
 
-# What each language has to do: decode the golden corpus, and the scenario, to its last line.
+# scenario LANGUAGE SERVER TOKEN-FILE: to its last line
+scenario() {
+    GANTRY_SERVER=$2 GANTRY_TOKEN_FILE=$3 timeout 900 "./$1/run" "$PWD/golden" | tee "$scratch/said"
+    grep -q '^explained: never, unless ' "$scratch/said"
+}
+# What each language has to do: decode the golden corpus, and the scenario, with either form of the setting.
 call() {
     case $1 in
-    grpcurl) timeout 600 ./grpcurl/run ;;
-    *) timeout 900 "./$1/run" test && timeout 900 "./$1/run" "$PWD/golden" | tee "$scratch/said" && grep -q '^explained: never, unless ' "$scratch/said" ;;
+    grpcurl) GANTRY_SERVER=$one GANTRY_TOKEN_FILE=$one_token timeout 600 ./grpcurl/run ;;
+    *) timeout 900 "./$1/run" test && scenario "$1" "$services" "$services_token" && scenario "$1" "$one" "$one_token" ;;
     esac
 }
 
@@ -102,7 +121,6 @@ for language in "${languages[@]}"; do
     fi
 done
 if [ $status -ne 0 ]; then
-    echo "--- the cluster's log ---"
-    tail -n 50 "$scratch/log"
+    tail -n 50 "$scratch"/*.log
 fi
 exit $status
