@@ -21,6 +21,7 @@ export GANTRY_IMAGES=gantry-it
 export WORKER_MAX_TASKS=1
 work=$(mktemp -d)
 engine=
+garden=
 say() { echo "compose: $*"; }
 
 end() {
@@ -28,6 +29,11 @@ end() {
     if [ $status -ne 0 ]; then
         $COMPOSE ps || true
         $COMPOSE logs --no-color --tail 40 || true
+    fi
+    if [ -n "$garden" ]; then
+        # It ends with its input, while its address is still there.
+        exec {wanted}>&-
+        wait "$garden" || true
     fi
     $COMPOSE down --volumes --timeout 10 >/dev/null 2>&1 || true
     if [ -n "$engine" ]; then
@@ -86,6 +92,7 @@ healthy() { # healthy SERVICE COUNT
 all_healthy() { # all_healthy COUNT WORKERS
     local service
     for service in scheduler artifact-store streamer door; do healthy $service "$1" || return 1; done
+    [ -z "$garden" ] || healthy garden 1 || return 1
     healthy postgres 1 && healthy worker "$2"
 }
 
@@ -98,7 +105,6 @@ until_true "a healthy cluster" 120 all_healthy 1 2
 say "healthy after $(echo "$(date +%s.%N) - $started" | bc | cut -c1-4) s"
 
 gantry() { "$root/target/debug/gantry" --server "$(docker/servers.sh)" "$@"; }
-workers() { [ "$(gantry list workers --json | jq '[.[] | select(.state == "running")] | length')" -eq "$1" ]; }
 
 mkdir -p "$work/src" && echo content >"$work/src/file"
 main_job() { # main_job NAME: uploads, runs, downloads, and exits as the command does
@@ -137,29 +143,65 @@ gantry cancel --grace 0s "$blocker" >/dev/null
 }
 say "what $first made was used on $second"
 
+# GARDEN and BAGGAGECLAIM add a Garden worker, from here on: the servers of the tests, at the address of this machine in the cluster's network.
+host=$($docker network inspect --format '{{(index .IPAM.Config 0).Gateway}}' "${COMPOSE_PROJECT_NAME}_default")
+mkfifo "$work/wanted"
+exec {wanted}<>"$work/wanted"
+target/debug/garden_worker --listen "$host" concourse <"$work/wanted" >"$work/registered" {wanted}>&- &
+garden=$!
+listens() { [ -s "$work/registered" ]; }
+until_true "a Garden server" 60 listens
+GARDEN=$(jq -r '.[0].addr' "$work/registered")
+BAGGAGECLAIM=$(jq -r '.[0].baggageclaim_url' "$work/registered")
+BAGGAGECLAIM=${BAGGAGECLAIM#http://}
+export GARDEN BAGGAGECLAIM GARDEN_NAME=concourse GARDEN_TAGS=garden
+$COMPOSE up -d --no-build >"$work/up.log" 2>&1 || {
+    cat "$work/up.log"
+    exit 1
+}
+until_true "a healthy gateway of a Garden worker" 120 all_healthy 1 2
+until_true "three workers" 60 workers 3
+# An image whose directories are those of this machine: that is what these servers show where one is empty.
+mkdir -p "$work"/image/rootfs/{usr,bin,sbin,lib,lib64,dev,proc,tmp,etc}
+echo 'root:x:0:0::/root:/bin/sh' >"$work/image/rootfs/etc/passwd"
+echo '{"env": ["OF=the image"]}' >"$work/image/metadata.json"
+image=$(gantry upload "$work/image")
+gantry --json run --no-stdin --tag garden --image "artifact:$image" -i "made=artifact:$artifact" -o again -- \
+    sh -c 'sha256sum < made/bytes | cmp - made/sum && cp made/bytes made/sum again/ && echo "$OF" > again/of' >"$work/third"
+third=$(placed_on "$work/third")
+again=$(jq -r 'select(.event == "finished") | .outputs[0].artifact_id' "$work/third")
+gantry --json run --no-stdin -i "again=artifact:$again" -- \
+    sh -c 'sha256sum < again/bytes | cmp - again/sum && [ "$(cat again/of)" = "the image" ]' >"$work/fourth"
+fourth=$(placed_on "$work/fourth")
+[ "$third" = concourse ] && [ "$fourth" != concourse ] || {
+    echo "they ran on $third and $fourth"
+    exit 1
+}
+say "what $first made was used on the Garden worker, and what that made on $fourth"
+
 # More of everything.
 $COMPOSE up -d --no-build --scale scheduler=2 --scale artifact-store=2 --scale streamer=2 --scale door=2 --scale worker=3 >"$work/up.log" 2>&1 || {
     cat "$work/up.log"
     exit 1
 }
 until_true "a healthy cluster of more" 120 all_healthy 2 3
-until_true "three workers" 60 workers 3
-main_job "with two of each service and three workers"
+until_true "four workers" 60 workers 4
+main_job "with two of each service and three host workers"
 
 # A container that is killed comes back, and the cluster goes on. (`docker kill` would count as a wish.)
-for service in scheduler artifact-store streamer door worker; do
-    container=$($COMPOSE ps -q $service | head -1)
+for service in scheduler artifact-store streamer door worker garden; do
+    container=$($COMPOSE ps -q $service | sed -n 1p)
     before=$($docker inspect --format '{{.State.StartedAt}}' "$container")
     kill -9 "$($docker inspect --format '{{.State.Pid}}' "$container")"
     restarted() { [ "$($docker inspect --format '{{.State.Running}} {{.State.StartedAt}}' "$container")" != "true $before" ] && [ "$($docker inspect --format '{{.State.Health.Status}}' "$container")" = healthy ]; }
     until_true "$service to come back" 60 restarted
 done
-until_true "three workers again" 60 workers 3
+until_true "four workers again" 60 workers 4
 main_job "after one container of each service was killed"
 
 # An orderly end is one, too.
 $COMPOSE stop --timeout 20 >/dev/null 2>&1
-for container in $($COMPOSE ps -q scheduler artifact-store streamer door worker); do
+for container in $($COMPOSE ps -q scheduler artifact-store streamer door worker garden); do
     code=$($docker inspect --format '{{.State.ExitCode}}' "$container")
     [ "$code" -eq 0 ] || {
         echo "$($docker inspect --format '{{.Name}}' "$container") ended with $code"

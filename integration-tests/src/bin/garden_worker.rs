@@ -1,19 +1,27 @@
-//! Serves as a Concourse worker until its standard input ends. For `make bench`.
+//! `garden_worker [--listen ADDRESS] NAME…`: serves as Concourse workers until its standard input ends, on the loopback or at another address
+//! of this machine. For `make bench` and `make compose-test`.
 //!
 //! It prints, in one line, what such workers say when they register: one for each NAME, with that name as its tag. To each line of its
 //! input it answers with one of JSON: the requests so far.
 
-use std::io::{BufRead, Write};
+use std::io::{BufRead, Error, ErrorKind, Write};
+use std::net::{IpAddr, Ipv4Addr};
 
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{self, Manner};
 
 #[tokio::main]
 async fn main() -> std::io::Result<()> {
+    let mut names = std::env::args().skip(1).peekable();
+    let mut address = IpAddr::from(Ipv4Addr::LOCALHOST);
+    if names.next_if(|word| word == "--listen").is_some() {
+        let wrong = || Error::new(ErrorKind::InvalidInput, "--listen wants an IP address");
+        address = names.next().and_then(|word| word.parse().ok()).ok_or_else(wrong)?;
+    }
     let mut workers = Vec::new();
-    for name in std::env::args().skip(1) {
-        let containers = garden::Server::start(Manner::Containerd);
-        workers.push((name, containers, baggageclaim::Server::start(Driver::Overlay).await));
+    for name in names {
+        let containers = garden::Server::start_at(address, Manner::Containerd);
+        workers.push((name, containers, baggageclaim::Server::start_at(address, Driver::Overlay).await));
     }
     let registered = workers.iter().map(|(name, containers, volumes)| {
         serde_json::json!({

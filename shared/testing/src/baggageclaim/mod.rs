@@ -7,7 +7,7 @@ mod archives;
 mod routes;
 mod volumes;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -67,7 +67,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Server {
     /// Starts one on a port of its own.
     pub async fn start(driver: Driver) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        Self::start_at(Ipv4Addr::LOCALHOST.into(), driver).await
+    }
+
+    /// Starts one at this address of the machine, where others may reach it.
+    pub async fn start_at(address: IpAddr, driver: Driver) -> Self {
+        let listener = TcpListener::bind((address, 0)).await.expect("a port");
         let root = tempfile::tempdir().expect("a directory for volumes");
         for name in ["init", "live", "dead"] {
             std::fs::create_dir(root.path().join(name)).expect("a directory for volumes");

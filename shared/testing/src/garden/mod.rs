@@ -15,7 +15,7 @@ mod process;
 mod routes;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
@@ -111,9 +111,18 @@ impl Server {
         Self::with_times(manner, Times::default())
     }
 
+    /// Starts one at this address of the machine, where others may reach it.
+    pub fn start_at(address: IpAddr, manner: Manner) -> Self {
+        Self::listen(address, manner, Times::default())
+    }
+
     /// Starts one with other times.
     pub fn with_times(manner: Manner, times: Times) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        Self::listen(Ipv4Addr::LOCALHOST.into(), manner, times)
+    }
+
+    fn listen(address: IpAddr, manner: Manner, times: Times) -> Self {
+        let listener = TcpListener::bind((address, 0)).expect("a port");
         let address = listener.local_addr().expect("an address");
         let state = Arc::new(State {
             manner,
