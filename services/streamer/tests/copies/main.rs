@@ -10,6 +10,7 @@ use rpc::{Reason, Refusal};
 
 mod proxy;
 mod suite;
+mod tickets;
 mod tree;
 
 use suite::{Brought, Suite, may_be_a_worker, until};
