@@ -14,8 +14,13 @@ use rpc::pb::runtime as runtime_pb;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::write_request::Message as Write;
 use rpc::pb::runtime::write_response::Message as Wrote;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
-use rpc::pb::scheduler::{GetWorkerRequest, IssueTicketRequest, IssueTicketResponse, TicketOperation};
+use rpc::pb::scheduler::{
+    Access, ExplainRequest, GetWorkerRequest, HostImage, Image, Input, IssueTicketRequest,
+    IssueTicketResponse, Network, OutputMode, Privilege, StdinMode, TicketOperation, WorkloadKind,
+    WorkloadSpec, explain_request, image,
+};
 use rpc::pb::streamer as pb;
 use rpc::pb::streamer::materialize_response::Message as Told;
 use rpc::pb::streamer::streamer_client::StreamerClient;
@@ -215,6 +220,31 @@ impl Suite {
         };
         let issued = WorkersClient::new(client(&self.core.endpoint)).issue_ticket(request).await;
         issued.expect("a ticket").into_inner()
+    }
+
+    /// What the scheduler says of a workload that reads `artifact`: each worker that would do, the best first, with how it compares.
+    pub(crate) async fn explain_reading(&self, artifact: ArtifactId) -> Vec<(String, String)> {
+        let spec = WorkloadSpec {
+            team: TEAM.to_owned(),
+            kind: WorkloadKind::Task.into(),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            command: vec!["true".into()],
+            stdin: StdinMode::None.into(),
+            output: OutputMode::Spooled.into(),
+            inputs: vec![Input {
+                name: "in".to_owned(),
+                artifact_id: artifact.to_string(),
+                path: "".into(),
+                access: Access::ReadOnly.into(),
+            }],
+            privilege: Privilege::Confined.into(),
+            network: Network::Host.into(),
+            ..WorkloadSpec::default()
+        };
+        let request = ExplainRequest { subject: Some(explain_request::Subject::Spec(spec)) };
+        let explained = PlacementsClient::new(client(&self.core.endpoint)).explain(request).await;
+        let workers = explained.expect("explained").into_inner().workers.into_iter();
+        workers.map(|worker| (worker.worker_name, worker.standing)).collect()
     }
 
     fn streamer(&self) -> StreamerClient<Peer> {
