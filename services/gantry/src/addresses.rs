@@ -47,7 +47,9 @@ impl Addresses {
                 }
                 None => item,
             };
-            client::addresses(address).map_err(|error| error.to_string())?;
+            client::addresses(address).map_err(|error| {
+                meant(address).map_or_else(|| error.to_string(), |hint| format!("{error}; {hint}"))
+            })?;
             present.map_or(&mut default, |at| &mut named[at]).push(address);
         }
         let [scheduler, artifacts, streamer, door] = named.map(|addresses| addresses.join(","));
@@ -66,6 +68,24 @@ impl Addresses {
             door: Some(door).filter(|door| !door.is_empty()),
         })
     }
+}
+
+/// What somebody probably meant who wrote what is no address.
+fn meant(address: &str) -> Option<String> {
+    let http = |rest: &str| {
+        let address = format!("http://{rest}");
+        client::addresses(&address).ok()
+    };
+    if let Some(rest) = address.strip_prefix("https://") {
+        let address = http(rest)?;
+        return Some(format!("services do not speak TLS: if nothing need be encrypted, write {address}"));
+    }
+    if address.starts_with('/') {
+        return Some(format!("perhaps you mean unix://{address}"));
+    }
+    let (_, port) = address.rsplit_once(':')?;
+    let _: u16 = port.parse().ok()?;
+    http(address).map(|address| format!("perhaps you mean {address}"))
 }
 
 /// For the command line: the text, if it can be used.
@@ -106,5 +126,16 @@ mod tests {
         assert!(refused("door=http://a:1,door=http://b:1,http://c").contains("twice"));
         assert!(refused("nowhere").contains("no address"));
         assert!(refused("").contains("no address"));
+    }
+
+    #[test]
+    fn what_was_probably_meant_is_said() {
+        let hint = |text: &str| Addresses::parse(text).expect_err(text);
+        assert!(hint("a:1").ends_with("; perhaps you mean http://a:1"), "{}", hint("a:1"));
+        assert!(hint("https://a:1").ends_with("if nothing need be encrypted, write http://a:1"));
+        assert!(hint("/run/x.sock").ends_with("; perhaps you mean unix:///run/x.sock"));
+        for other in ["there", "unix:x", "http://a:1/path", "ftp://a:1"] {
+            assert!(hint(other).ends_with("with commas between replicas"), "{}", hint(other));
+        }
     }
 }

@@ -424,6 +424,9 @@ pub(crate) struct UpArgs {
     /// Listen on this TCP address, too. Callers need the token that is generated in the state directory
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) listen: Option<String>,
+    /// Where callers over TCP reach this cluster, if not at the address that --listen names: http://host:port
+    #[arg(long, value_name = "ADDRESS", requires = "listen", value_parser = rpc::client::addresses)]
+    pub(crate) endpoint: Option<String>,
     /// Allow --listen on an address that others can reach, although nothing is encrypted
     #[arg(long, requires = "listen")]
     pub(crate) insecure: bool,
