@@ -17,6 +17,8 @@ fi
 export COMPOSE
 export COMPOSE_PROJECT_NAME=gantry-it-$$
 export GANTRY_IMAGES=gantry-it
+# Where no cluster of somebody who works here is.
+export SCHEDULER_PORTS=7310-7319 ARTIFACT_STORE_PORTS=7320-7329 STREAMER_PORTS=7330-7339 DOOR_PORTS=7340-7349
 # So that a second job goes to another worker.
 export WORKER_MAX_TASKS=1
 work=$(mktemp -d)
@@ -104,7 +106,10 @@ $COMPOSE up -d --no-build >"$work/up.log" 2>&1 || {
 until_true "a healthy cluster" 120 all_healthy 1 2
 say "healthy after $(echo "$(date +%s.%N) - $started" | bc | cut -c1-4) s"
 
-gantry() { "$root/target/debug/gantry" --server "$(docker/servers.sh)" "$@"; }
+# Asked once: these addresses stay right.
+GANTRY_SERVER=$(docker/servers.sh)
+export GANTRY_SERVER
+gantry() { "$root/target/debug/gantry" "$@"; }
 
 mkdir -p "$work/src" && echo content >"$work/src/file"
 main_job() { # main_job NAME: uploads, runs, downloads, and exits as the command does

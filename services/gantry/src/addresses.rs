@@ -1,4 +1,7 @@
 //! Where the services of a cluster are: one address for all, or one for each.
+//!
+//! A range of ports, `http://host:7110-7119`, stands for replicas of which nobody knows how many there are just now: an engine that
+//! publishes containers at ports of a range gives one that was started again another port of it.
 
 use rpc::client;
 
@@ -10,13 +13,40 @@ pub(crate) struct Addresses {
     pub(crate) streamer: String,
     /// Where calls to containers and volumes go, instead of to the gateway that attends the worker. `None`: there.
     pub(crate) door: Option<String>,
+    /// The ranges that were written, each with its addresses: one that does not answer is not missed while another of its range does.
+    pub(crate) ranges: Vec<Range>,
+}
+
+/// A range of ports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Range {
+    /// As it was written.
+    pub(crate) text: String,
+    pub(crate) addresses: Vec<String>,
+}
+
+/// The most ports of a range.
+const MOST: u16 = 100;
+
+impl Range {
+    /// `Ok(None)`: `text` is no range.
+    fn parse(text: &str) -> Result<Option<Self>, String> {
+        let ports = text.rsplit_once(':').and_then(|(host, ports)| Some((host, ports.split_once('-')?)));
+        let Some((host, (first, last))) = ports else { return Ok(None) };
+        let (Ok(first), Ok(last)) = (first.parse::<u16>(), last.parse::<u16>()) else { return Ok(None) };
+        if !(first..=first.saturating_add(MOST - 1)).contains(&last) {
+            return Err(format!("{text:?} is no range of 1 to {MOST} ports"));
+        }
+        let addresses = (first..=last).map(|port| format!("{host}:{port}")).collect();
+        Ok(Some(Self { text: text.to_owned(), addresses }))
+    }
 }
 
 impl Addresses {
     /// All services at one address.
     pub(crate) fn one(address: &str) -> Self {
         let all = || address.to_owned();
-        Self { scheduler: all(), artifacts: all(), streamer: all(), door: None }
+        Self { scheduler: all(), artifacts: all(), streamer: all(), door: None, ranges: Vec::new() }
     }
 
     /// Whether all services are at one address, and which.
@@ -26,11 +56,13 @@ impl Addresses {
     }
 
     /// Parses `ADDRESS` or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,door=ADDRESS`. An address without a name belongs to the
-    /// name before it, as another replica; those before any name are the default of the services that are not named.
+    /// name before it, as another replica; those before any name are the default of the services that are not named. `http://HOST:FIRST-LAST`
+    /// stands for whichever replicas there are at these ports.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         const NAMES: [&str; 4] = ["scheduler", "artifacts", "streamer", "door"];
         let mut default = Vec::new();
-        let mut named: [Vec<&str>; 4] = Default::default();
+        let mut named: [Vec<String>; 4] = Default::default();
+        let mut ranges = Vec::new();
         let mut present = None;
         for item in text.split(',').map(str::trim) {
             let address = match item.split_once('=').filter(|(name, _)| !name.contains(':')) {
@@ -47,8 +79,18 @@ impl Addresses {
                 }
                 None => item,
             };
-            client::addresses(address).map_err(|error| error.to_string())?;
-            present.map_or(&mut default, |at| &mut named[at]).push(address);
+            let replicas = match Range::parse(address)? {
+                Some(range) => {
+                    let replicas = range.addresses.join(",");
+                    ranges.push(range);
+                    replicas
+                }
+                None => address.to_owned(),
+            };
+            client::addresses(&replicas).map_err(|error| {
+                meant(address).map_or_else(|| error.to_string(), |hint| format!("{error}; {hint}"))
+            })?;
+            present.map_or(&mut default, |at| &mut named[at]).push(replicas);
         }
         let [scheduler, artifacts, streamer, door] = named.map(|addresses| addresses.join(","));
         let default = default.join(",");
@@ -64,8 +106,27 @@ impl Addresses {
             artifacts: or_default(artifacts, "artifacts")?,
             streamer: or_default(streamer, "streamer")?,
             door: Some(door).filter(|door| !door.is_empty()),
+            ranges,
         })
     }
+}
+
+/// What somebody probably meant who wrote what is no address.
+fn meant(address: &str) -> Option<String> {
+    let http = |rest: &str| {
+        let address = format!("http://{rest}");
+        client::addresses(&address).ok()
+    };
+    if let Some(rest) = address.strip_prefix("https://") {
+        let address = http(rest)?;
+        return Some(format!("services do not speak TLS: if nothing need be encrypted, write {address}"));
+    }
+    if address.starts_with('/') {
+        return Some(format!("perhaps you mean unix://{address}"));
+    }
+    let (_, port) = address.rsplit_once(':')?;
+    let _: u16 = port.parse().ok()?;
+    http(address).map(|address| format!("perhaps you mean {address}"))
 }
 
 /// For the command line: the text, if it can be used.
@@ -78,7 +139,8 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> [String; 4] {
-        let Addresses { scheduler, artifacts, streamer, door } = Addresses::parse(text).expect(text);
+        let Addresses { scheduler, artifacts, streamer, door, ranges: _ } =
+            Addresses::parse(text).expect(text);
         [scheduler, artifacts, streamer, door.unwrap_or_default()]
     }
 
@@ -99,6 +161,23 @@ mod tests {
     }
 
     #[test]
+    fn a_range_of_ports_stands_for_its_addresses() {
+        assert_eq!(
+            parsed("http://a:1,scheduler=http://s:9-11,http://t:1"),
+            ["http://s:9,http://s:10,http://s:11,http://t:1", "http://a:1", "http://a:1", ""]
+        );
+        let ranges = Addresses::parse("http://[::1]:7-7").expect("parsed").ranges;
+        assert_eq!(
+            ranges,
+            [Range { text: "http://[::1]:7-7".to_owned(), addresses: vec!["http://[::1]:7".to_owned()] }]
+        );
+        for refused in ["http://a:2-1", "http://a:1-101", "http://a:65535-65534"] {
+            assert!(Addresses::parse(refused).expect_err(refused).ends_with("no range of 1 to 100 ports"));
+        }
+        assert!(Addresses::parse("a:1-2").expect_err("no scheme").contains("no address"));
+    }
+
+    #[test]
     fn what_is_missing_or_unknown_is_said() {
         let refused = |text: &str| Addresses::parse(text).expect_err(text);
         assert!(refused("scheduler=http://s:1").contains("artifacts=ADDRESS"));
@@ -106,5 +185,16 @@ mod tests {
         assert!(refused("door=http://a:1,door=http://b:1,http://c").contains("twice"));
         assert!(refused("nowhere").contains("no address"));
         assert!(refused("").contains("no address"));
+    }
+
+    #[test]
+    fn what_was_probably_meant_is_said() {
+        let hint = |text: &str| Addresses::parse(text).expect_err(text);
+        assert!(hint("a:1").ends_with("; perhaps you mean http://a:1"), "{}", hint("a:1"));
+        assert!(hint("https://a:1").ends_with("if nothing need be encrypted, write http://a:1"));
+        assert!(hint("/run/x.sock").ends_with("; perhaps you mean unix:///run/x.sock"));
+        for other in ["there", "unix:x", "http://a:1/path", "ftp://a:1"] {
+            assert!(hint(other).ends_with("with commas between replicas"), "{}", hint(other));
+        }
     }
 }

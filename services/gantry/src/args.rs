@@ -37,7 +37,8 @@ Without --server, the cluster on this machine is used, and started when none run
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
     /// The cluster: `unix:///path` or `http://host:port`; or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,door=ADDRESS`, each
-    /// with its replicas behind it, and in front what stands for the services that are not named. Default: the cluster on this machine
+    /// with its replicas behind it, and in front what stands for the services that are not named. `http://host:7110-7119` is whichever
+    /// replicas there are at these ports. Default: the cluster on this machine
     #[arg(
         long,
         global = true,
@@ -424,6 +425,9 @@ pub(crate) struct UpArgs {
     /// Listen on this TCP address, too. Callers need the token that is generated in the state directory
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) listen: Option<String>,
+    /// Where callers over TCP reach this cluster, if not at the address that --listen names: http://host:port
+    #[arg(long, value_name = "ADDRESS", requires = "listen", value_parser = rpc::client::addresses)]
+    pub(crate) endpoint: Option<String>,
     /// Allow --listen on an address that others can reach, although nothing is encrypted
     #[arg(long, requires = "listen")]
     pub(crate) insecure: bool,

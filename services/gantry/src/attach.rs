@@ -29,6 +29,9 @@ const ACK_EVERY: u64 = 512 << 10;
 /// How long nobody may answer before we give up.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// After how long it is said that nobody answers.
+const SAID_AFTER: Duration = Duration::from_secs(3);
+
 /// The ends of a process's output and input on our side.
 pub(crate) struct Streams {
     pub(crate) stdout: Sink,
@@ -61,6 +64,7 @@ pub(crate) async fn attach(
 ) -> Attached {
     let mut pause = Pause::default();
     let mut give_up = Instant::now() + PATIENCE;
+    let mut said = false;
     loop {
         if streams.process.as_ref() != Some(&whereabouts.attempt_id) {
             if streams.process.is_some() {
@@ -82,10 +86,17 @@ pub(crate) async fn attach(
             return Attached::Lost(refused);
         }
         if progress(streams) != before {
-            (pause, give_up) = (Pause::default(), Instant::now() + PATIENCE);
+            (pause, give_up, said) = (Pause::default(), Instant::now() + PATIENCE, false);
         }
         if Instant::now() >= give_up {
             return Attached::Lost(refused);
+        }
+        if !said && Instant::now() + PATIENCE >= give_up + SAID_AFTER {
+            said = true;
+            let (worker, why) = (&whereabouts.worker_name, refused.why());
+            ui.note(&format!(
+                "worker {worker} does not answer ({why}); its output is asked for again, for a minute"
+            ));
         }
         pause.wait().await;
         // Whether that helps shows in the next try.
@@ -118,7 +129,7 @@ async fn once(
     let unusable = |error: anyhow::Error| {
         Refused::from(Reason::WorkerUnreachable.status("gantry", crate::error::describe(&error)))
     };
-    let containers = connection.containers_at(&whereabouts.gateway_endpoint).map_err(unusable)?;
+    let containers = connection.containers_at(&whereabouts.gateway_endpoint).await.map_err(unusable)?;
     let (asks, responses) = open(containers, &connection.team, whereabouts, streams).await?;
 
     let Streams { stdout, stderr, stdin, acknowledge, .. } = streams;
@@ -157,7 +168,7 @@ async fn open(
 
 /// Says to a process that nobody is meant to be attached from now on, so that it is not held back.
 pub(crate) async fn detach(connection: &Connection, whereabouts: &Whereabouts, streams: &Streams) {
-    let Ok(containers) = connection.containers_at(&whereabouts.gateway_endpoint) else { return };
+    let Ok(containers) = connection.containers_at(&whereabouts.gateway_endpoint).await else { return };
     let said = async {
         let (asks, mut responses) = open(containers, &connection.team, whereabouts, streams).await?;
         _ = asks.send(ask(Ask::Detach(Detach {}))).await;

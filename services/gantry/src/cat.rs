@@ -8,15 +8,16 @@ use std::path::{Component, Path};
 use anyhow::{Context, bail};
 use base64::engine::general_purpose::STANDARD;
 use base64::write::EncoderWriter;
-use rpc::pb::runtime::ReadFileRequest;
+use rpc::pb::runtime::{ReadFileRequest, ReadFileResponse};
 use rpc::pb::streamer::{DownloadResponse, GoTo};
 use serde_json::json;
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 use crate::args::CatArgs;
-use crate::connect::Connection;
-use crate::download::locate;
-use crate::error::{Interrupted, Refused};
+use crate::connect::{Connection, Pause};
+use crate::download::{TRIES, locate};
+use crate::error::{Interrupted, Refused, is_transient};
 use crate::exit;
 use crate::stdout::write_all;
 
@@ -56,48 +57,107 @@ async fn print(
     connection: &Connection,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let DownloadResponse { go_to, .. } = locate(connection, artifact, &[]).await?;
-    let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
-    let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(path) };
-    let mut pieces = connection
-        .volumes_at(&gateway_endpoint)?
-        .read_file(request)
-        .await
-        .map_err(Refused::from)?
-        .into_inner();
-    let first = pieces.message().await.map_err(Refused::from)?.ok_or_else(Refused::cut)?;
-    let size = first.size_bytes;
-
-    let (sender, queue) = mpsc::channel::<bytes::Bytes>(8);
-    let file = File::from(io::stdout().as_fd().try_clone_to_owned()?);
-    let about = as_json.then(|| {
-        let path = String::from_utf8_lossy(path);
-        json!({ "artifact_id": artifact.to_string(), "path": path, "size_bytes": size }).to_string()
-    });
-    let writing = tokio::task::spawn_blocking(move || match about {
-        Some(about) => write_document(file, &about, queue),
-        None => write_bytes(file, queue),
-    });
-    let mut received = 0;
-    let mut next = Some(first);
-    while let Some(piece) = next {
-        received += piece.data.len() as u64;
-        if sender.send(piece.data).await.is_err() {
+    let mut reading =
+        Reading { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
+    let mut pause = Pause::default();
+    let mut read = reading.attempt().await;
+    for _ in 1..TRIES {
+        if !read.as_ref().is_err_and(is_transient) {
             break;
         }
-        next = pieces.message().await.map_err(Refused::from)?;
+        pause.wait().await;
+        read = reading.attempt().await;
     }
-    drop(sender);
-    match writing.await.context("writing ended unexpectedly")? {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            return Err(Interrupted(exit::PIPE).into());
+    // What nobody reads any more need not have come.
+    if let Some(out) = reading.out {
+        out.finish().await?;
+    }
+    read
+}
+
+/// A file on its way from wherever it can be read.
+struct Reading<'a> {
+    artifact: domain::ArtifactId,
+    path: &'a [u8],
+    connection: &'a Connection,
+    as_json: bool,
+    /// Gateways at which it was tried.
+    avoid: Vec<String>,
+    out: Option<Out>,
+    /// How much of it has come.
+    received: u64,
+}
+
+impl Reading<'_> {
+    /// Goes on where it broke off, at another gateway if there is one.
+    async fn attempt(&mut self) -> anyhow::Result<()> {
+        let DownloadResponse { go_to, .. } = locate(self.connection, self.artifact, &self.avoid).await?;
+        let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+        self.avoid.push(gateway_endpoint.clone());
+        let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(self.path) };
+        let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
+        let mut pieces = volumes.read_file(request).await.map_err(Refused::from)?.into_inner();
+        let first = pieces.message().await.map_err(Refused::from)?.ok_or_else(Refused::cut)?;
+        let size = first.size_bytes;
+        let out = match &mut self.out {
+            Some(out) => out,
+            none => none.insert(Out::start(self.artifact, self.path, size, self.as_json)?),
+        };
+        if out.size != size {
+            bail!("this worker has another file there than the one before");
         }
-        result => result.context("cannot write to standard output")?,
+
+        // It is read from its beginning, and has been printed up to here.
+        let mut again = self.received;
+        let mut next = Some(first);
+        while let Some(ReadFileResponse { mut data, .. }) = next {
+            let known = usize::try_from(again).unwrap_or(usize::MAX).min(data.len());
+            again -= known as u64;
+            let new = data.split_off(known);
+            self.received += new.len() as u64;
+            if !new.is_empty() && out.pieces.send(new).await.is_err() {
+                // Writing has ended, and says why.
+                return Ok(());
+            }
+            next = pieces.message().await.map_err(Refused::from)?;
+        }
+        if self.received < size {
+            return Err(Refused::cut().into());
+        }
+        Ok(())
     }
-    if received < size {
-        return Err(Refused::cut().into());
+}
+
+/// Standard output, and what goes there.
+struct Out {
+    size: u64,
+    pieces: mpsc::Sender<bytes::Bytes>,
+    writing: JoinHandle<io::Result<()>>,
+}
+
+impl Out {
+    fn start(artifact: domain::ArtifactId, path: &[u8], size: u64, as_json: bool) -> anyhow::Result<Self> {
+        let (pieces, queue) = mpsc::channel::<bytes::Bytes>(8);
+        let file = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+        let about = as_json.then(|| {
+            let path = String::from_utf8_lossy(path);
+            json!({ "artifact_id": artifact.to_string(), "path": path, "size_bytes": size }).to_string()
+        });
+        let writing = tokio::task::spawn_blocking(move || match about {
+            Some(about) => write_document(file, &about, queue),
+            None => write_bytes(file, queue),
+        });
+        Ok(Self { size, pieces, writing })
     }
-    Ok(())
+
+    /// Waits until everything that came is written.
+    async fn finish(self) -> anyhow::Result<()> {
+        drop(self.pieces);
+        match self.writing.await.context("writing ended unexpectedly")? {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(Interrupted(exit::PIPE).into()),
+            result => result.context("cannot write to standard output"),
+        }
+    }
 }
 
 fn write_bytes(mut file: File, mut pieces: mpsc::Receiver<bytes::Bytes>) -> io::Result<()> {

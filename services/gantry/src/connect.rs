@@ -10,6 +10,7 @@ use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::collector_client::CollectorClient;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::owners_client::OwnersClient;
+use rpc::pb::local::GetStatusRequest;
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::runtime::volumes_client::VolumesClient;
@@ -17,9 +18,9 @@ use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
-use tonic::Status;
+use tonic::{Code, Status};
 
 use crate::addresses::Addresses;
 use crate::args::Global;
@@ -45,6 +46,8 @@ pub(crate) struct Connection {
     door: Option<Peer>,
     /// Where the cluster is one of this machine that we may start.
     local: Option<Paths>,
+    /// By which addresses the process is known that has all services in one place.
+    aliases: OnceCell<Vec<String>>,
     /// Held while it is started again: calls that broke together start it once.
     reviving: Mutex<()>,
     /// On whose behalf.
@@ -86,6 +89,7 @@ impl Connection {
             addresses,
             outgoing,
             local: None,
+            aliases: OnceCell::new(),
             reviving: Mutex::new(()),
             team,
         })
@@ -105,20 +109,30 @@ impl Connection {
 
     /// The gateway at `endpoint`, or the door that stands before it.
     ///
-    /// All services of a local cluster have one address: whoever reached it over TCP finds its gateway there, too, though it
-    /// names the socket.
-    pub(crate) fn gateway(&self, endpoint: &str) -> anyhow::Result<Peer> {
+    /// A cluster in one process is reached by its socket, by TCP, and through whatever leads there: its gateway is where the rest of it is,
+    /// whichever of its addresses it names.
+    pub(crate) async fn gateway(&self, endpoint: &str) -> anyhow::Result<Peer> {
         if let Some(door) = &self.door {
             return Ok(door.clone());
         }
-        let same = |address: &str| {
-            endpoint == address || (endpoint.starts_with("unix:") && !address.starts_with("unix:"))
-        };
-        if self.addresses.in_one_place().is_some_and(same) {
+        if let Some(address) = self.addresses.in_one_place()
+            && (endpoint == address || self.is_alias(endpoint).await)
+        {
             return Ok(self.scheduler.clone());
         }
-        peer(endpoint, self.outgoing.clone())
-            .context("the worker's gateway has an address that we cannot use")
+        // Over its socket a cluster asks for no token; gateways elsewhere do.
+        let token = self.local.as_ref().and_then(|paths| read_token(&paths.token()).ok());
+        let outgoing = match token {
+            Some(token) => self.outgoing.clone().with_token(Some(&token)),
+            None => self.outgoing.clone(),
+        };
+        peer(endpoint, outgoing).context("the worker's gateway has an address that we cannot use")
+    }
+
+    async fn is_alias(&self, endpoint: &str) -> bool {
+        let asked = self.aliases.get_or_try_init(|| aliases(&self.scheduler)).await;
+        // Who does not say may be another one.
+        asked.is_ok_and(|aliases| aliases.iter().any(|alias| alias == endpoint))
     }
 
     /// Starts the cluster on this machine again if it has gone.
@@ -168,12 +182,24 @@ impl Connection {
         ClusterClient::new(self.scheduler.clone())
     }
 
-    pub(crate) fn containers_at(&self, endpoint: &str) -> anyhow::Result<ContainersClient<Peer>> {
-        Ok(ContainersClient::new(self.gateway(endpoint)?))
+    pub(crate) async fn containers_at(&self, endpoint: &str) -> anyhow::Result<ContainersClient<Peer>> {
+        Ok(ContainersClient::new(self.gateway(endpoint).await?))
     }
 
-    pub(crate) fn volumes_at(&self, endpoint: &str) -> anyhow::Result<VolumesClient<Peer>> {
-        Ok(VolumesClient::new(self.gateway(endpoint)?))
+    pub(crate) async fn volumes_at(&self, endpoint: &str) -> anyhow::Result<VolumesClient<Peer>> {
+        Ok(VolumesClient::new(self.gateway(endpoint).await?))
+    }
+}
+
+/// By which addresses the process behind `peer` is known, where it is a cluster in one process.
+pub(crate) async fn aliases(peer: &Peer) -> Result<Vec<String>, Status> {
+    let asked = ClusterClient::new(peer.clone());
+    let asked = async { asked.clone().get_status(GetStatusRequest {}).await };
+    match tokio::time::timeout(DEADLINE, asked).await {
+        Ok(Ok(status)) => Ok(status.into_inner().endpoints),
+        Ok(Err(status)) if status.code() == Code::Unimplemented => Ok(Vec::new()),
+        Ok(Err(status)) => Err(status),
+        Err(_) => Err(Status::deadline_exceeded("no answer in time")),
     }
 }
 
@@ -247,7 +273,7 @@ mod tests {
         let (_kept, door, _serving) = somebody("door").await;
         let connection = Connection::to("http://127.0.0.1:9");
         let attach = async |connection: &Connection| {
-            let mut gateway = connection.containers_at("http://127.0.0.1:10").expect("an address");
+            let mut gateway = connection.containers_at("http://127.0.0.1:10").await.expect("an address");
             let said = tokio_stream::iter([AttachRequest::default()]);
             gateway.attach(said).await.expect_err("nobody serves it").code()
         };

@@ -31,8 +31,8 @@ use crate::table::{bytes, count, duration};
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
 
-/// How often a download is tried when calls break.
-const TRIES: usize = 4;
+/// How often an artifact is read when calls break.
+pub(crate) const TRIES: usize = 4;
 
 /// How artifacts are downloaded.
 pub(crate) struct Downloader<'a> {
@@ -86,7 +86,7 @@ impl Downloader<'_> {
         let (asks, queue) = mpsc::channel(4);
         // The queue is empty and its other end is there.
         _ = asks.send(ask(Ask::Open(ReadOpen { ticket }))).await;
-        let mut volumes = self.connection.volumes_at(&gateway_endpoint)?;
+        let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
         let mut answers = volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
         let manifest = Arc::new(receive_manifest(&mut answers).await?);
         if tree::digest(&digest)? != manifest.tree_digest() {

@@ -16,6 +16,9 @@ use tonic::{Code, Status};
 #[error("interrupted")]
 pub(crate) struct Interrupted(pub(crate) u8);
 
+/// How the library says that what came from the other side is not HTTP/2.
+const NO_HTTP2: [&str; 2] = ["frame with invalid size", "invalid preface"];
+
 /// The reason for programs where a service gave none.
 pub(crate) const LOCAL_REASON: &str = "CLIENT";
 
@@ -27,6 +30,8 @@ pub(crate) struct Refused {
     unreachable: Option<String>,
     /// The system does not let us call it.
     denied: bool,
+    /// Somebody listens there, who does not understand us.
+    foreign: bool,
 }
 
 impl Refused {
@@ -37,6 +42,11 @@ impl Refused {
     /// Whether the same call may succeed later and may be repeated blindly.
     pub(crate) fn is_transient(&self) -> bool {
         self.refusal.is_transient() && !self.denied
+    }
+
+    /// What is behind it, for who knows already that it is about a service that should answer.
+    pub(crate) fn why(&self) -> String {
+        self.unreachable.clone().unwrap_or_else(|| self.refusal.message.clone())
     }
 
     /// A stream ended before the message that says that it is whole.
@@ -59,7 +69,9 @@ impl From<Status> for Refused {
         let silent = refusal.reason.is_none() && refusal.is_transient();
         let denied = denied && silent;
         let unreachable = silent.then(|| deepest.unwrap_or_else(|| refusal.message.clone()));
-        Self { refusal, unreachable, denied }
+        let foreign =
+            unreachable.as_ref().is_some_and(|cause| NO_HTTP2.iter().any(|what| cause.contains(what)));
+        Self { refusal, unreachable, denied, foreign }
     }
 }
 
@@ -85,6 +97,9 @@ impl fmt::Display for Refused {
             return write!(f, "we may not use this cluster: Permission denied (PERMISSION_DENIED)");
         }
         match (&self.unreachable, &self.refusal.reason) {
+            (Some(_), _) if self.foreign => {
+                write!(f, "what listens there is no Gantry service, or wants TLS (UNAVAILABLE)")
+            }
             (Some(cause), _) => write!(f, "the cluster does not answer: {cause} (UNAVAILABLE)"),
             (None, Some(reason)) => {
                 write!(f, "{}", self.refusal.message)?;

@@ -35,6 +35,8 @@ pub(crate) fn end(finished: &Finished, asked: Option<u8>) -> End {
         (None, Outcome::Aborted) => {
             End { code: TERMINATED, said: Some("the workload was cancelled".to_owned()) }
         }
+        // It succeeded, but what it said could not be written: a pipeline must not take that for all of it.
+        (Some(code @ (PIPE | OURS)), Outcome::Succeeded) => End { code, said: None },
         (_, Outcome::Errored | Outcome::Unspecified) => errored(failure, finished.exit.as_ref()),
         (_, Outcome::Succeeded | Outcome::Failed) => {
             let mut end = exited(finished.exit.as_ref());
@@ -168,5 +170,13 @@ mod tests {
         assert_eq!(code(Outcome::Aborted, None, None, None), 143);
         // It was over before it was cancelled: what became of it counts.
         assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(INTERRUPTED)), 0);
+        assert_eq!(code(Outcome::Failed, Some(How::Code(3)), None, Some(PIPE)), 3);
+    }
+
+    #[test]
+    fn output_that_could_not_be_written_is_no_success() {
+        for asked in [PIPE, OURS] {
+            assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(asked)), asked);
+        }
     }
 }

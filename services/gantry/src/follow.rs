@@ -293,6 +293,12 @@ fn lost(workload: &str, had: u64, refused: &Refused) -> String {
              --gc-grace of `gantry up` says"
         );
     }
+    if refused.is_transient() {
+        let why = refused.why();
+        return format!(
+            "{what} of workload {workload} cannot be had: its worker does not answer: {why} (UNAVAILABLE)"
+        );
+    }
     format!("{what} of workload {workload} cannot be had: {refused}")
 }
 

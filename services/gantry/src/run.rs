@@ -32,7 +32,7 @@ use crate::stdin;
 use crate::stdout;
 use crate::ui::Ui;
 use crate::upload::{Directory, Uploader, inside, renew};
-use crate::values::{Copied, Source};
+use crate::values::{Copied, InputArg, Source};
 
 /// Runs. Answers the exit code.
 pub(crate) async fn run(
@@ -47,7 +47,9 @@ pub(crate) async fn run(
     }
     let spec = spec(args, &connection.team, ui)?;
     if args.explain {
-        // What is uploaded makes no difference to who could run it.
+        // A directory is uploaded before it is known where it is, and makes no difference to who could run it.
+        let there = args.inputs.iter().filter_map(|input| Some((input, taken(&input.source)?)));
+        let spec = WorkloadSpec { inputs: there.map(spec_input).collect(), ..spec };
         return explain::spec(connection, spec, as_json).await.map(|()| 0);
     }
     let workload = WorkloadId::new();
@@ -274,13 +276,16 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
 }
 
 fn spec_inputs(args: &RunArgs, artifacts: &[ArtifactId]) -> Vec<Input> {
-    let input = |(input, artifact): (&crate::values::InputArg, &ArtifactId)| Input {
+    args.inputs.iter().zip(artifacts.iter().copied()).map(spec_input).collect()
+}
+
+fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
+    Input {
         name: input.name.clone(),
         artifact_id: artifact.to_string(),
         path: Bytes::new(),
         access: if input.read_only { Access::ReadOnly } else { Access::CopyOnWrite }.into(),
-    };
-    args.inputs.iter().zip(artifacts).map(input).collect()
+    }
 }
 
 /// The last one of a name counts. What shall be copied and is not there is left out, and said.

@@ -2,7 +2,7 @@
 //!
 //! Each part is shown as far as it can be had: a service that does not answer is itself what there is to see.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::IsTerminal;
 use std::time::Duration;
 
@@ -13,20 +13,20 @@ use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::{ListWorkersRequest, Worker, WorkerState, Workload, WorkloadState};
 use rpc::pb::streamer::streamer_client::StreamerClient;
-use rpc::pb::streamer::{ListTransfersRequest, Transfer};
+use rpc::pb::streamer::{ListTransfersRequest, Route, Transfer};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
 
-use crate::addresses::Addresses;
+use crate::addresses::{Addresses, Range};
 use crate::args::{Global, StatusArgs};
 use crate::cluster;
-use crate::connect::read_token;
-use crate::error::{Interrupted, describe, refused};
+use crate::connect::{aliases, read_token};
+use crate::error::{Interrupted, Refused, describe, refused};
 use crate::json as shown;
 use crate::signals::Signals;
 use crate::stdout::{print, print_json};
-use crate::table::{bytes, plain, render};
+use crate::table::{bytes, count, filled, plain, render};
 use crate::words;
 
 /// How often a watched cluster is looked at.
@@ -61,8 +61,9 @@ pub(crate) async fn status(args: &StatusArgs, global: &Global) -> anyhow::Result
             code = signals.next() => return Err(Interrupted(code).into()),
         };
         if redraws {
-            // To the upper left corner, and away with what stood below.
-            print(&format!("\x1b[H\x1b[J{}", seen.text))?;
+            let size = rustix::termios::tcgetwinsize(std::io::stdout());
+            let (columns, rows) = size.map_or((0, 0), |size| (size.ws_col.into(), size.ws_row.into()));
+            print(&redrawn(&seen.text, columns, rows))?;
         } else if before.as_ref() != Some(&lasting(&seen.document)) {
             before = Some(lasting(&seen.document));
             show(&seen, global.json)?;
@@ -79,6 +80,25 @@ pub(crate) async fn status(args: &StatusArgs, global: &Global) -> anyhow::Result
 
 fn show(seen: &Seen, as_json: bool) -> anyhow::Result<()> {
     if as_json { print_json(&seen.document) } else { print(&seen.text) }
+}
+
+/// What takes the place of what stands on a terminal of this size: no line is broken, and the first ones stay. 0: it has no end.
+fn redrawn(text: &str, columns: usize, rows: usize) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    // Below the last line stands the cursor.
+    let room = if rows == 0 { usize::MAX } else { rows.saturating_sub(1).max(1) };
+    let shown = if lines.len() > room { room - 1 } else { lines.len() };
+    let more =
+        (lines.len() > shown).then(|| format!("… and {}", count((lines.len() - shown) as u64, "more line")));
+    let columns = if columns == 0 { usize::MAX } else { columns };
+    let mut screen = "\x1b[H".to_owned();
+    for line in lines[..shown].iter().copied().chain(more.as_deref()) {
+        screen.push_str(&plain(line, columns));
+        // Away with what stood there.
+        screen.push_str("\x1b[K\n");
+    }
+    screen.push_str("\x1b[J");
+    screen
 }
 
 /// A cluster that cannot be seen just now goes on being watched.
@@ -103,34 +123,60 @@ fn lasting(document: &Value) -> Value {
 async fn look(global: &Global) -> anyhow::Result<Seen> {
     let Some(server) = &global.server else { return cluster::status().await };
     let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
+    let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
     let token = global.token_file.as_deref().map(read_token).transpose()?;
     let outgoing = Outgoing::internal().with_token(token.as_deref());
-    let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
-    let (workers, unfinished) = tokio::join!(workers(&scheduler), cluster::unfinished(&scheduler));
-    let workers = workers.map_err(refused("cannot list workers"))?;
-    let unfinished = unfinished.map_err(refused("cannot list workloads"))?;
-    let (services, transfers) =
-        tokio::join!(services(&addresses, &workers, &outgoing), transfers(&addresses, &outgoing));
-    let ready = services.iter().all(|service| service.not_ready.is_empty());
-    let document = json!({
-        "services": services.iter().map(Service::document).collect::<Vec<_>>(),
-        "workers": workers.iter().map(shown::worker).collect::<Vec<_>>(),
-        "workloads": cluster::states(&unfinished).into_iter().collect::<BTreeMap<_, _>>(),
-        "queue": queue_document(&unfinished),
-        "transfers": transfers.iter().map(transfer_document).collect::<Vec<_>>(),
-    });
-    let transfers = transfers_text(&transfers, &workers);
-    let workers = match workers.as_slice() {
-        [] => "no worker has registered\n".to_owned(),
-        workers => render(&WORKERS, &workers.iter().map(worker_row).collect::<Vec<_>>()),
-    };
-    let workloads = workloads_text(&unfinished);
-    let text = format!("{}\n{workers}\n{workloads}{transfers}", services_text(&services));
-    Ok(Seen { text, document, code: u8::from(!ready) })
+    let glance = Glance::of(&addresses, &outgoing).await?;
+    let mut document = json!({});
+    glance.fill(&mut document);
+    let ready = glance.services.iter().all(|service| service.not_ready.is_empty());
+    Ok(Seen { text: glance.text(), document, code: u8::from(!ready) })
+}
+
+/// What every cluster has.
+pub(crate) struct Glance {
+    services: Vec<Service>,
+    workers: Vec<Worker>,
+    unfinished: Vec<Workload>,
+    transfers: Vec<Transfer>,
+}
+
+impl Glance {
+    pub(crate) async fn of(addresses: &Addresses, outgoing: &Outgoing) -> anyhow::Result<Self> {
+        let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
+        let (workers, unfinished) = tokio::join!(workers(&scheduler), cluster::unfinished(&scheduler));
+        let workers = workers.map_err(refused("cannot list workers"))?;
+        let unfinished = unfinished.map_err(refused("cannot list workloads"))?;
+        let (services, transfers) =
+            tokio::join!(services(addresses, &workers, outgoing), transfers(addresses, outgoing));
+        Ok(Self { services, workers, unfinished, transfers })
+    }
+
+    /// Adds it to a document.
+    pub(crate) fn fill(&self, document: &mut Value) {
+        document["services"] = self.services.iter().map(Service::document).collect();
+        document["workers"] = self.workers.iter().map(shown::worker).collect();
+        let states = cluster::states(&self.unfinished);
+        document["workloads"] =
+            states.into_iter().map(|(state, count)| (state, Value::from(count))).collect();
+        document["queue"] = queue_document(&self.unfinished).into();
+        document["transfers"] = self.transfers.iter().map(transfer_document).collect();
+    }
+
+    /// For people: what is wanted most stands where a narrow or short terminal shows it.
+    pub(crate) fn text(&self) -> String {
+        let workers = match self.workers.as_slice() {
+            [] => "no worker has registered\n".to_owned(),
+            workers => filled(&WORKERS, &workers.iter().map(worker_row).collect::<Vec<_>>()),
+        };
+        let (services, workloads) = (services_text(&self.services), workloads_text(&self.unfinished));
+        let transfers = transfers_text(&self.transfers, &self.workers);
+        format!("{workers}\n{workloads}{transfers}\n{services}")
+    }
 }
 
 /// Every worker, by name.
-pub(crate) async fn workers(scheduler: &Peer) -> Result<Vec<Worker>, Status> {
+async fn workers(scheduler: &Peer) -> Result<Vec<Worker>, Status> {
     let (mut workers, mut page_token) = (Vec::new(), String::new());
     loop {
         let request = ListWorkersRequest { page_size: 1000, page_token };
@@ -143,7 +189,7 @@ pub(crate) async fn workers(scheduler: &Peer) -> Result<Vec<Worker>, Status> {
     }
 }
 
-const WORKERS: [&str; 8] = ["WORKER", "STATE", "TASKS", "CONTAINERS", "VOLUMES", "FREE DISK", "TAGS", "TEAM"];
+const WORKERS: [&str; 8] = ["WORKER", "STATE", "TASKS", "FREE DISK", "TAGS", "TEAM", "CONTAINERS", "VOLUMES"];
 
 fn worker_row(worker: &Worker) -> Vec<String> {
     let state = match worker.state() {
@@ -165,17 +211,17 @@ fn worker_row(worker: &Worker) -> Vec<String> {
         worker.name.clone(),
         state,
         tasks,
-        worker.containers.to_string(),
-        worker.volumes.to_string(),
         words::free_disk(worker),
         labels.tags.join(","),
         labels.team,
+        worker.containers.to_string(),
+        worker.volumes.to_string(),
     ]
 }
 
 /// One service of one process, or an address at which none answers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Service {
+struct Service {
     name: String,
     address: String,
     version: String,
@@ -184,7 +230,7 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    pub(crate) fn document(&self) -> Value {
+    fn document(&self) -> Value {
         json!({
             "service": self.name,
             "address": self.address,
@@ -196,17 +242,28 @@ impl Service {
     }
 
     fn row(&self) -> Vec<String> {
-        let ready = match self.not_ready.as_slice() {
-            [] => "ready".to_owned(),
-            why => plain(&why.join("; "), 100),
+        let health = match (self.not_ready.as_slice(), self.instance.as_str()) {
+            ([], _) => "ready",
+            (_, "") => "no answer",
+            _ => "not ready",
         };
-        vec![self.name.clone(), self.version.clone(), self.instance.clone(), self.address.clone(), ready]
+        let health = health.to_owned();
+        vec![self.name.clone(), health, self.version.clone(), self.instance.clone(), self.address.clone()]
+    }
+
+    /// Why it is not ready. Services of one process are so together.
+    fn complaint(&self) -> Option<String> {
+        let why = self.not_ready.join("; ");
+        (!why.is_empty()).then(|| format!("{}: {}\n", self.address, plain(&why, 200)))
     }
 }
 
-pub(crate) fn services_text(services: &[Service]) -> String {
+fn services_text(services: &[Service]) -> String {
     let rows: Vec<_> = services.iter().map(Service::row).collect();
-    render(&["SERVICE", "VERSION", "PROCESS", "ADDRESS", "HEALTH"], &rows)
+    let mut complaints: Vec<_> = services.iter().filter_map(Service::complaint).collect();
+    complaints.dedup();
+    let services = filled(&["SERVICE", "HEALTH", "VERSION", "PROCESS", "ADDRESS"], &rows);
+    format!("{services}{}", complaints.concat())
 }
 
 /// Every replica of every service, each asked for itself.
@@ -226,9 +283,14 @@ async fn services(addresses: &Addresses, workers: &[Worker], outgoing: &Outgoing
         // Who comes through a door may not reach the gateways behind it; that the scheduler hears of them is said of the workers.
         Some(door) => asked.extend(door.split(',').map(|address| (address.trim(), "door"))),
         None => {
-            for worker in workers.iter().filter(|worker| worker.state() == WorkerState::Running) {
-                // A cluster in one process names its socket, which may be on another machine.
-                if addresses.in_one_place().is_none() || worker.gateway_endpoint.starts_with("http:") {
+            // A cluster in one process is asked once, though its gateway may be named by another address of it.
+            let aliases = match addresses.in_one_place().map(|address| peer(address, outgoing.clone())) {
+                Some(Ok(one)) => timeout(PATIENCE, aliases(&one)).await.ok().and_then(Result::ok),
+                _ => None,
+            };
+            let aliases = aliases.unwrap_or_default();
+            for worker in workers.iter().filter(|worker| worker.state() != WorkerState::Lost) {
+                if !aliases.contains(&worker.gateway_endpoint) {
                     asked.entry(&worker.gateway_endpoint).or_insert("runtime-gateway");
                 }
             }
@@ -236,12 +298,25 @@ async fn services(addresses: &Addresses, workers: &[Worker], outgoing: &Outgoing
     }
     let asking = asked.into_iter().map(|(address, name)| ask(address, name, outgoing.clone()));
     let mut services: Vec<_> = futures::future::join_all(asking).await.into_iter().flatten().collect();
+    for range in &addresses.ranges {
+        only_who_answers(&mut services, range);
+    }
     services.sort();
     services
 }
 
+/// Nobody is missed at an address of a range of which another answers; where none does, the range is one service that is not there.
+fn only_who_answers(services: &mut Vec<Service>, range: &Range) {
+    let of_range = |service: &Service| range.addresses.contains(&service.address);
+    let is_silent = |service: &Service| of_range(service) && service.instance.is_empty();
+    let nobody = services.iter().filter(|service| of_range(service)).all(is_silent);
+    let one = services.iter().find(|service| nobody && of_range(service)).cloned();
+    services.retain(|service| !is_silent(service));
+    services.extend(one.map(|one| Service { address: range.text.clone(), ..one }));
+}
+
 /// The services at one address. `expected` is what it is called when it does not say so itself.
-pub(crate) async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> {
+async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> {
     let silent = |why: String| {
         vec![Service {
             name: expected.to_owned(),
@@ -258,7 +333,7 @@ pub(crate) async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Ve
     let asking = async { CapabilitiesClient::new(asked).get_capabilities(GetCapabilitiesRequest {}).await };
     let answer = match timeout(PATIENCE, asking).await {
         Err(_) => return silent("no answer in time".to_owned()),
-        Ok(Err(status)) => return silent(status.message().to_owned()),
+        Ok(Err(status)) => return silent(Refused::from(status).why()),
         Ok(Ok(answer)) => answer.into_inner(),
     };
     if answer.services.is_empty() {
@@ -284,6 +359,13 @@ async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec<Transfer> 
     });
     let mut transfers: Vec<_> =
         futures::future::join_all(asking).await.into_iter().flatten().flatten().collect();
+    // Who waits for the copy of another streamer lists it, too, and knows little of it.
+    let going = |transfer: &Transfer| (transfer.artifact_id.clone(), transfer.to_worker_id.clone());
+    let elsewhere = |transfer: &Transfer| {
+        transfer.progress.as_ref().is_some_and(|progress| progress.route() == Route::Elsewhere)
+    };
+    let made: BTreeSet<_> = transfers.iter().filter(|transfer| !elsewhere(transfer)).map(going).collect();
+    transfers.retain(|transfer| !elsewhere(transfer) || !made.contains(&going(transfer)));
     transfers.sort_by_key(|transfer| transfer.started_at.map(|at| (at.seconds, at.nanos)));
     transfers
 }
@@ -308,33 +390,34 @@ fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> String {
     if transfers.is_empty() {
         return String::new();
     }
-    let name = |id: &str| {
-        let known = workers.iter().find(|worker| worker.worker_id == id);
-        known.map_or_else(|| id.to_owned(), |worker| worker.name.clone())
+    let name = |id: &str| match workers.iter().find(|worker| worker.worker_id == id) {
+        Some(worker) => worker.name.clone(),
+        None if id.is_empty() => "not known yet".to_owned(),
+        None => id.to_owned(),
     };
     let row = |transfer: &Transfer| {
         let progress = transfer.progress.clone().unwrap_or_default();
         vec![
-            transfer.artifact_id.clone(),
             name(&progress.from_worker_id),
             name(&transfer.to_worker_id),
             format!("{} of {}", bytes(progress.bytes_done), bytes(progress.bytes_total)),
             format!("{}/s", bytes(progress.bytes_per_second)),
+            transfer.artifact_id.clone(),
         ]
     };
     let rows: Vec<_> = transfers.iter().map(row).collect();
-    format!("\n{}", render(&["COPYING", "FROM", "TO", "DONE", "SPEED"], &rows))
+    format!("\n{}", render(&["COPIED FROM", "TO", "DONE", "SPEED", "ARTIFACT"], &rows))
 }
 
 /// Workloads that wait, oldest first, each with the reasons.
-pub(crate) fn queue(unfinished: &[Workload]) -> Vec<&Workload> {
+fn queue(unfinished: &[Workload]) -> Vec<&Workload> {
     let waits = [WorkloadState::Accepted, WorkloadState::Pending];
     let mut queue: Vec<_> = unfinished.iter().filter(|workload| waits.contains(&workload.state())).collect();
     queue.sort_by_key(|workload| workload.submitted_at.map(|at| (at.seconds, at.nanos)));
     queue
 }
 
-pub(crate) fn queue_document(unfinished: &[Workload]) -> Vec<Value> {
+fn queue_document(unfinished: &[Workload]) -> Vec<Value> {
     let waiting = |workload: &&Workload| {
         json!({
             "workload_id": workload.workload_id,
@@ -356,7 +439,7 @@ fn workloads_text(unfinished: &[Workload]) -> String {
     format!("workloads: {}\n{}", states.join(", "), queue_text(unfinished))
 }
 
-pub(crate) fn queue_text(unfinished: &[Workload]) -> String {
+fn queue_text(unfinished: &[Workload]) -> String {
     let queue = queue(unfinished);
     if queue.is_empty() {
         return String::new();
@@ -377,6 +460,60 @@ mod tests {
     use rpc::pb::streamer::TransferProgress;
 
     use super::*;
+
+    #[test]
+    fn what_is_watched_fits_its_terminal_and_stands_in_the_place_of_what_was_there() {
+        let text = "1234567890\n2\n3\n4\n";
+        assert_eq!(redrawn(text, 0, 0), "\x1b[H1234567890\x1b[K\n2\x1b[K\n3\x1b[K\n4\x1b[K\n\x1b[J");
+        assert_eq!(redrawn(text, 8, 4), "\x1b[H1234567…\x1b[K\n2\x1b[K\n… and 2…\x1b[K\n\x1b[J");
+        assert_eq!(redrawn(text, 80, 5).matches('\n').count(), 4, "the cursor stands below");
+        assert_eq!(redrawn(text, 80, 1), "\x1b[H… and 4 more lines\x1b[K\n\x1b[J");
+    }
+
+    #[test]
+    fn in_a_range_of_ports_only_those_are_shown_that_answer() {
+        let range = Range {
+            text: "http://there:1-2".to_owned(),
+            addresses: vec!["http://there:1".to_owned(), "http://there:2".to_owned()],
+        };
+        let service = |address: &str, instance: &str| Service {
+            name: "streamer".to_owned(),
+            address: address.to_owned(),
+            version: String::new(),
+            instance: instance.to_owned(),
+            not_ready: Vec::from_iter(instance.is_empty().then(|| "Connection refused".to_owned())),
+        };
+        let elsewhere = service("http://elsewhere:1", "");
+        let answers = service("http://there:2", "x");
+        let mut some = vec![service("http://there:1", ""), elsewhere.clone(), answers.clone()];
+        only_who_answers(&mut some, &range);
+        assert_eq!(some, [elsewhere.clone(), answers]);
+        let mut nobody =
+            vec![service("http://there:1", ""), elsewhere.clone(), service("http://there:2", "")];
+        only_who_answers(&mut nobody, &range);
+        assert_eq!(nobody, [elsewhere, service("http://there:1-2", "")]);
+    }
+
+    #[test]
+    fn of_a_service_that_is_not_ready_it_is_said_why_once_for_its_process() {
+        let service = |name: &str, instance: &str, not_ready: &[&str]| Service {
+            name: name.to_owned(),
+            address: "http://there:1".to_owned(),
+            version: String::new(),
+            instance: instance.to_owned(),
+            not_ready: not_ready.iter().map(|why| (*why).to_owned()).collect(),
+        };
+        let both = ["database: it does not answer"];
+        let text = services_text(&[service("scheduler", "x", &both), service("streamer", "x", &both)]);
+        let expected = "SERVICE    HEALTH     PROCESS  ADDRESS\n\
+            scheduler  not ready  x        http://there:1\n\
+            streamer   not ready  x        http://there:1\n\
+            http://there:1: database: it does not answer\n";
+        assert_eq!(text, expected);
+        let text = services_text(&[service("door", "", &["Connection refused"])]);
+        assert!(text.contains("door     no answer  http://there:1\n"), "{text}");
+        assert!(text.ends_with("http://there:1: Connection refused\n"), "{text}");
+    }
 
     #[test]
     fn copies_under_way_are_shown_with_the_names_of_their_workers() {
@@ -401,7 +538,7 @@ mod tests {
         let text = transfers_text(std::slice::from_ref(&transfer), &[worker("1", "one"), worker("2", "two")]);
         let line = text.lines().last().expect("a row");
         let words: Vec<_> = line.split_whitespace().collect();
-        assert_eq!(words, ["bytes", "one", "two", "1.0", "MiB", "of", "4.0", "MiB", "1.0", "KiB/s"]);
+        assert_eq!(words, ["one", "two", "1.0", "MiB", "of", "4.0", "MiB", "1.0", "KiB/s", "bytes"]);
         let document = transfer_document(&transfer);
         assert_eq!((&document["bytes_done"], &document["to_worker_id"]), (&(1 << 20).into(), &"2".into()));
         assert_eq!(transfers_text(&[], &[]), "");

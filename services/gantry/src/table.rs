@@ -28,6 +28,16 @@ pub(crate) fn render(headers: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
+/// The same without columns that have nothing in them.
+pub(crate) fn filled(headers: &[&str], rows: &[Vec<String>]) -> String {
+    let is_filled =
+        |column: &usize| rows.iter().any(|row| row.get(*column).is_some_and(|cell| !cell.is_empty()));
+    let columns: Vec<_> = (0..headers.len()).filter(is_filled).collect();
+    let headers: Vec<_> = columns.iter().map(|column| headers[*column]).collect();
+    let row = |row: &Vec<String>| columns.iter().filter_map(|column| row.get(*column).cloned()).collect();
+    render(&headers, &rows.iter().map(row).collect::<Vec<_>>())
+}
+
 /// Names and values below each other. Values of several lines are indented.
 pub(crate) fn fields(fields: &[(&str, String)]) -> String {
     let width = fields.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
@@ -95,6 +105,8 @@ mod tests {
             "ID      NAME       WHY\na       long name  x\ngrößer\n"
         );
         assert_eq!(render(&["ID", "NAME"], &[]), "ID  NAME\n");
+        let rows = vec![vec!["1".to_owned(), String::new(), "x".to_owned()], vec![String::new(); 3]];
+        assert_eq!(filled(&["ID", "NAME", "WHY"], &rows), "ID  WHY\n1   x\n\n");
     }
 
     #[test]

@@ -262,7 +262,7 @@ impl Uploader<'_> {
         directory: &Directory<'_>,
         manifest: &Arc<Manifest>,
     ) -> Result<u64, SendError> {
-        let mut volumes: VolumesClient<_> = self.connection.volumes_at(&go_to.gateway_endpoint)?;
+        let mut volumes: VolumesClient<_> = self.connection.volumes_at(&go_to.gateway_endpoint).await?;
         let (requests, queue) = mpsc::channel(4);
         let (missing_known, missing) = oneshot::channel();
         let sending = send_tree(go_to.ticket, directory.path.to_owned(), manifest.clone(), missing, requests);

@@ -163,7 +163,7 @@ struct UnderWay {
 impl<P: Fn(Progress)> Fetch<'_, P> {
     /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
     async fn from(&mut self, place: usize, source: &Source) -> Result<Filling, Failed> {
-        let mut reading = Reading::open(self.worker, source).await?;
+        let mut reading = Reading::open(source).await?;
         let manifest = reading.manifest().await?;
         if manifest.tree_digest() != self.digest {
             return Err(SourceError::OtherBytes.into());
@@ -261,8 +261,10 @@ struct Reading {
 }
 
 impl Reading {
-    async fn open(worker: &Worker, source: &Source) -> Result<Self, SourceError> {
-        let outgoing = Outgoing::internal().with_token(worker.config.token.as_deref());
+    /// The caller named the source, so it is told nothing that is not for it: the ticket that the caller has for it, and never the
+    /// token of the cluster.
+    async fn open(source: &Source) -> Result<Self, SourceError> {
+        let outgoing = Outgoing::internal().with_ticket(&source.ticket);
         let peer: Peer = rpc::client::peer(&source.endpoint, outgoing)?;
         let (say, requests) = mpsc::channel(4);
         let open = pb::ReadOpen { ticket: source.ticket.clone() };

@@ -9,7 +9,7 @@ use std::time::Duration;
 use domain::worker::{DoorClaims, TicketClaims, TicketOperation};
 use domain::{GatewayInstance, Timestamp, WorkerId};
 use rpc::Peer;
-use rpc::client::Outgoing;
+use rpc::client::{DOOR_TICKET_HEADER, Outgoing, TICKET_HEADER};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::token::Keys;
@@ -18,7 +18,7 @@ use server::Host;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::ticketed::{ThroughDoor, Ticketed};
+use crate::ticketed::{OnlyFor, Ticketed};
 use crate::volumes::TransferError;
 use crate::worker::Worker;
 use crate::{Config, sweeper, synchronize};
@@ -30,7 +30,7 @@ const ASK: Duration = Duration::from_secs(5);
 
 /// A gateway: it attends the workers that were given to it. Clones share them.
 #[derive(Clone)]
-pub struct Gateway(Arc<Inner>, Option<ThroughDoor>);
+pub struct Gateway(Arc<Inner>, Option<OnlyFor>);
 
 struct Inner {
     workers: RwLock<Vec<Arc<Worker>>>,
@@ -57,8 +57,11 @@ impl Gateway {
     /// The address of the scheduler is malformed.
     pub fn new(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<Self> {
         let gateway = Self::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
-        host.add_ticketed_service(Ticketed::new(crate::grpc::containers(gateway.clone()), gateway.clone()));
-        host.add_ticketed_service(Ticketed::new(crate::grpc::volumes(gateway.clone()), gateway.clone()));
+        let containers = crate::grpc::containers(gateway.clone());
+        host.add_ticketed_service(Ticketed::new(containers, gateway.clone()), &[DOOR_TICKET_HEADER]);
+        let volumes = crate::grpc::volumes(gateway.clone());
+        let tickets = &[DOOR_TICKET_HEADER, TICKET_HEADER];
+        host.add_ticketed_service(Ticketed::new(volumes, gateway.clone()), tickets);
         host.describe(server::Service {
             name: "runtime-gateway",
             version: env!("CARGO_PKG_VERSION"),
@@ -146,9 +149,9 @@ impl Gateway {
         &self.0.stopping
     }
 
-    /// This gateway, for a call that may be for one worker only if it came through a door.
+    /// This gateway, for a call that may be for one worker only if a ticket let it in.
     pub(crate) fn for_call(&self, extensions: &http::Extensions) -> Self {
-        Self(self.0.clone(), extensions.get::<ThroughDoor>().copied().or(self.1))
+        Self(self.0.clone(), extensions.get::<OnlyFor>().copied().or(self.1))
     }
 
     pub(crate) fn workers(&self) -> Vec<Arc<Worker>> {
@@ -163,7 +166,7 @@ impl Gateway {
 
     /// The worker with this id, if this gateway speaks for it.
     pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<Worker>, NotAttended> {
-        if self.1.is_some_and(|ThroughDoor(only)| only != id) {
+        if self.1.is_some_and(|OnlyFor(only)| only != id) {
             return Err(NotAttended { worker: id, endpoint: None });
         }
         let workers = self.workers();
@@ -212,9 +215,15 @@ impl Gateway {
         Ok((worker, claims))
     }
 
-    /// Verifies the ticket of a door.
-    pub(crate) async fn admit_door(&self, ticket: &str) -> Result<DoorClaims, TransferError> {
+    /// Verifies the ticket of a door, and answers the worker that it names.
+    pub(crate) async fn admit_door(&self, ticket: &str) -> Result<WorkerId, TransferError> {
         let claims: DoorClaims = self.0.keys.verify(ticket).await?;
-        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims) }
+        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims.worker) }
+    }
+
+    /// Verifies that a ticket is one for any transfer, and answers the worker that it names. For which transfer it is good [`Self::admit`] says.
+    pub(crate) async fn admit_transfer(&self, ticket: &str) -> Result<WorkerId, TransferError> {
+        let claims: TicketClaims = self.0.keys.verify(ticket).await?;
+        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims.worker) }
     }
 }

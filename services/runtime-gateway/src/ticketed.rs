@@ -1,21 +1,21 @@
-//! Calls that a door passes on: its ticket is verified before anything else is looked at.
+//! Calls that a ticket lets in, that of a door which passes them on or that of a transfer: it is verified before anything else is looked at.
 
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use domain::WorkerId;
-use http::{Request, Response};
-use rpc::client::DOOR_TICKET_HEADER;
+use http::{HeaderValue, Request, Response};
+use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tower_service::Service;
 
 use crate::gateway::Gateway;
 
-/// In the extensions of a call that came through a door: the worker that it may be for, and no other.
+/// In the extensions of a call that a ticket let in: the worker that it may be for, and no other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ThroughDoor(pub(crate) WorkerId);
+pub(crate) struct OnlyFor(pub(crate) WorkerId);
 
 /// A service of which no call with a ticket is answered unless the ticket is good.
 #[derive(Clone)]
@@ -48,14 +48,19 @@ where
     }
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        let Some(ticket) = request.headers_mut().remove(DOOR_TICKET_HEADER) else {
-            return Box::pin(self.inner.call(request));
-        };
+        let headers = request.headers_mut();
+        let tickets = (headers.remove(DOOR_TICKET_HEADER), headers.remove(TICKET_HEADER));
         let (gateway, mut inner) = (self.gateway.clone(), self.inner.clone());
         Box::pin(async move {
-            match gateway.admit_door(ticket.to_str().unwrap_or_default()).await {
-                Ok(claims) => {
-                    request.extensions_mut().insert(ThroughDoor(claims.worker));
+            let text = |ticket: &HeaderValue| ticket.to_str().unwrap_or_default().to_owned();
+            let admitted = match tickets {
+                (Some(door), _) => gateway.admit_door(&text(&door)).await,
+                (None, Some(transfer)) => gateway.admit_transfer(&text(&transfer)).await,
+                (None, None) => return inner.call(request).await,
+            };
+            match admitted {
+                Ok(worker) => {
+                    request.extensions_mut().insert(OnlyFor(worker));
                     inner.call(request).await
                 }
                 Err(error) => Ok(tonic::Status::from(error).into_http()),

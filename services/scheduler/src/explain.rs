@@ -2,14 +2,15 @@
 //!
 //! Judged by the same [`placement::choose`] that places it, after those before it in the queue got what they wait for.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use domain::workload::WorkloadSpec;
-use domain::{WorkerId, WorkloadId};
+use domain::{ArtifactId, WorkerId, WorkloadId};
 use sea_orm::{ConnectionTrait, DbErr};
 
 use crate::entity::workload::State;
 use crate::placement::{self, Choice, Demand, Location, Refusal, Worker};
+use crate::store::Store;
 use crate::{dispatch, workers, workloads};
 
 /// What becomes of a workload.
@@ -55,16 +56,36 @@ pub(crate) enum ExplainError {
     /// It waits no more.
     #[error("workload {0} does not wait for a worker")]
     NotQueued(WorkloadId, State),
+    /// An input is unknown to the team, not sealed, or its bytes are lost.
+    #[error("artifact {0} cannot be used as an input")]
+    InputUnavailable(ArtifactId),
+    /// The artifact store does not say where its inputs are.
+    #[error("the artifact store does not say where the inputs are")]
+    NotLocated(#[source] rpc::Refusal),
     /// The database does not answer.
     #[error("the database failed")]
     Database(#[from] DbErr),
 }
 
-/// What would become of `spec` if it were submitted now.
-pub(crate) async fn spec(db: &impl ConnectionTrait, spec: &WorkloadSpec) -> Result<Explanation, DbErr> {
+/// What would become of `spec` if it were submitted now, with its inputs where `store` says that they are.
+pub(crate) async fn spec(
+    db: &impl ConnectionTrait,
+    store: &Store,
+    spec: &WorkloadSpec,
+) -> Result<Explanation, ExplainError> {
+    let artifacts = spec.artifacts();
+    let mut located = match artifacts.is_empty() {
+        true => BTreeMap::new(),
+        false => store.locate(&spec.team, &artifacts).await.map_err(ExplainError::NotLocated)?,
+    };
+    let locations = artifacts
+        .into_iter()
+        .map(|artifact| located.remove(&artifact).ok_or(ExplainError::InputUnavailable(artifact)));
+    let locations = locations.collect::<Result<Vec<_>, _>>()?;
+
     let mut known = workers::for_placement(db).await?;
     let ahead = dispatch::ahead(db, None, &mut known).await?;
-    let mut explanation = judge(&Demand::of(spec), &known, &[]);
+    let mut explanation = judge(&Demand::of(spec), &known, &locations);
     if explanation.verdict == Verdict::NotNow {
         explanation.position = ahead + 1;
     }

@@ -37,7 +37,7 @@ use std::future::Future;
 use std::sync::Arc;
 
 use anyhow::Context;
-use db::{Database, SqlMigration, sql_migrations};
+use db::{Database, Migrations, SqlMigration};
 use domain::Timestamp;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::scheduler::placements_server::PlacementsServer;
@@ -45,7 +45,6 @@ use rpc::pb::scheduler::workers_server::WorkersServer;
 use rpc::pb::scheduler::workloads_server::WorkloadsServer;
 use rpc::token::TokenSigner;
 use sea_orm::{DbErr, EntityTrait, Set};
-use sea_orm_migration::{MigrationTrait, MigratorTrait};
 use server::{Host, Listener};
 use tokio::sync::Semaphore;
 
@@ -59,13 +58,9 @@ const MESSAGE_LIMIT: usize = 16 << 20;
 
 struct Schema;
 
-impl MigratorTrait for Schema {
-    fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-        sql_migrations(&[SqlMigration {
-            name: "0001_scheduler",
-            sql: include_str!("migrations/0001_scheduler.sql"),
-        }])
-    }
+impl Migrations for Schema {
+    const ALL: &'static [SqlMigration] =
+        &[SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") }];
 }
 
 /// Brings a database to the schema of this version.

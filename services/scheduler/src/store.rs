@@ -1,10 +1,12 @@
-//! The artifact store, as the scheduler calls it: pins, and how workloads ended.
+//! The artifact store, as the scheduler calls it: pins, where bytes are, and how workloads ended.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use domain::workload::Outcome;
-use domain::{AttemptId, Timestamp, WorkloadId};
+use domain::{ArtifactId, AttemptId, Timestamp, WorkloadId};
 use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::pins_client::PinsClient;
 use rpc::{Peer, Refusal};
 use tonic::Request;
@@ -20,6 +22,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone)]
 pub(crate) struct Store {
     pins: PinsClient<Peer>,
+    artifacts: ArtifactsClient<Peer>,
 }
 
 /// A workload that the store keeps something for.
@@ -39,7 +42,7 @@ fn within<T>(message: T) -> Request<T> {
 impl Store {
     /// The store behind `peer`.
     pub(crate) fn new(peer: Peer) -> Self {
-        Self { pins: PinsClient::new(peer) }
+        Self { pins: PinsClient::new(peer.clone()), artifacts: ArtifactsClient::new(peer) }
     }
 
     /// Pins what a workload uses, and answers where they are.
@@ -52,11 +55,24 @@ impl Store {
             build_id: spec.build.map(|build| build.to_string()).unwrap_or_default(),
         };
         let answer = self.pins.clone().pin(within(request)).await?.into_inner();
-        let locations = answer.locations.into_iter().map(|location| Location {
-            size_bytes: location.size_bytes,
-            workers: location.replicas.iter().filter_map(|replica| replica.worker_id.parse().ok()).collect(),
-        });
-        Ok(locations.collect())
+        Ok(answer.locations.iter().map(location).collect())
+    }
+
+    /// Where these artifacts are, without pinning them. Those that could not be pinned are left out.
+    pub(crate) async fn locate(
+        &self,
+        team: &str,
+        artifacts: &BTreeSet<ArtifactId>,
+    ) -> Result<BTreeMap<ArtifactId, Location>, Refusal> {
+        let request = pb::LocateRequest {
+            team: team.to_owned(),
+            artifact_ids: artifacts.iter().map(ToString::to_string).collect(),
+        };
+        let answer = self.artifacts.clone().locate(within(request)).await?.into_inner();
+        let usable =
+            |found: &&pb::Location| found.state() == pb::ArtifactState::Sealed && !found.replicas.is_empty();
+        let located = answer.locations.iter().filter(usable);
+        Ok(located.filter_map(|found| Some((found.artifact_id.parse().ok()?, location(found)))).collect())
     }
 
     /// Ends a workload for good.
@@ -101,5 +117,12 @@ impl Store {
             Some(Holder { workload: holder.holder_id.parse().ok()?, team: holder.team, pinned_at })
         });
         Ok((holders.collect(), answer.next_page_token))
+    }
+}
+
+fn location(found: &pb::Location) -> Location {
+    Location {
+        size_bytes: found.size_bytes,
+        workers: found.replicas.iter().filter_map(|replica| replica.worker_id.parse().ok()).collect(),
     }
 }

@@ -188,7 +188,7 @@ async fn fetch(
         operation: scheduler::TicketOperation::Write.into(),
     };
     let ticket = peers.workers.issue_ticket(write).await.map_err(Refusal::from)?.into_inner();
-    let outgoing = Outgoing::internal().with_token(peers.token.as_deref());
+    let outgoing = Outgoing::internal().with_ticket(&ticket.ticket);
     let nowhere = |_| CopyError::Nonsense("address of a gateway");
     let destination = rpc::client::peer(&ticket.gateway_endpoint, outgoing).map_err(nowhere)?;
     let request = gateway::FetchRequest {

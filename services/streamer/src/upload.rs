@@ -39,8 +39,6 @@ pub(crate) struct Peers {
     pub(crate) workers: WorkersClient<Peer>,
     /// The scheduler's keys.
     pub(crate) keys: Arc<Keys>,
-    /// The token of the cluster, for gateways.
-    pub(crate) token: Option<String>,
 }
 
 impl Peers {
@@ -54,7 +52,6 @@ impl Peers {
             placements: PlacementsClient::new(scheduler.clone()),
             workers: WorkersClient::new(scheduler.clone()),
             keys: Arc::new(Keys::new(scheduler)),
-            token: config.token.clone(),
         })
     }
 }

@@ -20,10 +20,9 @@ use sea_orm::{
     ConnAcquireErr, ConnectOptions, ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbBackend,
     DbErr, RuntimeErr, SqliteTransactionMode, TransactionOptions, TransactionTrait,
 };
-use sea_orm_migration::MigratorTrait;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-pub use migrate::{SqlMigration, sql_migrations};
+pub use migrate::{Migrations, SqlMigration};
 pub use settings::{DatabaseArgs, Settings};
 
 /// How often a transaction is tried again before its failure is told.
@@ -77,6 +76,17 @@ pub enum ConnectError {
         /// What was applied that this program does not know.
         unknown: Vec<String>,
     },
+    /// What its migrations are called is what ours are called, and they made something else.
+    #[error(
+        "{place} was made by another build of this program ({what}). Nothing in it was changed: start that build, or begin with an empty \
+         database"
+    )]
+    OtherSchema {
+        /// The database.
+        place: String,
+        /// What is different.
+        what: String,
+    },
     /// The database does not answer, or refused.
     #[error("cannot open the database")]
     Database(#[from] DbErr),
@@ -107,12 +117,12 @@ impl ConnectError {
 
 impl Database {
     /// Opens `url` (`postgres://…`, or `sqlite:///path`, made when it is missing) and brings it to the schema of `M`.
-    pub async fn connect<M: MigratorTrait>(url: &str) -> Result<Self, ConnectError> {
+    pub async fn connect<M: Migrations>(url: &str) -> Result<Self, ConnectError> {
         Self::open::<M>(&url.into()).await
     }
 
     /// Opens the database that `settings` name, and brings it to the schema of `M` unless they forbid that.
-    pub async fn open<M: MigratorTrait>(settings: &Settings) -> Result<Self, ConnectError> {
+    pub async fn open<M: Migrations>(settings: &Settings) -> Result<Self, ConnectError> {
         let mut said = None;
         loop {
             match Self::open_once::<M>(settings).await {
@@ -130,7 +140,7 @@ impl Database {
         }
     }
 
-    async fn open_once<M: MigratorTrait>(settings: &Settings) -> Result<Self, ConnectError> {
+    async fn open_once<M: Migrations>(settings: &Settings) -> Result<Self, ConnectError> {
         let url = settings.url.as_str();
         let _lock = migrate::lock_file(url).await?;
         let mut options = ConnectOptions::new(match url.strip_prefix("sqlite:") {
@@ -163,9 +173,9 @@ impl Database {
             migrate::make_schema(&connection, schema, settings.migrate).await?;
         }
         if settings.migrate {
-            migrate::up::<M>(&connection).await?;
+            migrate::up::<M>(&connection, &settings.place()).await?;
         } else {
-            migrate::check::<M>(&connection).await?;
+            migrate::check::<M>(&connection, &settings.place()).await?;
         }
         let is_sqlite = connection.get_database_backend() == DbBackend::Sqlite;
         if is_sqlite && let Err(error) = reserve_room(&connection).await {
@@ -326,17 +336,14 @@ fn is_transient_cause(cause: &RuntimeErr) -> bool {
 mod tests {
     use super::*;
     use sea_orm::Statement;
-    use sea_orm_migration::MigrationTrait;
 
     struct Schema;
 
-    impl MigratorTrait for Schema {
-        fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-            sql_migrations(&[SqlMigration {
-                name: "0001_counter",
-                sql: "CREATE TABLE counter (id UUID PRIMARY KEY, n BIGINT NOT NULL, payload BYTEA); INSERT INTO counter (id, n) VALUES (x'00', 0);",
-            }])
-        }
+    impl Migrations for Schema {
+        const ALL: &'static [SqlMigration] = &[SqlMigration {
+            name: "0001_counter",
+            sql: "CREATE TABLE counter (id UUID PRIMARY KEY, n BIGINT NOT NULL, payload BYTEA); INSERT INTO counter (id, n) VALUES (x'00', 0);",
+        }];
     }
 
     #[derive(Debug, thiserror::Error)]

@@ -1,13 +1,21 @@
 //! Migrations are commented SQL files that run alike on PostgreSQL and SQLite. A released one is never edited.
 //!
+//! Invariant: no service works on a schema that is not what its migrations make. The digest of each applied migration is kept beside it, and
+//! compared at each start. Of a database from before digests were kept the tables and columns are compared, with those that the same SQL makes
+//! in a SQLite of its own; one that has them all is adopted.
+//!
 //! Invariant: one process migrates at a time. PostgreSQL: an advisory lock held by a transaction of its own. SQLite: a lock
 //! file beside the database, taken before the first connection, for turning a fresh file to WAL from two processes fails as well.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::marker::PhantomData;
 use std::path::PathBuf;
 
 use async_trait::async_trait;
-use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, DbErr, Statement, TransactionTrait};
+use sea_orm::{
+    ConnectOptions, ConnectionTrait, DatabaseConnection, DbBackend, DbErr, Statement, TransactionTrait,
+};
 use sea_orm_migration::{MigrationName, MigrationTrait, MigratorTrait, SchemaManager};
 
 use crate::ConnectError;
@@ -24,10 +32,35 @@ pub struct SqlMigration {
     pub sql: &'static str,
 }
 
-/// What a migrator answers.
-#[must_use]
-pub fn sql_migrations(migrations: &'static [SqlMigration]) -> Vec<Box<dyn MigrationTrait>> {
-    migrations.iter().map(|migration| Box::new(*migration) as Box<dyn MigrationTrait>).collect()
+/// A schema.
+pub trait Migrations: 'static {
+    /// What makes it, the oldest first.
+    const ALL: &'static [SqlMigration];
+}
+
+/// What the library wants of us to apply migrations.
+struct Migrator<M>(PhantomData<fn() -> M>);
+
+impl<M: Migrations> MigratorTrait for Migrator<M> {
+    fn migrations() -> Vec<Box<dyn MigrationTrait>> {
+        M::ALL.iter().map(|migration| Box::new(*migration) as Box<dyn MigrationTrait>).collect()
+    }
+}
+
+/// Where the digests of applied migrations are.
+const DIGESTS: &str =
+    "CREATE TABLE IF NOT EXISTS migration_digests (name TEXT PRIMARY KEY, blake3 TEXT NOT NULL)";
+
+/// Of the SQL of a migration.
+fn digest(sql: &str) -> String {
+    blake3::hash(sql.as_bytes()).to_hex().to_string()
+}
+
+async fn keep_digest(connection: &impl ConnectionTrait, name: &str, digest: &str) -> Result<(), DbErr> {
+    let insert = "INSERT INTO migration_digests (name, blake3) VALUES ($1, $2)";
+    let values = [name.into(), digest.into()];
+    let insert = Statement::from_sql_and_values(connection.get_database_backend(), insert, values);
+    connection.execute_raw(insert).await.map(drop)
 }
 
 impl MigrationName for SqlMigration {
@@ -39,7 +72,10 @@ impl MigrationName for SqlMigration {
 #[async_trait]
 impl MigrationTrait for SqlMigration {
     async fn up(&self, manager: &SchemaManager) -> Result<(), DbErr> {
-        manager.get_connection().execute_unprepared(self.sql).await.map(|_| ())
+        let connection = manager.get_connection();
+        connection.execute_unprepared(self.sql).await?;
+        connection.execute_unprepared(DIGESTS).await?;
+        keep_digest(connection, self.name, &digest(self.sql)).await
     }
 
     fn use_transaction(&self) -> Option<bool> {
@@ -70,34 +106,131 @@ pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
 }
 
 /// Brings the database to the schema of `M`, one process at a time.
-pub(crate) async fn up<M: MigratorTrait>(connection: &DatabaseConnection) -> Result<(), ConnectError> {
+pub(crate) async fn up<M: Migrations>(
+    connection: &DatabaseConnection,
+    place: &str,
+) -> Result<(), ConnectError> {
     if connection.get_database_backend() != DbBackend::Postgres {
-        refuse_newer::<M>(&applied(connection).await?)?;
-        return Ok(M::up(connection, None).await?);
+        return migrate::<M>(connection, place).await;
     }
     let lock = connection.begin().await?;
     lock.execute_unprepared(&format!("SELECT pg_advisory_xact_lock({ADVISORY_LOCK})")).await?;
-    refuse_newer::<M>(&applied(connection).await?)?;
-    M::up(connection, None).await?;
+    migrate::<M>(connection, place).await?;
     Ok(lock.commit().await?)
 }
 
-/// Refuses a database that has another schema than that of `M`.
-pub(crate) async fn check<M: MigratorTrait>(connection: &DatabaseConnection) -> Result<(), ConnectError> {
+async fn migrate<M: Migrations>(connection: &DatabaseConnection, place: &str) -> Result<(), ConnectError> {
     let applied = applied(connection).await?;
     refuse_newer::<M>(&applied)?;
+    let unknown = refuse_other::<M>(connection, place, &applied).await?;
+    if !unknown.is_empty() {
+        connection.execute_unprepared(DIGESTS).await?;
+        for migration in unknown {
+            keep_digest(connection, migration.name, &digest(migration.sql)).await?;
+        }
+    }
+    Ok(Migrator::<M>::up(connection, None).await?)
+}
+
+/// Refuses a database that has another schema than that of `M`.
+pub(crate) async fn check<M: Migrations>(
+    connection: &DatabaseConnection,
+    place: &str,
+) -> Result<(), ConnectError> {
+    let applied = applied(connection).await?;
+    refuse_newer::<M>(&applied)?;
+    refuse_other::<M>(connection, place, &applied).await?;
     let missing: Vec<_> = known::<M>().into_iter().filter(|name| !applied.contains(name)).collect();
     if missing.is_empty() { Ok(()) } else { Err(ConnectError::Older { missing }) }
 }
 
-fn refuse_newer<M: MigratorTrait>(applied: &[String]) -> Result<(), ConnectError> {
+fn refuse_newer<M: Migrations>(applied: &[String]) -> Result<(), ConnectError> {
     let known = known::<M>();
     let unknown: Vec<_> = applied.iter().filter(|name| !known.contains(name)).cloned().collect();
     if unknown.is_empty() { Ok(()) } else { Err(ConnectError::Newer { unknown }) }
 }
 
-fn known<M: MigratorTrait>() -> Vec<String> {
-    M::migrations().iter().map(|migration| migration.name().to_owned()).collect()
+fn known<M: Migrations>() -> Vec<String> {
+    M::ALL.iter().map(|migration| migration.name.to_owned()).collect()
+}
+
+/// Refuses a database whose schema is not what the migrations that were applied make now. Answers those of which no digest was kept.
+async fn refuse_other<M: Migrations>(
+    connection: &DatabaseConnection,
+    place: &str,
+    applied: &[String],
+) -> Result<Vec<SqlMigration>, ConnectError> {
+    let other = |what: String| Err(ConnectError::OtherSchema { place: place.to_owned(), what });
+    let kept = digests(connection).await?;
+    let applied: Vec<_> =
+        M::ALL.iter().filter(|migration| applied.iter().any(|name| name == migration.name)).collect();
+    let mut unknown = Vec::new();
+    for migration in &applied {
+        match kept.get(migration.name) {
+            Some(kept) if *kept == digest(migration.sql) => {}
+            Some(_) => return other(format!("{} was another one then", migration.name)),
+            None => unknown.push(**migration),
+        }
+    }
+    if unknown.is_empty() {
+        return Ok(unknown);
+    }
+    let (there, made) = (columns(connection).await?, columns(&scratch(&applied).await?).await?);
+    for (table, made) in made {
+        let Some(there) = there.get(&table) else { return other(format!("it has no table {table}")) };
+        if let Some(column) = made.difference(there).next() {
+            return other(format!("the table {table} has no column {column}"));
+        }
+        if let Some(column) = there.difference(&made).next() {
+            return other(format!("the table {table} has a column {column}"));
+        }
+    }
+    Ok(unknown)
+}
+
+/// The digest that was kept of each applied migration.
+async fn digests(connection: &DatabaseConnection) -> Result<BTreeMap<String, String>, DbErr> {
+    if !columns(connection).await?.contains_key("migration_digests") {
+        return Ok(BTreeMap::new());
+    }
+    let all = Statement::from_string(
+        connection.get_database_backend(),
+        "SELECT name, blake3 FROM migration_digests",
+    );
+    let rows = connection.query_all_raw(all).await?;
+    rows.iter().map(|row| Ok((row.try_get("", "name")?, row.try_get("", "blake3")?))).collect()
+}
+
+/// The tables, each with its columns.
+async fn columns(connection: &DatabaseConnection) -> Result<BTreeMap<String, BTreeSet<String>>, DbErr> {
+    let backend = connection.get_database_backend();
+    let all = match backend {
+        DbBackend::Postgres => {
+            "SELECT table_name::text AS of_table, column_name::text AS of_column FROM information_schema.columns
+                WHERE table_schema = current_schema()"
+        }
+        _ => {
+            "SELECT made.name AS of_table, its.name AS of_column
+                FROM sqlite_master AS made JOIN pragma_table_info(made.name) AS its WHERE made.type = 'table'"
+        }
+    };
+    let mut columns: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for row in connection.query_all_raw(Statement::from_string(backend, all)).await? {
+        columns.entry(row.try_get("", "of_table")?).or_default().insert(row.try_get("", "of_column")?);
+    }
+    Ok(columns)
+}
+
+/// A database in memory that has what these migrations make.
+async fn scratch(migrations: &[&SqlMigration]) -> Result<DatabaseConnection, DbErr> {
+    let mut options = ConnectOptions::new("sqlite::memory:");
+    // Each connection would have a database of its own.
+    options.sqlx_logging(false).max_connections(1).min_connections(1);
+    let scratch = sea_orm::Database::connect(options).await?;
+    for migration in migrations {
+        scratch.execute_unprepared(migration.sql).await?;
+    }
+    Ok(scratch)
 }
 
 /// The migrations that were applied to this database. Changes nothing.

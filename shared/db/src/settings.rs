@@ -23,6 +23,22 @@ impl<T: Into<String>> From<T> for Settings {
     }
 }
 
+impl Settings {
+    /// The database, for people, and without what opens it.
+    #[must_use]
+    pub fn place(&self) -> String {
+        let url = self.url.split('?').next().unwrap_or_default();
+        if let Some(path) = url.strip_prefix("sqlite:") {
+            let path = path.strip_prefix("//").unwrap_or(path);
+            return path.replace("%3F", "?").replace("%25", "%");
+        }
+        let (_, rest) = url.split_once("://").unwrap_or_default();
+        let (_, database) = rest.rsplit_once('@').unwrap_or(("", rest));
+        let schema = self.schema.as_ref().map_or_else(String::new, |schema| format!("schema {schema} of "));
+        format!("{schema}database {database}")
+    }
+}
+
 const CONNECTIONS: u32 = 16;
 
 /// How long the database is left alone when it did not answer.

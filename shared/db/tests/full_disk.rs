@@ -5,19 +5,16 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
-use gantry_db::{Database, SqlMigration, sql_migrations};
+use gantry_db::{Database, Migrations, SqlMigration};
 use sea_orm::{ConnectionTrait, DbErr, Statement};
-use sea_orm_migration::{MigrationTrait, MigratorTrait};
 
 struct Schema;
 
-impl MigratorTrait for Schema {
-    fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-        sql_migrations(&[SqlMigration {
-            name: "0001_rows",
-            sql: "CREATE TABLE rows (n BIGINT PRIMARY KEY, payload TEXT NOT NULL);",
-        }])
-    }
+impl Migrations for Schema {
+    const ALL: &'static [SqlMigration] = &[SqlMigration {
+        name: "0001_rows",
+        sql: "CREATE TABLE rows (n BIGINT PRIMARY KEY, payload TEXT NOT NULL);",
+    }];
 }
 
 /// A small file system of its own, unmounted when dropped.

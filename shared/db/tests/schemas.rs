@@ -1,8 +1,7 @@
 //! Schemas of one PostgreSQL database, and databases of older and newer programs.
 
-use gantry_db::{ConnectError, Database, Settings, SqlMigration, sql_migrations};
+use gantry_db::{ConnectError, Database, Migrations, Settings, SqlMigration};
 use sea_orm::{ConnectionTrait, DbErr, Statement};
-use sea_orm_migration::{MigrationTrait, MigratorTrait};
 
 const FIRST: SqlMigration =
     SqlMigration { name: "0001_first", sql: "CREATE TABLE thing (n BIGINT NOT NULL)" };
@@ -12,16 +11,25 @@ const SECOND: SqlMigration =
 struct Old;
 struct New;
 
-impl MigratorTrait for Old {
-    fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-        sql_migrations(&[FIRST])
-    }
+impl Migrations for Old {
+    const ALL: &'static [SqlMigration] = &[FIRST];
 }
 
-impl MigratorTrait for New {
-    fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-        sql_migrations(&[FIRST, SECOND])
-    }
+impl Migrations for New {
+    const ALL: &'static [SqlMigration] = &[FIRST, SECOND];
+}
+
+/// The first migration was edited after it had been applied somewhere.
+struct Edited;
+
+impl Migrations for Edited {
+    const ALL: &'static [SqlMigration] = &[
+        SqlMigration {
+            name: "0001_first",
+            sql: "CREATE TABLE thing (n BIGINT NOT NULL, m BIGINT NOT NULL DEFAULT 0)",
+        },
+        SECOND,
+    ];
 }
 
 async fn rows(database: &Database) -> Vec<i64> {
@@ -92,6 +100,56 @@ async fn whoever_may_not_migrate_refuses_what_is_older_and_everybody_what_is_new
             );
         }
     }
+}
+
+#[tokio::test]
+async fn what_an_edited_migration_made_is_refused_and_keeps_everything() {
+    for fresh in [testing::databases::sqlite(), testing::databases::postgres().await] {
+        let (may, place) = (Settings::from(&*fresh.url), Settings::from(&*fresh.url).place());
+        let may_not = Settings { migrate: false, ..may.clone() };
+        let old = Database::open::<Old>(&may).await.expect("migrated");
+        add(&old, 7).await;
+        let refused = async || {
+            let mut said = Vec::new();
+            for settings in [&may, &may_not] {
+                let error = Database::open::<Edited>(settings).await.expect_err("it has another schema");
+                let ConnectError::OtherSchema { place: named, what } = &error else { panic!("{error}") };
+                assert!(*named == place && error.to_string().contains(&place), "{error}");
+                said.push(what.clone());
+            }
+            said
+        };
+        assert_eq!(refused().await, ["0001_first was another one then"; 2]);
+
+        // From before digests were kept.
+        let forget = async || {
+            let forgotten = async |txn: gantry_db::Transaction| {
+                txn.execute_unprepared("DROP TABLE migration_digests").await.map(drop)
+            };
+            old.write(forgotten).await.map_err(|error: DbErr| error).expect("forgotten");
+        };
+        forget().await;
+        assert_eq!(refused().await, ["the table thing has no column m"; 2]);
+        assert_eq!(rows(&old).await, [7]);
+
+        // One that is the same is adopted, and brought further.
+        Database::open::<New>(&may).await.expect("it is what our migration makes");
+        assert_eq!(refused().await, ["0001_first was another one then"; 2]);
+        assert_eq!(rows(&old).await, [7]);
+        forget().await;
+        Database::open::<New>(&may_not).await.expect("it is what our migrations make");
+    }
+}
+
+#[test]
+fn a_database_is_named_without_what_opens_it() {
+    let named = |settings: Settings| settings.place();
+    assert_eq!(named("sqlite:///var/lib/x.db".into()), "/var/lib/x.db");
+    assert_eq!(named("sqlite:///var/lib/a%3Fb.db?mode=rwc".into()), "/var/lib/a?b.db");
+    let postgres = Settings::from("postgres://me:secret@host:5432/gantry?sslmode=disable");
+    assert_eq!(named(postgres.clone()), "database host:5432/gantry");
+    let its = Settings { schema: Some("its".to_owned()), ..postgres };
+    assert_eq!(named(its), "schema its of database host:5432/gantry");
 }
 
 #[tokio::test]

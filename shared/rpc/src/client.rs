@@ -29,6 +29,9 @@ pub const INTERNAL_HEADER: &str = "gantry-internal";
 /// Carries the ticket with which a door passes somebody's call on to a worker's gateway.
 pub const DOOR_TICKET_HEADER: &str = "gantry-door-ticket";
 
+/// Carries the ticket of a transfer to a worker's gateway, which lets its holder in without the token of the cluster.
+pub const TICKET_HEADER: &str = "gantry-ticket";
+
 /// A service as its clients reach it. Cheap to clone.
 pub type Peer = InterceptedService<Channel, Outgoing>;
 
@@ -45,6 +48,7 @@ pub struct AddressError {
 #[derive(Debug, Clone, Default)]
 pub struct Outgoing {
     authorization: Option<MetadataValue<Ascii>>,
+    ticket: Option<MetadataValue<Ascii>>,
     internal: bool,
 }
 
@@ -52,19 +56,27 @@ impl Outgoing {
     /// Calls that a service makes by itself.
     #[must_use]
     pub fn internal() -> Self {
-        Self { authorization: None, internal: true }
+        Self { internal: true, ..Self::default() }
     }
 
     /// Presents this bearer token, if any. A token that cannot stand in a header is left out, and so refused.
     #[must_use]
     pub fn with_token(self, token: Option<&str>) -> Self {
-        let authorization = token.and_then(|token| {
-            let mut value: MetadataValue<Ascii> = format!("Bearer {token}").parse().ok()?;
-            value.set_sensitive(true);
-            Some(value)
-        });
-        Self { authorization, ..self }
+        Self { authorization: token.and_then(|token| secret(&format!("Bearer {token}"))), ..self }
     }
+
+    /// Presents the ticket of a transfer: what a gateway is told of which nothing is known but that it was named. One that cannot stand
+    /// in a header is left out, and so refused.
+    #[must_use]
+    pub fn with_ticket(self, ticket: &str) -> Self {
+        Self { ticket: secret(ticket), ..self }
+    }
+}
+
+fn secret(text: &str) -> Option<MetadataValue<Ascii>> {
+    let mut value: MetadataValue<Ascii> = text.parse().ok()?;
+    value.set_sensitive(true);
+    Some(value)
 }
 
 impl Interceptor for Outgoing {
@@ -72,6 +84,9 @@ impl Interceptor for Outgoing {
         let metadata = request.metadata_mut();
         if let Some(authorization) = &self.authorization {
             metadata.insert("authorization", authorization.clone());
+        }
+        if let Some(ticket) = &self.ticket {
+            metadata.insert(TICKET_HEADER, ticket.clone());
         }
         if self.internal {
             metadata.insert(INTERNAL_HEADER, MetadataValue::from_static("1"));

@@ -1,12 +1,11 @@
-//! Who is let in: whoever may open the socket; over TCP, where a token was set, whoever presents it, or a door with a ticket.
+//! Who is let in: whoever may open the socket; over TCP, where a token was set, whoever presents it, or a ticket to a service that verifies it.
 
 use std::future::{Ready, ready};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::task::{Context, Poll};
 
 use futures::future::Either;
-use http::{Request, Response};
-use rpc::client::DOOR_TICKET_HEADER;
+use http::{HeaderMap, Request, Response};
 use tonic::Status;
 use tonic::body::Body;
 use tower_layer::Layer;
@@ -21,21 +20,27 @@ pub(crate) struct AdmissionLayer(Arc<Rules>);
 struct Rules {
     /// What callers over TCP present. `None`: nothing.
     token: Option<String>,
-    /// Services that verify door tickets by themselves.
+    /// Services that verify tickets by themselves.
     ticketed: Ticketed,
 }
 
-/// Services that verify door tickets by themselves. They may be added while others are served already; clones are the same.
+/// Services that verify tickets by themselves, and the headers in which they look for one. They may be added while others are served already;
+/// clones are the same.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ticketed(Arc<RwLock<Vec<&'static str>>>);
+pub(crate) struct Ticketed(Arc<RwLock<Vec<TicketedService>>>);
+
+type TicketedService = (&'static str, &'static [&'static str]);
 
 impl Ticketed {
-    pub(crate) fn add(&self, service: &'static str) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).push(service);
+    pub(crate) fn add(&self, service: &'static str, headers: &'static [&'static str]) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).push((service, headers));
     }
 
-    fn contains(&self, service: &str) -> bool {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).contains(&service)
+    /// Whether `service` looks for a ticket where there is one.
+    fn verifies(&self, service: &str, headers: &HeaderMap) -> bool {
+        let ticketed = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let mut its = ticketed.iter().filter(|(name, _)| *name == service).flat_map(|(_, headers)| *headers);
+        its.any(|name| headers.contains_key(*name))
     }
 }
 
@@ -99,8 +104,7 @@ impl Rules {
     /// Whether the service that is called looks at the ticket that the call has.
     fn verifies_ticket<B>(&self, request: &Request<B>) -> bool {
         let service = request.uri().path().strip_prefix('/').and_then(|path| path.split('/').next());
-        request.headers().contains_key(DOOR_TICKET_HEADER)
-            && service.is_some_and(|service| self.ticketed.contains(service))
+        service.is_some_and(|service| self.ticketed.verifies(service, request.headers()))
     }
 }
 
@@ -111,11 +115,14 @@ fn same(left: &[u8], right: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
+
     use super::*;
 
     fn admitted(path: &str, headers: &[(&'static str, &str)], peer: PeerKind) -> bool {
         let ticketed = Ticketed::default();
-        ticketed.add("gantry.runtime.v1.Volumes");
+        ticketed.add("gantry.runtime.v1.Volumes", &[DOOR_TICKET_HEADER, TICKET_HEADER]);
+        ticketed.add("gantry.runtime.v1.Containers", &[DOOR_TICKET_HEADER]);
         let rules = Rules { token: Some("secret".to_owned()), ticketed };
         let mut request = Request::builder().uri(path);
         for (name, value) in headers {
@@ -134,6 +141,10 @@ mod tests {
             assert!(admitted(path, &[("authorization", "Bearer secret")], PeerKind::Tcp), "{path}");
             assert!(admitted(path, &[], PeerKind::Unix), "{path}");
         }
+        let transfer = [(TICKET_HEADER, "anything")];
+        assert!(admitted(volumes, &transfer, PeerKind::Tcp));
+        assert!(admitted("/gantry.runtime.v1.Containers/Attach", &ticket, PeerKind::Tcp));
+        assert!(!admitted("/gantry.runtime.v1.Containers/Attach", &transfer, PeerKind::Tcp));
         assert!(!admitted(volumes, &[], PeerKind::Tcp));
         assert!(!admitted(volumes, &[("authorization", "Bearer secrey")], PeerKind::Tcp));
         assert!(!admitted(volumes, &[("authorization", "secret")], PeerKind::Tcp));

@@ -152,8 +152,8 @@ impl Host {
         self.routes.add_service(service);
     }
 
-    /// Adds a gRPC service that verifies door tickets by itself: calls with one are let in without the token.
-    pub fn add_ticketed_service<S>(&mut self, service: S)
+    /// Adds a gRPC service that verifies by itself the tickets in these headers: calls with one are let in without the token.
+    pub fn add_ticketed_service<S>(&mut self, service: S, headers: &'static [&'static str])
     where
         S: tower_service::Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
             + NamedService
@@ -163,7 +163,7 @@ impl Host {
             + 'static,
         S::Future: Send + 'static,
     {
-        self.ticketed.add(S::NAME);
+        self.ticketed.add(S::NAME, headers);
         self.add_service(service);
     }
 

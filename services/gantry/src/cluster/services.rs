@@ -16,8 +16,13 @@ use crate::args::UpArgs;
 const WORKER: &str = "local";
 
 /// Starts the services on `host`, and answers this machine as their worker. They reach each other over the socket, which is bound and
-/// not yet served.
-pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyhow::Result<Arc<HostRuntime>> {
+/// not yet served. `callers` is where those who are sent to a worker of theirs find its gateway.
+pub(super) async fn start(
+    args: &UpArgs,
+    paths: &Paths,
+    callers: &str,
+    host: &mut Host,
+) -> anyhow::Result<Arc<HostRuntime>> {
     let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
     machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
     // Takes about as long as the databases do.
@@ -25,13 +30,13 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
 
     let endpoint = paths.endpoint();
     let scheduler = scheduler::Config::new(paths.database("scheduler"), endpoint.clone());
-    scheduler::start(scheduler, host).await?;
+    scheduler::start(scheduler, host).await.map_err(|error| of_other_build(error, paths))?;
     let keys = KeySource::Scheduler(endpoint.clone());
     let store = artifact_store::Config {
         gc_grace: args.gc_grace,
         ..artifact_store::Config::new(paths.database("artifact-store"), keys)
     };
-    artifact_store::start(store, host).await?;
+    artifact_store::start(store, host).await.map_err(|error| of_other_build(error, paths))?;
     let streamer =
         streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone(), token: None };
     streamer::start(&streamer, host)?;
@@ -45,7 +50,7 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
     let manifests = paths.worker().join("manifests");
     let gateway = runtime_gateway::Config {
         hold_destruction: args.hold_destruction,
-        ..runtime_gateway::Config::for_worker(WORKER, &endpoint, &endpoint, &endpoint, &endpoint, manifests)
+        ..runtime_gateway::Config::for_worker(WORKER, callers, &endpoint, &endpoint, &endpoint, manifests)
     };
     let given = GardenWorker { name: "garden".to_owned(), ..GardenWorker::default() };
     let concourse = args.concourse.workers(given)?;
@@ -56,4 +61,16 @@ pub(super) async fn start(args: &UpArgs, paths: &Paths, host: &mut Host) -> anyh
         host.spawn(runtime_gateway::garden::attend(attending.clone(), config, garden));
     }
     Ok(runtime)
+}
+
+/// Says what to do where a database was made by another build: its files belong together, and so they are left together.
+fn of_other_build(error: anyhow::Error, paths: &Paths) -> anyhow::Error {
+    let cause = error.chain().find_map(|cause| cause.downcast_ref());
+    if !matches!(cause, Some(db::ConnectError::OtherSchema { .. })) {
+        return error;
+    }
+    let state = paths.state.display();
+    error.context(format!(
+        "this cluster cannot go on with what is in {state}; move that directory away, and the next start makes a new one"
+    ))
 }

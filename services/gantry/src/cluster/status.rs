@@ -10,15 +10,16 @@ use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::{ListVolumesRequest, Volume, VolumePurpose};
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
-use rpc::pb::scheduler::{Worker, Workload, WorkloadState};
+use rpc::pb::scheduler::{Workload, WorkloadState};
 use serde_json::json;
 use tonic::Status;
 
-use super::{Paths, idle, lock, start};
+use super::{Paths, lock, start};
+use crate::addresses::Addresses;
+use crate::connect::read_token;
 use crate::error::refused;
-use crate::json as shown;
-use crate::status::{self, Seen};
-use crate::table::{bytes, count, duration, fields};
+use crate::status::{Glance, Seen};
+use crate::table::{bytes, duration, fields};
 use crate::words;
 
 /// The exit code when none runs.
@@ -42,17 +43,15 @@ pub(crate) async fn status() -> anyhow::Result<Seen> {
     let peer = peer(&endpoint, Outgoing::internal())?;
     let response = ClusterClient::new(peer.clone()).get_status(GetStatusRequest {}).await;
     let local = response.map_err(refused("cannot ask the cluster"))?.into_inner();
-    let workers = status::workers(&peer).await.map_err(refused("cannot list workers"))?;
-    let unfinished = idle::unfinished(&peer).await.map_err(refused("cannot list workloads"))?;
-    let workloads = states(&unfinished);
     let volumes = volumes(&peer).await.map_err(refused("cannot list volumes"))?;
     let used = Used::of(&volumes);
-    let services = status::ask(&endpoint, "cluster", Outgoing::internal()).await;
-    let mut document = as_document(&local, &workers, &workloads, &used);
-    document["services"] = services.iter().map(status::Service::document).collect();
-    document["queue"] = status::queue_document(&unfinished).into();
-    let shown = fields(&as_fields(&local, &workers, &workloads, &used));
-    let text = format!("{shown}\n{}{}", status::services_text(&services), status::queue_text(&unfinished));
+    // Gateways that joined it over TCP ask for its token.
+    let token = read_token(&paths.token()).ok();
+    let outgoing = Outgoing::internal().with_token(token.as_deref());
+    let glance = Glance::of(&Addresses::one(&endpoint), &outgoing).await?;
+    let mut document = as_document(&local, &used);
+    glance.fill(&mut document);
+    let text = format!("{}\n{}", glance.text(), fields(&as_fields(&local, &used)));
     Ok(Seen { text, document, code: 0 })
 }
 
@@ -103,12 +102,7 @@ impl Used {
     }
 }
 
-fn as_document(
-    status: &GetStatusResponse,
-    workers: &[Worker],
-    workloads: &[(&str, u64)],
-    used: &Used,
-) -> serde_json::Value {
+fn as_document(status: &GetStatusResponse, used: &Used) -> serde_json::Value {
     let seconds = |duration: &prost_types::Duration| duration.seconds;
     json!({
         "running": true,
@@ -120,40 +114,20 @@ fn as_document(
         "idle_for_seconds": status.idle_for.as_ref().map(seconds),
         "idle_end_seconds": status.idle_end.as_ref().map(seconds),
         "recovered": status.recovered,
-        "workloads": workloads.iter().copied().collect::<BTreeMap<_, _>>(),
         "artifacts": { "count": used.artifacts, "size_bytes": used.artifact_bytes },
         "volumes": { "count": used.volumes, "size_bytes": used.volume_bytes },
         "holds_destruction": status.holds_destruction,
-        "workers": workers.iter().map(shown::worker).collect::<Vec<_>>(),
     })
 }
 
-fn as_fields(
-    status: &GetStatusResponse,
-    workers: &[Worker],
-    workloads: &[(&str, u64)],
-    used: &Used,
-) -> Vec<(&'static str, String)> {
+fn as_fields(status: &GetStatusResponse, used: &Used) -> Vec<(&'static str, String)> {
     let time = |time: &Option<prost_types::Duration>| {
         time.and_then(|time| Duration::try_from(time).ok()).map(duration)
-    };
-    let worker = |worker: &Worker| {
-        let state = words::worker_state(worker.state());
-        let free = words::free_disk(worker);
-        let tasks = count(worker.active_tasks.into(), "task");
-        match worker.capacity.unwrap_or_default().disk_bytes {
-            0 => format!("{} {state}, {tasks}", worker.name),
-            disk => format!("{} {state}, {tasks}, {free} free of {}", worker.name, bytes(disk)),
-        }
     };
     let idle = match (time(&status.idle_for), time(&status.idle_end)) {
         (Some(idle), Some(end)) => format!("{idle}, ends after {end} if nothing is kept"),
         (Some(idle), None) => idle,
         (None, _) => String::new(),
-    };
-    let workloads = match workloads {
-        [] => "none runs or waits".to_owned(),
-        some => some.iter().map(|(state, count)| format!("{count} {state}")).collect::<Vec<_>>().join(", "),
     };
     vec![
         ("version", status.version.clone()),
@@ -161,8 +135,6 @@ fn as_fields(
         ("running for", words::ago(status.started_at.as_ref())),
         ("listens on", status.endpoints.join("\n")),
         ("state in", status.state_directory.clone()),
-        ("workers", workers.iter().map(worker).collect::<Vec<_>>().join("\n")),
-        ("workloads", workloads),
         ("artifacts", format!("{}, {}", used.artifacts, bytes(used.artifact_bytes))),
         ("volumes", format!("{}, {}", used.volumes, bytes(used.volume_bytes))),
         ("idle for", idle),

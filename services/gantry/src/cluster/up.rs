@@ -80,7 +80,7 @@ async fn serve(
     let mut token = None;
     if let Some(tcp) = tcp {
         let tcp = Listener::Tcp(tcp);
-        endpoints.push(tcp.endpoint()?);
+        endpoints.push(args.endpoint.clone().map_or_else(|| tcp.endpoint(), Ok)?);
         listeners.push(tcp);
         token = Some(token::generate(&paths.token())?);
     }
@@ -90,7 +90,9 @@ async fn serve(
     let shutdown = CancellationToken::new();
     let was_left_behind = left_behind.is_some();
     let idle_end = args.idle_end.or(args.detached.then_some(IDLE_END)).filter(|idle_end| !idle_end.is_zero());
-    let machine = services::start(args, paths, &mut host).await?;
+    // Whoever comes over TCP may be on another machine; whoever comes over the socket finds out that both are ours.
+    let callers = endpoints.last().cloned().unwrap_or_default();
+    let machine = services::start(args, paths, &callers, &mut host).await?;
     host.add_service(ClusterServer::new(ClusterService(Arc::new(LocalCluster {
         started_at: Timestamp::now(),
         state: paths.state.display().to_string(),

@@ -17,7 +17,7 @@ use domain::WorkerId;
 use http::{HeaderMap, HeaderValue, Request, Response, Uri};
 use http_body::{Body as HttpBody, Frame};
 use http_body_util::StreamBody;
-use rpc::client::{DOOR_TICKET_HEADER, Outgoing};
+use rpc::client::{DOOR_TICKET_HEADER, Outgoing, TICKET_HEADER};
 use rpc::{Reason, Refusal};
 use tokio::time::Instant;
 use tonic::Status;
@@ -36,8 +36,15 @@ const KEPT: usize = 1 << 20;
 /// The compression flag and the length before each message.
 const PREFIX: usize = 5;
 /// What is between the caller and the door, and not for anybody else.
-const OURS: [&str; 6] =
-    ["authorization", "proxy-authorization", "cookie", "host", "grpc-timeout", DOOR_TICKET_HEADER];
+const OURS: [&str; 7] = [
+    "authorization",
+    "proxy-authorization",
+    "cookie",
+    "host",
+    "grpc-timeout",
+    DOOR_TICKET_HEADER,
+    TICKET_HEADER,
+];
 
 /// Passes a call on, and answers what is answered there.
 pub(super) async fn forward(door: Arc<Door>, request: Request<Body>) -> Result<Response<Body>, Status> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use domain::worker::DoorClaims;
 use domain::{Timestamp, WorkerId};
-use rpc::client::DOOR_TICKET_HEADER;
+use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Say;
 use rpc::pb::runtime::attach_response::Message as Heard;
@@ -153,7 +153,7 @@ impl Gateway {
 
     async fn serve(&self) -> Served {
         let service = ContainersServer::new(self.clone());
-        Served::start(|host| host.add_ticketed_service(service)).await
+        Served::start(|host| host.add_ticketed_service(service, &[DOOR_TICKET_HEADER])).await
     }
 
     fn calls(&self) -> Vec<MetadataMap> {
@@ -335,11 +335,12 @@ async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further(
     metadata.insert("tracestate", "a=b".parse().expect("ASCII"));
     metadata.insert("cookie", "secret".parse().expect("ASCII"));
     metadata.insert(DOOR_TICKET_HEADER, "the caller's own".parse().expect("ASCII"));
+    metadata.insert(TICKET_HEADER, "of a transfer".parse().expect("ASCII"));
     let mut heard = scene.client().attach(request).await.expect("let in").into_inner();
     while within("a message", heard.message()).await.is_ok_and(|message| message.is_some()) {}
     let calls = gateway.calls();
     let [call] = calls.as_slice() else { panic!("{calls:?}") };
-    for ours in ["authorization", "cookie"] {
+    for ours in ["authorization", "cookie", TICKET_HEADER] {
         assert!(call.get(ours).is_none(), "{ours}: {call:?}");
     }
     assert_eq!(call.get("traceparent").and_then(|value| value.to_str().ok()), Some(traceparent));

@@ -66,6 +66,11 @@ impl Reasoned for ExplainError {
                 let about = [("workload_id", id.to_string()), ("state", state)];
                 Reason::WorkloadNotQueued.status_about(SERVICE, self.to_string(), about)
             }
+            Self::InputUnavailable(artifact) => {
+                let about = [("artifact_id", artifact.to_string())];
+                Reason::InputUnavailable.status_about(SERVICE, self.to_string(), about)
+            }
+            Self::NotLocated(refusal) => rpc::unavailable(SERVICE, "locate the inputs", &refusal),
             Self::Database(error) => database("explain a placement", &error),
         }
     }

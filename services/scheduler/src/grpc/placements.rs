@@ -8,7 +8,7 @@ use rpc::{parse_enum, parse_id, parse_team, required};
 use tonic::{Request, Response, Status};
 
 use super::{Reasoned, convert, database, invalid_token};
-use crate::explain::{self, ExplainError};
+use crate::explain;
 use crate::placement::Demand;
 use crate::service::Scheduler;
 
@@ -67,7 +67,7 @@ impl Placements for PlacementsService {
         let explained = match required("subject", request.into_inner().subject)? {
             Subject::Spec(spec) => {
                 let spec = rpc::spec::parse(spec)?;
-                explain::spec(db, &spec).await.map_err(ExplainError::Database)
+                explain::spec(db, &self.0.store, &spec).await
             }
             Subject::Workload(waiting) => {
                 let team = parse_team("workload.team", waiting.team)?;

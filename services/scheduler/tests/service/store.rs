@@ -115,10 +115,16 @@ pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatab
         access: pb::Access::ReadOnly.into(),
     };
     let id = WorkloadId::new();
-    let refused = scheduler.submit_as(id, pb::WorkloadSpec { inputs: vec![input], ..spec() }).await;
-    let refused = refused.expect_err("there is no such artifact");
-    assert!(refused.is(Reason::InputUnavailable), "{refused}");
-    assert_eq!(refused.about.get("artifact_id"), Some(&artifact));
+    let reading = pb::WorkloadSpec { inputs: vec![input], ..spec() };
+    let subject = Some(pb::explain_request::Subject::Spec(reading.clone()));
+    let explained = scheduler.placements().explain(pb::ExplainRequest { subject }).await;
+    let explained =
+        Refusal::from(explained.expect_err("what is refused is no other than what Submit refuses"));
+    let refused = scheduler.submit_as(id, reading).await.expect_err("there is no such artifact");
+    for refused in [explained, refused] {
+        assert!(refused.is(Reason::InputUnavailable), "{refused}");
+        assert_eq!(refused.about.get("artifact_id"), Some(&artifact));
+    }
     scheduler.submit_as(id, spec()).await.expect("the id is free");
     scheduler.stop().await;
     store.stop().await;

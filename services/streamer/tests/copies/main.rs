@@ -10,6 +10,7 @@ use rpc::{Reason, Refusal};
 
 mod proxy;
 mod suite;
+mod tickets;
 mod tree;
 
 use suite::{Brought, Suite, may_be_a_worker, until};
@@ -69,6 +70,28 @@ async fn what_one_worker_has_comes_to_another_to_the_last_bit() {
     let progress = brought.progress.expect("there was a copy");
     assert_eq!(progress.bytes_done - progress.bytes_saved, 1000);
     assert!(progress.bytes_saved >= SIZE);
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_spec_is_explained_by_where_its_inputs_are_now() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    suite.add_worker("one").await;
+    let root = suite.path("tree");
+    std::fs::create_dir(&root).expect("make");
+    std::fs::write(root.join("file"), vec![7; 1 << 20]).expect("write");
+    let (artifact, _) = suite.upload(&root).await;
+    let two = suite.add_worker("two").await;
+
+    let [first, second] = &suite.explain_reading(artifact).await[..] else { panic!("two workers") };
+    assert_eq!(*first, ("one".to_owned(), "0 bytes to move, 0 active tasks".to_owned()));
+    assert_eq!(*second, ("two".to_owned(), "1048576 bytes to move, 0 active tasks".to_owned()));
+    suite.materialize(artifact, two).await.expect("brought");
+    let explained = suite.explain_reading(artifact).await;
+    assert!(explained.iter().all(|(_, says)| says.starts_with("0 bytes to move")), "{explained:?}");
     suite.stop().await;
 }
 

@@ -14,8 +14,13 @@ use rpc::pb::runtime as runtime_pb;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::write_request::Message as Write;
 use rpc::pb::runtime::write_response::Message as Wrote;
-use rpc::pb::scheduler::GetWorkerRequest;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::{
+    Access, ExplainRequest, GetWorkerRequest, HostImage, Image, Input, IssueTicketRequest,
+    IssueTicketResponse, Network, OutputMode, Privilege, StdinMode, TicketOperation, WorkloadKind,
+    WorkloadSpec, explain_request, image,
+};
 use rpc::pb::streamer as pb;
 use rpc::pb::streamer::materialize_response::Message as Told;
 use rpc::pb::streamer::streamer_client::StreamerClient;
@@ -35,6 +40,8 @@ use crate::PATIENCE;
 use crate::proxy::Link;
 
 pub(crate) const TEAM: &str = "main";
+/// What everybody presents who calls anybody else.
+pub(crate) const TOKEN: &str = "of-the-cluster";
 
 pub(crate) fn may_be_a_worker() -> bool {
     let root = rustix::process::geteuid().is_root();
@@ -57,15 +64,15 @@ pub(crate) async fn until<T>(what: &str, condition: impl AsyncFn() -> Option<T>)
 }
 
 /// Some services on one address.
-struct Served {
-    endpoint: String,
+pub(crate) struct Served {
+    pub(crate) endpoint: String,
     stop: oneshot::Sender<()>,
     served: JoinHandle<anyhow::Result<()>>,
 }
 
 impl Served {
     #[expect(clippy::disallowed_methods, reason = "the suite waits for it when it stops")]
-    fn start(host: Host, listener: Listener) -> Self {
+    pub(crate) fn start(host: Host, listener: Listener) -> Self {
         let endpoint = listener.endpoint().expect("its address");
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(host.serve([listener], async {
@@ -74,18 +81,22 @@ impl Served {
         Self { endpoint, stop, served }
     }
 
-    async fn stop(self) {
+    pub(crate) async fn stop(self) {
         self.stop.send(()).expect("it serves");
         self.served.await.expect("no panic").expect("an orderly end");
     }
 }
 
-async fn listen() -> Listener {
+pub(crate) async fn listen() -> Listener {
     Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"))
 }
 
 fn client(endpoint: &str) -> Peer {
-    peer(endpoint, Outgoing::default()).expect("an address")
+    peer(endpoint, Outgoing::default().with_token(Some(TOKEN))).expect("an address")
+}
+
+fn host() -> Host {
+    Host::new().with_token(Some(TOKEN.to_owned()))
 }
 
 struct Worker {
@@ -120,12 +131,13 @@ impl Suite {
         let listener = listen().await;
         let endpoint = listener.endpoint().expect("its address");
         let database = |name: &str| format!("sqlite://{}/{name}.db", directory.path().display());
-        let mut host = Host::new();
+        let (mut host, token) = (host(), Some(TOKEN.to_owned()));
         let scheduler = scheduler::Config::new(database("scheduler"), endpoint.clone());
+        let scheduler = scheduler::Config { token: token.clone(), ..scheduler };
         scheduler::start(scheduler, &mut host).await.expect("a scheduler");
         let keys = artifact_store::KeySource::Scheduler(endpoint.clone());
-        let store =
-            artifact_store::Config { claim_term, ..artifact_store::Config::new(database("store"), keys) };
+        let store = artifact_store::Config::new(database("store"), keys);
+        let store = artifact_store::Config { claim_term, token, ..store };
         artifact_store::start(store, &mut host).await.expect("an artifact store");
         streamer::start(&streamer_config(&endpoint), &mut host).expect("a streamer");
         Self { directory, core: Served::start(host, listener), workers: HashMap::new() }
@@ -153,13 +165,13 @@ impl Suite {
             scheduler: self.core.endpoint.clone(),
             artifact_store: self.core.endpoint.clone(),
             streamer: self.core.endpoint.clone(),
-            token: None,
+            token: Some(TOKEN.to_owned()),
             manifest_dir: at("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 4,
             hold_destruction: false,
         };
-        let mut host = Host::new();
+        let mut host = host();
         runtime_gateway::start([(config, machine.clone() as _)], &mut host).await.expect("a gateway");
         let served = Served::start(host, listener);
         let scheduler = WorkersClient::new(client(&self.core.endpoint));
@@ -191,6 +203,48 @@ impl Suite {
         std::fs::remove_dir_all(self.volumes_of(worker).join(volume)).expect("remove");
         let manifests = self.path(&format!("{}-manifests", self.workers[&worker].name));
         std::fs::remove_file(manifests.join(volume)).expect("remove");
+    }
+
+    /// A permission for one transfer with the gateway of a worker.
+    pub(crate) async fn ticket(
+        &self,
+        worker: WorkerId,
+        volume: &str,
+        operation: TicketOperation,
+    ) -> IssueTicketResponse {
+        let request = IssueTicketRequest {
+            team: TEAM.to_owned(),
+            worker_id: worker.to_string(),
+            volume_handle: volume.to_owned(),
+            operation: operation.into(),
+        };
+        let issued = WorkersClient::new(client(&self.core.endpoint)).issue_ticket(request).await;
+        issued.expect("a ticket").into_inner()
+    }
+
+    /// What the scheduler says of a workload that reads `artifact`: each worker that would do, the best first, with how it compares.
+    pub(crate) async fn explain_reading(&self, artifact: ArtifactId) -> Vec<(String, String)> {
+        let spec = WorkloadSpec {
+            team: TEAM.to_owned(),
+            kind: WorkloadKind::Task.into(),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            command: vec!["true".into()],
+            stdin: StdinMode::None.into(),
+            output: OutputMode::Spooled.into(),
+            inputs: vec![Input {
+                name: "in".to_owned(),
+                artifact_id: artifact.to_string(),
+                path: "".into(),
+                access: Access::ReadOnly.into(),
+            }],
+            privilege: Privilege::Confined.into(),
+            network: Network::Host.into(),
+            ..WorkloadSpec::default()
+        };
+        let request = ExplainRequest { subject: Some(explain_request::Subject::Spec(spec)) };
+        let explained = PlacementsClient::new(client(&self.core.endpoint)).explain(request).await;
+        let workers = explained.expect("explained").into_inner().workers.into_iter();
+        workers.map(|worker| (worker.worker_name, worker.standing)).collect()
     }
 
     fn streamer(&self) -> StreamerClient<Peer> {
@@ -370,7 +424,8 @@ impl Drop for OtherStreamer {
 }
 
 fn streamer_config(core: &str) -> streamer::Config {
-    streamer::Config { scheduler: core.to_owned(), artifact_store: core.to_owned(), token: None }
+    let token = Some(TOKEN.to_owned());
+    streamer::Config { scheduler: core.to_owned(), artifact_store: core.to_owned(), token }
 }
 
 fn materialize_request(artifact: ArtifactId, worker: WorkerId) -> pb::MaterializeRequest {

@@ -1,0 +1,34 @@
+//! The end of a worker that is a process of its own.
+
+use std::path::PathBuf;
+
+use integration_tests::gantry_binary;
+use runtime::{Runtime as _, RuntimeError};
+use runtime_gateway::host::{HostConfig, HostRuntime};
+
+/// Destroys what a worker with these directories holds that nobody attends any more.
+pub(crate) async fn clean(state: PathBuf, run: PathBuf) {
+    let config = HostConfig {
+        supervisor: gantry_binary().with_file_name("runtime-gateway"),
+        ..HostConfig::new(state, run).expect("a path")
+    };
+    let machine = HostRuntime::open(config).expect("nobody holds it");
+    let held = machine.list().await.expect("list");
+    for container in held.containers {
+        machine.destroy_container(container).await.expect("destroy a container");
+    }
+    // Children go before their parents, and whose child is whose is not listed.
+    let mut volumes = held.volumes;
+    while !volumes.is_empty() {
+        let mut parents = Vec::new();
+        for volume in volumes.iter().rev() {
+            match machine.destroy_volume(*volume).await {
+                Ok(()) => {}
+                Err(RuntimeError::HasChildren(_)) => parents.push(*volume),
+                Err(error) => panic!("destroy a volume: {error:?}"),
+            }
+        }
+        assert!(parents.len() < volumes.len(), "{parents:?} have children that are not listed");
+        volumes = parents;
+    }
+}

@@ -1,0 +1,103 @@
+//! Standard output that nobody reads, or that cannot be written: commands end as others do, and never in a panic.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::process::{Command, Stdio};
+
+use integration_tests::{Cluster, describe, may_run_containers};
+
+/// SIGPIPE, as shells say it.
+const PIPE: i32 = 141;
+
+/// Runs `command` with its standard output closed at the other end. Answers the exit code and what it said.
+fn unread(mut command: Command) -> (Option<i32>, String) {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    ended(command.stdout(writer))
+}
+
+fn ended(command: &mut Command) -> (Option<i32>, String) {
+    let mut child = command.stderr(Stdio::piped()).spawn().expect("gantry");
+    let mut said = String::new();
+    child.stderr.take().expect("stderr").read_to_string(&mut said).expect("text");
+    assert!(!said.contains("panicked"), "{command:?}: {said}");
+    (child.wait().expect("it ends").code(), said)
+}
+
+#[test]
+fn commands_that_nobody_reads_end_as_by_sigpipe() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("d")).expect("directory");
+    fs::write(cluster.path("d/file"), vec![7; 1 << 20]).expect("write");
+    let uploaded = cluster.output(["upload", "d"]);
+    assert!(uploaded.status.success(), "{}", describe(&uploaded));
+    let artifact = String::from_utf8(uploaded.stdout).expect("an id").trim().to_owned();
+    let id = String::from_utf8(cluster.succeed(["run", "-d", "--", "echo", "hi"])).expect("an id");
+    let id = id.trim().to_owned();
+    cluster.succeed(["logs", &id]);
+    let commands: [&[&str]; 14] = [
+        &["version"],
+        &["status"],
+        &["status", "--watch"],
+        &["list", "workers"],
+        &["list", "artifacts"],
+        &["show", "workload", &id],
+        &["show", "artifact", &artifact],
+        &["cat", &artifact, "file"],
+        &["logs", &id],
+        &["upload", "d"],
+        &["gc", "--dry-run"],
+        &["run", "--", "echo", "hi"],
+        &["run", "-d", "--", "true"],
+        &["run", "--explain", "--", "true"],
+    ];
+    for arguments in commands {
+        for json in [false, true] {
+            let more: &[&str] = if json { &["--json"] } else { &[] };
+            let words = [more, arguments].concat();
+            // Where nothing has to be said there is nothing to fail: `--json gc` of nothing, and events of what has no output.
+            let nothing = ["gc", "-d"].iter().any(|word| json && words.contains(word));
+            let (code, said) = unread(cluster.gantry(&words));
+            assert!(
+                code == Some(PIPE) || nothing && code == Some(0),
+                "{words:?} ended with {code:?}: {said}"
+            );
+
+            let full = File::options().write(true).open("/dev/full").expect("a full file");
+            let (code, said) = ended(cluster.gantry(&words).stdout(full));
+            if nothing {
+                assert!(
+                    code.is_some_and(|code| code == 0 || code == 125),
+                    "{words:?} ended with {code:?}: {said}"
+                );
+            } else {
+                assert_eq!(code, Some(125), "{words:?}: {said}");
+                assert!(said.contains("cannot write to standard output: No space left"), "{words:?}: {said}");
+            }
+        }
+    }
+    // What has been said before it was closed counts for nothing: help has no more to do.
+    for arguments in [["--help"].as_slice(), &["help", "run"], &["--version"]] {
+        let (code, said) = unread(cluster.gantry(arguments));
+        assert_eq!(code, Some(0), "{arguments:?}: {said}");
+    }
+}
+
+#[test]
+fn a_command_without_standard_output_does_its_work() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    for arguments in [["list", "workers"].as_slice(), &["status"], &["run", "--", "echo", "hi"]] {
+        let gantry = cluster.gantry(arguments);
+        let mut closed = Command::new("sh");
+        closed.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(gantry.get_program()).args(gantry.get_args());
+        closed.env_clear().envs(gantry.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let (code, said) = ended(closed.current_dir(cluster.path("")).stdin(Stdio::null()));
+        assert_eq!(code, Some(0), "{arguments:?}: {said}");
+    }
+}

@@ -1,0 +1,62 @@
+//! What another build of these programs has left: it is said what it is and what to do, and nothing of it is touched.
+
+use std::fs;
+use std::process::{Command, Stdio};
+
+use integration_tests::{Cluster, code, describe, gantry_binary, may_run_containers};
+use sea_orm::ConnectionTrait;
+
+/// Does what an edited migration does: the program expects a column that is not there.
+fn take_a_column(database: &str) {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    runtime.block_on(async {
+        let database = sea_orm::Database::connect(format!("sqlite://{database}")).await.expect("a database");
+        for statement in ["DROP TABLE migration_digests", "ALTER TABLE workloads DROP COLUMN traceparent"] {
+            database.execute_unprepared(statement).await.expect(statement);
+        }
+        database.close().await.expect("closed");
+    });
+}
+
+#[test]
+fn a_state_directory_of_another_build_is_named_and_kept() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "--", "true"]);
+    cluster.succeed(["down"]);
+    let database = cluster.state().join("scheduler.db");
+    let database = database.to_str().expect("UTF-8");
+    take_a_column(database);
+    let before = fs::read(database).expect("a database");
+
+    let what = format!(
+        "{database} was made by another build of this program (the table workloads has no column traceparent). Nothing in it was changed"
+    );
+    let state = cluster.state();
+    let advice = "move that directory away, and the next start makes a new one";
+    for arguments in [["run", "--", "true"].as_slice(), &["up"]] {
+        let refused = cluster.output(arguments);
+        assert_eq!(code(&refused), 125, "{}", describe(&refused));
+        let said = String::from_utf8_lossy(&refused.stderr);
+        let where_it_is = format!("cannot go on with what is in {}", state.display());
+        for text in [what.as_str(), advice, &where_it_is] {
+            assert!(said.contains(text), "{text:?} is not said: {}", describe(&refused));
+        }
+    }
+    let url = format!("sqlite://{database}");
+    let scheduler = Command::new(gantry_binary().with_file_name("scheduler"))
+        .args(["--database-url", &url, "--artifact-store", "http://127.0.0.1:9"])
+        .env_clear()
+        .stdin(Stdio::null())
+        .output()
+        .expect("a scheduler");
+    assert_ne!(code(&scheduler), 0, "{}", describe(&scheduler));
+    assert!(String::from_utf8_lossy(&scheduler.stderr).contains(&what), "{}", describe(&scheduler));
+    assert!(fs::read(database).expect("a database") == before, "nothing was changed");
+
+    // As it was told.
+    fs::rename(&state, cluster.path("away")).expect("moved away");
+    cluster.succeed(["run", "--", "true"]);
+}

@@ -1,0 +1,131 @@
+//! What gateways are told by whom: a ticket lets its holder in, and the token of the cluster goes to nobody who was only named.
+
+use std::convert::Infallible;
+use std::future::{Ready, ready};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use domain::{AttemptId, VolumeHandle};
+use http::{HeaderMap, Request, Response};
+use rpc::client::{Outgoing, TICKET_HEADER, peer};
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::containers_client::ContainersClient;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::volumes_server;
+use rpc::pb::scheduler::TicketOperation;
+use rpc::{Reason, Refusal};
+use server::Host;
+use tonic::body::Body;
+use tonic::server::NamedService;
+
+use crate::suite::{Served, Suite, TEAM, TOKEN, listen, may_be_a_worker};
+use crate::tree;
+
+/// Stands where somebody says that a source is, and writes down what it is told.
+#[derive(Clone, Default)]
+struct Listens(Arc<Mutex<Vec<HeaderMap>>>);
+
+impl NamedService for Listens {
+    const NAME: &'static str = volumes_server::SERVICE_NAME;
+}
+
+impl tower_service::Service<Request<Body>> for Listens {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Ready<Result<Response<Body>, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        self.0.lock().expect("the headers").push(request.headers().clone());
+        ready(Ok(Reason::VolumeNotFound.status("test", "it only listens").into_http()))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_was_named_to_a_gateway_is_told_its_ticket_and_not_the_token() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let listens = Listens::default();
+    let mut host = Host::new();
+    host.add_service(listens.clone());
+    let stranger = Served::start(host, listen().await);
+
+    let write = suite.ticket(one, &VolumeHandle::new().to_string(), TicketOperation::Write).await;
+    let source =
+        pb::FetchSource { gateway_endpoint: stranger.endpoint.clone(), ticket: "for-the-source".to_owned() };
+    let request =
+        pb::FetchRequest { ticket: write.ticket, digest: vec![7; 32].into(), sources: vec![source] };
+    let outgoing = Outgoing::default().with_token(Some(TOKEN));
+    let mut gateway = VolumesClient::new(peer(&write.gateway_endpoint, outgoing).expect("an address"));
+    let mut answers = gateway.fetch(request).await.expect("it begins").into_inner();
+    let refused = Refusal::from(answers.message().await.expect_err("there is nothing to fetch"));
+    assert!(refused.is(Reason::SourceFailed), "{refused}");
+
+    let heard = listens.0.lock().expect("the headers").clone();
+    let [heard] = heard.as_slice() else { panic!("{heard:?}") };
+    assert_eq!(heard.get(TICKET_HEADER).map(|ticket| ticket.as_bytes()), Some(b"for-the-source".as_slice()));
+    assert_eq!(heard.get("authorization"), None);
+    for (name, value) in heard {
+        assert!(!String::from_utf8_lossy(value.as_bytes()).contains(TOKEN), "{name}: {value:?}");
+    }
+    stranger.stop().await;
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing_else() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, _) = suite.upload(&root).await;
+    let replica = suite.replicas(artifact).await.remove(0);
+    let two = suite.add_worker("two").await;
+    let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
+    let elsewhere = suite.ticket(two, &replica.volume_handle, TicketOperation::Read).await.ticket;
+
+    let archive = async |presented: Option<&str>| {
+        let outgoing =
+            presented.map_or(Outgoing::default(), |ticket| Outgoing::default().with_ticket(ticket));
+        let mut gateway = VolumesClient::new(peer(&read.gateway_endpoint, outgoing).expect("an address"));
+        let request = pb::ReadArchiveRequest { ticket: read.ticket.clone(), path: "".into() };
+        let mut parts = gateway.read_archive(request).await?.into_inner();
+        let mut last = None;
+        while let Some(part) = parts.message().await? {
+            last = part.message;
+        }
+        Ok::<_, Refusal>(last)
+    };
+    let last = archive(Some(&read.ticket)).await.expect("it is let in");
+    assert!(matches!(last, Some(pb::read_archive_response::Message::Done(_))), "{last:?}");
+    for (presented, reason) in [
+        (None, Reason::Unauthenticated),
+        (Some("forged"), Reason::InvalidToken),
+        (Some(elsewhere.as_str()), Reason::NotAttended),
+    ] {
+        let refused = archive(presented).await.expect_err("it is not let in");
+        assert!(refused.is(reason), "{presented:?}: {refused}");
+    }
+
+    let outgoing = Outgoing::default().with_ticket(&read.ticket);
+    let mut containers = ContainersClient::new(peer(&read.gateway_endpoint, outgoing).expect("an address"));
+    let resume = pb::Resume {
+        team: TEAM.to_owned(),
+        worker_id: one.to_string(),
+        process_id: AttemptId::new().to_string(),
+        ..pb::Resume::default()
+    };
+    let said = [pb::AttachRequest { message: Some(pb::attach_request::Message::Resume(resume)) }];
+    let refused = containers.attach(tokio_stream::iter(said)).await.expect_err("that is no transfer");
+    assert!(Refusal::from(refused).is(Reason::Unauthenticated));
+    suite.stop().await;
+}
