@@ -59,8 +59,11 @@ impl Output {
 
     /// What is there from `offset` on, which is neither gone nor still to come.
     pub(super) fn from(&self, offset: u64, most: usize) -> Vec<u8> {
-        let skipped = usize::try_from(offset - self.tail()).unwrap_or(usize::MAX);
-        self.kept.iter().skip(skipped).take(most).copied().collect()
+        let from = usize::try_from(offset - self.tail()).unwrap_or(usize::MAX);
+        let to = self.kept.len().min(from.saturating_add(most));
+        let (first, second) = self.kept.as_slices();
+        let of_second = from.saturating_sub(first.len())..to.saturating_sub(first.len());
+        [&first[from.min(first.len())..to.min(first.len())], &second[of_second]].concat()
     }
 
     fn push(&mut self, bytes: &[u8], limit: u64) {

@@ -201,8 +201,10 @@ impl System {
         while at < bytes {
             // Whole lines, so that the next begins where one does.
             let end = bytes.min(at + 50_000);
-            let piece: Vec<u8> =
-                (at / 10..end.div_ceil(10)).flat_map(|line| format!("{line:09}\n").into_bytes()).collect();
+            let mut piece = Vec::with_capacity(50_010);
+            for line in at / 10..end.div_ceil(10) {
+                writeln!(piece, "{line:09}").expect("there is room");
+            }
             debug_assert_eq!(piece[0], counted(at), "a line begins here");
             self.process.write(Stdout, &piece[..usize::try_from(end - at).unwrap_or(0)]).await;
             at = end;
