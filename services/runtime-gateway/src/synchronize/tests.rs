@@ -15,7 +15,8 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::for_tests::store::{Asked, Store};
-use crate::for_tests::{Directories, NOBODY, PATIENCE, noted, within};
+use crate::for_tests::{Attended, NOBODY, PATIENCE, within};
+use testing::fake::FakeWorker;
 
 type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
 
@@ -118,7 +119,7 @@ impl Workloads for Script {
 
 /// A gateway that speaks to a script.
 struct Scene {
-    machine: Arc<Directories>,
+    machine: Arc<FakeWorker>,
     worker: Arc<Worker>,
     said: Streaming<pb::SynchronizeRequest>,
     told: Told,
@@ -150,7 +151,7 @@ impl Scene {
         let served = tokio::spawn(host.serve([listener], async {
             stopped.await.ok();
         }));
-        let machine = Arc::new(Directories::default());
+        let machine = FakeWorker::near();
         let worker = machine.attended(&endpoint, artifact_store);
         let speaking = tokio::spawn(forever(worker.clone(), GatewayInstance::new()));
         let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
@@ -238,7 +239,7 @@ async fn only_what_the_scheduler_heard_is_contact() {
     let mut scene = Scene::start().await;
     let welcomed = since_boot();
     scene.desire(0, vec![]).await;
-    let contacts = noted(&scene.machine.contacts);
+    let contacts = scene.machine.contacts();
     let [(hello, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
     assert!(before <= hello && hello <= welcomed, "contact counts from when hello was sent");
     assert_eq!(stop_after, Duration::from_secs(600));
@@ -247,12 +248,12 @@ async fn only_what_the_scheduler_heard_is_contact() {
     while scene.observed.0.number < 20 || scene.observed.1 < hello + Duration::from_millis(400) {
         scene.desire(0, vec![]).await;
     }
-    assert_eq!(noted(&scene.machine.contacts), contacts);
+    assert_eq!(scene.machine.contacts(), contacts);
 
     let (number, arrived) = (scene.observed.0.number, scene.observed.1);
     scene.observe("later messages", |observed, _| observed.number > number + 3).await;
     scene.desire(number, vec![]).await;
-    let contacts = noted(&scene.machine.contacts);
+    let contacts = scene.machine.contacts();
     let [_, (sent, _)] = contacts[..] else { panic!("{contacts:?}") };
     assert!(hello < sent && sent <= arrived, "contact counts from when the message that was heard was sent");
     scene.end().await;
@@ -295,7 +296,7 @@ async fn a_lease_that_cannot_be_read_ends_and_no_other() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_attempt_whose_task_panics_ends_as_a_failure() {
     let mut scene = Scene::start().await;
-    *scene.machine.panics.lock().expect("a flag") = true;
+    scene.machine.faults.panic_at_stop();
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
@@ -349,11 +350,11 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lease_does_not_end_before_its_process_could_be_stopped() {
     let mut scene = Scene::start().await;
-    *scene.machine.unstoppable.lock().expect("a number") = 2;
+    scene.machine.faults.fail_to_stop(2);
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
-    assert_eq!(noted(&scene.machine.unstoppable), 0, "it was tried until it could");
+    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "it was tried until it could");
     assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
     scene.ended(&[lease]).await;
     scene.end().await;

@@ -95,7 +95,7 @@ impl FakeWorker {
 
     fn new(is_far: bool) -> Arc<Self> {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        for name in ["volumes", "kept", "new", "containers", "image/etc", "image/tmp"] {
+        for name in ["volumes", "kept", "new", "containers", "image/etc", "image/tmp", "gateway"] {
             fs::create_dir_all(directory.path().join(name)).expect("make a directory");
         }
         for (name, text) in [("passwd", "root:x:0:0:root:/root:/bin/sh\n"), ("group", "root:x:0:\n")] {
@@ -181,6 +181,12 @@ impl FakeWorker {
         let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).expect("its time");
         fs::write(&path, text).expect("write a file");
         fs::File::options().write(true).open(&path).expect("open").set_modified(modified).expect("set it");
+    }
+
+    /// Where its gateways may keep what is theirs.
+    #[must_use]
+    pub fn gateway_directory(&self) -> PathBuf {
+        self.directory("gateway")
     }
 
     fn directory(&self, name: &str) -> PathBuf {
