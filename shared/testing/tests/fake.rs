@@ -1,11 +1,16 @@
 //! The fake worker: held to what every runtime is held to, and doing what a test asks of it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
-use gantry_testing::conformance::Subject;
+use bytes::Bytes;
+use domain::workload::{Exit, FailureReason};
+use domain::{ContainerHandle, VolumeHandle};
+use futures::StreamExt;
+use gantry_testing::conformance::{self, RuntimeExt, Subject, container, process, programs};
 use gantry_testing::fake::{FakeWorker, SPOOL_BYTES};
-use runtime::Runtime;
+use runtime::{ContainerSpec, Ended, Holdings, Offsets, ProcessState, Runtime, RuntimeError, VolumeSource};
 
 struct FakeSubject {
     worker: Arc<FakeWorker>,
@@ -144,7 +149,7 @@ async fn a_worker_that_is_gone_answers_nothing_and_goes_on() {
 
     worker.faults.set_gone(false);
     let said = runtime.said(id).await;
-    assert_eq!((said.text(), said.ended), ("over\n", Some(runtime.ended(id).await)));
+    assert_eq!((said.text(), said.ended.as_ref()), ("over\n", Some(&runtime.ended(id).await)));
 }
 
 #[tokio::test]
