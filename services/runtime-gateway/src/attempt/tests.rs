@@ -1,6 +1,5 @@
 //! How attempts end that cannot be carried out.
 
-
 use super::*;
 use crate::for_tests::Attended;
 use crate::worker::Attempt;

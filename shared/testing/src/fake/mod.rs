@@ -158,7 +158,7 @@ impl FakeWorker {
     /// Whether a volume is there.
     #[must_use]
     pub fn has(&self, volume: VolumeHandle) -> bool {
-        self.state().volumes.contains_key(&volume)
+        self.state().volumes.contains_key(&volume) || self.path(volume).exists()
     }
 
     /// Makes a volume with the file `file` in it.
