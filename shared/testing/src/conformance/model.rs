@@ -86,14 +86,14 @@ impl<S: Subject> Model<S> {
     async fn step(&mut self) {
         match self.random.random_range(0..100) {
             0..14 => self.make_volume().await,
-            14..26 => self.make_child().await,
-            26..34 => self.write().await,
-            34..46 => self.destroy_volume().await,
-            46..56 => self.make_container().await,
-            56..70 => self.start().await,
-            70..80 => self.end().await,
-            80..90 => self.destroy_container().await,
-            90..95 => self.repeat().await,
+            14..28 => self.make_child().await,
+            28..38 => self.write().await,
+            38..47 => self.destroy_volume().await,
+            47..57 => self.make_container().await,
+            57..71 => self.start().await,
+            71..80 => self.end().await,
+            80..88 => self.destroy_container().await,
+            88..95 => self.repeat().await,
             _ => self.subject.reopen().await,
         }
     }
@@ -122,8 +122,13 @@ impl<S: Subject> Model<S> {
 
     async fn make_volume(&mut self) {
         if self.volumes.len() < MOST_VOLUMES {
-            let handle = self.subject.runtime().volume().await;
-            self.volumes.insert(handle, Volume { lines: 0, parent: None });
+            let runtime = self.subject.runtime();
+            let handle = runtime.volume().await;
+            let lines = self.random.random_range(0..3);
+            if lines > 0 {
+                put(&*runtime, handle, "file", &"line\n".repeat(lines)).await;
+            }
+            self.volumes.insert(handle, Volume { lines, parent: None });
         }
     }
 
@@ -266,18 +271,18 @@ impl<S: Subject> Model<S> {
         self.gone.containers.push(handle);
     }
 
-    /// Does again what was done, which changes nothing.
+    /// Does everything again that was done, which changes nothing.
     async fn repeat(&mut self) {
         let runtime = self.subject.runtime();
-        if let Some(volume) = self.any_volume(|_, _| true) {
-            runtime.create_volume(volume, VolumeSource::Empty).await.expect("make it again");
+        for handle in self.volumes.keys() {
+            runtime.create_volume(*handle, VolumeSource::Empty).await.expect("make it again");
         }
-        let Some(handle) = self.any_container(|_| true) else { return };
-        let Container { team, volume, read_only, process: started } = self.containers[&handle].clone();
-        let spec = self.spec(&team, volume, read_only).await;
-        runtime.create_container(handle, spec).await.expect("make it again");
-        if let Some(Process { id, command, .. }) = started {
-            runtime.start(handle, id, process(&command)).await.expect("start it again");
+        for (handle, container) in &self.containers {
+            let spec = self.spec(&container.team, container.volume, container.read_only).await;
+            runtime.create_container(*handle, spec).await.expect("make it again");
+            if let Some(Process { id, command, .. }) = &container.process {
+                runtime.start(*handle, *id, process(command)).await.expect("start it again");
+            }
         }
     }
 
