@@ -54,8 +54,12 @@ pub(crate) struct Directories {
 
 impl Default for Directories {
     fn default() -> Self {
-        let capabilities =
-            Capabilities { image_kinds: Vec::new(), features: Vec::new(), copy_on_write: String::new() };
+        let capabilities = Capabilities {
+            image_kinds: Vec::new(),
+            features: Vec::new(),
+            resource_types: Vec::new(),
+            copy_on_write: String::new(),
+        };
         Self {
             directory: tempfile::tempdir().expect("a temporary directory"),
             capabilities,

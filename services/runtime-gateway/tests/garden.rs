@@ -1,9 +1,12 @@
 //! The Garden runtime, over servers that speak as a Concourse worker's do.
 
 mod garden {
+    mod brought;
     mod faults;
     mod genuine;
+    mod standby;
     pub(crate) mod subject;
+    mod volumes;
 }
 
 use garden::subject::GardenSubject;
