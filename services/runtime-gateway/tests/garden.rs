@@ -2,6 +2,7 @@
 
 mod garden {
     mod brought;
+    mod containers;
     mod faults;
     mod genuine;
     mod standby;

@@ -7,9 +7,7 @@ mod archive;
 mod client;
 mod encoding;
 mod error;
-mod http;
 mod messages;
-mod tar_end;
 
 pub use archive::{Archive, ArchiveError};
 pub use client::{Client, Timeouts};

@@ -26,7 +26,8 @@ pub struct GardenArgs {
     #[arg(long, env = "GANTRY_BAGGAGECLAIM", value_name = "HOST:PORT", requires = "garden")]
     pub baggageclaim: Option<String>,
     /// Attend the Concourse workers in this JSON file: a list of objects with `name`, `garden`, `baggageclaim`, and maybe `platform`, `tags`,
-    /// `team`, `max_tasks`; what such a worker says when it registers will do
+    /// `team`, `max_tasks`, `encoding`; what such a worker says when it registers will do, with the images of its resource types, its
+    /// certificates and its proxies
     #[arg(long, env = "GANTRY_WORKERS_FILE", value_name = "FILE")]
     pub workers_file: Option<PathBuf>,
     /// How archives travel to and from the worker given by --baggageclaim: raw, gzip, zstd or s2. Default: the best that it knows. In the

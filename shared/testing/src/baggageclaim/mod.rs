@@ -43,6 +43,8 @@ pub struct Faults {
     pub no_cleanup: bool,
     /// As an older worker, it knows only these encodings. None: all.
     pub encodings: Option<Vec<String>>,
+    /// Requests whose method and path begin with this are never answered.
+    pub stalls: Option<String>,
     /// Creations are said to go on when they are asked about, for this many times.
     pub slow_creations: usize,
     /// These volumes cannot be destroyed.

@@ -82,6 +82,11 @@ impl Query {
 pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Result<Answer, Silence> {
     let asked = format!("{} {}", request.method(), request.uri());
     lock(&state.requests).push(asked.clone());
+    let stalled = lock(&state.faults).stalls.as_ref().is_some_and(|prefix| asked.starts_with(prefix));
+    if stalled {
+        // Until the client has gone.
+        std::future::pending::<()>().await;
+    }
     let answer = route(&state, request).await?;
     let mut faults = lock(&state.faults);
     match &mut faults.lose_answers {
