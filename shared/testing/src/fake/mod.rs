@@ -105,6 +105,7 @@ impl FakeWorker {
         let capabilities = Capabilities {
             image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
             features: features.map(str::to_owned).collect(),
+            resource_types: Vec::new(),
             copy_on_write: "copy, as it is a fake".to_owned(),
         };
         let state = State {

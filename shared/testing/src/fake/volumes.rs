@@ -68,6 +68,9 @@ impl FakeWorker {
         let parent = match source {
             VolumeSource::Empty => None,
             VolumeSource::CopyOnWrite { parent } => Some(parent),
+            VolumeSource::ResourceType(name) => {
+                return Err(RuntimeError::Unsupported(format!("the fake brings no image of {name:?}")));
+            }
         };
         {
             let mut state = self.state();
