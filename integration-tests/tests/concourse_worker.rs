@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, Read};
+use std::process::Command;
 
 use integration_tests::concourse::{Pair, make_image};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for, write};
@@ -206,4 +207,48 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
             (pair.garden.handles().is_empty() && left.iter().all(wanted) && left.len() == 3).then_some(())
         });
     }
+}
+
+#[test]
+fn what_a_concourse_worker_brings_along_is_an_image_of_commands() {
+    if !may_run_containers() {
+        return;
+    }
+    let pair = Pair::start(Manner::Containerd, Driver::Overlay);
+    let mut cluster = Cluster::new();
+    make_image(&cluster.path("image"));
+    let archive = cluster.path("rootfs.tgz");
+    let root = cluster.path("image/rootfs");
+    let tar = Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(root).arg(".").status();
+    assert!(tar.expect("tar is installed").success());
+    // As such a worker registers.
+    let worker = serde_json::json!({
+        "name": "concourse", "addr": pair.garden_address(), "baggageclaim_url": format!("http://{}", pair.volumes_address()),
+        "platform": "linux", "tags": ["garden"], "team": "", "http_proxy_url": "http://proxy:3128", "start_time": 1,
+        "resource_types": [{ "type": "git", "image": archive, "version": "4.2", "privileged": false }],
+    });
+    fs::write(cluster.path("workers.json"), worker.to_string()).expect("write");
+    let file = cluster.path("workers.json").display().to_string();
+    cluster.set("GANTRY_WORKERS_FILE", &file);
+    write(&cluster.path("src/a"), "a");
+    attended(&cluster);
+    let workers = cluster.list("workers");
+    let listed = workers.iter().find(|worker| worker["name"] == "concourse").expect("the worker");
+    let types = serde_json::json!([{ "name": "git", "version": "4.2" }]);
+    assert_eq!(listed["labels"]["resource_types"], types, "{listed}");
+
+    let run = ["run", "--tag", "garden", "-i", "src=src", "-o", "out=./out", "--image"];
+    let script = "test ! -e /mine && touch /mine && echo $http_proxy > out/proxy && cp src/a out/x; exit $?";
+    for _ in 0..2 {
+        let command = ["resource-type:git", "--", "sh", "-c", script];
+        let done = cluster.output([&run[..], &command[..]].concat());
+        assert_eq!(code(&done), 0, "each has a layer of its own: {}", describe(&done));
+        assert_eq!(fs::read_to_string(cluster.path("out/x")).expect("the output"), "a");
+        assert_eq!(fs::read_to_string(cluster.path("out/proxy")).expect("it"), "http://proxy:3128\n");
+    }
+    let images = pair.volumes.handles();
+    assert_eq!(images.iter().filter(|name| name.starts_with("gantry-image")).count(), 1, "{images:?}");
+    let refused = cluster.output([&run[..], &["resource-type:s3", "--", "true"]].concat());
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("concourse") && said.contains("has no image of the resource type s3"), "{said}");
 }

@@ -57,13 +57,16 @@ impl Scene {
         let session = |worker: &Value| worker["session"].as_u64().expect("a number");
         assert!(session(&now) > session(before), "{before} {now}");
         // It has to be there to hear it.
-        let attached = |line: &String| {
+        wait_for("an attachment by the next gateway", || (self.attachments() > 0).then_some(()));
+        now
+    }
+
+    /// How often a gateway has attached to a process that ran already.
+    fn attachments(&self) -> usize {
+        let attaches = |line: &&String| {
             line.starts_with("GET ") && line.contains("/processes/") && !line.contains("/attaches/")
         };
-        wait_for("an attachment by the next gateway", || {
-            self.pair.garden.requests().iter().any(attached).then_some(())
-        });
-        now
+        self.pair.garden.requests().iter().filter(attaches).count()
     }
 
     /// The process ends, and all that is told of it is true.
@@ -128,6 +131,28 @@ fn a_gateway_that_freezes_does_nothing_when_it_wakes_up() {
     scene.runs_another();
     assert_eq!(scene.suite.attended(WORKER, "second")["session"], now["session"], "nobody disturbed it");
     assert_eq!(scene.pair.runs(), 2, "each once");
+}
+
+#[test]
+fn a_gateway_that_attends_again_does_not_count_on_from_what_it_knew() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut scene = Scene::start((Manner::Containerd, Driver::Overlay));
+    let before = scene.suite.attended(WORKER, &scene.first);
+    send(&scene.first.child, libc::SIGSTOP);
+    let between = scene.goes_on(&before);
+    send(&scene.first.child, libc::SIGCONT);
+    says(&scene.first, "another gateway has taken over this worker");
+    let attached = scene.attachments();
+    send(&scene.second.child, libc::SIGKILL);
+
+    let again = scene.suite.attended(WORKER, &scene.first);
+    let session = |worker: &Value| worker["session"].as_u64().expect("a number");
+    assert!(session(&again) > session(&between), "{between} {again}");
+    wait_for("another attachment by the first", || (scene.attachments() > attached).then_some(()));
+    scene.ends_well();
+    scene.runs_another();
 }
 
 #[test]

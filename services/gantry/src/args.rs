@@ -171,9 +171,9 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
 
-    /// The root file system that the command sees: the worker's own, or the directory `rootfs` of an artifact, which may say
-    /// in a `metadata.json` beside it what env and user are by default
-    #[arg(long, value_name = "host|artifact:UUID", default_value = "host", value_parser = values::image, help_heading = "The process")]
+    /// The root file system that the command sees: the worker's own; the directory `rootfs` of an artifact, which may say
+    /// in a `metadata.json` beside it what env and user are by default; or the image that the worker brings along for a resource type
+    #[arg(long, value_name = "host|artifact:UUID|resource-type:NAME", default_value = "host", value_parser = values::image, help_heading = "The process")]
     pub(crate) image: domain::workload::Image,
     /// Set a variable (K=V), or copy one of ours (K). Nothing else of our environment is inherited
     #[arg(

@@ -67,6 +67,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
             "team": labels.team,
             "image_kinds": labels.image_kinds,
             "capabilities": labels.capabilities,
+            "resource_types": resource_types(&labels),
         },
         "capacity": { "max_tasks": capacity.max_tasks, "disk_bytes": capacity.disk_bytes },
         "active_tasks": worker.active_tasks,
@@ -75,6 +76,11 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
         "disk_free_bytes": worker.disk_free_bytes,
         "last_contact_at": worker.last_contact_at.as_ref().map(words::instant),
     })
+}
+
+fn resource_types(labels: &scheduler::WorkerLabels) -> Vec<Value> {
+    let types = labels.resource_types.iter();
+    types.map(|known| json!({ "name": known.name, "version": known.version })).collect()
 }
 
 pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
@@ -129,6 +135,7 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
         "directory": text(&spec.directory),
         "image": match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
             Some(scheduler::image::Source::ArtifactId(artifact)) => format!("artifact:{artifact}"),
+            Some(scheduler::image::Source::ResourceType(name)) => format!("resource-type:{name}"),
             Some(scheduler::image::Source::Host(_)) | None => "host".to_owned(),
         },
         "user": spec.user,

@@ -7,7 +7,8 @@ use rpc::pb::artifacts::{
     ListContainersRequest, ListVolumesRequest, Volume,
 };
 use rpc::pb::scheduler::{
-    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Worker, Workload, WorkloadSpec,
+    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Worker,
+    WorkerLabels, Workload, WorkloadSpec,
 };
 use serde_json::Value;
 
@@ -242,6 +243,15 @@ fn worker_row(worker: &Worker) -> Vec<String> {
     ]
 }
 
+/// Each with its version, if the worker says it.
+fn resource_types(labels: &WorkerLabels) -> String {
+    let word = |known: &ResourceType| match known.version.as_str() {
+        "" => known.name.clone(),
+        version => format!("{} {version}", known.name),
+    };
+    labels.resource_types.iter().map(word).collect::<Vec<_>>().join(", ")
+}
+
 fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
     let labels = worker.labels.clone().unwrap_or_default();
     let capacity = worker.capacity.unwrap_or_default();
@@ -257,6 +267,7 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("tags", plain(&labels.tags.join(" "), 1000)),
         ("team", labels.team.clone()),
         ("images", labels.image_kinds.join(" ")),
+        ("resource types", plain(&resource_types(&labels), 1000)),
         ("can", labels.capabilities.join(" ")),
         ("tasks", format!("{}, {limit}", worker.active_tasks)),
         ("containers", worker.containers.to_string()),

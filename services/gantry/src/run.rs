@@ -243,9 +243,10 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
         team: team.to_owned(),
         kind: WorkloadKind::Task.into(),
         image: Some(Image {
-            source: Some(match args.image {
+            source: Some(match &args.image {
                 domain::workload::Image::Host => ImageSource::Host(HostImage {}),
                 domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
+                domain::workload::Image::ResourceType(name) => ImageSource::ResourceType(name.clone()),
             }),
         }),
         command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),

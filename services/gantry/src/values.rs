@@ -81,11 +81,16 @@ fn input(text: &OsStr) -> Result<InputArg, String> {
     Ok(InputArg { name, source, read_only })
 }
 
-/// Parses `host` or `artifact:UUID`.
+/// Parses `host`, `artifact:UUID` or `resource-type:NAME`.
 pub(crate) fn image(text: &str) -> Result<Image, String> {
+    match text.strip_prefix("resource-type:") {
+        Some("") => return Err("resource-type: names no resource type".to_owned()),
+        Some(name) => return Ok(Image::ResourceType(name.to_owned())),
+        None => {}
+    }
     match text.strip_prefix("artifact:") {
         None if text == "host" => Ok(Image::Host),
-        None => Err("write `host`, or artifact:UUID".to_owned()),
+        None => Err("write `host`, artifact:UUID or resource-type:NAME".to_owned()),
         Some(id) => {
             id.parse().map(Image::Artifact).map_err(|_| format!("{id:?} is not the id of an artifact"))
         }

@@ -104,6 +104,17 @@ enum Stopped {
     GatewayStopping,
 }
 
+impl Stopped {
+    /// Whether it is another gateway's now that speaks for the worker.
+    fn is_superseded(&self) -> bool {
+        match self {
+            Self::Refused(refusal) => is_superseded(refusal),
+            Self::Worker(RuntimeError::TakenOver(_)) => true,
+            _ => false,
+        }
+    }
+}
+
 /// What a runtime can do whose outputs need not be mounts.
 const REPLACEABLE: &str = "replaceable-outputs";
 
@@ -183,8 +194,8 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
             match carry_out(&worker, &task, &mut stop).await {
                 Ok(finish) => break finish,
                 Err(Stopped::GatewayStopping) => return,
-                Err(Stopped::Refused(refusal)) if is_superseded(&refusal) => {
-                    tracing::info!(lease.id = %task.lease, error = %refusal, "this attempt waits until this gateway is let in again");
+                Err(stopped) if stopped.is_superseded() => {
+                    tracing::info!(lease.id = %task.lease, error = chain(&stopped), "this attempt waits until this gateway is let in again");
                     if !let_in_again(&worker).await {
                         return;
                     }
@@ -322,7 +333,10 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
                 verify(worker, parent, &task.spec.team, digest).await?;
                 VolumeSource::CopyOnWrite { parent }
             }
-            None => VolumeSource::Empty,
+            None => match &volume.resource_type {
+                Some(name) => VolumeSource::ResourceType(name.clone()),
+                None => VolumeSource::Empty,
+            },
         };
         worker.runtime.create_volume(*handle, source).await?;
         if !volume.directories.is_empty() {
@@ -332,8 +346,12 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     });
     futures::future::try_join_all(made).await?;
 
+    let brought = |index: &usize| plan.volumes[*index].resource_type.is_some();
     let (root, defaults) = match plan.image.map(|index| prepared.volumes[index]) {
         None => (Root::Host, Defaults::default()),
+        Some((volume, None)) if plan.image.as_ref().is_some_and(brought) => {
+            (Root::Whole(volume), Defaults::default())
+        }
         Some((_, None)) => return Err(Stopped::Nonsense("the image has no replica".to_owned())),
         Some((volume, Some((replica, digest)))) => {
             let manifest = verify(worker, replica, &task.spec.team, digest).await?;

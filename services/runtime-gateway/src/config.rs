@@ -32,7 +32,8 @@ pub struct Config {
     pub manifest_dir: PathBuf,
     /// How often everything that the worker holds is reported.
     pub report_interval: Duration,
-    /// How many containers are destroyed at a time. Volumes go one after the other, children before their parents.
+    /// How many containers are destroyed at a time. Volumes go one after the other, or as many at once as their worker destroys by one call,
+    /// children before their parents.
     pub destroy_concurrency: usize,
     /// Whether what is marked or unknown is left where it is, so that it can be looked at. The worker only fills up.
     pub hold_destruction: bool,
@@ -74,6 +75,7 @@ impl Config {
             team: self.team.clone(),
             image_kinds: capabilities.image_kinds.clone(),
             capabilities: capabilities.features.clone(),
+            resource_types: capabilities.resource_types.clone(),
         }
     }
 }

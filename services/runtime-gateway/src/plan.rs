@@ -20,6 +20,8 @@ pub(crate) struct PlannedVolume {
     pub(crate) name: String,
     pub(crate) purpose: store::VolumePurpose,
     pub(crate) from: Option<ArtifactId>,
+    /// Whose image it starts with, of those that the worker brings along.
+    pub(crate) resource_type: Option<String>,
     pub(crate) becomes: Option<ArtifactId>,
     /// Where it appears, and whether read-only. `None`: nowhere, it is filled afterwards, or is the root.
     pub(crate) mount: Option<(Bytes, bool)>,
@@ -54,25 +56,30 @@ impl Plan {
                 name: "workspace".to_owned(),
                 purpose: store::VolumePurpose::Scratch,
                 from: None,
+                resource_type: None,
                 becomes: None,
                 mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
                 directories: Vec::new(),
             });
         }
-        let image = match spec.image {
-            Image::Host => None,
-            Image::Artifact(artifact) => {
-                volumes.push(PlannedVolume {
-                    name: "image".to_owned(),
-                    purpose: store::VolumePurpose::Input,
-                    from: Some(artifact),
-                    becomes: None,
-                    mount: None,
-                    directories: Vec::new(),
-                });
-                Some(volumes.len() - 1)
-            }
+        let image = |purpose, from, resource_type| PlannedVolume {
+            name: "image".to_owned(),
+            purpose,
+            from,
+            resource_type,
+            becomes: None,
+            mount: None,
+            directories: Vec::new(),
         };
+        let image = match &spec.image {
+            Image::Host => None,
+            Image::Artifact(artifact) => Some(image(store::VolumePurpose::Input, Some(*artifact), None)),
+            Image::ResourceType(name) => Some(image(store::VolumePurpose::Scratch, None, Some(name.clone()))),
+        };
+        let image = image.map(|planned| {
+            volumes.push(planned);
+            volumes.len() - 1
+        });
         for input in &spec.inputs {
             if spec.outputs.iter().any(|output| output.path == input.path) {
                 continue;
@@ -81,6 +88,7 @@ impl Plan {
                 name: format!("input/{}", input.name),
                 purpose: store::VolumePurpose::Input,
                 from: Some(input.artifact),
+                resource_type: None,
                 becomes: None,
                 mount: Some((input.path.clone(), input.read_only)),
                 directories: Vec::new(),
@@ -106,6 +114,7 @@ impl Plan {
                 name: format!("output/{}", output.name),
                 purpose: store::VolumePurpose::Output,
                 from: input.map(|input| input.artifact),
+                resource_type: None,
                 becomes: Some(artifact),
                 mount: taken_from.is_none().then(|| (output.path.clone(), false)),
                 directories: Vec::new(),
@@ -184,12 +193,13 @@ mod tests {
         let spec = spec();
         let plan = Plan::new(&spec, WorkloadId::new(), true);
         let image = &plan.volumes[plan.image.expect("a volume")];
-        let Image::Artifact(artifact) = spec.image else { panic!("an artifact") };
+        let Image::Artifact(artifact) = spec.image.clone() else { panic!("an artifact") };
         assert_eq!((image.from, image.becomes, &image.mount), (Some(artifact), None, &None));
         assert!(spec.artifacts().contains(&artifact), "it is pinned");
-        assert_eq!(
-            Plan::new(&WorkloadSpec { image: Image::Host, ..spec }, WorkloadId::new(), true).image,
-            None
-        );
+        let with = |image| Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true);
+        assert_eq!(with(Image::Host).image, None);
+        let plan = with(Image::ResourceType("git".to_owned()));
+        let image = &plan.volumes[plan.image.expect("a volume")];
+        assert_eq!((image.from, image.resource_type.as_deref(), &image.mount), (None, Some("git"), &None));
     }
 }

@@ -148,21 +148,26 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
             }
         })
         .await;
-    // Children come before their parents, so one after the other. A worker refuses to destroy the parent of what could not be destroyed.
-    for volume in volumes {
-        // Whoever speaks for the worker now is told to destroy it.
+    // Children come before their parents, so in this order. A worker refuses to destroy the parent of what could not be destroyed.
+    for volumes in volumes.chunks(worker.runtime.destroyed_at_once().max(1)) {
+        // Whoever speaks for the worker now is told to destroy them.
         if !worker.is_alone() {
             all.store(false, Ordering::Relaxed);
             break;
         }
-        worker.trees.forget(volume).await;
-        if let Err(error) = worker.runtime.destroy_volume(volume).await {
-            tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot destroy a volume");
-            all.store(false, Ordering::Relaxed);
-        } else {
-            metrics::counter!("gantry_gateway_destroyed_total", "kind" => "volume").increment(1);
+        for volume in volumes {
+            worker.trees.forget(*volume).await;
         }
-        worker.trees.forget(volume).await;
+        let left = worker.runtime.destroy_volumes(volumes).await;
+        for volume in volumes {
+            worker.trees.forget(*volume).await;
+        }
+        for (volume, error) in &left {
+            tracing::warn!(volume.handle = %volume, error = chain(error), "cannot destroy a volume");
+            all.store(false, Ordering::Relaxed);
+        }
+        let gone = length(volumes) - length(&left);
+        metrics::counter!("gantry_gateway_destroyed_total", "kind" => "volume").increment(gone);
     }
     all.into_inner()
 }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::worker::{Incarnation, Marker, Session};
+use domain::worker::{Incarnation, Marker, ResourceType, Session};
 use domain::workload::FailureReason;
 use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, chain};
 use rpc::pb::scheduler as pb;
@@ -59,6 +59,7 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
                     "another gateway has taken over this worker"
                 );
                 worker.set_session(None);
+                worker.runtime.taken_over().await;
                 instance = GatewayInstance::new();
             }
             Ended::Refused(refusal) if refusal.is_transient() => {
@@ -193,6 +194,11 @@ pub(crate) fn introduce(
             team: labels.team.unwrap_or_default(),
             image_kinds: labels.image_kinds,
             capabilities: labels.capabilities,
+            resource_types: labels
+                .resource_types
+                .into_iter()
+                .map(|ResourceType { name, version }| pb::ResourceType { name, version })
+                .collect(),
         }),
         capacity: Some(pb::Capacity {
             max_tasks: config.max_tasks.unwrap_or(0),

@@ -482,10 +482,11 @@ mod tests {
     #[tokio::test]
     async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let worker = crate::for_tests::Directories::default();
-        let volume = worker.volume("contents");
+        let machine = testing::fake::FakeWorker::near();
+        let worker = machine.runtime();
+        let volume = machine.volume("contents").await;
         let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
-        open("first").keep(&worker, volume, "main", Arc::new(manifest())).await.expect("room");
+        open("first").keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
 
         let again = open("first").kept(volume).await.expect("read").expect("the manifest");
         assert_eq!((again.tree_digest(), again.this_boot), (manifest().tree_digest(), true));
@@ -502,12 +503,13 @@ mod tests {
     #[tokio::test]
     async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let worker = crate::for_tests::Directories::default();
-        let (here, gone) = (worker.volume("contents"), worker.volume("others"));
+        let machine = testing::fake::FakeWorker::near();
+        let worker = machine.runtime();
+        let (here, gone) = (machine.volume("contents").await, machine.volume("others").await);
         let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
         let trees = open("first");
         let digest = async |volume| {
-            let manifest = trees.proven(&worker, volume, "main").await.expect("a manifest");
+            let manifest = trees.proven(&*worker, volume, "main").await.expect("a manifest");
             manifest.extents().next().expect("content").extent.digest
         };
         let (content, others) = (digest(here).await, digest(gone).await);
@@ -528,10 +530,12 @@ mod tests {
     #[tokio::test]
     async fn a_kept_manifest_that_was_damaged_counts_for_nothing() {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let worker = crate::for_tests::Directories::default();
-        let (volume, trees) =
-            (worker.volume("contents"), || Trees::open(directory.path(), "boot".to_owned()).expect("open"));
-        trees().keep(&worker, volume, "main", Arc::new(manifest())).await.expect("room");
+        let machine = testing::fake::FakeWorker::near();
+        let worker = machine.runtime();
+        let (volume, trees) = (machine.volume("contents").await, || {
+            Trees::open(directory.path(), "boot".to_owned()).expect("open")
+        });
+        trees().keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
         let path = directory.path().join(volume.to_string());
         let whole = std::fs::read(&path).expect("the file");
         for cut in 0..whole.len() {
@@ -543,10 +547,11 @@ mod tests {
     #[tokio::test]
     async fn what_a_killed_gateway_was_writing_is_removed() {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let worker = crate::for_tests::Directories::default();
-        let (half, whole) = (VolumeHandle::new(), worker.volume("contents"));
+        let machine = testing::fake::FakeWorker::near();
+        let worker = machine.runtime();
+        let (half, whole) = (VolumeHandle::new(), machine.volume("contents").await);
         let open = || Trees::open(directory.path(), "boot".to_owned()).expect("open");
-        open().keep(&worker, whole, "main", Arc::new(manifest())).await.expect("room");
+        open().keep(&*worker, whole, "main", Arc::new(manifest())).await.expect("room");
         std::fs::write(directory.path().join(format!("{half}.tmp")), "half").expect("write");
         assert!(open().kept(whole).await.expect("read").is_some());
         let left: Vec<_> = std::fs::read_dir(directory.path()).expect("list").flatten().collect();
@@ -556,26 +561,27 @@ mod tests {
     #[tokio::test]
     async fn a_volume_that_did_not_survive_is_damaged_until_it_is_destroyed() {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let worker = crate::for_tests::Directories::default();
-        let (whole, lost) = (worker.volume("contents"), worker.volume("contents"));
+        let machine = testing::fake::FakeWorker::near();
+        let worker = machine.runtime();
+        let (whole, lost) = (machine.volume("contents").await, machine.volume("contents").await);
         let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
         let trees = open("first");
         for volume in [whole, lost] {
-            trees.proven(&worker, volume, "main").await.expect("a manifest");
+            trees.proven(&*worker, volume, "main").await.expect("a manifest");
         }
-        worker.overwrite(lost, "contentS");
-        trees.proven(&worker, lost, "main").await.expect("in this boot nothing is lost");
+        machine.overwrite(lost, "contentS");
+        trees.proven(&*worker, lost, "main").await.expect("in this boot nothing is lost");
 
         let trees = open("second");
-        let digest = trees.proven(&worker, whole, "main").await.expect("it is what it was").tree_digest();
-        trees.verify(&worker, whole, "main", digest).await.expect("it is what it was");
-        let damaged = trees.verify(&worker, lost, "main", digest).await;
+        let digest = trees.proven(&*worker, whole, "main").await.expect("it is what it was").tree_digest();
+        trees.verify(&*worker, whole, "main", digest).await.expect("it is what it was");
+        let damaged = trees.verify(&*worker, lost, "main", digest).await;
         assert!(matches!(damaged, Err(TreeError::Damaged(volume)) if volume == lost), "{damaged:?}");
         assert_eq!(trees.damaged(), BTreeSet::from([lost]));
 
         let trees = open("third");
         assert_eq!(trees.damaged(), BTreeSet::from([lost]), "it is remembered");
-        assert!(matches!(trees.proven(&worker, lost, "main").await, Err(TreeError::Damaged(_))));
+        assert!(matches!(trees.proven(&*worker, lost, "main").await, Err(TreeError::Damaged(_))));
         trees.forget(lost).await;
         assert_eq!(trees.damaged(), BTreeSet::new());
         assert_eq!(open("third").damaged(), BTreeSet::new());

@@ -1,9 +1,13 @@
 //! The Garden runtime, over servers that speak as a Concourse worker's do.
 
 mod garden {
+    mod brought;
+    mod containers;
     mod faults;
     mod genuine;
+    mod standby;
     pub(crate) mod subject;
+    mod volumes;
 }
 
 use garden::subject::GardenSubject;

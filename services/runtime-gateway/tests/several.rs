@@ -13,12 +13,11 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::scheduler as scheduler_pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::{Peer, Reason, Refusal};
-use runtime::{Contents, Runtime, VolumeSource};
+use runtime::Runtime;
 use runtime_gateway::Config;
-use runtime_gateway::host::{HostConfig, HostRuntime};
 use server::{Host, Listener};
-use tempfile::TempDir;
-use testing::conformance::{self, RuntimeExt, container, in_time};
+use testing::conformance::{self, RuntimeExt, container, in_time, programs};
+use testing::fake::FakeWorker;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -57,35 +56,25 @@ impl Served {
     }
 }
 
-/// A machine as a worker, with a volume and a process.
+/// A worker with a volume and a process.
 struct Machine {
     name: &'static str,
-    runtime: Arc<HostRuntime>,
+    worker: Arc<FakeWorker>,
     volume: VolumeHandle,
     process: AttemptId,
-    dir: TempDir,
 }
 
 impl Machine {
     async fn new(name: &'static str) -> Self {
-        let dir = tempfile::tempdir().expect("a directory");
-        let config = HostConfig {
-            supervisor: env!("CARGO_BIN_EXE_runtime-gateway").into(),
-            ..HostConfig::new(dir.path().join("state"), dir.path().join("run")).expect("a path")
-        };
-        let runtime = HostRuntime::open(config).expect("open");
-        let volume = VolumeHandle::new();
-        runtime.create_volume(volume, VolumeSource::Empty).await.expect("a volume");
-        let Contents::Directory(contents) = runtime.contents(volume).await.expect("its contents") else {
-            panic!("they are near");
-        };
-        std::fs::write(contents.join("name"), name).expect("a file");
-        let any: Arc<dyn Runtime> = runtime.clone();
-        let handle = any.made(container()).await;
-        let command = ["/bin/sh", "-c", "echo $0", name].map(str::to_owned);
-        let process = any.started(handle, conformance::process(&command)).await;
-        any.ended(process).await;
-        Self { name, runtime, volume, process, dir }
+        let worker = FakeWorker::near();
+        let runtime = worker.runtime();
+        let volume = runtime.volume().await;
+        conformance::put(&*runtime, volume, "name", name).await;
+        let handle = runtime.made(container()).await;
+        let command = programs::say(&format!("{name}\n"), "");
+        let process = runtime.started(handle, conformance::process(&command)).await;
+        runtime.ended(process).await;
+        Self { name, worker, volume, process }
     }
 
     /// As a gateway at `endpoint` attends it.
@@ -101,19 +90,12 @@ impl Machine {
             artifact_store: NOBODY.to_owned(),
             streamer: NOBODY.to_owned(),
             token: None,
-            manifest_dir: self.dir.path().join("manifests"),
+            manifest_dir: self.worker.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 1,
             hold_destruction: false,
         };
-        (config, self.runtime.clone())
-    }
-
-    async fn clean(self) {
-        for container in self.runtime.list().await.expect("list").containers {
-            self.runtime.destroy_container(container).await.expect("destroy a container");
-        }
-        self.runtime.destroy_volume(self.volume).await.expect("destroy a volume");
+        (config, self.worker.runtime())
     }
 }
 
@@ -201,10 +183,6 @@ fn told<T: std::fmt::Debug>(answer: Result<T, Refusal>, reason: Reason) -> Refus
 
 #[tokio::test(flavor = "multi_thread")]
 async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("not applicable: this process is not root");
-        return;
-    }
     let directory = tempfile::tempdir().expect("a directory");
     let url = format!("sqlite://{}", directory.path().join("scheduler.db").display());
     let scheduler = Served::start(async |host: &mut Host, _| {
@@ -271,7 +249,4 @@ async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
     both.end().await;
     other.end().await;
     scheduler.end().await;
-    for machine in [one, two, three] {
-        machine.clean().await;
-    }
 }

@@ -8,7 +8,7 @@ use std::fmt;
 
 use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
-use domain::workload::{Limits, Network, WorkloadSpec};
+use domain::workload::{Image, Limits, Network, WorkloadSpec};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -44,6 +44,8 @@ pub(crate) struct Demand {
 #[derive(Debug, Clone)]
 pub(crate) struct Process {
     pub(crate) image_kind: &'static str,
+    /// Whose image the worker has to bring along.
+    pub(crate) resource_type: Option<String>,
     pub(crate) capabilities: Vec<&'static str>,
 }
 
@@ -104,6 +106,8 @@ pub(crate) enum Refusal {
     MissingTags(Vec<String>),
     /// It cannot run this kind of image.
     ImageKind(&'static str),
+    /// It brings no image along for this resource type.
+    ResourceType(String),
     /// Its runtime cannot do this.
     Capability(&'static str),
     /// It takes no work for now.
@@ -130,6 +134,7 @@ impl Refusal {
             Self::OnlyTagged(_) => "ONLY_TAGGED",
             Self::MissingTags(_) => "MISSING_TAGS",
             Self::ImageKind(_) => "IMAGE_KIND",
+            Self::ResourceType(_) => "RESOURCE_TYPE",
             Self::Capability(_) => "CAPABILITY",
             Self::Landing => "LANDING",
             Self::Stalled => "STALLED",
@@ -147,6 +152,7 @@ impl Refusal {
             Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
             Self::MissingTags(tags) => format!("it has the tags {}", tags.join(", ")),
             Self::ImageKind(kind) => format!("it can run {kind} images"),
+            Self::ResourceType(name) => format!("it brings an image of the resource type {name}"),
             Self::Capability(name) => format!("its runtime has {name}"),
             Self::Landing => "it is told to run again".to_owned(),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
@@ -164,6 +170,7 @@ impl fmt::Display for Refusal {
             Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
             Self::MissingTags(tags) => write!(f, "lacks the tags {}", tags.join(", ")),
             Self::ImageKind(kind) => write!(f, "cannot run {kind} images"),
+            Self::ResourceType(name) => write!(f, "has no image of the resource type {name}"),
             Self::Capability(name) => write!(f, "its runtime lacks {name}"),
             Self::Landing => f.write_str("is landing"),
             Self::Stalled => f.write_str("is out of contact"),
@@ -185,11 +192,15 @@ impl Demand {
         if spec.network == Network::Loopback {
             capabilities.push("network-loopback");
         }
+        let resource_type = match &spec.image {
+            Image::ResourceType(name) => Some(name.clone()),
+            Image::Host | Image::Artifact(_) => None,
+        };
         Self {
             team: spec.team.clone(),
             platform: spec.platform.clone(),
             tags: spec.tags.clone(),
-            process: Some(Process { image_kind: spec.image.kind(), capabilities }),
+            process: Some(Process { image_kind: spec.image.kind(), resource_type, capabilities }),
             asked_by: Uuid::nil(),
         }
     }
@@ -269,6 +280,10 @@ pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
         let has = |list: &[String], name: &str| list.iter().any(|item| item == name);
         if !has(&labels.image_kinds, process.image_kind) {
             refusals.push(Refusal::ImageKind(process.image_kind));
+        } else if let Some(name) = &process.resource_type
+            && !labels.resource_types.iter().any(|known| known.name == *name)
+        {
+            refusals.push(Refusal::ResourceType(name.clone()));
         }
         let lacking = process.capabilities.iter().filter(|name| !has(&labels.capabilities, name));
         refusals.extend(lacking.map(|name| Refusal::Capability(name)));
@@ -335,6 +350,8 @@ impl fmt::Display for Score {
 
 #[cfg(test)]
 mod tests {
+    use domain::worker::ResourceType;
+
     use super::*;
 
     fn worker(name: &str) -> Worker {
@@ -351,6 +368,7 @@ mod tests {
                 team: None,
                 image_kinds: vec!["host".to_owned()],
                 capabilities: vec![],
+                resource_types: vec![],
             },
             capacity: Capacity { max_tasks: Some(2), disk_bytes: 0 },
             active_tasks: 0,
@@ -362,7 +380,7 @@ mod tests {
             team: "main".to_owned(),
             platform: "linux".to_owned(),
             tags: vec![],
-            process: Some(Process { image_kind: "host", capabilities: vec![] }),
+            process: Some(Process { image_kind: "host", resource_type: None, capabilities: vec![] }),
             asked_by: Uuid::nil(),
         }
     }
@@ -433,7 +451,13 @@ mod tests {
     #[test]
     fn what_can_never_match_says_so_even_where_it_is_also_busy() {
         type Change = fn(&mut Worker, &mut Demand);
-        let cases: [(Change, Refusal); 9] = [
+        let git = |version: &str| ResourceType { name: "git".to_owned(), version: version.to_owned() };
+        let other =
+            Worker { labels: Labels { resource_types: vec![git("1")], ..worker("w").labels }, ..worker("w") };
+        let mut demanding = demand();
+        demanding.process.as_mut().expect("a process").resource_type = Some("git".to_owned());
+        assert_eq!(refusal(&demanding, &other), None, "in whichever version");
+        let cases: [(Change, Refusal); 10] = [
             (|w, _| w.state = State::Lost, Refusal::Lost),
             (|w, _| w.desired = Desired::Retire, Refusal::Retiring),
             (|_, d| d.platform = "plan9".to_owned(), Refusal::Platform("linux".to_owned())),
@@ -441,6 +465,16 @@ mod tests {
             (|w, _| w.labels.tags = vec!["gpu".to_owned()], Refusal::OnlyTagged(vec!["gpu".to_owned()])),
             (|_, d| d.tags = vec!["gpu".to_owned()], Refusal::MissingTags(vec!["gpu".to_owned()])),
             (|w, _| w.labels.image_kinds.clear(), Refusal::ImageKind("host")),
+            (
+                |w, d| {
+                    w.labels.resource_types =
+                        vec![ResourceType { name: "s3".to_owned(), version: String::new() }];
+                    if let Some(process) = &mut d.process {
+                        process.resource_type = Some("git".to_owned());
+                    }
+                },
+                Refusal::ResourceType("git".to_owned()),
+            ),
             (
                 |_, d| {
                     if let Some(process) = &mut d.process {

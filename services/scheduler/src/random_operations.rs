@@ -140,6 +140,7 @@ impl World {
                 team: None,
                 image_kinds: vec!["host".to_owned()],
                 capabilities: vec![],
+                resource_types: vec![],
             },
             capacity: Capacity { max_tasks: max_tasks(worker), disk_bytes: 0 },
         };

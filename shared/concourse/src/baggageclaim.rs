@@ -7,12 +7,10 @@ mod archive;
 mod client;
 mod encoding;
 mod error;
-mod http;
 mod messages;
-mod tar_end;
 
 pub use archive::{Archive, ArchiveError};
 pub use client::{Client, Timeouts};
-pub use encoding::{Encoded, Encoding};
+pub use encoding::{Encoded, Encoding, UnknownEncoding};
 pub use error::Error;
 pub use messages::{Handle, InvalidHandle, P2pUrl, Strategy, StreamIn, Volume, VolumeRequest};

@@ -6,9 +6,9 @@
 //! Ordinary calls are HTTP, one connection each. Run and Attach take the connection over after an HTTP answer, for JSON messages in both
 //! directions, and use two more connections for what the process writes: see [`Process`].
 
+mod call;
 mod client;
 mod error;
-mod http;
 mod json;
 mod messages;
 mod process;

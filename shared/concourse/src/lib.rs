@@ -4,4 +4,5 @@
 //! worker of it.
 
 pub mod baggageclaim;
+mod exchange;
 pub mod garden;

@@ -245,6 +245,49 @@ async fn the_answer_to_an_archive_over_the_limit_is_read_while_more_could_be_wri
 }
 
 #[tokio::test]
+async fn a_limit_is_of_what_travels() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    // A tenth of it as encoded.
+    let how = |encoding| StreamIn { limit_mib: 0.1, ..StreamIn::new(encoding) };
+    let sent = async |encoding| {
+        let archive = Encoded::new(encoding, io::Cursor::new(archive(&[7; 1 << 20]))).expect("an encoder");
+        client.stream_in(&volume, &how(encoding), archive).await
+    };
+    for encoding in [Encoding::Gzip, Encoding::Zstd, Encoding::S2] {
+        sent(encoding).await.unwrap_or_else(|error| panic!("{encoding:?}: {error}"));
+    }
+    let over = sent(Encoding::Raw).await;
+    assert!(matches!(over, Err(Error::LimitExceeded(_))), "{over:?}");
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_answer_is_given_up() {
+    let server = Server::start(Driver::Naive).await;
+    let timeouts = Timeouts { answer: Duration::from_millis(100), ..Timeouts::default() };
+    let client = Client::new(&server.address().to_string(), timeouts);
+    let volume = handle("v");
+    client.create(&VolumeRequest::new(volume.clone(), Strategy::Empty)).await.expect("a volume");
+    let stalled =
+        |what: &str| server.set_faults(Faults { stalls: Some(what.to_owned()), ..Faults::default() });
+    stalled("PUT /volumes/v/properties");
+    let set = client.set_property(&volume, "name", "value").await;
+    assert!(matches!(set, Err(Error::Lost(_))), "it may have been done: {set:?}");
+    stalled("PUT /volumes/v/stream-out");
+    let read = client.stream_out(&volume, "", Encoding::Raw).await.map(|_| ());
+    assert!(matches!(read, Err(Error::Lost(_))), "{read:?}");
+    // Nothing was created by the answer that did not come, and nothing is created twice.
+    stalled("GET /volumes-async/w");
+    let timeouts = Timeouts { creation: Duration::from_millis(500), ..timeouts };
+    let client = Client::new(&server.address().to_string(), timeouts);
+    let made = client.create(&VolumeRequest::new(handle("w"), Strategy::Empty)).await;
+    assert!(matches!(made, Err(Error::Lost(_))), "{made:?}");
+    let posts = server.requests().iter().filter(|request| request.starts_with("POST")).count();
+    assert_eq!(posts, 2);
+}
+
+#[tokio::test]
 async fn an_empty_archive_is_refused_and_an_unreadable_one_is_our_fault() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);
@@ -313,6 +356,8 @@ async fn properties_and_privilege() {
     let found = client.list(&[("owner of/this", "me & you")]).await.expect("a list");
     assert_eq!(found.iter().map(|volume| &*volume.handle).collect::<Vec<_>>(), ["one"]);
     assert_eq!(client.list(&[]).await.unwrap().len(), 2);
+    let twice = client.list(&[("name", "a"), ("name", "b")]).await;
+    assert!(matches!(twice, Err(Error::Invalid(_))), "the worker would refuse it: {twice:?}");
 
     assert!(!client.privileged(&one).await.unwrap());
     client.set_privileged(&one, true).await.expect("set");

@@ -36,6 +36,18 @@ pub struct Labels {
     pub image_kinds: Vec<String>,
     /// What else its runtime can do, by name.
     pub capabilities: Vec<String>,
+    /// The resource types whose images it brings along.
+    #[serde(default)]
+    pub resource_types: Vec<ResourceType>,
+}
+
+/// A resource type whose image a worker brings along.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResourceType {
+    /// Such as `git`.
+    pub name: String,
+    /// Of the image.
+    pub version: String,
 }
 
 /// How much a worker can hold.

@@ -58,7 +58,7 @@ impl WorkloadSpec {
     #[must_use]
     pub fn artifacts(&self) -> BTreeSet<ArtifactId> {
         let image = match self.image {
-            Image::Host => None,
+            Image::Host | Image::ResourceType(_) => None,
             Image::Artifact(artifact) => Some(artifact),
         };
         self.inputs.iter().map(|input| input.artifact).chain(image).collect()
@@ -81,21 +81,24 @@ impl fmt::Debug for EnvironmentVariable {
 }
 
 /// The root file system of a container.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Image {
     /// The worker's own, read-only, with a layer for writes.
     Host,
     /// The directory `rootfs` of this artifact, with a layer for writes.
     Artifact(ArtifactId),
+    /// The image that the worker brings along for the resource type of this name, with a layer for writes.
+    ResourceType(String),
 }
 
 impl Image {
     /// The name by which workers say that they can run it.
     #[must_use]
-    pub fn kind(self) -> &'static str {
+    pub fn kind(&self) -> &'static str {
         match self {
             Self::Host => "host",
             Self::Artifact(_) => "artifact",
+            Self::ResourceType(_) => "resource-type",
         }
     }
 }

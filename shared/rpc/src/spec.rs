@@ -28,6 +28,7 @@ pub const MOST_PIDS: u64 = (1 << 22) - 1;
 
 /// Most bytes of a spec, encoded: a worker is told the specs of all its leases in one message.
 const MAX_BYTES: usize = 1 << 20;
+const MAX_RESOURCE_TYPE_BYTES: usize = 255;
 
 /// Validates a spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
@@ -46,6 +47,11 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,
         pb::image::Source::ArtifactId(id) => Image::Artifact(parse_id("spec.image.artifact_id", &id)?),
+        pb::image::Source::ResourceType(name) if name.is_empty() || name.len() > MAX_RESOURCE_TYPE_BYTES => {
+            let message = format!("has 1 to {MAX_RESOURCE_TYPE_BYTES} bytes");
+            return Err(invalid_field("spec.image.resource_type", message));
+        }
+        pb::image::Source::ResourceType(name) => Image::ResourceType(name),
     };
     if spec.command.is_empty() || spec.command[0].is_empty() {
         return Err(invalid_field("spec.command", "names no program"));
@@ -104,9 +110,10 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         team: spec.team.clone(),
         kind: pb::WorkloadKind::Task.into(),
         image: Some(pb::Image {
-            source: Some(match spec.image {
+            source: Some(match &spec.image {
                 Image::Host => pb::image::Source::Host(pb::HostImage {}),
                 Image::Artifact(id) => pb::image::Source::ArtifactId(id.to_string()),
+                Image::ResourceType(name) => pb::image::Source::ResourceType(name.clone()),
             }),
         }),
         command: spec.command.iter().map(bytes).collect(),

@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use domain::worker::Marker;
+use domain::worker::{Marker, ResourceType};
 use domain::workload::{Bytes, Limits, Network};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 
@@ -55,6 +55,8 @@ pub struct Capabilities {
     ///   is started;
     /// - `exact-environment`: nothing is added to the environment but PATH and HOME.
     pub features: Vec<String>,
+    /// The resource types whose images it brings along.
+    pub resource_types: Vec<ResourceType>,
     /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
     pub copy_on_write: String,
 }
@@ -69,6 +71,8 @@ pub enum VolumeSource {
         /// The volume it is a child of.
         parent: VolumeHandle,
     },
+    /// It starts with the image that the worker brings along for the resource type of this name.
+    ResourceType(String),
 }
 
 /// A volume in a container.
@@ -89,6 +93,8 @@ pub enum Root {
     Host,
     /// The directory `rootfs` of this volume, which is the container's own: it may write there.
     Volume(VolumeHandle),
+    /// This volume, all of it, which is the container's own: it may write there.
+    Whole(VolumeHandle),
 }
 
 /// What a container is.
@@ -148,7 +154,8 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Makes a volume.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent does not exist, [`RuntimeError::DiskFull`].
+    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent does not exist, [`RuntimeError::Unsupported`] without such a resource type,
+    /// [`RuntimeError::DiskFull`].
     async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError>;
 
     /// How the bytes of a volume are reached.
@@ -181,6 +188,22 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::HasChildren`] as long as a copy-on-write child of it exists.
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError>;
+
+    /// How many volumes a sweep should give to [`Runtime::destroy_volumes`] at a time: several, where each call to the worker is a journey.
+    fn destroyed_at_once(&self) -> usize {
+        1
+    }
+
+    /// Destroys volumes, of which children stand before their parents. Answers those that are still there, and why.
+    async fn destroy_volumes(&self, handles: &[VolumeHandle]) -> Vec<(VolumeHandle, RuntimeError)> {
+        let mut left = Vec::new();
+        for handle in handles {
+            if let Err(error) = self.destroy_volume(*handle).await {
+                left.push((*handle, error));
+            }
+        }
+        left
+    }
 
     /// Makes a container, in which nothing runs yet. Its volumes must exist.
     ///
@@ -235,4 +258,9 @@ pub trait Runtime: Send + Sync + 'static {
     /// Tells the worker that its gateway was in contact with the scheduler: processes may go on for `stop_after`, counted from `sent`,
     /// which is when the answered message was sent (by `CLOCK_BOOTTIME`).
     async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError>;
+
+    /// Another gateway speaks for the worker from now on. What is remembered of its processes is forgotten, for when this one speaks again
+    /// they may have been read, stopped and destroyed by others; whoever waits for one is told so ([`RuntimeError::TakenOver`]). Nothing ends
+    /// by it.
+    async fn taken_over(&self) {}
 }

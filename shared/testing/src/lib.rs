@@ -3,4 +3,5 @@
 pub mod baggageclaim;
 pub mod conformance;
 pub mod databases;
+pub mod fake;
 pub mod garden;

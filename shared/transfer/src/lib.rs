@@ -43,6 +43,7 @@
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
 //! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
 //! | pack and unpack tar archives | [`ArchiveWriter`], [`ArchiveReader`] |
+//! | pass one on, and know whether it was whole | [`ArchiveEnd`] |
 //! | pack a directory of a tree | [`Manifest::subtree`] |
 //! | clean up | [`remove_tree`] |
 //!
@@ -87,8 +88,8 @@ pub use scan::{
 };
 pub use subtree::Subtree;
 pub use tar::{
-    ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, ArchivedExtent, MAX_EXTENSION_BYTES,
-    MAX_REGIONS,
+    ArchiveEnd, ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, ArchivedExtent,
+    MAX_EXTENSION_BYTES, MAX_REGIONS, NoArchive,
 };
 pub use write::{
     LeftOut, LeftOutKind, TreeWriter, Trust, Verified, WriteError, WriteOptions, Written, WrittenOwnership,

@@ -1,10 +1,9 @@
 //! How attempts end that cannot be carried out.
 
-use std::sync::Arc;
-
 use super::*;
-use crate::for_tests::Directories;
+use crate::for_tests::Attended;
 use crate::worker::Attempt;
+use testing::fake::FakeWorker;
 
 #[test]
 fn whatever_is_refused_becomes_a_failure_that_is_documented() {
@@ -55,7 +54,7 @@ async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_gi
 #[tokio::test]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 async fn a_task_that_dies_leaves_no_lease_behind() {
-    let worker = Arc::new(Directories::default()).attended("http://127.0.0.1:9", "http://127.0.0.1:9");
+    let worker = FakeWorker::near().attended("http://127.0.0.1:9", "http://127.0.0.1:9");
     let lease = LeaseId::new();
     worker.attempts().insert(lease, entry());
     let dying = worker.clone();

@@ -11,12 +11,13 @@ use transfer::{ReadOptions, TreeReader, TreeWriter, WriteOptions};
 use super::*;
 use crate::archives::{self, Unpacking};
 use crate::for_tests::store::{Asked, Store, session};
-use crate::for_tests::{Directories, NOBODY, within};
+use crate::for_tests::{Attended, NOBODY, within};
 use crate::trees::{self, TreeError};
 use crate::volumes::{self, Filling};
 use crate::worker::Worker;
+use testing::fake::FakeWorker;
 
-fn gateway(machine: &Arc<Directories>, store: &Store) -> Arc<Worker> {
+fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> Arc<Worker> {
     let worker = machine.attended(NOBODY, &store.endpoint);
     worker.set_session(Some(session("credential")));
     worker
@@ -130,7 +131,7 @@ fn digest_of(archive: &[u8]) -> domain::Digest {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::far());
+    let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
     let wanted = tree(&root);
@@ -183,7 +184,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_worker_changed_is_found_out_when_it_is_read() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::far());
+    let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
     let wanted = tree(&root);
@@ -214,16 +215,16 @@ async fn what_the_worker_changed_is_found_out_when_it_is_read() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
     let store = Store::start().await;
-    let machine = Arc::new(Directories::far());
+    let machine = FakeWorker::far();
     let worker = gateway(&machine, &store);
-    let volume = machine.volume("contents");
-    let made = worker.trees.scan(machine.as_ref(), volume, "main").await.expect("read");
+    let volume = machine.volume("contents").await;
+    let made = worker.trees.scan(&*machine.runtime(), volume, "main").await.expect("read");
     assert_eq!(made.entries().len(), 2);
     let standby = gateway(&machine, &store);
-    standby.trees.verify(machine.as_ref(), volume, "main", made.tree_digest()).await.expect("kept");
+    standby.trees.verify(&*machine.runtime(), volume, "main", made.tree_digest()).await.expect("kept");
     assert_eq!(file_of(&standby, volume, "file").await.expect("read"), b"contents");
     // Another digest than the store has: nothing is made from it.
-    let other = standby.trees.verify(machine.as_ref(), volume, "main", domain::Digest([7; 32])).await;
+    let other = standby.trees.verify(&*machine.runtime(), volume, "main", domain::Digest([7; 32])).await;
     assert!(matches!(other, Err(TreeError::Damaged(_))), "{other:?}");
     store.end().await;
 }
@@ -245,7 +246,7 @@ async fn unpack(
 #[tokio::test(flavor = "multi_thread")]
 async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::far());
+    let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let (root, outside) = (directory.path().join("tree"), directory.path().join("outside"));
     std::fs::create_dir(&outside).expect("make");
@@ -297,13 +298,13 @@ async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path().join("tree");
     let wanted = tree(&root);
-    let one = gateway(&Arc::new(Directories::far()), &store);
+    let one = gateway(&FakeWorker::far(), &store);
     let from = VolumeHandle::new();
     let filling = fill(&one, from, &root, &wanted).await;
     let (committed, ()) = tokio::join!(filling.commit(&one), acknowledge(&mut store, from));
     committed.expect("the store has heard");
-    for machine in [Directories::far(), Directories::default()] {
-        let (other, to) = (gateway(&Arc::new(machine), &store), VolumeHandle::new());
+    for machine in [FakeWorker::far(), FakeWorker::near()] {
+        let (other, to) = (gateway(&machine, &store), VolumeHandle::new());
         let mut filling = Filling::begin(&other, ticket(to), wanted.clone()).await.expect("it may be filled");
         let (batches, mut ready) = mpsc::channel(4);
         let mut expected = transfer::Outstanding::new(&filling.missing);
@@ -332,7 +333,7 @@ async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_transfer_that_is_broken_off_may_begin_again() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::far());
+    let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
     let wanted = tree(&root);

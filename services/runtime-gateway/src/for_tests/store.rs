@@ -57,7 +57,7 @@ impl Inventory for Script {
         &self,
         _: Request<pb::PreparedRequest>,
     ) -> Result<Response<pb::PreparedResponse>, Status> {
-        no_part()
+        Ok(Response::new(pb::PreparedResponse::default()))
     }
 
     async fn volume_complete(

@@ -27,6 +27,8 @@ pub(super) struct Made {
     pub(super) directory: String,
     pub(super) user: Option<String>,
     pub(super) root: Option<VolumeHandle>,
+    /// Whether all of that volume is its root.
+    pub(super) whole: bool,
     pub(super) process: Option<AttemptId>,
 }
 
@@ -42,6 +44,7 @@ impl Made {
             directory: property(marks::DIRECTORY).unwrap_or_else(|| "/".to_owned()),
             user: property(marks::USER),
             root: property(marks::ROOT).and_then(|root| root.parse().ok()),
+            whole: properties.contains_key(marks::WHOLE),
             process: property(marks::PROCESS).and_then(|process| process.parse().ok()),
         })
     }
@@ -73,6 +76,7 @@ fn user(user: &str) -> Result<String, RuntimeError> {
 /// What stands in a spec, checked.
 struct Checked {
     root: VolumeHandle,
+    whole: bool,
     mounts: Vec<(VolumeHandle, String, bool)>,
     directory: String,
     user: Option<String>,
@@ -80,8 +84,12 @@ struct Checked {
 
 fn check(spec: &ContainerSpec) -> Result<Checked, RuntimeError> {
     let unsupported = |why: &str| RuntimeError::Unsupported(why.to_owned());
-    let Root::Volume(root) = spec.root else {
-        return Err(unsupported("the root file system of a Garden worker is not for containers"));
+    let (root, whole) = match spec.root {
+        Root::Volume(root) => (root, false),
+        Root::Whole(root) => (root, true),
+        Root::Host => {
+            return Err(unsupported("the root file system of a Garden worker is not for containers"));
+        }
     };
     if spec.network == Network::Loopback {
         return Err(unsupported("a network of its own with loopback only"));
@@ -105,7 +113,7 @@ fn check(spec: &ContainerSpec) -> Result<Checked, RuntimeError> {
     mounts.sort_by(|one, other| one.1.cmp(&other.1));
     let missing = |_| RuntimeError::DirectoryMissing(String::from_utf8_lossy(&spec.directory).into_owned());
     let directory = path(&spec.directory).map_err(missing)?;
-    Ok(Checked { root, mounts, directory, user: spec.user.as_deref().map(user).transpose()? })
+    Ok(Checked { root, whole, mounts, directory, user: spec.user.as_deref().map(user).transpose()? })
 }
 
 fn limits(limits: domain::workload::Limits) -> Limits {
@@ -165,8 +173,10 @@ impl Worker {
         });
         let mut bind_mounts: Vec<_> = bind_mounts.collect();
         // A volume of the workload's own comes first.
-        if self.config.certs_path.is_some() && bind_mounts.iter().all(|mount| mount.dst_path != CERTS) {
-            let src_path = volumes::certs(&self.volumes).await?;
+        if let Some(path) = &self.config.certs_path
+            && bind_mounts.iter().all(|mount| mount.dst_path != CERTS)
+        {
+            let src_path = volumes::certs(&self.volumes, path).await?;
             bind_mounts.push(BindMount { src_path, dst_path: CERTS.to_owned(), mode: 0, origin: 0 });
         }
         let mut properties = BTreeMap::from([
@@ -179,11 +189,15 @@ impl Worker {
         if let Some(user) = &checked.user {
             properties.insert(marks::USER.to_owned(), user.clone());
         }
+        if checked.whole {
+            properties.insert(marks::WHOLE.to_owned(), marks::YES.to_owned());
+        }
+        let below = if checked.whole { "" } else { "/rootfs" };
         // Any rule is a network on a containerd worker.
         let everywhere = IpRange { start: "0.0.0.0".to_owned(), end: "255.255.255.255".to_owned() };
         let request = garden::ContainerSpec {
             handle: handle.to_string(),
-            rootfs: format!("raw://{}/rootfs", directory(&checked.root)),
+            rootfs: format!("raw://{}{below}", directory(&checked.root)),
             bind_mounts,
             properties,
             privileged: spec.privileged,
@@ -197,6 +211,7 @@ impl Worker {
             directory: checked.directory,
             user: checked.user,
             root: Some(checked.root),
+            whole: checked.whole,
             process,
         };
         held(&self.containers).insert(handle, made);

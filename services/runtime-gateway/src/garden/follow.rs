@@ -18,6 +18,7 @@ use domain::{AttemptId, ContainerHandle};
 use runtime::{ProcessSpec, RuntimeError};
 use tokio::io::AsyncReadExt;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use crate::blocking::blocking;
 use crate::end::End;
@@ -115,6 +116,7 @@ impl Worker {
         if self.known(id).is_some() {
             return Ok(());
         }
+        let term = self.term();
         let made = self.made(container).await?;
         match made.process {
             Some(process) if process == id => return self.find(id).await.map(|_| ()),
@@ -153,7 +155,8 @@ impl Worker {
         let (phase, stopped) = (Phase::Intended, false);
         let team = made.team.clone();
         let closed = false;
-        let known = Known { id, container, team, terminal, closed, stopped, phase, spool_bytes, base: 0 };
+        let known =
+            Known { id, container, team, terminal, closed, stopped, phase, spool_bytes, base: 0, term };
         let process = self.take_on(known).await?;
         match spec {
             Ok(spec) => self.follow(process, Begin::Run(Box::new(spec), stdin)),
@@ -204,7 +207,8 @@ impl Worker {
         }
         let Some(root) = made.root else { return Ok("/".to_owned()) };
         let name = volumes::name(root.to_string())?;
-        let passwd = match self.volumes.stream_out(&name, "rootfs/etc/passwd", self.encoding).await {
+        let passwd = if made.whole { "etc/passwd" } else { "rootfs/etc/passwd" };
+        let passwd = match self.volumes.stream_out(&name, passwd, self.encoding).await {
             Ok(archive) => super::archives::file(Box::pin(archive), 16 << 20).await,
             Err(concourse::baggageclaim::Error::NoSuchPath) => return Ok("/".to_owned()),
             Err(error) => return Err(refusals::volume("read the users of an image", root, error)),
@@ -245,6 +249,7 @@ impl Worker {
     }
 
     async fn look_for(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
+        let term = self.term();
         let wanted = BTreeMap::from([(marks::PROCESS.to_owned(), id.to_string())]);
         let listed = self.garden.list(&wanted).await;
         let listed = listed.map_err(|error| refusals::garden("list containers", error))?;
@@ -253,10 +258,10 @@ impl Worker {
             // What follows depends on its being the one that is meant.
             let made = self.properties_of(handle, &properties);
             if let Some(made) = made.filter(|made| made.process == Some(id)) {
-                return self.adopt(handle, made, &properties).await;
+                return self.adopt(handle, made, &properties, term).await;
             }
         }
-        self.look_beside(id).await
+        self.look_beside(id, term).await
     }
 
     fn properties_of(&self, handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Made> {
@@ -266,7 +271,11 @@ impl Worker {
     }
 
     /// A process whose container the worker has lost: the volume of its root still has the intent.
-    async fn look_beside(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
+    async fn look_beside(
+        self: &Arc<Self>,
+        id: AttemptId,
+        term: CancellationToken,
+    ) -> Result<Arc<Process>, RuntimeError> {
         let found = self.volumes.list(&[(marks::PROCESS, &id.to_string())]).await;
         let found = found.map_err(|error| RuntimeError::Other(domain::chain(&error)))?;
         if found.is_empty() {
@@ -287,6 +296,7 @@ impl Worker {
             phase: Phase::Ended(end.into()),
             spool_bytes: self.config.spool_bytes,
             base,
+            term,
         })
         .await
     }
@@ -296,6 +306,7 @@ impl Worker {
         container: ContainerHandle,
         made: Made,
         properties: &BTreeMap<String, String>,
+        term: CancellationToken,
     ) -> Result<Arc<Process>, RuntimeError> {
         let id = made.process.ok_or(RuntimeError::ContainerNotFound(container))?;
         let end = properties.get(marks::END).and_then(|end| serde_json::from_str::<End>(end).ok());
@@ -314,6 +325,7 @@ impl Worker {
                 // It may be one that somebody is meant to read.
                 spool_bytes: self.config.spool_bytes.saturating_mul(ATTACHED),
                 base,
+                term,
             })
             .await?;
         if ended {
@@ -354,13 +366,21 @@ impl Worker {
     }
 
     fn follow(self: &Arc<Self>, process: Arc<Process>, begin: Begin) {
-        let (worker, stopping) = (Arc::clone(self), self.stopping.clone());
+        let worker = Arc::clone(self);
         self.tasks.spawn(async move {
             tokio::select! {
                 () = worker.see_through(&process, begin) => {}
-                () = stopping.cancelled() => {}
+                () = worker.lets_go_of(&process) => {}
             }
         });
+    }
+
+    /// Resolves when a process is not this gateway's to follow any more.
+    async fn lets_go_of(&self, process: &Process) {
+        tokio::select! {
+            () = self.stopping.cancelled() => {}
+            () = process.term.cancelled() => {}
+        }
     }
 
     async fn see_through(self: &Arc<Self>, process: &Arc<Process>, begin: Begin) {
@@ -547,10 +567,16 @@ impl Worker {
             }
         };
         let written = async {
-            let end = serde_json::to_string(&end).unwrap_or_default();
+            let written = match serde_json::to_string(&end) {
+                Ok(end) => {
+                    let set = self.garden.set_property(&handle, marks::END, &end).await;
+                    set.map_err(|error| domain::chain(&error))
+                }
+                Err(error) => Err(domain::chain(&error)),
+            };
             // Another gateway would ask the worker again, which mostly knows.
-            if let Err(error) = self.garden.set_property(&handle, marks::END, &end).await {
-                tracing::warn!(process.id = %process.id, error = domain::chain(&error), "its end is not written down");
+            if let Err(error) = written {
+                tracing::warn!(process.id = %process.id, error, "its end is not written down");
             }
         };
         tokio::join!(survivors, written);
@@ -606,7 +632,7 @@ impl Worker {
 
     /// Ends a process by the time that is set: TERM now, KILL then. Each call for a shorter grace has one of these.
     fn end_by(self: &Arc<Self>, process: &Arc<Process>) {
-        let (worker, process, stopping) = (Arc::clone(self), Arc::clone(process), self.stopping.clone());
+        let (worker, process) = (Arc::clone(self), Arc::clone(process));
         self.tasks.spawn(async move {
             let over = |seen: &super::process::Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
             let (mut seen, mut ended) = (process.seen.subscribe(), process.seen.subscribe());
@@ -635,14 +661,14 @@ impl Worker {
             tokio::select! {
                 () = work => {}
                 _ = ended.wait_for(over) => {}
-                () = stopping.cancelled() => {}
+                () = worker.lets_go_of(&process) => {}
             }
         });
     }
 
     /// Ends a process once, in the worker's own way, and does not count it as a stop.
     pub(super) fn end_processes(self: &Arc<Self>, process: &Arc<Process>, kill: bool) {
-        let (worker, process, stopping) = (Arc::clone(self), Arc::clone(process), self.stopping.clone());
+        let (worker, process) = (Arc::clone(self), Arc::clone(process));
         self.tasks.spawn(async move {
             let handle = process.container.to_string();
             tokio::select! {
@@ -651,7 +677,7 @@ impl Worker {
                         tracing::warn!(process.id = %process.id, error = domain::chain(&error), "a signal failed");
                     }
                 }
-                () = stopping.cancelled() => {}
+                () = worker.lets_go_of(&process) => {}
             }
         });
     }

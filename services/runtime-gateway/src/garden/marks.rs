@@ -2,7 +2,7 @@
 //!
 //! None is ever empty: a containerd worker loses a property with an empty value.
 
-/// Of a volume or container that is ours: [`VOLUME`], [`CONTAINER`], [`MARKER`], [`CERTS`] or [`SIDECAR`].
+/// Of a volume or container that is ours: [`VOLUME`], [`CONTAINER`], [`MARKER`], [`CERTS`], [`RESOURCE_TYPE`] or [`SIDECAR`].
 pub(super) const KIND: &str = "gantry.kind";
 /// A volume that the trait knows.
 pub(super) const VOLUME: &str = "volume";
@@ -12,6 +12,8 @@ pub(super) const CONTAINER: &str = "container";
 pub(super) const MARKER: &str = "marker";
 /// The volume with the worker's certificates.
 pub(super) const CERTS: &str = "certs";
+/// A volume with the image that the worker brings along for a resource type.
+pub(super) const RESOURCE_TYPE: &str = "resource-type";
 /// A volume beside another one, which has its manifest.
 pub(super) const SIDECAR: &str = "sidecar";
 
@@ -19,6 +21,8 @@ pub(super) const SIDECAR: &str = "sidecar";
 pub(super) const MARKER_ID: &str = "gantry.marker";
 /// Of a volume: its parent.
 pub(super) const PARENT: &str = "gantry.parent";
+/// Of a volume: the one with the image of a resource type that it is a child of.
+pub(super) const IMAGE: &str = "gantry.image";
 /// Of a sidecar: how long the manifest in it is, set when it is whole.
 pub(super) const MANIFEST_BYTES: &str = "gantry.manifest-bytes";
 
@@ -32,6 +36,8 @@ pub(super) const DIRECTORY: &str = "gantry.directory";
 pub(super) const USER: &str = "gantry.user";
 /// Of a container: the volume that its root file system is in.
 pub(super) const ROOT: &str = "gantry.root";
+/// Of a container: the volume is its root as it is, and not the directory `rootfs` of it.
+pub(super) const WHOLE: &str = "gantry.whole";
 /// Of a container, and of the volume that its root is in: the process that is to be started in it. The intent.
 pub(super) const PROCESS: &str = "gantry.process";
 /// Of a volume: the process that was to be started is gone with its container.

@@ -6,6 +6,8 @@
 //! container handle  a Garden container of that handle, root `raw://<path of a volume>/rootfs`
 //! process           the one process of its container, under the attempt's id
 //! gantry-marker     a volume whose property identifies this life of what the worker holds
+//! gantry-certs-…    a volume with the worker's certificates
+//! gantry-image-…    a volume with the image of a resource type that the worker brings along, made when it is first asked for
 //! ```
 //!
 //! What is durable is on the worker, as properties of containers and volumes ([`marks`]): another gateway that is given the same worker
@@ -37,14 +39,14 @@ mod remote;
 mod settings;
 mod volumes;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use concourse::{baggageclaim, garden};
-use domain::worker::Marker;
+use domain::worker::{Marker, ResourceType};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
@@ -58,7 +60,7 @@ use crate::locks::{Locks, held};
 use containers::Made;
 use process::Process;
 
-pub use settings::{GardenArgs, GardenWorker, ResourceType, attend};
+pub use settings::{AdvertisedType, GardenArgs, GardenWorker, attend};
 
 /// A Concourse worker, and how patient its gateway is.
 #[derive(Debug, Clone)]
@@ -75,6 +77,8 @@ pub struct GardenConfig {
     pub environment: Vec<(String, String)>,
     /// A directory on the worker with certificates, which every container sees at `/etc/ssl/certs`. `None`: none.
     pub certs_path: Option<String>,
+    /// Images that the worker brings along.
+    pub resource_types: Vec<BroughtImage>,
     /// How archives travel. `None`: the best that the worker knows.
     pub encoding: Option<baggageclaim::Encoding>,
     /// How long a process may be unknown to the worker after a `Run` whose answer was lost.
@@ -83,6 +87,17 @@ pub struct GardenConfig {
     pub settings: garden::Settings,
     /// Of the Baggageclaim client.
     pub timeouts: baggageclaim::Timeouts,
+}
+
+/// The image that a worker brings along for a resource type.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BroughtImage {
+    /// Of the resource type, such as `git`.
+    pub name: String,
+    /// Of the image.
+    pub version: String,
+    /// Where on the worker it is: a directory, or a gzip'ed tar archive of one.
+    pub path: String,
 }
 
 impl GardenConfig {
@@ -100,6 +115,7 @@ impl GardenConfig {
             spool_bytes: 32 << 20,
             environment: Vec::new(),
             certs_path: None,
+            resource_types: Vec::new(),
             encoding: None,
             start_patience: seconds(20),
             settings: garden::Settings { retry_for: seconds(30), ..garden::Settings::default() },
@@ -142,8 +158,10 @@ struct Worker {
     containers: Mutex<HashMap<ContainerHandle, Made>>,
     /// Processes that were started, or asked about.
     processes: Mutex<HashMap<AttemptId, Arc<Process>>>,
-    /// Volumes that are being made: the worker does not list them yet.
-    creating: Mutex<HashSet<VolumeHandle>>,
+    /// Ends when another gateway takes over, and with it all that is known of processes until then.
+    term: Mutex<CancellationToken>,
+    /// Volumes that are being made, each with its parent: the worker does not list them yet.
+    creating: Mutex<HashMap<VolumeHandle, Option<VolumeHandle>>>,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -151,7 +169,7 @@ struct Worker {
 impl GardenRuntime {
     /// Reaches a worker, and learns what kind it is.
     ///
-    /// Errors: it cannot be reached, or is none.
+    /// Errors: it cannot be reached, is none, or does not know the encoding that was chosen.
     pub async fn open(config: GardenConfig) -> Result<Arc<Self>, RuntimeError> {
         let garden = garden::Client::new(&config.garden, config.settings.clone());
         let volumes = baggageclaim::Client::new(&config.baggageclaim, config.timeouts);
@@ -164,13 +182,10 @@ impl GardenRuntime {
         };
         volumes::make_marker(&volumes).await?;
         if let Some(path) = &config.certs_path {
-            volumes::import_certs(&volumes, path).await?;
+            volumes::certs(&volumes, path).await?;
         }
-        let encoding = match config.encoding {
-            Some(encoding) => encoding,
-            None => volumes::best_encoding(&volumes).await?,
-        };
-        let stopping = CancellationToken::new();
+        let encoding = volumes::encoding(&volumes, config.encoding).await?;
+        let (stopping, capabilities) = (CancellationToken::new(), capabilities(backend, &config));
         let worker = Worker {
             config,
             garden,
@@ -181,24 +196,31 @@ impl GardenRuntime {
             looking: Locks::new(),
             containers: Mutex::default(),
             processes: Mutex::default(),
+            term: Mutex::default(),
             creating: Mutex::default(),
             tasks: TaskTracker::new(),
             stopping: stopping.clone(),
         };
-        let capabilities = capabilities(backend);
         Ok(Arc::new(Self { worker: Arc::new(worker), capabilities, _stop: stopping.drop_guard() }))
     }
 }
 
 /// What holds for every worker of a kind. `limits` stays away: what Garden takes for processors is a share and no limit.
-fn capabilities(backend: Backend) -> Capabilities {
+fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     let mut features = vec!["terminal"];
     if backend != Backend::Houdini {
         features.extend(["privileged", "complete-output"]);
     }
+    let mut image_kinds = vec!["artifact"];
+    if !config.resource_types.is_empty() {
+        image_kinds.push("resource-type");
+    }
+    let named =
+        |known: &BroughtImage| ResourceType { name: known.name.clone(), version: known.version.clone() };
     Capabilities {
-        image_kinds: vec!["artifact".to_owned()],
+        image_kinds: image_kinds.into_iter().map(str::to_owned).collect(),
         features: features.into_iter().map(str::to_owned).collect(),
+        resource_types: config.resource_types.iter().map(named).collect(),
         copy_on_write: "by the worker's Baggageclaim".to_owned(),
     }
 }
@@ -254,7 +276,22 @@ impl Runtime for GardenRuntime {
 
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         let _turn = self.worker.locks.lock(handle.uuid()).await;
-        self.worker.destroy_volume(handle).await
+        match self.worker.destroy_volumes(&[handle]).await.pop() {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    fn destroyed_at_once(&self) -> usize {
+        volumes::DESTROYED_AT_ONCE
+    }
+
+    async fn destroy_volumes(&self, handles: &[VolumeHandle]) -> Vec<(VolumeHandle, RuntimeError)> {
+        // What is under way with one of them ends first. To hold so many turns would hold up everything else.
+        for handle in handles {
+            drop(self.worker.locks.lock(handle.uuid()).await);
+        }
+        self.worker.destroy_volumes(handles).await
     }
 
     async fn create_container(
@@ -307,11 +344,24 @@ impl Runtime for GardenRuntime {
     async fn contact(&self, _sent: Duration, _stop_after: Duration) -> Result<(), RuntimeError> {
         Ok(())
     }
+
+    /// Whoever follows processes lets go of them: to attach again would take their output from the gateway that reads it now.
+    async fn taken_over(&self) {
+        std::mem::take(&mut *held(&self.worker.term)).cancel();
+        held(&self.worker.containers).clear();
+        held(&self.worker.processes).clear();
+    }
 }
 
 impl Worker {
     /// The process of this id, if it is known already.
     fn known(&self, id: AttemptId) -> Option<Arc<Process>> {
-        held(&self.processes).get(&id).cloned()
+        // One may come into the table just after it was cleared.
+        held(&self.processes).get(&id).filter(|process| !process.term.is_cancelled()).cloned()
+    }
+
+    /// Until when what is learned of processes holds.
+    fn term(&self) -> CancellationToken {
+        held(&self.term).clone()
     }
 }

@@ -27,6 +27,7 @@ use runtime::{
 };
 use tokio::sync::{OwnedMutexGuard, watch};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use crate::blocking::blocking;
 use crate::spool::{self, Found, Reader};
@@ -101,6 +102,8 @@ pub(super) struct Process {
     pub(super) stopped: AtomicBool,
     /// When it is to be killed, once it was asked to end.
     pub(super) kill_at: watch::Sender<Option<Instant>>,
+    /// Ends when another gateway reads it, and nothing that is known here holds any more.
+    pub(super) term: CancellationToken,
 }
 
 /// What is known of a process when it is taken on.
@@ -117,6 +120,8 @@ pub(super) struct Known {
     pub(super) spool_bytes: u64,
     /// Where its offsets begin.
     pub(super) base: u64,
+    /// Until when this holds: as of before it was learned.
+    pub(super) term: CancellationToken,
 }
 
 /// Where the output of a process is kept.
@@ -158,6 +163,7 @@ impl Process {
             stopped: AtomicBool::new(known.stopped),
             kill_at: watch::Sender::new(None),
             base: known.base,
+            term: known.term,
             dir,
         }))
     }
@@ -229,10 +235,20 @@ impl Process {
     pub(super) async fn wait(&self) -> Result<Ended, RuntimeError> {
         let mut seen = self.seen.subscribe();
         let over = |seen: &Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
-        match seen.wait_for(over).await.map(|seen| seen.phase.clone()) {
+        let over = tokio::select! {
+            // An end that is known stays true.
+            biased;
+            over = seen.wait_for(over) => over.map(|seen| seen.phase.clone()),
+            () = self.term.cancelled() => return Err(self.taken_over()),
+        };
+        match over {
             Ok(Phase::Ended(ended)) => Ok(ended),
             _ => Err(RuntimeError::ProcessNotFound(self.id)),
         }
+    }
+
+    fn taken_over(&self) -> RuntimeError {
+        RuntimeError::TakenOver(format!("the worker of process {}", self.id))
     }
 
     pub(super) async fn set_line(&self, line: Line) {
@@ -340,8 +356,11 @@ impl Events {
                 }
                 Phase::Gone => return Err(RuntimeError::ProcessNotFound(self.process.id)),
                 Phase::Intended | Phase::Starting | Phase::Started => {
-                    if self.seen.changed().await.is_err() {
-                        return Err(RuntimeError::ProcessNotFound(self.process.id));
+                    tokio::select! {
+                        changed = self.seen.changed() => if changed.is_err() {
+                            return Err(RuntimeError::ProcessNotFound(self.process.id));
+                        },
+                        () = self.process.term.cancelled() => return Err(self.process.taken_over()),
                     }
                 }
             }
@@ -442,6 +461,7 @@ impl Input {
             tokio::select! {
                 _ = changed.changed() => {}
                 _ = seen.wait_for(|seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone)) => {}
+                () = self.process.term.cancelled() => return Err(self.process.taken_over()),
             }
         }
     }

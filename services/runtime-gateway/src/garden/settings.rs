@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
+use concourse::baggageclaim::Encoding;
 use serde::{Deserialize, Deserializer};
 
-use super::{GardenConfig, GardenRuntime};
+use super::{BroughtImage, GardenConfig, GardenRuntime};
 use crate::{Config, Gateway};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
@@ -25,9 +26,14 @@ pub struct GardenArgs {
     #[arg(long, env = "GANTRY_BAGGAGECLAIM", value_name = "HOST:PORT", requires = "garden")]
     pub baggageclaim: Option<String>,
     /// Attend the Concourse workers in this JSON file: a list of objects with `name`, `garden`, `baggageclaim`, and maybe `platform`, `tags`,
-    /// `team`, `max_tasks`; what such a worker says when it registers will do
+    /// `team`, `max_tasks`, `encoding`; what such a worker says when it registers will do, with the images of its resource types, its
+    /// certificates and its proxies
     #[arg(long, env = "GANTRY_WORKERS_FILE", value_name = "FILE")]
     pub workers_file: Option<PathBuf>,
+    /// How archives travel to and from the worker given by --baggageclaim: raw, gzip, zstd or s2. Default: the best that it knows. In the
+    /// file it is `encoding`
+    #[arg(long, env = "GANTRY_BAGGAGECLAIM_ENCODING", value_name = "ENCODING", requires = "baggageclaim")]
+    pub baggageclaim_encoding: Option<Encoding>,
 }
 
 /// A Concourse worker, as the file has it.
@@ -54,6 +60,9 @@ pub struct GardenWorker {
     /// Workloads at a time.
     #[serde(default)]
     pub max_tasks: Option<u32>,
+    /// How archives travel. Default: the best that the worker knows.
+    #[serde(default)]
+    pub encoding: Option<Encoding>,
     /// A directory on the worker with certificates, which every container gets.
     #[serde(default, deserialize_with = "nullable")]
     pub certs_path: String,
@@ -68,20 +77,26 @@ pub struct GardenWorker {
     pub no_proxy: String,
     /// Images of the worker's own.
     #[serde(default, deserialize_with = "nullable")]
-    pub resource_types: Vec<ResourceType>,
+    pub resource_types: Vec<AdvertisedType>,
 }
 
-/// An image that a Concourse worker brings along.
+/// An image that a Concourse worker brings along, as it says so.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct ResourceType {
+pub struct AdvertisedType {
     /// Its name.
     #[serde(rename = "type")]
     pub kind: String,
     /// The archive on the worker.
     pub image: String,
     /// Of the image.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "nullable")]
     pub version: String,
+}
+
+impl AdvertisedType {
+    fn brought(&self) -> BroughtImage {
+        BroughtImage { name: self.kind.clone(), version: self.version.clone(), path: self.image.clone() }
+    }
 }
 
 /// `null` reads as the empty value.
@@ -132,6 +147,7 @@ impl GardenArgs {
             workers.push(GardenWorker {
                 garden: garden.clone(),
                 baggageclaim: baggageclaim.clone(),
+                encoding: self.baggageclaim_encoding,
                 ..given
             });
         }
@@ -139,6 +155,12 @@ impl GardenArgs {
             ensure!(!worker.name.is_empty(), "a worker at {} has no name", worker.garden);
             worker.garden = address(&worker.garden)?;
             worker.baggageclaim = address(&worker.baggageclaim)?;
+            let types = &worker.resource_types;
+            for (i, known) in types.iter().enumerate() {
+                if types[..i].iter().any(|other| other.kind == known.kind) {
+                    bail!("worker {:?} has two images for the resource type {:?}", worker.name, known.kind);
+                }
+            }
         }
         for (i, worker) in workers.iter().enumerate() {
             if workers[..i].iter().any(|other| other.name == worker.name) {
@@ -183,6 +205,8 @@ impl GardenWorker {
         let garden = GardenConfig {
             environment: environment.map(|(name, value)| (name.to_owned(), value.clone())).collect(),
             certs_path: Some(self.certs_path.clone()).filter(|path| !path.is_empty()),
+            encoding: self.encoding,
+            resource_types: self.resource_types.iter().map(AdvertisedType::brought).collect(),
             ..GardenConfig::new(&self.garden, &self.baggageclaim, state_dir)
         };
         (config, garden)
@@ -262,6 +286,9 @@ mod tests {
         let environment: Vec<_> = garden.environment.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(environment, ["http_proxy", "no_proxy"]);
         assert_eq!(garden.certs_path.as_deref(), Some("/etc/ssl/certs"));
+        let [git] = &garden.resource_types[..] else { panic!("{:?}", garden.resource_types) };
+        assert_eq!((&*git.name, &*git.version, &*git.path), ("git", "1", "/opt/git/rootfs.tgz"));
+        assert_eq!(garden.encoding, None);
         Ok(())
     }
 
@@ -281,6 +308,10 @@ mod tests {
             format!("[{}]", entry("one", ":1")),
             format!("[{}]", entry("one", "https://h:1/x")),
             "{}".to_owned(),
+            r#"{"name":"one","garden":"h:1","baggageclaim":"h:2","encoding":"brotli"}"#.to_owned(),
+            r#"{"name":"one","garden":"h:1","baggageclaim":"h:2",
+                "resource_types":[{"type":"git","image":"/a"},{"type":"git","image":"/b"}]}"#
+                .to_owned(),
         ] {
             assert!(file(&bad).is_err(), "{bad}");
         }

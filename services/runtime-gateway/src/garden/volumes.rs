@@ -6,15 +6,21 @@ use std::path::{Path, PathBuf};
 use concourse::baggageclaim::{self, Client, Encoding, Error, Strategy, StreamIn, VolumeRequest};
 use domain::{MarkerId, VolumeHandle};
 use runtime::{RuntimeError, VolumeSource};
+use uuid::Uuid;
 
 use crate::locks::held;
 
-use super::{Worker, archives, marks, refusals};
+use super::{BroughtImage, Worker, archives, marks, refusals};
 
 const MARKER_VOLUME: &str = "gantry-marker";
+/// What the names of volumes with certificates begin with.
 const CERTS_VOLUME: &str = "gantry-certs";
+/// What the names of volumes with images of resource types begin with.
+const IMAGE_VOLUME: &str = "gantry-image";
 /// What a sidecar's name has more than its volume's.
 const SIDECAR: &str = ".manifest";
+/// Most volumes that one call destroys.
+pub(super) const DESTROYED_AT_ONCE: usize = 100;
 /// The file in a sidecar.
 pub(super) const MANIFEST: &str = "manifest";
 
@@ -72,34 +78,57 @@ pub(super) async fn make_marker(client: &Client) -> Result<MarkerId, RuntimeErro
     marker.ok_or_else(|| RuntimeError::Other("the worker's marker does not stay".to_owned()))
 }
 
-/// Makes a volume of the certificates that are at `path` on the worker, unless there is one.
-pub(super) async fn import_certs(client: &Client, path: &str) -> Result<(), RuntimeError> {
-    let strategy = Strategy::Import { path: path.to_owned(), follow_symlinks: true };
-    let mut request = VolumeRequest::new(name(CERTS_VOLUME)?, strategy);
-    request.properties = properties([(marks::KIND, marks::CERTS.to_owned())]);
+/// A volume with what is at `path` on the worker, made unless there is one.
+async fn import(
+    client: &Client,
+    volume: &baggageclaim::Handle,
+    (path, follow_symlinks): (&str, bool),
+    kind: &str,
+) -> Result<baggageclaim::Volume, Error> {
+    match client.get(volume).await {
+        Err(Error::NotFound) => {}
+        found => return found,
+    }
+    let strategy = Strategy::Import { path: path.to_owned(), follow_symlinks };
+    let mut request = VolumeRequest::new(volume.clone(), strategy);
+    request.properties = properties([(marks::KIND, kind.to_owned())]);
     match client.create(&request).await {
-        Ok(_) | Err(Error::AlreadyExists) => Ok(()),
-        Err(error) => Err(failed("import its certificates")(error)),
+        // Another gateway was faster.
+        Err(Error::AlreadyExists) => client.get(volume).await,
+        made => made,
     }
 }
 
-/// Where the volume of the certificates is on the worker.
-pub(super) async fn certs(client: &Client) -> Result<String, RuntimeError> {
-    Ok(client.get(&name(CERTS_VOLUME)?).await.map_err(failed("find its certificates"))?.path)
+/// Where a volume with the certificates that are at `path` on the worker is. Another path has another volume.
+pub(super) async fn certs(client: &Client, path: &str) -> Result<String, RuntimeError> {
+    let volume = name(format!("{CERTS_VOLUME}-{}", Uuid::new_v5(&Uuid::NAMESPACE_URL, path.as_bytes())))?;
+    // They are links to where the worker's system keeps them, often.
+    let imported = import(client, &volume, (path, true), marks::CERTS).await;
+    Ok(imported.map_err(failed("import its certificates"))?.path)
 }
 
-/// The best way to move archives that the worker knows. It is asked for its marker, which is empty.
-pub(super) async fn best_encoding(client: &Client) -> Result<Encoding, RuntimeError> {
+/// The name of the volume with the image of a resource type. Another version, or another path, has another.
+fn image_of(known: &BroughtImage) -> Result<baggageclaim::Handle, RuntimeError> {
+    let BroughtImage { name: of, version, path } = known;
+    let text = format!("{of}\0{version}\0{path}");
+    name(format!("{IMAGE_VOLUME}-{}", Uuid::new_v5(&Uuid::NAMESPACE_URL, text.as_bytes())))
+}
+
+/// How archives are moved: as was chosen, or in the best way that the worker knows. It is asked for its marker, which is empty.
+pub(super) async fn encoding(client: &Client, chosen: Option<Encoding>) -> Result<Encoding, RuntimeError> {
     let volume = name(MARKER_VOLUME)?;
     // Raw beats what compresses wherever the network is faster than one core compresses, which is nearly everywhere a worker is.
-    for encoding in [Encoding::Raw, Encoding::Zstd] {
-        match client.stream_out(&volume, "", encoding).await {
-            Ok(_) => return Ok(encoding),
+    let best = [Encoding::Raw, Encoding::Zstd, Encoding::Gzip];
+    let choice = chosen.as_ref().map_or(&best[..], std::slice::from_ref);
+    for encoding in choice {
+        match client.stream_out(&volume, "", *encoding).await {
+            Ok(_) => return Ok(*encoding),
             Err(Error::Refused { .. }) => {}
             Err(error) => return Err(failed("stream a volume out")(error)),
         }
     }
-    Ok(Encoding::Gzip)
+    let words: Vec<_> = choice.iter().map(|encoding| encoding.as_str()).collect();
+    Err(RuntimeError::Unsupported(format!("it knows no archives in {}", words.join(", "))))
 }
 
 /// A path below a volume as it stands on the wire.
@@ -123,6 +152,11 @@ impl Worker {
         let mut own = properties([(marks::KIND, marks::VOLUME.to_owned())]);
         let (strategy, parent) = match source {
             VolumeSource::Empty => (Strategy::Empty, None),
+            VolumeSource::ResourceType(name) => {
+                let image = self.image_of(&name).await?;
+                own.insert(marks::IMAGE.to_owned(), image.to_string());
+                (Strategy::Cow { volume: image }, None)
+            }
             VolumeSource::CopyOnWrite { parent } => {
                 own.insert(marks::PARENT.to_owned(), parent.to_string());
                 (Strategy::Cow { volume: name(parent.to_string())? }, Some(parent))
@@ -131,7 +165,7 @@ impl Worker {
         let mut request = VolumeRequest::new(name(handle.to_string())?, strategy);
         request.properties = own;
 
-        held(&self.creating).insert(handle);
+        held(&self.creating).insert(handle, parent);
         let created = self.volumes.create(&request).await;
         held(&self.creating).remove(&handle);
         match (created, parent) {
@@ -142,6 +176,38 @@ impl Worker {
             }
             (Err(error), _) => Err(refusals::volume("make a volume", handle, error)),
         }
+    }
+
+    /// The volume with the image that the worker brings along for a resource type.
+    async fn image_of(&self, name: &str) -> Result<baggageclaim::Handle, RuntimeError> {
+        let Some(known) = self.config.resource_types.iter().find(|known| known.name == name) else {
+            let message = format!("it brings no image along for the resource type {name:?}");
+            return Err(RuntimeError::Unsupported(message));
+        };
+        let volume = image_of(known)?;
+        let imported = import(&self.volumes, &volume, (&known.path, false), marks::RESOURCE_TYPE).await;
+        imported.map_err(failed(&format!("import the image of the resource type {name:?}")))?;
+        Ok(volume)
+    }
+
+    /// Destroys images of versions that the worker does not bring along any more, once nothing is made from them.
+    async fn destroy_old_images(&self) -> Result<(), RuntimeError> {
+        let known = self.config.resource_types.iter().map(image_of).collect::<Result<HashSet<_>, _>>()?;
+        let old = self.volumes.list(&[(marks::KIND, marks::RESOURCE_TYPE)]).await;
+        for old in old.map_err(failed("list images"))? {
+            let image = name(old.handle)?;
+            if known.contains(&image) {
+                continue;
+            }
+            let children = self.volumes.list(&[(marks::IMAGE, image.as_str())]).await;
+            if children.map_err(failed("list children of an image"))?.is_empty() {
+                match self.volumes.destroy(&image).await {
+                    Ok(()) | Err(Error::NotFound) => {}
+                    Err(error) => return Err(failed("destroy an old image")(error)),
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Makes directories, without a change to those that are there: an empty archive is unpacked in each.
@@ -157,7 +223,6 @@ impl Worker {
             if !made.insert(directory) {
                 continue;
             }
-            // What does not compress needs no encoding, and gzip is what every worker knows.
             let mut how = StreamIn::new(self.encoding);
             text(directory)?.clone_into(&mut how.path);
             let archive = baggageclaim::Encoded::new(self.encoding, std::io::Cursor::new(archives::empty()))
@@ -168,12 +233,77 @@ impl Worker {
         Ok(())
     }
 
-    /// Destroys a volume, the manifest beside it first. The worker would destroy a parent before its children, which then are empty.
-    pub(super) async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
-        let children = self.volumes.list(&[(marks::PARENT, &handle.to_string())]).await;
-        if !children.map_err(failed("list children of a volume"))?.is_empty() {
-            return Err(RuntimeError::HasChildren(handle));
+    /// Destroys volumes, each with the manifest beside it, by as few calls as can be: what one call names is destroyed all at the same
+    /// time, so no child may be in it together with its parent. The worker would destroy a parent before its children, which then are empty.
+    /// Answers those that are still there, and why.
+    pub(super) async fn destroy_volumes(
+        &self,
+        handles: &[VolumeHandle],
+    ) -> Vec<(VolumeHandle, RuntimeError)> {
+        let mut left = Vec::new();
+        let mut rest = handles;
+        while let Some(first) = rest.first() {
+            let children = match self.children(rest).await {
+                Ok(children) => children,
+                Err(error) => {
+                    left.push((*first, error));
+                    rest = &rest[1..];
+                    continue;
+                }
+            };
+            let of = |handle| children.iter().filter(move |(parent, _)| *parent == handle);
+            let before = |at: usize| of(rest[at]).any(|(_, child)| rest[..at].contains(child));
+            let (these, others) = rest.split_at((1..rest.len()).find(|at| before(*at)).unwrap_or(rest.len()));
+            let (parents, these): (Vec<_>, Vec<_>) =
+                these.iter().partition(|handle| of(**handle).next().is_some());
+            left.extend(parents.into_iter().map(|handle| (handle, RuntimeError::HasChildren(handle))));
+            if let Err(error) = self.destroy_together(&these).await {
+                tracing::debug!(error = domain::chain(&error), "volumes are destroyed one by one");
+                for handle in these {
+                    if let Err(error) = self.destroy_alone(handle).await {
+                        left.push((handle, error));
+                    }
+                }
+            }
+            rest = others;
         }
+        left
+    }
+
+    /// The children of these volumes that there are or are being made, as pairs of parent and child.
+    async fn children(
+        &self,
+        handles: &[VolumeHandle],
+    ) -> Result<HashSet<(VolumeHandle, VolumeHandle)>, RuntimeError> {
+        let making = held(&self.creating).clone();
+        let listed = match handles {
+            [one] => self.volumes.list(&[(marks::PARENT, &one.to_string())]).await,
+            _ => self.volumes.list(&[(marks::KIND, marks::VOLUME)]).await,
+        };
+        let listed = listed.map_err(failed("list children of volumes"))?;
+        let pair = |volume: &baggageclaim::Volume| {
+            let parent = volume.properties.get(marks::PARENT)?.parse().ok()?;
+            Some((parent, volume.handle.parse().ok()?))
+        };
+        let making = making.into_iter().filter_map(|(child, parent)| Some((parent?, child)));
+        let asked: HashSet<_> = handles.iter().copied().collect();
+        let all = listed.iter().filter_map(pair).chain(making);
+        Ok(all.filter(|(parent, _)| asked.contains(parent)).collect())
+    }
+
+    /// Destroys volumes by one call. Should it fail, some of them may be gone.
+    async fn destroy_together(&self, handles: &[VolumeHandle]) -> Result<(), RuntimeError> {
+        if handles.is_empty() {
+            return Ok(());
+        }
+        let mut volumes = Vec::with_capacity(2 * handles.len());
+        for handle in handles {
+            volumes.extend([sidecar(*handle)?, name(handle.to_string())?]);
+        }
+        self.volumes.destroy_many(&volumes).await.map_err(failed("destroy volumes"))
+    }
+
+    async fn destroy_alone(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         for volume in [sidecar(handle)?, name(handle.to_string())?] {
             match self.volumes.destroy(&volume).await {
                 Ok(()) | Err(Error::NotFound) => {}
@@ -188,9 +318,10 @@ impl Worker {
         Ok(())
     }
 
-    /// All volumes that have our mark, and those that are being made. A manifest whose volume is gone goes as well.
+    /// All volumes that have our mark, and those that are being made. A manifest whose volume is gone goes as well, and an image that the
+    /// worker does not bring along any more.
     pub(super) async fn list_volumes(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
-        let making = held(&self.creating).clone();
+        let making: Vec<_> = held(&self.creating).keys().copied().collect();
         let list = async |kind| {
             let listed = self.volumes.list(&[(marks::KIND, kind)]).await;
             listed.map_err(failed("list volumes"))
@@ -208,6 +339,7 @@ impl Worker {
                 tracing::warn!(error = domain::chain(&error), "a manifest outlives its volume");
             }
         }
+        self.destroy_old_images().await?;
         let mut handles: Vec<_> = handles.into_iter().collect();
         handles.sort_unstable();
         Ok(handles)

@@ -6,7 +6,9 @@ use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
 use super::*;
-use crate::for_tests::{Directories, NOBODY, gateway_of, within};
+use crate::for_tests::{Attended, NOBODY, gateway_of, within};
+use testing::conformance::{self, RuntimeExt, container, programs};
+use testing::fake::FakeWorker;
 
 /// What the first answer to this `resume` is.
 async fn attached(
@@ -28,10 +30,11 @@ async fn attached(
 #[tokio::test(flavor = "multi_thread")]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_one() {
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, NOBODY);
-    let process = AttemptId::new();
-    machine.processes.lock().expect("a map").insert(process, "main".to_owned());
+    let runtime = machine.runtime();
+    let container = runtime.made(container()).await;
+    let process = runtime.started(container, conformance::process(&programs::sleep())).await;
     let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
     let endpoint = listener.endpoint().expect("its address");
     let mut host = Host::new();

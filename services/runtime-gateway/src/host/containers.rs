@@ -222,6 +222,9 @@ impl Host {
         let (path, flags) = match root {
             Root::Host => (PathBuf::from("/"), OFlags::empty()),
             Root::Volume(volume) => (self.volumes.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
+            Root::Whole(_) => {
+                return Err(RuntimeError::Unsupported("a volume that is a root as it is".to_owned()));
+            }
         };
         let flags = flags | OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         match rustix::fs::open(&path, flags, Mode::empty()) {

@@ -141,7 +141,14 @@ impl Volumes {
         };
         fs::create_dir(new).map_err(at("make", new))?;
         let contents = make("contents")?;
-        let VolumeSource::CopyOnWrite { parent } = *source else { return Ok(()) };
+        let parent = match source {
+            VolumeSource::Empty => return Ok(()),
+            VolumeSource::CopyOnWrite { parent } => *parent,
+            VolumeSource::ResourceType(name) => {
+                let message = format!("it brings no image along for the resource type {name:?}");
+                return Err(RuntimeError::Unsupported(message));
+            }
+        };
         let layers = self.layers(parent)?;
         if !self.overlays() || layers.len() >= MAX_LAYERS {
             let from = self.directory(parent)?;

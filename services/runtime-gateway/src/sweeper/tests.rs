@@ -2,16 +2,17 @@
 
 use super::*;
 use crate::for_tests::store::{Asked, Store, session};
-use crate::for_tests::{Directories, NOBODY, within};
+use crate::for_tests::{Attended, NOBODY, within};
+use testing::fake::FakeWorker;
 
 /// A worker with a volume that does not hold what the store says.
-async fn with_a_damaged_volume(store: &Store) -> (Arc<Directories>, Arc<Worker>, VolumeHandle) {
-    let machine = Arc::new(Directories::default());
+async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, Arc<Worker>, VolumeHandle) {
+    let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
-    let damaged = machine.volume("not what it should be");
+    let damaged = machine.volume("not what it should be").await;
     worker
         .trees
-        .verify(machine.as_ref(), damaged, "main", domain::Digest([7; 32]))
+        .verify(&*machine.runtime(), damaged, "main", domain::Digest([7; 32]))
         .await
         .expect_err("it has another digest");
     (machine, worker, damaged)
@@ -21,7 +22,7 @@ async fn with_a_damaged_volume(store: &Store) -> (Arc<Directories>, Arc<Worker>,
 async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_forgotten_it() {
     let mut store = Store::start().await;
     let (machine, worker, damaged) = with_a_damaged_volume(&store).await;
-    let whole = machine.volume("as it should be");
+    let whole = machine.volume("as it should be").await;
     let session = session("credential");
 
     for known in [true, false] {
@@ -48,9 +49,9 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_held_stays_though_the_store_does_not_know_it() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let (held, free) = (machine.holding(NOBODY, &store.endpoint), machine.attended(NOBODY, &store.endpoint));
-    let unknown = machine.volume("unknown");
+    let unknown = machine.volume("unknown").await;
     for (worker, stays) in [(held, true), (free, false)] {
         let session = session("credential");
         let (reported, ()) = tokio::join!(report(&worker, &session), async {
@@ -68,9 +69,9 @@ async fn what_is_held_stays_though_the_store_does_not_know_it() {
 
 #[tokio::test]
 async fn nothing_is_destroyed_while_another_gateway_may_have_been_let_in() {
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, NOBODY);
-    let (first, second) = (machine.volume("marked"), machine.volume("marked"));
+    let (first, second) = (machine.volume("marked").await, machine.volume("marked").await);
     // As a process that was frozen finds it.
     worker.alone_until(crate::clock::since_boot());
     assert!(!destroy(&worker, Vec::new(), vec![first, second]).await, "it is to be told again");
@@ -87,9 +88,9 @@ async fn nothing_is_destroyed_while_another_gateway_may_have_been_let_in() {
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 async fn a_report_is_dropped_when_the_session_is_another() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
-    let volume = machine.volume("contents");
+    let volume = machine.volume("contents").await;
     worker.set_session(Some(session("first")));
     let reporting = tokio::spawn(report_forever(worker.clone()));
 

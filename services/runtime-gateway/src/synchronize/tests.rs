@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use domain::WorkloadId;
+use domain::{ContainerHandle, VolumeHandle, WorkloadId};
+use rpc::pb::artifacts;
 use rpc::pb::scheduler::workers_server::{Workers, WorkersServer};
 use rpc::pb::scheduler::workloads_server::{Workloads, WorkloadsServer};
 use server::{Host, Listener};
@@ -15,7 +16,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::for_tests::store::{Asked, Store};
-use crate::for_tests::{Directories, NOBODY, PATIENCE, noted, within};
+use crate::for_tests::{Attended, NOBODY, PATIENCE, within};
+use testing::conformance::{lines, programs, until_lines};
+use testing::fake::FakeWorker;
 
 type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
 
@@ -104,7 +107,7 @@ impl Workloads for Script {
         &self,
         _: Request<pb::StartAttemptRequest>,
     ) -> Result<Response<pb::StartAttemptResponse>, Status> {
-        no_part()
+        Ok(Response::new(pb::StartAttemptResponse::default()))
     }
 
     async fn finish_attempt(
@@ -118,7 +121,7 @@ impl Workloads for Script {
 
 /// A gateway that speaks to a script.
 struct Scene {
-    machine: Arc<Directories>,
+    machine: Arc<FakeWorker>,
     worker: Arc<Worker>,
     said: Streaming<pb::SynchronizeRequest>,
     told: Told,
@@ -133,12 +136,12 @@ struct Scene {
 
 impl Scene {
     async fn start() -> Self {
-        Self::start_with(NOBODY).await
+        Self::of(&FakeWorker::near(), NOBODY).await
     }
 
-    /// With an artifact store at this address.
+    /// Of this worker, with an artifact store at this address.
     #[expect(clippy::disallowed_methods, reason = "the test waits for both in `end`")]
-    async fn start_with(artifact_store: &str) -> Self {
+    async fn of(machine: &Arc<FakeWorker>, artifact_store: &str) -> Self {
         let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
         let endpoint = listener.endpoint().expect("its address");
         let ((streams, mut opened), (finish, finished)) = (mpsc::channel(1), mpsc::channel(64));
@@ -150,7 +153,6 @@ impl Scene {
         let served = tokio::spawn(host.serve([listener], async {
             stopped.await.ok();
         }));
-        let machine = Arc::new(Directories::default());
         let worker = machine.attended(&endpoint, artifact_store);
         let speaking = tokio::spawn(forever(worker.clone(), GatewayInstance::new()));
         let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
@@ -169,6 +171,7 @@ impl Scene {
         let response = pb::SynchronizeResponse { message: Some(Down::Welcome(welcome)) };
         told.send(Ok(response)).await.expect("a stream");
         let observed = (pb::Observed::default(), Duration::ZERO);
+        let machine = machine.clone();
         Self { machine, worker, said, told, finished, generation: 0, observed, speaking, served, stop }
     }
 
@@ -232,13 +235,28 @@ fn stop(lease: LeaseId, token: &str) -> pb::DesiredLease {
     pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Stop(stop)) }
 }
 
+/// What runs this command on the worker's own image.
+fn spec(command: &[String]) -> pb::WorkloadSpec {
+    pb::WorkloadSpec {
+        team: "main".to_owned(),
+        kind: pb::WorkloadKind::Task.into(),
+        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+        command: command.iter().map(|word| word.clone().into()).collect(),
+        stdin: pb::StdinMode::None.into(),
+        output: pb::OutputMode::Spooled.into(),
+        privilege: pb::Privilege::Confined.into(),
+        network: pb::Network::Host.into(),
+        ..pb::WorkloadSpec::default()
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn only_what_the_scheduler_heard_is_contact() {
     let before = since_boot();
     let mut scene = Scene::start().await;
     let welcomed = since_boot();
     scene.desire(0, vec![]).await;
-    let contacts = noted(&scene.machine.contacts);
+    let contacts = scene.machine.contacts();
     let [(hello, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
     assert!(before <= hello && hello <= welcomed, "contact counts from when hello was sent");
     assert_eq!(stop_after, Duration::from_secs(600));
@@ -247,12 +265,12 @@ async fn only_what_the_scheduler_heard_is_contact() {
     while scene.observed.0.number < 20 || scene.observed.1 < hello + Duration::from_millis(400) {
         scene.desire(0, vec![]).await;
     }
-    assert_eq!(noted(&scene.machine.contacts), contacts);
+    assert_eq!(scene.machine.contacts(), contacts);
 
     let (number, arrived) = (scene.observed.0.number, scene.observed.1);
     scene.observe("later messages", |observed, _| observed.number > number + 3).await;
     scene.desire(number, vec![]).await;
-    let contacts = noted(&scene.machine.contacts);
+    let contacts = scene.machine.contacts();
     let [_, (sent, _)] = contacts[..] else { panic!("{contacts:?}") };
     assert!(hello < sent && sent <= arrived, "contact counts from when the message that was heard was sent");
     scene.end().await;
@@ -295,7 +313,7 @@ async fn a_lease_that_cannot_be_read_ends_and_no_other() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_attempt_whose_task_panics_ends_as_a_failure() {
     let mut scene = Scene::start().await;
-    *scene.machine.panics.lock().expect("a flag") = true;
+    scene.machine.faults.panic_at_stop();
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
@@ -309,19 +327,9 @@ async fn an_attempt_whose_task_panics_ends_as_a_failure() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
     let mut store = Store::start().await;
-    let mut scene = Scene::start_with(&store.endpoint).await;
+    let mut scene = Scene::of(&FakeWorker::near(), &store.endpoint).await;
     let lease = LeaseId::new();
-    let spec = pb::WorkloadSpec {
-        team: "main".to_owned(),
-        kind: pb::WorkloadKind::Task.into(),
-        image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
-        command: vec!["true".into()],
-        stdin: pb::StdinMode::None.into(),
-        output: pb::OutputMode::Spooled.into(),
-        privilege: pb::Privilege::Confined.into(),
-        network: pb::Network::Loopback.into(),
-        ..pb::WorkloadSpec::default()
-    };
+    let spec = spec(&["true".to_owned()]);
     let run = pb::RunAttempt {
         lease_token: "token".to_owned(),
         workload_id: WorkloadId::new().to_string(),
@@ -349,12 +357,98 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lease_does_not_end_before_its_process_could_be_stopped() {
     let mut scene = Scene::start().await;
-    *scene.machine.unstoppable.lock().expect("a number") = 2;
+    scene.machine.faults.fail_to_stop(2);
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
-    assert_eq!(noted(&scene.machine.unstoppable), 0, "it was tried until it could");
+    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "it was tried until it could");
     assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
     scene.ended(&[lease]).await;
     scene.end().await;
+}
+
+/// The answers of a store that prepares and publishes one attempt.
+struct OneAttempt {
+    container: ContainerHandle,
+    volumes: BTreeMap<String, VolumeHandle>,
+}
+
+impl OneAttempt {
+    /// Answers a call of Prepare: always alike.
+    async fn prepared(&mut self, store: &mut Store) {
+        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        let volumes = request.volumes.into_iter().map(|volume| artifacts::PreparedVolume {
+            volume_handle: self
+                .volumes
+                .entry(volume.name.clone())
+                .or_insert_with(VolumeHandle::new)
+                .to_string(),
+            name: volume.name,
+            ..artifacts::PreparedVolume::default()
+        });
+        let volumes = volumes.collect();
+        let response = artifacts::PrepareResponse { container_handle: self.container.to_string(), volumes };
+        answer.send(Ok(response)).expect("it waits");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_next() {
+    // Where outputs are taken from a volume, and where they are one.
+    for (machine, volume, file) in
+        [(FakeWorker::near(), "workspace", "out/file"), (FakeWorker::far(), "output/out", "file")]
+    {
+        let mut store = Store::start().await;
+        let (lease, workload) = (LeaseId::new(), WorkloadId::new());
+        let command = programs::append_and_wait_for_another("/workspace/out/file");
+        let output = pb::Output { name: "out".to_owned(), path: "out".into() };
+        let run = pb::RunAttempt {
+            lease_token: "token".to_owned(),
+            workload_id: workload.to_string(),
+            attempt_id: AttemptId::new().to_string(),
+            spec: Some(pb::WorkloadSpec { outputs: vec![output], ..spec(&command) }),
+            ..pb::RunAttempt::default()
+        };
+        let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
+
+        let mut scene = Scene::of(&machine, &store.endpoint).await;
+        scene.desire(0, vec![wish.clone()]).await;
+        attempt.prepared(&mut store).await;
+        let runtime = machine.runtime();
+        let volume = attempt.volumes[volume];
+        // It is not there yet.
+        within("a volume", async {
+            while runtime.contents(volume).await.is_err() {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        until_lines(&*runtime, volume, file, 1).await;
+        scene.end().await;
+
+        let mut scene = Scene::of(&machine, &store.endpoint).await;
+        scene.desire(0, vec![wish]).await;
+        attempt.prepared(&mut store).await;
+        scene
+            .observe("a process that runs", |observed, _| {
+                observed.leases.iter().any(|lease| lease.phase() == pb::LeasePhase::Running)
+            })
+            .await;
+        assert_eq!(lines(&*runtime, volume, file).await, 1, "it was not started again");
+        std::fs::write(machine.path(volume).join(file), "line\nline\n").expect("write");
+        let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+        assert_eq!(request.volume_handle, attempt.volumes["output/out"].to_string());
+        answer.send(Ok(artifacts::VolumeCompleteResponse {})).expect("it waits");
+        let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
+        assert_eq!(finish.failure, None);
+        assert_eq!(finish.exit, Some(rpc::exit(domain::workload::Exit::Code(7))));
+        let [output] = &finish.outputs[..] else { panic!("{finish:?}") };
+        assert_eq!((output.name.as_str(), output.size_bytes, output.entries), ("out", 10, 1));
+        assert_eq!(output.artifact_id, workload.output_artifact("out").to_string());
+        assert_eq!(machine.read(attempt.volumes["output/out"]), "line\nline\n");
+        scene.ended(&[lease]).await;
+        scene.end().await;
+        store.end().await;
+    }
 }

@@ -7,10 +7,11 @@ use tokio::time::timeout;
 
 use super::*;
 use crate::for_tests::store::{Asked, Store, session};
-use crate::for_tests::{Directories, NOBODY, PATIENCE, within};
+use crate::for_tests::{Attended, NOBODY, PATIENCE, within};
+use testing::fake::FakeWorker;
 
 /// A gateway, as one that was just started, of this machine.
-fn gateway(machine: &Arc<Directories>, store: &Store) -> Arc<Worker> {
+fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> Arc<Worker> {
     let worker = machine.attended(NOBODY, &store.endpoint);
     worker.set_session(Some(session("credential")));
     worker
@@ -66,7 +67,7 @@ async fn completed(
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_killed_gateway_had_whole_is_told_again_and_not_written_again() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let volume = VolumeHandle::new();
     let killed = gateway(&machine, &store);
     let wanted = tree("contents");
@@ -95,7 +96,7 @@ async fn what_a_killed_gateway_had_whole_is_told_again_and_not_written_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_store_hears_nothing_of_a_volume_whose_manifest_cannot_be_kept() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let (volume, worker) = (VolumeHandle::new(), gateway(&machine, &store));
     // Nothing can be written there, as on a full disk.
     let in_the_way = worker.config.manifest_dir.join(format!("{volume}.tmp"));
@@ -118,8 +119,8 @@ async fn the_store_hears_nothing_of_a_volume_whose_manifest_cannot_be_kept() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_manifest_that_cannot_be_read_is_not_taken_for_none() {
     let store = Store::start().await;
-    let machine = Arc::new(Directories::default());
-    let (volume, worker) = (machine.volume("contents"), gateway(&machine, &store));
+    let machine = FakeWorker::near();
+    let (volume, worker) = (machine.volume("contents").await, gateway(&machine, &store));
     // Reading a directory fails, as a failing disk does.
     std::fs::create_dir(worker.config.manifest_dir.join(volume.to_string())).expect("make");
     let refused = begin(&worker, volume, &tree("contents")).await.err();
@@ -131,7 +132,7 @@ async fn a_manifest_that_cannot_be_read_is_not_taken_for_none() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refused_volume_is_forgotten_unless_it_was_refused_to_an_old_session() {
     let mut store = Store::start().await;
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let worker = gateway(&machine, &store);
     let refusals =
         [(rpc::Reason::StaleSession, "one", true), (rpc::Reason::DigestMismatch, "another", false)];
@@ -154,10 +155,10 @@ async fn a_refused_volume_is_forgotten_unless_it_was_refused_to_an_old_session()
 #[tokio::test(flavor = "multi_thread")]
 async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is_made() {
     let store = Store::start().await;
-    let machine = Arc::new(Directories::default());
+    let machine = FakeWorker::near();
     let (volume, worker) = (VolumeHandle::new(), gateway(&machine, &store));
     let tree = tree("contents");
-    let making = machine.making.write().await;
+    let making = machine.faults.hold_volumes();
     let taken = async {
         while worker.filling.lock().expect("a set").is_empty() {
             tokio::task::yield_now().await;

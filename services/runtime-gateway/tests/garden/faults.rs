@@ -23,15 +23,15 @@ use super::subject::GardenSubject;
 const EVERY: [Manner; 3] = [Manner::Containerd, Manner::Guardian, Manner::Houdini];
 
 /// A worker of each kind, and a container on it with a volume at `/out`.
-struct Bench {
-    subject: GardenSubject,
-    runtime: Arc<dyn Runtime>,
-    volume: VolumeHandle,
-    spec: ContainerSpec,
+pub(crate) struct Bench {
+    pub(crate) subject: GardenSubject,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) volume: VolumeHandle,
+    pub(crate) spec: ContainerSpec,
 }
 
 impl Bench {
-    async fn new(manner: Manner) -> Option<Self> {
+    pub(crate) async fn new(manner: Manner) -> Option<Self> {
         let subject = GardenSubject::new(manner, Driver::Overlay).await?;
         let runtime = subject.runtime();
         let volume = runtime.volume().await;
@@ -43,7 +43,7 @@ impl Bench {
         self.subject.server().inject(pattern, fault);
     }
 
-    fn runs(&self) -> usize {
+    pub(crate) fn runs(&self) -> usize {
         let requests = self.subject.server().requests();
         requests.iter().filter(|line| line.starts_with("POST") && line.ends_with("/processes")).count()
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use concourse::garden::Settings;
 use domain::VolumeHandle;
-use runtime::{Contents, Root, Runtime, VolumeSource};
+use runtime::{Contents, Root, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::garden::{GardenConfig, GardenRuntime};
 use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver};
@@ -102,6 +102,15 @@ impl GardenSubject {
     /// Puts another server in the place of the one that there is: what was in it is gone, and volumes stay.
     pub(crate) fn lose_containers(&mut self, manner: Manner) {
         self.garden = Garden::Ours(Server::start(manner));
+    }
+
+    /// Another gateway of the same worker, with a state directory of its own.
+    pub(crate) async fn another(
+        &self,
+        change: impl FnOnce(GardenConfig) -> GardenConfig,
+    ) -> Result<Arc<GardenRuntime>, RuntimeError> {
+        let own = self.dir.path().join(VolumeHandle::new().to_string());
+        GardenRuntime::open(change(config(&self.garden, &self.volumes, &own))).await
     }
 
     /// The server of the tests.

@@ -1,6 +1,6 @@
 //! Between what the scheduler knows and what its callers see.
 
-use domain::worker::{Capacity, Labels};
+use domain::worker::{Capacity, Labels, ResourceType};
 use rpc::pb::scheduler as pb;
 use rpc::{invalid_field, timestamp};
 use tonic::Status;
@@ -119,6 +119,7 @@ pub(super) fn worker(worker: Worker) -> pb::Worker {
             team: placed.labels.team.unwrap_or_default(),
             image_kinds: placed.labels.image_kinds,
             capabilities: placed.labels.capabilities,
+            resource_types: placed.labels.resource_types.into_iter().map(resource_type).collect(),
         }),
         capacity: Some(pb::Capacity {
             max_tasks: placed.capacity.max_tasks.unwrap_or(0),
@@ -172,7 +173,16 @@ pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
         team: Some(labels.team).filter(|team| !team.is_empty()),
         image_kinds: labels.image_kinds,
         capabilities: labels.capabilities,
+        resource_types: labels.resource_types.into_iter().map(parse_resource_type).collect(),
     })
+}
+
+fn parse_resource_type(pb::ResourceType { name, version }: pb::ResourceType) -> ResourceType {
+    ResourceType { name, version }
+}
+
+fn resource_type(ResourceType { name, version }: ResourceType) -> pb::ResourceType {
+    pb::ResourceType { name, version }
 }
 
 pub(super) fn parse_capacity(capacity: pb::Capacity) -> Capacity {

@@ -5,9 +5,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, ReadBuf};
+use transfer::ArchiveEnd;
 
 use super::encoding::{Decoder, Encoding};
-use super::tar_end::TarEnd;
 
 /// Why an archive cannot be trusted. Comes inside an [`io::Error`].
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +30,7 @@ pub enum ArchiveError {
 pub struct Archive<R> {
     source: R,
     decoder: Decoder,
-    end: TarEnd,
+    end: ArchiveEnd,
     state: State,
     buffer: Box<[u8]>,
     decoded: Vec<u8>,
@@ -58,7 +58,7 @@ impl<R> Archive<R> {
         Self {
             source,
             decoder: Decoder::new(encoding),
-            end: TarEnd::new(),
+            end: ArchiveEnd::default(),
             state: State::Reading,
             buffer: vec![0; 64 * 1024].into(),
             decoded: Vec::new(),
@@ -83,8 +83,8 @@ impl<R> Archive<R> {
             self.decoder.finish(&mut self.decoded).map_err(|_| ArchiveError::Truncated)
         };
         let checked = finished.and_then(|()| {
-            self.end.push(&self.decoded).map_err(|error| ArchiveError::Broken(error.0.to_owned()))?;
-            if size == 0 && !self.end.ended() { Err(ArchiveError::Truncated) } else { Ok(()) }
+            self.end.push(&self.decoded).map_err(|error| ArchiveError::Broken(error.to_string()))?;
+            if size == 0 && !self.end.is_there() { Err(ArchiveError::Truncated) } else { Ok(()) }
         });
         if checked.is_err() {
             self.decoded.clear();

@@ -13,8 +13,8 @@ use tokio::time::Instant;
 use super::Error;
 use super::archive::Archive;
 use super::encoding::Encoding;
-use super::http::{Answer, AnswerBody, Payload, send};
 use super::messages::{Handle, P2pUrl, StreamIn, Volume, VolumeRequest, escape, path_or_root};
+use crate::exchange::{self, Answer, AnswerBody, Payload};
 
 /// How long a client waits.
 #[derive(Clone, Copy, Debug)]
@@ -300,7 +300,8 @@ impl Client {
 
     async fn send(&self, request: http::request::Builder, payload: Payload) -> Result<Answer, Error> {
         let request = request.body(payload).map_err(|_| Error::Invalid("this makes no request"))?;
-        send(&self.authority, self.timeouts.connect, request).await
+        let connected = exchange::connect(&self.authority, self.timeouts.connect).await;
+        Ok(exchange::send(connected.map_err(Error::Unreachable)?, &self.authority, request).await?)
     }
 }
 

@@ -8,7 +8,8 @@ use tokio::io::{AsyncRead, ReadBuf};
 use zstd::stream::raw::Operation;
 
 /// How an archive is encoded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Encoding {
     /// Not at all. Workers know it since 7.10.
     Raw,
@@ -32,6 +33,20 @@ impl Encoding {
             Self::Zstd => "zstd",
             Self::S2 => "s2",
         }
+    }
+}
+
+/// A word that is no encoding.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is no encoding: `raw`, `gzip`, `zstd` and `s2` are")]
+pub struct UnknownEncoding(String);
+
+impl std::str::FromStr for Encoding {
+    type Err = UnknownEncoding;
+
+    fn from_str(word: &str) -> Result<Self, UnknownEncoding> {
+        let known = Self::ALL.into_iter().find(|encoding| encoding.as_str() == word);
+        known.ok_or_else(|| UnknownEncoding(word.to_owned()))
     }
 }
 

@@ -4,6 +4,8 @@ use std::io;
 
 use http::StatusCode;
 
+use crate::exchange::Failure;
+
 /// Why a call failed. Statuses decide; the worker's sentence, where it sent one, is only for people.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -53,4 +55,15 @@ pub enum Error {
     /// The worker was not asked: this must not be sent.
     #[error("invalid argument: {0}")]
     Invalid(&'static str),
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Lost(error) => Self::Lost(error),
+            Failure::Source(error) => Self::Source(error),
+            Failure::Nonsense(text) => Self::Protocol(text),
+            Failure::Address => Self::Invalid("the worker's address is no authority"),
+        }
+    }
 }

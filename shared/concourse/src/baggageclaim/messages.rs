@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Error;
 use super::encoding::Encoding;
+pub(super) use crate::exchange::encoded as escape;
 
 /// The name of a volume that may be given to a worker.
 ///
@@ -179,12 +180,6 @@ impl P2pUrl {
 
 pub(super) fn path_or_root(path: &str) -> &str {
     if path.is_empty() { "." } else { path }
-}
-
-/// Percent-encodes whatever is not plain anywhere in an address.
-pub(super) fn escape(text: &str) -> String {
-    let plain = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'_' | b'.' | b'~');
-    text.bytes().map(|c| if plain(c) { char::from(c).to_string() } else { format!("%{c:02X}") }).collect()
 }
 
 #[cfg(test)]

@@ -11,13 +11,14 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
+use super::call;
 use super::error::{Error, ErrorBody};
-use super::http;
 use super::messages::{
     BandwidthLimits, Capacity, ContainerInfo, ContainerSpec, CpuLimits, DiskLimits, MemoryLimits, Metrics,
     ProcessSpec, nullable,
 };
 use super::process::Process;
+use crate::exchange::encoded;
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(16);
@@ -106,8 +107,7 @@ impl Client {
     ///
     /// A containerd worker lists those that have *any* of them, and refuses an empty value.
     pub async fn list(&self, properties: &BTreeMap<String, String>) -> Result<Vec<String>, Error> {
-        let filter =
-            properties.iter().map(|(key, value)| format!("{}={}", http::encoded(key), http::encoded(value)));
+        let filter = properties.iter().map(|(key, value)| format!("{}={}", encoded(key), encoded(value)));
         let filter = filter.collect::<Vec<_>>().join("&");
         let target =
             if filter.is_empty() { "/containers".to_owned() } else { format!("/containers?{filter}") };
@@ -122,7 +122,7 @@ impl Client {
 
     /// What is known of a container.
     pub async fn info(&self, handle: &str) -> Result<ContainerInfo, Error> {
-        self.read(Method::GET, http::path(&["containers", handle, "info"])?, None).await
+        self.read(Method::GET, call::path(&["containers", handle, "info"])?, None).await
     }
 
     /// What is known of each of `handles`.
@@ -158,19 +158,19 @@ impl Client {
         if handles.iter().any(|handle| handle.is_empty() || handle.contains(',')) {
             return Err(Error::Refused("a handle that a list of handles cannot hold"));
         }
-        let target = format!("/containers/{what}?handles={}", http::encoded(&handles.join(",")));
+        let target = format!("/containers/{what}?handles={}", encoded(&handles.join(",")));
         self.read(Method::GET, target, None).await
     }
 
     /// Ends a container's processes, and removes it. While this is under way another attempt fails with [`Error::BeingDestroyed`].
     pub async fn destroy(&self, handle: &str) -> Result<(), Error> {
-        self.done(Method::DELETE, http::path(&["containers", handle])?, None).await
+        self.done(Method::DELETE, call::path(&["containers", handle])?, None).await
     }
 
     /// Ends what was run in a container: with SIGTERM and after 10 s SIGKILL, or with SIGKILL at once. Returns when they are gone.
     pub async fn stop(&self, handle: &str, kill: bool) -> Result<(), Error> {
         let kill = body(&serde_json::json!({ "kill": kill }))?;
-        self.done(Method::PUT, http::path(&["containers", handle, "stop"])?, kill).await
+        self.done(Method::PUT, call::path(&["containers", handle, "stop"])?, kill).await
     }
 
     /// Destroys the container after `grace` without a call that names it. Zero would destroy it at once, and is refused.
@@ -179,19 +179,19 @@ impl Client {
             return Err(Error::Refused("no grace at all destroys the container"));
         }
         let grace = i64::try_from(grace.as_nanos()).unwrap_or(i64::MAX);
-        self.done(Method::PUT, http::path(&["containers", handle, "grace_time"])?, body(&grace)?).await
+        self.done(Method::PUT, call::path(&["containers", handle, "grace_time"])?, body(&grace)?).await
     }
 
     /// All properties of a container, and some of the server's own. A guardian worker has none for a container that does not exist.
     pub async fn properties(&self, handle: &str) -> Result<BTreeMap<String, String>, Error> {
-        let target = http::path(&["containers", handle, "properties"])?;
+        let target = call::path(&["containers", handle, "properties"])?;
         let properties: Option<_> = self.read(Method::GET, target, None).await?;
         Ok(properties.unwrap_or_default())
     }
 
     /// A property of a container, if it has it. A containerd worker has none with an empty value.
     pub async fn property(&self, handle: &str, key: &str) -> Result<Option<String>, Error> {
-        let target = http::path(&["containers", handle, "properties", key])?;
+        let target = call::path(&["containers", handle, "properties", key])?;
         match self.read::<Value>(Method::GET, target, None).await {
             Ok(property) => Ok(Some(property.value)),
             Err(Error::Other { message, .. })
@@ -206,38 +206,38 @@ impl Client {
 
     /// Sets a property of a container.
     pub async fn set_property(&self, handle: &str, key: &str, value: &str) -> Result<(), Error> {
-        let target = http::path(&["containers", handle, "properties", key])?;
+        let target = call::path(&["containers", handle, "properties", key])?;
         self.done(Method::PUT, target, body(&serde_json::json!({ "value": value }))?).await
     }
 
     /// Removes a property of a container. Containerd workers do not implement it.
     pub async fn remove_property(&self, handle: &str, key: &str) -> Result<(), Error> {
-        self.done(Method::DELETE, http::path(&["containers", handle, "properties", key])?, None).await
+        self.done(Method::DELETE, call::path(&["containers", handle, "properties", key])?, None).await
     }
 
     /// Limits of a container.
     pub async fn bandwidth_limits(&self, handle: &str) -> Result<BandwidthLimits, Error> {
-        self.read(Method::GET, http::path(&["containers", handle, "limits", "bandwidth"])?, None).await
+        self.read(Method::GET, call::path(&["containers", handle, "limits", "bandwidth"])?, None).await
     }
 
     /// Limits of a container.
     pub async fn cpu_limits(&self, handle: &str) -> Result<CpuLimits, Error> {
-        self.read(Method::GET, http::path(&["containers", handle, "limits", "cpu"])?, None).await
+        self.read(Method::GET, call::path(&["containers", handle, "limits", "cpu"])?, None).await
     }
 
     /// Limits of a container.
     pub async fn disk_limits(&self, handle: &str) -> Result<DiskLimits, Error> {
-        self.read(Method::GET, http::path(&["containers", handle, "limits", "disk"])?, None).await
+        self.read(Method::GET, call::path(&["containers", handle, "limits", "disk"])?, None).await
     }
 
     /// Limits of a container.
     pub async fn memory_limits(&self, handle: &str) -> Result<MemoryLimits, Error> {
-        self.read(Method::GET, http::path(&["containers", handle, "limits", "memory"])?, None).await
+        self.read(Method::GET, call::path(&["containers", handle, "limits", "memory"])?, None).await
     }
 
     /// Runs a process. After an error of a connection that had been used it may run all the same: attach to its id.
     pub async fn run(&self, handle: &str, spec: &ProcessSpec) -> Result<Process, Error> {
-        let target = http::path(&["containers", handle, "processes"])?;
+        let target = call::path(&["containers", handle, "processes"])?;
         self.process(handle, Method::POST, target, body(spec)?, StatusCode::CREATED).await
     }
 
@@ -246,7 +246,7 @@ impl Client {
     /// A success proves nothing on a containerd worker: once any process of the container has ended, it answers with the exit of the last
     /// that did, whatever was asked for.
     pub async fn attach(&self, handle: &str, process: &str) -> Result<Process, Error> {
-        let target = http::path(&["containers", handle, "processes", process])?;
+        let target = call::path(&["containers", handle, "processes", process])?;
         self.process(handle, Method::GET, target, None, StatusCode::OK).await
     }
 
@@ -264,7 +264,7 @@ impl Client {
             let mut stream = self.connect(until).await?;
             sent.store(true, Ordering::Relaxed);
             let beyond =
-                http::take_over(&mut stream, &self.address, &method, &target, body.as_ref(), expected)
+                call::take_over(&mut stream, &self.address, &method, &target, body.as_ref(), expected)
                     .await?;
             Process::open(stream, beyond, |process, stream| self.output_streams(handle, process, stream))
                 .await
@@ -282,14 +282,14 @@ impl Client {
         let until = Instant::now() + self.settings.retry_for;
         let open = async |name| {
             let target =
-                http::path(&["containers", handle, "processes", &process, "attaches", &stream, name])?;
+                call::path(&["containers", handle, "processes", &process, "attaches", &stream, name])?;
             // The process is there already, so nothing that fails from here on is as if it had not been sent.
             let mut stream = self.connect(until).await.map_err(|error| match error {
                 Error::Connection { source, .. } => Error::broken(source),
                 other => other,
             })?;
             let beyond =
-                http::take_over(&mut stream, &self.address, &Method::GET, &target, None, StatusCode::OK)
+                call::take_over(&mut stream, &self.address, &Method::GET, &target, None, StatusCode::OK)
                     .await?;
             Ok((stream, beyond))
         };
@@ -300,7 +300,7 @@ impl Client {
     async fn connect(&self, until: Instant) -> Result<TcpStream, Error> {
         let mut pause = FIRST_PAUSE;
         loop {
-            match http::connect(&self.address, self.settings.connect_timeout).await {
+            match call::connect(&self.address, self.settings.connect_timeout).await {
                 Err(_) if Instant::now() + pause < until => tokio::time::sleep(pause).await,
                 connected => return connected,
             }
@@ -331,7 +331,7 @@ impl Client {
             loop {
                 let stream = self.connect(until).await?;
                 sent.store(true, Ordering::Relaxed);
-                match http::call(stream, &self.address, method, target, body).await {
+                match call::call(stream, &self.address, method, target, body).await {
                     Err(Error::Connection { .. })
                         if method == Method::GET && Instant::now() + pause < until =>
                     {
@@ -354,5 +354,29 @@ impl Client {
             Ok(answered) => answered,
             Err(_) => Err(Error::timed_out(sent.load(Ordering::Relaxed))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_and_maps_that_are_null_are_empty() {
+        let handles: Handles = serde_json::from_str(r#"{"Handles":null}"#).unwrap();
+        assert!(handles.handles.is_empty());
+        let json =
+            r#"{"State":"active","Events":null,"ProcessIDs":null,"Properties":null,"MappedPorts":null}"#;
+        let entries: BTreeMap<String, InfoEntry> =
+            serde_json::from_str(&format!(r#"{{"c":{{"Info":{json},"Err":null}},"d":{{"Info":null,"Err":{{"Type":"ContainerNotFoundError"}}}}}}"#)).unwrap();
+        let (found, missing) = (&entries["c"], &entries["d"]);
+        assert!(found.error.is_none() && found.info.state == "active");
+        assert!(found.info.events.is_empty() && found.info.properties.is_empty());
+        assert!(found.info.process_ids.is_empty() && found.info.mapped_ports.is_empty());
+        assert!(missing.error.is_some());
+        let metrics: MetricsEntry =
+            serde_json::from_str(r#"{"Metrics":{"NetworkStat":null,"PidStat":null,"Age":1},"Err":null}"#)
+                .unwrap();
+        assert_eq!((metrics.metrics.network, metrics.metrics.age), (None, 1));
     }
 }

@@ -41,6 +41,16 @@ pub struct Faults {
     pub never_create: bool,
     /// As before 8.1, there is no clean-up.
     pub no_cleanup: bool,
+    /// As an older worker, it knows only these encodings. None: all.
+    pub encodings: Option<Vec<String>>,
+    /// Requests whose method and path begin with this are never answered.
+    pub stalls: Option<String>,
+    /// Creations are said to go on when they are asked about, for this many times.
+    pub slow_creations: usize,
+    /// These volumes cannot be destroyed.
+    pub stuck: Vec<String>,
+    /// Volumes are destroyed one by one only.
+    pub no_destroy_many: bool,
     /// What `/p2p-url` says instead of the truth.
     pub p2p_url: Option<String>,
 }
@@ -129,6 +139,13 @@ impl Server {
     /// Forgets all creations, as a restarted server has.
     pub fn restart(&self) {
         lock(&self.state.volumes).futures.clear();
+    }
+}
+
+impl Faults {
+    fn knows(&self, encoding: &str) -> bool {
+        let all = ["raw", "gzip", "zstd", "s2"].contains(&encoding);
+        all && self.encodings.as_ref().is_none_or(|some| some.iter().any(|known| known == encoding))
     }
 }
 

@@ -82,6 +82,11 @@ impl Query {
 pub(super) async fn serve(state: Arc<State>, request: Request<Incoming>) -> Result<Answer, Silence> {
     let asked = format!("{} {}", request.method(), request.uri());
     lock(&state.requests).push(asked.clone());
+    let stalled = lock(&state.faults).stalls.as_ref().is_some_and(|prefix| asked.starts_with(prefix));
+    if stalled {
+        // Until the client has gone.
+        std::future::pending::<()>().await;
+    }
     let answer = route(&state, request).await?;
     let mut faults = lock(&state.faults);
     match &mut faults.lose_answers {
@@ -102,7 +107,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
     let method = head.method.as_str();
     let faults = lock(&state.faults).clone();
     if let ("PUT", ["volumes", handle, "stream-in"]) = (method, &parts[..]) {
-        return stream_in(state, handle, &query, &head.headers, &mut body).await;
+        return stream_in(state, handle, &query, &head.headers, (&mut body, &faults)).await;
     }
 
     let body = body.collect().await.map_err(|_| Silence)?.to_bytes();
@@ -122,6 +127,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
         },
         ("GET", ["volumes-async", handle]) => match lock(&state.volumes).futures.get(*handle) {
             None => nothing(404),
+            Some(_) if state.goes_on() => nothing(204),
             Some(None) => nothing(204),
             Some(Some(Ok(volume))) => object(200, volume),
             Some(Some(Err(status))) => error(*status, "failed to create volume"),
@@ -130,18 +136,27 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
             None => nothing(404),
             Some(_) => nothing(204),
         },
-        ("DELETE", ["volumes", "destroy"]) => match serde_json::from_slice::<Vec<String>>(&body) {
-            Ok(handles) => {
-                handles.iter().for_each(|handle| _ = state.destroy(handle));
-                nothing(204)
+        ("DELETE", ["volumes", "destroy"]) if !faults.no_destroy_many => {
+            let text = "failed to destroy volume";
+            match serde_json::from_slice::<Vec<String>>(&body) {
+                Ok(handles) => {
+                    // Those that can be are, whatever becomes of the others.
+                    let (stuck, free): (Vec<_>, Vec<_>) =
+                        handles.iter().partition(|handle| faults.stuck.contains(handle));
+                    free.into_iter().for_each(|handle| _ = state.destroy(handle));
+                    if stuck.is_empty() { nothing(204) } else { error(500, text) }
+                }
+                Err(_) => error(400, text),
             }
-            Err(_) => error(400, "failed to destroy volume"),
-        },
+        }
         ("POST", ["volumes", "cleanup-orphans"]) if !faults.no_cleanup => nothing(204),
         ("GET", ["volumes", handle]) => match lock(&state.volumes).live.get(*handle) {
             Some(volume) => object(200, &state.describe(handle, volume)),
             None => error(404, "failed to get volume"),
         },
+        ("DELETE", ["volumes", handle]) if faults.stuck.iter().any(|stuck| stuck == handle) => {
+            error(500, "failed to destroy volume")
+        }
         ("DELETE", ["volumes", handle]) => match state.destroy(handle) {
             true => nothing(204),
             false => error(404, "failed to destroy volume"),
@@ -243,7 +258,7 @@ async fn stream_in(
     handle: &str,
     query: &Query,
     headers: &HeaderMap,
-    body: &mut Incoming,
+    (body, faults): (&mut Incoming, &Faults),
 ) -> Result<Answer, Silence> {
     let text = "failed to stream in to volume";
     let limit = match query.get("limit") {
@@ -259,7 +274,7 @@ async fn stream_in(
     }
     let encoding =
         headers.get(header::CONTENT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    if !["raw", "gzip", "zstd", "s2"].contains(&encoding) {
+    if !faults.knows(encoding) {
         return Ok(error(400, text));
     }
     let into = state.path(handle).join(query.get("path").replace("..", "").trim_start_matches('/'));
@@ -305,7 +320,7 @@ fn stream_out(state: &State, handle: &str, query: &Query, headers: &HeaderMap, f
     if !lock(&state.volumes).live.contains_key(handle) {
         return error(404, text);
     }
-    if !["raw", "gzip", "zstd", "s2"].contains(&encoding) {
+    if !faults.knows(encoding) {
         return error(400, text);
     }
     // Not confined, as the genuine one.

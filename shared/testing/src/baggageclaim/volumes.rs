@@ -1,11 +1,18 @@
 //! Volumes as directories, and creations that are remembered until they are dropped.
 
 use std::collections::BTreeMap;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use serde_json::{Map, Value, json};
 
 use super::{Driver, State, empty, lock};
+
+/// A program whose complaints nobody reads: that it failed is what is told.
+fn quiet(program: &str) -> Command {
+    let mut command = Command::new(program);
+    command.stderr(Stdio::null());
+    command
+}
 
 #[derive(Default)]
 pub(super) struct Volumes {
@@ -63,9 +70,9 @@ impl State {
             let done = if source.is_dir() {
                 let follow = request["strategy"]["follow_symlinks"].as_bool() == Some(true);
                 let how = if follow { "-Lr" } else { "-a" };
-                Command::new("cp").arg(how).arg(source.join(".")).arg(&path).status()
+                quiet("cp").arg(how).arg(source.join(".")).arg(&path).status()
             } else {
-                Command::new("tar").args(["-xzf"]).arg(source).arg("-C").arg(&path).status()
+                quiet("tar").args(["-xzf"]).arg(source).arg("-C").arg(&path).status()
             };
             if !done.is_ok_and(|status| status.success()) {
                 _ = std::fs::remove_dir_all(&making);
@@ -86,6 +93,14 @@ impl State {
         }
         volumes.live.insert(handle.to_owned(), volume);
         Ok(answer)
+    }
+
+    /// Whether a creation is said to go on.
+    pub(super) fn goes_on(&self) -> bool {
+        let mut faults = lock(&self.faults);
+        let goes_on = faults.slow_creations > 0;
+        faults.slow_creations = faults.slow_creations.saturating_sub(1);
+        goes_on
     }
 
     /// Whether there was such a volume.

@@ -11,6 +11,7 @@
 //! `not applicable: …`.
 
 mod containers;
+mod model;
 mod output;
 mod processes;
 pub mod programs;
@@ -39,6 +40,7 @@ pub use containers::{
     impossible_containers_are_refused, only_known_images_are_run, the_environment_is_what_was_given,
     users_own_what_they_write, volumes_appear_in_volumes, volumes_are_mounted,
 };
+pub use model::a_worker_holds_what_it_was_told_to;
 pub use output::{
     detaching_lets_a_process_go_on, input_is_taken_once, input_that_is_not_read_waits,
     output_is_read_from_any_offset, readers_and_waiters_come_and_go, spooled_output_keeps_the_end,
@@ -357,6 +359,7 @@ macro_rules! runtime_conformance {
             output_is_read_from_any_offset unread_output_holds_a_process_back spooled_output_keeps_the_end
             detaching_lets_a_process_go_on readers_and_waiters_come_and_go input_is_taken_once
             input_that_is_not_read_waits terminals_have_a_size_that_changes
+            a_worker_holds_what_it_was_told_to
         }
     };
     (@each ($subject:expr) $($name:ident)*) => {$(

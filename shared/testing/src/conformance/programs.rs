@@ -1,15 +1,51 @@
 //! The programs that the suite runs.
+//!
+//! Those that are scripts give them a name as `$0`, and what varies as arguments, so that a runtime which cannot run real programs
+//! can recognize them by [`script`].
+
+macro_rules! scripts {
+    ($($name:ident = $text:expr;)+) => {
+        $(const $name: (&str, &str) = (stringify!($name), $text);)+
+        const SCRIPTS: &[(&str, &str)] = &[$($name,)+];
+    };
+}
+
+scripts! {
+    EXIT = "exit $1";
+    SIGNAL_ITSELF = "kill -$1 $$";
+    STUBBORN = "trap '' TERM; echo ready; while :; do sleep 0.1; done";
+    SAY = "printf %s \"$1\"; printf %s \"$2\" >&2";
+    COUNT = "seq -f %09.0f 0 $(($1 / 10)) | head -c $1";
+    DEAF = "exec <&-; echo ready; exec sleep 1000";
+    APPEND = "echo line >> \"$1\"";
+    APPEND_AND_WAIT_FOR_ANOTHER = "echo line >> \"$1\"; until [ $(wc -l < \"$1\") -ge 2 ]; do sleep 0.01; done; echo over; exit 7";
+    LEAVE_BEHIND = "(trap '' TERM HUP; while :; do echo line >> \"$1\"; sleep 0.005; done) & until [ -s \"$1\" ]; do sleep 0.01; done; exit 0";
+    WHEREABOUTS = "pwd; id -u; id -g; stat -c %u .";
+    WINDOW = "stty -echo; stty size; while read line && [ $line != end ]; do stty size; done; exit 5";
+}
+
+fn shell((name, text): (&str, &str), arguments: &[&str]) -> Vec<String> {
+    ["/bin/sh", "-c", text, name].iter().chain(arguments).map(|part| (*part).to_owned()).collect()
+}
+
+/// The name of the script that a command runs, in capitals, and its arguments. `None`: it runs none of these.
+#[must_use]
+pub fn script<'c>(command: &[&'c str]) -> Option<(&'static str, Vec<&'c str>)> {
+    let ["/bin/sh", "-c", text, name, arguments @ ..] = command else { return None };
+    let (name, _) = SCRIPTS.iter().find(|script| **script == (*name, *text))?;
+    Some((name, arguments.to_vec()))
+}
 
 /// Does nothing, and exits with this.
 #[must_use]
 pub fn exit(code: u8) -> Vec<String> {
-    shell(&format!("exit {code}"))
+    shell(EXIT, &[&code.to_string()])
 }
 
 /// Sends itself this signal.
 #[must_use]
 pub fn signal_itself(number: u8) -> Vec<String> {
-    shell(&format!("kill -{number} $$"))
+    shell(SIGNAL_ITSELF, &[&number.to_string()])
 }
 
 /// Runs for longer than any test, and ends by TERM.
@@ -21,19 +57,19 @@ pub fn sleep() -> Vec<String> {
 /// Says `ready` on standard output, and ignores TERM for longer than any test.
 #[must_use]
 pub fn stubborn() -> Vec<String> {
-    shell("trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    shell(STUBBORN, &[])
 }
 
 /// Writes `out` to standard output and `err` to standard error.
 #[must_use]
 pub fn say(out: &str, err: &str) -> Vec<String> {
-    shell(&format!("printf %s '{out}'; printf %s '{err}' >&2"))
+    shell(SAY, &[out, err])
 }
 
 /// Writes so many bytes to standard output: the digits of 0, 1, 2 …, each on a line of ten bytes.
 #[must_use]
 pub fn count(bytes: u64) -> Vec<String> {
-    shell(&format!("seq -f %09.0f 0 {} | head -c {bytes}", bytes / 10))
+    shell(COUNT, &[&bytes.to_string()])
 }
 
 /// What byte `offset` of [`count`] is.
@@ -51,28 +87,25 @@ pub fn cat() -> Vec<String> {
 /// Says `ready`, and closes standard input unread; ends by TERM.
 #[must_use]
 pub fn deaf() -> Vec<String> {
-    shell("exec <&-; echo ready; exec sleep 1000")
+    shell(DEAF, &[])
 }
 
 /// Adds a line to a file, and exits.
 #[must_use]
 pub fn append(path: &str) -> Vec<String> {
-    shell(&format!("echo line >> {path}"))
+    shell(APPEND, &[path])
 }
 
 /// Adds a line to a file, and runs until it has another line, then exits with 7.
 #[must_use]
 pub fn append_and_wait_for_another(path: &str) -> Vec<String> {
-    shell(&format!(
-        "echo line >> {path}; until [ $(wc -l < {path}) -ge 2 ]; do sleep 0.01; done; echo over; exit 7"
-    ))
+    shell(APPEND_AND_WAIT_FOR_ANOTHER, &[path])
 }
 
 /// Leaves something behind that adds lines to a file for ever, and exits when there is one.
 #[must_use]
 pub fn leave_behind(path: &str) -> Vec<String> {
-    let forever = format!("while :; do echo line >> {path}; sleep 0.005; done");
-    shell(&format!("(trap '' TERM HUP; {forever}) & until [ -s {path} ]; do sleep 0.01; done; exit 0"))
+    shell(LEAVE_BEHIND, &[path])
 }
 
 /// Writes its environment to standard output, a line for each variable.
@@ -84,13 +117,13 @@ pub fn environment() -> Vec<String> {
 /// Writes its working directory, its user and group, and the owner of the working directory, a line for each.
 #[must_use]
 pub fn whereabouts() -> Vec<String> {
-    shell("pwd; id -u; id -g; stat -c %u .")
+    shell(WHEREABOUTS, &[])
 }
 
 /// Says the size of its terminal, rows first, and says it again for each line that it reads, until one is `end`; then exits with 5.
 #[must_use]
 pub fn window() -> Vec<String> {
-    shell("stty -echo; stty size; while read line && [ $line != end ]; do stty size; done; exit 5")
+    shell(WINDOW, &[])
 }
 
 /// Something that is there and cannot be executed.
@@ -103,8 +136,4 @@ pub fn not_executable() -> Vec<String> {
 #[must_use]
 pub fn not_there() -> Vec<String> {
     vec!["gantry-no-such-program".to_owned()]
-}
-
-fn shell(script: &str) -> Vec<String> {
-    ["/bin/sh", "-c", script].map(str::to_owned).to_vec()
 }

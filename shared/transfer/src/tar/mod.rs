@@ -47,6 +47,7 @@
 //! Invariant: memory is bounded by the limits of the manifest, [`MAX_EXTENSION_BYTES`] and [`MAX_REGIONS`], whatever an
 //! archive says about itself: nothing is allocated for bytes that have not come.
 
+mod end;
 mod header;
 mod members;
 mod pax;
@@ -54,6 +55,7 @@ mod read;
 mod tree;
 mod write;
 
+pub use end::{ArchiveEnd, NoArchive};
 pub use members::{MAX_EXTENSION_BYTES, MAX_REGIONS};
 pub use read::{ArchiveError, ArchiveReader, ArchivedExtent};
 pub use write::{ArchiveWriteError, ArchiveWriter};

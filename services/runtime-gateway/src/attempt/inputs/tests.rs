@@ -15,8 +15,9 @@ use tonic::{Request, Response, Status, Streaming};
 use super::*;
 use crate::attempt::failure;
 use crate::for_tests::store::{Asked, Store, session};
-use crate::for_tests::{Directories, NOBODY, within};
+use crate::for_tests::{Attended, NOBODY, within};
 use crate::worker::Attempt;
+use testing::fake::FakeWorker;
 
 type Told = mpsc::Sender<Result<streamer::MaterializeResponse, Status>>;
 
@@ -109,7 +110,7 @@ impl Suite {
             stopped.await.ok();
         }));
 
-        let machine = Arc::new(Directories::default());
+        let machine = FakeWorker::near();
         let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer);
         worker.set_session(Some(session("credential")));
         let task = task();

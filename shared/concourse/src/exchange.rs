@@ -1,4 +1,4 @@
-//! One request and its answer over a connection of its own.
+//! One request and its answer over a connection of its own, as both servers of a worker are asked.
 //!
 //! There is no task: whoever waits for the answer, or reads its body, drives the connection, and dropping either closes it.
 
@@ -13,13 +13,46 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use super::Error;
+const KEEP_ALIVE: Duration = Duration::from_secs(30);
+const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// `text` as a part of a path or of a query.
+pub(crate) fn encoded(text: &str) -> String {
+    utf8_percent_encode(text, PLAIN).to_string()
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The connection broke: what was asked may have been done.
+    Lost(io::Error),
+    /// What was to be sent cannot be read.
+    Source(io::Error),
+    /// What came is no HTTP, or is larger than any such answer.
+    Nonsense(String),
+    /// Nothing was sent: the address is none.
+    Address,
+}
+
+/// A new connection. It may idle for hours while a process runs or a volume is copied, so the kernel probes whether the worker is still
+/// there.
+pub(crate) async fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
+    let late = || io::Error::new(io::ErrorKind::TimedOut, "no connection in time");
+    let stream = tokio::time::timeout(within, TcpStream::connect(address)).await.map_err(|_| late())??;
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(&stream, true)?;
+    sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE)?;
+    sockopt::set_tcp_keepintvl(&stream, KEEP_ALIVE)?;
+    Ok(stream)
+}
 
 /// What a request carries.
-pub(super) enum Payload {
+pub(crate) enum Payload {
     /// The whole of it, maybe nothing.
     Whole(Bytes),
     /// As it comes, in chunks.
@@ -101,13 +134,13 @@ impl AsyncWrite for Socket {
 type Connection = Pin<Box<http1::Connection<TokioIo<Socket>, Payload>>>;
 
 /// An answer whose body has yet to be read.
-pub(super) struct Answer {
-    pub(super) status: StatusCode,
-    pub(super) body: AnswerBody,
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) body: AnswerBody,
 }
 
 /// The body of an answer, and the connection that it comes over.
-pub(super) struct AnswerBody {
+pub(crate) struct AnswerBody {
     connection: Option<Connection>,
     incoming: Incoming,
     chunk: Bytes,
@@ -135,7 +168,7 @@ impl AsyncRead for AnswerBody {
             }
             match ready!(Pin::new(&mut this.incoming).poll_frame(cx)) {
                 None => return Poll::Ready(Ok(())),
-                Some(Err(error)) => return Poll::Ready(Err(io::Error::other(error))),
+                Some(Err(error)) => return Poll::Ready(Err(broken_off(error))),
                 Some(Ok(frame)) => this.chunk = frame.into_data().unwrap_or_default(),
             }
         }
@@ -144,51 +177,61 @@ impl AsyncRead for AnswerBody {
 
 impl AnswerBody {
     /// The whole body, if it has at most `limit` bytes.
-    pub(super) async fn whole(self, limit: u64) -> Result<Vec<u8>, Error> {
+    pub(crate) async fn whole(self, limit: u64) -> Result<Vec<u8>, Failure> {
         let mut bytes = Vec::new();
-        self.take(limit + 1).read_to_end(&mut bytes).await.map_err(Error::Lost)?;
+        self.take(limit + 1).read_to_end(&mut bytes).await.map_err(Failure::Lost)?;
         if bytes.len() as u64 > limit {
-            return Err(Error::Protocol(format!("a body of more than {limit} bytes")));
+            return Err(Failure::Nonsense(format!("a body of more than {limit} bytes")));
         }
         Ok(bytes)
     }
 }
 
-/// Sends `request` to `authority` and waits for the head of the answer.
-pub(super) async fn send(
+/// Sends `request` to the server at `authority` over `stream`, and waits for the head of the answer.
+pub(crate) async fn send(
+    stream: TcpStream,
     authority: &str,
-    connect_timeout: Duration,
     mut request: Request<Payload>,
-) -> Result<Answer, Error> {
-    let unreachable = |source: io::Error| Error::Unreachable(source);
-    let connecting = tokio::time::timeout(connect_timeout, TcpStream::connect(authority));
-    let stream = connecting.await.map_err(|late| unreachable(late.into()))?.map_err(unreachable)?;
-    _ = stream.set_nodelay(true); // Slower without, and no less right.
-
-    let host = authority.parse().map_err(|_| Error::Invalid("the worker's address is no authority"))?;
+) -> Result<Answer, Failure> {
+    let host = authority.parse().map_err(|_| Failure::Address)?;
     request.headers_mut().insert(header::HOST, host);
     let socket = TokioIo::new(Socket { stream, unheard: false });
-    let (mut sender, connection) = http1::handshake(socket).await.map_err(lost)?;
+    let (mut sender, connection) = http1::handshake(socket).await.map_err(failure)?;
     let mut connection = Some(Box::pin(connection));
     let mut answer = Box::pin(sender.send_request(request));
     let answer = std::future::poll_fn(|cx| {
         if let Some(open) = &mut connection
             && open.as_mut().poll(cx).is_ready()
         {
+            // It has delivered what there was, or the reason why there is nothing.
             connection = None;
         }
         answer.as_mut().poll(cx)
     });
-    let (head, incoming) = answer.await.map_err(lost)?.into_parts();
+    let (head, incoming) = answer.await.map_err(failure)?.into_parts();
     Ok(Answer { status: head.status, body: AnswerBody { connection, incoming, chunk: Bytes::new() } })
 }
 
-fn lost(error: hyper::Error) -> Error {
-    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>());
-    match source {
-        Some(source) if error.is_user() => Error::Source(io::Error::new(source.kind(), source.to_string())),
-        _ => Error::Lost(io::Error::other(error)),
+fn broken_off(error: hyper::Error) -> io::Error {
+    match failure(error) {
+        Failure::Lost(error) | Failure::Source(error) => error,
+        Failure::Nonsense(text) => io::Error::other(text),
+        Failure::Address => io::ErrorKind::Other.into(),
     }
+}
+
+fn failure(error: hyper::Error) -> Failure {
+    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>());
+    let kind = match source {
+        Some(source) if error.is_user() => {
+            return Failure::Source(io::Error::new(source.kind(), source.to_string()));
+        }
+        _ if error.is_parse() => return Failure::Nonsense(error.to_string()),
+        Some(source) => source.kind(),
+        None if error.is_incomplete_message() => io::ErrorKind::UnexpectedEof,
+        None => io::ErrorKind::Other,
+    };
+    Failure::Lost(io::Error::new(kind, error))
 }
 
 #[cfg(test)]

@@ -1,35 +1,24 @@
-//! HTTP/1.1 as a Garden server speaks it: ordinary calls, and those after whose answer the connection is a raw stream.
+//! HTTP/1.1 as a Garden server speaks it: ordinary exchanges, and those after whose answer the connection is a raw stream.
 
 use std::io;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
-use hyper::client::conn::http1;
 use hyper::{Method, Request, StatusCode};
-use hyper_util::rt::TokioIo;
-use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::error::Error;
+use crate::exchange::{self, Failure, Payload, encoded};
 
 /// Of an ordinary answer. The largest are lists of containers and their metrics.
-const MOST_BODY: usize = 32 << 20;
+const MOST_BODY: u64 = 32 << 20;
 /// Of an error's answer where a stream was expected.
 const MOST_ERROR: usize = 1 << 20;
 const MOST_HEAD: usize = 64 << 10;
 /// What a call sends is small.
 const SEND_BUFFER: usize = 128 << 10;
-const KEEP_ALIVE: Duration = Duration::from_secs(30);
-
-const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
-
-/// `text` as a part of a path or of a query.
-pub(super) fn encoded(text: &str) -> String {
-    utf8_percent_encode(text, ENCODED).to_string()
-}
 
 /// `/` before each of `parts`. An empty one would name another route.
 pub(super) fn path(parts: &[&str]) -> Result<String, Error> {
@@ -39,22 +28,13 @@ pub(super) fn path(parts: &[&str]) -> Result<String, Error> {
     Ok(parts.iter().flat_map(|part| ["/".to_owned(), encoded(part)]).collect())
 }
 
-/// A new connection. It may idle for hours while a process runs, so the kernel probes whether the worker is still there.
+/// A new connection, for a call or a stream.
 pub(super) async fn connect(address: &str, within: Duration) -> Result<TcpStream, Error> {
-    let stream = match tokio::time::timeout(within, TcpStream::connect(address)).await {
-        Ok(stream) => stream,
-        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "no connection in time")),
-    };
-    let prepared = stream.and_then(|stream| {
-        stream.set_nodelay(true)?;
-        sockopt::set_socket_keepalive(&stream, true)?;
-        sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE)?;
-        sockopt::set_tcp_keepintvl(&stream, KEEP_ALIVE)?;
-        // Input that a process does not read shall hold back who writes it, and not lie here by the megabyte.
-        sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER)?;
-        Ok(stream)
-    });
-    prepared.map_err(Error::unsent)
+    let stream = exchange::connect(address, within).await.map_err(Error::unsent)?;
+    // Input that a process does not read shall hold back who writes it, and not lie here by the megabyte.
+    let bounded = sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER);
+    bounded.map_err(|error| Error::unsent(error.into()))?;
+    Ok(stream)
 }
 
 /// One ordinary call on a connection of its own. Returns the body of a success.
@@ -65,53 +45,25 @@ pub(super) async fn call(
     target: &str,
     body: Option<&Bytes>,
 ) -> Result<Bytes, Error> {
-    let mut request = Request::builder()
-        .method(method)
-        .uri(target)
-        .header(hyper::header::HOST, address)
-        .header(hyper::header::CONNECTION, "close");
+    let mut request =
+        Request::builder().method(method).uri(target).header(hyper::header::CONNECTION, "close");
     if body.is_some() {
         request = request.header(hyper::header::CONTENT_TYPE, "application/json");
     }
-    let request = request
-        .body(Full::new(body.cloned().unwrap_or_default()))
-        .map_err(|_| Error::Refused("an address that is no host and port"))?;
-
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(from_hyper)?;
-    let answer = async {
-        let response = sender.send_request(request).await.map_err(from_hyper)?;
-        let status = response.status();
-        let body = match Limited::new(response.into_body(), MOST_BODY).collect().await {
-            Ok(body) => body.to_bytes(),
-            Err(error) if error.is::<LengthLimitError>() => {
-                return Err(Error::Protocol(format!("a body of more than {MOST_BODY} bytes")));
-            }
-            Err(error) => {
-                return Err(error
-                    .downcast()
-                    .map_or_else(|e| Error::broken(io::Error::other(e)), |e| from_hyper(*e)));
-            }
-        };
-        if status.is_success() { Ok(body) } else { Err(Error::from_answer(status.as_u16(), &body)) }
-    };
-    tokio::pin!(connection, answer);
-    tokio::select! {
-        answered = &mut answer => answered,
-        // It has delivered what there was, or the reason why there is nothing.
-        _ = &mut connection => answer.await,
-    }
+    let request = request.body(Payload::Whole(body.cloned().unwrap_or_default()));
+    let request = request.map_err(|_| Error::Refused("this makes no request"))?;
+    let answer = exchange::send(stream, address, request).await.map_err(failed)?;
+    let status = answer.status;
+    let body = answer.body.whole(MOST_BODY).await.map_err(failed)?;
+    if status.is_success() { Ok(body.into()) } else { Err(Error::from_answer(status.as_u16(), &body)) }
 }
 
-fn from_hyper(error: hyper::Error) -> Error {
-    if error.is_parse() {
-        return Error::Protocol(error.to_string());
+fn failed(failure: Failure) -> Error {
+    match failure {
+        Failure::Lost(error) | Failure::Source(error) => Error::broken(error),
+        Failure::Nonsense(text) => Error::Protocol(text),
+        Failure::Address => Error::Refused("an address that is no host and port"),
     }
-    let kind = match std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>()) {
-        Some(source) => source.kind(),
-        None if error.is_incomplete_message() => io::ErrorKind::UnexpectedEof,
-        None => io::ErrorKind::Other,
-    };
-    Error::broken(io::Error::new(kind, error))
 }
 
 /// Sends a request after whose answer the connection is a raw stream, and returns what was read beyond the head of that answer.

@@ -1,0 +1,185 @@
+//! What a Concourse worker says of itself when it registers, and what becomes of it: certificates, proxies, images of resource types.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use domain::VolumeHandle;
+use domain::workload::EnvironmentVariable;
+use runtime::{ContainerSpec, ProcessSpec, Root, Runtime, RuntimeError, VolumeSource};
+use runtime_gateway::Config;
+use runtime_gateway::garden::{GardenArgs, GardenConfig, GardenWorker};
+use serde_json::{Value, json};
+use testing::conformance::{RuntimeExt, Said, container, mount, process};
+use testing::garden::Manner;
+
+use super::faults::Bench;
+
+/// The settings of a gateway for a worker that registers like this.
+fn registered(directory: &Path, worker: &Value) -> GardenConfig {
+    let path = directory.join("workers.json");
+    std::fs::write(&path, worker.to_string()).expect("write");
+    let args = GardenArgs { workers_file: Some(path), ..GardenArgs::default() };
+    let workers = args.workers(GardenWorker::default()).expect("a worker");
+    let nobody = "http://127.0.0.1:9";
+    let common = Config::for_worker("", nobody, nobody, nobody, nobody, directory.to_owned());
+    workers[0].config(&common, directory).1
+}
+
+/// A gateway of the bench's worker, as that registers: `own` has what is said beside the addresses.
+async fn gateway(bench: &Bench, directory: &Path, mut own: Value) -> Result<Arc<dyn Runtime>, RuntimeError> {
+    let runtime = bench.subject.another(|config| {
+        own["name"] = "w1".into();
+        own["addr"] = config.garden.clone().into();
+        own["baggageclaim_url"] = format!("http://{}", config.baggageclaim).into();
+        let said = registered(directory, &own);
+        let GardenConfig { environment, certs_path, resource_types, .. } = said;
+        GardenConfig { environment, certs_path, resource_types, ..config }
+    });
+    Ok(runtime.await?)
+}
+
+fn shell(script: &str) -> ProcessSpec {
+    process(&["/bin/sh", "-c", script].map(str::to_owned))
+}
+
+fn lines(said: &Said) -> Vec<&str> {
+    said.text().lines().collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn proxies_of_the_worker_are_in_the_environment_of_every_process() {
+    for manner in [Manner::Containerd, Manner::Guardian] {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let directory = tempfile::tempdir().expect("a directory");
+        let own = json!({ "http_proxy_url": "http://proxy:3128", "https_proxy_url": "http://proxy:3129", "no_proxy": "localhost" });
+        let runtime = gateway(&bench, directory.path(), own).await.expect("a gateway");
+        let spec = ProcessSpec {
+            environment: vec![EnvironmentVariable { name: b"http_proxy".to_vec(), value: b"ours".to_vec() }],
+            ..shell("echo $http_proxy; echo $https_proxy; echo $no_proxy")
+        };
+        let said = runtime.ran(bench.spec.clone(), spec).await;
+        assert_eq!(lines(&said), ["http://proxy:3128", "http://proxy:3129", "localhost"], "{manner:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn certificates_of_the_worker_are_seen_and_not_changed() {
+    let Some(bench) = Bench::new(Manner::Containerd).await else { return };
+    let directory = tempfile::tempdir().expect("a directory");
+    let (kept, certs) = (directory.path().join("kept"), directory.path().join("certs"));
+    for path in [&kept, &certs] {
+        std::fs::create_dir(path).expect("make");
+    }
+    std::fs::write(kept.join("ca.crt"), "trusted\n").expect("write");
+    std::os::unix::fs::symlink(kept.join("ca.crt"), certs.join("ca.crt")).expect("a link");
+    let own = json!({ "certs_path": certs });
+    let runtime = gateway(&bench, directory.path(), own.clone()).await.expect("a gateway");
+    let script = "cat /etc/ssl/certs/ca.crt; touch /etc/ssl/certs/mine 2>/dev/null || echo refused";
+    let said = runtime.ran(bench.spec.clone(), shell(script)).await;
+    assert_eq!(lines(&said), ["trusted", "refused"], "what the link leads to, read-only");
+
+    // A workload may bring its own.
+    let own_certs = mount(bench.volume, "/etc/ssl/certs", false);
+    let spec = ContainerSpec { mounts: vec![own_certs], ..bench.spec.clone() };
+    let said = runtime.ran(spec, shell("ls /etc/ssl/certs; touch /etc/ssl/certs/mine && echo written")).await;
+    assert_eq!(lines(&said), ["written"]);
+
+    // It is copied once, and a worker that says another path has another copy.
+    let imported = || {
+        let names = bench.subject.volumes.handles();
+        names.into_iter().filter(|name| name.starts_with("gantry-certs")).collect::<Vec<_>>()
+    };
+    drop(gateway(&bench, directory.path(), own).await.expect("a gateway"));
+    assert_eq!(imported().len(), 1);
+    let runtime = gateway(&bench, directory.path(), json!({ "certs_path": kept })).await.expect("a gateway");
+    assert_eq!(imported().len(), 2);
+    assert!(!runtime.list().await.expect("list").volumes.is_empty(), "none of them is for the sweep");
+    let missing = gateway(&bench, directory.path(), json!({ "certs_path": "/nonexistent" })).await;
+    assert!(matches!(missing, Err(RuntimeError::Other(_))), "a path that is not there is no lack of a path");
+}
+
+/// An image as workers bring it along: a gzip'ed archive with a root file system, and this text in `/etc/release`.
+fn image(path: &Path, release: &str) {
+    let root = tempfile::tempdir().expect("a directory");
+    for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
+        std::fs::create_dir(root.path().join(name)).expect("make");
+    }
+    std::fs::write(
+        root.path().join("etc/passwd"),
+        "root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/home/nobody:/bin/sh\n",
+    )
+    .expect("write");
+    std::fs::write(root.path().join("etc/release"), release).expect("write");
+    let tar = Command::new("tar").arg("-czf").arg(path).arg("-C").arg(root.path()).arg(".").status();
+    assert!(tar.expect("tar is installed").success());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn images_of_resource_types_are_roots_of_containers() {
+    for manner in [Manner::Containerd, Manner::Guardian] {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("rootfs.tgz");
+        image(&path, "first");
+        let advertised = |version: &str| {
+            json!({ "resource_types": [
+                { "type": "git", "image": path, "version": version, "privileged": false, "unique_version_history": false },
+            ] })
+        };
+        let runtime = gateway(&bench, directory.path(), advertised("1")).await.expect("a gateway");
+        let capabilities = runtime.capabilities().clone();
+        assert!(capabilities.image_kinds.contains(&"resource-type".to_owned()));
+        let [git] = &capabilities.resource_types[..] else { panic!("{capabilities:?}") };
+        assert_eq!((git.name.as_str(), git.version.as_str()), ("git", "1"));
+        let unknown =
+            runtime.create_volume(VolumeHandle::new(), VolumeSource::ResourceType("s3".to_owned())).await;
+        assert!(matches!(unknown, Err(RuntimeError::Unsupported(_))), "{unknown:?}");
+
+        let made = async |runtime: &Arc<dyn Runtime>| {
+            let root = VolumeHandle::new();
+            let source = VolumeSource::ResourceType("git".to_owned());
+            runtime.create_volume(root, source).await.expect("an image");
+            root
+        };
+        let release = "cat /etc/release; echo; echo changed > /etc/release; echo $HOME";
+        let mut roots = Vec::new();
+        for user in [None, Some("nobody".to_owned())] {
+            let root = made(&runtime).await;
+            let spec = ContainerSpec { root: Root::Whole(root), user, ..container() };
+            let home = if spec.user.is_some() { "/home/nobody" } else { "/root" };
+            let said = runtime.ran(spec, shell(release)).await;
+            assert_eq!(lines(&said), ["first", home], "{manner:?}: each has a layer of its own");
+            roots.push(root);
+        }
+        let imported = || {
+            let names = bench.subject.volumes.handles();
+            names.into_iter().filter(|name| name.starts_with("gantry-image")).count()
+        };
+        assert_eq!(imported(), 1, "made once");
+
+        // The worker was replaced by a newer one over what it holds.
+        image(&path, "second");
+        drop(runtime);
+        let runtime = gateway(&bench, directory.path(), advertised("2")).await.expect("a gateway");
+        let root = made(&runtime).await;
+        let said =
+            runtime.ran(ContainerSpec { root: Root::Whole(root), ..container() }, shell(release)).await;
+        assert_eq!(lines(&said), ["second", "/root"], "{manner:?}");
+        assert!(runtime.list().await.expect("list").volumes.contains(&root));
+        assert_eq!(imported(), 2, "there are children of the old one");
+        for container in runtime.list().await.expect("list").containers {
+            runtime.destroy_container(container).await.expect("destroy");
+        }
+        assert!(runtime.destroy_volumes(&roots).await.is_empty());
+        runtime.list().await.expect("list");
+        assert_eq!(imported(), 1, "the new one");
+
+        // What the worker does not have where it says so is told.
+        std::fs::remove_file(&path).expect("remove");
+        let runtime = gateway(&bench, directory.path(), advertised("3")).await.expect("a gateway");
+        let source = VolumeSource::ResourceType("git".to_owned());
+        let missing = runtime.create_volume(VolumeHandle::new(), source).await;
+        assert!(matches!(&missing, Err(RuntimeError::Other(why)) if why.contains("\"git\"")), "{missing:?}");
+    }
+}

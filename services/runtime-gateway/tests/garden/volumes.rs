@@ -1,0 +1,200 @@
+//! Volumes of a worker: how their bytes travel, how they are made and destroyed, and whose ids are in them.
+
+use std::path::{Path, PathBuf};
+
+use concourse::baggageclaim::{Client, Encoding, Handle, Timeouts};
+use domain::{ContainerHandle, VolumeHandle};
+use runtime::{ContainerSpec, Contents, Runtime, RuntimeError, VolumeSource};
+use runtime_gateway::garden::GardenConfig;
+use testing::baggageclaim::{Faults, Server};
+use testing::conformance::{RuntimeExt, get, in_time, mount, put};
+use testing::garden::Manner;
+use tokio::io::AsyncReadExt;
+
+use super::faults::Bench;
+
+fn knowing(encodings: &[Encoding]) -> Faults {
+    let words = encodings.iter().map(|encoding| encoding.as_str().to_owned());
+    Faults { encodings: Some(words.collect()), ..Faults::default() }
+}
+
+/// How many of the requests since `before` begin like this.
+fn asked(volumes: &Server, before: usize, prefix: &str) -> usize {
+    volumes.requests()[before..].iter().filter(|request| request.starts_with(prefix)).count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn archives_travel_in_the_encoding_that_was_chosen() {
+    let Some(bench) = Bench::new(Manner::Containerd).await else { return };
+    let volumes = &bench.subject.volumes;
+    for encoding in Encoding::ALL {
+        // What travels in another one is refused.
+        let faults = knowing(&[encoding]);
+        volumes.set_faults(faults.clone());
+        let chosen = |config| GardenConfig { encoding: Some(encoding), ..config };
+        let runtime = bench.subject.another(chosen).await.expect("a gateway");
+        let volume = VolumeHandle::new();
+        runtime.create_volume(volume, VolumeSource::Empty).await.expect("make a volume");
+        runtime.make_directories(volume, &[PathBuf::from("a/b")]).await.expect("directories");
+        let contents = "all that is in it ".repeat(10_000);
+        put(&*runtime, volume, "a/b/file", &contents).await;
+        assert_eq!(get(&*runtime, volume, "a/b/file").await.as_deref(), Some(&*contents), "{encoding:?}");
+        let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
+            panic!("it is near")
+        };
+        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
+        assert_eq!(remote.kept_manifest().await.expect("a manifest").as_deref(), Some(&b"manifest"[..]));
+
+        for fault in
+            [Faults { cut_archives: true, ..faults.clone() }, Faults { fail_archives: true, ..faults }]
+        {
+            volumes.set_faults(fault.clone());
+            let mut bytes = Vec::new();
+            let read = match remote.read(Path::new("a/b")).await {
+                Ok(mut archive) => archive.read_to_end(&mut bytes).await.map(|_| ()),
+                Err(error) => Err(std::io::Error::other(error)),
+            };
+            assert!(read.is_err(), "{encoding:?} {fault:?}: it seems whole");
+            remote.kept_manifest().await.expect_err("no manifest either");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_is_asked_for_no_encoding_that_it_does_not_know() {
+    let Some(bench) = Bench::new(Manner::Containerd).await else { return };
+    let volumes = &bench.subject.volumes;
+    // As those before 7.10, and older ones still.
+    for known in [&[Encoding::Gzip, Encoding::Zstd][..], &[Encoding::Gzip]] {
+        volumes.set_faults(knowing(known));
+        let runtime = bench.subject.another(|config| config).await.expect("a gateway");
+        put(&*runtime, bench.volume, "file", "contents").await;
+        assert_eq!(get(&*runtime, bench.volume, "file").await.as_deref(), Some("contents"), "{known:?}");
+        let chosen = |config| GardenConfig { encoding: Some(Encoding::S2), ..config };
+        let refused = bench.subject.another(chosen).await.err();
+        let Some(RuntimeError::Unsupported(message)) = refused else { panic!("{refused:?}") };
+        assert_eq!(message, "it knows no archives in s2");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn volumes_are_destroyed_together_and_none_with_its_parent() {
+    let Some(bench) = Bench::new(Manner::Containerd).await else { return };
+    let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
+    assert!(runtime.destroyed_at_once() > 1);
+    let family = async || {
+        let parent = runtime.volume().await;
+        put(&**runtime, parent, "file", "kept").await;
+        let Contents::Remote(remote) = runtime.contents(parent).await.expect("the contents") else {
+            panic!("it is near")
+        };
+        remote.keep_manifest(b"manifest".to_vec()).await.expect("keep");
+        (parent, runtime.child(parent).await, runtime.volume().await)
+    };
+    let is_there =
+        |volume: VolumeHandle| volumes.handles().iter().any(|handle| handle.starts_with(&volume.to_string()));
+    let gone = |all: &[VolumeHandle]| !all.iter().any(|volume| is_there(*volume));
+
+    let (parent, child, other) = family().await;
+    let before = volumes.requests().len();
+    assert!(runtime.destroy_volumes(&[child, other, parent]).await.is_empty());
+    assert!(gone(&[parent, child, other]), "with the manifest: {:?}", volumes.handles());
+    assert_eq!(asked(volumes, before, "DELETE /volumes/destroy"), 2, "the parent after its child");
+    assert_eq!(asked(volumes, before, "DELETE"), 2);
+
+    // The worker would destroy it, and empty its child.
+    let (parent, child, other) = family().await;
+    let left = runtime.destroy_volumes(&[other, parent]).await;
+    assert!(matches!(left[..], [(volume, RuntimeError::HasChildren(_))] if volume == parent), "{left:?}");
+    assert_eq!(get(&**runtime, child, "file").await.as_deref(), Some("kept"));
+    assert!(gone(&[other]));
+
+    // Of a call that fails it is found out what is left.
+    let (one, two) = (runtime.volume().await, runtime.volume().await);
+    volumes.set_faults(Faults { stuck: vec![one.to_string()], ..Faults::default() });
+    let left = runtime.destroy_volumes(&[one, two]).await;
+    assert!(matches!(left[..], [(volume, RuntimeError::Other(_))] if volume == one), "{left:?}");
+    assert!(is_there(one) && gone(&[two]));
+    let left = runtime.destroy_volumes(&[child, parent]).await;
+    assert!(left.is_empty(), "{left:?}");
+
+    for fault in [
+        Faults { no_destroy_many: true, ..Faults::default() },
+        Faults { lose_answers: Some(("DELETE /volumes/destroy".to_owned(), 1)), ..Faults::default() },
+    ] {
+        let (parent, child, other) = family().await;
+        volumes.set_faults(fault.clone());
+        let left = runtime.destroy_volumes(&[child, other, one, parent]).await;
+        assert!(left.is_empty(), "{fault:?}: {left:?}");
+        assert!(gone(&[parent, child, other, one]), "{fault:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_creation_goes_on_until_the_worker_says_how_it_went() {
+    let Some(bench) = Bench::new(Manner::Containerd).await else { return };
+    let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
+    let before = volumes.requests().len();
+    volumes.set_faults(Faults { slow_creations: 4, ..Faults::default() });
+    let slow = runtime.volume().await;
+    assert_eq!(asked(volumes, before, "POST /volumes-async"), 1);
+    assert!(asked(volumes, before, &format!("GET /volumes-async/{slow}")) > 4);
+    let forgotten = format!("DELETE /volumes-async/{slow}");
+    in_time("the worker to be told to forget it", async {
+        while asked(volumes, before, &forgotten) == 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+
+    // What is being made is there: it occupies the worker, and holds its parent.
+    volumes.set_faults(Faults { slow_creations: usize::MAX, ..Faults::default() });
+    let before = volumes.requests().len();
+    let (parent, child) = (bench.volume, VolumeHandle::new());
+    let mut creating = Box::pin(runtime.create_volume(child, VolumeSource::CopyOnWrite { parent }));
+    in_time("a question", async {
+        while asked(volumes, before, &format!("GET /volumes-async/{child}")) < 2 {
+            assert!(futures::poll!(&mut creating).is_pending());
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    assert!(runtime.list().await.expect("list").volumes.contains(&child));
+    let refused = runtime.destroy_volume(parent).await;
+    assert!(matches!(refused, Err(RuntimeError::HasChildren(_))), "{refused:?}");
+
+    // A gateway that ends leaves it, and the next takes it over: to ask twice would empty it.
+    drop(creating);
+    volumes.set_faults(Faults::default());
+    let next = bench.subject.another(|config| config).await.expect("the next gateway");
+    next.create_volume(child, VolumeSource::CopyOnWrite { parent }).await.expect("take it over");
+    assert_eq!(asked(volumes, before, "POST /volumes-async"), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn volumes_have_the_ids_that_their_container_has() {
+    let Some(bench) = Bench::new(Manner::Containerd).await else { return };
+    let (runtime, volumes) = (&bench.runtime, &bench.subject.volumes);
+    let client = Client::new(&volumes.address().to_string(), Timeouts::default());
+    let is_privileged = async |volume: VolumeHandle| {
+        let handle = Handle::new(volume.to_string()).expect("a handle");
+        client.privileged(&handle).await.expect("its privilege")
+    };
+    let (read, written) = (runtime.volume().await, bench.volume);
+    let mounts = vec![mount(written, "/out", false), mount(read, "/in", true)];
+    for privileged in [true, false] {
+        let spec = ContainerSpec { privileged, mounts: mounts.clone(), ..bench.spec.clone() };
+        let before = volumes.requests().len();
+        let handle = ContainerHandle::new();
+        // The worker walks through the whole volume, and says nothing of files that it cannot change.
+        let switch = format!("PUT /volumes/{written}/privileged");
+        volumes.set_faults(Faults { lose_answers: Some((switch.clone(), 1)), ..Faults::default() });
+        runtime.create_container(handle, spec.clone()).await.expect_err("nobody knows whose files they are");
+        assert!(runtime.list().await.expect("list").containers.is_empty());
+        runtime.create_container(handle, spec).await.expect("make it again");
+        assert_eq!(is_privileged(written).await, privileged);
+        assert!(!is_privileged(read).await, "what others read as well stays as it is");
+        assert_eq!(asked(volumes, before, &switch), 1, "what has them already is left alone");
+        runtime.destroy_container(handle).await.expect("destroy");
+    }
+}

@@ -1,0 +1,163 @@
+//! Who is attached to a process: what is read of it, and what is said to it.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::stream;
+use runtime::{Attachment, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, Window};
+
+use super::FakeWorker;
+use super::process::{Inner, Process};
+
+/// Most that is said at once.
+const CHUNK: usize = 1 << 20;
+
+/// Attaches from these offsets on.
+pub(super) fn attach(
+    worker: &Arc<FakeWorker>,
+    process: &Arc<Process>,
+    from: Offsets,
+) -> Result<Attachment, RuntimeError> {
+    let at = [from.stdout, from.stderr];
+    let stdin_offset = {
+        let inner = process.look();
+        for (output, offset) in inner.outputs.iter().zip(at) {
+            if offset > output.head {
+                return Err(RuntimeError::OffsetOutOfRange { offset, limit: output.head });
+            }
+        }
+        inner.stdin_taken()
+    };
+    let speech = Speech { at, stdin_said: stdin_offset, turn: 0, said: Said::Output };
+    let reader = Reader { worker: worker.clone(), process: process.clone(), speech };
+    let events = stream::unfold(Some(reader), |reader| async move {
+        let mut reader = reader?;
+        match reader.next().await {
+            Ok(Some(event)) => Some((Ok(event), Some(reader))),
+            Ok(None) => None,
+            Err(error) => Some((Err(error), None)),
+        }
+    });
+    let input = Input { worker: worker.clone(), process: process.clone() };
+    Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
+}
+
+struct Reader {
+    worker: Arc<FakeWorker>,
+    process: Arc<Process>,
+    speech: Speech,
+}
+
+impl Reader {
+    async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
+        tokio::select! {
+            biased;
+            error = self.worker.faults.unreachable() => Err(error),
+            event = self.process.wait(|inner| self.speech.next(inner)) => Ok(event),
+        }
+    }
+}
+
+/// What was said to a reader so far.
+struct Speech {
+    /// How far it has read.
+    at: [u64; 2],
+    stdin_said: u64,
+    /// Which output is looked at first, so that neither waits for the other.
+    turn: usize,
+    said: Said,
+}
+
+#[derive(PartialEq, Eq)]
+enum Said {
+    Output,
+    Ended,
+    Done,
+}
+
+impl Speech {
+    /// What is to be said next. `None`: nothing yet. `Some(None)`: nothing any more.
+    fn next(&mut self, inner: &Inner) -> Option<Option<ProcessEvent>> {
+        let taken = inner.stdin_taken();
+        if self.said == Said::Output && self.stdin_said != taken {
+            self.stdin_said = taken;
+            return Some(Some(ProcessEvent::StdinTaken(taken)));
+        }
+        if let Some(event) = self.output(inner) {
+            return Some(Some(event));
+        }
+        let ended = inner.ended()?;
+        let [stdout, stderr] = self.at;
+        let (said, event) = match self.said {
+            Said::Output => (Said::Ended, Some(ProcessEvent::Ended(ended))),
+            Said::Ended => (Said::Done, Some(ProcessEvent::Done(Offsets { stdout, stderr }))),
+            Said::Done => (Said::Done, None),
+        };
+        self.said = said;
+        Some(event)
+    }
+
+    fn output(&mut self, inner: &Inner) -> Option<ProcessEvent> {
+        for which in [self.turn, 1 - self.turn] {
+            let (output, offset) = (&inner.outputs[which], self.at[which]);
+            let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
+            if offset < output.tail() {
+                self.at[which] = output.tail();
+                return Some(ProcessEvent::Truncated { stream, from: offset, to: output.tail() });
+            }
+            if offset < output.head {
+                let data = Bytes::from(output.from(offset, CHUNK));
+                self.at[which] += data.len() as u64;
+                self.turn = 1 - which;
+                return Some(ProcessEvent::Output { stream, offset, data });
+            }
+        }
+        None
+    }
+}
+
+struct Input {
+    worker: Arc<FakeWorker>,
+    process: Arc<Process>,
+}
+
+#[async_trait]
+impl ProcessInput for Input {
+    async fn stdin(&self, offset: u64, data: Bytes) -> Result<(), RuntimeError> {
+        tokio::select! {
+            biased;
+            error = self.worker.faults.unreachable() => Err(error),
+            sent = self.process.send(offset, &data) => sent,
+        }
+    }
+
+    async fn close_stdin(&self) -> Result<(), RuntimeError> {
+        self.worker.faults.reach()?;
+        self.process.close_stdin().await;
+        Ok(())
+    }
+
+    async fn signal(&self, number: u8) -> Result<(), RuntimeError> {
+        self.worker.faults.reach()?;
+        self.process.signal(number);
+        Ok(())
+    }
+
+    async fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+        self.worker.faults.reach()?;
+        self.process.resize(window)
+    }
+
+    async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError> {
+        self.worker.faults.reach()?;
+        self.process.acknowledge([up_to.stdout, up_to.stderr]);
+        Ok(())
+    }
+
+    async fn detach(&self) -> Result<(), RuntimeError> {
+        self.worker.faults.reach()?;
+        self.process.detach();
+        Ok(())
+    }
+}

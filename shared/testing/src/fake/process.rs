@@ -1,0 +1,425 @@
+//! One process: what it was told and has said, how it is stopped and how it ended.
+//!
+//! ```text
+//! starting ──▶ started ──▶ ended
+//!    ├─ stop ─────────────▶ ended (never started)
+//!    └─ reboot ───────────▶ nobody knows
+//! ```
+//!
+//! Its program runs as a task. Only that task tells the end of what was started, after it has dropped the program, so that nothing of it
+//! goes on afterwards.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use domain::AttemptId;
+use domain::workload::{Exit, Failure, FailureReason, OutputMode, Stdin};
+use runtime::{Ended, OutputStream, ProcessSpec, ProcessState, RuntimeError, Window};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::faults::Gate;
+use super::programs::{Program, System};
+
+const KILL: u8 = 9;
+const TERM: u8 = 15;
+/// CHLD, CONT, URG and WINCH do nothing; nothing is ever suspended.
+const HARMLESS: [u8; 9] = [0, 17, 18, 19, 20, 21, 22, 23, 28];
+/// How much input waits for a process that does not read.
+const PIPE: usize = 64 * 1024;
+
+/// When the gateway was last in contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
+pub(super) type Contact = Option<(Duration, Duration)>;
+
+/// The time since the boot.
+pub(super) fn since_boot() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+/// What is kept of one output.
+#[derive(Default)]
+pub(super) struct Output {
+    kept: VecDeque<u8>,
+    /// Every byte that was ever written.
+    pub(super) head: u64,
+    acknowledged: u64,
+}
+
+impl Output {
+    /// The oldest byte that is there.
+    pub(super) fn tail(&self) -> u64 {
+        self.head - self.kept.len() as u64
+    }
+
+    pub(super) fn acknowledge(&mut self, up_to: u64) {
+        self.acknowledged = self.acknowledged.max(up_to.min(self.head));
+    }
+
+    /// What is there from `offset` on, which is neither gone nor still to come.
+    pub(super) fn from(&self, offset: u64, most: usize) -> Vec<u8> {
+        let from = usize::try_from(offset - self.tail()).unwrap_or(usize::MAX);
+        let to = self.kept.len().min(from.saturating_add(most));
+        let (first, second) = self.kept.as_slices();
+        let of_second = from.saturating_sub(first.len())..to.saturating_sub(first.len());
+        [&first[from.min(first.len())..to.min(first.len())], &second[of_second]].concat()
+    }
+
+    fn push(&mut self, bytes: &[u8], limit: u64) {
+        self.kept.extend(bytes);
+        self.head += bytes.len() as u64;
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+        self.kept.drain(..self.kept.len().saturating_sub(limit));
+    }
+}
+
+/// Standard input on its way.
+struct Input {
+    waiting: VecDeque<u8>,
+    taken: u64,
+    /// Nothing more comes.
+    closed: bool,
+    /// The process has closed it.
+    unread: bool,
+}
+
+pub(super) struct Inner {
+    pub(super) state: ProcessState,
+    pub(super) outputs: [Output; 2],
+    input: Input,
+    /// Whether it waits rather than lose output that nobody acknowledged.
+    held_back: bool,
+    window: Option<Window>,
+    ignored: BTreeSet<u8>,
+    /// The signal that ends it.
+    fatal: Option<u8>,
+    kill_at: Option<Instant>,
+    stopped: bool,
+    /// The machine went down with it.
+    lost: bool,
+}
+
+impl Inner {
+    pub(super) fn stdin_taken(&self) -> u64 {
+        self.input.taken
+    }
+
+    /// How it ended, once it has.
+    pub(super) fn ended(&self) -> Option<Ended> {
+        match &self.state {
+            ProcessState::Starting | ProcessState::Started => None,
+            ProcessState::Ended(ended) => Some(ended.clone()),
+            ProcessState::StartUnknown => {
+                let message = "the machine went down between the intent to start it and any proof of a start";
+                let reason = FailureReason::StartUnknown;
+                Some(Ended::Unknown(Failure { reason, message: message.to_owned() }))
+            }
+        }
+    }
+
+    fn signal(&mut self, number: u8) {
+        let harmless = HARMLESS.contains(&number) || (number != KILL && self.ignored.contains(&number));
+        if !harmless {
+            self.fatal.get_or_insert(number);
+        }
+    }
+
+    fn end(&mut self, reason: FailureReason, message: &str) {
+        self.state = ProcessState::Ended(Ended::NotStarted(Failure { reason, message: message.to_owned() }));
+    }
+}
+
+pub(super) struct Process {
+    pub(super) id: AttemptId,
+    inner: Mutex<Inner>,
+    changes: watch::Sender<()>,
+    spool_bytes: u64,
+    /// Held by who sends input, so that each is taken as a whole.
+    turn: tokio::sync::Mutex<()>,
+}
+
+impl Process {
+    pub(super) fn new(id: AttemptId, spec: &ProcessSpec, spool_bytes: u64) -> Arc<Self> {
+        let input = Input {
+            waiting: VecDeque::new(),
+            taken: 0,
+            closed: spec.stdin == Stdin::None,
+            unread: spec.stdin == Stdin::None,
+        };
+        let inner = Inner {
+            state: ProcessState::Starting,
+            outputs: Default::default(),
+            input,
+            held_back: spec.output == OutputMode::Attached,
+            window: spec.terminal,
+            ignored: BTreeSet::new(),
+            fatal: None,
+            kill_at: None,
+            stopped: false,
+            lost: false,
+        };
+        let (inner, changes) = (Mutex::new(inner), watch::Sender::new(()));
+        Arc::new(Self { id, inner, changes, spool_bytes, turn: tokio::sync::Mutex::default() })
+    }
+
+    pub(super) fn look(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
+        let changed = change(&mut self.look());
+        self.changes.send_replace(());
+        changed
+    }
+
+    /// Waits until `attempt` comes to something, which may change the process.
+    pub(super) async fn until<T>(&self, mut attempt: impl FnMut(&mut Inner) -> Option<T>) -> T {
+        let mut changes = self.changes.subscribe();
+        loop {
+            let done = attempt(&mut self.look());
+            if let Some(done) = done {
+                self.changes.send_replace(());
+                return done;
+            }
+            // Its sender is here.
+            changes.changed().await.ok();
+        }
+    }
+
+    /// The same of something that changes nothing.
+    pub(super) async fn wait<T>(&self, mut attempt: impl FnMut(&Inner) -> Option<T>) -> T {
+        let mut changes = self.changes.subscribe();
+        loop {
+            let done = attempt(&self.look());
+            if let Some(done) = done {
+                return done;
+            }
+            changes.changed().await.ok();
+        }
+    }
+
+    async fn ended(&self) {
+        self.wait(|inner| inner.ended()).await;
+    }
+
+    /// Runs `program` once it may be started, unless it is stopped before.
+    pub(super) async fn run(
+        self: Arc<Self>,
+        starts: Gate,
+        contact: watch::Receiver<Contact>,
+        program: Result<Program, Failure>,
+        system: System,
+    ) {
+        tokio::select! {
+            () = starts.open() => {}
+            () = self.ended() => return,
+        }
+        let begun = self.change(|inner| {
+            if inner.state != ProcessState::Starting {
+                return false;
+            }
+            match &program {
+                Ok(_) => inner.state = ProcessState::Started,
+                Err(failure) => inner.state = ProcessState::Ended(Ended::NotStarted(failure.clone())),
+            }
+            true
+        });
+        let (true, Ok(program)) = (begun, program) else { return };
+        let exit = tokio::select! {
+            biased;
+            signal = self.wait(|inner| inner.fatal) => Exit::Signal(signal),
+            () = self.killed() => Exit::Signal(KILL),
+            () = lost(contact) => {
+                self.change(|inner| inner.stopped = true);
+                Exit::Signal(KILL)
+            }
+            code = program.run(&system) => Exit::Code(code),
+        };
+        self.change(|inner| {
+            inner.state = ProcessState::Ended(if inner.lost {
+                let message = "the machine went down while it ran".to_owned();
+                Ended::Unknown(Failure { reason: FailureReason::ExitUnknown, message })
+            } else {
+                Ended::Exited { exit, stopped: inner.stopped }
+            });
+        });
+    }
+
+    /// Resolves when its grace is over.
+    async fn killed(&self) {
+        let mut at = self.wait(|inner| inner.kill_at).await;
+        let earlier = |at| self.wait(move |inner| inner.kill_at.filter(|new| *new < at));
+        while let Ok(new) = timeout_at(at, earlier(at)).await {
+            at = new;
+        }
+    }
+
+    pub(super) fn stop(&self, grace: Duration) {
+        self.change(|inner| match inner.state {
+            ProcessState::Starting => {
+                inner.end(FailureReason::StoppedBeforeStart, "it was stopped before it was started");
+            }
+            ProcessState::Started => {
+                inner.stopped = true;
+                if inner.kill_at.is_none() {
+                    inner.signal(TERM);
+                }
+                let at = Instant::now() + grace;
+                inner.kill_at = Some(inner.kill_at.map_or(at, |earlier| earlier.min(at)));
+            }
+            ProcessState::Ended(_) | ProcessState::StartUnknown => {}
+        });
+    }
+
+    /// Ends it at once, or sees to it that it is never started.
+    pub(super) async fn destroy(&self) {
+        self.stop(Duration::ZERO);
+        self.signal(KILL);
+        self.ended().await;
+    }
+
+    /// Ends it as a machine does that goes down.
+    pub(super) async fn lose(&self) {
+        self.change(|inner| match inner.state {
+            ProcessState::Starting => inner.state = ProcessState::StartUnknown,
+            _ => inner.lost = true,
+        });
+        self.signal(KILL);
+        self.ended().await;
+    }
+
+    /// Ends it when nobody is there any more to ask for it.
+    pub(super) fn abandon(&self) {
+        self.stop(Duration::ZERO);
+        self.signal(KILL);
+    }
+
+    // What is said to it.
+
+    pub(super) fn signal(&self, number: u8) {
+        self.change(|inner| inner.signal(number));
+    }
+
+    pub(super) fn acknowledge(&self, up_to: [u64; 2]) {
+        self.change(|inner| {
+            for (output, up_to) in inner.outputs.iter_mut().zip(up_to) {
+                output.acknowledge(up_to);
+            }
+        });
+    }
+
+    pub(super) fn detach(&self) {
+        self.change(|inner| inner.held_back = false);
+    }
+
+    pub(super) fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+        self.change(|inner| {
+            inner.window.as_mut().map(|size| *size = window).ok_or_else(|| {
+                RuntimeError::Unsupported(format!("a terminal of process {}, which has none", self.id))
+            })
+        })
+    }
+
+    pub(super) async fn send(&self, offset: u64, data: &[u8]) -> Result<(), RuntimeError> {
+        let _turn = self.turn.lock().await;
+        let end = offset + data.len() as u64;
+        loop {
+            let done = self.until(|inner| {
+                let deaf = inner.ended().is_some();
+                let input = &mut inner.input;
+                if offset > input.taken {
+                    return Some(Err(RuntimeError::OffsetOutOfRange { offset, limit: input.taken }));
+                }
+                if deaf || input.closed || input.unread {
+                    input.taken = input.taken.max(end);
+                }
+                if input.taken >= end {
+                    return Some(Ok(true));
+                }
+                let room = PIPE - input.waiting.len();
+                let rest = &data[usize::try_from(input.taken - offset).unwrap_or(usize::MAX)..];
+                let part = &rest[..rest.len().min(room)];
+                input.waiting.extend(part);
+                input.taken += part.len() as u64;
+                (!part.is_empty()).then_some(Ok(false))
+            });
+            if done.await? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// After what is being sent.
+    pub(super) async fn close_stdin(&self) {
+        let _turn = self.turn.lock().await;
+        self.change(|inner| inner.input.closed = true);
+    }
+
+    // What its program does.
+
+    /// Some input: nothing when there is no more.
+    pub(super) async fn read(&self) -> Vec<u8> {
+        let read = self.until(|inner| {
+            let input = &mut inner.input;
+            let over = input.closed || input.unread;
+            (over || !input.waiting.is_empty()).then(|| input.waiting.drain(..).collect())
+        });
+        read.await
+    }
+
+    pub(super) fn stop_reading(&self) {
+        self.change(|inner| inner.input.unread = true);
+    }
+
+    pub(super) async fn write(&self, stream: OutputStream, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let limit = self.spool_bytes;
+            let written = self.until(|inner| {
+                // A terminal is one thing.
+                let which = usize::from(stream == OutputStream::Stderr && inner.window.is_none());
+                let (held, output) = (inner.held_back, &mut inner.outputs[which]);
+                let room = if held { limit.saturating_sub(output.head - output.acknowledged) } else { limit };
+                let length = bytes.len().min(usize::try_from(room).unwrap_or(usize::MAX));
+                output.push(&bytes[..length], limit);
+                (length > 0).then_some(length)
+            });
+            bytes = &bytes[written.await..];
+            tokio::task::yield_now().await;
+        }
+    }
+
+    pub(super) fn ignore(&self, number: u8) {
+        self.change(|inner| inner.ignored.insert(number));
+    }
+
+    pub(super) fn window(&self) -> Option<Window> {
+        self.look().window
+    }
+
+    /// Whether a signal is about to end it.
+    pub(super) fn is_dying(&self) -> bool {
+        self.look().fatal.is_some()
+    }
+}
+
+/// Resolves when the gateway has been out of contact for too long.
+async fn lost(mut contact: watch::Receiver<Contact>) {
+    loop {
+        let known = *contact.borrow_and_update();
+        let changed = match known {
+            None => contact.changed().await,
+            Some((sent, stop_after)) => {
+                let left = sent.saturating_add(stop_after).saturating_sub(since_boot());
+                match timeout(left, contact.changed()).await {
+                    Ok(changed) => changed,
+                    Err(_) => return,
+                }
+            }
+        };
+        if changed.is_err() {
+            // The worker itself is gone, which ends the process by another way.
+            std::future::pending::<()>().await;
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! Volumes: directories, whose children are copies.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Component, Path};
+
+use domain::VolumeHandle;
+use runtime::{RuntimeError, VolumeSource};
+use rustix::fs::OFlags;
+
+use super::programs::open_in;
+use super::{FakeWorker, State};
+
+/// What is known of a volume beside its directory.
+pub(super) struct Volume {
+    /// It is no volume before that, and occupies the worker all the same.
+    pub(super) made: bool,
+    pub(super) parent: Option<VolumeHandle>,
+    /// Its contents were the directory of another.
+    taken: bool,
+}
+
+fn io(doing: &str) -> impl FnOnce(io::Error) -> RuntimeError {
+    let doing = doing.to_owned();
+    move |error| RuntimeError::io(doing, error)
+}
+
+/// Copies a tree: directories, files and links, with their permissions and the times of files.
+pub(super) fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    fs::create_dir(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let (kind, source, target) = (entry.file_type()?, entry.path(), to.join(entry.file_name()));
+        if kind.is_dir() {
+            copy(&source, &target)?;
+        } else if kind.is_symlink() {
+            symlink(fs::read_link(&source)?, &target)?;
+        } else {
+            fs::copy(&source, &target)?;
+            fs::File::options().append(true).open(&target)?.set_modified(entry.metadata()?.modified()?)?;
+        }
+    }
+    fs::set_permissions(to, fs::metadata(from)?.permissions())
+}
+
+impl State {
+    fn children(&self, parent: VolumeHandle) -> bool {
+        self.volumes.values().any(|volume| volume.parent == Some(parent))
+    }
+
+    fn is_made(&self, handle: VolumeHandle) -> bool {
+        self.volumes.get(&handle).is_some_and(|volume| volume.made)
+    }
+}
+
+impl FakeWorker {
+    /// Errors: there is no such volume.
+    pub(super) fn find_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        if self.state().is_made(handle) { Ok(()) } else { Err(RuntimeError::VolumeNotFound(handle)) }
+    }
+
+    pub(super) async fn make_volume(
+        &self,
+        handle: VolumeHandle,
+        source: VolumeSource,
+    ) -> Result<(), RuntimeError> {
+        let parent = match source {
+            VolumeSource::Empty => None,
+            VolumeSource::CopyOnWrite { parent } => Some(parent),
+            VolumeSource::ResourceType(name) => {
+                return Err(RuntimeError::Unsupported(format!("the fake brings no image of {name:?}")));
+            }
+        };
+        {
+            let mut state = self.state();
+            if state.is_made(handle) {
+                return Ok(());
+            }
+            if let Some(parent) = parent.filter(|parent| !state.is_made(*parent)) {
+                return Err(RuntimeError::VolumeNotFound(parent));
+            }
+            state.volumes.entry(handle).or_insert(Volume { made: false, parent, taken: false });
+        }
+        self.faults.volumes.open().await;
+        let (new, path) = (tempfile::tempdir_in(self.directory("new")), self.path(handle));
+        let new = new.map_err(io("making a volume"))?;
+        let filled = new.path().join("volume");
+        match parent {
+            None => fs::create_dir(&filled).map_err(io("making a volume"))?,
+            Some(parent) => copy(&self.path(parent), &filled).map_err(io("copying a volume"))?,
+        }
+        let mut state = self.state();
+        match state.volumes.get_mut(&handle) {
+            Some(volume) if volume.made => Ok(()),
+            Some(volume) => {
+                fs::rename(filled, path).map_err(io("making a volume"))?;
+                volume.made = true;
+                Ok(())
+            }
+            None => Err(RuntimeError::Other(format!("volume {handle} was destroyed while it was made"))),
+        }
+    }
+
+    pub(super) fn take(
+        &self,
+        from: VolumeHandle,
+        path: &Path,
+        into: VolumeHandle,
+    ) -> Result<(), RuntimeError> {
+        let mut state = self.state();
+        for handle in [from, into] {
+            if !state.is_made(handle) {
+                return Err(RuntimeError::VolumeNotFound(handle));
+            }
+        }
+        let missing = || RuntimeError::OutputMissing(path.display().to_string());
+        let (source, target) = (self.path(from), self.path(into));
+        if !path.components().all(|part| matches!(part, Component::Normal(_))) {
+            return Err(missing());
+        }
+        let found = open_in(&source, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW);
+        let is_link =
+            |path: &Path| fs::symlink_metadata(source.join(path)).is_ok_and(|found| found.is_symlink());
+        let volume = state.volumes.get_mut(&into).expect("it was just found");
+        if found.is_err() || path.ancestors().any(is_link) {
+            return if volume.taken { Ok(()) } else { Err(missing()) };
+        }
+        volume.taken = true;
+        fs::remove_dir(&target)
+            .and_then(|()| fs::rename(source.join(path), target))
+            .map_err(io("taking a directory"))
+    }
+
+    pub(super) fn remove_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        self.faults.destroy_volume(handle)?;
+        let mut state = self.state();
+        if state.children(handle) {
+            return Err(RuntimeError::HasChildren(handle));
+        }
+        for (doing, removed) in [
+            ("destroying a volume", fs::remove_dir_all(self.path(handle))),
+            ("destroying a manifest", fs::remove_file(self.kept(handle))),
+        ] {
+            match removed {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(RuntimeError::io(doing, error));
+                }
+                _ => {}
+            }
+        }
+        state.volumes.remove(&handle);
+        Ok(())
+    }
+}
