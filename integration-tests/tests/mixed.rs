@@ -40,11 +40,16 @@ impl Scene {
         self.attend(worker, &["--tag", worker]);
     }
 
-    fn concourse(&mut self, worker: &'static str, (manner, driver): (Manner, Driver)) {
+    fn concourse(&mut self, worker: &'static str, kind: (Manner, Driver)) {
+        self.concourse_with(worker, kind, &[]);
+    }
+
+    fn concourse_with(&mut self, worker: &'static str, (manner, driver): (Manner, Driver), more: &[&str]) {
         let pair = Pair::start(manner, driver);
         let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
         self.pairs.push(pair);
-        self.attend(worker, &["--tag", worker, "--garden", &garden, "--baggageclaim", &volumes]);
+        let own = ["--tag", worker, "--garden", &garden, "--baggageclaim", &volumes];
+        self.attend(worker, &[&own[..], more].concat());
     }
 
     /// Kills the gateway of a worker, so that nothing comes from there any more.
@@ -127,6 +132,50 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
     scene.kill("host");
     tree::assert_same(&data, &scene.download(&by_host, "kept"));
     scene.end(&["host"]);
+}
+
+/// How often a worker was asked to send volumes to others, and how often to hand them out: not what is kept beside them.
+fn sent(pair: &Pair) -> (usize, usize) {
+    let requests = pair.volumes.requests();
+    let count = |what: &str| {
+        let asked = |line: &&String| line.contains(what) && !line.contains(".manifest/");
+        requests.iter().filter(asked).count()
+    };
+    (count("/stream-p2p-out?"), count("/stream-out?"))
+}
+
+#[test]
+fn what_one_concourse_worker_made_goes_straight_to_another_where_both_are_allowed_to() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut scene = Scene::start();
+    let (image, data) = (scene.suite.cluster.path("image"), scene.suite.cluster.path("data"));
+    make_image(&image);
+    directory(&data, "file", "kept\n");
+    fs::write(data.join("large"), vec![b'x'; 3_000_000]).expect("write");
+
+    scene.concourse_with("one", (Manner::Containerd, Driver::Overlay), &["--peer-to-peer"]);
+    let (image, uploaded) = (scene.upload(&image), scene.upload(&data));
+    let made = scene.run("one", &image, &uploaded, COPY);
+    let (none, handed_out) = sent(&scene.pairs[0]);
+    assert_eq!(none, 0);
+
+    scene.concourse_with("two", (Manner::Guardian, Driver::Naive), &["--peer-to-peer"]);
+    let again = scene.run("two", &image, &made, COPY);
+    assert_eq!(
+        sent(&scene.pairs[0]),
+        (2, handed_out),
+        "the image and the input, and nothing through the gateways"
+    );
+    tree::assert_same_through_tar(&data, &scene.download(&again, "again"));
+
+    // Its operator has not allowed it.
+    scene.concourse("three", (Manner::Guardian, Driver::Naive));
+    let third = scene.run("three", &image, &made, COPY);
+    assert_eq!(scene.pairs.iter().map(|pair| sent(pair).0).collect::<Vec<_>>(), [2, 0, 0]);
+    tree::assert_same_through_tar(&data, &scene.download(&third, "third"));
+    scene.end(&[]);
 }
 
 #[test]

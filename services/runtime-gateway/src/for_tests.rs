@@ -22,6 +22,7 @@ use crate::worker::Worker;
 use crate::{Config, Gateway};
 
 mod far;
+pub(crate) mod schedule;
 pub(crate) mod store;
 
 /// How long is waited for what must come.

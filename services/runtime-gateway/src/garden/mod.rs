@@ -75,6 +75,8 @@ pub struct GardenConfig {
     pub environment: Vec<(String, String)>,
     /// A directory on the worker with certificates, which every container sees at `/etc/ssl/certs`. `None`: none.
     pub certs_path: Option<String>,
+    /// Whether workers may fill each other's volumes, past their gateways: they reach one another, and nobody else reaches them.
+    pub peer_to_peer: bool,
     /// How archives travel. `None`: the best that the worker knows.
     pub encoding: Option<baggageclaim::Encoding>,
     /// How long a process may be unknown to the worker after a `Run` whose answer was lost.
@@ -100,6 +102,7 @@ impl GardenConfig {
             spool_bytes: 32 << 20,
             environment: Vec::new(),
             certs_path: None,
+            peer_to_peer: false,
             encoding: None,
             start_patience: seconds(20),
             settings: garden::Settings { retry_for: seconds(30), ..garden::Settings::default() },
@@ -170,7 +173,7 @@ impl GardenRuntime {
             Some(encoding) => encoding,
             None => volumes::best_encoding(&volumes).await?,
         };
-        let stopping = CancellationToken::new();
+        let (stopping, peer_to_peer) = (CancellationToken::new(), config.peer_to_peer);
         let worker = Worker {
             config,
             garden,
@@ -185,16 +188,19 @@ impl GardenRuntime {
             tasks: TaskTracker::new(),
             stopping: stopping.clone(),
         };
-        let capabilities = capabilities(backend);
+        let capabilities = capabilities(backend, peer_to_peer);
         Ok(Arc::new(Self { worker: Arc::new(worker), capabilities, _stop: stopping.drop_guard() }))
     }
 }
 
 /// What holds for every worker of a kind. `limits` stays away: what Garden takes for processors is a share and no limit.
-fn capabilities(backend: Backend) -> Capabilities {
+fn capabilities(backend: Backend, peer_to_peer: bool) -> Capabilities {
     let mut features = vec!["terminal"];
     if backend != Backend::Houdini {
         features.extend(["privileged", "complete-output"]);
+    }
+    if peer_to_peer {
+        features.push("peer-to-peer");
     }
     Capabilities {
         image_kinds: vec!["artifact".to_owned()],

@@ -25,9 +25,13 @@ pub struct GardenArgs {
     #[arg(long, env = "GANTRY_BAGGAGECLAIM", value_name = "HOST:PORT", requires = "garden")]
     pub baggageclaim: Option<String>,
     /// Attend the Concourse workers in this JSON file: a list of objects with `name`, `garden`, `baggageclaim`, and maybe `platform`, `tags`,
-    /// `team`, `max_tasks`; what such a worker says when it registers will do
+    /// `team`, `max_tasks`, `peer_to_peer`; what such a worker says when it registers will do
     #[arg(long, env = "GANTRY_WORKERS_FILE", value_name = "FILE")]
     pub workers_file: Option<PathBuf>,
+    /// Let the Concourse workers that are attended here send volumes straight to each other, and to those of other gateways that say the same. Only where
+    /// they reach one another at the address of their `/p2p-url`, and nobody else does: Baggageclaim asks nobody who he is
+    #[arg(long, env = "GANTRY_PEER_TO_PEER", value_parser = clap::builder::BoolishValueParser::new())]
+    pub peer_to_peer: bool,
 }
 
 /// A Concourse worker, as the file has it.
@@ -54,6 +58,9 @@ pub struct GardenWorker {
     /// Workloads at a time.
     #[serde(default)]
     pub max_tasks: Option<u32>,
+    /// Whether it and other such workers send volumes straight to each other. Default: what the flag says.
+    #[serde(default)]
+    pub peer_to_peer: Option<bool>,
     /// A directory on the worker with certificates, which every container gets.
     #[serde(default, deserialize_with = "nullable")]
     pub certs_path: String,
@@ -139,6 +146,7 @@ impl GardenArgs {
             ensure!(!worker.name.is_empty(), "a worker at {} has no name", worker.garden);
             worker.garden = address(&worker.garden)?;
             worker.baggageclaim = address(&worker.baggageclaim)?;
+            worker.peer_to_peer.get_or_insert(self.peer_to_peer);
         }
         for (i, worker) in workers.iter().enumerate() {
             if workers[..i].iter().any(|other| other.name == worker.name) {
@@ -183,6 +191,7 @@ impl GardenWorker {
         let garden = GardenConfig {
             environment: environment.map(|(name, value)| (name.to_owned(), value.clone())).collect(),
             certs_path: Some(self.certs_path.clone()).filter(|path| !path.is_empty()),
+            peer_to_peer: self.peer_to_peer == Some(true),
             ..GardenConfig::new(&self.garden, &self.baggageclaim, state_dir)
         };
         (config, garden)
@@ -262,6 +271,36 @@ mod tests {
         let environment: Vec<_> = garden.environment.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(environment, ["http_proxy", "no_proxy"]);
         assert_eq!(garden.certs_path.as_deref(), Some("/etc/ssl/certs"));
+        Ok(())
+    }
+
+    #[test]
+    fn workers_send_to_each_other_only_where_somebody_says_so() -> anyhow::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let path = directory.path().join("workers.json");
+        let entry = |name: &str, more: &str| {
+            format!(r#"{{"name":"{name}","garden":"h:1","baggageclaim":"h:7788"{more}}}"#)
+        };
+        let [silent, yes, no] =
+            [("silent", ""), ("yes", r#","peer_to_peer":true"#), ("no", r#","peer_to_peer":false"#)]
+                .map(|(name, more)| entry(name, more));
+        std::fs::write(&path, format!("[{silent},{yes},{no}]"))?;
+        for flag in [false, true] {
+            let args = GardenArgs {
+                workers_file: Some(path.clone()),
+                garden: Some("h:1".to_owned()),
+                baggageclaim: Some("h:2".to_owned()),
+                peer_to_peer: flag,
+            };
+            let given = GardenWorker { name: "given".to_owned(), ..GardenWorker::default() };
+            let common = Config::for_worker("", "", "", "", "", PathBuf::new());
+            let said: Vec<_> = args
+                .workers(given)?
+                .iter()
+                .map(|worker| worker.config(&common, Path::new("/state")).1.peer_to_peer)
+                .collect();
+            assert_eq!(said, [flag, true, false, flag]);
+        }
         Ok(())
     }
 
