@@ -34,13 +34,17 @@ impl Scene {
         self.attend(worker, &[("GANTRY_WORKER_TAGS", worker)]);
     }
 
-    fn concourse(&mut self, worker: &str, (manner, driver): (Manner, Driver)) {
+    fn concourse(&mut self, worker: &str, kind: (Manner, Driver)) {
+        self.concourse_with(worker, kind, &[]);
+    }
+
+    fn concourse_with(&mut self, worker: &str, (manner, driver): (Manner, Driver), more: &[(&str, &str)]) {
         let pair = Pair::start(manner, driver);
         let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
         self.pairs.push(pair);
         let own =
             [("GANTRY_WORKER_TAGS", worker), ("GANTRY_GARDEN", &garden), ("GANTRY_BAGGAGECLAIM", &volumes)];
-        self.attend(worker, &own);
+        self.attend(worker, &[&own[..], more].concat());
     }
 
     /// Kills the gateway of a worker, so that nothing comes from there any more.
@@ -115,6 +119,49 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
     // What was copied to a Concourse worker is as it was, parts of seconds and holes included, though its maker is gone.
     scene.kill("host");
     tree::assert_same(&data, &scene.download(&by_host, "kept"));
+}
+
+/// How often a worker was asked to send volumes to others, and how often to hand them out: not what is kept beside them.
+fn sent(pair: &Pair) -> (usize, usize) {
+    let requests = pair.volumes.requests();
+    let count = |what: &str| {
+        let asked = |line: &&String| line.contains(what) && !line.contains(".manifest/");
+        requests.iter().filter(asked).count()
+    };
+    (count("/stream-p2p-out?"), count("/stream-out?"))
+}
+
+#[test]
+fn what_one_concourse_worker_made_goes_straight_to_another_where_both_are_allowed_to() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut scene = Scene::start();
+    let (image, data) = (scene.suite.path("image"), scene.suite.path("data"));
+    make_image(&image);
+    write(&data.join("file"), "kept\n");
+    fs::write(data.join("large"), vec![b'x'; 3_000_000]).expect("write");
+
+    scene.concourse_with("one", (Manner::Containerd, Driver::Overlay), &[("GANTRY_PEER_TO_PEER", "true")]);
+    let (image, uploaded) = (scene.upload(&image), scene.upload(&data));
+    let made = scene.run("one", &image, &uploaded, COPY);
+    let (none, handed_out) = sent(&scene.pairs[0]);
+    assert_eq!(none, 0);
+
+    scene.concourse_with("two", (Manner::Guardian, Driver::Naive), &[("GANTRY_PEER_TO_PEER", "true")]);
+    let again = scene.run("two", &image, &made, COPY);
+    assert_eq!(
+        sent(&scene.pairs[0]),
+        (2, handed_out),
+        "the image and the input, and nothing through the gateways"
+    );
+    tree::assert_same_through_tar(&data, &scene.download(&again, "again"));
+
+    // Its operator has not allowed it.
+    scene.concourse("three", (Manner::Guardian, Driver::Naive));
+    let third = scene.run("three", &image, &made, COPY);
+    assert_eq!(scene.pairs.iter().map(|pair| sent(pair).0).collect::<Vec<_>>(), [2, 0, 0]);
+    tree::assert_same_through_tar(&data, &scene.download(&third, "third"));
 }
 
 #[test]

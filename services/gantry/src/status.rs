@@ -13,7 +13,7 @@ use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::{ListWorkersRequest, Worker, WorkerState, Workload, WorkloadState};
 use rpc::pb::streamer::streamer_client::StreamerClient;
-use rpc::pb::streamer::{ListTransfersRequest, Route, Transfer};
+use rpc::pb::streamer::{ListTransfersRequest, Route, Transfer, TransferProgress};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until, timeout};
 use tonic::Status;
@@ -376,6 +376,7 @@ fn transfer_document(transfer: &Transfer) -> Value {
         "transfer_id": transfer.transfer_id,
         "team": transfer.team,
         "artifact_id": transfer.artifact_id,
+        "route": route(&progress),
         "from_worker_id": progress.from_worker_id,
         "to_worker_id": transfer.to_worker_id,
         "bytes_done": progress.bytes_done,
@@ -384,6 +385,16 @@ fn transfer_document(transfer: &Transfer) -> Value {
         "bytes_per_second": progress.bytes_per_second,
         "started_at": transfer.started_at.as_ref().map(words::instant),
     })
+}
+
+/// Which way the bytes of a copy go. Empty: nobody knows yet.
+fn route(progress: &TransferProgress) -> &'static str {
+    match progress.route() {
+        Route::Unspecified => "",
+        Route::Peer => "gateways",
+        Route::Workers => "workers",
+        Route::Elsewhere => "elsewhere",
+    }
 }
 
 fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> String {
@@ -457,8 +468,6 @@ fn queue_text(unfinished: &[Workload]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::streamer::TransferProgress;
-
     use super::*;
 
     #[test]

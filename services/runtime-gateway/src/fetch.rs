@@ -4,6 +4,9 @@
 //! source after the other, each going on where the one before broke off. So a source that dies costs what was in flight, and nothing else;
 //! but where this worker is far, it takes whole files, and the next source begins anew.
 //!
+//! Where both workers are far, and workers reach one another, the source's worker sends it all by itself ([`crate::peer`]); what goes wrong with that
+//! costs time, and nothing else.
+//!
 //! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`crate::volumes`]): its manifest has
 //! that digest, and every extent the digest that the manifest says.
 
@@ -18,11 +21,13 @@ use rpc::pb::runtime::read_request::Message as Say;
 use rpc::pb::runtime::read_response::Message as Said;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::{Peer, Reason, Refusal};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
 
+use crate::peer::Sender;
 use crate::volumes::{Filling, TransferError};
 use crate::worker::Worker;
 
@@ -44,6 +49,8 @@ pub(crate) struct Progress {
     pub(crate) saved: u64,
     /// The place of the source that is read.
     pub(crate) source: usize,
+    /// Whether the worker of that source sent it all by itself.
+    pub(crate) by_peer: bool,
 }
 
 /// A volume could not be fetched.
@@ -117,24 +124,32 @@ impl From<SourceError> for Failed {
     }
 }
 
-/// Fills the volume that `ticket` names with the tree that has `digest`, from the first of `sources` that can, and tells `progress`.
+/// The volume to be filled, and what permits it.
+pub(crate) struct Destination {
+    /// What the ticket says.
+    pub(crate) ticket: TicketClaims,
+    /// The ticket itself.
+    pub(crate) signed: String,
+}
+
+/// Fills the volume that the ticket of `to` names with the tree that has `digest`, from the first of `sources` that can, and tells `progress`.
 ///
 /// Cancel safe: one that is dropped leaves a volume that is not complete, for the artifact store to collect.
 pub(crate) async fn fetch(
     worker: &Arc<Worker>,
-    ticket: TicketClaims,
+    to: Destination,
     digest: Digest,
     sources: Vec<Source>,
     progress: impl Fn(Progress),
 ) -> Result<Arc<Manifest>, FetchError> {
-    let mut fetch = Fetch { worker, ticket, digest, under_way: None, progress };
+    let mut fetch = Fetch { worker, to, digest, under_way: None, progress };
     let mut failed = Vec::new();
     for (place, source) in sources.iter().enumerate() {
         match fetch.from(place, source).await {
             Ok(filling) => return Ok(filling.commit(worker).await?),
             Err(Failed::Here(error)) => return Err(error.into()),
             Err(Failed::There(error)) => {
-                tracing::info!(volume.handle = %fetch.ticket.volume, source = source.endpoint, error = chain(&error), "a source failed");
+                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = source.endpoint, error = chain(&error), "a source failed");
                 failed.push(error);
             }
         }
@@ -145,7 +160,7 @@ pub(crate) async fn fetch(
 /// What is kept from one source to the next.
 struct Fetch<'w, P> {
     worker: &'w Arc<Worker>,
-    ticket: TicketClaims,
+    to: Destination,
     digest: Digest,
     under_way: Option<UnderWay>,
     progress: P,
@@ -170,7 +185,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         }
         let mut under_way = match self.under_way.take() {
             Some(under_way) => under_way,
-            None => self.begin(Arc::new(manifest)).await.map_err(Failed::Here)?,
+            None => self.begin(place, source, Arc::new(manifest)).await.map_err(Failed::Here)?,
         };
         under_way.progress.source = place;
         (self.progress)(under_way.progress);
@@ -192,11 +207,34 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         }
     }
 
-    async fn begin(&self, manifest: Arc<Manifest>) -> Result<UnderWay, TransferError> {
-        let filling = Filling::begin(self.worker, self.ticket.clone(), manifest.clone()).await?;
-        let (total, missing) = (manifest.extent_bytes(), filling.missing_bytes());
-        let saved = total.saturating_sub(missing);
-        let progress = Progress { done: saved, total, saved, source: 0 };
+    /// Makes the volume. Where the worker of `source` can, it fills it, too.
+    async fn begin(
+        &self,
+        place: usize,
+        source: &Source,
+        manifest: Arc<Manifest>,
+    ) -> Result<UnderWay, TransferError> {
+        let total = manifest.extent_bytes();
+        let (compared, mut told) = watch::channel(0);
+        let left = CancellationToken::new();
+        let _left = left.clone().drop_guard();
+        let peer = Sender { source: source.clone(), ticket: self.to.signed.clone(), compared, left };
+        let begun = Filling::begin_with(self.worker, self.to.ticket.clone(), manifest.clone(), Some(peer));
+        let telling = async {
+            while told.changed().await.is_ok() {
+                let done = *told.borrow_and_update();
+                (self.progress)(Progress { done, total, saved: 0, source: place, by_peer: true });
+            }
+            std::future::pending::<()>().await;
+        };
+        let filling = tokio::select! {
+            begun = begun => begun?,
+            () = telling => return Err(TransferError::BrokenOff),
+        };
+        let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
+        let done = total.saturating_sub(missing);
+        let saved = if by_peer { 0 } else { done };
+        let progress = Progress { done, total, saved, source: place, by_peer };
         Ok(UnderWay { missing: filling.missing.clone(), filling, manifest, progress })
     }
 

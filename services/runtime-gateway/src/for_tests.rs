@@ -1,6 +1,6 @@
 //! Gateways for tests, of a worker that is a fake.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use testing::fake::FakeWorker;
@@ -10,6 +10,7 @@ use tokio_util::task::TaskTracker;
 use crate::worker::Worker;
 use crate::{Config, Gateway};
 
+pub(crate) mod schedule;
 pub(crate) mod store;
 
 /// How long is waited for what must come.
@@ -19,6 +20,11 @@ pub(crate) const NOBODY: &str = "http://127.0.0.1:9";
 
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
+}
+
+/// What was put into `mutex`.
+pub(crate) fn noted<T: Clone>(mutex: &Mutex<T>) -> T {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 /// How gateways attend a fake worker.

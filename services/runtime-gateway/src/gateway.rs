@@ -207,12 +207,22 @@ impl Gateway {
         ticket: &str,
         operation: TicketOperation,
     ) -> Result<(Arc<Worker>, TicketClaims), TransferError> {
+        let claims = self.permitted(ticket, operation).await?;
+        let worker = self.worker(claims.worker).await?;
+        Ok((worker, claims))
+    }
+
+    /// Verifies a ticket for `operation`, whoever attends the worker that it names.
+    pub(crate) async fn permitted(
+        &self,
+        ticket: &str,
+        operation: TicketOperation,
+    ) -> Result<TicketClaims, TransferError> {
         let claims: TicketClaims = self.0.keys.verify(ticket).await?;
         if claims.operation != operation || claims.expires_at < Timestamp::now() {
             return Err(TransferError::Ticket);
         }
-        let worker = self.worker(claims.worker).await?;
-        Ok((worker, claims))
+        Ok(claims)
     }
 
     /// Verifies the ticket of a door, and answers the worker that it names.

@@ -254,6 +254,19 @@ impl Volumes for Handler {
         Ok(self.answer(&extensions, |gateway, answers| fetch::fetch(gateway, request, answers)))
     }
 
+    async fn stream_to_peer(
+        &self,
+        request: Request<pb::StreamToPeerRequest>,
+    ) -> Result<Response<pb::StreamToPeerResponse>, Status> {
+        let stopping = self.gateway.stopping().clone();
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        tokio::select! {
+            sent = fetch::stream_to_peer(gateway, request) => sent.map(Response::new),
+            () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+        }
+    }
+
     async fn write(
         &self,
         request: Request<Streaming<pb::WriteRequest>>,
@@ -508,6 +521,8 @@ fn status(error: RuntimeError) -> Status {
         RuntimeError::DiskFull(_) => Reason::DiskFull,
         // Asked again, who has taken over is found.
         RuntimeError::TakenOver(_) => Reason::Unavailable,
+        RuntimeError::NoPeers(_) => Reason::NoPeers,
+        RuntimeError::Peer(_) => Reason::PeerFailed,
         _ => {
             tracing::warn!(error = chain(&error), "the worker failed");
             Reason::WorkerFailed

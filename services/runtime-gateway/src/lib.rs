@@ -28,6 +28,7 @@ mod grpc;
 pub mod host;
 mod image;
 mod locks;
+mod peer;
 mod pipe;
 mod plan;
 mod rehash;

@@ -16,6 +16,7 @@ use domain::worker::TicketClaims;
 use runtime::{Contents, RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use tokio::sync::mpsc;
+use tracing::Instrument;
 use transfer::{
     ArchiveError, ArchiveWriteError, ArchiveWriter, ExtentData, Manifest, ReadOptions, Runs, TreeReader,
     TreeWriter, Trust, Verified, WriteError, WriteOptions,
@@ -26,6 +27,7 @@ use crate::blocking::blocking;
 use crate::contents::directory;
 use crate::far::{self, Far};
 use crate::gateway::NotAttended;
+use crate::peer;
 use crate::pipe::Outlet;
 use crate::trees::TreeError;
 use crate::worker::Worker;
@@ -139,6 +141,8 @@ pub(crate) struct Filling {
     pub(crate) missing: Runs,
     /// Whether a file must be whole before another begins.
     whole_files: bool,
+    /// Whether the worker that has the bytes sent them all by itself.
+    pub(crate) by_peer: bool,
     queue: mpsc::Sender<Step>,
     writer: tokio::task::JoinHandle<(Turn, Result<(), TransferError>)>,
 }
@@ -158,9 +162,20 @@ impl Filling {
         ticket: TicketClaims,
         manifest: Arc<Manifest>,
     ) -> Result<Self, TransferError> {
+        Self::begin_with(worker, ticket, manifest, None).await
+    }
+
+    /// The same of a volume that `peer` may fill, if both workers do such things: then nothing is missing.
+    pub(crate) async fn begin_with(
+        worker: &Arc<Worker>,
+        ticket: TicketClaims,
+        manifest: Arc<Manifest>,
+        peer: Option<peer::Sender>,
+    ) -> Result<Self, TransferError> {
         let worker = worker.clone();
         let tasks = worker.tasks.clone();
-        let begun = tasks.spawn(async move { Self::begin_whole(&worker, &ticket, manifest).await });
+        let begin = async move { Self::begin_whole(&worker, &ticket, manifest, peer).await };
+        let begun = tasks.spawn(begin.in_current_span());
         begun.await.unwrap_or_else(|error| {
             Err(RuntimeError::Other(format!("the start of a transfer broke off: {error}")).into())
         })
@@ -170,6 +185,7 @@ impl Filling {
         worker: &Worker,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
+        peer: Option<peer::Sender>,
     ) -> Result<Self, TransferError> {
         let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
         if let Some(kept) = worker.trees.kept_of(worker.runtime.as_ref(), ticket.volume).await? {
@@ -184,7 +200,15 @@ impl Filling {
         worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
         let root = match worker.runtime.contents(ticket.volume).await? {
             Contents::Directory(root) => root,
-            Contents::Remote(remote) => return Ok(Self::far(worker, ticket, manifest, turn, remote)),
+            Contents::Remote(remote) => {
+                let volume = ticket.volume;
+                if let Some(peer) = peer
+                    && peer.fill(worker, volume, &remote, &manifest).await?
+                {
+                    return Ok(Self { by_peer: true, ..Self::whole(ticket, manifest, turn) });
+                }
+                return Ok(Self::far(worker, ticket, manifest, turn, remote));
+            }
         };
 
         let sources = Sources::find(worker, &ticket.team, &manifest).await?;
@@ -215,6 +239,7 @@ impl Filling {
             manifest,
             missing,
             whole_files: false,
+            by_peer: false,
             queue,
             writer,
         })
@@ -241,6 +266,7 @@ impl Filling {
             manifest,
             missing,
             whole_files: true,
+            by_peer: false,
             queue,
             writer,
         }
@@ -260,6 +286,7 @@ impl Filling {
             manifest,
             missing,
             whole_files: false,
+            by_peer: false,
             queue,
             writer,
         }

@@ -176,6 +176,7 @@ fn progress(now: transfers::Progress) -> pb::TransferProgress {
     let route = match now.route {
         transfers::Route::Unknown => pb::Route::Unspecified,
         transfers::Route::Peer => pb::Route::Peer,
+        transfers::Route::Workers => pb::Route::Workers,
         transfers::Route::Elsewhere => pb::Route::Elsewhere,
     };
     pb::TransferProgress {

@@ -209,7 +209,7 @@ async fn fetch(
                     total: now.bytes_total,
                     saved: now.bytes_saved,
                     per_second: rate.at(Instant::now(), now.bytes_done.saturating_sub(now.bytes_saved)),
-                    route: Route::Peer,
+                    route: if now.peer_to_peer { Route::Workers } else { Route::Peer },
                     from: from.map(|source| source.worker),
                 };
                 task.tell(progress);

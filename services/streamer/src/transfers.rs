@@ -27,6 +27,8 @@ pub(crate) enum Route {
     Unknown,
     /// From one gateway to the other.
     Peer,
+    /// From one worker to the other, past their gateways.
+    Workers,
     /// Another streamer knows.
     Elsewhere,
 }

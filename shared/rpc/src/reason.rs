@@ -84,6 +84,8 @@ reasons! {
     TransferTruncated = "TRANSFER_TRUNCATED", InvalidArgument;
     TransferCancelled = "TRANSFER_CANCELLED", Aborted;
     SourceFailed = "SOURCE_FAILED", FailedPrecondition;
+    NoPeers = "NO_PEERS", FailedPrecondition;
+    PeerFailed = "PEER_FAILED", Aborted;
     DiskFull = "DISK_FULL", ResourceExhausted;
     PathNotFound = "PATH_NOT_FOUND", NotFound;
     NotAFile = "NOT_A_FILE", FailedPrecondition;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 
 use async_trait::async_trait;
+use domain::VolumeHandle;
 use tokio::io::AsyncRead;
 
 use crate::RuntimeError;
@@ -19,6 +20,17 @@ pub enum Contents {
 
 /// A tar archive as it arrives. One that ends without an error is whole.
 pub type Archive = Pin<Box<dyn AsyncRead + Send>>;
+
+/// A volume that another worker of the same kind can fill.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inlet {
+    /// Where its worker is reached: `http://host:port`.
+    pub address: String,
+    /// The volume.
+    pub volume: VolumeHandle,
+    /// How archives go in best, in the words of such workers.
+    pub encoding: String,
+}
 
 /// A volume whose bytes are on another machine.
 #[async_trait]
@@ -40,4 +52,18 @@ pub trait RemoteVolume: Send + Sync {
 
     /// What [`RemoteVolume::keep_manifest`] kept, whole. `None`: nothing.
     async fn kept_manifest(&self) -> Result<Option<Vec<u8>>, RuntimeError>;
+
+    /// Where workers of the same kind reach this volume, to fill it with one of theirs. `None`: nowhere, or nobody said that they may.
+    async fn inlet(&self) -> Result<Option<Inlet>, RuntimeError> {
+        Ok(None)
+    }
+
+    /// Has the worker itself send the whole volume to `to`. Returns when everything is there. To drop this ends the call, but maybe not what
+    /// the worker does.
+    ///
+    /// Errors: [`RuntimeError::NoPeers`] if nothing was sent; [`RuntimeError::Peer`] if something may have been, and nothing more comes; after
+    /// any other, more may come.
+    async fn send(&self, _to: &Inlet) -> Result<(), RuntimeError> {
+        Err(RuntimeError::NoPeers("it is of no kind that does"))
+    }
 }

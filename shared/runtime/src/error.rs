@@ -69,6 +69,12 @@ pub enum RuntimeError {
         #[source]
         source: io::Error,
     },
+    /// It does not send volumes to other workers, and has not begun.
+    #[error("this worker does not send volumes to others: {0}")]
+    NoPeers(&'static str),
+    /// It has sent a volume to another worker, and not all arrived there. Nothing more comes.
+    #[error("the other worker did not take it all: {0}")]
+    Peer(String),
     /// Another gateway speaks for this worker now, and this one is not to touch it any more.
     #[error("another gateway has taken over {0}")]
     TakenOver(String),
@@ -105,6 +111,8 @@ impl RuntimeError {
             | Self::HasChildren(_)
             | Self::OffsetOutOfRange { .. }
             | Self::Io { .. }
+            | Self::NoPeers(_)
+            | Self::Peer(_)
             | Self::TakenOver(_)
             | Self::Other(_) => FailureReason::WorkerFailed,
         }

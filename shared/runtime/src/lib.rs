@@ -29,7 +29,7 @@ use domain::worker::{Marker, ResourceType};
 use domain::workload::{Bytes, Limits, Network};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 
-pub use contents::{Archive, Contents, RemoteVolume};
+pub use contents::{Archive, Contents, Inlet, RemoteVolume};
 pub use error::RuntimeError;
 pub use process::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState, Window,

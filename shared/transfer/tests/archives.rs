@@ -542,3 +542,89 @@ proptest! {
         prop_assert_eq!(&read(&writer.finish().unwrap()).unwrap(), &*manifest);
     }
 }
+
+#[test]
+fn a_tree_that_went_through_plain_tar_is_told_from_every_other() {
+    let tree = || {
+        let dir = tempdir().unwrap();
+        common::everything(dir.path());
+        let named = [("user.name", &b"value"[..])];
+        for (name, value) in named {
+            lsetxattr(dir.path().join("large"), name, value, XattrFlags::empty()).unwrap();
+        }
+        dir
+    };
+    let compare = |root: &Path, arguments: &[&str], manifest: &Manifest| {
+        let mut bytes = 0;
+        let compared =
+            ArchiveReader::new(&tar_c(root, arguments)[..]).compare(manifest, |extent| bytes += extent);
+        compared.map(|()| bytes)
+    };
+    let dir = tree();
+    let manifest = manifest_of(dir.path());
+    for arguments in [&["--format=gnu"][..], &["--format=posix"], &EVERYTHING] {
+        let compared = compare(dir.path(), arguments, &manifest).unwrap();
+        assert_eq!(compared, manifest.extent_bytes(), "{arguments:?}");
+    }
+
+    type Change = (&'static str, fn(&Path));
+    let write_at = |path: &Path, offset: u64| {
+        let modified = fs::metadata(path).unwrap().modified().unwrap();
+        let file = File::options().write(true).open(path).unwrap();
+        file.write_all_at(b"other", offset).unwrap();
+        file.set_modified(modified).unwrap();
+    };
+    let changes: [Change; 12] = [
+        ("a.b/file", |root| fs::write(root.join("a.b/file"), "Sorts after all of a").unwrap()),
+        ("zeroes", |root| {
+            File::options().write(true).open(root.join("zeroes")).unwrap().set_len(99_999).unwrap()
+        }),
+        ("a-b", |root| set_mode(&root.join("a-b"), 0o755)),
+        ("large", |root| set_mtime(&root.join("large"), 4_000_000_001, 0)),
+        ("a/deeply/nested", |root| set_mtime(&root.join("a/deeply/nested"), 6, 5)),
+        ("dangling", |root| {
+            fs::remove_file(root.join("dangling")).unwrap();
+            symlink("nowhere", root.join("dangling")).unwrap();
+            set_mtime(&root.join("dangling"), 1_000_000_000, 0);
+        }),
+        ("z link", |root| {
+            fs::remove_file(root.join("z link")).unwrap();
+            fs::copy(root.join("a/file"), root.join("z link")).unwrap();
+            set_mtime(&root.join("z link"), -5, 1);
+        }),
+        ("to a directory", |root| {
+            fs::remove_file(root.join("to a directory")).unwrap();
+            fs::write(root.join("to a directory"), "a").unwrap();
+        }),
+        ("none", |root| {
+            fs::remove_file(root.join("none")).unwrap();
+            fs::create_dir(root.join("none")).unwrap();
+        }),
+        ("exactly one", |root| fs::remove_file(root.join("exactly one")).unwrap()),
+        ("new", |root| fs::write(root.join("new"), "").unwrap()),
+        ("pipe", |root| fs::remove_file(root.join("pipe")).unwrap()),
+    ];
+    for (path, change) in changes {
+        let dir = tree();
+        let manifest = manifest_of(dir.path());
+        change(dir.path());
+        // What is in a directory has changed its time, and is what counts.
+        set_mtime(dir.path(), 1_500_000_000, 42);
+        let compared = compare(dir.path(), &["--format=gnu"], &manifest);
+        let Err(ArchiveError::Changed { path: found }) = &compared else { panic!("{path}: {compared:?}") };
+        // Whatever comes first in it, or after it.
+        let near = [path, "", "a", "a/file", "none", "very large"].map(Path::new);
+        assert!(near.contains(&&**found), "{path}: {}", found.display());
+    }
+    for (path, offset) in
+        [("sparse", 0), ("sparse", (20 << 20) - 5), ("only a hole", 1 << 20), ("very large", 5 << 20)]
+    {
+        let dir = tree();
+        let manifest = manifest_of(dir.path());
+        write_at(&dir.path().join(path), offset);
+        let compared = compare(dir.path(), &["--format=gnu"], &manifest);
+        let found =
+            matches!(&compared, Err(ArchiveError::Changed { path: found }) if found == Path::new(path));
+        assert!(found, "{path} at {offset}: {compared:?}");
+    }
+}

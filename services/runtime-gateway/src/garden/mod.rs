@@ -79,6 +79,8 @@ pub struct GardenConfig {
     pub certs_path: Option<String>,
     /// Images that the worker brings along.
     pub resource_types: Vec<BroughtImage>,
+    /// Whether workers may fill each other's volumes, past their gateways: they reach one another, and nobody else reaches them.
+    pub peer_to_peer: bool,
     /// How archives travel. `None`: the best that the worker knows.
     pub encoding: Option<baggageclaim::Encoding>,
     /// How long a process may be unknown to the worker after a `Run` whose answer was lost.
@@ -116,6 +118,7 @@ impl GardenConfig {
             environment: Vec::new(),
             certs_path: None,
             resource_types: Vec::new(),
+            peer_to_peer: false,
             encoding: None,
             start_patience: seconds(20),
             settings: garden::Settings { retry_for: seconds(30), ..garden::Settings::default() },
@@ -210,6 +213,9 @@ fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     let mut features = vec!["terminal"];
     if backend != Backend::Houdini {
         features.extend(["privileged", "complete-output"]);
+    }
+    if config.peer_to_peer {
+        features.push("peer-to-peer");
     }
     let mut image_kinds = vec!["artifact"];
     if !config.resource_types.is_empty() {

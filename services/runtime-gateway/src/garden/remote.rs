@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use concourse::baggageclaim::{Encoded, Error, Strategy, StreamIn, VolumeRequest};
+use concourse::baggageclaim::{Encoded, Encoding, Error, P2pUrl, Strategy, StreamIn, VolumeRequest};
 use domain::VolumeHandle;
-use runtime::{Archive, RemoteVolume, RuntimeError};
+use runtime::{Archive, Inlet, RemoteVolume, RuntimeError};
 
 use super::{Worker, archives, marks, refusals, volumes};
 
@@ -88,5 +88,38 @@ impl RemoteVolume for Volume {
         let found = archives::file(archive, length).await;
         let found = found.map_err(|error| RuntimeError::io("read a manifest", error))?;
         Ok(found.filter(|manifest| manifest.len() == length))
+    }
+
+    async fn inlet(&self) -> Result<Option<Inlet>, RuntimeError> {
+        if !self.worker.config.peer_to_peer {
+            return Ok(None);
+        }
+        let address = self.worker.volumes.p2p_url().await;
+        let address = address.map_err(|error| refusals::volume("say where it is", self.handle, error))?;
+        Ok(Some(Inlet {
+            address: address.as_str().to_owned(),
+            volume: self.handle,
+            encoding: self.worker.encoding.as_str().to_owned(),
+        }))
+    }
+
+    async fn send(&self, to: &Inlet) -> Result<(), RuntimeError> {
+        if !self.worker.config.peer_to_peer {
+            return Err(RuntimeError::NoPeers("nobody said that workers may reach one another"));
+        }
+        let failed = |error| refusals::volume("stream a volume to another worker", self.handle, error);
+        let (name, into) = (volumes::name(self.handle.to_string())?, volumes::name(to.volume.to_string())?);
+        // What both know, and gzip is what every worker knows.
+        let own = self.worker.encoding;
+        let encoding = if own.as_str() == to.encoding { own } else { Encoding::Gzip };
+        let url = P2pUrl::parse(&to.address).and_then(|url| url.stream_in(&into, &StreamIn::new(encoding)));
+        let url = url.map_err(|_| RuntimeError::NoPeers("the other has no address as workers have"))?;
+        match self.worker.volumes.stream_p2p_out(&name, "", &url, encoding).await {
+            // Of a worker that cannot be reached nothing comes, nor of one that refuses.
+            Err(error @ (Error::Transfer(_) | Error::Refused { .. } | Error::Unreachable(_))) => {
+                Err(RuntimeError::Peer(domain::chain(&error)))
+            }
+            sent => sent.map_err(failed),
+        }
     }
 }

@@ -26,14 +26,18 @@ pub struct GardenArgs {
     #[arg(long, env = "GANTRY_BAGGAGECLAIM", value_name = "HOST:PORT", requires = "garden")]
     pub baggageclaim: Option<String>,
     /// Attend the Concourse workers in this JSON file: a list of objects with `name`, `garden`, `baggageclaim`, and maybe `platform`, `tags`,
-    /// `team`, `max_tasks`, `encoding`; what such a worker says when it registers will do, with the images of its resource types, its
-    /// certificates and its proxies
+    /// `team`, `max_tasks`, `encoding`, `peer_to_peer`; what such a worker says when it registers will do, with the images of its resource
+    /// types, its certificates and its proxies
     #[arg(long, env = "GANTRY_WORKERS_FILE", value_name = "FILE")]
     pub workers_file: Option<PathBuf>,
     /// How archives travel to and from the worker given by --baggageclaim: raw, gzip, zstd or s2. Default: the best that it knows. In the
     /// file it is `encoding`
     #[arg(long, env = "GANTRY_BAGGAGECLAIM_ENCODING", value_name = "ENCODING", requires = "baggageclaim")]
     pub baggageclaim_encoding: Option<Encoding>,
+    /// Let the Concourse workers that are attended here send volumes straight to each other, and to those of other gateways that say the same. Only where
+    /// they reach one another at the address of their `/p2p-url`, and nobody else does: Baggageclaim asks nobody who he is
+    #[arg(long, env = "GANTRY_PEER_TO_PEER", value_parser = clap::builder::BoolishValueParser::new())]
+    pub peer_to_peer: bool,
 }
 
 /// A Concourse worker, as the file has it.
@@ -63,6 +67,9 @@ pub struct GardenWorker {
     /// How archives travel. Default: the best that the worker knows.
     #[serde(default)]
     pub encoding: Option<Encoding>,
+    /// Whether it and other such workers send volumes straight to each other. Default: what the flag says.
+    #[serde(default)]
+    pub peer_to_peer: Option<bool>,
     /// A directory on the worker with certificates, which every container gets.
     #[serde(default, deserialize_with = "nullable")]
     pub certs_path: String,
@@ -161,6 +168,7 @@ impl GardenArgs {
                     bail!("worker {:?} has two images for the resource type {:?}", worker.name, known.kind);
                 }
             }
+            worker.peer_to_peer.get_or_insert(self.peer_to_peer);
         }
         for (i, worker) in workers.iter().enumerate() {
             if workers[..i].iter().any(|other| other.name == worker.name) {
@@ -207,6 +215,7 @@ impl GardenWorker {
             certs_path: Some(self.certs_path.clone()).filter(|path| !path.is_empty()),
             encoding: self.encoding,
             resource_types: self.resource_types.iter().map(AdvertisedType::brought).collect(),
+            peer_to_peer: self.peer_to_peer == Some(true),
             ..GardenConfig::new(&self.garden, &self.baggageclaim, state_dir)
         };
         (config, garden)
@@ -289,6 +298,36 @@ mod tests {
         let [git] = &garden.resource_types[..] else { panic!("{:?}", garden.resource_types) };
         assert_eq!((&*git.name, &*git.version, &*git.path), ("git", "1", "/opt/git/rootfs.tgz"));
         assert_eq!(garden.encoding, None);
+        Ok(())
+    }
+
+    #[test]
+    fn workers_send_to_each_other_only_where_somebody_says_so() -> anyhow::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let path = directory.path().join("workers.json");
+        let entry = |name: &str, more: &str| {
+            format!(r#"{{"name":"{name}","garden":"h:1","baggageclaim":"h:7788"{more}}}"#)
+        };
+        let [silent, yes, no] =
+            [("silent", ""), ("yes", r#","peer_to_peer":true"#), ("no", r#","peer_to_peer":false"#)]
+                .map(|(name, more)| entry(name, more));
+        std::fs::write(&path, format!("[{silent},{yes},{no}]"))?;
+        for flag in [false, true] {
+            let args = GardenArgs {
+                workers_file: Some(path.clone()),
+                garden: Some("h:1".to_owned()),
+                baggageclaim: Some("h:2".to_owned()),
+                peer_to_peer: flag,
+            };
+            let given = GardenWorker { name: "given".to_owned(), ..GardenWorker::default() };
+            let common = Config::for_worker("", "", "", "", "", PathBuf::new());
+            let said: Vec<_> = args
+                .workers(given)?
+                .iter()
+                .map(|worker| worker.config(&common, Path::new("/state")).1.peer_to_peer)
+                .collect();
+            assert_eq!(said, [flag, true, false, flag]);
+        }
         Ok(())
     }
 

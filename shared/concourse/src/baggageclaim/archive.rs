@@ -68,7 +68,7 @@ impl<R> Archive<R> {
     }
 
     fn keep_tail(&mut self, size: usize) {
-        self.tail.extend_from_slice(&self.buffer[..size]);
+        self.tail.extend_from_slice(&self.buffer[size.saturating_sub(TAIL)..size]);
         let surplus = self.tail.len().saturating_sub(TAIL);
         self.tail.drain(..surplus);
     }

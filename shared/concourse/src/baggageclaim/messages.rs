@@ -149,7 +149,7 @@ pub struct P2pUrl(String);
 
 impl P2pUrl {
     /// Reads what a worker says, and adds the brackets it forgets around IPv6 addresses.
-    pub(super) fn parse(text: &str) -> Result<Self, Error> {
+    pub fn parse(text: &str) -> Result<Self, Error> {
         let bad = || Error::Protocol(format!("{text:?} is no address of a worker"));
         let rest = text.trim().strip_prefix("http://").ok_or_else(bad)?.trim_end_matches('/');
         let (host, port) = rest.rsplit_once(':').ok_or_else(bad)?;

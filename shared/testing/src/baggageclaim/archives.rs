@@ -1,80 +1,146 @@
-//! Archives, made and unpacked by the host's `tar`.
+//! Archives, made and unpacked by the host's `tar` while they pass by.
 
-use std::io::{Read, Write};
+use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
-/// Compresses with the host's programs, and with a library where the host has none.
-pub(super) fn encode(encoding: &str, tar: Vec<u8>) -> Option<Vec<u8>> {
-    match encoding {
-        "raw" => Some(tar),
-        "gzip" => filter(Command::new("gzip").arg("-c"), &tar).ok(),
-        "zstd" => zstd::encode_all(&tar[..], 0).ok(),
-        "s2" => {
-            let mut writer = minlz::Writer::new(Vec::new());
-            writer.write_all(&tar).ok()?;
-            writer.flush().ok()?;
-            Some(writer.get_ref().clone())
-        }
-        _ => None,
+use bytes::{Buf, Bytes};
+use tokio::sync::mpsc;
+
+/// What is known.
+pub(super) const ENCODINGS: [&str; 4] = ["raw", "gzip", "zstd", "s2"];
+
+/// Bytes at a time.
+const PIECE: usize = 256 << 10;
+
+/// What comes from a connection, for a thread. A sender that goes away ends it.
+pub(super) struct Incoming {
+    pieces: mpsc::Receiver<io::Result<Bytes>>,
+    piece: Bytes,
+}
+
+impl Incoming {
+    pub(super) fn new(pieces: mpsc::Receiver<io::Result<Bytes>>) -> Self {
+        Self { pieces, piece: Bytes::new() }
     }
 }
 
-/// What can be decoded, and whether that was all.
-fn decode(encoding: &str, body: &[u8]) -> Option<(Vec<u8>, bool)> {
-    let mut tar = Vec::new();
-    let whole = match encoding {
-        "raw" => {
-            tar.extend_from_slice(body);
-            true
+impl Read for Incoming {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.piece.is_empty() {
+            match self.pieces.blocking_recv() {
+                Some(piece) => self.piece = piece?,
+                None => return Ok(0),
+            }
         }
-        "gzip" => match filter(Command::new("gzip").arg("-dc"), body) {
-            Ok(out) => {
-                tar = out;
-                true
+        let length = self.piece.len().min(buffer.len());
+        self.piece.copy_to_slice(&mut buffer[..length]);
+        Ok(length)
+    }
+}
+
+/// What a thread makes, for a connection.
+pub(super) struct Outgoing(pub(super) mpsc::Sender<io::Result<Bytes>>);
+
+impl Write for Outgoing {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let sent = self.0.blocking_send(Ok(Bytes::copy_from_slice(bytes)));
+        sent.map(|()| bytes.len()).map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn start(program: &mut Command, stdin: Stdio) -> Child {
+    let program = program.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::null());
+    program.spawn().expect("tar and gzip are installed")
+}
+
+fn ended_well(mut child: Child) -> bool {
+    child.wait().expect("a program that can be waited for").success()
+}
+
+/// Copies it all, and counts. `false`: it could not be read to its end.
+fn pour(mut from: impl Read, mut into: impl Write) -> (u64, bool) {
+    let (mut buffer, mut count, mut takes) = (vec![0; PIECE], 0, true);
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => return (count, true),
+            Ok(length) => {
+                count += length as u64;
+                // A program that has seen enough reads no more. The rest passes by.
+                takes = takes && into.write_all(&buffer[..length]).is_ok();
             }
-            Err(out) => {
-                tar = out;
-                false
-            }
-        },
-        "zstd" => zstd::Decoder::new(body).ok()?.read_to_end(&mut tar).is_ok(),
-        "s2" => minlz::Reader::new(body).read_to_end(&mut tar).is_ok(),
-        _ => return None,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return (count, false),
+        }
+    }
+}
+
+/// Unpacks what comes as it comes, and says whether it was an archive.
+pub(super) fn unpack(encoding: &str, body: impl Read + Send, into: &Path) -> bool {
+    let mut tar = start(Command::new("tar").args(["-x", "-C"]).arg(into), Stdio::piped());
+    let stdin = tar.stdin.take().expect("a pipe");
+    let (count, whole) = match encoding {
+        "raw" => pour(body, stdin),
+        "zstd" => zstd::Decoder::new(body).map_or((0, false), |decoder| pour(decoder, stdin)),
+        "s2" => pour(minlz::Reader::new(body), stdin),
+        _ => {
+            let mut gzip = start(Command::new("gzip").arg("-dc"), Stdio::piped());
+            let feed = gzip.stdin.take().expect("a pipe");
+            let decoded = gzip.stdout.take().expect("a pipe");
+            let (fed, poured) = std::thread::scope(|scope| {
+                let fed = scope.spawn(|| pour(body, feed).1);
+                let poured = pour(decoded, stdin);
+                (fed.join().expect("no panic"), poured)
+            });
+            (poured.0, fed & poured.1 & ended_well(gzip))
+        }
     };
-    Some((tar, whole))
-}
-
-/// Unpacks what there is, and says whether it was an archive.
-pub(super) fn unpack(encoding: &str, body: &[u8], into: &Path) -> bool {
-    let Some((tar, whole)) = decode(encoding, body) else { return false };
-    let unpacked = filter(Command::new("tar").args(["-x", "-C"]).arg(into), &tar).is_ok();
+    let unpacked = ended_well(tar);
     // GNU tar takes nothing at all for an empty archive, where it is a plain one; the worker's does not.
-    whole && unpacked && !tar.is_empty()
+    whole && unpacked && count > 0
 }
 
-/// An archive of a directory's contents, or of one file, and whether all of it could be read.
-pub(super) fn pack(path: &Path) -> (Vec<u8>, bool) {
+/// Copies what a program says. One that is not heard to the end ends then.
+fn pass(mut from: impl Read, into: &mut impl Write) -> io::Result<bool> {
+    io::copy(&mut from, into).map(|_| true)
+}
+
+/// Makes an archive of a directory's contents, or of one file. Answers whether all of it could be read, or why it could not be written.
+///
+/// Compresses with the host's programs, and with a library where the host has none.
+pub(super) fn pack(encoding: &str, path: &Path, out: impl Write) -> io::Result<bool> {
     let mut tar = Command::new("tar");
     match (path.parent(), path.file_name()) {
         (Some(parent), Some(name)) if !path.is_dir() => tar.arg("-c").arg("-C").arg(parent).arg(name),
         _ => tar.args(["-c", "-C"]).arg(path).arg("."),
     };
-    match filter(&mut tar, &[]) {
-        Ok(bytes) => (bytes, true),
-        Err(bytes) => (bytes, false),
-    }
-}
-
-/// The output of a program; as an error when it failed.
-fn filter(program: &mut Command, input: &[u8]) -> Result<Vec<u8>, Vec<u8>> {
-    let program = program.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = program.spawn().expect("tar and gzip are installed");
-    let mut stdin = child.stdin.take().expect("a pipe");
-    std::thread::scope(|scope| {
-        // It may have seen enough before it has read everything.
-        scope.spawn(move || _ = stdin.write_all(input));
-        let output = child.wait_with_output().expect("output");
-        if output.status.success() { Ok(output.stdout) } else { Err(output.stdout) }
-    })
+    let mut tar = start(&mut tar, Stdio::null());
+    let packed = BufReader::with_capacity(PIECE, tar.stdout.take().expect("a pipe"));
+    let mut out = BufWriter::with_capacity(PIECE, out);
+    let copied = match encoding {
+        "raw" => pass(packed, &mut out),
+        "gzip" => {
+            let packed = Stdio::from(packed.into_inner());
+            let mut gzip = start(Command::new("gzip").arg("-c"), packed);
+            let mut stdout = gzip.stdout.take().expect("a pipe");
+            let copied = io::copy(&mut stdout, &mut out);
+            drop(stdout);
+            let well = ended_well(gzip);
+            copied.map(|_| well)
+        }
+        "zstd" => zstd::stream::copy_encode(packed, &mut out, 0).map(|()| true),
+        "s2" => {
+            let mut encoder = minlz::Writer::new(&mut out);
+            pass(packed, &mut encoder).and_then(|well| encoder.flush().map(|()| well))
+        }
+        _ => Err(io::ErrorKind::Unsupported.into()),
+    };
+    let whole = ended_well(tar);
+    let well = copied?;
+    out.flush()?;
+    Ok(whole && well)
 }

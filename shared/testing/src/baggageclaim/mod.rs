@@ -1,7 +1,7 @@
 //! A Baggageclaim server for tests: what a Concourse worker answers, quirks included, over volumes in a temporary directory.
 //!
 //! It keeps to the statuses, bodies and content types of the genuine one, so that a client that gets on with it gets on with a worker. Ids are
-//! left alone, as with `--disable-user-namespaces`. Archives are held in memory: they are those of tests. [`Faults`] make it fail on request.
+//! left alone, as with `--disable-user-namespaces`. Archives are packed and unpacked as they pass by. [`Faults`] make it fail on request.
 
 mod archives;
 mod routes;
@@ -51,6 +51,12 @@ pub struct Faults {
     pub stuck: Vec<String>,
     /// Volumes are destroyed one by one only.
     pub no_destroy_many: bool,
+    /// Archives that come in are refused once they have begun, this many of them, and a part of them stays.
+    pub refuse_archives: usize,
+    /// The file at this path changes as soon as an archive with it was unpacked: so often.
+    pub spoil_archives: Option<(String, usize)>,
+    /// Transfers to other workers stop when they have begun, and go on when this is no more.
+    pub hold_transfers: bool,
     /// What `/p2p-url` says instead of the truth.
     pub p2p_url: Option<String>,
 }
@@ -62,6 +68,8 @@ struct State {
     volumes: Mutex<Volumes>,
     faults: Mutex<Faults>,
     requests: Mutex<Vec<String>>,
+    /// Transfers to other workers: they go on when nobody waits for them any more.
+    transfers: Mutex<JoinSet<()>>,
 }
 
 /// A running server. Dropping it closes its connections and removes the volumes.
@@ -94,6 +102,7 @@ impl Server {
             volumes: Mutex::default(),
             faults: Mutex::default(),
             requests: Mutex::default(),
+            transfers: Mutex::default(),
         });
         let mut serving = JoinSet::new();
         let accepting = state.clone();

@@ -2,9 +2,11 @@
 
 use std::convert::Infallible;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures::StreamExt;
 use http::{HeaderMap, Method, Request, Response, StatusCode, header};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
@@ -12,8 +14,12 @@ use hyper::body::{Frame, Incoming};
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
+use tokio::sync::{mpsc, oneshot};
 
 use super::{Faults, State, archives, lock};
+
+/// Pieces of an archive that wait.
+const PIECES: usize = 4;
 
 type Answer = Response<BoxBody<Bytes, io::Error>>;
 
@@ -277,35 +283,62 @@ async fn stream_in(
     if !faults.knows(encoding) {
         return Ok(error(400, text));
     }
-    let into = state.path(handle).join(query.get("path").replace("..", "").trim_start_matches('/'));
-
-    let mut received = Vec::new();
-    let mut cut = false;
-    while let Some(frame) = body.frame().await {
-        match frame.map(|frame| frame.into_data().unwrap_or_default()) {
-            Ok(bytes) => received.extend_from_slice(&bytes),
-            Err(_) => cut = true,
-        }
-        if cut || (limit > 0 && received.len() > limit) {
-            break;
-        }
-    }
-    let over = limit > 0 && received.len() > limit;
-    received.truncate(if over { limit } else { usize::MAX });
+    let root = state.path(handle);
+    let into = root.join(query.get("path").replace("..", "").trim_start_matches('/'));
     if std::fs::create_dir_all(&into).is_err() {
         return Ok(error(500, text));
     }
+
+    let (pieces, incoming) = mpsc::channel(PIECES);
     let encoding = encoding.to_owned();
-    let unpacking = tokio::task::spawn_blocking(move || archives::unpack(&encoding, &received, &into));
+    let unpacking = tokio::task::spawn_blocking(move || {
+        archives::unpack(&encoding, archives::Incoming::new(incoming), &into)
+    });
+    let (mut received, mut over, mut cut) = (0, false, false);
+    while let Some(frame) = body.frame().await {
+        let Ok(frame) = frame else {
+            cut = true;
+            break;
+        };
+        let mut bytes = frame.into_data().unwrap_or_default();
+        received += bytes.len();
+        over = limit > 0 && received > limit;
+        if over {
+            bytes.truncate(bytes.len() - (received - limit));
+        }
+        // Who takes no more knows why.
+        if pieces.send(Ok(bytes)).await.is_err() || over {
+            break;
+        }
+    }
+    if cut {
+        _ = pieces.send(Err(io::ErrorKind::ConnectionReset.into())).await;
+    }
+    drop(pieces);
     let whole = unpacking.await.expect("unpacking does not panic");
     if cut {
         return Err(Silence);
     }
+    let refused = {
+        let mut faults = lock(&state.faults);
+        if let Some((path, left @ 1..)) = &mut faults.spoil_archives
+            && let Ok(contents) = std::fs::read(root.join(&*path))
+        {
+            *left -= 1;
+            let other: Vec<u8> = contents.iter().map(|byte| !byte).collect();
+            std::fs::write(root.join(&*path), other).expect("a file that can be written");
+        }
+        let refused = faults.refuse_archives > 0;
+        faults.refuse_archives = faults.refuse_archives.saturating_sub(1);
+        refused
+    };
     Ok(if over {
         let size = if limit < 1 << 20 { format!("{limit}B") } else { format!("{}MB", limit >> 20) };
         let mut refused = error(403, &format!("exceeded volume streaming limit of {size}"));
         refused.headers_mut().insert(header::CONNECTION, "close".parse().expect("a header"));
         refused
+    } else if refused {
+        error(500, text)
     } else if whole {
         nothing(204)
     } else {
@@ -328,21 +361,32 @@ fn stream_out(state: &State, handle: &str, query: &Query, headers: &HeaderMap, f
     if !path.exists() {
         return error(404, "no such file or directory");
     }
-    let (tar, whole) = archives::pack(&path);
-    let mut body = archives::encode(encoding, tar).expect("an encoding that is known");
-    if faults.fail_archives || !whole {
-        body.extend_from_slice(format!("{}\n", json!({ "error": text })).as_bytes());
-    }
-    let mut frames = Vec::new();
-    if faults.cut_archives {
-        frames.push(Ok(Frame::data(Bytes::copy_from_slice(&body[..body.len() / 2]))));
-        frames.push(Err(io::Error::other("cut")));
-    } else {
-        frames.extend(body.chunks(8 * 1024).map(|chunk| Ok(Frame::data(Bytes::copy_from_slice(chunk)))));
-    }
-    let mut answer = Response::new(StreamBody::new(futures::stream::iter(frames)).boxed());
+    let (pieces, outgoing) = mpsc::channel(PIECES);
+    let (encoding, cut, fail) = (encoding.to_owned(), faults.cut_archives, faults.fail_archives);
+    tokio::task::spawn_blocking(move || {
+        let whole = if cut {
+            let mut archive = Vec::new();
+            archives::pack(&encoding, &path, &mut archive).expect("memory");
+            archive.truncate(archive.len() / 2);
+            _ = pieces.blocking_send(Ok(archive.into()));
+            _ = pieces.blocking_send(Err(io::Error::other("cut")));
+            return;
+        } else {
+            archives::pack(&encoding, &path, archives::Outgoing(pieces.clone()))
+        };
+        if fail || !whole.unwrap_or(false) {
+            let text = format!("{}\n", json!({ "error": text }));
+            _ = pieces.blocking_send(Ok(text.into()));
+        }
+    });
+    let mut answer = Response::new(body_of(outgoing));
     answer.headers_mut().insert(header::CONTENT_TYPE, "application/octet-stream".parse().expect("a header"));
     answer
+}
+
+fn body_of(pieces: mpsc::Receiver<io::Result<Bytes>>) -> BoxBody<Bytes, io::Error> {
+    let pieces = futures::stream::unfold(pieces, async |mut pieces| Some((pieces.recv().await?, pieces)));
+    BodyExt::boxed(StreamBody::new(pieces.map(|piece| piece.map(Frame::data))))
 }
 
 async fn stream_p2p_out(state: &Arc<State>, handle: &str, query: &Query) -> Answer {
@@ -351,17 +395,30 @@ async fn stream_p2p_out(state: &Arc<State>, handle: &str, query: &Query) -> Answ
     if path.is_empty() || url.is_empty() || encoding.is_empty() {
         return error(400, text);
     }
-    let outcome = transfer(state, handle, path, url, encoding).await;
+    let (told, outcome) = oneshot::channel();
+    let sending = state.clone();
+    let [handle, path, url, encoding] = [handle, path, url, encoding].map(str::to_owned);
+    // As the genuine one, it goes on when nobody waits for it any more.
+    lock(&state.transfers).spawn(async move {
+        _ = told.send(transfer(&sending, &handle, &path, &url, &encoding).await);
+    });
+    let outcome = outcome.await.unwrap_or_else(|_| Err("it broke off".to_owned()));
     let said = outcome.map_or_else(|cause| format!("{text}: {cause}"), |()| "ok".to_owned());
     // The genuine one sends a newline now and then while it works.
     let frames = ["\n".to_owned(), "\n".to_owned(), said].map(|text| Ok(Frame::data(Bytes::from(text))));
-    let mut answer = Response::new(StreamBody::new(futures::stream::iter(frames)).boxed());
+    let mut answer = Response::new(BodyExt::boxed(StreamBody::new(futures::stream::iter(frames))));
     answer.headers_mut().insert(header::CONTENT_TYPE, "plain/text".parse().expect("a header"));
     answer.headers_mut().insert("x-content-type-options", "nosniff".parse().expect("a header"));
     answer
 }
 
-async fn transfer(state: &State, handle: &str, path: &str, url: &str, encoding: &str) -> Result<(), String> {
+async fn transfer(
+    state: &Arc<State>,
+    handle: &str,
+    path: &str,
+    url: &str,
+    encoding: &str,
+) -> Result<(), String> {
     if !lock(&state.volumes).live.contains_key(handle) {
         return Err("volume does not exist".to_owned());
     }
@@ -376,8 +433,9 @@ async fn transfer(state: &State, handle: &str, path: &str, url: &str, encoding: 
             format!("failed to compress source volume: stat {}: no such file or directory", source.display());
         return Err(put(&text));
     }
-    let body = archives::encode(encoding, archives::pack(&source).0)
-        .ok_or_else(|| put(&"failed to compress source volume: unsupported stream encoding"))?;
+    if !archives::ENCODINGS.contains(&encoding) {
+        return Err(put(&"failed to compress source volume: unsupported stream encoding"));
+    }
 
     let stream = TcpStream::connect(authority).await.map_err(|error| put(&error))?;
     let connecting = hyper::client::conn::http1::handshake(TokioIo::new(stream));
@@ -387,7 +445,7 @@ async fn transfer(state: &State, handle: &str, path: &str, url: &str, encoding: 
         .uri(format!("/{target}"))
         .header(header::HOST, authority)
         .header(header::CONTENT_ENCODING, encoding)
-        .body(Full::new(Bytes::from(body)))
+        .body(sent(state, source, encoding.to_owned()))
         .map_err(|error| put(&error))?;
     let exchange = async move {
         let answer = sender.send_request(request).await?;
@@ -404,4 +462,23 @@ async fn transfer(state: &State, handle: &str, path: &str, url: &str, encoding: 
         .and_then(|value| Some(value["error"].as_str()?.to_owned()));
     let said = said.unwrap_or_else(|| "json: cannot unmarshal".to_owned());
     Err(format!("p2p-stream-in {}: {said}", status.as_u16()))
+}
+
+/// The archive of a directory. It stops after its first piece, for as long as transfers are held.
+fn sent(state: &Arc<State>, source: PathBuf, encoding: String) -> BoxBody<Bytes, io::Error> {
+    let (pieces, mut made) = mpsc::channel(PIECES);
+    let (passed, outgoing) = mpsc::channel(1);
+    tokio::task::spawn_blocking(move || archives::pack(&encoding, &source, archives::Outgoing(pieces)));
+    let held = state.clone();
+    lock(&state.transfers).spawn(async move {
+        while let Some(piece) = made.recv().await {
+            if passed.send(piece).await.is_err() {
+                return;
+            }
+            while lock(&held.faults).hold_transfers {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        }
+    });
+    body_of(outgoing)
 }

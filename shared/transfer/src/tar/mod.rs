@@ -4,6 +4,7 @@
 //! Manifest, extents by ordinal ──▶ ArchiveWriter ──▶ bytes ──▶ tar -x
 //! tar -c ──▶ bytes ──▶ ArchiveReader::read    ──▶ Manifest, and each extent as it passes by
 //!                      ArchiveReader::extents ──▶ the extents that are wanted, verified
+//!                      ArchiveReader::compare ──▶ whether it is the tree that it should be
 //! ```
 //!
 //! # What is written
@@ -47,6 +48,7 @@
 //! Invariant: memory is bounded by the limits of the manifest, [`MAX_EXTENSION_BYTES`] and [`MAX_REGIONS`], whatever an
 //! archive says about itself: nothing is allocated for bytes that have not come.
 
+mod compare;
 mod end;
 mod header;
 mod members;

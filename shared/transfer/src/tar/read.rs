@@ -108,7 +108,7 @@ pub struct ArchivedExtent<'a> {
 /// Reads an archive, once.
 #[derive(Debug)]
 pub struct ArchiveReader<R: Read> {
-    members: Members<R>,
+    pub(super) members: Members<R>,
 }
 
 impl<R: Read> ArchiveReader<R> {
@@ -229,7 +229,7 @@ impl<R: Read> ArchiveReader<R> {
 }
 
 /// Index of the file that stands at a path, perhaps as a hard link.
-fn file_at(manifest: &Manifest, path: &[u8]) -> Option<usize> {
+pub(super) fn file_at(manifest: &Manifest, path: &[u8]) -> Option<usize> {
     let index = manifest.find(path)?;
     match &manifest.entries()[index].kind {
         EntryKind::File { .. } => Some(index),

@@ -1,0 +1,84 @@
+//! A scheduler that tells by which key tickets are signed, and nothing else.
+
+use std::time::Duration;
+
+use domain::worker::{TicketClaims, TicketOperation};
+use domain::{Timestamp, VolumeHandle, WorkerId};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_server::{Workers, WorkersServer};
+use rpc::token::TokenSigner;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+#[derive(Clone)]
+pub(crate) struct Schedule(TokenSigner);
+
+fn no_part<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("no part of this test"))
+}
+
+impl Schedule {
+    pub(crate) fn new() -> Self {
+        Self(TokenSigner::from_seed(&[7; 32]))
+    }
+
+    pub(crate) fn service(&self) -> WorkersServer<Self> {
+        WorkersServer::new(self.clone())
+    }
+
+    /// A ticket, and what it says.
+    pub(crate) fn ticket(
+        &self,
+        worker: WorkerId,
+        volume: VolumeHandle,
+        operation: TicketOperation,
+    ) -> (String, TicketClaims) {
+        let expires_at = Timestamp::now() + Duration::from_secs(600);
+        let claims = TicketClaims { worker, volume, team: "main".to_owned(), operation, expires_at };
+        (self.0.sign(&claims), claims)
+    }
+}
+
+#[tonic::async_trait]
+impl Workers for Schedule {
+    type SynchronizeStream = ReceiverStream<Result<pb::SynchronizeResponse, Status>>;
+
+    async fn synchronize(
+        &self,
+        _: Request<Streaming<pb::SynchronizeRequest>>,
+    ) -> Result<Response<Self::SynchronizeStream>, Status> {
+        no_part()
+    }
+
+    async fn issue_ticket(
+        &self,
+        _: Request<pb::IssueTicketRequest>,
+    ) -> Result<Response<pb::IssueTicketResponse>, Status> {
+        no_part()
+    }
+
+    async fn list_workers(
+        &self,
+        _: Request<pb::ListWorkersRequest>,
+    ) -> Result<Response<pb::ListWorkersResponse>, Status> {
+        no_part()
+    }
+
+    async fn get_worker(
+        &self,
+        _: Request<pb::GetWorkerRequest>,
+    ) -> Result<Response<pb::GetWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
+        Ok(Response::new(pb::KeysResponse { keys: vec![self.0.public()] }))
+    }
+
+    async fn issue_door_ticket(
+        &self,
+        _: Request<pb::IssueDoorTicketRequest>,
+    ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
+        no_part()
+    }
+}
