@@ -12,7 +12,7 @@ mod messages;
 mod tar_end;
 
 pub use archive::{Archive, ArchiveError};
-pub use client::{Client, Timeouts};
+pub use client::{Client, Remembered, Timeouts};
 pub use encoding::{Encoded, Encoding};
 pub use error::Error;
 pub use messages::{Handle, InvalidHandle, P2pUrl, Strategy, StreamIn, Volume, VolumeRequest};

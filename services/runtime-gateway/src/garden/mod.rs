@@ -144,6 +144,8 @@ struct Worker {
     processes: Mutex<HashMap<AttemptId, Arc<Process>>>,
     /// Volumes that are being made: the worker does not list them yet.
     creating: Mutex<HashSet<VolumeHandle>>,
+    /// Volumes that were made here, as the worker told of them then, until a container is made with them: it is not asked again.
+    fresh: Mutex<HashMap<VolumeHandle, baggageclaim::Volume>>,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -182,6 +184,7 @@ impl GardenRuntime {
             containers: Mutex::default(),
             processes: Mutex::default(),
             creating: Mutex::default(),
+            fresh: Mutex::default(),
             tasks: TaskTracker::new(),
             stopping: stopping.clone(),
         };

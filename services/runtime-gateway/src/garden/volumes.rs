@@ -132,10 +132,22 @@ impl Worker {
         request.properties = own;
 
         held(&self.creating).insert(handle);
-        let created = self.volumes.create(&request).await;
+        let created = self.volumes.create_remembered(&request).await;
         held(&self.creating).remove(&handle);
         match (created, parent) {
-            (Ok(_) | Err(Error::AlreadyExists), _) => Ok(()),
+            (Ok((volume, remembered)), _) => {
+                // Nobody waits for the worker to forget how it went.
+                let stopping = self.stopping.clone();
+                self.tasks.spawn(async move {
+                    tokio::select! {
+                        () = remembered.forget() => {}
+                        () = stopping.cancelled() => {}
+                    }
+                });
+                held(&self.fresh).insert(handle, volume);
+                Ok(())
+            }
+            (Err(Error::AlreadyExists), _) => Ok(()),
             (Err(error @ Error::Refused { .. }), Some(parent)) => {
                 self.volume(parent).await?;
                 Err(refusals::volume("make a volume", handle, error))
@@ -174,6 +186,7 @@ impl Worker {
         if !children.map_err(failed("list children of a volume"))?.is_empty() {
             return Err(RuntimeError::HasChildren(handle));
         }
+        held(&self.fresh).remove(&handle);
         for volume in [sidecar(handle)?, name(handle.to_string())?] {
             match self.volumes.destroy(&volume).await {
                 Ok(()) | Err(Error::NotFound) => {}
