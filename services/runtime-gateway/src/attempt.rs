@@ -276,13 +276,16 @@ async fn carry_out(
 ) -> Result<Finish, Stopped> {
     let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let plan = Plan::new(&task.spec, task.workload, replaceable);
-    let prepared = tokio::select! {
-        prepared = inputs::prepare(worker, task, &plan) => prepared?,
+    // Whether its process was started already does not depend on what the store says: only another gateway could start it meanwhile, and
+    // the worker does not start it again.
+    let asked =
+        async { tokio::join!(inputs::prepare(worker, task, &plan), worker.runtime.process(task.attempt)) };
+    let (prepared, known) = tokio::select! {
+        asked = asked => asked,
         wish = wished(stop) => return Err(Stopped::Wished(wish)),
         () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
     };
-
-    let known = worker.runtime.process(task.attempt).await;
+    let prepared = prepared?;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
         let defaults = make(worker, task, &plan, &prepared).await?;
         if let Some(wish) = stop.borrow_and_update().clone() {
@@ -344,20 +347,25 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         }
         Ok::<_, Stopped>(())
     });
-    futures::future::try_join_all(made).await?;
-
     let brought = |index: &usize| plan.volumes[*index].resource_type.is_some();
-    let (root, defaults) = match plan.image.map(|index| prepared.volumes[index]) {
-        None => (Root::Host, Defaults::default()),
-        Some((volume, None)) if plan.image.as_ref().is_some_and(brought) => {
-            (Root::Whole(volume), Defaults::default())
-        }
-        Some((_, None)) => return Err(Stopped::Nonsense("the image has no replica".to_owned())),
-        Some((volume, Some((replica, digest)))) => {
-            let manifest = verify(worker, replica, &task.spec.team, digest).await?;
-            (Root::Volume(volume), image::defaults(worker, replica, manifest).await?)
+    // What the image says is read from its replica, which is there already.
+    let image = async {
+        match plan.image.map(|index| prepared.volumes[index]) {
+            None => Ok((Root::Host, Defaults::default())),
+            Some((volume, None)) if plan.image.as_ref().is_some_and(brought) => {
+                Ok((Root::Whole(volume), Defaults::default()))
+            }
+            Some((_, None)) => Err(Stopped::Nonsense("the image has no replica".to_owned())),
+            Some((volume, Some((replica, digest)))) => {
+                let manifest = verify(worker, replica, &task.spec.team, digest).await?;
+                Ok((Root::Volume(volume), image::defaults(worker, replica, manifest).await?))
+            }
         }
     };
+    // Each to its end: nothing is left half made.
+    let (made, image) = tokio::join!(futures::future::join_all(made), image);
+    made.into_iter().collect::<Result<(), _>>()?;
+    let (root, defaults) = image?;
     let mounts = plan.volumes.iter().zip(&prepared.volumes).filter_map(|(volume, (handle, _))| {
         let (path, read_only) = volume.mount.clone()?;
         Some(Mount { volume: *handle, path, read_only })

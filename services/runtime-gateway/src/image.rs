@@ -1,15 +1,17 @@
 //! Images that are artifacts: the directory `rootfs`, and beside it `metadata.json`, which says how processes of it run by default.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use domain::workload::EnvironmentVariable;
-use domain::{VolumeHandle, chain};
+use domain::{Digest, VolumeHandle, chain};
 use runtime::RuntimeError;
 use serde::Deserialize;
 use tokio::sync::mpsc;
 use transfer::{EntryKind, Manifest};
 
+use crate::locks::held;
 use crate::volumes::{self, TransferError};
 use crate::worker::Worker;
 
@@ -20,14 +22,48 @@ const METADATA: &str = "metadata.json";
 const MAX_METADATA: u64 = 1 << 20;
 
 /// What processes of an image get unless their spec says otherwise.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Defaults {
     pub(crate) environment: Vec<EnvironmentVariable>,
     pub(crate) user: Option<String>,
 }
 
+/// What images say, by the digest of their tree: an image of this digest says nothing else anywhere.
+#[derive(Debug, Default)]
+pub(crate) struct Known(Mutex<VecDeque<(Digest, Defaults)>>);
+
+/// How many images are remembered.
+const MOST_KNOWN: usize = 64;
+
+impl Known {
+    fn get(&self, digest: Digest) -> Option<Defaults> {
+        held(&self.0).iter().find(|(known, _)| *known == digest).map(|(_, defaults)| defaults.clone())
+    }
+
+    fn insert(&self, digest: Digest, defaults: Defaults) {
+        let mut known = held(&self.0);
+        known.retain(|(other, _)| *other != digest);
+        known.push_front((digest, defaults));
+        known.truncate(MOST_KNOWN);
+    }
+}
+
 /// What the image in `volume`, which holds what `manifest` says, says of its processes.
 pub(crate) async fn defaults(
+    worker: &Worker,
+    volume: VolumeHandle,
+    manifest: Arc<Manifest>,
+) -> Result<Defaults, RuntimeError> {
+    let digest = manifest.tree_digest();
+    if let Some(known) = worker.images.get(digest) {
+        return Ok(known);
+    }
+    let defaults = read(worker, volume, manifest).await?;
+    worker.images.insert(digest, defaults.clone());
+    Ok(defaults)
+}
+
+async fn read(
     worker: &Worker,
     volume: VolumeHandle,
     manifest: Arc<Manifest>,

@@ -20,6 +20,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::Config;
 use crate::clock::since_boot;
+use crate::image;
 use crate::trees::Trees;
 use rpc::Peer;
 
@@ -60,6 +61,8 @@ pub(crate) struct Worker {
     pub(crate) workloads: WorkloadsClient<Peer>,
     pub(crate) streamer: StreamerClient<Peer>,
     pub(crate) trees: Trees,
+    /// What the images say that were used here.
+    pub(crate) images: image::Known,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
     session: watch::Sender<Option<OpenSession>>,
@@ -95,6 +98,7 @@ impl Worker {
             workloads: WorkloadsClient::new(scheduler),
             streamer: StreamerClient::new(streamer),
             trees: Trees::open(&config.manifest_dir, boot)?,
+            images: image::Known::default(),
             session: watch::Sender::new(None),
             alone_until: Mutex::default(),
             attempts: Mutex::default(),

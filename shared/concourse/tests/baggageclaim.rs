@@ -24,6 +24,26 @@ async fn empty(client: &Client, name: &str) -> Handle {
     handle(&client.create(&request).await.expect("a volume").handle)
 }
 
+#[tokio::test]
+async fn how_a_creation_went_may_be_forgotten_later() {
+    let server = Server::start(Driver::Overlay).await;
+    let client = client(&server);
+    let request = VolumeRequest::new(handle("volume"), Strategy::Empty);
+    let (volume, remembered) = client.create_remembered(&request).await.expect("a volume");
+    assert_eq!(volume.path, server.path("volume").display().to_string());
+    let forgets = || server.requests().iter().filter(|line| line.starts_with("DELETE ")).count();
+    assert_eq!(forgets(), 0, "{:?}", server.requests());
+
+    // Meanwhile nobody here makes it again: to forget would then be to cancel that.
+    let mut again = std::pin::pin!(client.create(&request));
+    let soon = tokio::time::timeout(Duration::from_millis(100), &mut again).await;
+    assert!(soon.is_err(), "{soon:?}");
+    remembered.forget().await;
+    assert_eq!(forgets(), 1);
+    let again = again.await;
+    assert!(matches!(again, Err(Error::AlreadyExists)), "{again:?}");
+}
+
 /// A tar archive with one file.
 fn archive(contents: &[u8]) -> Vec<u8> {
     let directory = tempfile::tempdir().expect("a directory");

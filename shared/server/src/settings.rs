@@ -13,6 +13,7 @@ const KNOWN: &[&str] = &[
     "GANTRY_ABANDONED_AFTER",
     "GANTRY_ARTIFACT_STORE",
     "GANTRY_BAGGAGECLAIM",
+    "GANTRY_BAGGAGECLAIM_ENCODING",
     "GANTRY_CLAIM_TERM",
     "GANTRY_COLLECT_INTERVAL",
     "GANTRY_DATABASE_CONNECTIONS",
@@ -66,7 +67,6 @@ const KNOWN: &[&str] = &[
     "GANTRY_WORKER_TAGS",
     "GANTRY_WORKER_TEAM",
     "GANTRY_WORKER_TTL",
-    "GANTRY_WORKERS_FILE",
 ];
 
 /// The variables of `command`'s settings that the other programs would take for a mistake. For tests: there are none.

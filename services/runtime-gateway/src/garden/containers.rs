@@ -143,7 +143,11 @@ impl Worker {
         let all: BTreeSet<_> =
             checked.mounts.iter().map(|(volume, _, _)| *volume).chain(writable.clone()).collect();
         let found = all.into_iter().map(async |handle| {
-            let volume = self.volume(handle).await?;
+            let fresh = held(&self.fresh).remove(&handle);
+            let volume = match fresh {
+                Some(volume) => volume,
+                None => self.volume(handle).await?,
+            };
             if writable.contains(&handle) && volume.privileged != privileged {
                 let changed =
                     self.volumes.set_privileged(&volumes::name(handle.to_string())?, privileged).await;

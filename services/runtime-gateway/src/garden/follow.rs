@@ -8,6 +8,7 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -175,10 +176,14 @@ impl Worker {
     ) -> Result<(), RuntimeError> {
         let name = container.to_string();
         let (id_text, failed) = (id.to_string(), |error| refusals::garden("write an intent down", error));
-        let on_container = async {
-            if let Some(input) = input {
-                self.garden.set_property(&name, marks::INPUT, input).await.map_err(failed)?;
+        // Only after all of it is there is anything sent that could start the process.
+        let how_fed = async {
+            match input {
+                Some(input) => self.garden.set_property(&name, marks::INPUT, input).await.map_err(failed),
+                None => Ok(()),
             }
+        };
+        let on_container = async {
             match self.garden.set_property(&name, marks::PROCESS, &id_text).await {
                 Err(Error::ContainerNotFound(_)) => Err(RuntimeError::ContainerNotFound(container)),
                 set => set.map_err(failed),
@@ -191,8 +196,8 @@ impl Worker {
             set.map_err(|error| refusals::volume("write an intent down", root, error))
         };
         // A container that is gone is that, whatever its volume says.
-        let (on_container, beside) = tokio::join!(on_container, beside);
-        on_container.and(beside)?;
+        let (on_container, beside, how_fed) = tokio::join!(on_container, beside, how_fed);
+        on_container.and(beside).and(how_fed)?;
         if let Some(made) = held(&self.containers).get_mut(&container) {
             made.process = Some(id);
         }
@@ -486,9 +491,14 @@ impl Worker {
                     tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a start is not written down");
                 }
             }
+            std::future::pending::<Infallible>().await
         };
-        let outputs = async { tokio::join!(spool(process, 0, stdout), spool(process, 1, stderr), proof) };
-        let (waited, (stdout, stderr, ())) = tokio::join!(run.wait(), outputs);
+        let ended = async { tokio::join!(run.wait(), spool(process, 0, stdout), spool(process, 1, stderr)) };
+        // Once it has ended, that is what will be written down.
+        let (waited, stdout, stderr) = tokio::select! {
+            ended = ended => ended,
+            never = proof => match never {},
+        };
         for spooled in [stdout, stderr] {
             if let Err(error) = spooled {
                 tracing::warn!(process.id = %process.id, error = domain::chain(&error), "some of its output is lost");

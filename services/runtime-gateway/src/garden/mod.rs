@@ -165,6 +165,8 @@ struct Worker {
     term: Mutex<CancellationToken>,
     /// Volumes that are being made, each with its parent: the worker does not list them yet.
     creating: Mutex<HashMap<VolumeHandle, Option<VolumeHandle>>>,
+    /// Volumes that were made here, as the worker told of them then, until a container is made with them: it is not asked again.
+    fresh: Mutex<HashMap<VolumeHandle, baggageclaim::Volume>>,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -201,6 +203,7 @@ impl GardenRuntime {
             processes: Mutex::default(),
             term: Mutex::default(),
             creating: Mutex::default(),
+            fresh: Mutex::default(),
             tasks: TaskTracker::new(),
             stopping: stopping.clone(),
         };
@@ -356,6 +359,7 @@ impl Runtime for GardenRuntime {
         std::mem::take(&mut *held(&self.worker.term)).cancel();
         held(&self.worker.containers).clear();
         held(&self.worker.processes).clear();
+        held(&self.worker.fresh).clear();
     }
 }
 

@@ -166,10 +166,22 @@ impl Worker {
         request.properties = own;
 
         held(&self.creating).insert(handle, parent);
-        let created = self.volumes.create(&request).await;
+        let created = self.volumes.create_remembered(&request).await;
         held(&self.creating).remove(&handle);
         match (created, parent) {
-            (Ok(_) | Err(Error::AlreadyExists), _) => Ok(()),
+            (Ok((volume, remembered)), _) => {
+                // Nobody waits for the worker to forget how it went.
+                let stopping = self.stopping.clone();
+                self.tasks.spawn(async move {
+                    tokio::select! {
+                        () = remembered.forget() => {}
+                        () = stopping.cancelled() => {}
+                    }
+                });
+                held(&self.fresh).insert(handle, volume);
+                Ok(())
+            }
+            (Err(Error::AlreadyExists), _) => Ok(()),
             (Err(error @ Error::Refused { .. }), Some(parent)) => {
                 self.volume(parent).await?;
                 Err(refusals::volume("make a volume", handle, error))
@@ -242,6 +254,7 @@ impl Worker {
     ) -> Vec<(VolumeHandle, RuntimeError)> {
         let mut left = Vec::new();
         let mut rest = handles;
+        held(&self.fresh).retain(|handle, _| !handles.contains(handle));
         while let Some(first) = rest.first() {
             let children = match self.children(rest).await {
                 Ok(children) => children,

@@ -11,6 +11,7 @@ use runtime::Runtime;
 use server::{Host, Listener};
 use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver, Faults};
+use testing::fake::FakeWorker;
 use testing::garden::{self, Manner};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;

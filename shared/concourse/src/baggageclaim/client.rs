@@ -8,6 +8,7 @@ use std::time::Duration;
 use http::{Method, Request, StatusCode, header};
 use serde::de::DeserializeOwned;
 use tokio::io::AsyncRead;
+use tokio::sync::OwnedMutexGuard;
 use tokio::time::Instant;
 
 use super::Error;
@@ -44,6 +45,21 @@ pub struct Client {
     timeouts: Timeouts,
     /// One creation of a handle at a time: see [`Client::create`].
     creating: Arc<Mutex<HashMap<Handle, Weak<tokio::sync::Mutex<()>>>>>,
+}
+
+/// How a creation went, which the worker remembers until it is told to forget it. Meanwhile nobody else makes a volume of this handle here.
+#[must_use = "the worker remembers it until it is forgotten"]
+pub struct Remembered {
+    client: Client,
+    handle: Handle,
+    _alone: OwnedMutexGuard<()>,
+}
+
+impl Remembered {
+    /// Has the worker forget it. To drop this call costs the worker a little memory.
+    pub async fn forget(self) {
+        self.client.drop_outcome(&self.handle).await;
+    }
 }
 
 const FIRST_POLL: Duration = Duration::from_millis(10);
@@ -84,18 +100,22 @@ impl Client {
     /// To drop this call leaves the creation with the worker, to be taken over or given up with [`Client::cancel_creation`]. After
     /// [`Timeouts::creation`] the worker is told to cancel it; the handle is not to be used again then.
     pub async fn create(&self, request: &VolumeRequest) -> Result<Volume, Error> {
+        let (volume, remembered) = self.create_remembered(request).await?;
+        remembered.forget().await;
+        Ok(volume)
+    }
+
+    /// The same, but that the worker still remembers how it went when this returns: forgetting it need not be waited for.
+    pub async fn create_remembered(&self, request: &VolumeRequest) -> Result<(Volume, Remembered), Error> {
         let handle = &request.handle;
-        let alone = self.creation_of(handle);
-        let _alone = alone.lock().await;
+        let alone = self.creation_of(handle).lock_owned().await;
+        let remembered = Remembered { client: self.clone(), handle: handle.clone(), _alone: alone };
         match self.get(handle).await {
             Err(Error::NotFound) => {}
             Err(error) => return Err(error),
             // It may be that of an earlier call, whose outcome nobody has dropped yet.
             Ok(volume) => match self.outcome(handle).await {
-                Ok(Some(_)) => {
-                    self.drop_outcome(handle).await;
-                    return Ok(volume);
-                }
+                Ok(Some(_)) => return Ok((volume, remembered)),
                 _ => return Err(Error::AlreadyExists),
             },
         }
@@ -108,8 +128,13 @@ impl Client {
             Err(error) => return Err(error),
         }
         let waited = tokio::time::timeout(self.timeouts.creation, self.wait_for(handle)).await;
-        self.drop_outcome(handle).await;
-        waited.unwrap_or_else(|late| Err(Error::Lost(late.into())))
+        match waited.unwrap_or_else(|late| Err(Error::Lost(late.into()))) {
+            Ok(volume) => Ok((volume, remembered)),
+            Err(error) => {
+                remembered.forget().await;
+                Err(error)
+            }
+        }
     }
 
     fn creation_of(&self, handle: &Handle) -> Arc<tokio::sync::Mutex<()>> {
