@@ -99,6 +99,24 @@ fn a_directory_goes_to_a_concourse_worker_and_a_result_comes_back() {
 }
 
 #[test]
+fn a_concourse_worker_is_not_asked_again_for_what_is_known() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::new(EVERY[0]);
+    // The first learns what the image says of its processes.
+    suite.cluster.succeed(suite.job(&[], "[ \"$OF\" = 'the image' ]"));
+    let before = suite.volumes.requests();
+    assert!(before.iter().any(|line| line.contains("stream-out?path=metadata.json")), "{before:?}");
+
+    suite.cluster.succeed(suite.job(&[], "[ \"$OF\" = 'the image' ]"));
+    let asked = suite.volumes.requests().split_off(before.len());
+    assert!(!asked.iter().any(|line| line.contains("/stream-out")), "{asked:?}");
+    let looks = asked.iter().filter(|line| line.starts_with("GET /volumes/")).count();
+    assert_eq!(looks, 1, "for its root, before that is made: {asked:?}");
+}
+
+#[test]
 fn a_run_on_a_concourse_worker_outlives_its_gateway() {
     if !may_run_containers() {
         return;

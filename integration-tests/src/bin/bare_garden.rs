@@ -1,7 +1,9 @@
-//! Runs `/bin/true` on a Concourse worker by bare calls, without services around them: what remains of `gantry run -- /bin/true` there.
+//! Runs `/bin/true` once on a Concourse worker by bare calls, without services around them: what remains of `gantry run -- /bin/true` there.
 //! For `make bench`.
 //!
-//! It prints, for each run, the milliseconds until the end of the process is known, and until all of it is destroyed again.
+//! It does what any client of the two protocols has to: a copy-on-write volume of the image and a container in it, both with properties
+//! by which they would be found again, the process, its output to the end, its exit, and both destroyed. It prints the milliseconds until
+//! the end of the process was known.
 
 use std::io::Write;
 use std::time::Instant;
@@ -11,44 +13,40 @@ use concourse::garden::{self, ContainerSpec, IpRange, NetOutRule, ProcessSpec, S
 
 type Error = Box<dyn std::error::Error>;
 
-#[tokio::main]
+#[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Error> {
+    let begin = Instant::now();
     let arguments: Vec<_> = std::env::args().skip(1).collect();
-    let [garden, baggageclaim, image, runs] = &arguments[..] else {
-        return Err("usage: bare_garden GARDEN BAGGAGECLAIM IMAGE RUNS".into());
+    let [garden, baggageclaim, image] = &arguments[..] else {
+        return Err("usage: bare_garden GARDEN BAGGAGECLAIM VOLUME, which has an image".into());
     };
     let containers = garden::Client::new(garden, Settings::default());
     let volumes = baggageclaim::Client::new(baggageclaim, Timeouts::default());
-    let parent = Handle::new(format!("bare-{}", std::process::id()))?;
-    let import = Strategy::Import { path: image.clone(), follow_symlinks: false };
-    volumes.create(&VolumeRequest::new(parent.clone(), import)).await?;
-    for run in 0..runs.parse::<usize>()? {
-        let begin = Instant::now();
-        let name = format!("{parent}-{run}");
-        let root = Handle::new(name.clone())?;
-        let child = Strategy::Cow { volume: parent.clone() };
-        let volume = volumes.create(&VolumeRequest::new(root.clone(), child)).await?;
-        let everywhere = IpRange { start: "0.0.0.0".to_owned(), end: "255.255.255.255".to_owned() };
-        let container = ContainerSpec {
-            handle: name.clone(),
-            rootfs: format!("raw://{}/rootfs", volume.path),
-            netout_rules: vec![NetOutRule { networks: vec![everywhere], ..NetOutRule::default() }],
-            ..ContainerSpec::default()
-        };
-        containers.create(&container).await?;
-        let process =
-            ProcessSpec { id: name.clone(), path: "/bin/true".to_owned(), ..ProcessSpec::default() };
-        let exit = containers.run(&name, &process).await?.wait().await?;
-        if exit.status != 0 {
-            return Err(format!("it ended with {}", exit.status).into());
-        }
-        let ended = begin.elapsed();
-        containers.destroy(&name).await?;
-        volumes.destroy(&root).await?;
-        let destroyed = begin.elapsed();
-        let milliseconds = |time: std::time::Duration| time.as_secs_f64() * 1e3;
-        writeln!(std::io::stdout(), "{:.3} {:.3}", milliseconds(ended), milliseconds(destroyed))?;
+    let name = format!("bare-{}", std::process::id());
+    let whose = |kind: &str| [("bare.kind".to_owned(), kind.to_owned())].into();
+
+    let root = Handle::new(name.clone())?;
+    let child = Strategy::Cow { volume: Handle::new(image)? };
+    let request = VolumeRequest { properties: whose("volume"), ..VolumeRequest::new(root.clone(), child) };
+    let volume = volumes.create(&request).await?;
+    let everywhere = IpRange { start: "0.0.0.0".to_owned(), end: "255.255.255.255".to_owned() };
+    let container = ContainerSpec {
+        handle: name.clone(),
+        rootfs: format!("raw://{}/rootfs", volume.path),
+        properties: whose("container"),
+        netout_rules: vec![NetOutRule { networks: vec![everywhere], ..NetOutRule::default() }],
+        ..ContainerSpec::default()
+    };
+    containers.create(&container).await?;
+    let process = ProcessSpec { id: name.clone(), path: "/bin/true".to_owned(), ..ProcessSpec::default() };
+    // With all that it writes, which is nothing.
+    let exit = containers.run(&name, &process).await?.wait().await?;
+    if exit.status != 0 {
+        return Err(format!("it ended with {}", exit.status).into());
     }
-    volumes.destroy(&parent).await?;
+    let ended = begin.elapsed();
+    containers.destroy(&name).await?;
+    volumes.destroy(&root).await?;
+    writeln!(std::io::stdout(), "{:.3}", ended.as_secs_f64() * 1e3)?;
     Ok(())
 }

@@ -7,9 +7,10 @@ use db::{Database, Transaction};
 use domain::worker::{DoorClaims, LeaseClaims, SessionClaims, TicketClaims, TicketOperation};
 use domain::workload::WorkloadSpec;
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
+use rpc::Refusal;
 use rpc::token::TokenSigner;
 use sea_orm::DbErr;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -23,7 +24,7 @@ use crate::hints::Hints;
 use crate::leases::{self, RenewError};
 use crate::outbox;
 use crate::outcome::{AttemptEnd, Report};
-use crate::placement::{self, Choice, Demand, Refusals};
+use crate::placement::{self, Choice, Demand, Location, Refusals};
 use crate::store::Store;
 use crate::workers::{self, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError};
@@ -135,13 +136,28 @@ impl Scheduler {
         traceparent: Option<String>,
     ) -> Result<(), SubmitError> {
         let submission = Submission::new(id, spec, traceparent);
-        let accepted = self
-            .change(async |txn| {
-                let mut effects = Effects::default();
-                let accepted = dispatch::submit(&txn, &submission, Timestamp::now(), &mut effects).await?;
-                Ok::<_, SubmitError>((accepted, effects))
-            })
-            .await;
+        let checked = Notify::new();
+        let accepting = self.change(async |txn| {
+            let mut effects = Effects::default();
+            let accepted = dispatch::submit(&txn, &submission, Timestamp::now(), &mut effects).await?;
+            if accepted == Accepted::Pinning {
+                checked.notify_one();
+            }
+            Ok::<_, SubmitError>((accepted, effects))
+        });
+        // While the commit is under way. A pin without a workload goes as does any whose workload nobody remembers ([`crate::reconcile`]).
+        let pinning = async {
+            checked.notified().await;
+            self.store.pin(&submission).await
+        };
+        tokio::pin!(accepting, pinning);
+        let mut pinned = None;
+        let accepted = loop {
+            tokio::select! {
+                accepted = &mut accepting => break accepted,
+                answer = &mut pinning, if pinned.is_none() => pinned = Some(answer),
+            }
+        };
         let accepted = match accepted {
             Err(SubmitError::Database(error)) if is_duplicate(&error) => {
                 // Another call of the same id was faster. It is known now.
@@ -149,9 +165,10 @@ impl Scheduler {
             }
             accepted => accepted?,
         };
-        match accepted {
-            Accepted::Queued => Ok(()),
-            Accepted::Pinning => self.pin(&submission).await,
+        match (accepted, pinned) {
+            (Accepted::Queued, _) => Ok(()),
+            (Accepted::Pinning, Some(answer)) => self.pinned(&submission, answer).await,
+            (Accepted::Pinning, None) => self.pinned(&submission, pinning.await).await,
         }
     }
 
@@ -160,15 +177,21 @@ impl Scheduler {
             Some(row) if row.spec_digest != submission.digest.as_bytes() => {
                 Err(SubmitError::Exists(submission.id))
             }
-            Some(row) if row.state == crate::entity::workload::State::Accepted => self.pin(submission).await,
+            Some(row) if row.state == crate::entity::workload::State::Accepted => {
+                self.pinned(submission, self.store.pin(submission).await).await
+            }
             Some(_) => Ok(()),
             None => Err(DbErr::RecordNotFound("a workload that was just there".to_owned()).into()),
         }
     }
 
-    /// Pins the inputs of an accepted workload, and queues it.
-    async fn pin(&self, submission: &Submission) -> Result<(), SubmitError> {
-        let locations = match self.store.pin(submission).await {
+    /// Queues an accepted workload once its inputs are pinned. `answer`: of the store.
+    async fn pinned(
+        &self,
+        submission: &Submission,
+        answer: Result<Vec<Location>, Refusal>,
+    ) -> Result<(), SubmitError> {
+        let locations = match answer {
             Ok(locations) => locations,
             // Whether it is pinned is unknown: a repeat, or the reconciliation, finds the row.
             Err(refusal) if refusal.is_transient() => return Err(SubmitError::NotPinned(refusal)),

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Every transition happens on a row that its transaction has locked ([`lock`]) or inserted, and raises the row's revision for each
-//! event that it makes. One that needs nothing from the artifact store goes to finished without settling.
+//! event that it makes. One that has no outputs and ends no build goes to finished without settling: what the artifact store keeps for it,
+//! the store is told to drop, and nobody waits for that.
 //!
 //! Invariants: `lease_id` names the live lease exactly while the state is assigned, starting or running; `ending` is set from
 //! settling on; `finished` is reached once, and is the last event.
@@ -270,20 +271,23 @@ pub(crate) async fn conclude(
     row.run_deadline = None;
     row.waiting_for = "[]".to_owned();
     row.ending = Some(to_json(&ending)?);
+    let mut awaited = false;
     if row.settles {
+        let spec = spec(&row)?;
+        // Nobody waits for outputs of what never ran, nor for pins to be dropped.
+        awaited = attempt.is_some() && (!spec.outputs.is_empty() || spec.build.is_some());
         let settlement = Settlement {
             team: row.team.clone(),
             attempt,
             outputs: ending.outputs.clone(),
-            build: spec(&row)?.build,
+            build: spec.build,
             outcome: ending.outcome,
         };
         outbox::put(txn, id, Message::Settle(settlement), now, effects).await?;
     } else if let Some(attempt) = attempt {
         outbox::put(txn, id, Message::EndAttempt { attempt }, now, effects).await?;
     }
-    // Nobody waits for outputs of what never ran.
-    if row.settles && attempt.is_some() {
+    if awaited {
         row.state = State::Settling;
         return save(txn, row, Write::Update, None, now, effects).await;
     }
@@ -746,3 +750,6 @@ pub(crate) async fn list(
     let rows = query.order_by_desc(workload::Column::Sequence).limit(limit).all(db).await?;
     rows.into_iter().map(view).collect()
 }
+
+#[cfg(test)]
+mod tests;
