@@ -139,15 +139,15 @@ fn a_gateway_that_attends_again_does_not_count_on_from_what_it_knew() {
         return;
     }
     let mut scene = Scene::start((Manner::Containerd, Driver::Overlay));
-    let before = scene.suite.attended(WORKER, &scene.first);
-    send(&scene.first.child, libc::SIGSTOP);
+    let before = scene.suite.attended(WORKER, "first");
+    scene.suite.signal("first", libc::SIGSTOP);
     let between = scene.goes_on(&before);
-    send(&scene.first.child, libc::SIGCONT);
-    says(&scene.first, "another gateway has taken over this worker");
+    scene.suite.signal("first", libc::SIGCONT);
+    scene.suite.wait_until_it_says("first", "another gateway has taken over this worker");
     let attached = scene.attachments();
-    send(&scene.second.child, libc::SIGKILL);
+    scene.suite.kill("second");
 
-    let again = scene.suite.attended(WORKER, &scene.first);
+    let again = scene.suite.attended(WORKER, "first");
     let session = |worker: &Value| worker["session"].as_u64().expect("a number");
     assert!(session(&again) > session(&between), "{between} {again}");
     wait_for("another attachment by the first", || (scene.attachments() > attached).then_some(()));
