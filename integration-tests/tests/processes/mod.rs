@@ -6,16 +6,14 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use integration_tests::{Cluster, describe, gantry_binary, wait_for};
+use runtime::{Runtime as _, RuntimeError};
+use runtime_gateway::host::{HostConfig, HostRuntime};
 use serde_json::Value;
 use server::{Host, Listener};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-
-mod clean;
-
-use clean::clean;
 
 /// Scheduler, artifact store and streamer, and where everything else is.
 pub(crate) struct Suite {
@@ -121,8 +119,32 @@ impl Suite {
 
     /// Destroys what a worker that nobody attends any more holds.
     pub(crate) fn clean(&self, worker: &str) {
-        let run = self.cluster.path(&format!("{worker}-run"));
-        self.runtime.block_on(clean(self.state(worker), run));
+        let config = HostConfig {
+            supervisor: gantry_binary().with_file_name("runtime-gateway"),
+            ..HostConfig::new(self.state(worker), self.cluster.path(&format!("{worker}-run")))
+                .expect("a path")
+        };
+        self.runtime.block_on(async {
+            let machine = HostRuntime::open(config).expect("nobody holds it");
+            let held = machine.list().await.expect("list");
+            for container in held.containers {
+                machine.destroy_container(container).await.expect("destroy a container");
+            }
+            // Children go before their parents, and whose child is whose is not listed.
+            let mut volumes = held.volumes;
+            while !volumes.is_empty() {
+                let mut parents = Vec::new();
+                for volume in volumes.iter().rev() {
+                    match machine.destroy_volume(*volume).await {
+                        Ok(()) => {}
+                        Err(RuntimeError::HasChildren(_)) => parents.push(*volume),
+                        Err(error) => panic!("destroy a volume: {error:?}"),
+                    }
+                }
+                assert!(parents.len() < volumes.len(), "{parents:?} have children that are not listed");
+                volumes = parents;
+            }
+        });
     }
 }
 
