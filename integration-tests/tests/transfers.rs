@@ -1,6 +1,5 @@
 //! Copies from worker to worker as people see them, and reading that goes on elsewhere when a worker breaks off.
 
-#[path = "link/clean.rs"]
 mod clean;
 mod link;
 

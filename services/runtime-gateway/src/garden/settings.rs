@@ -318,6 +318,7 @@ mod tests {
                 garden: Some("h:1".to_owned()),
                 baggageclaim: Some("h:2".to_owned()),
                 peer_to_peer: flag,
+                ..GardenArgs::default()
             };
             let given = GardenWorker { name: "given".to_owned(), ..GardenWorker::default() };
             let common = Config::for_worker("", "", "", "", "", PathBuf::new());
