@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the clients of the languages that are named, or of all: run.sh [go|python|typescript|java|rust|grpcurl]…
 # Each meets two clusters: the four services as processes of their own with a door and two workers, at an address for each service, and
-# `gantry up`, at one address for all. The examples with grpcurl are about one address.
+# `gantry up`, at one address for all.
 # What they download goes into the ordinary caches of their tools.
 set -uo pipefail
 cd "$(dirname "$0")"
@@ -132,7 +132,10 @@ checks() {
 # What each language has to do: decode the golden corpus, and the scenario, with either form of the setting.
 call() {
     case $1 in
-    grpcurl) GANTRY_SERVER=$one GANTRY_TOKEN_FILE=$one_token timeout 600 ./grpcurl/run ;;
+    grpcurl)
+        GANTRY_SERVER=$services GANTRY_TOKEN_FILE=$services_token timeout 600 ./grpcurl/run &&
+            GANTRY_SERVER=$one GANTRY_TOKEN_FILE=$one_token timeout 600 ./grpcurl/run
+        ;;
     *) checks "$1" && timeout 900 "./$1/run" test && scenario "$1" "$services" "$services_token" && scenario "$1" "$one" "$one_token" ;;
     esac
 }
