@@ -94,7 +94,7 @@ fn all_files(root: &Path, below: &Path, found: &mut BTreeSet<String>) {
 }
 
 /// The processes of a cluster: those whose command line, environment or open files name its directories, as those of supervisors do, and
-/// those in a container, whose mounts do.
+/// those in a container, whose root is made of them.
 #[must_use]
 pub fn processes(cluster: &Cluster) -> BTreeMap<i32, String> {
     processes_of(&cluster.path(""))

@@ -106,6 +106,8 @@ struct Scene {
     suite: Suite,
     gate: Gate,
     handles: BTreeSet<String>,
+    /// Which processes have done something for others.
+    useful: BTreeSet<String>,
 }
 
 impl Scene {
@@ -205,7 +207,24 @@ impl Scene {
         number.unwrap_or_else(|| panic!("{name} is no worker"))
     }
 
+    /// Notes whether a process was called, but for how it is.
+    fn ask_what_it_did(&mut self, name: &str) {
+        let (_, page) = self.suite.page(name, "/metrics");
+        let calls = page.lines().filter(|line| {
+            line.starts_with("gantry_rpc_calls_total{") || line.starts_with("gantry_rpc_in_flight{")
+        });
+        let called = |line: &str| {
+            line.contains("service=\"gantry.")
+                && !line.contains("gantry.capabilities.")
+                && !line.ends_with(" 0")
+        };
+        if calls.into_iter().any(called) {
+            self.useful.insert(name.to_owned());
+        }
+    }
+
     fn replace(&mut self, name: &str) {
+        self.ask_what_it_did(name);
         self.suite.kill(name);
         self.suite.spawn(name);
     }
@@ -257,7 +276,7 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     }
     let suite = Suite::start_on_machines(SHAPE, SETTINGS);
     let gate = Gate::new(&suite.machines().own_address());
-    let mut scene = Scene { suite, gate, handles: BTreeSet::new() };
+    let mut scene = Scene { suite, gate, handles: BTreeSet::new(), useful: BTreeSet::new() };
     let uploads: Vec<Vec<u8>> = (0..3_u32)
         .map(|seed| (0..300_000_u32).map(|n| ((n ^ seed).wrapping_mul(2_654_435_761) >> 13) as u8).collect())
         .collect();
@@ -362,6 +381,12 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     let all: BTreeSet<_> = all.chain((0..SHAPE.gateways).map(|copy| format!("0-copy-{copy}"))).collect();
     assert_eq!(begun, all);
     nothing_is_left(&scene, doomed);
+    // Neither of two was only there.
+    let own = format!("runtime-gateway-{doomed}");
+    for name in scene.suite.names().into_iter().filter(|name| *name != own) {
+        scene.ask_what_it_did(&name);
+        assert!(scene.useful.contains(&name), "{name} did nothing: {:?}", scene.useful);
+    }
 }
 
 fn main_job(scene: &Scene) {
