@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Prints where the services of the compose cluster listen.
 #
-#   docker/servers.sh          as `gantry --server` takes it: all ports that a service may be at, also after containers were started again
-#   docker/servers.sh --now    one address of each service, for other callers: a container that was started again may be elsewhere
+#   docker/servers.sh             one address of each service, as it is now: a container that was started again may be elsewhere
+#   docker/servers.sh --ranges    all ports that a service may be at, which `gantry --server` takes: that stays right
 set -euo pipefail
 cd "$(dirname "$0")/.."
 servers=
 case ${1:-} in
-"")
+--ranges)
     ports=(
         "scheduler:${SCHEDULER_PORTS:-7110-7119}" "artifacts:${ARTIFACT_STORE_PORTS:-7120-7129}"
         "streamer:${STREAMER_PORTS:-7130-7139}" "door:${DOOR_PORTS:-7140-7149}"
@@ -23,7 +23,7 @@ case ${1:-} in
         fi
     done
     ;;
---now)
+"")
     if [ -z "${COMPOSE:-}" ]; then
         if docker compose version >/dev/null 2>&1; then COMPOSE="docker compose"; else COMPOSE=docker-compose; fi
     fi
@@ -32,7 +32,7 @@ case ${1:-} in
     done
     ;;
 *)
-    echo "usage: $0 [--now]" >&2
+    echo "usage: $0 [--ranges]" >&2
     exit 2
     ;;
 esac

@@ -107,7 +107,7 @@ until_true "a healthy cluster" 120 all_healthy 1 2
 say "healthy after $(echo "$(date +%s.%N) - $started" | bc | cut -c1-4) s"
 
 # Asked once: these addresses stay right.
-GANTRY_SERVER=$(docker/servers.sh)
+GANTRY_SERVER=$(docker/servers.sh --ranges)
 export GANTRY_SERVER
 gantry() { "$root/target/debug/gantry" "$@"; }
 
@@ -147,6 +147,13 @@ gantry cancel --grace 0s "$blocker" >/dev/null
     exit 1
 }
 say "what $first made was used on $second"
+
+# A caller in another language, at one address of each service.
+GANTRY_SERVER=$(docker/servers.sh) integration-tests/clients/python/run "$work/src" >"$work/python" 2>&1 || {
+    cat "$work/python"
+    exit 1
+}
+say "a caller in Python"
 
 # GARDEN and BAGGAGECLAIM add a Garden worker, from here on: the servers of the tests, at the address of this machine in the cluster's network.
 host=$($docker network inspect --format '{{(index .IPAM.Config 0).Gateway}}' "${COMPOSE_PROJECT_NAME}_default")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the clients of the languages that are named, or of all: run.sh [go|python|typescript|java|rust|grpcurl]…
 # Each meets two clusters: the four services as processes of their own with a door and two workers, at an address for each service, and
-# `gantry up`, at one address for all. The examples with grpcurl are about one address.
+# `gantry up`, at one address for all.
 # What they download goes into the ordinary caches of their tools.
 set -uo pipefail
 cd "$(dirname "$0")"
@@ -97,16 +97,46 @@ services=$(field 'cluster["server"]') services_token=$(field 'cluster["token_fil
 start one "$programs/gantry" --json up --listen 127.0.0.1:0
 one=$(field 'cluster["endpoints"][1]') one_token=$(field 'cluster["token_file"]')
 
-# scenario LANGUAGE SERVER TOKEN-FILE: to its last line
+# What is uploaded: files of all kinds of bytes, links to a file, to a directory and to nothing, a program.
+cp -r golden "$scratch/tree"
+mkdir "$scratch/tree/below"
+printf '#!/bin/sh\n' >"$scratch/tree/below/program"
+chmod +x "$scratch/tree/below/program"
+ln -s below/program "$scratch/tree/link"
+ln -s below "$scratch/tree/directory"
+ln -s nowhere "$scratch/tree/below/dangling"
+here=$PWD
+
+# scenario LANGUAGE SERVER TOKEN-FILE: to its last line, in a directory that is named as the caller stands.
 scenario() {
-    GANTRY_SERVER=$2 GANTRY_TOKEN_FILE=$3 timeout 900 "./$1/run" "$PWD/golden" | tee "$scratch/said"
+    (cd "$scratch" && GANTRY_SERVER=$2 GANTRY_TOKEN_FILE=$3 timeout 900 "$here/$1/run" tree) | tee "$scratch/said"
     grep -q '^explained: never, unless ' "$scratch/said"
+}
+# With nothing to run a client with, but what a shell script needs.
+mkdir "$scratch/tools"
+for tool in cat dirname realpath; do ln -s "$(command -v $tool)" "$scratch/tools/"; done
+
+# turned_away STATUS PHRASE COMMAND…: what cannot be run says so at once, and ends with this status.
+turned_away() {
+    local status=$1 phrase=$2 said
+    shift 2
+    said=$(timeout 60 "$@" 2>&1)
+    [ $? -eq "$status" ] && [[ $said == *"$phrase"* ]] || { echo "$* says: $said" && false; }
+}
+checks() {
+    turned_away 2 "usage: " "./$1/run" &&
+        turned_away 1 "GANTRY_SERVER: where" env -u GANTRY_SERVER "./$1/run" golden &&
+        turned_away 1 "nowhere: there is no such directory" env GANTRY_SERVER=http://127.0.0.1:1 "./$1/run" nowhere &&
+        turned_away 1 "$1/run cannot run:" env "PATH=$scratch/tools" "./$1/run" test
 }
 # What each language has to do: decode the golden corpus, and the scenario, with either form of the setting.
 call() {
     case $1 in
-    grpcurl) GANTRY_SERVER=$one GANTRY_TOKEN_FILE=$one_token timeout 600 ./grpcurl/run ;;
-    *) timeout 900 "./$1/run" test && scenario "$1" "$services" "$services_token" && scenario "$1" "$one" "$one_token" ;;
+    grpcurl)
+        GANTRY_SERVER=$services GANTRY_TOKEN_FILE=$services_token timeout 600 ./grpcurl/run &&
+            GANTRY_SERVER=$one GANTRY_TOKEN_FILE=$one_token timeout 600 ./grpcurl/run
+        ;;
+    *) checks "$1" && timeout 900 "./$1/run" test && scenario "$1" "$services" "$services_token" && scenario "$1" "$one" "$one_token" ;;
     esac
 }
 

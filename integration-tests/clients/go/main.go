@@ -30,6 +30,9 @@ import (
 
 const breakAfter = 100_000
 
+// More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+const errorBytes = 40 << 20
+
 type client struct {
 	team      string
 	addresses map[string]string
@@ -187,7 +190,7 @@ func (c chunks) Write(data []byte) (int, error) { return len(data), c(data) }
 
 // docs:submit
 func (c *client) spec(artifact, build string, tags ...string) *scheduler.WorkloadSpec {
-	script := "cp -a src/. out && seq -f 'line %06.0f' 0 39999"
+	script := "cp -a src/. out && head -c 40M /dev/zero >&2 && seq -f 'line %06.0f' 0 39999"
 	return &scheduler.WorkloadSpec{
 		Team:      c.team,
 		Kind:      scheduler.WorkloadKind_WORKLOAD_KIND_TASK,
@@ -244,55 +247,61 @@ func (c *client) watch(
 
 // docs:attach
 
-// attach answers all of standard output, over a connection that breaks once.
-func (c *client) attach(ctx context.Context, at *scheduler.Whereabouts) (output []byte, connections int, err error) {
-	for done := false; !done; {
+// outputs is what a process wrote.
+type outputs struct{ stdout, stderr []byte }
+
+// attach answers all of both outputs, over a connection that breaks once.
+func (c *client) attach(ctx context.Context, at *scheduler.Whereabouts) (all outputs, connections int, err error) {
+	for done := false; !done && err == nil; {
 		connections++
-		if output, done, err = c.attachOnce(ctx, at, output, connections == 1); err != nil {
-			return nil, connections, err
-		}
+		done, err = c.attachOnce(ctx, at, &all, connections == 1)
 	}
-	return output, connections, nil
+	return all, connections, err
 }
 
-func (c *client) attachOnce(ctx context.Context, at *scheduler.Whereabouts, output []byte, breaks bool) ([]byte, bool, error) {
+func (c *client) attachOnce(ctx context.Context, at *scheduler.Whereabouts, all *outputs, breaks bool) (done bool, err error) {
 	connection, err := c.gateway(at.GatewayEndpoint)
 	if err != nil {
-		return nil, false, err
+		return false, err
 	}
 	defer connection.Close() // Breaks what goes over it.
 	call, err := runtime.NewContainersClient(connection).Attach(ctx)
 	if err != nil {
-		return nil, false, err
+		return false, err
 	}
-	resume := &runtime.Resume{Team: c.team, WorkerId: at.WorkerId, ProcessId: at.AttemptId, StdoutOffset: uint64(len(output))}
+	resume := &runtime.Resume{
+		Team: c.team, WorkerId: at.WorkerId, ProcessId: at.AttemptId,
+		StdoutOffset: uint64(len(all.stdout)), StderrOffset: uint64(len(all.stderr)),
+	}
 	if err := call.Send(&runtime.AttachRequest{Message: &runtime.AttachRequest_Resume{Resume: resume}}); err != nil {
-		return nil, false, err
+		return false, err
 	}
-	for !breaks || len(output) < breakAfter {
+	for !breaks || len(all.stdout) < breakAfter {
 		said, err := call.Recv()
 		if err != nil {
-			return nil, false, err
+			return false, err
 		}
 		switch said := said.Message.(type) {
 		case *runtime.AttachResponse_Output:
-			if said.Output.Stream != runtime.Stream_STREAM_STDOUT {
-				continue
+			output := &all.stdout
+			if said.Output.Stream == runtime.Stream_STREAM_STDERR {
+				output = &all.stderr
 			}
-			if said.Output.Offset != uint64(len(output)) {
-				return nil, false, errors.New("out of order")
+			if said.Output.Offset != uint64(len(*output)) {
+				return false, errors.New("out of order")
 			}
-			output = append(output, said.Output.Data...)
-			// What is acknowledged is never sent again, and lets the process go on.
-			ack := &runtime.AttachRequest_Ack{Ack: &runtime.Ack{StdoutOffset: uint64(len(output))}}
-			if err := call.Send(&runtime.AttachRequest{Message: ack}); err != nil && !errors.Is(err, io.EOF) {
-				return nil, false, err
+			*output = append(*output, said.Output.Data...)
+			// What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+			offsets := &runtime.Ack{StdoutOffset: uint64(len(all.stdout)), StderrOffset: uint64(len(all.stderr))}
+			ack := &runtime.AttachRequest{Message: &runtime.AttachRequest_Ack{Ack: offsets}}
+			if err := call.Send(ack); err != nil && !errors.Is(err, io.EOF) {
+				return false, err
 			}
 		case *runtime.AttachResponse_Done:
-			return output, true, nil
+			return true, nil
 		}
 	}
-	return output, false, nil
+	return false, nil
 }
 
 // docs:end
@@ -334,10 +343,14 @@ func (c *client) download(ctx context.Context, artifact string) (files map[strin
 		if err != nil {
 			return nil, nil, err
 		}
-		if entry.Typeflag == tar.TypeReg {
-			if files[strings.TrimPrefix(entry.Name, "./")], err = io.ReadAll(archive); err != nil {
+		name := strings.TrimPrefix(entry.Name, "./")
+		switch entry.Typeflag {
+		case tar.TypeReg:
+			if files[name], err = io.ReadAll(archive); err != nil {
 				return nil, nil, err
 			}
+		case tar.TypeSymlink:
+			files[name] = []byte("-> " + entry.Linkname)
 		}
 	}
 }
@@ -358,11 +371,17 @@ func errorInfo(err error) *errdetails.ErrorInfo {
 
 // docs:end
 
+// readAll answers files with their content, and symbolic links as `-> target`.
 func readAll(directory string) (map[string][]byte, error) {
 	files, root := map[string][]byte{}, os.DirFS(directory)
 	return files, fs.WalkDir(root, ".", func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && entry.Type().IsRegular() {
 			files[path], err = fs.ReadFile(root, path)
+		}
+		if err == nil && entry.Type() == fs.ModeSymlink {
+			var target string
+			target, err = fs.ReadLink(root, path)
+			files[path] = []byte("-> " + target)
 		}
 		return err
 	})
@@ -402,10 +421,11 @@ func run(ctx context.Context, directory string) error {
 	for number := range 40_000 {
 		fmt.Fprintf(&expected, "line %06d\n", number)
 	}
-	if !bytes.Equal(output, expected.Bytes()) {
+	if !bytes.Equal(output.stdout, expected.Bytes()) || !bytes.Equal(output.stderr, make([]byte, errorBytes)) {
 		return errors.New("not each byte once, in order")
 	}
-	fmt.Printf("attached: %d bytes over %d connections, sha256 %x\n", len(output), connections, sha256.Sum256(output))
+	sum := sha256.Sum256(output.stdout)
+	fmt.Printf("attached: %d and %d bytes over %d connections, sha256 %x\n", len(output.stdout), len(output.stderr), connections, sum)
 
 	event, err = c.watch(ctx, workload, event.Revision, func(event *scheduler.WatchResponse) bool { return event.GetFinished() != nil })
 	if err != nil {

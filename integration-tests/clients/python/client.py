@@ -24,6 +24,8 @@ from gantry.streamer.v1 import streamer_pb2, streamer_pb2_grpc
 
 TEAM = os.environ.get("GANTRY_TEAM", "main")
 EXPECTED = b"".join(b"line %06d\n" % number for number in range(40_000))
+# More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+ERRORS = 40 << 20
 BREAK_AFTER = 100_000
 
 
@@ -64,6 +66,7 @@ class Client:
 
     # docs:upload
     def upload(self, directory, build_id):
+        tar = pack(directory)
         requests = queue.SimpleQueue()
         answers = self.streamer.Upload(iter(requests.get, None), metadata=self.auth)
         opened = streamer_pb2.UploadOpen(team=TEAM, artifact_id=str(uuid.uuid4()), build_id=build_id, label="src")
@@ -72,7 +75,7 @@ class Client:
 
         with self.gateway(go_to.gateway_endpoint) as channel:
             volumes = volumes_pb2_grpc.VolumesStub(channel)
-            written = volumes.WriteArchive(archive(directory, go_to.ticket), metadata=self.auth)
+            written = volumes.WriteArchive(archive(tar, go_to.ticket), metadata=self.auth)
 
         # Without the commit, nothing that was sent counts.
         requests.put(streamer_pb2.UploadRequest(commit=streamer_pb2.UploadCommit(digest=written.digest)))
@@ -83,7 +86,7 @@ class Client:
 
     # docs:submit
     def spec(self, artifact_id, build_id, tags=()):
-        script = b"cp -a src/. out && seq -f 'line %06.0f' 0 39999"
+        script = b"cp -a src/. out && head -c 40M /dev/zero >&2 && seq -f 'line %06.0f' 0 39999"
         return workloads_pb2.WorkloadSpec(
             team=TEAM,
             kind=workloads_pb2.WORKLOAD_KIND_TASK,
@@ -119,8 +122,10 @@ class Client:
 
     # docs:attach
     def attach(self, whereabouts):
-        """All of standard output, over a connection that breaks once."""
-        output, connections, done = bytearray(), 0, False
+        """All of both outputs, over a connection that breaks once."""
+        outputs = {containers_pb2.STREAM_STDOUT: bytearray(), containers_pb2.STREAM_STDERR: bytearray()}
+        stdout, stderr = outputs.values()
+        connections, done = 0, False
         while not done:
             connections += 1
             with self.gateway(whereabouts.gateway_endpoint) as channel:
@@ -129,24 +134,26 @@ class Client:
                     team=TEAM,
                     worker_id=whereabouts.worker_id,
                     process_id=whereabouts.attempt_id,
-                    stdout_offset=len(output),
+                    stdout_offset=len(stdout),
+                    stderr_offset=len(stderr),
                 )
                 requests.put(containers_pb2.AttachRequest(resume=resume))
                 for said in containers_pb2_grpc.ContainersStub(channel).Attach(
                     iter(requests.get, None), metadata=self.auth
                 ):
                     kind = said.WhichOneof("message")
-                    if kind == "output" and said.output.stream == containers_pb2.STREAM_STDOUT:
+                    if kind == "output":
+                        output = outputs[said.output.stream]
                         assert said.output.offset == len(output), "out of order"
                         output += said.output.data
-                        # What is acknowledged is never sent again, and lets the process go on.
-                        ack = containers_pb2.Ack(stdout_offset=len(output))
+                        # What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+                        ack = containers_pb2.Ack(stdout_offset=len(stdout), stderr_offset=len(stderr))
                         requests.put(containers_pb2.AttachRequest(ack=ack))
                     done = kind == "done"
-                    if done or (connections == 1 and len(output) >= BREAK_AFTER):
+                    if done or (connections == 1 and len(stdout) >= BREAK_AFTER):
                         break  # Leaving the channel breaks its connection.
                 requests.put(None)
-        return bytes(output), connections
+        return stdout, stderr, connections
     # docs:end
 
     # docs:download
@@ -164,21 +171,39 @@ class Client:
         assert digest == found.digest, "the stream was cut"
         content.seek(0)
         with tarfile.open(fileobj=content) as tar:
-            files = {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}
+            files = {
+                member.name.removeprefix("./"): member.linkname if member.issym() else tar.extractfile(member).read()
+                for member in tar
+                if member.isfile() or member.islnk() or member.issym()
+            }
         return files, digest
     # docs:end
 
 
-def archive(directory, ticket):
+def pack(directory):
+    """A tar archive, before anybody waits for it. What cannot be read is heard of here, and not from gRPC."""
+    file = tempfile.TemporaryFile()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        tar.add(directory, arcname=".")
+    file.seek(0)
+    return file
+
+
+def archive(tar, ticket):
     """The messages of WriteArchive."""
     yield volumes_pb2.WriteArchiveRequest(open=volumes_pb2.WriteOpen(ticket=ticket))
-    with tempfile.TemporaryFile() as file:
-        with tarfile.open(fileobj=file, mode="w") as tar:
-            tar.add(directory, arcname=".")
-        file.seek(0)
-        while data := file.read(256 * 1024):
-            yield volumes_pb2.WriteArchiveRequest(data=data)
+    while data := tar.read(256 * 1024):
+        yield volumes_pb2.WriteArchiveRequest(data=data)
     yield volumes_pb2.WriteArchiveRequest(commit=volumes_pb2.WriteCommit())
+
+
+def read_all(directory):
+    """Files with their content, symbolic links with their target."""
+    paths = [path for path in pathlib.Path(directory).rglob("*") if path.is_symlink() or path.is_file()]
+    return {
+        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in paths
+    }
 
 
 # docs:refused
@@ -208,18 +233,17 @@ def main(directory):
     print(f"submitted: {workload_id}")
 
     revision, running = client.watch(workload_id, "running")
-    output, connections = client.attach(running.whereabouts)
-    assert output == EXPECTED, "each byte once, in order"
-    print(f"attached: {len(output)} bytes over {connections} connections, sha256 {hashlib.sha256(output).hexdigest()}")
+    stdout, stderr, connections = client.attach(running.whereabouts)
+    assert stdout == EXPECTED and stderr == bytes(ERRORS), "each byte once, in order"
+    sha256 = hashlib.sha256(stdout).hexdigest()
+    print(f"attached: {len(stdout)} and {len(stderr)} bytes over {connections} connections, sha256 {sha256}")
 
     _, finished = client.watch(workload_id, "finished", revision)
     assert finished.outcome == workloads_pb2.OUTCOME_SUCCEEDED, finished
 
     files, copied = client.download(finished.outputs[0].artifact_id)
-    assert copied == finished.outputs[0].digest
-    root = pathlib.Path(directory)
-    originals = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    assert {name.removeprefix("./"): content for name, content in files.items()} == originals
+    assert copied == finished.outputs[0].digest, "the output has another digest than was said"
+    assert files == read_all(directory), "the copy differs from the original"
     print(f"downloaded: {len(files)} files, digest {copied.hex()}")
 
     # docs:explain

@@ -338,6 +338,17 @@ fn the_encoding_is_the_canonical_one() {
     assert_eq!(manifest.tree_digest(), Digest(*hasher.finalize().as_bytes()));
 }
 
+/// `volumes.proto` has one tree with its digest, for those who write the encoding themselves.
+#[test]
+fn the_example_of_the_contract_is_true() {
+    let empty = Entry { mode: 0o755, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, ..root() };
+    let manifest = build(vec![empty]).unwrap();
+    let spaced = manifest.encode().iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
+    let contract = include_str!("../../../proto/gantry/runtime/v1/volumes.proto");
+    assert!(contract.contains(&format!("`{spaced}`")), "{spaced}");
+    assert!(contract.contains(&format!("`{}`", manifest.tree_digest())), "{}", manifest.tree_digest());
+}
+
 #[test]
 fn what_is_no_entry_is_refused() {
     assert_eq!(Entry::decode(&[]), Err(EntryFault::NoKind));

@@ -44,6 +44,8 @@ use retry::retry;
 include!(concat!(env!("OUT_DIR"), "/protos.rs"));
 
 const BREAK_AFTER: usize = 100_000;
+/// More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+const ERRORS: usize = 40 << 20;
 const WORKLOADS: &str = "gantry.scheduler.v1.Workloads";
 
 // docs:connect
@@ -148,7 +150,7 @@ impl Client {
 
     // docs:submit
     fn spec(&self, artifact_id: &str, build_id: &str, tags: &[&str]) -> WorkloadSpec {
-        let script = "cp -a src/. out && seq -f 'line %06.0f' 0 39999";
+        let script = "cp -a src/. out && head -c 40M /dev/zero >&2 && seq -f 'line %06.0f' 0 39999";
         WorkloadSpec {
             team: self.team.clone(),
             kind: WorkloadKind::Task.into(),
@@ -203,9 +205,9 @@ impl Client {
     // docs:end
 
     // docs:attach
-    /// All of standard output, over a connection that breaks once.
-    async fn attach(&self, at: &Whereabouts) -> anyhow::Result<(Vec<u8>, u32)> {
-        let mut output = Vec::new();
+    /// All of both outputs, over a connection that breaks once.
+    async fn attach(&self, at: &Whereabouts) -> anyhow::Result<(Vec<u8>, Vec<u8>, u32)> {
+        let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         for connections in 1.. {
             let mut containers = ContainersClient::new(self.gateway(&at.gateway_endpoint)?);
             let (requests, stream) = mpsc::channel(16);
@@ -213,24 +215,27 @@ impl Client {
                 team: self.team.clone(),
                 process_id: at.attempt_id.clone(),
                 worker_id: at.worker_id.clone(),
-                stdout_offset: output.len() as u64,
-                stderr_offset: 0,
+                stdout_offset: stdout.len() as u64,
+                stderr_offset: stderr.len() as u64,
             };
             requests.send(AttachRequest { message: Some(attach_request::Message::Resume(resume)) }).await?;
             let mut said = containers.attach(ReceiverStream::new(stream)).await?.into_inner();
             // Leaving this loop drops the connection, and so breaks it.
-            while connections > 1 || output.len() < BREAK_AFTER {
+            while connections > 1 || stdout.len() < BREAK_AFTER {
                 let message = said.message().await?.context("the stream was cut")?.message;
                 match message {
-                    Some(attach_response::Message::Output(piece)) if piece.stream() == Stream::Stdout => {
+                    Some(attach_response::Message::Output(piece)) => {
+                        let output = if piece.stream() == Stream::Stdout { &mut stdout } else { &mut stderr };
                         ensure!(piece.offset == output.len() as u64, "out of order");
                         output.extend(piece.data);
-                        // What is acknowledged is never sent again, and lets the process go on.
-                        let ack = Ack { stdout_offset: output.len() as u64, stderr_offset: 0 };
+                        // What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+                        let (stdout_offset, stderr_offset) = (stdout.len() as u64, stderr.len() as u64);
+                        let ack = Ack { stdout_offset, stderr_offset };
                         let ack = attach_request::Message::Ack(ack);
-                        requests.send(AttachRequest { message: Some(ack) }).await?;
+                        // Where the call has ended, nobody takes it: why, say its answers.
+                        requests.send(AttachRequest { message: Some(ack) }).await.ok();
                     }
-                    Some(attach_response::Message::Done(_)) => return Ok((output, connections)),
+                    Some(attach_response::Message::Done(_)) => return Ok((stdout, stderr, connections)),
                     _ => {}
                 }
             }
@@ -270,6 +275,7 @@ impl Client {
 fn archive(directory: &Path, ticket: String) -> std::io::Result<Vec<WriteArchiveRequest>> {
     use write_archive_request::Message;
     let mut tar = tar::Builder::new(Vec::new());
+    tar.follow_symlinks(false);
     tar.append_dir_all(".", directory)?;
     let content = tar.into_inner()?;
     let data = content.chunks(256 * 1024).map(|data| Message::Data(data.to_vec()));
@@ -282,23 +288,28 @@ fn unpack(content: &[u8]) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
     let mut files = BTreeMap::new();
     for entry in tar::Archive::new(content).entries()? {
         let mut entry = entry?;
+        let name = entry.path()?.to_string_lossy().trim_start_matches("./").to_owned();
         if entry.header().entry_type().is_file() {
-            let name = entry.path()?.to_string_lossy().trim_start_matches("./").to_owned();
             let mut content = Vec::new();
             entry.read_to_end(&mut content)?;
             files.insert(name, content);
+        } else if let Some(target) = entry.link_name()?.filter(|_| entry.header().entry_type().is_symlink()) {
+            files.insert(name, format!("-> {}", target.display()).into());
         }
     }
     Ok(files)
 }
 
+/// Files with their content, symbolic links as `-> target`.
 fn read_all(root: &Path, directory: &Path, files: &mut BTreeMap<String, Vec<u8>>) -> anyhow::Result<()> {
     for entry in std::fs::read_dir(directory)? {
         let path = entry?.path();
-        if path.is_dir() {
+        let name = path.strip_prefix(root)?.to_string_lossy().into_owned();
+        if path.is_symlink() {
+            files.insert(name, format!("-> {}", path.read_link()?.display()).into());
+        } else if path.is_dir() {
             read_all(root, &path, files)?;
-        } else {
-            let name = path.strip_prefix(root)?.to_string_lossy().into_owned();
+        } else if path.is_file() {
             files.insert(name, std::fs::read(&path)?);
         }
     }
@@ -354,11 +365,11 @@ async fn main() -> anyhow::Result<()> {
         _ => None,
     };
     let (revision, whereabouts) = client.watch(&workload_id, 0, runs).await?;
-    let (output, connections) = client.attach(&whereabouts).await?;
+    let (stdout, stderr, connections) = client.attach(&whereabouts).await?;
     let expected: String = (0..40_000).map(|number| format!("line {number:06}\n")).collect();
-    ensure!(output == expected.as_bytes(), "not each byte once, in order");
-    let sha256 = hex(&Sha256::digest(&output));
-    println!("attached: {} bytes over {connections} connections, sha256 {sha256}", output.len());
+    ensure!(stdout == expected.as_bytes() && stderr == vec![0; ERRORS], "not each byte once, in order");
+    let (sha256, stdout, stderr) = (hex(&Sha256::digest(&stdout)), stdout.len(), stderr.len());
+    println!("attached: {stdout} and {stderr} bytes over {connections} connections, sha256 {sha256}");
 
     let has_finished = |event: &Event| match event {
         Event::Finished(finished) => Some(finished.clone()),

@@ -2,7 +2,7 @@
 
 import { deepStrictEqual, ok, strictEqual } from "node:assert";
 import { createHash, randomUUID } from "node:crypto";
-import { lstatSync, readdirSync, readFileSync } from "node:fs";
+import { lstatSync, readdirSync, readFileSync, readlinkSync } from "node:fs";
 import { join } from "node:path";
 import { Readable } from "node:stream";
 import { buffer } from "node:stream/consumers";
@@ -37,6 +37,8 @@ import { retry } from "./retry.js";
 
 const team = process.env.GANTRY_TEAM ?? "main";
 const breakAfter = 100_000;
+// More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+const errors = 40 << 20;
 
 // docs:connect
 /** GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`. */
@@ -117,20 +119,43 @@ async function* archive(
 
 function pack(directory: string): AsyncIterable<Buffer> {
   const archive = tar.pack();
-  for (const name of readdirSync(directory, { recursive: true, encoding: "utf8" }).sort()) {
-    const { mode, mtime, uid, gid, ...entry } = lstatSync(join(directory, name));
-    const header = { name, mode: mode & 0o7777, mtime, uid, gid };
-    if (lstatSync(join(directory, name)).isDirectory()) archive.entry({ ...header, type: "directory" });
-    else archive.entry({ ...header, size: entry.size }, readFileSync(join(directory, name)));
+  for (const name of list(directory)) {
+    const path = join(directory, name);
+    const stat = lstatSync(path);
+    const header = { name, mode: stat.mode & 0o7777, mtime: stat.mtime, uid: stat.uid, gid: stat.gid };
+    if (stat.isDirectory()) archive.entry({ ...header, type: "directory" });
+    else if (stat.isSymbolicLink()) archive.entry({ ...header, type: "symlink", linkname: readlinkSync(path) });
+    else if (stat.isFile()) archive.entry({ ...header, size: stat.size }, readFileSync(path));
   }
   archive.finalize();
   return archive as AsyncIterable<Buffer>;
 }
 
+/** All names below a directory. Symbolic links are not followed. */
+function list(directory: string, below = ""): string[] {
+  const entries = readdirSync(join(directory, below), { withFileTypes: true });
+  return entries.flatMap((entry) => {
+    const name = join(below, entry.name);
+    return entry.isDirectory() ? [name, ...list(directory, name)] : [name];
+  });
+}
+
+/** Files with their content, symbolic links with their target. */
+function readAll(directory: string) {
+  const files = new Map<string, Buffer | string>();
+  for (const name of list(directory)) {
+    const path = join(directory, name);
+    const stat = lstatSync(path);
+    if (stat.isSymbolicLink()) files.set(name, readlinkSync(path));
+    else if (stat.isFile()) files.set(name, readFileSync(path));
+  }
+  return files;
+}
+
 // docs:submit
 function spec(artifactId: string, buildId: string, tags: string[] = []) {
   const bytes = new TextEncoder();
-  const script = "cp -a src/. out && seq -f 'line %06.0f' 0 39999";
+  const script = "cp -a src/. out && head -c 40M /dev/zero >&2 && seq -f 'line %06.0f' 0 39999";
   return create(WorkloadSpecSchema, {
     team,
     kind: WorkloadKind.TASK,
@@ -167,16 +192,17 @@ async function watch<Case extends NonNullable<WatchResponse["event"]["case"]>>(
 // docs:end
 
 // docs:attach
-/** All of standard output, over a connection that breaks once. */
+/** All of both outputs, over a connection that breaks once. */
 async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
-  const parts: Uint8Array[] = [];
-  let [received, connections, done] = [0, 0, false];
+  const [stdout, stderr] = [new Output(), new Output()];
+  const offsets = () => ({ stdoutOffset: BigInt(stdout.length), stderrOffset: BigInt(stderr.length) });
+  let [connections, done] = [0, false];
   while (!done) {
     connections++;
     const { connection, transport } = gateway(gatewayEndpoint);
     const broken = new AbortController();
     const requests = createWritableIterable<MessageInitShape<typeof AttachRequestSchema>>();
-    const resume = { team, workerId, processId: attemptId, stdoutOffset: BigInt(received) };
+    const resume = { team, workerId, processId: attemptId, ...offsets() };
     // What cannot be sent is heard of where answers are read.
     const say = (message: MessageInitShape<typeof AttachRequestSchema>["message"]) =>
       requests.write({ message }).catch(() => undefined);
@@ -184,13 +210,12 @@ async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
     try {
       const answers = createClient(Containers, transport).attach(requests, { signal: broken.signal });
       for await (const { message } of answers) {
-        if (message.case === "output" && message.value.stream === Stream.STDOUT) {
-          strictEqual(message.value.offset, BigInt(received), "out of order");
-          parts.push(message.value.data);
-          received += message.value.data.length;
-          // What is acknowledged is never sent again, and lets the process go on.
-          void say({ case: "ack", value: { stdoutOffset: BigInt(received) } });
-          if (connections === 1 && received >= breakAfter) broken.abort();
+        if (message.case === "output") {
+          const output = message.value.stream === Stream.STDOUT ? stdout : stderr;
+          output.push(message.value.offset, message.value.data);
+          // What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+          void say({ case: "ack", value: offsets() });
+          if (connections === 1 && stdout.length >= breakAfter) broken.abort();
         }
         if (message.case === "done") {
           done = true;
@@ -203,7 +228,18 @@ async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
       connection.abort();
     }
   }
-  return { output: Buffer.concat(parts), connections };
+  return { stdout: Buffer.concat(stdout.parts), stderr: Buffer.concat(stderr.parts), connections };
+}
+
+class Output {
+  readonly parts: Uint8Array[] = [];
+  length = 0;
+
+  push(offset: bigint, data: Uint8Array) {
+    strictEqual(offset, BigInt(this.length), "out of order");
+    this.parts.push(data);
+    this.length += data.length;
+  }
 }
 // docs:end
 
@@ -225,10 +261,12 @@ async function download(artifactId: string) {
 // docs:end
 
 async function unpack(parts: Uint8Array[]) {
-  const files = new Map<string, Buffer>();
+  const files = new Map<string, Buffer | string>();
   for await (const entry of Readable.from(parts).pipe(tar.extract())) {
     const content = await buffer(entry);
-    if (entry.header.type === "file") files.set(entry.header.name.replace(/^\.\//, ""), content);
+    const name = entry.header.name.replace(/^\.\//, "");
+    if (entry.header.type === "file") files.set(name, content);
+    if (entry.header.type === "symlink") files.set(name, entry.header.linkname ?? "");
   }
   return files;
 }
@@ -255,11 +293,11 @@ async function main(directory: string) {
 
   const { revision, value: running } = await watch(workloadId, "running");
   ok(running.whereabouts);
-  const { output, connections } = await attach(running.whereabouts);
+  const { stdout, stderr, connections } = await attach(running.whereabouts);
   const lines = Array.from({ length: 40_000 }, (_, number) => `line ${String(number).padStart(6, "0")}\n`);
-  ok(output.equals(Buffer.from(lines.join(""))), "each byte once, in order");
-  const sha256 = createHash("sha256").update(output).digest("hex");
-  console.log(`attached: ${output.length} bytes over ${connections} connections, sha256 ${sha256}`);
+  ok(stdout.equals(Buffer.from(lines.join(""))) && stderr.equals(Buffer.alloc(errors)), "each byte once, in order");
+  const sha256 = createHash("sha256").update(stdout).digest("hex");
+  console.log(`attached: ${stdout.length} and ${stderr.length} bytes over ${connections} connections, sha256 ${sha256}`);
 
   const { value: finished } = await watch(workloadId, "finished", revision);
   strictEqual(finished.outcome, Outcome.SUCCEEDED);
@@ -268,9 +306,7 @@ async function main(directory: string) {
   ok(copy);
   const downloaded = await download(copy.artifactId);
   deepStrictEqual(downloaded.digest, copy.digest);
-  const names = readdirSync(directory, { recursive: true, encoding: "utf8" });
-  const originals = names.filter((name) => lstatSync(join(directory, name)).isFile());
-  deepStrictEqual(downloaded.files, new Map(originals.map((name) => [name, readFileSync(join(directory, name))])));
+  deepStrictEqual(downloaded.files, readAll(directory), "the copy differs from the original");
   console.log(`downloaded: ${downloaded.files.size} files, digest ${Buffer.from(copy.digest).toString("hex")}`);
 
   // docs:explain

@@ -74,12 +74,16 @@ import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
 import java.util.stream.Collectors;
 import java.util.stream.IntStream;
+import org.apache.commons.compress.archivers.tar.TarArchiveEntry;
 import org.apache.commons.compress.archivers.tar.TarArchiveInputStream;
 import org.apache.commons.compress.archivers.tar.TarArchiveOutputStream;
+import org.apache.commons.compress.archivers.tar.TarConstants;
 
 /** Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each step. */
 public final class Client implements AutoCloseable {
   private static final int BREAK_AFTER = 100_000;
+  /** More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever. */
+  private static final int ERRORS = 40 << 20;
 
   private final String team = System.getenv().getOrDefault("GANTRY_TEAM", "main");
   private final Map<String, String> addresses = addresses();
@@ -181,12 +185,35 @@ public final class Client implements AutoCloseable {
   private static void pack(Path directory, TarArchiveOutputStream tar) throws IOException {
     tar.setLongFileMode(TarArchiveOutputStream.LONGFILE_POSIX);
     for (Path path : list(directory)) {
-      tar.putArchiveEntry(tar.createArchiveEntry(path, directory.relativize(path).toString()));
-      if (Files.isRegularFile(path)) {
-        Files.copy(path, tar);
+      String name = directory.relativize(path).toString();
+      if (Files.isSymbolicLink(path)) {
+        var link = new TarArchiveEntry(name, TarConstants.LF_SYMLINK);
+        link.setLinkName(Files.readSymbolicLink(path).toString());
+        tar.putArchiveEntry(link);
+      } else {
+        var entry = new TarArchiveEntry(path, name);
+        entry.setMode((int) Files.getAttribute(path, "unix:mode") & 07777);
+        tar.putArchiveEntry(entry);
+        if (Files.isRegularFile(path)) {
+          Files.copy(path, tar);
+        }
       }
       tar.closeArchiveEntry();
     }
+  }
+
+  /** Files with their content, symbolic links as `-> target`. */
+  private static Map<String, ByteString> readAll(Path directory) throws IOException {
+    var files = new TreeMap<String, ByteString>();
+    for (Path path : list(directory)) {
+      String name = directory.relativize(path).toString();
+      if (Files.isSymbolicLink(path)) {
+        files.put(name, ByteString.copyFromUtf8("-> " + Files.readSymbolicLink(path)));
+      } else if (Files.isRegularFile(path)) {
+        files.put(name, ByteString.copyFrom(Files.readAllBytes(path)));
+      }
+    }
+    return files;
   }
 
   private static List<Path> list(Path directory) throws IOException {
@@ -197,7 +224,7 @@ public final class Client implements AutoCloseable {
 
   // docs:submit
   WorkloadSpec.Builder spec(String artifactId, String buildId) {
-    String script = "cp -a src/. out && seq -f 'line %06.0f' 0 39999";
+    String script = "cp -a src/. out && head -c 40M /dev/zero >&2 && seq -f 'line %06.0f' 0 39999";
     return WorkloadSpec.newBuilder()
         .setTeam(team)
         .setKind(WorkloadKind.WORKLOAD_KIND_TASK)
@@ -238,22 +265,23 @@ public final class Client implements AutoCloseable {
   // docs:end
 
   // docs:attach
-  record Attached(byte[] output, int connections) {}
+  record Attached(byte[] stdout, byte[] stderr, int connections) {}
 
-  /** All of standard output, over a connection that breaks once. */
+  /** All of both outputs, over a connection that breaks once. */
   Attached attach(Whereabouts whereabouts) throws Exception {
-    var output = new ByteArrayOutputStream();
+    var stdout = new ByteArrayOutputStream();
+    var stderr = new ByteArrayOutputStream();
     for (int connections = 1; ; connections++) {
       ManagedChannel channel = gateway(whereabouts.getGatewayEndpoint());
-      var reader = new Reader(output, connections == 1 ? BREAK_AFTER : Integer.MAX_VALUE);
+      var reader = new Reader(stdout, stderr, connections == 1 ? BREAK_AFTER : Integer.MAX_VALUE);
       var requests = ContainersGrpc.newStub(channel).attach(reader);
       var resume = Resume.newBuilder().setTeam(team).setWorkerId(whereabouts.getWorkerId())
-          .setProcessId(whereabouts.getAttemptId()).setStdoutOffset(output.size());
+          .setProcessId(whereabouts.getAttemptId()).setStdoutOffset(stdout.size()).setStderrOffset(stderr.size());
       requests.onNext(AttachRequest.newBuilder().setResume(resume).build());
       boolean done = reader.done.get();
       channel.shutdownNow().awaitTermination(5, TimeUnit.SECONDS); // Breaks the connection.
       if (done) {
-        return new Attached(output.toByteArray(), connections);
+        return new Attached(stdout.toByteArray(), stderr.toByteArray(), connections);
       }
     }
   }
@@ -261,12 +289,14 @@ public final class Client implements AutoCloseable {
   /** Never waits to send: a blocking stub that does, while answers wait to be read, may wait for ever. */
   private static final class Reader implements ClientResponseObserver<AttachRequest, AttachResponse> {
     final CompletableFuture<Boolean> done = new CompletableFuture<>();
-    private final ByteArrayOutputStream output;
+    private final ByteArrayOutputStream stdout;
+    private final ByteArrayOutputStream stderr;
     private final int breakAfter;
     private ClientCallStreamObserver<AttachRequest> requests;
 
-    Reader(ByteArrayOutputStream output, int breakAfter) {
-      this.output = output;
+    Reader(ByteArrayOutputStream stdout, ByteArrayOutputStream stderr, int breakAfter) {
+      this.stdout = stdout;
+      this.stderr = stderr;
       this.breakAfter = breakAfter;
     }
 
@@ -280,16 +310,18 @@ public final class Client implements AutoCloseable {
       if (done.isDone()) {
         return;
       }
-      if (said.hasOutput() && said.getOutput().getStream() == Stream.STREAM_STDOUT) {
+      if (said.hasOutput()) {
+        var output = said.getOutput().getStream() == Stream.STREAM_STDOUT ? stdout : stderr;
         check(said.getOutput().getOffset() == output.size(), "out of order");
         output.writeBytes(said.getOutput().getData().toByteArray());
-        // What is acknowledged is never sent again, and lets the process go on.
-        requests.onNext(AttachRequest.newBuilder().setAck(Ack.newBuilder().setStdoutOffset(output.size())).build());
+        // What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+        var ack = Ack.newBuilder().setStdoutOffset(stdout.size()).setStderrOffset(stderr.size());
+        requests.onNext(AttachRequest.newBuilder().setAck(ack).build());
       }
       if (said.hasDone()) {
         requests.onCompleted();
         done.complete(true);
-      } else if (output.size() >= breakAfter) {
+      } else if (stdout.size() >= breakAfter) {
         done.complete(false);
       }
     }
@@ -325,8 +357,11 @@ public final class Client implements AutoCloseable {
     var files = new TreeMap<String, ByteString>();
     try (var tar = new TarArchiveInputStream(new ByteArrayInputStream(content.toByteArray()))) {
       for (var entry = tar.getNextEntry(); entry != null; entry = tar.getNextEntry()) {
-        if (entry.isFile()) {
-          files.put(entry.getName().replaceFirst("^\\./", ""), ByteString.readFrom(tar));
+        String name = entry.getName().replaceFirst("^\\./", "");
+        if (entry.isSymbolicLink()) {
+          files.put(name, ByteString.copyFromUtf8("-> " + entry.getLinkName()));
+        } else if (entry.isFile()) {
+          files.put(name, ByteString.readFrom(tar));
         }
       }
     }
@@ -360,9 +395,11 @@ public final class Client implements AutoCloseable {
     WatchResponse running = watch(workloadId, EventCase.RUNNING, 0);
     Attached attached = attach(running.getRunning().getWhereabouts());
     String expected = IntStream.range(0, 40_000).mapToObj("line %06d\n"::formatted).collect(Collectors.joining());
-    check(Arrays.equals(attached.output(), expected.getBytes(StandardCharsets.UTF_8)), "not each byte once, in order");
-    byte[] sha256 = MessageDigest.getInstance("SHA-256").digest(attached.output());
-    System.out.printf("attached: %d bytes over %d connections, sha256 %s%n", attached.output().length, attached.connections(), HexFormat.of().formatHex(sha256));
+    check(Arrays.equals(attached.stdout(), expected.getBytes(StandardCharsets.UTF_8)), "not each byte once, in order");
+    check(Arrays.equals(attached.stderr(), new byte[ERRORS]), "not each byte of standard error once");
+    byte[] sha256 = MessageDigest.getInstance("SHA-256").digest(attached.stdout());
+    System.out.printf("attached: %d and %d bytes over %d connections, sha256 %s%n",
+        attached.stdout().length, attached.stderr().length, attached.connections(), HexFormat.of().formatHex(sha256));
 
     var finished = watch(workloadId, EventCase.FINISHED, running.getRevision()).getFinished();
     check(finished.getOutcome() == Outcome.OUTCOME_SUCCEEDED, finished.toString());
@@ -370,13 +407,7 @@ public final class Client implements AutoCloseable {
     var copy = finished.getOutputs(0);
     Downloaded downloaded = download(copy.getArtifactId());
     check(downloaded.digest().equals(copy.getDigest()), "the output has another digest than was said");
-    var originals = new TreeMap<String, ByteString>();
-    for (Path path : list(directory)) {
-      if (Files.isRegularFile(path)) {
-        originals.put(directory.relativize(path).toString(), ByteString.copyFrom(Files.readAllBytes(path)));
-      }
-    }
-    check(downloaded.files().equals(originals), "the copy differs from the original");
+    check(downloaded.files().equals(readAll(directory)), "the copy differs from the original");
     System.out.printf("downloaded: %d files, digest %s%n", downloaded.files().size(), hex(copy.getDigest()));
 
     // docs:explain
