@@ -281,7 +281,7 @@ fn a_watched_cluster_is_shown_when_something_has_changed() {
     if !may_run_containers() {
         return;
     }
-    let suite = Suite::start(Shape::ONE, &[("GANTRY_WORKER_MAX_TASKS", "1")]);
+    let mut suite = Suite::start(Shape::ONE, &[("GANTRY_WORKER_MAX_TASKS", "1")]);
     let mut watch = suite.gantry(&["status", "--watch", "--json"]);
     let mut watch = watch.stdout(Stdio::piped()).spawn().expect("gantry runs");
     let mut lines = BufReader::new(watch.stdout.take().expect("stdout")).lines();
@@ -302,6 +302,23 @@ fn a_watched_cluster_is_shown_when_something_has_changed() {
     until("nothing waits", &|seen| {
         seen["queue"] == Value::Array(Vec::new()) && seen["workloads"]["running"].is_null()
     });
+    // That a service is away is itself to be seen, beside those that are there.
+    suite.kill("scheduler-0");
+    let seen = until("the scheduler is missed", &|seen| seen["unseen"][0]["what"] == "workers");
+    let ready = |name: &str| {
+        let services = seen["services"].as_array().expect("services");
+        services.iter().find(|service| service["service"] == name).expect(name)["ready"].clone()
+    };
+    assert_eq!(
+        (ready("scheduler"), ready("artifact-store")),
+        (Value::from(false), Value::from(true)),
+        "{seen}"
+    );
+    let output = suite.gantry(&["status"]).output().expect("gantry runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(code(&output) == 1 && text.starts_with("cannot list workers: "), "{}", describe(&output));
+    suite.spawn("scheduler-0");
+    until("all is seen again", &|seen| seen["unseen"] == Value::Array(Vec::new()));
     send(&watch, libc::SIGINT);
     assert_eq!(watch.wait().expect("ended").code(), Some(130));
 }

@@ -1,4 +1,4 @@
-//! What to do when a command named something that is on this machine and not in its container.
+//! What to do when a command named something that is on this machine and not in its container, or a line of a shell.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -19,6 +19,11 @@ const NOT_FOUND: u32 = 127;
 pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) -> bool) -> Option<String> {
     let reason = finished.failure.as_ref().map(|failure| failure.reason.as_str());
     let exit = finished.exit.as_ref().and_then(|exit| exit.how.as_ref());
+    if let (Some("PROGRAM_NOT_FOUND"), [line]) = (reason, args.command.as_slice())
+        && line.as_bytes().iter().any(u8::is_ascii_whitespace)
+    {
+        return Some(format!("a command line is for a shell: sh -c {}", quoted(line)));
+    }
     let candidates: Vec<&OsStr> = match (reason, exit) {
         (Some("PROGRAM_NOT_FOUND"), _) => args
             .command
@@ -32,6 +37,11 @@ pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) 
         _ => return None,
     };
     candidates.into_iter().find_map(|path| missed(args, Path::new(path), &is_here))
+}
+
+/// As one writes it in a shell.
+fn quoted(text: &OsStr) -> String {
+    format!("'{}'", text.to_string_lossy().replace('\'', r"'\''"))
 }
 
 fn words(argument: &OsString) -> impl Iterator<Item = &OsStr> {
@@ -92,6 +102,15 @@ mod tests {
         assert_eq!(said(Some("WORKING_DIRECTORY_MISSING"), &["--dir", "/tmp/x", "true"]), own("/tmp/x"));
         assert_eq!(said(None, &["sh", "-c", "cd /; PATH=/bin '/tmp/x y' && z"]), own("/tmp/x"));
         assert!(said(None, &["sh", "-c", "./build.sh"]).expect("said").contains("working directory"));
+    }
+
+    #[test]
+    fn a_command_line_in_one_word_is_for_a_shell() {
+        let hint = |line: &str| said(Some("PROGRAM_NOT_FOUND"), &[line]);
+        let expected = r"a command line is for a shell: sh -c 'echo '\''hi'\'''";
+        assert_eq!(hint("echo 'hi'").as_deref(), Some(expected));
+        assert_eq!(hint("echo"), None);
+        assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["an echo", "hi"]), None);
     }
 
     #[test]

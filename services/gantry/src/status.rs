@@ -22,7 +22,7 @@ use crate::addresses::{Addresses, Range};
 use crate::args::{Global, StatusArgs};
 use crate::cluster;
 use crate::connect::{aliases, read_token};
-use crate::error::{Interrupted, Refused, describe, refused};
+use crate::error::{Interrupted, Refused, describe};
 use crate::json as shown;
 use crate::signals::Signals;
 use crate::stdout::{print, print_json};
@@ -129,8 +129,7 @@ async fn look(global: &Global) -> anyhow::Result<Seen> {
     let glance = Glance::of(&addresses, &outgoing).await?;
     let mut document = json!({});
     glance.fill(&mut document);
-    let ready = glance.services.iter().all(|service| service.not_ready.is_empty());
-    Ok(Seen { text: glance.text(), document, code: u8::from(!ready) })
+    Ok(Seen { text: glance.text(), document, code: glance.code() })
 }
 
 /// What every cluster has.
@@ -139,17 +138,33 @@ pub(crate) struct Glance {
     workers: Vec<Worker>,
     unfinished: Vec<Workload>,
     transfers: Vec<Transfer>,
+    /// What cannot be seen, and why.
+    unseen: Vec<(&'static str, String)>,
 }
 
 impl Glance {
     pub(crate) async fn of(addresses: &Addresses, outgoing: &Outgoing) -> anyhow::Result<Self> {
         let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
-        let (workers, unfinished) = tokio::join!(workers(&scheduler), cluster::unfinished(&scheduler));
-        let workers = workers.map_err(refused("cannot list workers"))?;
-        let unfinished = unfinished.map_err(refused("cannot list workloads"))?;
+        let late = || Status::deadline_exceeded("no answer in time");
+        let (workers, unfinished) = tokio::join!(
+            timeout(PATIENCE, workers(&scheduler)),
+            timeout(PATIENCE, cluster::unfinished(&scheduler))
+        );
+        let workers = workers.unwrap_or_else(|_| Err(late()));
+        let unfinished = unfinished.unwrap_or_else(|_| Err(late()));
+        let mut unseen = Vec::new();
+        let mut hidden = |what, status| unseen.push((what, Refused::from(status).why()));
+        let workers = workers.map_err(|status| hidden("workers", status)).unwrap_or_default();
+        let unfinished = unfinished.map_err(|status| hidden("workloads", status)).unwrap_or_default();
         let (services, transfers) =
             tokio::join!(services(addresses, &workers, outgoing), transfers(addresses, outgoing));
-        Ok(Self { services, workers, unfinished, transfers })
+        Ok(Self { services, workers, unfinished, transfers, unseen })
+    }
+
+    /// The exit code: whether everything was seen, and is ready.
+    pub(crate) fn code(&self) -> u8 {
+        let ready = self.services.iter().all(|service| service.not_ready.is_empty());
+        u8::from(!ready || !self.unseen.is_empty())
     }
 
     /// Adds it to a document.
@@ -161,17 +176,24 @@ impl Glance {
             states.into_iter().map(|(state, count)| (state, Value::from(count))).collect();
         document["queue"] = queue_document(&self.unfinished).into();
         document["transfers"] = self.transfers.iter().map(transfer_document).collect();
+        document["unseen"] =
+            self.unseen.iter().map(|(what, why)| json!({ "what": what, "error": why })).collect();
     }
 
     /// For people: what is wanted most stands where a narrow or short terminal shows it.
     pub(crate) fn text(&self) -> String {
+        let hidden =
+            self.unseen.iter().map(|(what, why)| format!("cannot list {what}: {}\n", plain(why, 200)));
+        let hidden: String = hidden.collect();
         let workers = match self.workers.as_slice() {
+            [] if !hidden.is_empty() => String::new(),
             [] => "no worker has registered\n".to_owned(),
             workers => filled(&WORKERS, &workers.iter().map(worker_row).collect::<Vec<_>>()),
         };
         let (services, workloads) = (services_text(&self.services), workloads_text(&self.unfinished));
         let transfers = transfers_text(&self.transfers, &self.workers);
-        format!("{workers}\n{workloads}{transfers}\n{services}")
+        let workloads = if hidden.is_empty() { workloads } else { String::new() };
+        format!("{hidden}{workers}\n{workloads}{transfers}\n{services}")
     }
 }
 

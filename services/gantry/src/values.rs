@@ -90,7 +90,9 @@ pub(crate) fn image(text: &str) -> Result<Image, String> {
     }
     match text.strip_prefix("artifact:") {
         None if text == "host" => Ok(Image::Host),
-        None => Err("write `host`, artifact:UUID or resource-type:NAME".to_owned()),
+        None => Err("write `host`, artifact:UUID (what `gantry upload DIR` printed, of a directory with rootfs/ in it) or \
+                     resource-type:NAME"
+            .to_owned()),
         Some(id) => {
             id.parse().map(Image::Artifact).map_err(|_| format!("{id:?} is not the id of an artifact"))
         }

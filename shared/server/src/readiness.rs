@@ -24,6 +24,8 @@ use crate::tell;
 /// The name under which `grpc.health.v1` tells that the process is alive.
 pub const LIVENESS: &str = "liveness";
 
+/// How soon is looked again at what is not ready, at the latest.
+const AGAIN: Duration = Duration::from_millis(250);
 /// A check that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(3);
 
@@ -102,7 +104,8 @@ impl Readiness {
         let checking = async {
             loop {
                 self.check().await;
-                tokio::time::sleep(every).await;
+                let ready = self.why_not().is_empty();
+                tokio::time::sleep(if ready { every } else { every.min(AGAIN) }).await;
             }
         };
         tokio::select! {
@@ -128,7 +131,7 @@ impl Readiness {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use super::*;
 
@@ -151,6 +154,22 @@ mod tests {
         readiness.drain();
         readiness.check().await;
         assert_eq!(readiness.why_not(), ["it is ending"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_not_ready_is_looked_at_again_soon() {
+        let readiness = Readiness::new();
+        let tries = Arc::new(AtomicUsize::new(0));
+        let counted = tries.clone();
+        readiness.add("database", move || {
+            let ready = counted.fetch_add(1, Ordering::Relaxed) >= 2;
+            async move { if ready { Ok(()) } else { Err("it does not answer".to_owned()) } }
+        });
+        let hour = Duration::from_secs(3600);
+        let checking = readiness.clone().check_forever(hour, CancellationToken::new());
+        assert!(tokio::time::timeout(hour / 2, checking).await.is_err(), "it goes on");
+        assert!(readiness.why_not().is_empty());
+        assert_eq!(tries.load(Ordering::Relaxed), 3);
     }
 
     #[tokio::test(start_paused = true)]
