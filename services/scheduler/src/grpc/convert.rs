@@ -31,8 +31,9 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
         }
         Event::Preparing => Pb::Preparing(pb::Preparing {}),
         Event::Materializing { inputs } => {
-            let inputs = inputs.into_iter().map(|InputProgress { name, bytes_done, bytes_total }| {
-                pb::InputProgress { name, bytes_done, bytes_total }
+            let inputs = inputs.into_iter().map(|input| {
+                let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
+                pb::InputProgress { name, bytes_done, bytes_total, waits_for }
             });
             Pb::Materializing(pb::Materializing { inputs: inputs.collect() })
         }

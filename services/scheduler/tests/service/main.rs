@@ -105,14 +105,23 @@ async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
             name: name.to_owned(),
             bytes_done,
             bytes_total,
+            waits_for: String::new(),
         };
         vec![input("src", bytes_done, 100), input("tools", 0, 0)]
     };
+    let waiting =
+        || inputs(55).into_iter().map(|input| pb::InputProgress { waits_for: "one".to_owned(), ..input });
     // What is less than a tenth is not worth an event, however often it is said.
-    for bytes_done in [0, 1, 2, 9, 9, 55, 57, 100] {
+    for bytes_done in [0, 1, 2, 9, 9, 55, 57] {
         gateway.observe_inputs(&lease, inputs(bytes_done)).await;
     }
-    let expected = ["placed", "preparing", "materializing", "materializing", "materializing"];
+    // Why it is not brought is worth one.
+    for _ in 0..2 {
+        gateway.observe_inputs(&lease, waiting().collect()).await;
+    }
+    gateway.observe_inputs(&lease, inputs(100)).await;
+    let expected =
+        ["placed", "preparing", "materializing", "materializing", "materializing", "materializing"];
     assert_eq!(names(&scheduler.watch_some(id, 0, expected.len()).await), expected);
     start(&scheduler, &run.lease_token).await.expect("started");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
@@ -126,7 +135,7 @@ async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
         Some(pb::watch_response::Event::Materializing(brought)) => Some(brought.inputs),
         _ => None,
     });
-    assert_eq!(brought.collect::<Vec<_>>(), [inputs(0), inputs(55), inputs(100)]);
+    assert_eq!(brought.collect::<Vec<_>>(), [inputs(0), inputs(55), waiting().collect(), inputs(100)]);
     scheduler.stop().await;
 }
 
