@@ -1,5 +1,8 @@
 //! Between what the scheduler knows and what its callers see.
 
+use std::time::Duration;
+
+use domain::Timestamp;
 use domain::worker::{Capacity, Labels};
 use rpc::pb::scheduler as pb;
 use rpc::{invalid_field, timestamp};
@@ -100,8 +103,9 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
     }
 }
 
-pub(super) fn worker(worker: Worker) -> pb::Worker {
-    let Worker { placed, session, kept, last_contact_at } = worker;
+/// `ttl`: for how long one that is awaited may come back.
+pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worker {
+    let Worker { placed, session, kept, last_contact_at, awaited_since } = worker;
     let state = match placed.state {
         worker::State::Running => pb::WorkerState::Running,
         worker::State::Stalled => pb::WorkerState::Stalled,
@@ -130,6 +134,7 @@ pub(super) fn worker(worker: Worker) -> pb::Worker {
         volumes: kept.volumes,
         disk_free_bytes: kept.disk_free_bytes,
         last_contact_at: Some(timestamp(last_contact_at)),
+        awaited: awaited_since.is_some_and(|since| now.since(since) < ttl),
     }
 }
 

@@ -22,7 +22,10 @@ use store::{
     settling_belongs_to_the_trace_of_the_workload,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
-use terms::a_driven_lease_has_a_full_term_after_a_restart;
+use terms::{
+    a_driven_lease_has_a_full_term_after_a_restart, a_restart_does_not_forget_how_long_a_worker_was_silent,
+    after_a_restart_work_goes_to_those_that_came_back,
+};
 use testing::databases::TestDatabase;
 
 /// Runs each test on both databases.
@@ -764,6 +767,8 @@ on_both! {
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
     a_driven_lease_has_a_full_term_after_a_restart,
+    a_restart_does_not_forget_how_long_a_worker_was_silent,
+    after_a_restart_work_goes_to_those_that_came_back,
     a_ticket_is_good_for_a_worker_that_can_be_reached,
     lists_come_in_pages,
     secrets_are_not_shown,
