@@ -129,12 +129,14 @@ pub(crate) enum AdoptError {
     Database(#[from] DbErr),
 }
 
-/// Looks for a sealed artifact of `team` with these bytes and a replica that was not lost, and gives it `owner`.
+/// Looks for a sealed artifact of `team` with these bytes and a replica that was not lost, on none of the workers `without`, and gives it
+/// `owner`.
 pub(crate) async fn adopt_by_digest(
     txn: &DatabaseTransaction,
     team: &str,
     digest: Digest,
     owner: Option<BuildId>,
+    without: &[WorkerId],
 ) -> Result<Option<Located>, AdoptError> {
     if let Some(build) = owner {
         owners::lock_live(txn, build, team).await?;
@@ -153,7 +155,11 @@ pub(crate) async fn adopt_by_digest(
     let mut replicas =
         replicas_of(txn, candidates.iter().map(|row| row.artifact_id), &[State::Created]).await?;
     for row in candidates {
-        let Some(replicas) = replicas.remove(&row.artifact_id) else { continue };
+        let mut replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
+        replicas.retain(|replica| !without.contains(&replica.worker));
+        if replicas.is_empty() {
+            continue;
+        }
         if let Some(build) = owner {
             owners::add(txn, build, [row.artifact_id]).await?;
         }

@@ -213,9 +213,17 @@ impl Follow<'_> {
     /// How far the inputs are that are brought to the worker.
     fn say_brought(&self, inputs: &[InputProgress]) {
         let shown = inputs.iter().map(|input| {
-            json!({ "name": input.name, "bytes_done": input.bytes_done, "bytes_total": input.bytes_total })
+            let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
+            json!({ "name": name, "bytes_done": bytes_done, "bytes_total": bytes_total, "waits_for": waits_for })
         });
         self.ui.event("materializing", json!({ "inputs": shown.collect::<Vec<_>>() }));
+        let mut waits = inputs.iter().filter(|input| !input.waits_for.is_empty()).peekable();
+        if waits.peek().is_some() {
+            for InputProgress { name, waits_for, .. } in waits {
+                self.ui.note(&format!("cannot bring {name} to the worker yet: {waits_for}"));
+            }
+            return;
+        }
         let names: Vec<_> = inputs.iter().map(|input| input.name.as_str()).collect();
         let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
         let (done, total) = (of(|input| input.bytes_done), of(|input| input.bytes_total));

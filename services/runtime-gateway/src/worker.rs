@@ -195,7 +195,7 @@ impl Worker {
         let mut worth_telling = false;
         if let Some(attempt) = self.attempts().get_mut(&lease) {
             worth_telling =
-                attempt.phase != pb::LeasePhase::Materializing || tenths(&attempt.inputs) != tenths(&inputs);
+                attempt.phase != pb::LeasePhase::Materializing || far(&attempt.inputs) != far(&inputs);
             attempt.phase = pb::LeasePhase::Materializing;
             attempt.inputs = inputs;
         }
@@ -205,8 +205,9 @@ impl Worker {
     }
 }
 
-/// How far inputs are together, roughly.
-fn tenths(inputs: &[pb::InputProgress]) -> u64 {
+/// How far inputs are together, roughly, and what each waits for.
+fn far(inputs: &[pb::InputProgress]) -> (u64, Vec<&str>) {
     let of = |bytes: fn(&pb::InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
-    of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1)
+    let tenths = of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1);
+    (tenths, inputs.iter().map(|input| input.waits_for.as_str()).collect())
 }

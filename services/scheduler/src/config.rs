@@ -17,7 +17,8 @@ pub struct Config {
     pub heartbeat: Duration,
     /// A worker that was silent for longer is stalled: it gets no work, and another gateway may speak for it.
     pub worker_ttl: Duration,
-    /// A worker that was silent for longer is lost: what it ran is given up. Longer than `stop_after`.
+    /// A worker that was silent for longer is lost: what it ran is given up. Longer than `stop_after`. A start of the scheduler gives it no
+    /// more than the TTL to come back.
     pub lost_after: Duration,
     /// A worker that was without contact for longer ends its processes by itself.
     pub stop_after: Duration,

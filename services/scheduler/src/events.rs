@@ -36,6 +36,9 @@ pub(crate) struct InputProgress {
     pub(crate) bytes_done: u64,
     /// 0: not known yet.
     pub(crate) bytes_total: u64,
+    /// Why it cannot be brought just now. Empty: it is being brought.
+    #[serde(default)]
+    pub(crate) waits_for: String,
 }
 
 impl InputProgress {

@@ -5,7 +5,8 @@
 //! is in time.
 //!
 //! Only time in which we could be reached counts against anybody: after a start, and after a while in which the loop did not get at the
-//! database (which was away, or we were frozen), every worker and every driven lease has a full term before it ([`be_patient`]).
+//! database (which was away, or we were frozen), every worker has the TTL, and every driven lease a full term, before it ([`be_patient`]).
+//! A worker is lost when it has been silent for `lost_after` in all, however often a scheduler was started meanwhile.
 
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use crate::service::Scheduler;
 use crate::workers;
 use crate::workloads;
 
-/// Gives everybody who must stay in contact a full term from now on, in one transaction. `alone`: no other replica can have a stream
+/// Gives everybody who must stay in contact time from now on, in one transaction. `alone`: no other replica can have a stream
 /// open, so no worker is attended.
 pub(crate) async fn be_patient(db: &Database, config: &Config, alone: bool) -> Result<(), DbErr> {
     db.write(async |txn| {

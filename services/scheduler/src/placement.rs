@@ -23,6 +23,8 @@ pub(crate) struct Worker {
     pub(crate) incarnation: Incarnation,
     pub(crate) desired: Desired,
     pub(crate) state: State,
+    /// It was not in contact since a scheduler started, and has the TTL to come back.
+    pub(crate) awaited: bool,
     pub(crate) labels: Labels,
     pub(crate) capacity: Capacity,
     pub(crate) active_tasks: u32,
@@ -214,6 +216,8 @@ impl Demand {
 /// Lower is better; earlier fields decide first.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Score {
+    /// Whether it is only hoped that the worker is there.
+    awaited: bool,
     /// Input bytes that would have to be brought there.
     bytes_to_move: u64,
     active_tasks: u32,
@@ -318,6 +322,7 @@ fn score(demand: &Demand, worker: &Worker, locations: &[Location]) -> Score {
     let elsewhere = locations.iter().filter(|location| !location.workers.contains(&worker.id));
     let draw = [demand.asked_by.into_bytes(), worker.id.uuid().into_bytes()].concat();
     Score {
+        awaited: worker.awaited,
         bytes_to_move: elsewhere.map(|location| location.size_bytes).fold(0, u64::saturating_add),
         active_tasks: worker.active_tasks,
         draw: *blake3::hash(&draw).as_bytes(),
@@ -326,8 +331,8 @@ fn score(demand: &Demand, worker: &Worker, locations: &[Location]) -> Score {
 
 impl Score {
     /// All but the luck of the draw.
-    fn cost(&self) -> (u64, u32) {
-        (self.bytes_to_move, self.active_tasks)
+    fn cost(&self) -> (bool, u64, u32) {
+        (self.awaited, self.bytes_to_move, self.active_tasks)
     }
 }
 
@@ -343,8 +348,9 @@ fn reason(score: &Score, equal: usize, willing: usize, all: usize) -> String {
 
 impl fmt::Display for Score {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { bytes_to_move, active_tasks, .. } = self;
-        write!(f, "{bytes_to_move} bytes to move, {active_tasks} active tasks")
+        let Self { awaited, bytes_to_move, active_tasks, .. } = self;
+        let awaited = if *awaited { "awaited since the scheduler started, " } else { "" };
+        write!(f, "{awaited}{bytes_to_move} bytes to move, {active_tasks} active tasks")
     }
 }
 
@@ -362,6 +368,7 @@ mod tests {
             incarnation: Incarnation(1),
             desired: Desired::Run,
             state: State::Running,
+            awaited: false,
             labels: Labels {
                 platform: "linux".to_owned(),
                 tags: vec![],
@@ -401,6 +408,18 @@ mod tests {
         assert_eq!(placed(&choose(&demand(), &workers, &[])), Some(idle.id));
         let here = Location { size_bytes: 10, workers: HashSet::from([near.id]) };
         assert_eq!(placed(&choose(&demand(), &workers, &[here])), Some(near.id));
+    }
+
+    #[test]
+    fn a_worker_that_is_awaited_gets_only_what_no_other_can_take() {
+        let (mut near, far) = (Worker { awaited: true, ..worker("near") }, worker("far"));
+        let here = [Location { size_bytes: 10, workers: HashSet::from([near.id]) }];
+        let busy = Worker { active_tasks: 1, ..far.clone() };
+        assert_eq!(placed(&choose(&demand(), &[near.clone(), busy.clone()], &here)), Some(far.id));
+        let full = Worker { active_tasks: 2, ..far };
+        assert_eq!(placed(&choose(&demand(), &[near.clone(), full], &here)), Some(near.id));
+        near.awaited = false;
+        assert_eq!(placed(&choose(&demand(), &[near.clone(), busy], &here)), Some(near.id));
     }
 
     #[test]

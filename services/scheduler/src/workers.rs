@@ -71,6 +71,8 @@ pub(crate) struct Worker {
     pub(crate) session: Session,
     pub(crate) kept: Kept,
     pub(crate) last_contact_at: Timestamp,
+    /// Since when it has the TTL to come back, if it was not in contact since.
+    pub(crate) awaited_since: Option<Timestamp>,
 }
 
 /// The next number, which no scheduler that lost its database hands out again.
@@ -251,7 +253,7 @@ async fn set_state(txn: &DatabaseTransaction, session: &SessionClaims, state: St
     Ok(set.rows_affected > 0)
 }
 
-/// It was perhaps our own silence: every worker gets a full term from `now`. `alone`: no other replica can have a stream open, so no
+/// It was perhaps our own silence: every worker has the TTL to come back, from `now` on. `alone`: no other replica can have a stream open, so no
 /// worker is attended.
 pub(crate) async fn be_patient(txn: &DatabaseTransaction, alone: bool, now: Timestamp) -> Result<(), DbErr> {
     let mut update =
@@ -262,13 +264,16 @@ pub(crate) async fn be_patient(txn: &DatabaseTransaction, alone: bool, now: Time
     update.exec(txn).await.map(|_| ())
 }
 
-/// Who has been silent since `before`, and was given the time since.
-fn silent_since(before: Timestamp) -> sea_orm::sea_query::SelectStatement {
+/// Who has been silent for `term`, and had the TTL for coming back since we can hear anybody.
+///
+/// How long a worker has been silent is not forgotten when a scheduler starts: what `stop_after` promises of its processes began with the
+/// contact that was noted last, for only what was noted is echoed to its gateway.
+fn silent_for(term: Duration, config: &Config, now: Timestamp) -> sea_orm::sea_query::SelectStatement {
     Query::select()
         .column(contact::Column::WorkerId)
         .from(contact::Entity)
-        .and_where(Expr::col(contact::Column::LastContactAt).lt(before.0))
-        .and_where(Expr::col(contact::Column::PatientSince).lt(before.0))
+        .and_where(Expr::col(contact::Column::LastContactAt).lt((now - term).0))
+        .and_where(Expr::col(contact::Column::PatientSince).lt((now - config.worker_ttl).0))
         .to_owned()
 }
 
@@ -286,7 +291,7 @@ pub(crate) async fn any_silent(
     for (from, _, term) in silences(config) {
         let silent = worker::Entity::find()
             .filter(worker::Column::State.eq(from))
-            .filter(worker::Column::Id.in_subquery(silent_since(now - term)))
+            .filter(worker::Column::Id.in_subquery(silent_for(term, config, now)))
             .one(db)
             .await?;
         if silent.is_some() {
@@ -306,7 +311,7 @@ pub(crate) async fn notice_silence(
         let changed = worker::Entity::update_many()
             .col_expr(worker::Column::State, Expr::value(to))
             .filter(worker::Column::State.eq(from))
-            .filter(worker::Column::Id.in_subquery(silent_since(now - term)))
+            .filter(worker::Column::Id.in_subquery(silent_for(term, config, now)))
             .exec_with_returning(txn)
             .await?;
         for worker in changed {
@@ -348,7 +353,7 @@ pub(crate) async fn unheard(
         .column(worker::Column::Id)
         .from(worker::Entity)
         .and_where(Expr::col(worker::Column::State).eq(State::Stalled))
-        .and_where(Expr::col(worker::Column::Id).in_subquery(silent_since(now - config.worker_ttl)))
+        .and_where(Expr::col(worker::Column::Id).in_subquery(silent_for(config.worker_ttl, config, now)))
         .to_owned();
     let unstarted = Query::select()
         .column(workload::Column::LeaseId)
@@ -372,10 +377,11 @@ pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -
 
 /// All workers, as placement sees them.
 pub(crate) async fn for_placement(db: &impl ConnectionTrait) -> Result<Vec<placement::Worker>, DbErr> {
-    worker::Entity::find().all(db).await?.into_iter().map(|row| for_placement_row(&row)).collect()
+    let rows = worker::Entity::find().find_also_related(contact::Entity).all(db).await?;
+    rows.into_iter().map(|(row, contact)| for_placement_row(&row, contact.as_ref())).collect()
 }
 
-fn for_placement_row(row: &Model) -> Result<placement::Worker, DbErr> {
+fn for_placement_row(row: &Model, contact: Option<&contact::Model>) -> Result<placement::Worker, DbErr> {
     Ok(placement::Worker {
         id: WorkerId::from_uuid(row.id),
         name: row.name.clone(),
@@ -383,6 +389,7 @@ fn for_placement_row(row: &Model) -> Result<placement::Worker, DbErr> {
         incarnation: Incarnation(unsigned(row.incarnation)),
         desired: row.desired,
         state: row.state,
+        awaited: contact.and_then(awaited_since).is_some(),
         labels: from_json(&row.labels)?,
         capacity: Capacity {
             max_tasks: row.max_tasks.map(|max| u32::try_from(max).unwrap_or(u32::MAX)),
@@ -392,6 +399,11 @@ fn for_placement_row(row: &Model) -> Result<placement::Worker, DbErr> {
     })
 }
 
+/// Since when a worker has the TTL to come back, if it was not in contact since.
+fn awaited_since(contact: &contact::Model) -> Option<Timestamp> {
+    (contact.last_contact_at < contact.patient_since).then_some(Timestamp(contact.patient_since))
+}
+
 fn view((row, contact): (Model, Option<contact::Model>)) -> Result<Worker, DbErr> {
     let kept = contact.as_ref().map(|contact| Kept {
         containers: unsigned(contact.containers),
@@ -399,9 +411,10 @@ fn view((row, contact): (Model, Option<contact::Model>)) -> Result<Worker, DbErr
         disk_free_bytes: unsigned(contact.disk_free_bytes),
     });
     Ok(Worker {
-        placed: for_placement_row(&row)?,
+        placed: for_placement_row(&row, contact.as_ref())?,
         session: Session(unsigned(row.session)),
         kept: kept.unwrap_or_default(),
+        awaited_since: contact.as_ref().and_then(awaited_since),
         last_contact_at: Timestamp(contact.map_or(row.registered_at, |contact| contact.last_contact_at)),
     })
 }

@@ -1,7 +1,7 @@
 //! Uploads: a caller's directory becomes an artifact.
 //!
 //! ```text
-//! open ──the team has these bytes──▶ uploaded          (a caller who has no digest yet has them sent)
+//! open ──a worker in contact has these bytes of the team──▶ uploaded     (a caller who has no digest yet has them sent)
 //!   └──place, create, plan, ticket──▶ go_to ──commit──▶ seal ──▶ uploaded
 //!                                        └──anything else──▶ abandon
 //! ```
@@ -29,6 +29,10 @@ use crate::{Config, SERVICE};
 
 /// How long a cluster may take to be ready for uploads.
 const SETTLE_DOWN: Duration = Duration::from_secs(3);
+/// After so many workers that should have the bytes and are silent, they are sent.
+const MOST_SILENT: usize = 100;
+/// How often it is looked whether a cluster is ready.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// The services that the streamer calls.
 #[derive(Clone)]
@@ -73,16 +77,57 @@ impl Wanted {
     }
 }
 
-/// The artifact of this team that has the wanted bytes already, now with the wanted owner. `None`: they have to be sent.
+/// The artifact of this team that has the wanted bytes already, on a worker that is in contact; now with the wanted owner. `None`: they have
+/// to be sent.
+///
+/// The store knows where the bytes should be, the scheduler knows who is there. What only a silent worker has cannot be used before that one
+/// returns, if it ever does; one that the scheduler awaits since it started is given a moment.
 pub(crate) async fn adopt(peers: &mut Peers, wanted: &Wanted) -> Result<Option<String>, Refusal> {
     let Some(digest) = wanted.digest else { return Ok(None) };
-    let request = store::AdoptByDigestRequest {
-        team: wanted.team.clone(),
-        digest: digest.as_bytes().to_vec().into(),
-        build_id: wanted.build_id(),
-    };
-    let answer = peers.artifacts.adopt_by_digest(request).await?.into_inner();
-    Ok(answer.artifact.map(|artifact| artifact.artifact_id))
+    let deadline = Instant::now() + SETTLE_DOWN;
+    let mut silent: Vec<String> = Vec::new();
+    loop {
+        let request = store::AdoptByDigestRequest {
+            team: wanted.team.clone(),
+            digest: digest.as_bytes().to_vec().into(),
+            build_id: wanted.build_id(),
+            without_worker_ids: silent.clone(),
+        };
+        let answer = peers.artifacts.adopt_by_digest(request).await?.into_inner();
+        let Some(artifact) = answer.artifact else { return Ok(None) };
+        let mut holders: Vec<_> = artifact.replicas.into_iter().map(|replica| replica.worker_id).collect();
+        holders.retain(|worker| !silent.contains(worker));
+        if any_there(peers, &holders, deadline).await? {
+            return Ok(Some(artifact.artifact_id));
+        }
+        silent.extend(holders.iter().cloned());
+        if holders.is_empty() || silent.len() > MOST_SILENT {
+            return Ok(None);
+        }
+    }
+}
+
+/// Whether one of `workers` is in contact. Those that are awaited may come until `deadline`.
+async fn any_there(peers: &mut Peers, workers: &[String], deadline: Instant) -> Result<bool, Refusal> {
+    loop {
+        let mut awaited = false;
+        for worker in workers {
+            let request = scheduler::GetWorkerRequest { worker: worker.clone() };
+            let known = match peers.workers.get_worker(request).await.map_err(Refusal::from) {
+                Ok(answer) => answer.into_inner().worker.unwrap_or_default(),
+                Err(refusal) if refusal.is(Reason::WorkerNotFound) => continue,
+                Err(refusal) => return Err(refusal),
+            };
+            if known.state() == scheduler::WorkerState::Running && !known.awaited {
+                return Ok(true);
+            }
+            awaited |= known.awaited;
+        }
+        if !awaited || Instant::now() >= deadline {
+            return Ok(false);
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
 }
 
 /// An upload that a caller may fill now. End it with [`Upload::seal`] or [`Upload::abandon`].
@@ -223,7 +268,7 @@ where
                 if (refusal.is(Reason::AllWorkersBusy) || refusal.is(Reason::NotAttended))
                     && Instant::now() < deadline =>
             {
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                tokio::time::sleep(LOOK_AGAIN).await;
             }
             done => return done,
         }

@@ -4,7 +4,7 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{Handlers, SERVICE, artifact, location, parse_artifacts, parse_state, status};
+use super::{Handlers, SERVICE, artifact, location, parse_artifacts, parse_state, parse_workers, status};
 use crate::artifacts::{self, NewArtifact};
 
 #[tonic::async_trait]
@@ -35,11 +35,12 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let team = &rpc::parse_team("team", request.team)?;
         let digest = rpc::parse_digest("digest", &request.digest)?;
         let owner = rpc::parse_optional_id("build_id", &request.build_id)?;
+        let without = &parse_workers("without_worker_ids", &request.without_worker_ids)?;
 
         let adopted = self
             .store
             .db
-            .write(|txn| async move { artifacts::adopt_by_digest(&txn, team, digest, owner).await })
+            .write(|txn| async move { artifacts::adopt_by_digest(&txn, team, digest, owner, without).await })
             .await?;
 
         let artifact = adopted.map(|located| artifact(located, &[]));

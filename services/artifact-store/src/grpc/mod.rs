@@ -28,6 +28,9 @@ const SERVICE: &str = "gantry.artifacts";
 /// How many artifacts one call may name.
 const MOST_ARTIFACTS: usize = 1000;
 
+/// How many workers one call may name.
+const MOST_WORKERS: usize = 1000;
+
 /// How many of the things that keep an artifact are named.
 const MOST_KEEPERS: usize = 50;
 
@@ -179,6 +182,13 @@ fn parse_build_status(field: &str, value: i32) -> Result<BuildStatus, Status> {
 fn parse_artifacts(field: &str, ids: &[String]) -> Result<Vec<domain::ArtifactId>, Status> {
     if ids.len() > MOST_ARTIFACTS {
         return Err(rpc::invalid_field(field, format!("must be at most {MOST_ARTIFACTS}")));
+    }
+    ids.iter().map(|id| rpc::parse_id(field, id)).collect()
+}
+
+fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, Status> {
+    if ids.len() > MOST_WORKERS {
+        return Err(rpc::invalid_field(field, format!("must be at most {MOST_WORKERS}")));
     }
     ids.iter().map(|id| rpc::parse_id(field, id)).collect()
 }

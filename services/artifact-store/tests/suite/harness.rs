@@ -193,10 +193,21 @@ impl Suite {
     }
 
     pub(crate) async fn adopt(&self, digest: Digest, build: Option<BuildId>) -> Answer<Option<pb::Artifact>> {
+        self.adopt_without(digest, build, &[]).await
+    }
+
+    /// The same, where the replicas on these workers do not count.
+    pub(crate) async fn adopt_without(
+        &self,
+        digest: Digest,
+        build: Option<BuildId>,
+        without: &[WorkerId],
+    ) -> Answer<Option<pb::Artifact>> {
         let request = pb::AdoptByDigestRequest {
             team: TEAM.to_owned(),
             digest: digest.as_bytes().to_vec().into(),
             build_id: text(build),
+            without_worker_ids: without.iter().map(ToString::to_string).collect(),
         };
         Ok(self.artifacts().adopt_by_digest(request).await?.into_inner().artifact)
     }

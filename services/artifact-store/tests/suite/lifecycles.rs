@@ -17,6 +17,7 @@ on_both_databases! {
     an_input_that_is_not_here_is_missing_until_it_was_brought,
     an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing,
     bytes_are_adopted_only_within_a_team_and_while_a_replica_lives,
+    what_only_workers_have_that_do_not_count_is_not_adopted,
     an_attempt_that_ended_makes_and_settles_nothing,
     a_settled_workload_is_settled_for_good,
     a_build_without_a_workload_ends_by_its_term,
@@ -214,7 +215,7 @@ async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database
     let other_team = pb::AdoptByDigestRequest {
         team: "other".to_owned(),
         digest: digest(1).as_bytes().to_vec().into(),
-        build_id: String::new(),
+        ..pb::AdoptByDigestRequest::default()
     };
     let other_team = suite.artifacts().adopt_by_digest(other_team).await.expect("asked").into_inner();
     assert_eq!(other_team.artifact, None);
@@ -235,6 +236,35 @@ async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database
     gateway.report(std::slice::from_ref(&handle), &[]).await.expect("reported");
     assert_eq!(suite.volume_state(&handle).await, Some(InventoryState::Created));
     assert!(suite.adopt(digest(1), None).await.expect("asked").is_some());
+    suite.stop().await;
+}
+
+async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (one, two) = (suite.gateway().await, suite.gateway().await);
+    let (older, _) = suite.upload(&one, None, 1).await.expect("uploaded");
+    let build = BuildId::new();
+    suite.put_build(build, WorkloadId::new(), None).await.expect("put");
+    let adopted = suite.adopt_without(digest(1), Some(build), &[one.worker]).await.expect("asked");
+    assert_eq!(adopted, None);
+    assert_eq!(suite.get(older).await.expect("it is there").kept_by.len(), 1, "nobody, yet");
+    assert!(suite.adopt_without(digest(1), None, &[two.worker]).await.expect("asked").is_some());
+
+    let (newer, handle) = suite.upload(&two, None, 1).await.expect("uploaded");
+    let of = async |without: &[WorkerId]| {
+        let adopted = suite.adopt_without(digest(1), Some(build), without).await.expect("asked");
+        adopted.map(|artifact| (artifact.artifact_id, artifact.replicas.len()))
+    };
+    assert_eq!(of(&[one.worker]).await, Some((newer.to_string(), 1)));
+    assert_eq!(of(&[two.worker]).await, Some((older.to_string(), 1)));
+    assert_eq!(of(&[one.worker, two.worker]).await, None);
+
+    // A copy of the older one comes to where the newer one is.
+    let copy = suite.plan(older, two.worker, TransferId::new()).await.expect("planned");
+    two.complete(&copy, digest(1)).await.expect("complete");
+    two.report(std::slice::from_ref(&copy), &[]).await.expect("reported");
+    assert_eq!(suite.volume_state(&handle).await, Some(InventoryState::Lost));
+    assert_eq!(of(&[one.worker]).await, Some((older.to_string(), 1)), "only what counts is answered");
     suite.stop().await;
 }
 

@@ -97,25 +97,45 @@ async fn ask(worker: &Worker, task: &Task, plan: &Plan) -> Result<(Prepared, Vec
 /// Brings artifacts to the worker, side by side, and says how far that is.
 async fn bring(worker: &Worker, task: &Task, missing: Vec<ArtifactId>) -> Result<(), Stopped> {
     let inputs: Vec<_> = missing.into_iter().map(|artifact| (artifact, name(task, artifact))).collect();
-    let unknown = inputs.iter().map(|(_, name)| (name.clone(), (0, 0)));
-    let known: Mutex<BTreeMap<String, (u64, u64)>> = Mutex::new(unknown.collect());
-    let tell = |name: &str, done, total| {
+    let unknown = inputs.iter().map(|(_, name)| (name.clone(), pb::InputProgress::default()));
+    let known: Mutex<BTreeMap<String, pb::InputProgress>> = Mutex::new(unknown.collect());
+    let tell = |name: &str, news: News<'_>| {
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.insert(name.to_owned(), (done, total));
-        let inputs = known.iter().map(|(name, (bytes_done, bytes_total))| pb::InputProgress {
-            name: name.clone(),
-            bytes_done: *bytes_done,
-            bytes_total: *bytes_total,
-        });
+        if let Some(input) = known.get_mut(name) {
+            take(input, news);
+        }
+        let inputs =
+            known.iter().map(|(name, input)| pb::InputProgress { name: name.clone(), ..input.clone() });
         worker.set_inputs(task.lease, inputs.collect());
     };
     let copies = inputs.iter().map(async |(artifact, name)| {
-        let brought = materialize(worker, task, *artifact, |done, total| tell(name, done, total)).await;
+        let brought = materialize(worker, task, *artifact, |news| tell(name, news)).await;
         brought.map_err(|refusal| Stopped::InputMissing(name.clone(), *artifact, refusal))
     });
     futures::future::try_join_all(copies).await?;
     worker.set_phase(task.lease, pb::LeasePhase::Preparing);
     Ok(())
+}
+
+/// What is heard of an input that is brought.
+#[derive(Debug, Clone, Copy)]
+enum News<'n> {
+    /// So many bytes of so many are there.
+    Bytes(u64, u64),
+    /// It cannot be brought just now.
+    Waits(&'n str),
+}
+
+/// Notes what is heard. What was waited for is over once there are more bytes than before: each try begins with those that are there.
+fn take(input: &mut pb::InputProgress, news: News<'_>) {
+    match news {
+        News::Waits(why) => why.clone_into(&mut input.waits_for),
+        News::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
+        News::Bytes(done, total) => {
+            (input.bytes_done, input.bytes_total) = (done, total);
+            input.waits_for.clear();
+        }
+    }
 }
 
 /// What the spec calls an artifact that it uses.
@@ -129,7 +149,7 @@ async fn materialize(
     worker: &Worker,
     task: &Task,
     artifact: ArtifactId,
-    tell: impl Fn(u64, u64),
+    tell: impl Fn(News<'_>),
 ) -> Result<(), Refusal> {
     let mut pause = Duration::from_millis(20);
     let mut failing_since = None;
@@ -142,6 +162,7 @@ async fn materialize(
             if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > SOURCES_RETURN {
                 return Err(refusal);
             }
+            tell(News::Waits(&refusal.message));
         }
         tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be brought just now");
         tokio::time::sleep(pause).await;
@@ -153,7 +174,7 @@ async fn materialize_once(
     worker: &Worker,
     task: &Task,
     artifact: ArtifactId,
-    tell: impl Fn(u64, u64),
+    tell: impl Fn(News<'_>),
 ) -> Result<(), Refusal> {
     let session = worker.wait_for_session().await;
     let request = streamer::MaterializeRequest {
@@ -165,7 +186,7 @@ async fn materialize_once(
     let mut answers = worker.streamer.clone().materialize(request).await?.into_inner();
     while let Some(answer) = answers.message().await? {
         match answer.message {
-            Some(Said::Progress(progress)) => tell(progress.bytes_done, progress.bytes_total),
+            Some(Said::Progress(progress)) => tell(News::Bytes(progress.bytes_done, progress.bytes_total)),
             Some(Said::Materialized(_)) => return Ok(()),
             None => break,
         }

@@ -5,6 +5,7 @@
 //! only later, and a container may put something of its own in their place. Whiteouts reach only as far as the root's own
 //! file system; below another one that is bound into the container, what exists is covered by a mount instead.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -146,20 +147,21 @@ pub(super) fn below_root(mounted: &[Mounted], own: &[PathBuf]) -> Below {
     below
 }
 
-/// Everything that no container may see; `own` is ours and what the operator adds. What a link leads to is hidden with it.
-pub(super) fn hidden(own: &[PathBuf], users: &Users<'_>) -> Vec<PathBuf> {
+/// Everything that no container may see; `own` is ours and what the operator adds, and `more_homes` are homes of people that are not in
+/// the list of users. What a link leads to is hidden with it.
+pub(super) fn hidden(own: &[PathBuf], more_homes: &[PathBuf], users: &Users<'_>) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    let mut homes: Vec<_> = users.homes().filter(|home| !NO_HOMES.contains(home)).collect();
-    homes.push("/root");
-    homes.sort_unstable();
-    homes.dedup();
+    let of_users = users.homes().filter(|home| !NO_HOMES.contains(home)).map(Path::new);
+    let homes = of_users.chain([Path::new("/root")]).chain(more_homes.iter().map(PathBuf::as_path));
+    let homes: BTreeSet<_> =
+        homes.filter(|home| home.is_absolute()).filter_map(|home| fs::canonicalize(home).ok()).collect();
+    let more_homes: Vec<_> = more_homes.iter().filter_map(|home| fs::canonicalize(home).ok()).collect();
     for home in homes {
-        let Ok(home) = fs::canonicalize(home) else { continue };
         let fresh = FRESH.iter().any(|path| home.starts_with(path));
         if NO_HOMES.iter().any(|path| home == Path::new(path)) || fresh || !home.is_dir() {
             continue;
         }
-        let people = PEOPLE.iter().any(|path| home.starts_with(path));
+        let people = PEOPLE.iter().any(|path| home.starts_with(path)) || more_homes.contains(&home);
         for name in HIDDEN_IN_HOMES {
             if people || home.join(name).exists() {
                 hide(&mut found, &home, Path::new(name));

@@ -87,10 +87,13 @@ pub struct HostConfig {
     pub spool_bytes: u64,
     /// Absolute paths that no container may see, beside those that none ever does.
     pub masked: Vec<PathBuf>,
+    /// Homes of people whose secrets no container may see, beside those in `/etc/passwd`.
+    pub homes: Vec<PathBuf>,
 }
 
 impl HostConfig {
-    /// The defaults: this program is the supervisor, 32 MiB of each output.
+    /// The defaults: this program is the supervisor, 32 MiB of each output, and `$HOME` is somebody's home: it need not be the one in
+    /// `/etc/passwd`.
     ///
     /// Errors: the path of this program is unknown.
     pub fn new(state_dir: impl Into<PathBuf>, runtime_dir: impl Into<PathBuf>) -> std::io::Result<Self> {
@@ -100,6 +103,7 @@ impl HostConfig {
             supervisor: std::env::current_exe()?,
             spool_bytes: 32 << 20,
             masked: Vec::new(),
+            homes: std::env::var_os("HOME").map(PathBuf::from).into_iter().collect(),
         })
     }
 

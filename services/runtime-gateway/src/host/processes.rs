@@ -336,6 +336,7 @@ impl Host {
             cgroup: process.cgroup(),
             upper_in_memory: self.upper_in_memory,
             hidden: self.hidden(),
+            homes: self.config.homes.clone(),
             contact: nanoseconds(contact),
             stop_after: nanoseconds(stop_after),
             holder: self.hold.name().to_owned(),

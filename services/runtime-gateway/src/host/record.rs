@@ -162,6 +162,9 @@ pub(super) struct Launch {
     pub(super) upper_in_memory: bool,
     /// What is hidden from the container, beside what is hidden from all.
     pub(super) hidden: Vec<PathBuf>,
+    /// Homes, beside those in `/etc/passwd`, whose secrets are hidden.
+    #[serde(default)]
+    pub(super) homes: Vec<PathBuf>,
     /// When a gateway was last in contact, and how long the process may go on from then, in nanoseconds of `CLOCK_BOOTTIME`.
     pub(super) contact: u64,
     pub(super) stop_after: u64,

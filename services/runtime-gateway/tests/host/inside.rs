@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::workload::{EnvironmentVariable, Exit, Limits, Network, OutputMode};
+use domain::workload::{EnvironmentVariable, Exit, Limits, Network, OutputMode, Stdin};
 use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Runtime, RuntimeError};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until};
@@ -287,6 +287,43 @@ async fn secrets_are_absent() {
     assert_eq!(text, ".\n..\nmine\nover\n", "{errors}");
     assert_eq!(errors.matches("No such file").count(), 6, "{errors}");
     assert_eq!(std::fs::read(secret.path().join("file")).expect("read"), b"secret");
+    runtime.destroy_container(handle).await.expect("destroy");
+}
+
+#[tokio::test]
+async fn secrets_in_a_home_that_is_in_no_list_of_users_are_absent() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let home = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let dir = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let secrets =
+        [".ssh/id", ".aws/credentials", ".docker/config.json", ".kube/config", ".netrc", ".git-credentials"];
+    let write = |names: &[&str]| {
+        for path in names.iter().map(|name| home.path().join(name)) {
+            std::fs::create_dir_all(path.parent().expect("it is below the home")).expect("a directory");
+            std::fs::write(path, "secret").expect("write");
+        }
+    };
+    write(&secrets[..3]);
+    write(&["notes"]);
+    let homes = vec![home.path().to_owned()];
+    let runtime = HostRuntime::open(HostConfig { homes, ..config(dir.path()) }).expect("open");
+    let runtime: Arc<dyn Runtime> = runtime;
+    let handle = runtime.made(container()).await;
+    // What comes to be there only later is as absent.
+    let script = format!(
+        "read word; cd {home}; cat {secrets}; ls -A",
+        home = home.path().display(),
+        secrets = secrets.join(" "),
+    );
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..shell(&script) };
+    let id = runtime.started(handle, spec).await;
+    write(&secrets);
+    let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
+    let said = runtime.said(id).await;
+    assert_eq!(said.text(), "notes\n", "{}", String::from_utf8_lossy(&said.stderr));
     runtime.destroy_container(handle).await.expect("destroy");
 }
 

@@ -25,6 +25,7 @@ pub(crate) fn config(dir: &Path) -> HostConfig {
         supervisor: env!("CARGO_BIN_EXE_runtime-gateway").into(),
         spool_bytes: SPOOL,
         masked: Vec::new(),
+        homes: Vec::new(),
     }
 }
 

@@ -1,5 +1,8 @@
 //! Between what the scheduler knows and what its callers see.
 
+use std::time::Duration;
+
+use domain::Timestamp;
 use domain::worker::{Capacity, Labels, ResourceType};
 use rpc::pb::scheduler as pb;
 use rpc::{invalid_field, timestamp};
@@ -31,8 +34,9 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
         }
         Event::Preparing => Pb::Preparing(pb::Preparing {}),
         Event::Materializing { inputs } => {
-            let inputs = inputs.into_iter().map(|InputProgress { name, bytes_done, bytes_total }| {
-                pb::InputProgress { name, bytes_done, bytes_total }
+            let inputs = inputs.into_iter().map(|input| {
+                let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
+                pb::InputProgress { name, bytes_done, bytes_total, waits_for }
             });
             Pb::Materializing(pb::Materializing { inputs: inputs.collect() })
         }
@@ -99,8 +103,9 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
     }
 }
 
-pub(super) fn worker(worker: Worker) -> pb::Worker {
-    let Worker { placed, session, kept, last_contact_at } = worker;
+/// `ttl`: for how long one that is awaited may come back.
+pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worker {
+    let Worker { placed, session, kept, last_contact_at, awaited_since } = worker;
     let state = match placed.state {
         worker::State::Running => pb::WorkerState::Running,
         worker::State::Stalled => pb::WorkerState::Stalled,
@@ -130,6 +135,7 @@ pub(super) fn worker(worker: Worker) -> pb::Worker {
         volumes: kept.volumes,
         disk_free_bytes: kept.disk_free_bytes,
         last_contact_at: Some(timestamp(last_contact_at)),
+        awaited: awaited_since.is_some_and(|since| now.since(since) < ttl),
     }
 }
 

@@ -110,8 +110,8 @@ struct Attendance<'s> {
     heard: u64,
     /// Since when leases are said to have ended that nobody has ended.
     ended: HashMap<Uuid, Timestamp>,
-    /// How far the inputs of leases were, in tenths, when that was noted last.
-    brought: HashMap<Uuid, u64>,
+    /// How far the inputs of leases were, in tenths, and what each waited for, when that was noted last.
+    brought: HashMap<Uuid, (u64, Vec<String>)>,
 }
 
 impl Attendance<'_> {
@@ -276,7 +276,7 @@ impl Attendance<'_> {
         self.scheduler.observe_inputs(&brought).await
     }
 
-    /// The leases whose inputs have come another tenth of the way, in the order of their workloads.
+    /// The leases whose inputs have come another tenth of the way, or wait for something else, in the order of their workloads.
     fn newly_brought(
         &mut self,
         live: &[lease::Model],
@@ -288,14 +288,14 @@ impl Attendance<'_> {
             let Some(inputs) = inputs.remove(&LeaseId::from_uuid(lease.id)) else { continue };
             let inputs: Vec<_> = inputs
                 .into_iter()
-                .map(|pb::InputProgress { name, bytes_done, bytes_total }| InputProgress {
-                    name,
-                    bytes_done,
-                    bytes_total,
+                .map(|input| {
+                    let pb::InputProgress { name, bytes_done, bytes_total, waits_for } = input;
+                    InputProgress { name, bytes_done, bytes_total, waits_for }
                 })
                 .collect();
-            let tenths = InputProgress::tenths(&inputs);
-            if self.brought.insert(lease.id, tenths) != Some(tenths) {
+            let waits_for = inputs.iter().map(|input| input.waits_for.clone()).collect();
+            let now = (InputProgress::tenths(&inputs), waits_for);
+            if self.brought.insert(lease.id, now.clone()).as_ref() != Some(&now) {
                 brought.push((lease.clone(), inputs));
             }
         }

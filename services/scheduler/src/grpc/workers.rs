@@ -100,8 +100,9 @@ impl Workers for WorkersService {
         let more = found.len() as u64 > page.size;
         found.truncate(usize::try_from(page.size).unwrap_or(usize::MAX));
         let last = found.last().filter(|_| more).map(|last| page::token(last.placed.id.uuid()));
+        let (ttl, now) = (self.0.config.worker_ttl, Timestamp::now());
         Ok(Response::new(pb::ListWorkersResponse {
-            workers: found.into_iter().map(convert::worker).collect(),
+            workers: found.into_iter().map(|worker| convert::worker(worker, ttl, now)).collect(),
             next_page_token: last.unwrap_or_default(),
         }))
     }
@@ -118,6 +119,7 @@ impl Workers for WorkersService {
 
         let worker = worker
             .ok_or_else(|| Reason::WorkerNotFound.status(SERVICE, format!("worker {name:?} is unknown")))?;
-        Ok(Response::new(pb::GetWorkerResponse { worker: Some(convert::worker(worker)) }))
+        let worker = convert::worker(worker, self.0.config.worker_ttl, Timestamp::now());
+        Ok(Response::new(pb::GetWorkerResponse { worker: Some(worker) }))
     }
 }

@@ -1,6 +1,7 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
 mod explain;
+mod inputs;
 mod store;
 mod support;
 mod terms;
@@ -13,6 +14,7 @@ use domain::{GatewayInstance, LeaseId, MarkerId, VolumeHandle, WorkloadId};
 use explain::{
     a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
 };
+use inputs::watchers_see_inputs_come_in_steps;
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
@@ -22,7 +24,10 @@ use store::{
     settling_belongs_to_the_trace_of_the_workload,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
-use terms::a_driven_lease_has_a_full_term_after_a_restart;
+use terms::{
+    a_driven_lease_has_a_full_term_after_a_restart, a_restart_does_not_forget_how_long_a_worker_was_silent,
+    after_a_restart_work_goes_to_those_that_came_back,
+};
 use testing::databases::TestDatabase;
 
 /// Runs each test on both databases.
@@ -92,41 +97,6 @@ async fn a_workload_goes_from_its_submission_to_its_end(database: TestDatabase) 
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
     gateway.holds_nothing().await;
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
-    scheduler.stop().await;
-}
-
-async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
-    let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let id = scheduler.submit(spec()).await.expect("accepted");
-    let (lease, run) = gateway.run(id).await;
-    let inputs = |bytes_done| {
-        let input = |name: &str, bytes_done, bytes_total| pb::InputProgress {
-            name: name.to_owned(),
-            bytes_done,
-            bytes_total,
-        };
-        vec![input("src", bytes_done, 100), input("tools", 0, 0)]
-    };
-    // What is less than a tenth is not worth an event, however often it is said.
-    for bytes_done in [0, 1, 2, 9, 9, 55, 57, 100] {
-        gateway.observe_inputs(&lease, inputs(bytes_done)).await;
-    }
-    let expected = ["placed", "preparing", "materializing", "materializing", "materializing"];
-    assert_eq!(names(&scheduler.watch_some(id, 0, expected.len()).await), expected);
-    start(&scheduler, &run.lease_token).await.expect("started");
-    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
-    scheduler.wait_for(id, pb::WorkloadState::Running).await;
-    gateway.observe_inputs(&lease, inputs(20)).await;
-    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-
-    let events = scheduler.watch(id, 0).await;
-    assert_eq!(names(&events)[expected.len()..], ["running", "finished"], "it is too late for more");
-    let brought = events.into_iter().filter_map(|event| match event.event {
-        Some(pb::watch_response::Event::Materializing(brought)) => Some(brought.inputs),
-        _ => None,
-    });
-    assert_eq!(brought.collect::<Vec<_>>(), [inputs(0), inputs(55), inputs(100)]);
     scheduler.stop().await;
 }
 
@@ -755,6 +725,8 @@ on_both! {
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
     a_driven_lease_has_a_full_term_after_a_restart,
+    a_restart_does_not_forget_how_long_a_worker_was_silent,
+    after_a_restart_work_goes_to_those_that_came_back,
     a_ticket_is_good_for_a_worker_that_can_be_reached,
     lists_come_in_pages,
     secrets_are_not_shown,

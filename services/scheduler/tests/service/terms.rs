@@ -7,7 +7,7 @@ use rpc::pb::scheduler as pb;
 use sea_orm::{ConnectionTrait, Statement, TransactionTrait};
 use testing::databases::TestDatabase;
 
-use crate::support::{Gateway, Running, config, hello, until};
+use crate::support::{Gateway, Running, config, hello, spec, start, until};
 
 fn transfer() -> pb::PlaceRequest {
     pb::PlaceRequest {
@@ -85,5 +85,82 @@ async fn a_database_that_was_away_takes_no_lease() {
     })
     .await;
     assert!(Timestamp(expires_at) >= would_end + term, "it ended although nobody could renew it");
+    scheduler.stop().await;
+}
+
+async fn time_passes(database: &TestDatabase, statement: &str) {
+    let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
+    connection.execute_unprepared(statement).await.expect("time passes");
+    connection.close().await.expect("closed");
+}
+
+pub(crate) async fn a_restart_does_not_forget_how_long_a_worker_was_silent(database: TestDatabase) {
+    let hour = Duration::from_secs(3600);
+    let ttl = Duration::from_secs(1);
+    let config = || scheduler::Config {
+        worker_ttl: ttl,
+        stop_after: hour - ttl,
+        lost_after: hour,
+        ..config(&database)
+    };
+    let scheduler = Running::start(config()).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("gone")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    scheduler.stop().await;
+    drop(gateway);
+
+    // Nearly all of the hour passes. It has all of the rest.
+    let almost = (Timestamp::now() - (hour - Duration::from_secs(600))).0;
+    time_passes(&database, &format!("UPDATE worker_contacts SET last_contact_at = {almost}")).await;
+    let scheduler = Running::start(config()).await;
+    until("it is stalled", async || {
+        (scheduler.worker("gone").await.state() == pb::WorkerState::Stalled).then_some(())
+    })
+    .await;
+    scheduler.stop().await;
+    let scheduler = Running::start(config()).await;
+    until("it had the time to come back", async || (!scheduler.worker("gone").await.awaited).then_some(()))
+        .await;
+    assert_eq!(scheduler.worker("gone").await.state(), pb::WorkerState::Stalled);
+    assert_eq!(scheduler.get(id).await.state(), pb::WorkloadState::Starting);
+    scheduler.stop().await;
+
+    // Of the hour that is over now, a start of the scheduler gives back no more than the time to come back.
+    let over = (Timestamp::now() - hour).0;
+    time_passes(&database, &format!("UPDATE worker_contacts SET last_contact_at = {over}")).await;
+    let scheduler = Running::start(config()).await;
+    let lost = scheduler.finished(id).await;
+    assert_eq!(lost.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
+    assert_eq!(scheduler.worker("gone").await.state(), pb::WorkerState::Lost);
+    scheduler.stop().await;
+}
+
+pub(crate) async fn after_a_restart_work_goes_to_those_that_came_back(database: TestDatabase) {
+    // Nobody is silent for so long that it would be stalled.
+    let config = || scheduler::Config { worker_ttl: Duration::from_secs(500), ..config(&database) };
+    let scheduler = Running::start(config()).await;
+    let (gone, back) = (hello("gone"), hello("back"));
+    let first = Gateway::connect(&scheduler, gone).await.expect("welcome");
+    let second = Gateway::connect(&scheduler, back.clone()).await.expect("welcome");
+    assert!(!scheduler.worker("gone").await.awaited);
+    scheduler.stop().await;
+    drop((first, second));
+
+    let scheduler = Running::start(config()).await;
+    assert!(scheduler.worker("gone").await.awaited && scheduler.worker("back").await.awaited);
+    let mut gateway = Gateway::connect(&scheduler, back).await.expect("welcome");
+    assert!(!scheduler.worker("back").await.awaited);
+    let gone = scheduler.worker("gone").await;
+    assert!(gone.awaited && gone.state() == pb::WorkerState::Running, "{gone:?}");
+    // Both have room for two.
+    for _ in 0..2 {
+        let id = scheduler.submit(spec()).await.expect("accepted");
+        gateway.run(id).await;
+    }
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let whereabouts = scheduler.get(id).await.whereabouts.expect("it is placed");
+    assert_eq!(whereabouts.worker_name, "gone", "it may come back, and the other is full");
     scheduler.stop().await;
 }

@@ -285,3 +285,32 @@ async fn what_cannot_be_brought_is_refused_with_the_reason() {
     suite.wait_until_empty(two).await;
     suite.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_only_a_silent_worker_has_is_sent_anew_and_counts_again_when_that_one_returns() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, digest) = suite.upload(&root).await;
+    assert_eq!(suite.known(digest).await, Some(artifact));
+
+    suite.remove_worker(one).await;
+    let two = suite.add_worker("two").await;
+    assert_eq!(suite.known(digest).await, None, "nobody who is there has it");
+    let (anew, _) = suite.upload(&root).await;
+    let replicas = suite.replicas(anew).await;
+    assert_eq!(replicas.len(), 1);
+    assert_eq!(replicas[0].worker_id, two.to_string());
+    assert_eq!(suite.known(digest).await, Some(anew));
+
+    // Now the newer one is on the silent worker.
+    suite.remove_worker(two).await;
+    assert_eq!(suite.add_worker("one").await, one);
+    let known = until("its replica counts again", async || suite.known(digest).await).await;
+    assert_eq!(known, artifact);
+    suite.stop().await;
+}

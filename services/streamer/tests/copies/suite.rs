@@ -256,6 +256,22 @@ impl Suite {
         let scanned = transfer::scan(root, &transfer::ScanOptions::default(), None).expect("a manifest");
         let (manifest, artifact) = (Arc::new(scanned.manifest), ArtifactId::new());
         let digest = manifest.tree_digest();
+        let (said, mut answers, answer) = self.open(artifact, digest).await;
+        let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+        write(&go_to, root, manifest).await;
+        let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
+        said.send(pb::UploadRequest { message: Some(Say::Commit(commit)) }).await.expect("a stream");
+        let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
+        assert!(matches!(answer, Some(Answer::Uploaded(_))), "{answer:?}");
+        (artifact, digest)
+    }
+
+    /// Opens an upload, and hears what is to be done for it.
+    async fn open(
+        &self,
+        artifact: ArtifactId,
+        digest: Digest,
+    ) -> (mpsc::Sender<pb::UploadRequest>, Streaming<pb::UploadResponse>, Answer) {
         let (said, requests) = mpsc::channel(4);
         let open = pb::UploadOpen {
             team: TEAM.to_owned(),
@@ -268,13 +284,22 @@ impl Suite {
         let mut answers =
             self.streamer().upload(ReceiverStream::new(requests)).await.expect("opened").into_inner();
         let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
-        let Some(Answer::GoTo(go_to)) = answer else { panic!("{answer:?}") };
-        write(&go_to, root, manifest).await;
-        let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
-        said.send(pb::UploadRequest { message: Some(Say::Commit(commit)) }).await.expect("a stream");
-        let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
-        assert!(matches!(answer, Some(Answer::Uploaded(_))), "{answer:?}");
-        (artifact, digest)
+        (said, answers, answer.expect("an answer"))
+    }
+
+    /// The artifact that who uploads these bytes gets without sending any.
+    pub(crate) async fn known(&self, digest: Digest) -> Option<ArtifactId> {
+        match self.open(ArtifactId::new(), digest).await.2 {
+            Answer::Uploaded(uploaded) => Some(uploaded.artifact_id.parse().expect("an id")),
+            Answer::GoTo(_) => None,
+        }
+    }
+
+    /// A worker goes, with its gateway. What it holds stays where it is.
+    pub(crate) async fn remove_worker(&mut self, worker: WorkerId) {
+        let worker = self.workers.remove(&worker).expect("it is there");
+        worker.served.stop().await;
+        worker.machine.unmount_idle().expect("unmount");
     }
 
     pub(crate) async fn begin(

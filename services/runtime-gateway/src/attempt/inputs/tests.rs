@@ -211,13 +211,27 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         assert_eq!(bring.0, expected);
         let progress = streamer::TransferProgress { bytes_done: 5, bytes_total: 9, ..Default::default() };
         bring.say(Said::Progress(progress)).await;
-        let input = pb::InputProgress { name: "far".to_owned(), bytes_done: 5, bytes_total: 9 };
-        within("what is told of it", async {
-            while phase(&worker, lease) != (pb::LeasePhase::Materializing, vec![input.clone()]) {
-                tokio::task::yield_now().await;
-            }
-        })
-        .await;
+        let told = async |bytes_done, waits_for: &str| {
+            let (name, waits_for) = ("far".to_owned(), waits_for.to_owned());
+            let input = pb::InputProgress { name, bytes_done, bytes_total: 9, waits_for };
+            within("what is told of it", async {
+                while phase(&worker, lease) != (pb::LeasePhase::Materializing, vec![input.clone()]) {
+                    tokio::task::yield_now().await;
+                }
+            })
+            .await;
+        };
+        told(5, "").await;
+
+        // Why it is not brought is told until more of it is there than before.
+        bring.refuse(Reason::WorkerUnreachable).await;
+        told(5, "as the test asked for").await;
+        let bring = within("another call", suite.brought.recv()).await.expect("it is served");
+        for bytes_done in [0, 5, 6] {
+            let progress = streamer::TransferProgress { bytes_done, bytes_total: 9, ..Default::default() };
+            bring.say(Said::Progress(progress)).await;
+        }
+        told(6, "").await;
         bring.say(Said::Materialized(streamer::Materialized::default())).await;
         Suite::prepared(&mut suite.store, &[]).await;
     };

@@ -102,7 +102,7 @@ fn worker_root(
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
     let place = |name: &str| private.join(name);
     let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let hidden = image::hidden(&launch.hidden, &Users { passwd: &passwd, group: "" });
+    let hidden = image::hidden(&launch.hidden, &launch.homes, &Users { passwd: &passwd, group: "" });
     let mut mask = Mask::new(place("mask")).map_err(Failed::while_doing("look at the root"))?;
     let mut covered = Vec::new();
     for path in hidden {

@@ -1,0 +1,69 @@
+//! A worker that is gone for good, and what only it had.
+
+mod processes;
+
+use std::io::Read;
+use std::process::Stdio;
+
+use integration_tests::{code, describe, may_run_containers, wait_for};
+
+use processes::{Suite, directory};
+
+/// The state of a worker, as everybody can see it.
+fn state(suite: &Suite, worker: &str) -> Option<String> {
+    let shown = suite.gantry(&["show", "worker", worker, "--json"]).output().expect("gantry runs");
+    let shown: serde_json::Value = serde_json::from_slice(shown.stdout.trim_ascii()).ok()?;
+    Some(shown["state"].as_str()?.to_owned())
+}
+
+#[test]
+fn what_only_a_worker_had_that_is_gone_is_uploaded_anew_for_the_next() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start();
+    let mut gone = suite.gateway("gone", "gone", &[]);
+    suite.attended("gone", &gone);
+    directory(&suite.cluster.path("fresh"), "f", "from the caller\n");
+    let run = || {
+        let arguments = ["run", "-i", "src=fresh", "--", "cat", "src/f"];
+        let ran = suite.gantry(&arguments).output().expect("gantry runs");
+        assert_eq!(code(&ran), 0, "{}", describe(&ran));
+        assert_eq!(ran.stdout, b"from the caller\n");
+        String::from_utf8(ran.stderr).expect("UTF-8")
+    };
+    run();
+    let said = run();
+    assert!(said.contains("all of it in the cluster already"), "{said}");
+    let artifact = suite.succeed(&["upload", suite.cluster.path("fresh").to_str().expect("UTF-8")]);
+    let artifact = String::from_utf8(artifact).expect("an id").trim().to_owned();
+
+    gone.child.kill().expect("killed");
+    gone.child.wait().expect("it ends");
+    wait_for("it is silent", || (state(&suite, "gone")? == "stalled").then_some(()));
+    let next = suite.gateway("next", "next", &[]);
+    suite.attended("next", &next);
+
+    // Whoever names the artifact waits for its worker, and is told so.
+    let input = format!("src=artifact:{artifact}");
+    let mut waits = suite.gantry(&["run", "-i", &input, "--", "cat", "src/f"]);
+    let mut waits = waits.stderr(Stdio::piped()).spawn().expect("gantry");
+    let (mut stderr, mut said) = (waits.stderr.take().expect("stderr"), Vec::new());
+    while !String::from_utf8_lossy(&said).contains("cannot bring src to the worker yet") {
+        let mut some = [0; 1024];
+        let read = stderr.read(&mut some).expect("read");
+        assert_ne!(read, 0, "{}", String::from_utf8_lossy(&said));
+        said.extend_from_slice(&some[..read]);
+    }
+    waits.kill().expect("killed");
+    waits.wait().expect("it ends");
+
+    // Who has the tree has it sent.
+    let said = run();
+    assert!(!said.contains("in the cluster already"), "{said}");
+    let said = run();
+    assert!(said.contains("all of it in the cluster already"), "{said}");
+    drop((gone, next));
+    suite.clean("gone");
+    suite.clean("next");
+}

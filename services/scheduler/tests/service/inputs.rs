@@ -1,0 +1,51 @@
+//! What watchers hear of inputs that are brought to a worker.
+
+use rpc::pb::scheduler as pb;
+use testing::databases::TestDatabase;
+
+use crate::names;
+use crate::support::{Gateway, Running, config, finish, hello, spec, start};
+
+pub(crate) async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(id).await;
+    let inputs = |bytes_done| {
+        let input = |name: &str, bytes_done, bytes_total| pb::InputProgress {
+            name: name.to_owned(),
+            bytes_done,
+            bytes_total,
+            waits_for: String::new(),
+        };
+        vec![input("src", bytes_done, 100), input("tools", 0, 0)]
+    };
+    let waiting =
+        || inputs(55).into_iter().map(|input| pb::InputProgress { waits_for: "one".to_owned(), ..input });
+    // What is less than a tenth is not worth an event, however often it is said.
+    for bytes_done in [0, 1, 2, 9, 9, 55, 57] {
+        gateway.observe_inputs(&lease, inputs(bytes_done)).await;
+    }
+    // Why it is not brought is worth one.
+    for _ in 0..2 {
+        gateway.observe_inputs(&lease, waiting().collect()).await;
+    }
+    gateway.observe_inputs(&lease, inputs(100)).await;
+    let expected =
+        ["placed", "preparing", "materializing", "materializing", "materializing", "materializing"];
+    assert_eq!(names(&scheduler.watch_some(id, 0, expected.len()).await), expected);
+    start(&scheduler, &run.lease_token).await.expect("started");
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    scheduler.wait_for(id, pb::WorkloadState::Running).await;
+    gateway.observe_inputs(&lease, inputs(20)).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+
+    let events = scheduler.watch(id, 0).await;
+    assert_eq!(names(&events)[expected.len()..], ["running", "finished"], "it is too late for more");
+    let brought = events.into_iter().filter_map(|event| match event.event {
+        Some(pb::watch_response::Event::Materializing(brought)) => Some(brought.inputs),
+        _ => None,
+    });
+    assert_eq!(brought.collect::<Vec<_>>(), [inputs(0), inputs(55), waiting().collect(), inputs(100)]);
+    scheduler.stop().await;
+}
