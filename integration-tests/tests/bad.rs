@@ -229,7 +229,10 @@ fn after_a_reboot_what_is_left_is_reaped_and_bytes_are_right() {
             && said.contains("1 workload had not ended"))
         .then_some(())
     });
-    let status = String::from_utf8(cluster.succeed(["status"])).expect("text");
+    let status = wait_for("a cluster that is ready", || {
+        let status = cluster.output(["status"]);
+        (code(&status) == 0).then(|| String::from_utf8(status.stdout).expect("text"))
+    });
     assert!(status.contains("did not end in order"), "{status}");
 
     for (id, name) in [(&artifact, "back"), (&output, "made")] {

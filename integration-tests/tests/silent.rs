@@ -1,13 +1,10 @@
 //! A worker that is gone for good, and what only it had.
 
-mod processes;
-
 use std::io::Read;
 use std::process::Stdio;
 
-use integration_tests::{code, describe, may_run_containers, wait_for};
-
-use processes::{Suite, directory};
+use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use integration_tests::{code, describe, may_run_containers, wait_for, write};
 
 /// The state of a worker, as everybody can see it.
 fn state(suite: &Suite, worker: &str) -> Option<String> {
@@ -21,34 +18,34 @@ fn what_only_a_worker_had_that_is_gone_is_uploaded_anew_for_the_next() {
     if !may_run_containers() {
         return;
     }
-    let suite = Suite::start();
-    let mut gone = suite.gateway("gone", "gone", &[]);
-    suite.attended("gone", &gone);
-    directory(&suite.cluster.path("fresh"), "f", "from the caller\n");
-    let run = || {
-        let arguments = ["run", "-i", "src=fresh", "--", "cat", "src/f"];
+    let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
+    suite.attend("gone", "gone", &[]);
+    suite.attended("gone", "gone");
+    let fresh = suite.path("fresh");
+    write(&fresh.join("f"), "from the caller\n");
+    let input = format!("src={}", fresh.display());
+    let run = |suite: &Suite| {
+        let arguments = ["run", "-i", &input, "--", "cat", "src/f"];
         let ran = suite.gantry(&arguments).output().expect("gantry runs");
         assert_eq!(code(&ran), 0, "{}", describe(&ran));
         assert_eq!(ran.stdout, b"from the caller\n");
         String::from_utf8(ran.stderr).expect("UTF-8")
     };
-    run();
-    let said = run();
+    run(&suite);
+    let said = run(&suite);
     assert!(said.contains("all of it in the cluster already"), "{said}");
-    let artifact = suite.succeed(&["upload", suite.cluster.path("fresh").to_str().expect("UTF-8")]);
-    let artifact = String::from_utf8(artifact).expect("an id").trim().to_owned();
+    let artifact = suite.upload(&fresh);
 
-    gone.child.kill().expect("killed");
-    gone.child.wait().expect("it ends");
+    suite.kill("gone");
     wait_for("it is silent", || (state(&suite, "gone")? == "stalled").then_some(()));
-    let next = suite.gateway("next", "next", &[]);
-    suite.attended("next", &next);
+    suite.attend("next", "next", &[]);
+    suite.attended("next", "next");
 
     // Whoever names the artifact waits for its worker, and is told so.
-    let input = format!("src=artifact:{artifact}");
-    let mut waits = suite.gantry(&["run", "-i", &input, "--", "cat", "src/f"]);
+    let named = format!("src=artifact:{artifact}");
+    let mut waits = suite.gantry(&["run", "-i", &named, "--", "cat", "src/f"]);
     let mut waits = waits.stderr(Stdio::piped()).spawn().expect("gantry");
-    let (mut stderr, mut said) = (waits.stderr.take().expect("stderr"), Vec::new());
+    let (mut stderr, mut said) = (waits.stderr.take().expect("stderr"), Vec::<u8>::new());
     while !String::from_utf8_lossy(&said).contains("cannot bring src to the worker yet") {
         let mut some = [0; 1024];
         let read = stderr.read(&mut some).expect("read");
@@ -59,11 +56,8 @@ fn what_only_a_worker_had_that_is_gone_is_uploaded_anew_for_the_next() {
     waits.wait().expect("it ends");
 
     // Who has the tree has it sent.
-    let said = run();
+    let said = run(&suite);
     assert!(!said.contains("in the cluster already"), "{said}");
-    let said = run();
+    let said = run(&suite);
     assert!(said.contains("all of it in the cluster already"), "{said}");
-    drop((gone, next));
-    suite.clean("gone");
-    suite.clean("next");
 }

@@ -71,7 +71,7 @@ impl Scene {
     }
 
     fn status(&self) -> Value {
-        serde_json::from_slice(&self.cluster.succeed(["status", "--json"])).expect("one JSON document")
+        serde_json::from_slice(&self.cluster.output(["status", "--json"]).stdout).expect("one JSON document")
     }
 
     /// The same as somebody sees it who comes over TCP.
@@ -239,7 +239,9 @@ fn a_file_is_read_on_at_another_worker_when_one_breaks_off() {
     fs::write(cluster.path("tree/file"), &content).expect("a file");
     let artifact = String::from_utf8(cluster.succeed(["upload", "tree"])).expect("an id").trim().to_owned();
     let input = format!("in=artifact:{artifact}");
+    // Whichever worker has it: a run on the other brings it there.
     cluster.succeed(["run", "--keep", "0s", "--tag", "far", "-i", &input, "--", "true"]);
+    cluster.succeed(["run", "--keep", "0s", "-i", &input, "--", "true"]);
 
     let near = Link::to(scene.server.trim_start_matches("http://"));
     let links = [&near, &scene.link];

@@ -74,7 +74,7 @@ impl Config {
             default_keep: 5 * minute,
             default_term: 10 * minute,
             collect_interval: 30 * second,
-            claim_term: 60 * second,
+            claim_term: 20 * second,
             tombstone: hour,
             remember: 24 * hour,
             sweep_interval: second,

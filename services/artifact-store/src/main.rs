@@ -44,7 +44,7 @@ struct Arguments {
     #[arg(long, env = "GANTRY_COLLECT_INTERVAL", value_name = "DURATION", default_value = "30s", value_parser = term)]
     collect_interval: Duration,
     /// How long a transfer may take before it says that it goes on
-    #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "60s", value_parser = term)]
+    #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
     /// How long a deleted artifact can still be looked up
     #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "1h", value_parser = duration)]

@@ -33,6 +33,8 @@ use crate::pipe::Arriving;
 use crate::volumes::TransferError;
 use crate::worker::Worker;
 
+/// How it ends that another worker is asked to send, as metrics call it.
+pub(crate) const OUTCOMES: [&str; 5] = ["done", "refused", "cancelled", "corrupted", "failed"];
 /// How long a worker may take to say where it is reached.
 const ASK: Duration = Duration::from_secs(5);
 /// How long a worker may send at least, and what it sends in a second, if it is a large volume.

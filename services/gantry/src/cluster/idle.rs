@@ -1,8 +1,9 @@
 //! When a cluster ends by itself: nobody has used it for a while, nothing runs, and no container is kept.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
+use domain::Timestamp;
 use rpc::Peer;
 use rpc::pb::artifacts::ListContainersRequest;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
@@ -59,6 +60,23 @@ pub(crate) async fn containers(peer: &Peer) -> Result<u64, Status> {
     let request = ListContainersRequest { page_size: 1000, ..ListContainersRequest::default() };
     let containers = InventoryClient::new(peer.clone()).list_containers(request).await?;
     Ok(containers.into_inner().containers.len() as u64)
+}
+
+/// How many workloads there were at `moment` that had not ended, as far as one page tells of those that have ended since.
+pub(crate) async fn unfinished_at(peer: &Peer, moment: Timestamp) -> Result<u64, Status> {
+    let moment = Some(rpc::timestamp(moment));
+    let request =
+        ListRequest { state: WorkloadState::Finished.into(), page_size: 1000, ..ListRequest::default() };
+    let after = |time: Option<prost_types::Timestamp>| {
+        let parts = |time: Option<prost_types::Timestamp>| time.map(|time| (time.seconds, time.nanos));
+        parts(time) >= parts(moment)
+    };
+    let mut found = unfinished(peer).await?;
+    // Those that ended meanwhile are in one list or in both.
+    let finished = WorkloadsClient::new(peer.clone()).list(request).await?.into_inner().workloads;
+    found.extend(finished.into_iter().filter(|workload| after(workload.finished_at)));
+    let there = found.into_iter().filter(|workload| !after(workload.submitted_at));
+    Ok(there.map(|workload| workload.workload_id).collect::<BTreeSet<_>>().len() as u64)
 }
 
 /// Workloads that have not ended, of whatever team.

@@ -18,11 +18,14 @@ use tokio::sync::OnceCell;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::idle::{containers, unfinished};
+use super::idle::{containers, unfinished, unfinished_at};
 use crate::table::count;
 
 /// What a process has between TERM and KILL.
 const GRACE: Duration = Duration::from_secs(10);
+/// How long the services of a new cluster may take to answer, and how often they are asked.
+const SETTLE_DOWN: Duration = Duration::from_secs(3);
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// How long Shutdown waits for workloads to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -51,9 +54,8 @@ impl LocalCluster {
         let Some(process) = self.left_behind else { return Vec::new() };
         let mut found =
             vec![format!("the last cluster (process {process}) did not end in order; this one takes over")];
-        // Whoever asks wants to know; nobody is helped by an error.
-        let workloads = unfinished(&self.peer).await.unwrap_or_default().len() as u64;
-        let containers = containers(&self.peer).await.unwrap_or_default();
+        let workloads = patiently(|| unfinished_at(&self.peer, self.started_at)).await;
+        let containers = patiently(|| containers(&self.peer)).await;
         if workloads > 0 {
             found.push(format!(
                 "{} had not ended: it goes on if its process is still there, and ends as lost if not",
@@ -69,6 +71,22 @@ impl LocalCluster {
         }
         found.iter().for_each(|line| tracing::warn!("{line}"));
         found
+    }
+}
+
+/// What is counted, or none where it cannot be: whoever asks wants to know what was found, and is not helped by an error.
+async fn patiently<C: Future<Output = Result<u64, Status>>>(counting: impl Fn() -> C) -> u64 {
+    let until = Instant::now() + SETTLE_DOWN;
+    loop {
+        match counting().await {
+            Ok(count) => return count,
+            Err(error) if Instant::now() >= until => {
+                tracing::warn!(error = error.message(), "what the last cluster left cannot be counted");
+                return 0;
+            }
+            // Everything has only just started.
+            Err(_) => tokio::time::sleep(LOOK_AGAIN).await,
+        }
     }
 }
 
