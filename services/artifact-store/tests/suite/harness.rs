@@ -45,6 +45,8 @@ impl Suite {
         let signer = TokenSigner::from_seed(&[7; 32]);
         let keys = KeySource::Fixed(vec![signer.public()]);
         let mut config = Config {
+            // What tests count with, whatever the default is.
+            claim_term: Duration::from_secs(60),
             gc_grace: Duration::ZERO,
             default_keep: Duration::ZERO,
             tombstone: Duration::ZERO,
