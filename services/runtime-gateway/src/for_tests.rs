@@ -11,6 +11,7 @@ use crate::worker::Worker;
 use crate::{Config, Gateway};
 
 pub(crate) mod schedule;
+pub(crate) mod served;
 pub(crate) mod store;
 
 /// How long is waited for what must come.

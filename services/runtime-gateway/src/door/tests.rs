@@ -16,43 +16,21 @@ use rpc::pb::scheduler;
 use rpc::token::TokenSigner;
 use rpc::{Reason, Refusal};
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Response, Status, Streaming};
 
 use super::*;
+use crate::for_tests::served::Served;
 use crate::for_tests::within;
 
 const TOKEN: &str = "of-the-cluster";
 
-/// A server on a port of its own.
-struct Served {
-    endpoint: String,
-    stop: oneshot::Sender<()>,
-    served: JoinHandle<anyhow::Result<()>>,
-}
-
-impl Served {
-    #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
-    async fn start(host: impl FnOnce(&mut Host)) -> Self {
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
-        let endpoint = listener.endpoint().expect("its address");
-        let mut served = Host::new().with_token(Some(TOKEN.to_owned()));
-        host(&mut served);
-        let (stop, stopped) = oneshot::channel();
-        let served = tokio::spawn(served.serve([listener], async {
-            stopped.await.ok();
-        }));
-        Self { endpoint, stop, served }
-    }
-
-    async fn end(self) {
-        self.stop.send(()).expect("it is served");
-        within("the end of a server", self.served).await.expect("no panic").expect("it ends well");
-    }
+/// A server that asks for the cluster's token.
+async fn serve(services: impl FnOnce(&mut Host)) -> Served {
+    Served::on(Host::new().with_token(Some(TOKEN.to_owned())), services).await
 }
 
 /// A scheduler that knows where one worker is.
@@ -153,7 +131,7 @@ impl Gateway {
 
     async fn serve(&self) -> Served {
         let service = ContainersServer::new(self.clone());
-        Served::start(|host| host.add_ticketed_service(service, &[DOOR_TICKET_HEADER])).await
+        serve(|host| host.add_ticketed_service(service, &[DOOR_TICKET_HEADER])).await
     }
 
     fn calls(&self) -> Vec<MetadataMap> {
@@ -248,8 +226,8 @@ impl Scene {
             asked: Arc::default(),
         };
         let service = scheduler::workers_server::WorkersServer::new(schedule.clone());
-        let scheduler = Served::start(|host| host.add_service(service)).await;
-        let door = Served::start(|host| {
+        let scheduler = serve(|host| host.add_service(service)).await;
+        let door = serve(|host| {
             start_door(&scheduler.endpoint, Some(TOKEN), host).expect("an address");
         })
         .await;

@@ -5,13 +5,11 @@ use domain::{VolumeHandle, WorkerId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::inventory_server::{Inventory, InventoryServer};
 use rpc::pb::artifacts::report_request::Message as Part;
-use server::{Host, Listener};
-use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::served::Served;
 use super::within;
 use crate::worker::OpenSession;
 
@@ -122,23 +120,14 @@ impl Inventory for Script {
 pub(crate) struct Store {
     pub(crate) endpoint: String,
     asked: mpsc::Receiver<Asked>,
-    served: JoinHandle<anyhow::Result<()>>,
-    stop: oneshot::Sender<()>,
+    served: Served,
 }
 
 impl Store {
-    #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
     pub(crate) async fn start() -> Self {
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
-        let endpoint = listener.endpoint().expect("its address");
         let (ask, asked) = mpsc::channel(64);
-        let mut host = Host::new();
-        host.add_service(InventoryServer::new(Script(ask)));
-        let (stop, stopped) = oneshot::channel();
-        let served = tokio::spawn(host.serve([listener], async {
-            stopped.await.ok();
-        }));
-        Self { endpoint, asked, served, stop }
+        let served = Served::start(|host| host.add_service(InventoryServer::new(Script(ask)))).await;
+        Self { endpoint: served.endpoint.clone(), asked, served }
     }
 
     /// What it is asked next.
@@ -148,8 +137,7 @@ impl Store {
 
     pub(crate) async fn end(self) {
         drop(self.asked);
-        self.stop.send(()).expect("it is served");
-        self.served.await.expect("no panic").expect("it ends well");
+        self.served.end().await;
     }
 }
 

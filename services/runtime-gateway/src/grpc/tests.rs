@@ -1,11 +1,9 @@
 //! Calls of the gateway, over gRPC.
 
 use rpc::pb::runtime::containers_client::ContainersClient;
-use server::{Host, Listener};
-use tokio::net::TcpListener;
-use tokio::sync::oneshot;
 
 use super::*;
+use crate::for_tests::served::Served;
 use crate::for_tests::{Attended, NOBODY, gateway_of, within};
 use testing::conformance::{self, RuntimeExt, container, programs};
 use testing::fake::FakeWorker;
@@ -28,22 +26,14 @@ async fn attached(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_one() {
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, NOBODY);
     let runtime = machine.runtime();
     let container = runtime.made(container()).await;
     let process = runtime.started(container, conformance::process(&programs::sleep())).await;
-    let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
-    let endpoint = listener.endpoint().expect("its address");
-    let mut host = Host::new();
-    host.add_service(containers(gateway_of(&[worker], NOBODY)));
-    let (stop, stopped) = oneshot::channel();
-    let served = tokio::spawn(host.serve([listener], async {
-        stopped.await.ok();
-    }));
-    let peer = rpc::client::peer(&endpoint, rpc::client::Outgoing::internal()).expect("an address");
+    let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[worker], NOBODY)))).await;
+    let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let client = ContainersClient::new(peer);
 
     let own = attached(&client, "main", process).await;
@@ -57,6 +47,5 @@ async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_on
     assert_eq!(other, refusal("other", AttemptId::new()).await, "both sound alike");
 
     drop(client);
-    stop.send(()).expect("it is served");
-    served.await.expect("no panic").expect("it ends well");
+    gateway.end().await;
 }

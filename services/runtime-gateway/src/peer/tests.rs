@@ -8,14 +8,10 @@ use domain::WorkerId;
 use domain::worker::TicketOperation;
 use rpc::pb::artifacts;
 use runtime::Runtime;
-use server::{Host, Listener};
 use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver, Faults};
 use testing::fake::FakeWorker;
 use testing::garden::{self, Manner};
-use tokio::net::TcpListener;
-use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 use transfer::{ReadOptions, Runs, TreeReader};
 
@@ -23,37 +19,11 @@ use super::*;
 use crate::Config;
 use crate::fetch::{self, Destination, FetchError, Progress};
 use crate::for_tests::schedule::Schedule;
+use crate::for_tests::served::Served;
 use crate::for_tests::store::{Asked, Store, session};
 use crate::for_tests::{Attended as _, NOBODY, gateway_of, noted, within};
 use crate::garden::{GardenConfig, GardenRuntime};
 use crate::volumes::Filling;
-
-/// Services on a port of their own.
-struct Served {
-    endpoint: String,
-    stop: oneshot::Sender<()>,
-    served: JoinHandle<anyhow::Result<()>>,
-}
-
-impl Served {
-    #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
-    async fn start(services: impl FnOnce(&mut Host)) -> Self {
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
-        let endpoint = listener.endpoint().expect("its address");
-        let mut host = Host::new();
-        services(&mut host);
-        let (stop, stopped) = oneshot::channel();
-        let served = tokio::spawn(host.serve([listener], async {
-            stopped.await.ok();
-        }));
-        Self { endpoint, stop, served }
-    }
-
-    async fn end(self) {
-        self.stop.send(()).expect("it is served");
-        within("the end of a server", self.served).await.expect("no panic").expect("it ends well");
-    }
-}
 
 /// A Concourse worker, as its gateway has it.
 struct Side {

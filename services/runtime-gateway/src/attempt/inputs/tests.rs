@@ -5,15 +5,13 @@ use std::sync::Arc;
 use domain::workload::{FailureReason, Image, Input, Limits, Network, OutputMode, Stdin, WorkloadSpec};
 use domain::{AttemptId, LeaseId, WorkloadId};
 use rpc::pb::streamer::streamer_server::{Streamer, StreamerServer};
-use server::{Host, Listener};
-use tokio::net::TcpListener;
-use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::attempt::failure;
+use crate::for_tests::served::Served;
 use crate::for_tests::store::{Asked, Store, session};
 use crate::for_tests::{Attended, NOBODY, within};
 use crate::worker::Attempt;
@@ -92,33 +90,24 @@ struct Suite {
     plan: Plan,
     store: Store,
     brought: mpsc::Receiver<Bring>,
-    stop: oneshot::Sender<()>,
-    served: JoinHandle<anyhow::Result<()>>,
+    streamer: Served,
 }
 
 impl Suite {
-    #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
     async fn start() -> Self {
         let store = Store::start().await;
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
-        let streamer = listener.endpoint().expect("its address");
         let (bring, brought) = mpsc::channel(4);
-        let mut host = Host::new();
-        host.add_service(StreamerServer::new(Script(bring)));
-        let (stop, stopped) = oneshot::channel();
-        let served = tokio::spawn(host.serve([listener], async {
-            stopped.await.ok();
-        }));
+        let streamer = Served::start(|host| host.add_service(StreamerServer::new(Script(bring)))).await;
 
         let machine = FakeWorker::near();
-        let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer);
+        let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer.endpoint);
         worker.set_session(Some(session("credential")));
         let task = task();
         let (stop_wish, _) = watch::channel(None);
         let attempt = Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop: stop_wish };
         worker.attempts().insert(task.lease, attempt);
         let plan = Plan::new(&task.spec, task.workload, true);
-        Self { worker, task, plan, store, brought, stop, served }
+        Self { worker, task, plan, store, brought, streamer }
     }
 
     /// Answers a call of Prepare, in which these of the inputs are missing.
@@ -146,8 +135,7 @@ impl Suite {
     async fn end(self) {
         self.store.end().await;
         drop(self.worker);
-        self.stop.send(()).expect("it is served");
-        self.served.await.expect("no panic").expect("it ends well");
+        self.streamer.end().await;
     }
 }
 
