@@ -192,8 +192,11 @@ impl Glance {
         };
         let (services, workloads) = (services_text(&self.services), workloads_text(&self.unfinished));
         let transfers = transfers_text(&self.transfers, &self.workers);
-        let workloads = if hidden.is_empty() { workloads } else { String::new() };
-        format!("{hidden}{workers}\n{workloads}{transfers}\n{services}")
+        let upper = match hidden.as_str() {
+            "" => format!("{workers}\n{workloads}"),
+            hidden => format!("{hidden}{workers}"),
+        };
+        format!("{upper}{transfers}\n{services}")
     }
 }
 
