@@ -231,6 +231,36 @@ class ConcourseWorkers:
         shutil.rmtree(self.home, ignore_errors=True)
 
 
+class GardenServer:
+    """The genuine Garden server package with containers of runc, in a process of its own."""
+
+    def __init__(self, base):
+        self.home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-garden-", dir=base))
+        program = self.home / "garden-server"
+        # It is also what its containers begin with, in which there is no library.
+        go = {"cwd": ROOT / "integration-tests/garden-server", "env": {**os.environ, "CGO_ENABLED": "0"}}
+        subprocess.run(["go", "build", "-o", str(program), "."], check=True, **go)
+        env = {"PATH": os.environ["PATH"], "TMPDIR": str(self.home)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.child = subprocess.Popen([str(program), "--runc"], env=env, **pipes)
+        self.address = self.child.stdout.readline().strip()
+        wait_for("the Garden server", self.listens)
+
+    def listens(self):
+        host, port = self.address.split(":")
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+            return True
+        return False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.child.stdin.close()
+        self.child.wait(30)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
 def make_image(directory):
     """A directory that is an image: a program `true` that needs no library."""
     root = directory / "rootfs"

@@ -11,6 +11,8 @@ import (
 
 // The containers, which behave as guardian's do where backends differ.
 type backend struct {
+	// Makes containers real. Nil: they are not.
+	runc       *runc
 	lock       sync.Mutex
 	containers map[string]*container
 }
@@ -18,6 +20,8 @@ type backend struct {
 func newBackend() *backend {
 	return &backend{containers: map[string]*container{}}
 }
+
+func errInUse(handle string) error { return fmt.Errorf("Handle '%s' already in use", handle) }
 
 func (b *backend) Start() error                             { return nil }
 func (b *backend) Stop() error                              { return nil }
@@ -31,21 +35,32 @@ func (b *backend) killAll() {
 	b.lock.Lock()
 	defer b.lock.Unlock()
 	for _, c := range b.containers {
-		_ = c.Stop(true)
+		_ = c.end()
+	}
+	if b.runc != nil {
+		_ = b.runc.remove()
 	}
 }
 
 func (b *backend) Create(spec garden.ContainerSpec) (garden.Container, error) {
-	b.lock.Lock()
-	defer b.lock.Unlock()
-	if _, exists := b.containers[spec.Handle]; exists || spec.Handle == "" {
-		return nil, fmt.Errorf("Handle '%s' already in use", spec.Handle)
-	}
 	properties := garden.Properties{}
 	for name, value := range spec.Properties {
 		properties[name] = value
 	}
 	c := &container{spec: spec, properties: properties, processes: map[string]*process{}}
+	if b.runc != nil {
+		bundle, err := b.runc.create(spec)
+		if err != nil {
+			return nil, err
+		}
+		c.bundle = bundle
+	}
+	b.lock.Lock()
+	defer b.lock.Unlock()
+	if _, exists := b.containers[spec.Handle]; exists || spec.Handle == "" {
+		_ = c.end()
+		return nil, errInUse(spec.Handle)
+	}
 	b.containers[spec.Handle] = c
 	return c, nil
 }
@@ -55,7 +70,7 @@ func (b *backend) Destroy(handle string) error {
 	if err != nil {
 		return err
 	}
-	if err := c.Stop(true); err != nil {
+	if err := c.(*container).end(); err != nil {
 		return err
 	}
 	b.lock.Lock()
@@ -104,15 +119,21 @@ func (b *backend) BulkMetrics([]string) (map[string]garden.ContainerMetricsEntry
 }
 
 type container struct {
-	spec       garden.ContainerSpec
-	lock       sync.Mutex
+	spec garden.ContainerSpec
+	// Nil: it is nothing but its processes.
+	bundle *bundle
+
+	naming     sync.Mutex
 	properties garden.Properties
-	processes  map[string]*process
+
+	// Kept while a process starts.
+	lock      sync.Mutex
+	processes map[string]*process
 }
 
 func (c *container) has(wanted garden.Properties) bool {
-	c.lock.Lock()
-	defer c.lock.Unlock()
+	c.naming.Lock()
+	defer c.naming.Unlock()
 	for name, value := range wanted {
 		if c.properties[name] != value {
 			return false
@@ -130,10 +151,23 @@ func (c *container) Stop(kill bool) error {
 		processes = append(processes, p)
 	}
 	c.lock.Unlock()
+	if kill && c.bundle != nil {
+		if err := c.bundle.kill(); err != nil {
+			return err
+		}
+	}
 	for _, p := range processes {
 		p.stop(kill)
 	}
 	return nil
+}
+
+// Ends all that there is of it on the machine.
+func (c *container) end() error {
+	if c.bundle != nil {
+		return c.bundle.destroy()
+	}
+	return c.Stop(true)
 }
 
 func (c *container) Info() (garden.ContainerInfo, error) {
@@ -147,12 +181,19 @@ func (c *container) Run(spec garden.ProcessSpec, pio garden.ProcessIO) (garden.P
 	if _, exists := c.processes[spec.ID]; exists {
 		return nil, fmt.Errorf("process ID '%s' already in use", spec.ID)
 	}
-	p, err := startProcess(c.spec, spec, pio)
+	p, err := c.start(spec, pio)
 	if err != nil {
 		return nil, err
 	}
 	c.processes[spec.ID] = p
 	return p, nil
+}
+
+func (c *container) start(spec garden.ProcessSpec, pio garden.ProcessIO) (*process, error) {
+	if c.bundle != nil {
+		return c.bundle.startProcess(spec, pio)
+	}
+	return startProcess(c.spec, spec, pio)
 }
 
 func (c *container) Attach(id string, pio garden.ProcessIO) (garden.Process, error) {
@@ -167,8 +208,8 @@ func (c *container) Attach(id string, pio garden.ProcessIO) (garden.Process, err
 }
 
 func (c *container) Properties() (garden.Properties, error) {
-	c.lock.Lock()
-	defer c.lock.Unlock()
+	c.naming.Lock()
+	defer c.naming.Unlock()
 	properties := garden.Properties{}
 	for name, value := range c.properties {
 		properties[name] = value
@@ -177,8 +218,8 @@ func (c *container) Properties() (garden.Properties, error) {
 }
 
 func (c *container) Property(name string) (string, error) {
-	c.lock.Lock()
-	defer c.lock.Unlock()
+	c.naming.Lock()
+	defer c.naming.Unlock()
 	if value, ok := c.properties[name]; ok {
 		return value, nil
 	}
@@ -186,15 +227,15 @@ func (c *container) Property(name string) (string, error) {
 }
 
 func (c *container) SetProperty(name string, value string) error {
-	c.lock.Lock()
-	defer c.lock.Unlock()
+	c.naming.Lock()
+	defer c.naming.Unlock()
 	c.properties[name] = value
 	return nil
 }
 
 func (c *container) RemoveProperty(name string) error {
-	c.lock.Lock()
-	defer c.lock.Unlock()
+	c.naming.Lock()
+	defer c.naming.Unlock()
 	delete(c.properties, name)
 	return nil
 }

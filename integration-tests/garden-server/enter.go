@@ -45,9 +45,9 @@ func enter(text string) error {
 
 // Finds the place of a process, and makes the directories where something is mounted and where it starts.
 func findPlace(container garden.ContainerSpec, spec garden.ProcessSpec) (place, error) {
-	root := strings.TrimPrefix(container.RootFSPath, "raw://")
-	if !filepath.IsAbs(root) {
-		return place{}, errors.New("unsupported rootfs: " + container.RootFSPath)
+	root, err := rootOf(container)
+	if err != nil {
+		return place{}, err
 	}
 	p := place{Root: root, Dir: filepath.Join("/", spec.Dir)}
 	for _, name := range shared {
@@ -58,8 +58,6 @@ func findPlace(container garden.ContainerSpec, spec garden.ProcessSpec) (place, 
 			p.Binds = append(p.Binds, bind{From: from, To: to})
 		}
 	}
-	mounts := append([]garden.BindMount{}, container.BindMounts...)
-	sort.SliceStable(mounts, func(i, j int) bool { return mounts[i].DstPath < mounts[j].DstPath })
 	// Where a path inside is on the machine: in the mount that is nearest above, or in the root.
 	real := func(inside string) string {
 		for i := len(p.Binds) - 1; i >= 0; i-- {
@@ -69,7 +67,7 @@ func findPlace(container garden.ContainerSpec, spec garden.ProcessSpec) (place, 
 		}
 		return filepath.Join(root, inside)
 	}
-	for _, mount := range mounts {
+	for _, mount := range outerFirst(container.BindMounts) {
 		if err := os.MkdirAll(real(mount.DstPath), 0o755); err != nil {
 			return place{}, err
 		}
@@ -81,23 +79,43 @@ func findPlace(container garden.ContainerSpec, spec garden.ProcessSpec) (place, 
 		return place{}, err
 	}
 
-	p.Env = []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-	for _, pair := range append(append([]string{}, container.Env...), spec.Env...) {
-		name, _, _ := strings.Cut(pair, "=")
-		kept := p.Env[:0]
-		for _, other := range p.Env {
-			if !strings.HasPrefix(other, name+"=") {
-				kept = append(kept, other)
-			}
-		}
-		p.Env = append(kept, pair)
-	}
+	p.Env = environment(container, spec)
 	path, err := lookUp(spec.Path, p.Env, real)
 	if err != nil {
 		return place{}, err
 	}
 	p.Path, p.Args = path, append([]string{spec.Path}, spec.Args...)
 	return p, nil
+}
+
+func rootOf(container garden.ContainerSpec) (string, error) {
+	root := strings.TrimPrefix(container.RootFSPath, "raw://")
+	if !filepath.IsAbs(root) {
+		return "", errors.New("unsupported rootfs: " + container.RootFSPath)
+	}
+	return root, nil
+}
+
+func outerFirst(mounts []garden.BindMount) []garden.BindMount {
+	sorted := append([]garden.BindMount{}, mounts...)
+	sort.SliceStable(sorted, func(i, j int) bool { return sorted[i].DstPath < sorted[j].DstPath })
+	return sorted
+}
+
+// Of a process. The last of a name counts.
+func environment(container garden.ContainerSpec, spec garden.ProcessSpec) []string {
+	env := []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	for _, pair := range append(append([]string{}, container.Env...), spec.Env...) {
+		name, _, _ := strings.Cut(pair, "=")
+		kept := env[:0]
+		for _, other := range env {
+			if !strings.HasPrefix(other, name+"=") {
+				kept = append(kept, other)
+			}
+		}
+		env = append(kept, pair)
+	}
+	return env
 }
 
 func lookUp(program string, env []string, real func(string) string) (string, error) {

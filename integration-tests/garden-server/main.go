@@ -1,15 +1,21 @@
 // A Garden server for tests: the genuine server package over a backend that starts processes of this machine, each in a mount namespace of
-// its own with the container's root and bind mounts. It prints the address at which it listens, and ends when its standard input does.
+// its own with the container's root and bind mounts. It prints the address at which it listens, and ends when its standard input does,
+// or when it is told to.
 //
-// An empty directory at the top of a root that bears the name of one of the machine's shows that one.
+// With --runc its containers are real. Then it has to be linked statically (CGO_ENABLED=0), for it is also what they begin with.
+//
+// Without, an empty directory at the top of a root that bears the name of one of the machine's shows that one.
 package main
 
 import (
 	"encoding/json"
+	"flag"
 	"fmt"
 	"io"
 	"net"
 	"os"
+	"os/signal"
+	"syscall"
 
 	"code.cloudfoundry.org/garden/server"
 	"code.cloudfoundry.org/lager"
@@ -20,13 +26,18 @@ func main() {
 		fmt.Fprintln(os.Stderr, enter(os.Args[2]))
 		os.Exit(127)
 	}
-	if err := serve(); err != nil {
+	if len(os.Args) == 2 && os.Args[1] == "pause" {
+		pause()
+	}
+	withRunc := flag.Bool("runc", false, "make containers with runc")
+	flag.Parse()
+	if err := serve(*withRunc); err != nil {
 		fmt.Fprintln(os.Stderr, "garden-server:", err)
 		os.Exit(1)
 	}
 }
 
-func serve() error {
+func serve(withRunc bool) error {
 	// The package listens by itself, so a free port is found first.
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -37,6 +48,11 @@ func serve() error {
 		return err
 	}
 	backend := newBackend()
+	if withRunc {
+		if backend.runc, err = newRunc(); err != nil {
+			return err
+		}
+	}
 	garden := server.New("tcp", address, 0, backend, lager.NewLogger("garden"))
 	if err := garden.SetupBomberman(); err != nil {
 		return err
@@ -48,11 +64,14 @@ func serve() error {
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		close(ended)
 	}()
+	told := make(chan os.Signal, 1)
+	signal.Notify(told, os.Interrupt, syscall.SIGTERM)
 	fmt.Println(address)
 	select {
 	case err := <-failed:
 		return err
 	case <-ended:
+	case <-told:
 	}
 	backend.killAll()
 	return nil

@@ -18,6 +18,9 @@ const grace = 10 * time.Second
 type process struct {
 	id      string
 	command *exec.Cmd
+	// Starts it by that command, and answers what it is.
+	begin   func() (*os.Process, error)
+	running *os.Process
 	stdin   io.WriteCloser
 	// Our end of it. Nil: it has none.
 	terminal *os.File
@@ -44,8 +47,22 @@ func startProcess(container garden.ContainerSpec, spec garden.ProcessSpec, pio g
 	command := exec.Command("/proc/self/exe", "enter", text)
 	command.Env = []string{}
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Cloneflags: syscall.CLONE_NEWNS}
-	p := &process{id: spec.ID, command: command, done: make(chan struct{})}
+	begin := func() (*os.Process, error) {
+		err := command.Start()
+		return command.Process, err
+	}
+	return startWith(command, begin, spec, pio)
+}
+
+func startWith(
+	command *exec.Cmd,
+	begin func() (*os.Process, error),
+	spec garden.ProcessSpec,
+	pio garden.ProcessIO,
+) (*process, error) {
+	p := &process{id: spec.ID, command: command, begin: begin, done: make(chan struct{})}
 	p.changed = sync.NewCond(&p.lock)
+	var err error
 	if spec.TTY != nil {
 		err = p.startOnTerminal(spec.TTY, pio)
 	} else {
@@ -55,15 +72,15 @@ func startProcess(container garden.ContainerSpec, spec garden.ProcessSpec, pio g
 		return nil, err
 	}
 	go func() {
-		_ = command.Wait()
+		ended, _ := p.running.Wait()
 		p.lock.Lock()
 		p.exited = true
 		p.changed.Broadcast()
 		p.lock.Unlock()
 		// What it left behind may keep its output open: that ends with it.
-		_ = syscall.Kill(-command.Process.Pid, syscall.SIGKILL)
+		_ = syscall.Kill(-p.running.Pid, syscall.SIGKILL)
 		p.pumps.Wait()
-		state := command.ProcessState.Sys().(syscall.WaitStatus)
+		state := ended.Sys().(syscall.WaitStatus)
 		p.status = state.ExitStatus()
 		if state.Signaled() {
 			p.status = 128 + int(state.Signal())
@@ -87,7 +104,7 @@ func (p *process) startOnPipes(pio garden.ProcessIO) error {
 		return err
 	}
 	p.command.Stdin, p.command.Stdout, p.command.Stderr = stdinRead, outWrite, errWrite
-	err = p.command.Start()
+	p.running, err = p.begin()
 	for _, theirs := range []*os.File{stdinRead, outWrite, errWrite} {
 		_ = theirs.Close()
 	}
@@ -118,7 +135,7 @@ func (p *process) startOnTerminal(tty *garden.TTYSpec, pio garden.ProcessIO) err
 	p.command.SysProcAttr.Setpgid = false
 	p.command.SysProcAttr.Setsid = true
 	p.command.SysProcAttr.Setctty = true
-	err = p.command.Start()
+	p.running, err = p.begin()
 	_ = theirs.Close()
 	if err != nil {
 		return err
@@ -215,7 +232,7 @@ func (p *process) kill(signal syscall.Signal) error {
 	case <-p.done:
 		return nil
 	default:
-		return syscall.Kill(-p.command.Process.Pid, signal)
+		return syscall.Kill(-p.running.Pid, signal)
 	}
 }
 
