@@ -125,7 +125,7 @@ impl Suite {
             team: TEAM.to_owned(),
             ends_with_workload: workload.to_string(),
             keep: keep.map(rpc::duration),
-            term: None,
+            ..Default::default()
         };
         pb::owners_client::OwnersClient::new(self.peer.clone()).put_build(request).await?;
         Ok(())
