@@ -20,9 +20,13 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{ArtifactState, Purpose, State, artifact, owner, volume};
-use crate::mark::{self, Keeper, Policy, Verdict};
+use crate::facts::{self, Keepers};
+use crate::mark::{self, Policy};
 use crate::owners::{self, OwnerEnded};
-use crate::{collect, store};
+use crate::units;
+
+/// How many of the things that keep an artifact are named.
+const MOST_KEEPERS: u64 = 50;
 
 /// Where an artifact's bytes are.
 #[derive(Debug, Clone)]
@@ -118,6 +122,9 @@ fn open_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
         created_at: now.0,
         marked_at: None,
         marked_why: None,
+        kept_until: None,
+        // An owner says when it lets go.
+        look_at: new.owner.is_none().then_some(now.0),
     }
 }
 
@@ -175,7 +182,7 @@ pub(crate) async fn get(
     id: ArtifactId,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Option<(Located, Vec<Keeper>)>, DbErr> {
+) -> Result<Option<(Located, Keepers)>, DbErr> {
     let rows = of_team(team).filter(artifact::Column::ArtifactId.eq(id.uuid())).all(conn).await?;
     Ok(describe(conn, rows, now, policy).await?.pop())
 }
@@ -188,7 +195,7 @@ pub(crate) async fn list(
     page: rpc::page::Page,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Vec<Keeper>)>, DbErr> {
+) -> Result<Vec<(Located, Keepers)>, DbErr> {
     let mut query = of_team(team).order_by_desc(artifact::Column::Ordinal).limit(page.size);
     if let Some(state) = state {
         query = query.filter(artifact::Column::State.eq(state));
@@ -210,19 +217,20 @@ async fn describe(
     rows: Vec<artifact::Model>,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Vec<Keeper>)>, DbErr> {
-    let mut facts = collect::artifact_facts(conn, &rows).await?;
+) -> Result<Vec<(Located, Keepers)>, DbErr> {
+    let live = rows.iter().filter(|row| row.state != ArtifactState::Deleting);
+    let ids: Vec<_> = live.map(|row| row.artifact_id).collect();
+    let mut keepers = facts::keepers(conn, &ids, now, MOST_KEEPERS).await?;
     let located = locate_rows(conn, rows).await?;
     let described = located.into_iter().map(|located| {
-        let keepers = match facts.remove(&located.artifact.artifact_id) {
-            Some(facts) if located.artifact.state != ArtifactState::Deleting => {
-                match mark::artifact(&facts, now, policy) {
-                    Verdict::Keep(keepers) => keepers,
-                    Verdict::Mark(_) => Vec::new(),
-                }
-            }
-            _ => Vec::new(),
-        };
+        let row = &located.artifact;
+        let mut keepers = keepers.remove(&row.artifact_id).unwrap_or_default();
+        if keepers.total == 0
+            && row.state != ArtifactState::Deleting
+            && let Some(keeper) = mark::kept_by_nobody(&facts::unheld(row), now, policy)
+        {
+            keepers = Keepers { first: vec![keeper], total: 1 };
+        }
         (located, keepers)
     });
     Ok(described.collect())
@@ -286,7 +294,7 @@ async fn replicas_of(
         replicas.entry(artifact).or_default().push(Replica {
             handle: VolumeHandle::from_uuid(row.handle),
             worker: WorkerId::from_uuid(row.worker_id),
-            size_bytes: store::size(row.size_bytes),
+            size_bytes: units::size(row.size_bytes),
             verified: row.verified,
         });
     }

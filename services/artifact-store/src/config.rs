@@ -26,9 +26,9 @@ pub struct Config {
     pub default_term: Duration,
     /// How often garbage is collected, give or take a fifth, so that replicas do not run in step. Default: 30 s.
     pub collect_interval: Duration,
-    /// How long a transfer may take before it says that it goes on. Default: 60 s.
+    /// How long a transfer may take before it says that it goes on. Default: 20 s.
     pub claim_term: Duration,
-    /// A deleted artifact can still be looked up for this long. Default: 1 h.
+    /// A deleted artifact can still be looked up for this long. Default: 24 h.
     pub tombstone: Duration,
     /// A settled workload, an ended attempt and an ended build are remembered this long, so that late calls for them are
     /// refused. Longer than any call can be delayed. Default: 24 h.
@@ -75,7 +75,7 @@ impl Config {
             default_term: 10 * minute,
             collect_interval: 30 * second,
             claim_term: 20 * second,
-            tombstone: hour,
+            tombstone: 24 * hour,
             remember: 24 * hour,
             sweep_interval: second,
             restored: false,

@@ -116,6 +116,20 @@ entity! {
         created_at: i64,
         marked_at: Option<i64>,
         marked_why: Option<String>,
+        kept_until: Option<i64>,
+        look_at: Option<i64>,
+    }
+}
+
+entity! {
+    /// Jobs, as far as builds were reported for them.
+    job, "jobs" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        team: String,
+        #[sea_orm(primary_key, auto_increment = false)]
+        job: String,
+        latest_number: i64,
+        latest_build: Uuid,
     }
 }
 
@@ -125,15 +139,18 @@ entity! {
         #[sea_orm(primary_key, auto_increment = false)]
         build_id: Uuid,
         team: String,
-        ends_with: Uuid,
+        job: Option<String>,
+        number: Option<i64>,
+        ends_with: Option<Uuid>,
         keep: i64,
-        term: i64,
-        term_ends_at: i64,
+        term: Option<i64>,
+        term_ends_at: Option<i64>,
         bound: bool,
         status: Option<BuildStatus>,
         ended_at: Option<i64>,
         kept_until: Option<i64>,
         created_at: i64,
+        look_at: Option<i64>,
     }
 }
 
@@ -155,6 +172,7 @@ entity! {
         team: String,
         created_at: i64,
         settled_at: Option<i64>,
+        look_at: i64,
     }
 }
 
@@ -177,6 +195,7 @@ entity! {
         holder_id: Uuid,
         worker_id: Option<Uuid>,
         ended_at: Option<i64>,
+        look_at: Option<i64>,
     }
 }
 

@@ -25,7 +25,8 @@ use uuid::Uuid;
 use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
 use crate::pins::{self, HolderError};
 use crate::sessions::{SessionError, fence};
-use crate::store::size_column;
+use crate::units::size_column;
+use crate::volumes;
 
 /// What an attempt needs on its worker.
 #[derive(Debug, Clone)]
@@ -127,7 +128,7 @@ pub(crate) async fn prepare(
                     from_artifact_id: need.from.map(ArtifactId::uuid),
                     parent: source,
                     attempt_id: Some(needs.attempt.uuid()),
-                    ..new_volume(handle, claims.worker, need.purpose, worker.sequence, now)
+                    ..volumes::new_volume(handle, claims.worker, need.purpose, worker.sequence, now)
                 };
                 made.push(row.clone());
                 row
@@ -171,6 +172,7 @@ async fn find_or_begin_attempt(
         holder_id: Set(needs.holder.uuid()),
         worker_id: Set(Some(worker.uuid())),
         ended_at: Set(None),
+        look_at: Set(None),
     };
     let inserted = attempt::Entity::insert(fresh)
         .on_conflict_do_nothing_on([attempt::Column::AttemptId])
@@ -282,37 +284,6 @@ async fn make_container(
     };
     container::Entity::insert(row).exec_without_returning(txn).await?;
     Ok(handle)
-}
-
-/// The row of a volume that may not be there yet, as far as all volumes are alike.
-pub(crate) fn new_volume(
-    handle: VolumeHandle,
-    worker: WorkerId,
-    purpose: Purpose,
-    sequence: i64,
-    now: Timestamp,
-) -> volume::Model {
-    volume::Model {
-        handle: handle.uuid(),
-        worker_id: worker.uuid(),
-        state: State::Creating,
-        purpose,
-        name: None,
-        artifact_id: None,
-        from_artifact_id: None,
-        parent: None,
-        attempt_id: None,
-        transfer_id: None,
-        claimed_until: None,
-        is_copy: false,
-        complete: false,
-        digest: None,
-        size_bytes: 0,
-        verified: false,
-        created_at: now.0,
-        judged_after: sequence,
-        marked_why: None,
-    }
 }
 
 #[derive(Debug, thiserror::Error)]

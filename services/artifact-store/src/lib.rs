@@ -10,7 +10,9 @@
 //! inventory     the rows of what workers hold, from before it is made until it is there
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
+//! rules         when owners let go: pure
 //! mark          what is garbage, and why: pure
+//! facts         what is known of things before they are judged
 //! collect       carries out what `mark` decides
 //! ```
 //!
@@ -23,9 +25,13 @@ mod artifacts;
 mod clock;
 mod collect;
 mod config;
+mod due;
 mod entity;
+mod facts;
 mod gauges;
 mod grpc;
+#[cfg(test)]
+mod interleavings;
 mod inventory;
 mod mark;
 mod migrations;
@@ -33,9 +39,12 @@ mod owners;
 mod pins;
 mod replicas;
 mod report;
+mod rules;
 mod sessions;
 mod store;
 mod sweep;
+mod units;
+mod volumes;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -51,6 +60,7 @@ use store::Store;
 pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()> {
     config.check()?;
     let store = Arc::new(Store::open(config).await.context("cannot open the artifact store")?);
+    collect::be_patient(&store).await.context("cannot give those who went on without us a full term")?;
     host.spawn(collect::collect_forever(store.clone(), host.stopping()));
     grpc::add_services(&store, host);
     host.describe(server::Service {

@@ -47,7 +47,7 @@ struct Arguments {
     #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
     /// How long a deleted artifact can still be looked up
-    #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "1h", value_parser = duration)]
+    #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "24h", value_parser = duration)]
     tombstone: Duration,
     /// How long what has ended is remembered, so that late calls for it are refused. Longer than any call can be delayed
     #[arg(long, env = "GANTRY_REMEMBER", value_name = "DURATION", default_value = "24h", value_parser = term)]

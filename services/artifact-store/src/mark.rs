@@ -1,15 +1,15 @@
 //! What is garbage, and why: pure functions from what is known to a verdict. Nothing else in the store decides it.
 //!
-//! An artifact goes when nothing pins it, no live volume of an attempt is made from it, and every owner has let go; one that nobody
-//! ever owned goes when it is old. Volumes go with their artifact or with their attempt, children before parents; a container goes
+//! An artifact goes when nothing pins it, nothing is being made from it or into it, and every owner has let go ([`crate::rules`]); one that
+//! nobody ever owned goes when it is old. Volumes go with their artifact or with their attempt, children before parents; a container goes
 //! a grace after its attempt ended.
 //!
-//! [`crate::collect`] gathers the facts twice: to find candidates, and again behind the locks.
+//! [`crate::collect`] gathers the facts behind the locks of what it judges. What is kept is looked at again: a verdict says when.
 
 use std::fmt;
 use std::time::Duration;
 
-use domain::{BuildId, Timestamp, VolumeHandle, WorkloadId};
+use domain::{BuildId, Timestamp, TransferId, VolumeHandle, WorkloadId};
 use uuid::Uuid;
 
 /// The settings that decide about garbage.
@@ -22,29 +22,27 @@ pub(crate) struct Policy {
 }
 
 /// What is known of an artifact that has not been marked.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct ArtifactFacts {
     pub(crate) created_at: Timestamp,
     /// Whether anybody ever owned it.
     pub(crate) had_owner: bool,
-    pub(crate) owners: Vec<OwnerFacts>,
-    pub(crate) pinned_by: Vec<WorkloadId>,
-    /// Live volumes of attempts that start with its bytes.
-    pub(crate) used_by: Vec<VolumeHandle>,
-}
-
-/// What is known of an owner.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct OwnerFacts {
-    pub(crate) build: BuildId,
-    /// When it lets go. `None`: it has not ended.
+    /// Until when nobody need own it.
     pub(crate) kept_until: Option<Timestamp>,
+    pub(crate) held: Held,
 }
 
-impl OwnerFacts {
-    fn holds_on(&self, now: Timestamp) -> bool {
-        self.kept_until.is_none_or(|until| until > now)
-    }
+/// What holds an artifact.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Held {
+    /// An owner that has not let go.
+    pub(crate) owned: bool,
+    /// A workload pins it.
+    pub(crate) pinned: bool,
+    /// A live volume of an attempt starts with its bytes.
+    pub(crate) used: bool,
+    /// A transfer that goes on fills or copies it.
+    pub(crate) transferred: bool,
 }
 
 /// What is known of a container that has not been marked.
@@ -82,12 +80,23 @@ pub(crate) enum Belongs {
 }
 
 /// Whether something is garbage.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Verdict<K> {
-    /// No: this keeps it.
-    Keep(K),
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// Not now.
+    Keep(Look),
     /// Yes.
     Mark(Why),
+}
+
+/// When to look again at what is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// When what keeps it says so: that does not end unseen.
+    WhenTold,
+    /// Then.
+    At(Timestamp),
+    /// After a while: what keeps it may end unseen, or say so to nobody.
+    Later,
 }
 
 /// Why something is garbage, for people.
@@ -116,76 +125,94 @@ impl fmt::Display for Why {
     }
 }
 
-/// What keeps an artifact, for people.
+/// One thing that keeps an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keeper {
+pub(crate) struct Keeper {
+    pub(crate) what: Keeping,
+    /// As far as it is known. `None`: not before something happens.
+    pub(crate) until: Option<Timestamp>,
+}
+
+/// What keeps an artifact.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keeping {
     Pin(WorkloadId),
     Build(BuildId),
     Volume(VolumeHandle),
+    Transfer(TransferId),
     /// Nobody ever owned it, and it is young.
     Youth,
+    /// Somebody asked for that.
+    Reprieve,
 }
 
-impl fmt::Display for Keeper {
+impl fmt::Display for Keeping {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Pin(workload) => write!(f, "pinned by {workload}"),
             Self::Build(build) => write!(f, "build {build}"),
             Self::Volume(volume) => write!(f, "volume {volume}, which is made from it"),
+            Self::Transfer(transfer) => write!(f, "transfer {transfer}, which goes on"),
             Self::Youth => f.write_str("nobody: it goes when it is old"),
+            Self::Reprieve => f.write_str("nobody: it is kept for a while"),
         }
     }
 }
 
-/// Whether a build has not let go of an artifact yet.
-pub(crate) fn has_live_owner(facts: &ArtifactFacts, now: Timestamp) -> bool {
-    facts.owners.iter().any(|owner| owner.holds_on(now))
+/// Until when an artifact is kept though nobody holds it, and why.
+pub(crate) fn kept_by_nobody(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Option<Keeper> {
+    let youth = (!facts.had_owner).then(|| (Keeping::Youth, facts.created_at + policy.unowned_ttl));
+    let reprieve = facts.kept_until.map(|until| (Keeping::Reprieve, until));
+    let longest = [youth, reprieve].into_iter().flatten().max_by_key(|(_, until)| *until);
+    let (what, until) = longest.filter(|(_, until)| *until > now)?;
+    Some(Keeper { what, until: Some(until) })
 }
 
 /// Judges an artifact.
-pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Verdict<Vec<Keeper>> {
-    let mut keepers: Vec<Keeper> = facts
-        .owners
-        .iter()
-        .filter(|owner| owner.holds_on(now))
-        .map(|owner| Keeper::Build(owner.build))
-        .collect();
-    keepers.extend(facts.pinned_by.iter().copied().map(Keeper::Pin));
-    keepers.extend(facts.used_by.iter().copied().map(Keeper::Volume));
-    if !facts.had_owner && facts.created_at + policy.unowned_ttl > now {
-        keepers.push(Keeper::Youth);
+pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Verdict {
+    let Held { owned, pinned, used, transferred } = facts.held;
+    if owned {
+        return Verdict::Keep(Look::WhenTold);
     }
-    match keepers.is_empty() {
-        false => Verdict::Keep(keepers),
-        true if facts.had_owner => Verdict::Mark(Why::OwnersLetGo),
-        true => Verdict::Mark(Why::NeverOwned),
+    if pinned || used || transferred {
+        return Verdict::Keep(Look::Later);
+    }
+    match kept_by_nobody(facts, now, policy) {
+        Some(Keeper { until: Some(until), .. }) => Verdict::Keep(Look::At(until)),
+        _ if facts.had_owner => Verdict::Mark(Why::OwnersLetGo),
+        _ => Verdict::Mark(Why::NeverOwned),
     }
 }
 
 /// Judges a container.
-pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy) -> Verdict<()> {
-    match facts.attempt_ended_at {
-        Some(ended_at) if ended_at + policy.gc_grace <= now => Verdict::Mark(Why::AttemptEnded),
-        _ => Verdict::Keep(()),
+pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy) -> Verdict {
+    match facts.attempt_ended_at.map(|ended_at| ended_at + policy.gc_grace) {
+        None => Verdict::Keep(Look::WhenTold),
+        Some(until) if until > now => Verdict::Keep(Look::At(until)),
+        Some(_) => Verdict::Mark(Why::AttemptEnded),
     }
 }
 
 /// Judges a volume.
-pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Verdict<()> {
+pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Verdict {
     if facts.has_live_child {
-        return Verdict::Keep(());
+        return Verdict::Keep(Look::Later);
     }
     match facts.belongs {
         Belongs::ToArtifact { artifact_marked: true, .. } => Verdict::Mark(Why::ArtifactDeleted),
         Belongs::ToArtifact { claimed_until: Some(until), .. } if until <= now => {
             Verdict::Mark(Why::ClaimRanOut)
         }
-        Belongs::ToAttempt { ended_at: Some(ended_at), has_live_container: false }
-            if ended_at + policy.gc_grace <= now =>
-        {
-            Verdict::Mark(Why::AttemptEnded)
+        Belongs::ToAttempt { ended_at: Some(_), has_live_container: true } => Verdict::Keep(Look::Later),
+        Belongs::ToAttempt { ended_at: Some(ended_at), has_live_container: false } => {
+            match ended_at + policy.gc_grace {
+                until if until > now => Verdict::Keep(Look::At(until)),
+                _ => Verdict::Mark(Why::AttemptEnded),
+            }
         }
-        _ => Verdict::Keep(()),
+        Belongs::ToArtifact { .. } | Belongs::ToAttempt { ended_at: None, .. } => {
+            Verdict::Keep(Look::WhenTold)
+        }
     }
 }
 
@@ -222,56 +249,52 @@ mod tests {
         Timestamp(seconds * 1_000_000)
     }
 
-    fn unowned() -> ArtifactFacts {
-        ArtifactFacts {
-            created_at: at(0),
-            had_owner: false,
-            owners: Vec::new(),
-            pinned_by: Vec::new(),
-            used_by: Vec::new(),
+    fn facts(had_owner: bool, held: Held) -> ArtifactFacts {
+        ArtifactFacts { created_at: at(0), had_owner, kept_until: None, held }
+    }
+
+    #[test]
+    fn an_artifact_goes_only_when_nothing_at_all_keeps_it() {
+        for bits in 0..128 {
+            let bit = |n: u32| bits & (1 << n) != 0;
+            let held = Held { owned: bit(0), pinned: bit(1), used: bit(2), transferred: bit(3) };
+            let (had_owner, old, reprieved) = (bit(4), bit(5), bit(6));
+            let now = at(if old { 100 } else { 99 });
+            let kept_until = reprieved.then(|| at(200));
+            let facts = ArtifactFacts { kept_until, ..facts(had_owner, held) };
+            let expected = if held.owned {
+                Verdict::Keep(Look::WhenTold)
+            } else if held != Held::default() {
+                Verdict::Keep(Look::Later)
+            } else if reprieved {
+                Verdict::Keep(Look::At(at(200)))
+            } else if had_owner {
+                Verdict::Mark(Why::OwnersLetGo)
+            } else if old {
+                Verdict::Mark(Why::NeverOwned)
+            } else {
+                Verdict::Keep(Look::At(at(100)))
+            };
+            assert_eq!(artifact(&facts, now, &POLICY), expected, "{facts:?} at {now:?}");
         }
     }
 
-    fn owned(kept_until: &[Option<Timestamp>]) -> ArtifactFacts {
-        let owner =
-            |kept_until: &Option<Timestamp>| OwnerFacts { build: BuildId::new(), kept_until: *kept_until };
-        ArtifactFacts { had_owner: true, owners: kept_until.iter().map(owner).collect(), ..unowned() }
-    }
-
-    fn is_kept(facts: &ArtifactFacts, now: Timestamp) -> bool {
-        matches!(artifact(facts, now, &POLICY), Verdict::Keep(_))
-    }
-
     #[test]
-    fn an_artifact_that_nobody_ever_owned_goes_when_it_is_old() {
-        assert!(is_kept(&unowned(), at(99)));
-        assert_eq!(artifact(&unowned(), at(100), &POLICY), Verdict::Mark(Why::NeverOwned));
-    }
-
-    #[test]
-    fn an_artifact_goes_with_its_last_owner_however_young_it_is() {
-        assert!(is_kept(&owned(&[None, Some(at(1))]), at(1000)));
-        assert!(is_kept(&owned(&[Some(at(5)), Some(at(1))]), at(4)));
-        let let_go = owned(&[Some(at(5)), Some(at(1))]);
-        assert_eq!(artifact(&let_go, at(5), &POLICY), Verdict::Mark(Why::OwnersLetGo));
-        assert_eq!(artifact(&owned(&[]), at(1), &POLICY), Verdict::Mark(Why::OwnersLetGo));
-    }
-
-    #[test]
-    fn a_pin_or_a_volume_made_from_it_keeps_an_artifact() {
-        let pinned = ArtifactFacts { pinned_by: vec![WorkloadId::new()], ..unowned() };
-        assert!(is_kept(&pinned, at(1000)));
-        let used = ArtifactFacts { used_by: vec![VolumeHandle::new()], ..unowned() };
-        assert!(is_kept(&used, at(1000)));
+    fn a_reprieve_lasts_as_long_as_it_was_given() {
+        let reprieved = ArtifactFacts { kept_until: Some(at(50)), ..facts(true, Held::default()) };
+        assert_eq!(artifact(&reprieved, at(49), &POLICY), Verdict::Keep(Look::At(at(50))));
+        assert_eq!(artifact(&reprieved, at(50), &POLICY), Verdict::Mark(Why::OwnersLetGo));
+        let young = ArtifactFacts { had_owner: false, ..reprieved };
+        assert_eq!(artifact(&young, at(50), &POLICY), Verdict::Keep(Look::At(at(100))));
     }
 
     #[test]
     fn a_container_goes_a_grace_after_its_attempt_ended() {
         let ended = ContainerFacts { attempt_ended_at: Some(at(5)) };
-        assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(()));
+        assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(Look::At(at(15))));
         assert_eq!(container(&ended, at(15), &POLICY), Verdict::Mark(Why::AttemptEnded));
         let going_on = ContainerFacts { attempt_ended_at: None };
-        assert_eq!(container(&going_on, at(1000), &POLICY), Verdict::Keep(()));
+        assert_eq!(container(&going_on, at(1000), &POLICY), Verdict::Keep(Look::WhenTold));
     }
 
     #[test]
@@ -282,13 +305,13 @@ mod tests {
         let of_attempt = |ended_at, has_live_container| Belongs::ToAttempt { ended_at, has_live_container };
 
         assert_eq!(judge(replica(true, None), false), Verdict::Mark(Why::ArtifactDeleted));
-        assert_eq!(judge(replica(true, None), true), Verdict::Keep(()));
-        assert_eq!(judge(replica(false, None), false), Verdict::Keep(()));
-        assert_eq!(judge(replica(false, Some(at(101))), false), Verdict::Keep(()));
+        assert_eq!(judge(replica(true, None), true), Verdict::Keep(Look::Later));
+        assert_eq!(judge(replica(false, None), false), Verdict::Keep(Look::WhenTold));
+        assert_eq!(judge(replica(false, Some(at(101))), false), Verdict::Keep(Look::WhenTold));
         assert_eq!(judge(replica(false, Some(at(100))), false), Verdict::Mark(Why::ClaimRanOut));
-        assert_eq!(judge(of_attempt(None, false), false), Verdict::Keep(()));
-        assert_eq!(judge(of_attempt(Some(at(90)), true), false), Verdict::Keep(()));
-        assert_eq!(judge(of_attempt(Some(at(91)), false), false), Verdict::Keep(()));
+        assert_eq!(judge(of_attempt(None, false), false), Verdict::Keep(Look::WhenTold));
+        assert_eq!(judge(of_attempt(Some(at(90)), true), false), Verdict::Keep(Look::Later));
+        assert_eq!(judge(of_attempt(Some(at(91)), false), false), Verdict::Keep(Look::At(at(101))));
         assert_eq!(judge(of_attempt(Some(at(90)), false), false), Verdict::Mark(Why::AttemptEnded));
     }
 

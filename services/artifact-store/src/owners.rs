@@ -1,22 +1,26 @@
 //! Owners: what keeps artifacts alive. Today these are builds.
 //!
-//! A build ends when the workload it was made for is settled ([`crate::pins::settle`]), or, until that workload was bound to it, when its
-//! term passes ([`end_overdue`]). It lets go of its artifacts a while after its end.
+//! A build ends when the workload it was made for is settled ([`crate::pins::settle`]), or when its caller says so; until that workload was
+//! bound to it, also when its term passes ([`crate::collect`]). When it lets go then is a rule of its own ([`crate::rules`]).
 //!
-//! Invariant: a build that ended stays ended, and lets go no later than it said then. Every UPDATE that ends one or prolongs it is guarded by
-//! `ended_at IS NULL`, [`delete`] only lets go earlier, and whoever makes it own something has locked it first ([`lock_live`]).
+//! Invariants: a build that ended stays ended. What it said of its end counts once, and it never keeps longer than it said; every UPDATE that
+//! ends one is guarded by `ended_at IS NULL`. Whoever makes it own something has locked it first ([`lock_live`]).
+//!
+//! *Latest of its job* is the build with the highest number that was ever reported, in whatever order that was. Whoever puts a build of a job
+//! or ends one holds the job's row, and locks it before any build: so that two of them never both count as the latest.
 
 use std::time::Duration;
 
-use domain::{BuildId, Timestamp, WorkloadId};
-use sea_orm::sea_query::{Expr, ExprTrait};
+use domain::{ArtifactId, BuildId, Timestamp, WorkloadId};
+use sea_orm::sea_query::{CaseStatement, Expr, ExprTrait, OnConflict};
 use sea_orm::{
-    ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
+    ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
+    QuerySelect,
 };
 use uuid::Uuid;
 
-use crate::entity::{BuildStatus, artifact, build, holder, owner};
-use crate::store::micros;
+use crate::entity::{ArtifactState, BuildStatus, artifact, build, holder, job, owner};
+use crate::units::micros;
 
 /// A build cannot own anything: the team has no such build, or it has ended.
 #[derive(Debug, thiserror::Error)]
@@ -32,9 +36,14 @@ pub(crate) enum OwnerEnded {
 pub(crate) struct NewBuild {
     pub(crate) id: BuildId,
     pub(crate) team: String,
-    pub(crate) ends_with: WorkloadId,
+    /// The job that it is a build of, and its number there.
+    pub(crate) job: Option<(String, i64)>,
+    /// The workload whose settling ends it.
+    pub(crate) ends_with: Option<WorkloadId>,
     pub(crate) keep: Duration,
-    pub(crate) term: Duration,
+    pub(crate) term: Option<Duration>,
+    /// How it ended, and when by its caller's clock. `None`: it goes on.
+    pub(crate) ended: Option<(BuildStatus, Option<Timestamp>)>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -43,35 +52,44 @@ pub(crate) enum PutBuildError {
     Ended(BuildId),
     #[error("build {0} exists already and is another")]
     Exists(BuildId),
+    #[error("another build than {0} has number {2} of job {1:?}")]
+    NumberTaken(BuildId, String, i64),
     #[error("database failed while putting a build")]
     Database(#[from] DbErr),
 }
 
-/// Makes a build, or changes how long one that goes on keeps and lives.
+/// Makes a build, changes how long one that goes on keeps and lives, or ends it.
 pub(crate) async fn put_build(
     txn: &DatabaseTransaction,
     new: &NewBuild,
     now: Timestamp,
 ) -> Result<(), PutBuildError> {
     let id = new.id.uuid();
-    let fresh = build::ActiveModel {
-        build_id: Set(id),
-        team: Set(new.team.clone()),
-        ends_with: Set(new.ends_with.uuid()),
-        keep: Set(micros(new.keep)),
-        term: Set(micros(new.term)),
-        term_ends_at: Set((now + new.term).0),
-        bound: Set(false),
-        status: Set(None),
-        ended_at: Set(None),
-        kept_until: Set(None),
-        created_at: Set(now.0),
-    };
     // A workload that is settled will never end it.
-    let ends_with = holder::Entity::find_by_id(new.ends_with.uuid()).lock_shared().one(txn).await?;
-    let settled = ends_with.is_some_and(|holder| holder.settled_at.is_some());
+    let settled = match new.ends_with {
+        Some(workload) => {
+            let holder = holder::Entity::find_by_id(workload.uuid()).lock_shared().one(txn).await?;
+            holder.is_some_and(|holder| holder.settled_at.is_some())
+        }
+        None => false,
+    };
+    let latest = match &new.job {
+        Some((job, number)) => {
+            let row = lock_job(txn, new, job, *number).await?;
+            let others = build::Entity::find()
+                .filter(build::Column::Team.eq(&*new.team))
+                .filter(build::Column::Job.eq(&**job))
+                .filter(build::Column::Number.eq(*number))
+                .filter(build::Column::BuildId.ne(id));
+            if others.one(txn).await?.is_some() {
+                return Err(PutBuildError::NumberTaken(new.id, job.clone(), *number));
+            }
+            Some(row)
+        }
+        None => None,
+    };
     if !settled {
-        build::Entity::insert(fresh)
+        build::Entity::insert(fresh(new, now))
             .on_conflict_do_nothing_on([build::Column::BuildId])
             .exec_without_returning(txn)
             .await?;
@@ -79,18 +97,113 @@ pub(crate) async fn put_build(
     let Some(row) = build::Entity::find_by_id(id).lock_exclusive().one(txn).await? else {
         return Err(PutBuildError::Ended(new.id));
     };
-    if row.team != new.team || row.ends_with != new.ends_with.uuid() {
+    let job = row.job.clone().zip(row.number);
+    if row.team != new.team
+        || row.ends_with != new.ends_with.map(|workload| workload.uuid())
+        || job != new.job
+    {
         return Err(PutBuildError::Exists(new.id));
     }
     if row.ended_at.is_some() {
-        return Err(PutBuildError::Ended(new.id));
+        // To say how it ended once more says nothing new.
+        let same = new.ended.is_some_and(|(status, _)| row.status == Some(status));
+        return if same { Ok(()) } else { Err(PutBuildError::Ended(new.id)) };
     }
-    build::Entity::update_many()
+
+    let is_latest = match (&latest, row.number) {
+        (Some(latest), Some(number)) => number >= latest.latest_number,
+        _ => false,
+    };
+    let term_ends_at = new.term.map(|term| (now + term).0);
+    let mut put = build::Entity::update_many()
         .col_expr(build::Column::Keep, Expr::value(micros(new.keep)))
-        .col_expr(build::Column::Term, Expr::value(micros(new.term)))
-        .col_expr(build::Column::TermEndsAt, Expr::value((now + new.term).0))
-        .filter(build::Column::BuildId.eq(id))
-        .filter(build::Column::EndedAt.is_null())
+        .col_expr(build::Column::Term, Expr::value(new.term.map(micros)))
+        .col_expr(build::Column::TermEndsAt, Expr::value(term_ends_at))
+        .col_expr(build::Column::LookAt, Expr::value(new.ended.map_or(term_ends_at, |_| Some(now.0))));
+    if let Some((status, at)) = new.ended {
+        // Nothing ends in the future, whatever its caller's clock says.
+        let at = at.map_or(now, |at| Ord::min(at, now));
+        let rule = build::Model { keep: micros(new.keep), ..row }.ending(status, at, is_latest);
+        put = put
+            .col_expr(build::Column::Status, Expr::value(status))
+            .col_expr(build::Column::EndedAt, Expr::value(at.0))
+            .col_expr(build::Column::KeptUntil, Expr::value(rule.lets_go().column()));
+    }
+    put.filter(build::Column::BuildId.eq(id)).filter(build::Column::EndedAt.is_null()).exec(txn).await?;
+    match latest {
+        Some(latest) if is_latest && latest.latest_build != id => supersede(txn, &latest, new, now).await,
+        _ => Ok(()),
+    }
+}
+
+fn fresh(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
+    let (job, number) = new.job.clone().unzip();
+    build::ActiveModel {
+        build_id: Set(new.id.uuid()),
+        team: Set(new.team.clone()),
+        job: Set(job),
+        number: Set(number),
+        ends_with: Set(new.ends_with.map(|workload| workload.uuid())),
+        keep: Set(micros(new.keep)),
+        term: Set(new.term.map(micros)),
+        term_ends_at: Set(new.term.map(|term| (now + term).0)),
+        bound: Set(false),
+        status: Set(None),
+        ended_at: Set(None),
+        kept_until: Set(None),
+        created_at: Set(now.0),
+        look_at: Set(None),
+    }
+}
+
+/// Finds or makes the job of a build, and locks it.
+async fn lock_job(
+    txn: &DatabaseTransaction,
+    new: &NewBuild,
+    name: &str,
+    number: i64,
+) -> Result<job::Model, DbErr> {
+    let first = job::ActiveModel {
+        team: Set(new.team.clone()),
+        job: Set(name.to_owned()),
+        latest_number: Set(number),
+        latest_build: Set(new.id.uuid()),
+    };
+    // Changing nothing locks the row, and lets it be answered whether it was there or not.
+    job::Entity::insert(first)
+        .on_conflict(
+            OnConflict::columns([job::Column::Team, job::Column::Job])
+                .update_column(job::Column::Team)
+                .to_owned(),
+        )
+        .exec_with_returning(txn)
+        .await
+}
+
+/// Makes a build the latest of its job. The one before lets go if it only kept as the latest.
+async fn supersede(
+    txn: &DatabaseTransaction,
+    before: &job::Model,
+    new: &NewBuild,
+    now: Timestamp,
+) -> Result<(), PutBuildError> {
+    let Some((_, number)) = &new.job else { return Ok(()) };
+    build::Entity::update_many()
+        .col_expr(
+            build::Column::KeptUntil,
+            Expr::col(build::Column::EndedAt).add(Expr::col(build::Column::Keep)),
+        )
+        .col_expr(build::Column::LookAt, Expr::value(now.0))
+        .filter(build::Column::BuildId.eq(before.latest_build))
+        .filter(build::Column::EndedAt.is_not_null())
+        .filter(build::Column::KeptUntil.is_null())
+        .exec(txn)
+        .await?;
+    job::Entity::update_many()
+        .col_expr(job::Column::LatestNumber, Expr::value(*number))
+        .col_expr(job::Column::LatestBuild, Expr::value(new.id.uuid()))
+        .filter(job::Column::Team.eq(&*before.team))
+        .filter(job::Column::Job.eq(&*before.job))
         .exec(txn)
         .await?;
     Ok(())
@@ -136,6 +249,7 @@ pub(crate) async fn delete(
         .col_expr(build::Column::Status, Expr::value(row.status.unwrap_or(BuildStatus::Aborted)))
         .col_expr(build::Column::EndedAt, Expr::value(row.ended_at.unwrap_or(now.0)))
         .col_expr(build::Column::KeptUntil, Expr::value(now.0))
+        .col_expr(build::Column::LookAt, Expr::value(now.0))
         .filter(build::Column::BuildId.eq(build.uuid()))
         .exec(txn)
         .await?;
@@ -168,6 +282,58 @@ pub(crate) async fn add(
     Ok(())
 }
 
+/// An artifact cannot be given an owner, or lose one.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OwnError {
+    #[error("no artifact {0} in this team")]
+    ArtifactNotFound(ArtifactId),
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while changing the owners of an artifact")]
+    Database(#[from] DbErr),
+}
+
+/// Makes a build own an artifact.
+pub(crate) async fn own(
+    txn: &DatabaseTransaction,
+    team: &str,
+    artifact: ArtifactId,
+    build: BuildId,
+) -> Result<(), OwnError> {
+    lock_live(txn, build, team).await?;
+    lock_artifact(txn, team, artifact).await?;
+    add(txn, build, [artifact.uuid()]).await?;
+    Ok(())
+}
+
+/// Takes an artifact from a build. What nothing else keeps is collected.
+pub(crate) async fn disown(
+    txn: &DatabaseTransaction,
+    team: &str,
+    artifact: ArtifactId,
+    build: BuildId,
+    now: Timestamp,
+) -> Result<(), OwnError> {
+    lock_artifact(txn, team, artifact).await?;
+    let gone = owner::Entity::delete_by_id((artifact.uuid(), build.uuid())).exec(txn).await?;
+    if gone.rows_affected > 0 {
+        artifact::Entity::update_many()
+            .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+            .filter(artifact::Column::ArtifactId.eq(artifact.uuid()))
+            .exec(txn)
+            .await?;
+    }
+    Ok(())
+}
+
+async fn lock_artifact(txn: &DatabaseTransaction, team: &str, id: ArtifactId) -> Result<(), OwnError> {
+    let row = artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
+    match row {
+        Some(row) if row.team == team && row.state != ArtifactState::Deleting => Ok(()),
+        _ => Err(OwnError::ArtifactNotFound(id)),
+    }
+}
+
 /// Ends the builds that `workload` ends.
 pub(crate) async fn end_with(
     txn: &DatabaseTransaction,
@@ -175,12 +341,38 @@ pub(crate) async fn end_with(
     status: BuildStatus,
     now: Timestamp,
 ) -> Result<(), DbErr> {
+    let of_workload = || {
+        build::Entity::find()
+            .filter(build::Column::EndsWith.eq(workload.uuid()))
+            .filter(build::Column::EndedAt.is_null())
+    };
+    // Which job a build is of never changes, so the jobs can be locked before the builds.
+    let jobs = of_workload()
+        .filter(build::Column::Job.is_not_null())
+        .order_by_asc(build::Column::Job)
+        .all(txn)
+        .await?;
+    let mut latest = Vec::new();
+    for build in &jobs {
+        let Some(name) = &build.job else { continue };
+        let job =
+            job::Entity::find_by_id((build.team.clone(), name.clone())).lock_exclusive().one(txn).await?;
+        latest.extend(job.map(|job| job.latest_build));
+    }
+    let rows = of_workload().order_by_asc(build::Column::BuildId).lock_exclusive().all(txn).await?;
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let kept_until = rows.iter().fold(CaseStatement::new(), |case, row| {
+        let rule = row.ending(status, now, latest.contains(&row.build_id));
+        case.case(build::Column::BuildId.eq(row.build_id), Expr::value(rule.lets_go().column()))
+    });
     build::Entity::update_many()
         .col_expr(build::Column::Status, Expr::value(status))
         .col_expr(build::Column::EndedAt, Expr::value(now.0))
-        .col_expr(build::Column::KeptUntil, Expr::col(build::Column::Keep).add(now.0))
-        .filter(build::Column::EndsWith.eq(workload.uuid()))
-        .filter(build::Column::EndedAt.is_null())
+        .col_expr(build::Column::KeptUntil, kept_until.into())
+        .col_expr(build::Column::LookAt, Expr::value(now.0))
+        .filter(build::Column::BuildId.is_in(rows.iter().map(|row| row.build_id)))
         .exec(txn)
         .await?;
     Ok(())
@@ -197,18 +389,4 @@ pub(crate) async fn be_patient(txn: &DatabaseTransaction, now: Timestamp) -> Res
         .exec(txn)
         .await
         .map(|_| ())
-}
-
-/// Ends the builds whose term passed before a workload was bound to them, and answers how many.
-pub(crate) async fn end_overdue(txn: &DatabaseTransaction, now: Timestamp) -> Result<u64, DbErr> {
-    let ended = build::Entity::update_many()
-        .col_expr(build::Column::Status, Expr::value(BuildStatus::Aborted))
-        .col_expr(build::Column::EndedAt, Expr::value(now.0))
-        .col_expr(build::Column::KeptUntil, Expr::col(build::Column::Keep).add(now.0))
-        .filter(build::Column::EndedAt.is_null())
-        .filter(build::Column::Bound.eq(false))
-        .filter(build::Column::TermEndsAt.lte(now.0))
-        .exec(txn)
-        .await?;
-    Ok(ended.rows_affected)
 }

@@ -20,6 +20,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::artifacts::{self, Located};
+use crate::due::make_due;
 use crate::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, volume,
 };
@@ -46,6 +47,7 @@ pub(crate) async fn lock_holder(
         team: Set(team.to_owned()),
         created_at: Set(now.0),
         settled_at: Set(None),
+        look_at: Set(now.0),
     };
     // Changing nothing locks the row, and lets it be answered whether it was there or not.
     let row = holder::Entity::insert(fresh)
@@ -122,7 +124,7 @@ async fn bind(
     let Some(row) = row.filter(|row| row.team == team && row.ended_at.is_none()) else {
         return Err(OwnerEnded::Ended(build));
     };
-    if row.ends_with == workload.uuid() && !row.bound {
+    if row.ends_with == Some(workload.uuid()) && !row.bound {
         build::Entity::update_many()
             .col_expr(build::Column::Bound, Expr::value(true))
             .filter(build::Column::BuildId.eq(build.uuid()))
@@ -196,9 +198,17 @@ pub(crate) async fn settle(
         seal_outputs(txn, settlement, now).await?;
     }
 
+    let pinned: Vec<Uuid> = pin::Entity::find()
+        .select_only()
+        .column(pin::Column::ArtifactId)
+        .filter(pin::Column::HolderId.eq(holder.uuid()))
+        .into_tuple()
+        .all(txn)
+        .await?;
     pin::Entity::delete_many().filter(pin::Column::HolderId.eq(holder.uuid())).exec(txn).await?;
     attempt::Entity::update_many()
         .col_expr(attempt::Column::EndedAt, Expr::value(now.0))
+        .col_expr(attempt::Column::LookAt, Expr::value(now.0))
         .filter(attempt::Column::HolderId.eq(holder.uuid()))
         .filter(attempt::Column::EndedAt.is_null())
         .exec(txn)
@@ -206,9 +216,12 @@ pub(crate) async fn settle(
     owners::end_with(txn, holder, settlement.status, now).await?;
     holder::Entity::update_many()
         .col_expr(holder::Column::SettledAt, Expr::value(now.0))
+        .col_expr(holder::Column::LookAt, Expr::value(now.0))
         .filter(holder::Column::HolderId.eq(holder.uuid()))
         .exec(txn)
         .await?;
+    // Last: whoever holds one of them may wait for what is locked above.
+    make_due(txn, pinned, now).await?;
     Ok(())
 }
 
@@ -239,6 +252,9 @@ async fn seal_outputs(
             created_at: now.0,
             marked_at: None,
             marked_why: None,
+            kept_until: None,
+            // Until it is owned, below.
+            look_at: Some(now.0),
         });
     }
     let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id).collect();
@@ -300,6 +316,7 @@ pub(crate) async fn end_attempt(
         holder_id: Set(holder.uuid()),
         worker_id: Set(None),
         ended_at: Set(Some(now.0)),
+        look_at: Set(Some(now.0)),
     };
     let first_end =
         Func::coalesce([Expr::col((attempt::Entity, attempt::Column::EndedAt)), Expr::value(now.0)]);
@@ -307,6 +324,7 @@ pub(crate) async fn end_attempt(
         .on_conflict(
             OnConflict::column(attempt::Column::AttemptId)
                 .value(attempt::Column::EndedAt, Expr::from(first_end))
+                .update_column(attempt::Column::LookAt)
                 .to_owned(),
         )
         .exec_without_returning(txn)

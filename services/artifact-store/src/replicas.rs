@@ -23,9 +23,8 @@ use uuid::Uuid;
 
 use crate::artifacts::{self, Located};
 use crate::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
-use crate::inventory;
 use crate::mark::Why;
-use crate::{store, sweep};
+use crate::{sweep, units, volumes};
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PlanError {
@@ -92,7 +91,7 @@ pub(crate) async fn plan(
         handle: VolumeHandle::from_uuid(handle),
         outcome,
         digest: artifact.digest.clone(),
-        size_bytes: store::size(artifact.size_bytes),
+        size_bytes: units::size(artifact.size_bytes),
         marked: Vec::new(),
     };
 
@@ -135,7 +134,7 @@ pub(crate) async fn plan(
         transfer_id: Some(plan.transfer.uuid()),
         claimed_until: Some((now + term).0),
         is_copy,
-        ..inventory::new_volume(handle, plan.worker, Purpose::Replica, worker.sequence, now)
+        ..volumes::new_volume(handle, plan.worker, Purpose::Replica, worker.sequence, now)
     };
     volume::Entity::insert(row.into_active_model().reset_all()).exec_without_returning(txn).await?;
     Ok(Planned { marked, ..planned(handle.uuid(), Outcome::Yours) })
@@ -318,6 +317,7 @@ pub(crate) async fn abandon(
         artifact::Entity::update_many()
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
             .col_expr(artifact::Column::MarkedAt, Expr::value(now.0))
+            .col_expr(artifact::Column::LookAt, Expr::value(now.0))
             .col_expr(artifact::Column::MarkedWhy, Expr::value(Why::TransferAbandoned.to_string()))
             .filter(artifact::Column::ArtifactId.eq(id))
             .filter(artifact::Column::State.eq(ArtifactState::Open))

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use db::Database;
 use domain::worker::SessionClaims;
@@ -15,7 +14,6 @@ use crate::config::{Config, KeySource};
 use crate::entity::store;
 use crate::migrations::Schema;
 use crate::sessions::{self, SessionError};
-use crate::{owners, replicas};
 
 /// The store, as one process has it. Everything that must last is in the database.
 pub(crate) struct Store {
@@ -31,7 +29,6 @@ impl Store {
     pub(crate) async fn open(config: Config) -> anyhow::Result<Self> {
         let db = Database::open::<Schema>(&config.database).await?;
         let life = life(&db, config.restored).await?;
-        be_patient(&db, config.clock.now(), config.claim_term).await?;
         let keys = match &config.keys {
             KeySource::Fixed(keys) => Keys::fixed(keys),
             KeySource::Scheduler(endpoint) => {
@@ -74,15 +71,6 @@ impl Store {
     }
 }
 
-/// Gives all who must renew a claim or a build a full term from `now` on, in one transaction: nobody could while we were away.
-pub(crate) async fn be_patient(db: &Database, now: Timestamp, claim_term: Duration) -> Result<(), DbErr> {
-    db.write(|txn| async move {
-        owners::be_patient(&txn, now).await?;
-        replicas::be_patient(&txn, now, claim_term).await
-    })
-    .await
-}
-
 /// The life of this database: minted once, and again after a backup was restored.
 async fn life(db: &Database, restored: bool) -> Result<StoreLife, DbErr> {
     let fresh = store::ActiveModel { id: Set(1), life: Set(StoreLife::new().uuid()) };
@@ -123,19 +111,4 @@ impl Marks {
             }
         }
     }
-}
-
-/// A duration as a column has it.
-pub(crate) fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
-}
-
-/// A size as a column has it.
-pub(crate) fn size_column(bytes: u64) -> i64 {
-    i64::try_from(bytes).unwrap_or(i64::MAX)
-}
-
-/// A size from a column.
-pub(crate) fn size(bytes: i64) -> u64 {
-    u64::try_from(bytes).unwrap_or(0)
 }

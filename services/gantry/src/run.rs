@@ -143,6 +143,7 @@ async fn prepare(
         ends_with_workload: workload.to_string(),
         keep: Some(rpc::duration(args.keep)),
         term: Some(rpc::duration(args.abandoned_after)),
+        ..Default::default()
     };
     let owners = connection.owners();
     repeat("cannot prepare the run", async || owners.clone().put_build(put.clone()).await)

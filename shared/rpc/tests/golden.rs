@@ -193,6 +193,7 @@ fn of_the_others(corpus: &mut Corpus) {
             ends_with_workload: text(ID),
             keep: duration(0, 1),
             term: duration(315_576_000_000, 0),
+            ..Default::default()
         },
     );
 

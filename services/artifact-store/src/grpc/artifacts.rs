@@ -6,6 +6,8 @@ use uuid::Uuid;
 
 use super::{Handlers, SERVICE, artifact, location, parse_artifacts, parse_state, parse_workers, status};
 use crate::artifacts::{self, NewArtifact};
+use crate::facts::Keepers;
+use crate::owners;
 
 #[tonic::async_trait]
 impl pb::artifacts_server::Artifacts for Handlers {
@@ -43,7 +45,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
             .write(|txn| async move { artifacts::adopt_by_digest(&txn, team, digest, owner, without).await })
             .await?;
 
-        let artifact = adopted.map(|located| artifact(located, &[]));
+        let artifact = adopted.map(|located| artifact(located, &Keepers::default()));
         Ok(Response::new(pb::AdoptByDigestResponse { artifact }))
     }
 
@@ -98,5 +100,37 @@ impl pb::artifacts_server::Artifacts for Handlers {
 
         let locations = located.into_iter().map(location).collect();
         Ok(Response::new(pb::LocateResponse { locations }))
+    }
+
+    async fn add_owner(
+        &self,
+        request: Request<pb::AddOwnerRequest>,
+    ) -> Result<Response<pb::AddOwnerResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let artifact = rpc::parse_id("artifact_id", &request.artifact_id)?;
+        let build = rpc::parse_id("build_id", &request.build_id)?;
+
+        self.store.db.write(|txn| async move { owners::own(&txn, team, artifact, build).await }).await?;
+
+        Ok(Response::new(pb::AddOwnerResponse {}))
+    }
+
+    async fn remove_owner(
+        &self,
+        request: Request<pb::RemoveOwnerRequest>,
+    ) -> Result<Response<pb::RemoveOwnerResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let artifact = rpc::parse_id("artifact_id", &request.artifact_id)?;
+        let build = rpc::parse_id("build_id", &request.build_id)?;
+        let now = self.store.now();
+
+        self.store
+            .db
+            .write(|txn| async move { owners::disown(&txn, team, artifact, build, now).await })
+            .await?;
+
+        Ok(Response::new(pb::RemoveOwnerResponse {}))
     }
 }

@@ -17,13 +17,14 @@ impl pb::collector_server::Collector for Handlers {
     ) -> Result<Response<pb::CollectResponse>, Status> {
         let collected = match rpc::parse_enum("dry_run", request.into_inner().dry_run)? {
             pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
-            pb::DryRun::Only => collect::dry_round(&self.store).await,
-            pb::DryRun::Off => collect::round(&self.store, &self.stopping).await,
+            pb::DryRun::Only => collect::dry_round(&self.store, MOST_NAMED + 1).await,
+            pb::DryRun::Off => collect::full_round(&self.store, &self.stopping).await,
         }
         .map_err(|error| status::database("collect garbage", &error))?;
 
+        let truncated = collected.len() > MOST_NAMED;
         let collected = collected.iter().take(MOST_NAMED).map(named).collect();
-        Ok(Response::new(pb::CollectResponse { collected }))
+        Ok(Response::new(pb::CollectResponse { collected, truncated }))
     }
 }
 

@@ -16,8 +16,8 @@ use super::{Handlers, SERVICE, status};
 use crate::entity::{Purpose, State, container, volume};
 use crate::inventory::{self, Bytes, NeededVolume, Needs};
 use crate::report::{self, Holdings, MOST_HANDLES, Token};
-use crate::store;
 use crate::sweep::{self, Sweep};
+use crate::units;
 
 /// How many volumes a container may need.
 const MOST_VOLUMES: usize = 1000;
@@ -363,7 +363,7 @@ fn listed_volume(row: volume::Model) -> pb::Volume {
         artifact_id: text(row.artifact_id.or(row.from_artifact_id.filter(|_| row.purpose == Purpose::Input))),
         parent_handle: text(row.parent),
         attempt_id: text(row.attempt_id),
-        size_bytes: store::size(row.size_bytes),
+        size_bytes: units::size(row.size_bytes),
         created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
     }
 }

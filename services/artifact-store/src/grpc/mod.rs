@@ -18,9 +18,11 @@ use tonic::Status;
 
 use crate::artifacts::{Located, Replica};
 use crate::entity::{ArtifactState, BuildStatus};
-use crate::mark::{Keeper, Policy};
+use crate::facts::Keepers;
+use crate::mark::Policy;
 use crate::sessions::SessionError;
-use crate::store::{self, Store};
+use crate::store::Store;
+use crate::units;
 
 /// The name of this service in error details.
 const SERVICE: &str = "gantry.artifacts";
@@ -30,9 +32,6 @@ const MOST_ARTIFACTS: usize = 1000;
 
 /// How many workers one call may name.
 const MOST_WORKERS: usize = 1000;
-
-/// How many of the things that keep an artifact are named.
-const MOST_KEEPERS: usize = 50;
 
 /// All services of the store. Cheap to clone.
 #[derive(Clone)]
@@ -104,12 +103,12 @@ as_session!(
     crate::report::ReportError
 );
 
-fn artifact(located: Located, keepers: &[Keeper]) -> pb::Artifact {
+fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
     let Located { artifact, replicas } = located;
     pb::Artifact {
         artifact_id: artifact.artifact_id.to_string(),
         state: state(artifact.state).into(),
-        size_bytes: store::size(artifact.size_bytes),
+        size_bytes: units::size(artifact.size_bytes),
         digest: artifact.digest.unwrap_or_default().into(),
         created_at: Some(rpc::timestamp(domain::Timestamp(artifact.created_at))),
         kept_by: kept_by(keepers),
@@ -119,11 +118,12 @@ fn artifact(located: Located, keepers: &[Keeper]) -> pb::Artifact {
     }
 }
 
-/// What keeps an artifact, as far as it fits into an answer.
-fn kept_by(keepers: &[Keeper]) -> Vec<String> {
-    let mut lines: Vec<_> = keepers.iter().take(MOST_KEEPERS).map(ToString::to_string).collect();
-    if keepers.len() > MOST_KEEPERS {
-        lines.push(format!("and {} more", keepers.len() - MOST_KEEPERS));
+/// What keeps an artifact, for people.
+fn kept_by(keepers: &Keepers) -> Vec<String> {
+    let mut lines: Vec<_> = keepers.first.iter().map(|keeper| keeper.what.to_string()).collect();
+    let left_out = keepers.total.saturating_sub(u64::try_from(lines.len()).unwrap_or(u64::MAX));
+    if left_out > 0 {
+        lines.push(format!("and {left_out} more"));
     }
     lines
 }
@@ -133,7 +133,7 @@ fn location(located: Located) -> pb::Location {
     pb::Location {
         artifact_id: artifact.artifact_id.to_string(),
         state: state(artifact.state).into(),
-        size_bytes: store::size(artifact.size_bytes),
+        size_bytes: units::size(artifact.size_bytes),
         digest: artifact.digest.unwrap_or_default().into(),
         replicas: replicas.iter().map(replica).collect(),
     }

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use domain::Timestamp;
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
-use super::Handlers;
+use super::{Handlers, parse_build_status};
+use crate::entity::BuildStatus;
 use crate::owners::{self, NewBuild};
 
 /// The longest term of a build: callers renew it.
@@ -13,6 +15,9 @@ const LONGEST_TERM: Duration = Duration::from_secs(24 * 3600);
 
 /// The longest that a build may keep its artifacts after its end: ten years.
 const LONGEST_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
+
+/// The longest name of a job, in bytes.
+const LONGEST_JOB: usize = 1024;
 
 #[tonic::async_trait]
 impl pb::owners_server::Owners for Handlers {
@@ -22,14 +27,19 @@ impl pb::owners_server::Owners for Handlers {
     ) -> Result<Response<pb::PutBuildResponse>, Status> {
         let request = request.into_inner();
         let config = &self.store.config;
+        let ends_with = rpc::parse_optional_id("ends_with_workload", &request.ends_with_workload)?;
+        let job = parse_job(request.job, request.number)?;
+        let default_keep = if job.is_some() { Duration::ZERO } else { config.default_keep };
         let new = &NewBuild {
             id: rpc::parse_id("build_id", &request.build_id)?,
             team: rpc::parse_team("team", request.team)?,
-            ends_with: rpc::parse_id("ends_with_workload", &request.ends_with_workload)?,
-            keep: rpc::parse_duration("keep", request.keep)?.unwrap_or(config.default_keep),
-            term: rpc::parse_duration("term", request.term)?.unwrap_or(config.default_term),
+            keep: rpc::parse_duration("keep", request.keep)?.unwrap_or(default_keep),
+            term: rpc::parse_duration("term", request.term)?.or(ends_with.map(|_| config.default_term)),
+            ended: parse_end(request.status, request.ended_at.as_ref().map(rpc::from_timestamp))?,
+            ends_with,
+            job,
         };
-        if new.term > LONGEST_TERM {
+        if new.term.is_some_and(|term| term > LONGEST_TERM) {
             return Err(rpc::invalid_field("term", "must be at most 24 h"));
         }
         if new.keep > LONGEST_KEEP {
@@ -54,5 +64,35 @@ impl pb::owners_server::Owners for Handlers {
         self.store.db.write(|txn| async move { owners::delete(&txn, team, build, now).await }).await?;
 
         Ok(Response::new(pb::DeleteBuildResponse {}))
+    }
+}
+
+/// The job of a build and its number there.
+fn parse_job(job: String, number: u64) -> Result<Option<(String, i64)>, Status> {
+    if job.is_empty() {
+        return match number {
+            0 => Ok(None),
+            _ => Err(rpc::invalid_field("number", "needs a job")),
+        };
+    }
+    if job.len() > LONGEST_JOB {
+        return Err(rpc::invalid_field("job", format!("must be at most {LONGEST_JOB} bytes")));
+    }
+    match i64::try_from(number) {
+        Ok(number) if number > 0 => Ok(Some((job, number))),
+        _ => Err(rpc::invalid_field("number", format!("must be from 1 to {}", i64::MAX))),
+    }
+}
+
+/// How and when a build ended.
+fn parse_end(
+    status: i32,
+    ended_at: Option<Timestamp>,
+) -> Result<Option<(BuildStatus, Option<Timestamp>)>, Status> {
+    match (status, ended_at) {
+        (_, Some(Timestamp(..0))) => Err(rpc::invalid_field("ended_at", "must be after 1970")),
+        (0, None) => Ok(None),
+        (0, Some(_)) => Err(rpc::invalid_field("ended_at", "needs a status")),
+        (status, ended_at) => Ok(Some((parse_build_status("status", status)?, ended_at))),
     }
 }

@@ -4,6 +4,7 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
 use super::{Handlers, artifact, status};
+use crate::facts::Keepers;
 use crate::replicas::{self, Outcome, Plan};
 
 #[tonic::async_trait]
@@ -65,7 +66,7 @@ impl pb::replicas_server::Replicas for Handlers {
             self.store.db.write(|txn| async move { replicas::seal(&txn, team, id, digest).await }).await?;
 
         self.store.marks.wake(marked);
-        Ok(Response::new(pb::SealUploadResponse { artifact: Some(artifact(sealed, &[])) }))
+        Ok(Response::new(pb::SealUploadResponse { artifact: Some(artifact(sealed, &Keepers::default())) }))
     }
 
     async fn abandon_upload(

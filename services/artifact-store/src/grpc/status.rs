@@ -9,7 +9,7 @@ use tonic::Status;
 use super::SERVICE;
 use crate::artifacts::{AdoptError, CreateError};
 use crate::inventory::{CompleteError, PrepareError, PreparedError};
-use crate::owners::{DeleteBuildError, OwnerEnded, PutBuildError};
+use crate::owners::{DeleteBuildError, OwnError, OwnerEnded, PutBuildError};
 use crate::pins::{HolderError, PinError, SettleError};
 use crate::replicas::{PlanError, ProgressError, SealError};
 use crate::report::ReportError;
@@ -84,7 +84,18 @@ impl From<PutBuildError> for Status {
         match &error {
             PutBuildError::Ended(id) => build(Reason::BuildEnded, error.to_string(), *id),
             PutBuildError::Exists(id) => build(Reason::BuildExists, error.to_string(), *id),
+            PutBuildError::NumberTaken(id, ..) => build(Reason::BuildExists, error.to_string(), *id),
             PutBuildError::Database(source) => database("put a build", source),
+        }
+    }
+}
+
+impl From<OwnError> for Status {
+    fn from(error: OwnError) -> Self {
+        match error {
+            OwnError::ArtifactNotFound(id) => artifact_not_found(id),
+            OwnError::Owner(error) => error.into(),
+            OwnError::Database(source) => database("change the owners of an artifact", &source),
         }
     }
 }

@@ -94,8 +94,9 @@ async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
         ends_with_workload: WorkloadId::new().to_string(),
         keep: None,
         term: Some(rpc::duration(Duration::from_secs(24 * 3600 + 1))),
+        ..Default::default()
     };
-    let mut owners = pb::owners_client::OwnersClient::new(suite.peer.clone());
+    let mut owners = suite.owners();
     assert_refused(owners.put_build(put).await.map_err(Refusal::from), Reason::InvalidField);
 
     let (workload, artifact) = (WorkloadId::new(), ArtifactId::new());
@@ -142,6 +143,7 @@ async fn garbage_goes_by_itself(database: TestDatabase) {
     gateway.report(&[], &[]).await.expect("reported");
     let nothing_left = async {
         while !suite.all_artifacts().await.is_empty() {
+            suite.clock.advance(Duration::from_secs(1));
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };

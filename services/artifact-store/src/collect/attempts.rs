@@ -1,0 +1,191 @@
+//! Attempts that ended: what they made goes, and in the end their rows.
+
+use std::collections::{BTreeMap, HashSet};
+
+use domain::Timestamp;
+use sea_orm::sea_query::{LockBehavior, LockType};
+use sea_orm::{
+    ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect, QueryTrait,
+};
+use uuid::Uuid;
+
+use super::{Batch, Collected, Kind, Look, Settings, by_reason, lock_due, look_next};
+use crate::due::make_due;
+use crate::entity::{Purpose, State, attempt, container, volume};
+use crate::facts;
+use crate::mark::{self, ContainerFacts, Verdict};
+use crate::sweep;
+use crate::units::size;
+
+/// How many volumes are judged at a time: an attempt may have thousands.
+pub(super) const VOLUMES: usize = 1000;
+
+pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+    let rows = lock_due(txn, attempt::Entity::find(), settings).await?;
+    if rows.is_empty() {
+        return Ok(Batch::default());
+    }
+    let mut batch = Batch { looked: true, ..Batch::default() };
+    let ids: Vec<_> = rows.iter().map(|row| row.attempt_id).collect();
+    let mut looks = Looks::default();
+    containers(txn, settings, &ids, &mut batch, &mut looks).await?;
+    volumes(txn, settings, &ids, &mut batch, &mut looks).await?;
+
+    let mut forgettable = Vec::new();
+    let mut next = Vec::new();
+    for row in &rows {
+        let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
+        match looks.0.get(&row.attempt_id) {
+            Some(look) => next.push((row.attempt_id, *look)),
+            None if row.ended_at.is_none() => next.push((row.attempt_id, Look::WhenTold)),
+            None if forget_at > settings.now => next.push((row.attempt_id, Look::At(forget_at))),
+            None => forgettable.push(row.attempt_id),
+        }
+    }
+    next.extend(forget(txn, &forgettable).await?);
+    look_next::<attempt::Entity>(txn, settings, &next).await?;
+    Ok(batch)
+}
+
+/// When attempts of which something is left are looked at again: as soon as for any of it.
+#[derive(Default)]
+struct Looks(BTreeMap<Uuid, Look>);
+
+impl Looks {
+    fn add(&mut self, attempt: Uuid, look: Look) {
+        let sooner = |one, other| match (one, other) {
+            (Look::At(one), Look::At(other)) => Look::At(Ord::min(one, other)),
+            (Look::At(at), _) | (_, Look::At(at)) => Look::At(at),
+            _ => Look::Later,
+        };
+        self.0.entry(attempt).and_modify(|known| *known = sooner(*known, look)).or_insert(look);
+    }
+}
+
+async fn containers(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    attempts: &[Uuid],
+    batch: &mut Batch,
+    looks: &mut Looks,
+) -> Result<(), DbErr> {
+    let of_attempts = || {
+        container::Entity::find()
+            .filter(container::Column::AttemptId.is_in(attempts.iter().copied()))
+            .filter(container::Column::State.is_not_in(State::GARBAGE))
+    };
+    sweep::lock_workers(txn, of_attempts().select_only().column(container::Column::WorkerId).into_query())
+        .await?;
+    let locked =
+        of_attempts().lock_with_behavior(LockType::Update, LockBehavior::SkipLocked).all(txn).await?;
+    let ended = facts::ended_attempts(txn, attempts.iter().copied()).await?;
+    let mut collected = Vec::new();
+    for row in &locked {
+        let facts = ContainerFacts { attempt_ended_at: ended.get(&row.attempt_id).copied() };
+        match mark::container(&facts, settings.now, &settings.policy) {
+            Verdict::Mark(why) => {
+                collected.push(Collected { kind: Kind::Container, id: row.handle, why, size_bytes: 0 });
+            }
+            Verdict::Keep(look) => looks.add(row.attempt_id, look),
+        }
+    }
+    for (why, handles) in by_reason(&collected) {
+        batch.workers.extend(sweep::mark_containers(txn, &handles, why).await?);
+    }
+    batch.collected.extend(collected);
+    // What others have locked is looked at again.
+    let left: Vec<Uuid> =
+        of_attempts().select_only().column(container::Column::AttemptId).into_tuple().all(txn).await?;
+    for attempt in left {
+        if !looks.0.contains_key(&attempt) {
+            looks.add(attempt, Look::Later);
+        }
+    }
+    Ok(())
+}
+
+async fn volumes(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    attempts: &[Uuid],
+    batch: &mut Batch,
+    looks: &mut Looks,
+) -> Result<(), DbErr> {
+    let of_attempts = || {
+        volume::Entity::find()
+            .filter(volume::Column::AttemptId.is_in(attempts.iter().copied()))
+            .filter(volume::Column::Purpose.ne(Purpose::Replica))
+            .filter(volume::Column::State.is_not_in(State::GARBAGE))
+    };
+    sweep::lock_workers(txn, of_attempts().select_only().column(volume::Column::WorkerId).into_query())
+        .await?;
+    let locked = of_attempts()
+        .order_by_asc(volume::Column::Handle)
+        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
+        .all(txn)
+        .await?;
+    let mut let_go = HashSet::new();
+    let mut parents_free = false;
+    // Children are younger than their parents: from the youngest on, parents are judged after them.
+    for rows in locked.rchunks(VOLUMES) {
+        let facts = facts::volumes(txn, rows).await?;
+        let mut collected = Vec::new();
+        for (row, facts) in rows.iter().zip(facts) {
+            match mark::volume(&facts, settings.now, &settings.policy) {
+                Verdict::Mark(why) => {
+                    let size_bytes = size(row.size_bytes);
+                    collected.push(Collected { kind: Kind::Volume, id: row.handle, why, size_bytes });
+                    let_go.extend(row.from_artifact_id);
+                    parents_free |= row.parent.is_some();
+                }
+                Verdict::Keep(look) => looks.add(row.attempt_id.unwrap_or_default(), look),
+            }
+        }
+        for (why, handles) in by_reason(&collected) {
+            batch.workers.extend(sweep::mark_volumes(txn, &handles, why).await?);
+        }
+        batch.collected.extend(collected);
+    }
+    let left: Vec<(Uuid, Option<Uuid>)> = of_attempts()
+        .select_only()
+        .column(volume::Column::Handle)
+        .column(volume::Column::AttemptId)
+        .into_tuple()
+        .all(txn)
+        .await?;
+    for attempt in left.into_iter().filter_map(|(_, attempt)| attempt) {
+        if parents_free {
+            // It may have been a parent of what was just marked.
+            looks.add(attempt, Look::At(settings.now));
+        } else if !looks.0.contains_key(&attempt) {
+            looks.add(attempt, Look::Later);
+        }
+    }
+    make_due(txn, let_go, settings.now).await
+}
+
+/// Forgets attempts of which nothing is left. Answers when to look at the others.
+async fn forget(txn: &DatabaseTransaction, attempts: &[Uuid]) -> Result<Vec<(Uuid, Look)>, DbErr> {
+    if attempts.is_empty() {
+        return Ok(Vec::new());
+    }
+    let of_containers: Vec<Uuid> = container::Entity::find()
+        .select_only()
+        .column(container::Column::AttemptId)
+        .filter(container::Column::AttemptId.is_in(attempts.iter().copied()))
+        .into_tuple()
+        .all(txn)
+        .await?;
+    let of_volumes: Vec<Uuid> = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::AttemptId)
+        .filter(volume::Column::AttemptId.is_in(attempts.iter().copied()))
+        .filter(volume::Column::Purpose.ne(Purpose::Replica))
+        .into_tuple()
+        .all(txn)
+        .await?;
+    let left: HashSet<_> = of_containers.into_iter().chain(of_volumes).collect();
+    let gone = attempts.iter().copied().filter(|attempt| !left.contains(attempt));
+    attempt::Entity::delete_many().filter(attempt::Column::AttemptId.is_in(gone)).exec(txn).await?;
+    Ok(left.into_iter().map(|attempt| (attempt, Look::Later)).collect())
+}

@@ -1,0 +1,65 @@
+//! Workloads: forgotten when no call about them is on its way any more.
+
+use std::collections::HashSet;
+
+use domain::Timestamp;
+use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect};
+use uuid::Uuid;
+
+use super::{Batch, LATER, Look, Settings, lock_due, look_next};
+use crate::entity::{attempt, build, holder, pin};
+
+pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+    let rows = lock_due(txn, holder::Entity::find(), settings).await?;
+    if rows.is_empty() {
+        return Ok(Batch::default());
+    }
+    let ids = || rows.iter().map(|row| row.holder_id);
+    let pinning: Vec<Uuid> = pin::Entity::find()
+        .select_only()
+        .column(pin::Column::HolderId)
+        .distinct()
+        .filter(pin::Column::HolderId.is_in(ids()))
+        .into_tuple()
+        .all(txn)
+        .await?;
+    let trying: Vec<Uuid> = attempt::Entity::find()
+        .select_only()
+        .column(attempt::Column::HolderId)
+        .distinct()
+        .filter(attempt::Column::HolderId.is_in(ids()))
+        .into_tuple()
+        .all(txn)
+        .await?;
+    let ending: Vec<Uuid> = build::Entity::find()
+        .select_only()
+        .column(build::Column::EndsWith)
+        .distinct()
+        .filter(build::Column::EndsWith.is_in(ids()))
+        .filter(build::Column::Bound.eq(true))
+        .filter(build::Column::EndedAt.is_null())
+        .into_tuple()
+        .all(txn)
+        .await?;
+    let needed: HashSet<_> = pinning.into_iter().chain(trying).chain(ending).collect();
+
+    let mut looks = Vec::new();
+    let mut gone = Vec::new();
+    for row in &rows {
+        // One that goes on and pins nothing says nothing that its next call would not say again.
+        let forget_at = Timestamp(row.settled_at.unwrap_or(row.created_at)) + settings.remember;
+        if forget_at > settings.now {
+            looks.push((row.holder_id, Look::At(forget_at)));
+        } else if needed.contains(&row.holder_id) {
+            let next = if row.settled_at.is_none() { settings.remember } else { LATER };
+            looks.push((row.holder_id, Look::At(settings.now + Ord::max(next, LATER))));
+        } else {
+            gone.push(row.holder_id);
+        }
+    }
+    if !gone.is_empty() {
+        holder::Entity::delete_many().filter(holder::Column::HolderId.is_in(gone)).exec(txn).await?;
+    }
+    look_next::<holder::Entity>(txn, settings, &looks).await?;
+    Ok(Batch { looked: true, ..Batch::default() })
+}

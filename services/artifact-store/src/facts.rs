@@ -1,0 +1,216 @@
+//! What is known of things before they are judged, in as many statements however many they are.
+//!
+//! What holds an artifact stands in one query, [`HOLDS`]: the collector and whoever asks why something is kept read the same.
+
+use std::collections::{HashMap, HashSet};
+
+use domain::{BuildId, Timestamp, TransferId, VolumeHandle, WorkloadId};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, QueryFilter, QuerySelect, Statement,
+    Value,
+};
+use uuid::Uuid;
+
+use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
+use crate::mark::{ArtifactFacts, Belongs, Held, Keeper, Keeping, VolumeFacts};
+
+/// Every thing that holds one of the artifacts `IDS` at the instant `$1`: which artifact, what kind of thing, which, and until when.
+///
+/// A build that is overdue and was not ended yet holds as long as it will when it is.
+const HOLDS: &str = "
+    SELECT o.artifact_id AS artifact_id, 'build' AS kind, b.build_id AS id, b.kept_until AS until
+        FROM owners o JOIN builds b ON b.build_id = o.build_id
+        WHERE o.artifact_id IN (IDS)
+          AND (b.kept_until > $1
+               OR (b.kept_until IS NULL
+                   AND NOT (b.ended_at IS NULL AND b.bound = FALSE AND b.keep = 0
+                            AND b.term_ends_at IS NOT NULL AND b.term_ends_at <= $1)))
+    UNION ALL
+    SELECT p.artifact_id, 'pin', p.holder_id, CAST(NULL AS BIGINT) FROM pins p WHERE p.artifact_id IN (IDS)
+    UNION ALL
+    SELECT v.from_artifact_id, 'volume', v.handle, CAST(NULL AS BIGINT)
+        FROM volumes v
+        WHERE v.from_artifact_id IN (IDS) AND v.purpose <> 'replica' AND v.state NOT IN ('destroying', 'sweeping')
+    UNION ALL
+    SELECT v.artifact_id, 'transfer', v.transfer_id, v.claimed_until
+        FROM volumes v
+        WHERE v.artifact_id IN (IDS) AND v.complete = FALSE AND v.claimed_until > $1
+          AND v.state NOT IN ('destroying', 'sweeping')";
+
+/// `sql` with its `IDS`, which are the values from `$2` on.
+fn holding(
+    conn: &impl ConnectionTrait,
+    sql: &str,
+    now: Timestamp,
+    artifacts: impl Iterator<Item = Uuid>,
+) -> Statement {
+    let mut values: Vec<Value> = vec![now.0.into()];
+    values.extend(artifacts.map(Value::from));
+    let ids: Vec<_> = (2..=values.len()).map(|n| format!("${n}")).collect();
+    let sql = sql.replace("HOLDS", HOLDS).replace("IDS", &ids.join(", "));
+    Statement::from_sql_and_values(conn.get_database_backend(), sql, values)
+}
+
+/// What is known of artifacts, by their id.
+pub(crate) async fn artifacts(
+    conn: &impl ConnectionTrait,
+    rows: &[artifact::Model],
+    now: Timestamp,
+) -> Result<HashMap<Uuid, ArtifactFacts>, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Hold {
+        artifact_id: Uuid,
+        kind: String,
+    }
+
+    let mut facts: HashMap<_, _> = rows.iter().map(|row| (row.artifact_id, unheld(row))).collect();
+    if rows.is_empty() {
+        return Ok(facts);
+    }
+    let ids = rows.iter().map(|row| row.artifact_id);
+    let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h";
+    for hold in Hold::find_by_statement(holding(conn, sql, now, ids)).all(conn).await? {
+        let Some(facts) = facts.get_mut(&hold.artifact_id) else { continue };
+        match hold.kind.as_str() {
+            "pin" => facts.held.pinned = true,
+            "volume" => facts.held.used = true,
+            "transfer" => facts.held.transferred = true,
+            _ => facts.held.owned = true,
+        }
+    }
+    Ok(facts)
+}
+
+/// What an artifact's own row says.
+pub(crate) fn unheld(row: &artifact::Model) -> ArtifactFacts {
+    ArtifactFacts {
+        created_at: Timestamp(row.created_at),
+        had_owner: row.had_owner,
+        kept_until: row.kept_until.map(Timestamp),
+        held: Held::default(),
+    }
+}
+
+/// What holds an artifact: the first few things, and how many there are.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Keepers {
+    pub(crate) first: Vec<Keeper>,
+    pub(crate) total: u64,
+}
+
+/// What holds artifacts, by their id: of each the first `most` things.
+pub(crate) async fn keepers(
+    conn: &impl ConnectionTrait,
+    artifacts: &[Uuid],
+    now: Timestamp,
+    most: u64,
+) -> Result<HashMap<Uuid, Keepers>, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Hold {
+        artifact_id: Uuid,
+        kind: String,
+        id: Uuid,
+        until: Option<i64>,
+        total: i64,
+    }
+
+    if artifacts.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let sql = format!(
+        "SELECT n.artifact_id AS artifact_id, n.kind AS kind, n.id AS id, n.until AS until, n.total AS total
+         FROM (SELECT h.artifact_id AS artifact_id, h.kind AS kind, h.id AS id, h.until AS until,
+                      COUNT(*) OVER (PARTITION BY h.artifact_id) AS total,
+                      ROW_NUMBER() OVER (PARTITION BY h.artifact_id ORDER BY h.kind, h.id) AS place
+               FROM (HOLDS) h) n
+         WHERE n.place <= {most} ORDER BY n.artifact_id, n.place"
+    );
+    let statement = holding(conn, &sql, now, artifacts.iter().copied());
+    let mut keepers: HashMap<_, Keepers> = HashMap::new();
+    for hold in Hold::find_by_statement(statement).all(conn).await? {
+        let of_artifact = keepers.entry(hold.artifact_id).or_default();
+        of_artifact.total = u64::try_from(hold.total).unwrap_or(0);
+        let what = match hold.kind.as_str() {
+            "pin" => Keeping::Pin(WorkloadId::from_uuid(hold.id)),
+            "volume" => Keeping::Volume(VolumeHandle::from_uuid(hold.id)),
+            "transfer" => Keeping::Transfer(TransferId::from_uuid(hold.id)),
+            _ => Keeping::Build(BuildId::from_uuid(hold.id)),
+        };
+        of_artifact.first.push(Keeper { what, until: hold.until.map(Timestamp) });
+    }
+    Ok(keepers)
+}
+
+/// When attempts ended, of those that have.
+pub(crate) async fn ended_attempts(
+    conn: &impl ConnectionTrait,
+    attempts: impl Iterator<Item = Uuid>,
+) -> Result<HashMap<Uuid, Timestamp>, DbErr> {
+    let attempts: HashSet<_> = attempts.collect();
+    if attempts.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let rows = attempt::Entity::find().filter(attempt::Column::AttemptId.is_in(attempts)).all(conn).await?;
+    Ok(rows.into_iter().filter_map(|row| Some((row.attempt_id, Timestamp(row.ended_at?)))).collect())
+}
+
+/// What is known of volumes, in their order.
+pub(crate) async fn volumes(
+    conn: &impl ConnectionTrait,
+    rows: &[volume::Model],
+) -> Result<Vec<VolumeFacts>, DbErr> {
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    let with_children = parents_in_use(conn, rows).await?;
+    let ended = ended_attempts(conn, rows.iter().filter_map(|row| row.attempt_id)).await?;
+    let with_container: HashSet<Uuid> = if ended.is_empty() {
+        HashSet::new()
+    } else {
+        let rows = container::Entity::find()
+            .select_only()
+            .column(container::Column::AttemptId)
+            .filter(container::Column::AttemptId.is_in(ended.keys().copied()))
+            .filter(container::Column::State.is_not_in(State::GARBAGE));
+        rows.into_tuple::<Uuid>().all(conn).await?.into_iter().collect()
+    };
+    let live_artifacts: HashSet<Uuid> = artifact::Entity::find()
+        .select_only()
+        .column(artifact::Column::ArtifactId)
+        .filter(artifact::Column::ArtifactId.is_in(rows.iter().filter_map(|row| row.artifact_id)))
+        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
+        .into_tuple()
+        .all(conn)
+        .await?
+        .into_iter()
+        .collect();
+
+    let facts = rows.iter().map(|row| VolumeFacts {
+        has_live_child: with_children.contains(&row.handle),
+        belongs: match row.purpose {
+            Purpose::Replica => Belongs::ToArtifact {
+                artifact_marked: row.artifact_id.is_none_or(|id| !live_artifacts.contains(&id)),
+                claimed_until: row.claimed_until.filter(|_| !row.complete).map(Timestamp),
+            },
+            Purpose::Input | Purpose::Output | Purpose::Scratch => Belongs::ToAttempt {
+                ended_at: row.attempt_id.and_then(|id| ended.get(&id).copied()),
+                has_live_container: row.attempt_id.is_some_and(|id| with_container.contains(&id)),
+            },
+        },
+    });
+    Ok(facts.collect())
+}
+
+/// Those of `rows` of which live children are made. A replica may have very many: one row for each parent.
+async fn parents_in_use(conn: &impl ConnectionTrait, rows: &[volume::Model]) -> Result<HashSet<Uuid>, DbErr> {
+    let parents: Vec<Uuid> = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::Parent)
+        .distinct()
+        .filter(volume::Column::Parent.is_in(rows.iter().map(|row| row.handle)))
+        .filter(volume::Column::State.is_not_in(State::GARBAGE))
+        .into_tuple()
+        .all(conn)
+        .await?;
+    Ok(parents.into_iter().collect())
+}
