@@ -8,5 +8,6 @@ impl Migrations for Schema {
     const ALL: &'static [SqlMigration] = &[
         SqlMigration { name: "0001_store", sql: include_str!("migrations/0001_store.sql") },
         SqlMigration { name: "0002_copies", sql: include_str!("migrations/0002_copies.sql") },
+        SqlMigration { name: "0004_reports", sql: include_str!("migrations/0004_reports.sql") },
     ];
 }
