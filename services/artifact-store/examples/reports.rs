@@ -174,7 +174,7 @@ impl Gateway {
         let token = self.begin().await?;
         let open = pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token) };
         let mut messages = vec![Message::Open(open)];
-        let handles: Vec<_> = (self.first..self.first + held).map(|number| handle(number)).collect();
+        let handles: Vec<_> = (self.first..self.first + held).map(handle).collect();
         for some in handles.chunks(BATCH) {
             let volume_handles = some.iter().map(Uuid::to_string).collect();
             messages.push(Message::Holdings(pb::Holdings { volume_handles, ..Default::default() }));
