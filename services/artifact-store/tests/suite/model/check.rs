@@ -24,6 +24,8 @@ pub(crate) struct SeenArtifact {
     pub(crate) digest: Vec<u8>,
     pub(crate) size_bytes: u64,
     pub(crate) replicas: Vec<Uuid>,
+    /// What the store says keeps it.
+    pub(crate) kept_by: Vec<String>,
 }
 
 #[derive(Debug, Clone)]
@@ -77,7 +79,9 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
             continue;
         };
         let Some(record) = state.artifacts.get_mut(&artifact) else { continue };
-        if std::mem::take(&mut record.doubtful) && seen.state == ArtifactState::Open && record.sealed.is_some()
+        if std::mem::take(&mut record.doubtful)
+            && seen.state == ArtifactState::Open
+            && record.sealed.is_some()
         {
             state.reopen(artifact);
             continue;
@@ -169,20 +173,28 @@ impl Past {
 /// and nothing else.
 pub(crate) fn settled(state: &State, view: &View) -> Accepted {
     let kept = state.kept();
-    let kept_ids: BTreeSet<_> = kept.keys().map(|artifact| artifact_id(*artifact)).collect();
-    let left: Vec<_> = view.artifacts.keys().filter(|id| !kept_ids.contains(id)).collect();
-    must!(left.is_empty(), "nobody keeps these artifacts, and they are left: {left:?}");
-    let missing: Vec<_> = kept_ids.iter().filter(|id| !view.artifacts.contains_key(id)).collect();
-    must!(missing.is_empty(), "these artifacts are kept, and gone: {missing:?}");
-
-    // One that is lost is kept in mind: it may come back with its worker.
-    let of_kept: BTreeSet<_> = state
-        .volumes
-        .keys()
-        .filter(|id| state.holds_replica(**id).is_some_and(|artifact| kept.contains_key(&artifact)))
-        .collect();
+    // What is kept, and what that is a copy-on-write child of. One that is lost is kept in mind: it may come back with its worker.
+    let holds_kept =
+        |id: &&Uuid| state.holds_replica(**id).is_some_and(|artifact| kept.contains_key(&artifact));
+    let mut of_kept: BTreeSet<Uuid> = state.volumes.keys().filter(holds_kept).copied().collect();
+    let mut next: Vec<_> = of_kept.iter().copied().collect();
+    while let Some(id) = next.pop() {
+        let parent = view.volumes.get(&id).and_then(|seen| seen.parent);
+        next.extend(parent.filter(|parent| of_kept.insert(*parent)));
+    }
     let left: Vec<_> = view.volumes.iter().filter(|(id, _)| !of_kept.contains(id)).collect();
     must!(left.is_empty(), "these volumes are of nothing that is kept, and left: {left:?}");
+
+    let kept_ids: BTreeSet<_> = kept.keys().map(|artifact| artifact_id(*artifact)).collect();
+    let missing: Vec<_> = kept_ids.iter().filter(|id| !view.artifacts.contains_key(id)).collect();
+    must!(missing.is_empty(), "these artifacts are kept, and gone: {missing:?}");
+    let is_tombstone = |seen: &SeenArtifact| {
+        seen.state == ArtifactState::Deleting && seen.replicas.iter().any(|id| of_kept.contains(id))
+    };
+    let left: Vec<_> =
+        view.artifacts.iter().filter(|(id, seen)| !kept_ids.contains(id) && !is_tombstone(seen)).collect();
+    must!(left.is_empty(), "nobody keeps these artifacts, and they are left: {left:?}");
+
     must!(view.containers.is_empty(), "containers are left: {:?}", view.containers);
     let on_disk = state.volumes.iter().filter(|(id, volume)| volume.on_disk && !of_kept.contains(id));
     let on_disk: Vec<_> = on_disk.collect();
@@ -245,6 +257,7 @@ mod tests {
             digest: digest(7).as_bytes().to_vec(),
             size_bytes: SIZE,
             replicas: vec![REPLICA],
+            kept_by: vec![format!("build {}", build_id(0))],
         };
         view.artifacts.insert(artifact_id(ARTIFACT), artifact);
         let created = |parent| SeenVolume { state: InventoryState::Created, parent };

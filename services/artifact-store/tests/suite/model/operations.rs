@@ -75,44 +75,121 @@ pub(crate) enum Way {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Operation {
     /// Times are in seconds.
-    PutBuild { build: u16, ends_with: u16, keep: u32, term: u32 },
-    DeleteBuild { build: u16 },
-    Create { upload: u16, owner: Option<u16> },
+    PutBuild {
+        build: u16,
+        ends_with: u16,
+        keep: u32,
+        term: u32,
+    },
+    DeleteBuild {
+        build: u16,
+    },
+    Create {
+        upload: u16,
+        owner: Option<u16>,
+    },
     /// A transfer fills an open artifact, or copies a sealed one.
-    Plan { transfer: u16, artifact: Artifact, worker: u8, make: Make },
-    Progress { transfer: u16 },
-    Arrive { transfer: u16, content: u8 },
-    Abandon { transfer: u16 },
-    Seal { upload: u16, content: u8 },
-    Adopt { content: u8, owner: Option<u16> },
-    Accept { workload: u16, pins: Vec<Artifact>, build: Option<u16> },
+    Plan {
+        transfer: u16,
+        artifact: Artifact,
+        worker: u8,
+        make: Make,
+    },
+    Progress {
+        transfer: u16,
+    },
+    Arrive {
+        transfer: u16,
+        content: u8,
+    },
+    Abandon {
+        transfer: u16,
+    },
+    Seal {
+        upload: u16,
+        content: u8,
+    },
+    Adopt {
+        content: u8,
+        owner: Option<u16>,
+    },
+    Accept {
+        workload: u16,
+        pins: Vec<Artifact>,
+        build: Option<u16>,
+    },
     /// With an input of everything that the workload pinned, and an output that starts as the first of them.
-    Prepare { workload: u16, attempt: u8, worker: u8, make: Make },
-    Prepared { workload: u16, attempt: u8 },
+    Prepare {
+        workload: u16,
+        attempt: u8,
+        worker: u8,
+        make: Make,
+    },
+    Prepared {
+        workload: u16,
+        attempt: u8,
+    },
     /// The output has its final bytes.
-    Finish { workload: u16, attempt: u8, content: u8 },
-    Settle { workload: u16, attempt: u8, status: Status, outputs: Outputs, build: Option<u16> },
-    EndAttempt { workload: u16, attempt: u8 },
+    Finish {
+        workload: u16,
+        attempt: u8,
+        content: u8,
+    },
+    Settle {
+        workload: u16,
+        attempt: u8,
+        status: Status,
+        outputs: Outputs,
+        build: Option<u16>,
+    },
+    EndAttempt {
+        workload: u16,
+        attempt: u8,
+    },
     Collect,
     /// A gateway takes a token, and lists what its worker holds.
-    BeginReport { worker: u8 },
+    BeginReport {
+        worker: u8,
+    },
     /// One of the reports of the worker that were begun comes to the store.
-    Report { worker: u8, which: u8, way: Way },
+    Report {
+        worker: u8,
+        which: u8,
+        way: Way,
+    },
     /// A gateway takes what was handed out, and perhaps destroys it.
-    Sweep { worker: u8, destroy: bool },
+    Sweep {
+        worker: u8,
+        destroy: bool,
+    },
     /// A worker makes what it was told to make later.
-    Make { worker: u8 },
+    Make {
+        worker: u8,
+    },
     /// The stream of a gateway breaks off.
-    Reconnect { worker: u8 },
+    Reconnect {
+        worker: u8,
+    },
     /// Another gateway speaks for what a worker holds.
-    NewSession { worker: u8 },
+    NewSession {
+        worker: u8,
+    },
     /// A machine starts again: its containers are gone, and perhaps its volumes.
-    NewIncarnation { worker: u8, left: Left },
+    NewIncarnation {
+        worker: u8,
+        left: Left,
+    },
     /// The gateway that was replaced wakes up.
-    Former { worker: u8 },
-    Advance { seconds: u32 },
+    Former {
+        worker: u8,
+    },
+    Advance {
+        seconds: u32,
+    },
     /// A replica of the store is killed, and started again.
-    Kill { replica: u8 },
+    Kill {
+        replica: u8,
+    },
     /// At most four, at the same time.
     Together(Vec<Operation>),
 }
@@ -142,7 +219,8 @@ impl Operation {
 
     /// Whether it may happen beside others: what changes a worker's disk by itself is done in turn.
     fn may_be_joined(&self) -> bool {
-        self.may_be_repeated() || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
+        self.may_be_repeated()
+            || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
     }
 }
 
@@ -249,8 +327,7 @@ impl Generator {
                 };
                 // The newest as a rule: then nothing was delayed.
                 let which = if self.chance(70) { u8::MAX } else { self.below(4) };
-                let reports =
-                    [Operation::BeginReport { worker }, Operation::Report { worker, which, way }];
+                let reports = [Operation::BeginReport { worker }, Operation::Report { worker, which, way }];
                 if self.chance(80) { self.begin(reports) } else { Operation::Report { worker, which, way } }
             }
             62..66 => Operation::Make { worker },

@@ -51,11 +51,23 @@ pub(crate) enum Outcome {
     Done,
     Refused(Refusal),
     Adopted(Option<ArtifactId>),
-    Planned { handle: Uuid, outcome: pb::PlanOutcome },
+    Planned {
+        handle: Uuid,
+        outcome: pb::PlanOutcome,
+    },
     /// With the inputs that were asked for, in their order.
-    Prepared { inputs: Vec<Artifact>, planned: pb::PrepareResponse },
-    Reported { response: pb::ReportResponse, standing: Standing },
-    NotReported { refusal: Refusal, standing: Standing },
+    Prepared {
+        inputs: Vec<Artifact>,
+        planned: pb::PrepareResponse,
+    },
+    Reported {
+        response: pb::ReportResponse,
+        standing: Standing,
+    },
+    NotReported {
+        refusal: Refusal,
+        standing: Standing,
+    },
     /// What was handed out, in its order.
     Swept(Vec<Uuid>),
     /// What the gateway that was replaced was answered.
@@ -305,7 +317,8 @@ impl State {
 
     /// The artifact that a volume is a replica of, or shall be.
     pub(crate) fn holds_replica(&self, id: Uuid) -> Option<Artifact> {
-        let volume = self.volumes.get(&id).filter(|volume| volume.claimed_until.is_some() || volume.settled)?;
+        let volume =
+            self.volumes.get(&id).filter(|volume| volume.claimed_until.is_some() || volume.settled)?;
         volume.artifact.filter(|_| volume.complete.is_some() && !volume.revoked)
     }
 
@@ -366,10 +379,7 @@ impl State {
     pub(crate) fn holdings(&self, worker: u8) -> (Vec<String>, Vec<String>) {
         let volumes = self.volumes.iter().filter(|(_, it)| it.worker == worker && it.on_disk);
         let containers = self.containers.iter().filter(|(_, it)| it.worker == worker && it.on_disk);
-        (
-            volumes.map(|(id, _)| id.to_string()).collect(),
-            containers.map(|(id, _)| id.to_string()).collect(),
-        )
+        (volumes.map(|(id, _)| id.to_string()).collect(), containers.map(|(id, _)| id.to_string()).collect())
     }
 
     /// The workloads that were not settled, those that end a build that owns something, or may, last.
@@ -382,7 +392,8 @@ impl State {
                     && self.artifacts.values().any(|record| record.owners.contains(id))
             })
         };
-        let goes_on = self.holders.iter().filter(|(_, holder)| !holder.settled).map(|(workload, _)| *workload);
+        let goes_on =
+            self.holders.iter().filter(|(_, holder)| !holder.settled).map(|(workload, _)| *workload);
         goes_on.partition(|workload| !ends_owner(workload))
     }
 
@@ -463,7 +474,9 @@ impl State {
                 must!(matches!(outcome, Outcome::Done), "it was refused");
                 Ok(())
             }
-            O::Together(_) => Err(Violation("operations at the same time are accepted one by one".to_owned())),
+            O::Together(_) => {
+                Err(Violation("operations at the same time are accepted one by one".to_owned()))
+            }
         }
     }
 
@@ -886,9 +899,8 @@ impl State {
 
     /// The output of an attempt, as long as it is no garbage.
     fn output(&self, attempt: (u16, u8)) -> Option<Uuid> {
-        let is_output = |volume: &Volume| {
-            volume.attempt == Some(attempt) && volume.artifact.is_some() && !volume.revoked
-        };
+        let is_output =
+            |volume: &Volume| volume.attempt == Some(attempt) && volume.artifact.is_some() && !volume.revoked;
         self.volumes.iter().find(|(_, volume)| is_output(volume)).map(|(id, _)| *id)
     }
 

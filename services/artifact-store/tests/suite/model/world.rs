@@ -232,9 +232,8 @@ impl World {
                 Some((worker, _)) => {
                     let (gateway, attempt) = (self.speaker(worker).gateway, attempt_id(workload, attempt));
                     let gateway = &gateway;
-                    let prepared = |callers: Callers| async move {
-                        gateway.by_way_of(&callers).prepared(attempt).await
-                    };
+                    let prepared =
+                        |callers: Callers| async move { gateway.by_way_of(&callers).prepared(attempt).await };
                     done(self.ask(prepared).await)
                 }
                 None => Outcome::Skipped,
@@ -396,8 +395,7 @@ impl World {
                 None => {
                     received.clear();
                     let gateway = &self.speaker(worker).gateway;
-                    let watch =
-                        |callers: Callers| async move { gateway.by_way_of(&callers).watch().await };
+                    let watch = |callers: Callers| async move { gateway.by_way_of(&callers).watch().await };
                     match self.ask(watch).await {
                         Ok(open) => open,
                         Err(refusal) => return Outcome::Refused(refusal),
@@ -462,9 +460,8 @@ impl World {
         let former = &former;
         let nobody = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
         let begun = self.ask(|callers| async move { former.by_way_of(&callers).begin_report().await });
-        let prepared = self.ask(|callers| async move {
-            former.by_way_of(&callers).prepare(nobody.0, nobody.1, &[]).await
-        });
+        let prepared = self
+            .ask(|callers| async move { former.by_way_of(&callers).prepare(nobody.0, nobody.1, &[]).await });
         let made = self.ask(|callers| async move { former.by_way_of(&callers).prepared(nobody.1).await });
         let answers = [begun.await.err(), prepared.await.err(), made.await.err()];
         Outcome::Former(answers.into())
@@ -499,6 +496,7 @@ impl World {
                 size_bytes: artifact.size_bytes,
                 replicas: replicas.map(|replica| replica.volume_handle.parse().expect("a handle")).collect(),
                 digest: artifact.digest.into(),
+                kept_by: artifact.kept_by,
             };
             view.artifacts.insert(id, seen);
         }
@@ -607,11 +605,11 @@ fn settings(url: &str, clock: &Clock, index: u8) -> Config {
         tombstone: seconds(30),
         // Longer than a list of operations takes; the end of each goes beyond it.
         remember: seconds(REMEMBER),
-        sweep_interval: Duration::from_millis(20),
+        sweep_interval: Duration::from_millis(50),
         ..config(url)
     };
     if index == 1 {
-        settings.collect_interval = Duration::from_millis(50);
+        settings.collect_interval = Duration::from_millis(250);
     }
     settings.database.connections = 6;
     settings
