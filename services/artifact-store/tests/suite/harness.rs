@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
+use std::ops::Deref;
 use std::time::Duration;
 
 use artifact_store::{Clock, Config, KeySource};
@@ -28,11 +29,18 @@ pub(crate) type Answer<T> = Result<T, Refusal>;
 /// A running store.
 pub(crate) struct Suite {
     pub(crate) clock: Clock,
-    pub(crate) peer: Peer,
+    callers: Callers,
     database: TestDatabase,
-    signer: TokenSigner,
     stop: oneshot::Sender<()>,
     served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Deref for Suite {
+    type Target = Callers;
+
+    fn deref(&self) -> &Callers {
+        &self.callers
+    }
 }
 
 impl Suite {
@@ -42,18 +50,7 @@ impl Suite {
     }
 
     pub(crate) async fn start_with(database: TestDatabase, adjust: impl FnOnce(&mut Config)) -> Self {
-        let signer = TokenSigner::from_seed(&[7; 32]);
-        let keys = KeySource::Fixed(vec![signer.public()]);
-        let mut config = Config {
-            // What tests count with, whatever the default is.
-            claim_term: Duration::from_secs(60),
-            gc_grace: Duration::ZERO,
-            default_keep: Duration::ZERO,
-            tombstone: Duration::ZERO,
-            collect_interval: Duration::from_secs(24 * 3600),
-            clock: Clock::movable(Timestamp::now()),
-            ..Config::new(&database.url, keys)
-        };
+        let mut config = config(&database.url);
         adjust(&mut config);
         let clock = config.clock.clone();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -63,8 +60,7 @@ impl Suite {
         let shutdown = async { stopped.await.unwrap_or(()) };
         #[expect(clippy::disallowed_methods, reason = "the harness waits for it when it stops")]
         let served = tokio::spawn(artifact_store::serve(config, listener, shutdown));
-        let peer = rpc::client::peer(&endpoint, Outgoing::default()).expect("an address");
-        Self { clock, peer, database, signer, stop, served }
+        Self { clock, callers: Callers::at(&endpoint), database, stop, served }
     }
 
     /// Stops the store, and gives its database back.
@@ -77,6 +73,38 @@ impl Suite {
     /// Where its rows are, for what no call can bring about.
     pub(crate) fn url(&self) -> String {
         self.database.url.clone()
+    }
+}
+
+/// What signs for gateways, as the scheduler would.
+fn signer() -> TokenSigner {
+    TokenSigner::from_seed(&[7; 32])
+}
+
+/// What a store is started with whose garbage goes at once and only when asked for.
+pub(crate) fn config(url: &str) -> Config {
+    Config {
+        // What tests count with, whatever the default is.
+        claim_term: Duration::from_secs(60),
+        gc_grace: Duration::ZERO,
+        default_keep: Duration::ZERO,
+        tombstone: Duration::ZERO,
+        collect_interval: Duration::from_secs(24 * 3600),
+        clock: Clock::movable(Timestamp::now()),
+        ..Config::new(url, KeySource::Fixed(vec![signer().public()]))
+    }
+}
+
+/// Those who call a store.
+#[derive(Clone)]
+pub(crate) struct Callers {
+    pub(crate) peer: Peer,
+}
+
+impl Callers {
+    /// Of the store at `endpoint`.
+    pub(crate) fn at(endpoint: &str) -> Self {
+        Self { peer: rpc::client::peer(endpoint, Outgoing::default()).expect("an address") }
     }
 
     pub(crate) fn artifacts(&self) -> pb::artifacts_client::ArtifactsClient<Peer> {
@@ -114,7 +142,7 @@ impl Suite {
             session: Session(session),
             instance: GatewayInstance::new(),
         };
-        let credential = self.signer.sign(&claims);
+        let credential = signer().sign(&claims);
         Gateway { worker, credential, inventory: self.inventory() }
     }
 
@@ -324,6 +352,11 @@ pub(crate) struct Gateway {
 }
 
 impl Gateway {
+    /// The same gateway, by way of another replica of the store.
+    pub(crate) fn by_way_of(&self, callers: &Callers) -> Self {
+        Self { inventory: callers.inventory(), ..self.clone() }
+    }
+
     fn inventory(&self) -> pb::inventory_client::InventoryClient<Peer> {
         self.inventory.clone()
     }

@@ -1,0 +1,218 @@
+//! Lists of operations that are kept: what seeds found, and what is worth trying each time. A list that a seed prints goes here as it is.
+
+use testing::databases::TestDatabase;
+
+use super::operations::Artifact::{Output, Upload};
+use super::operations::Left::{Everything, Nothing};
+use super::operations::Make::{Later, Now};
+use super::operations::Operation::{self, *};
+use super::operations::Outputs::{NoOutput, With};
+use super::operations::Status::{Aborted, Succeeded};
+use super::operations::Way::{Cut, Once, Repeatedly};
+use super::run;
+use crate::on_both_databases;
+
+on_both_databases! {
+    a_pin_and_a_mark_at_once,
+    an_adoption_while_the_last_owner_lets_go,
+    a_copy_while_the_last_owner_lets_go,
+    a_child_outlives_the_artifact_of_its_parent,
+    a_workload_is_settled_while_both_replicas_are_killed,
+    a_report_that_comes_after_a_new_incarnation,
+    reports_that_come_in_another_order,
+    what_is_made_after_it_was_forgotten,
+}
+
+/// How often something is tried that depends on timing.
+const ROUNDS: u16 = 15;
+
+/// Applies operations to a fresh store, and lets everything end.
+async fn replay(database: TestDatabase, operations: &[Operation]) {
+    if let Err(failure) = run(database, operations).await {
+        panic!("{failure}");
+    }
+}
+
+/// A build that only its workload ends.
+fn build(number: u16, ends_with: u16) -> [Operation; 2] {
+    [
+        PutBuild { build: number, ends_with, keep: 0, term: 60 },
+        Accept { workload: ends_with, pins: vec![], build: Some(number) },
+    ]
+}
+
+/// An upload to a worker, with a transfer of the same number.
+fn upload(number: u16, content: u8, worker: u8, owner: Option<u16>) -> [Operation; 4] {
+    [
+        Create { upload: number, owner },
+        Plan { transfer: number, artifact: Upload(number), worker, make: Now },
+        Arrive { transfer: number, content },
+        Seal { upload: number, content },
+    ]
+}
+
+/// An attempt that leaves an output.
+fn attempt(workload: u16, worker: u8, content: u8) -> [Operation; 3] {
+    [
+        Prepare { workload, attempt: 0, worker, make: Now },
+        Prepared { workload, attempt: 0 },
+        Finish { workload, attempt: 0, content },
+    ]
+}
+
+fn settle(workload: u16, content: u8, build: u16) -> Operation {
+    let (status, outputs) = (Succeeded, With(content));
+    Settle { workload, attempt: 0, status, outputs, build: Some(build) }
+}
+
+async fn a_pin_and_a_mark_at_once(database: TestDatabase) {
+    let mut operations = Vec::new();
+    for round in 0..ROUNDS {
+        operations.extend(build(round, 100 + round));
+        operations.extend(upload(round, 1, 0, Some(round)));
+        let pin = |workload| Accept { workload, pins: vec![Upload(round)], build: None };
+        operations.extend([
+            DeleteBuild { build: round },
+            Together(vec![Collect, pin(200 + round), Collect, pin(300 + round)]),
+            Prepare { workload: 200 + round, attempt: 0, worker: 0, make: Now },
+        ]);
+    }
+    replay(database, &operations).await;
+}
+
+async fn an_adoption_while_the_last_owner_lets_go(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(100, 100));
+    for round in 0..ROUNDS {
+        let content = u8::try_from(round).expect("few");
+        operations.extend(build(round, round));
+        operations.extend(upload(round, content, 1, Some(round)));
+        let adopt = Adopt { content, owner: Some(100) };
+        operations.push(Together(vec![DeleteBuild { build: round }, Collect, adopt, Collect]));
+    }
+    replay(database, &operations).await;
+}
+
+async fn a_copy_while_the_last_owner_lets_go(database: TestDatabase) {
+    let mut operations = Vec::new();
+    for round in 0..ROUNDS {
+        operations.extend(build(round, round));
+        operations.extend(upload(round, 1, 0, Some(round)));
+        let (transfer, artifact) = (100 + round, Upload(round));
+        let plan = Plan { transfer, artifact, worker: 1, make: Now };
+        operations.push(Together(vec![Collect, DeleteBuild { build: round }, plan, Collect]));
+        operations.extend([Arrive { transfer, content: 1 }, Sweep { worker: 1, destroy: true }]);
+    }
+    replay(database, &operations).await;
+}
+
+/// Found by seed 64524062108118.
+async fn a_child_outlives_the_artifact_of_its_parent(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(build(1, 1));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 2, pins: vec![Upload(0)], build: Some(1) });
+    // The output is a copy-on-write child of the input's replica.
+    operations.extend(attempt(2, 0, 2));
+    operations.extend([
+        settle(2, 2, 1),
+        DeleteBuild { build: 0 },
+        Collect,
+        Accept { workload: 3, pins: vec![Output(2)], build: None },
+    ]);
+    operations.extend(attempt(3, 0, 3));
+    operations.extend([Collect, Sweep { worker: 0, destroy: true }]);
+    replay(database, &operations).await;
+}
+
+async fn a_workload_is_settled_while_both_replicas_are_killed(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(100, 100));
+    operations.extend(upload(100, 1, 0, Some(100)));
+    for workload in 0..ROUNDS / 3 {
+        operations.push(Accept { workload, pins: vec![Upload(100)], build: Some(100) });
+        operations.extend(attempt(workload, 0, 2));
+        let settled = settle(workload, 2, 100);
+        operations.push(Together(vec![Kill { replica: 0 }, settled.clone(), Kill { replica: 1 }, Collect]));
+        // Whoever was not answered asks again.
+        operations.push(settled);
+        operations.push(Accept { workload: 200 + workload, pins: vec![Output(workload)], build: None });
+    }
+    replay(database, &operations).await;
+}
+
+async fn a_report_that_comes_after_a_new_incarnation(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.extend([
+        BeginReport { worker: 0 },
+        NewIncarnation { worker: 0, left: Everything },
+        // It names everything, and is of a life that is over: nothing is confirmed by it.
+        Report { worker: 0, which: 0, way: Repeatedly },
+        Former { worker: 0 },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 1, way: Once },
+        Accept { workload: 1, pins: vec![Upload(0)], build: None },
+        NewIncarnation { worker: 0, left: Nothing },
+        Report { worker: 0, which: 0, way: Once },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        Plan { transfer: 1, artifact: Upload(0), worker: 0, make: Now },
+        Arrive { transfer: 1, content: 1 },
+    ]);
+    operations.extend(attempt(1, 0, 2));
+    replay(database, &operations).await;
+}
+
+async fn reports_that_come_in_another_order(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.push(BeginReport { worker: 0 });
+    // Nothing of this is in the first report.
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
+    operations.extend(attempt(1, 0, 2));
+    operations.extend([
+        Report { worker: 0, which: 0, way: Cut },
+        Report { worker: 0, which: 0, way: Repeatedly },
+        BeginReport { worker: 0 },
+        settle(1, 2, 0),
+        Advance { seconds: 20 },
+        Together(vec![Collect, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
+        Sweep { worker: 0, destroy: true },
+        // The first is overtaken, and the second names what is destroyed by now.
+        Report { worker: 0, which: 0, way: Once },
+        Report { worker: 0, which: 0, way: Repeatedly },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 1, way: Once },
+        Report { worker: 0, which: 0, way: Once },
+        Accept { workload: 2, pins: vec![Upload(0), Output(1)], build: None },
+    ]);
+    operations.extend(attempt(2, 0, 3));
+    replay(database, &operations).await;
+}
+
+async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.extend([
+        Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) },
+        Prepare { workload: 1, attempt: 0, worker: 0, make: Later },
+        EndAttempt { workload: 1, attempt: 0 },
+        Advance { seconds: 20 },
+        Collect,
+        Sweep { worker: 0, destroy: true },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        // Its gateway was frozen, and makes it now.
+        Make { worker: 0 },
+        Prepared { workload: 1, attempt: 0 },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        Settle { workload: 1, attempt: 0, status: Aborted, outputs: NoOutput, build: None },
+    ]);
+    replay(database, &operations).await;
+}

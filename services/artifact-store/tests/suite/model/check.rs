@@ -1,0 +1,418 @@
+//! What the store shows, compared with the model: what must be there is, and what went stays away.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use domain::ArtifactId;
+use rpc::pb::artifacts::{ArtifactState, InventoryState};
+use uuid::Uuid;
+
+use super::operations::Artifact;
+use super::state::{Accepted, State, Violation, artifact_id, must};
+use crate::digest;
+
+/// What the store answers to lists. They are asked for one after the other, while collections may run.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct View {
+    pub(crate) artifacts: BTreeMap<ArtifactId, SeenArtifact>,
+    pub(crate) volumes: BTreeMap<Uuid, SeenVolume>,
+    pub(crate) containers: BTreeMap<Uuid, InventoryState>,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct SeenArtifact {
+    pub(crate) state: ArtifactState,
+    pub(crate) digest: Vec<u8>,
+    pub(crate) size_bytes: u64,
+    pub(crate) replicas: Vec<Uuid>,
+    /// What the store says keeps it.
+    pub(crate) kept_by: Vec<String>,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct SeenVolume {
+    pub(crate) state: InventoryState,
+    pub(crate) parent: Option<Uuid>,
+}
+
+/// What was seen before, and never changes back.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Past {
+    /// Volumes and containers that were there.
+    known: BTreeSet<Uuid>,
+    /// Those that were marked.
+    marked: BTreeSet<Uuid>,
+    /// Those that were forgotten.
+    forgotten: BTreeSet<Uuid>,
+}
+
+/// How many bytes everything has that is completed in these tests.
+pub(crate) const SIZE: u64 = 10;
+
+fn is_marked(state: InventoryState) -> bool {
+    matches!(state, InventoryState::Destroying | InventoryState::Sweeping)
+}
+
+/// Judges what the store shows, and notes in the model what has gone that was free to.
+pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+    artifacts(state, view)?;
+    volumes(state, view)?;
+    containers(state, view)?;
+    past.look(view)?;
+    // What is neither known nor there any more is of no interest.
+    state.volumes.retain(|id, volume| volume.on_disk || view.volumes.contains_key(id));
+    state.containers.retain(|id, container| container.on_disk || view.containers.contains_key(id));
+    Ok(())
+}
+
+fn artifacts(state: &mut State, view: &View) -> Accepted {
+    let kept = state.kept();
+    let all: Vec<Artifact> = state.artifacts.keys().copied().collect();
+    for artifact in all {
+        let seen = view.artifacts.get(&artifact_id(artifact));
+        let seen = seen.filter(|seen| seen.state != ArtifactState::Deleting);
+        let keeper = kept.get(&artifact);
+        let Some(seen) = seen else {
+            must!(keeper.is_none(), "{artifact:?} is kept by {keeper:?}, and marked or gone");
+            if let Some(record) = state.artifacts.get_mut(&artifact) {
+                record.gone = true;
+            }
+            continue;
+        };
+        let Some(record) = state.artifacts.get_mut(&artifact) else { continue };
+        if std::mem::take(&mut record.doubtful)
+            && seen.state == ArtifactState::Open
+            && record.sealed.is_some()
+        {
+            state.reopen(artifact);
+            continue;
+        }
+        must!(!record.gone, "{artifact:?} was marked or gone, and is there again");
+        match record.sealed {
+            None => must!(seen.state == ArtifactState::Open, "{artifact:?} is sealed, and nobody did"),
+            Some(content) => {
+                must!(seen.state == ArtifactState::Sealed, "{artifact:?} was sealed, and is open");
+                let same = seen.digest == digest(content.into()).as_bytes() && seen.size_bytes == SIZE;
+                must!(same, "{artifact:?} was sealed with {content}, and is {seen:?}");
+                if let Some(keeper) = keeper {
+                    let there: Vec<_> = state.replicas(artifact, content).map(|(id, _)| id).collect();
+                    let found = there.is_empty() || there.iter().any(|id| seen.replicas.contains(id));
+                    must!(
+                        found,
+                        "{artifact:?}, kept by {keeper}, is held by {there:?}, and found at {:?}",
+                        seen.replicas
+                    );
+                }
+            }
+        }
+    }
+    let known: BTreeSet<_> = state.artifacts.keys().map(|artifact| artifact_id(*artifact)).collect();
+    let unknown = view.artifacts.keys().find(|id| !known.contains(*id));
+    must!(unknown.is_none(), "artifact {unknown:?} is there, and nobody made it");
+    Ok(())
+}
+
+fn volumes(state: &State, view: &View) -> Accepted {
+    let kept = state.kept();
+    for (id, volume) in &state.volumes {
+        let seen = view.volumes.get(id);
+        if let Some(need) = state.need_of_volume(*id, &kept) {
+            let is_there = seen.is_some_and(|seen| !is_marked(seen.state));
+            must!(is_there, "volume {id} is needed by {need}, and is {seen:?}");
+        }
+        must!(
+            seen.is_some() || !volume.on_disk || volume.late,
+            "volume {id} was forgotten although it is there: {volume:?}"
+        );
+    }
+    for (id, seen) in view.volumes.iter().filter(|(_, seen)| !is_marked(seen.state)) {
+        let Some(parent) = seen.parent else { continue };
+        let of_parent = view.volumes.get(&parent);
+        let is_there = of_parent.is_some_and(|seen| !is_marked(seen.state));
+        must!(is_there, "volume {id} is no garbage, and its parent {parent} is {of_parent:?}");
+    }
+    Ok(())
+}
+
+fn containers(state: &State, view: &View) -> Accepted {
+    for (id, container) in &state.containers {
+        let seen = view.containers.get(id);
+        if let Some(need) = state.need_of_container(*id) {
+            let is_there = seen.is_some_and(|seen| !is_marked(*seen));
+            must!(is_there, "container {id} is needed by {need}, and is {seen:?}");
+        }
+        must!(
+            seen.is_some() || !container.on_disk || container.late,
+            "container {id} was forgotten although it is there: {container:?}"
+        );
+    }
+    Ok(())
+}
+
+impl Past {
+    fn look(&mut self, view: &View) -> Accepted {
+        let volumes = view.volumes.iter().map(|(id, seen)| (*id, seen.state));
+        let seen: BTreeMap<Uuid, _> =
+            volumes.chain(view.containers.iter().map(|(id, seen)| (*id, *seen))).collect();
+        for (id, state) in &seen {
+            must!(!self.forgotten.contains(id), "{id} was forgotten, and is there again");
+            must!(is_marked(*state) || !self.marked.contains(id), "{id} was marked, and is {state:?} again");
+        }
+        let gone: Vec<_> = self.known.iter().filter(|id| !seen.contains_key(*id)).copied().collect();
+        for id in gone {
+            self.known.remove(&id);
+            self.marked.remove(&id);
+            self.forgotten.insert(id);
+        }
+        self.known.extend(seen.keys());
+        self.marked.extend(seen.iter().filter(|(_, state)| is_marked(**state)).map(|(id, _)| *id));
+        Ok(())
+    }
+}
+
+/// What must be there when everything that was to end has ended, and all that was free to go has gone: what builds still own, its replicas,
+/// and nothing else.
+pub(crate) fn settled(state: &State, view: &View) -> Accepted {
+    let kept = state.kept();
+    // What is kept, and what that is a copy-on-write child of. One that is lost is kept in mind: it may come back with its worker.
+    let holds_kept =
+        |id: &&Uuid| state.holds_replica(**id).is_some_and(|artifact| kept.contains_key(&artifact));
+    let mut of_kept: BTreeSet<Uuid> = state.volumes.keys().filter(holds_kept).copied().collect();
+    let mut next: Vec<_> = of_kept.iter().copied().collect();
+    while let Some(id) = next.pop() {
+        let parent = view.volumes.get(&id).and_then(|seen| seen.parent);
+        next.extend(parent.filter(|parent| of_kept.insert(*parent)));
+    }
+    let left: Vec<_> = view.volumes.iter().filter(|(id, _)| !of_kept.contains(id)).collect();
+    must!(left.is_empty(), "these volumes are of nothing that is kept, and left: {left:?}");
+
+    let kept_ids: BTreeSet<_> = kept.keys().map(|artifact| artifact_id(*artifact)).collect();
+    let missing: Vec<_> = kept_ids.iter().filter(|id| !view.artifacts.contains_key(id)).collect();
+    must!(missing.is_empty(), "these artifacts are kept, and gone: {missing:?}");
+    let is_tombstone = |seen: &SeenArtifact| {
+        seen.state == ArtifactState::Deleting && seen.replicas.iter().any(|id| of_kept.contains(id))
+    };
+    let left: Vec<_> =
+        view.artifacts.iter().filter(|(id, seen)| !kept_ids.contains(id) && !is_tombstone(seen)).collect();
+    must!(left.is_empty(), "nobody keeps these artifacts, and they are left: {left:?}");
+
+    must!(view.containers.is_empty(), "containers are left: {:?}", view.containers);
+    let on_disk = state.volumes.iter().filter(|(id, volume)| volume.on_disk && !of_kept.contains(id));
+    let on_disk: Vec<_> = on_disk.collect();
+    must!(on_disk.is_empty(), "these are on a disk still: {on_disk:?}");
+    let on_disk: Vec<_> = state.containers.iter().filter(|(_, container)| container.on_disk).collect();
+    must!(on_disk.is_empty(), "these are on a disk still: {on_disk:?}");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    //! The checks can fail: each is shown an answer that must not be.
+
+    use rpc::pb::artifacts as pb;
+
+    use super::super::operations::{Make, Operation, Outputs, Status, Way};
+    use super::super::state::{Outcome, Standing, build_id};
+    use super::*;
+
+    const REPLICA: Uuid = Uuid::from_u128(1);
+    const INPUT: Uuid = Uuid::from_u128(2);
+    const OUTPUT: Uuid = Uuid::from_u128(3);
+    const CONTAINER: Uuid = Uuid::from_u128(4);
+    const ARTIFACT: Artifact = Artifact::Upload(0);
+
+    fn accepted(state: &mut State, operation: Operation, outcome: Outcome) {
+        state.accept(&operation, &outcome).expect("it may be");
+    }
+
+    fn refused(reason: rpc::Reason) -> Outcome {
+        let refusal = rpc::Refusal {
+            code: reason.code(),
+            reason: Some(reason.as_str().to_owned()),
+            message: String::new(),
+            about: Default::default(),
+        };
+        Outcome::Refused(refusal)
+    }
+
+    /// A build owns an artifact with one replica, and a workload that pins it has prepared an attempt.
+    fn in_use() -> (State, View) {
+        let mut state = State::new(1);
+        let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 0, term: 600 };
+        accepted(&mut state, build, Outcome::Done);
+        accepted(&mut state, Operation::Create { upload: 0, owner: Some(0) }, Outcome::Done);
+        let plan = Operation::Plan { transfer: 0, artifact: ARTIFACT, worker: 0, make: Make::Now };
+        let planned = Outcome::Planned { handle: REPLICA, outcome: pb::PlanOutcome::Yours };
+        accepted(&mut state, plan, planned);
+        accepted(&mut state, Operation::Arrive { transfer: 0, content: 7 }, Outcome::Done);
+        accepted(&mut state, Operation::Seal { upload: 0, content: 7 }, Outcome::Done);
+        let accept = Operation::Accept { workload: 1, pins: vec![ARTIFACT], build: None };
+        accepted(&mut state, accept, Outcome::Done);
+        let prepare = Operation::Prepare { workload: 1, attempt: 0, worker: 0, make: Make::Now };
+        accepted(&mut state, prepare, prepared());
+        accepted(&mut state, Operation::Prepared { workload: 1, attempt: 0 }, Outcome::Done);
+
+        let mut view = View::default();
+        let artifact = SeenArtifact {
+            state: ArtifactState::Sealed,
+            digest: digest(7).as_bytes().to_vec(),
+            size_bytes: SIZE,
+            replicas: vec![REPLICA],
+            kept_by: vec![format!("build {}", build_id(0))],
+        };
+        view.artifacts.insert(artifact_id(ARTIFACT), artifact);
+        let created = |parent| SeenVolume { state: InventoryState::Created, parent };
+        view.volumes.insert(REPLICA, created(None));
+        view.volumes.insert(INPUT, created(Some(REPLICA)));
+        view.volumes.insert(OUTPUT, created(Some(REPLICA)));
+        view.containers.insert(CONTAINER, InventoryState::Created);
+        (state, view)
+    }
+
+    fn prepared() -> Outcome {
+        let volume = |handle: Uuid| pb::PreparedVolume {
+            volume_handle: handle.to_string(),
+            parent_handle: REPLICA.to_string(),
+            ..Default::default()
+        };
+        let planned = pb::PrepareResponse {
+            container_handle: CONTAINER.to_string(),
+            volumes: vec![volume(INPUT), volume(OUTPUT)],
+        };
+        Outcome::Prepared { inputs: vec![ARTIFACT], planned }
+    }
+
+    fn judge(spoil: impl FnOnce(&mut State, &mut View)) -> Accepted {
+        let (mut state, mut view) = in_use();
+        let mut past = Past::default();
+        check(&mut state, &mut past, &view).expect("nothing is wrong yet");
+        spoil(&mut state, &mut view);
+        check(&mut state, &mut past, &view)
+    }
+
+    #[track_caller]
+    fn assert_found(judged: Accepted, what: &str) {
+        let Violation(found) = judged.expect_err("it must not be");
+        assert!(found.contains(what), "{found}");
+    }
+
+    fn artifact_in(view: &mut View) -> &mut SeenArtifact {
+        view.artifacts.get_mut(&artifact_id(ARTIFACT)).expect("it is there")
+    }
+
+    #[test]
+    fn what_is_kept_and_marked_is_found() {
+        let marked = judge(|_, view| artifact_in(view).state = ArtifactState::Deleting);
+        assert_found(marked, "marked or gone");
+        let gone = judge(|_, view| view.artifacts.clear());
+        assert_found(gone, "marked or gone");
+        for id in [REPLICA, INPUT, OUTPUT] {
+            let mark = |_: &mut State, view: &mut View| {
+                view.volumes.get_mut(&id).expect("it is there").state = InventoryState::Destroying;
+            };
+            assert_found(judge(mark), "is needed by");
+        }
+        let container =
+            judge(|_, view| *view.containers.get_mut(&CONTAINER).expect("there") = InventoryState::Sweeping);
+        assert_found(container, "is needed by attempt");
+    }
+
+    #[test]
+    fn what_was_sealed_and_changed_is_found() {
+        assert_found(judge(|_, view| artifact_in(view).size_bytes += 1), "was sealed with 7");
+        assert_found(judge(|_, view| artifact_in(view).digest[0] ^= 1), "was sealed with 7");
+        assert_found(judge(|_, view| artifact_in(view).state = ArtifactState::Open), "and is open");
+        assert_found(judge(|_, view| artifact_in(view).replicas.clear()), "found at");
+    }
+
+    #[test]
+    fn what_went_and_came_again_is_found() {
+        let (mut state, mut view) = in_use();
+        let settle = Operation::Settle {
+            workload: 1,
+            attempt: 0,
+            status: Status::Aborted,
+            outputs: Outputs::NoOutput,
+            build: None,
+        };
+        accepted(&mut state, settle, Outcome::Done);
+        accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
+        let mut past = Past::default();
+        check(&mut state, &mut past, &view).expect("it may be there still");
+        let before = view.clone();
+        artifact_in(&mut view).state = ArtifactState::Deleting;
+        for volume in view.volumes.values_mut() {
+            volume.state = InventoryState::Sweeping;
+        }
+        check(&mut state, &mut past, &view).expect("nothing keeps it");
+        assert_found(past.clone().look(&before), "was marked, and is Created again");
+        assert_found(check(&mut state, &mut past, &before), "is there again");
+        past.look(&View::default()).expect("it may go");
+        assert_found(past.look(&view), "was forgotten, and is there again");
+    }
+
+    #[test]
+    fn what_is_on_a_disk_and_forgotten_is_found() {
+        let (mut state, mut view) = in_use();
+        accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
+        view.volumes.remove(&INPUT);
+        assert_found(check(&mut state, &mut Past::default(), &view), "forgotten although it is there");
+        let response =
+            pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
+        let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
+        let reported = Outcome::Reported { response: response.clone(), standing: Standing::Good };
+        assert_found(state.accept(&report, &reported), "forgotten although it was there");
+        let reported = Outcome::Reported { response, standing: Standing::Overtaken };
+        assert_found(state.accept(&report, &reported), "too late");
+    }
+
+    #[test]
+    fn answers_that_must_not_be_are_found() {
+        let pin = || Operation::Accept { workload: 2, pins: vec![ARTIFACT], build: None };
+        let (mut state, _) = in_use();
+        let refusal = refused(rpc::Reason::InputUnavailable);
+        assert_found(state.accept(&pin(), &refusal), "nothing in its way");
+        let sweep = Operation::Sweep { worker: 0, destroy: true };
+        assert_found(state.accept(&sweep, &Outcome::Swept(vec![REPLICA])), "handed out, and needed");
+        let seal = Operation::Seal { upload: 0, content: 8 };
+        assert_found(state.accept(&seal, &Outcome::Done), "sealed with other bytes");
+        let adopt = Operation::Adopt { content: 7, owner: None };
+        assert_found(state.accept(&adopt, &Outcome::Adopted(None)), "holds it");
+
+        accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
+        let again = Operation::Prepare { workload: 1, attempt: 0, worker: 0, make: Make::Now };
+        assert_found(state.accept(&again, &prepared()), "it has ended");
+        let parent_first = Outcome::Swept(vec![INPUT, REPLICA, OUTPUT]);
+        let settle = Operation::Settle {
+            workload: 1,
+            attempt: 0,
+            status: Status::Failed,
+            outputs: Outputs::NoOutput,
+            build: None,
+        };
+        accepted(&mut state, settle, Outcome::Done);
+        accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
+        assert_found(state.clone().accept(&sweep, &parent_first), "before its child");
+        let with_build = Operation::Accept { workload: 2, pins: Vec::new(), build: Some(0) };
+        assert_found(state.accept(&with_build, &Outcome::Done), "its build has ended");
+    }
+
+    #[test]
+    fn what_is_left_or_missing_in_the_end_is_found() {
+        let (mut state, mut view) = in_use();
+        assert_found(settled(&state, &view), "of nothing that is kept");
+        accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
+        let swept = Outcome::Swept(vec![CONTAINER, INPUT, OUTPUT]);
+        accepted(&mut state, Operation::Sweep { worker: 0, destroy: true }, swept);
+        for id in [INPUT, OUTPUT] {
+            view.volumes.remove(&id);
+        }
+        assert_found(settled(&state, &view), "containers are left");
+        view.containers.clear();
+        settled(&state, &view).expect("what is owned is there, and nothing else");
+        assert_found(settled(&state, &View::default()), "and gone");
+        assert!(state.holds_on(0), "{}", build_id(0));
+        let other = view.artifacts.values().next().expect("one").clone();
+        view.artifacts.insert(artifact_id(Artifact::Upload(5)), other);
+        assert_found(settled(&state, &view), "nobody keeps these");
+    }
+}

@@ -1,0 +1,318 @@
+//! Random operations on a real store, against a model of who keeps what and what is on the workers' disks.
+//!
+//! ```text
+//! operations    what may happen, as data, and how it is generated from a seed
+//! state         the model: what was answered may be, and what is certain
+//! check         what the store shows, compared with the model
+//! world         the replicas of the store, and the gateways
+//! shrink        leaves out of a list that fails what it does not take
+//! cases         lists that are kept
+//! ```
+//!
+//! After every operation, and every batch of operations at the same time: what a build owns, a workload pinned, or an attempt's volume is made
+//! from is not marked, it has the bytes that it was sealed with, and is found where it is on a disk; what is on a disk was not forgotten; what
+//! was forgotten does not come again. In the end: nothing is left but what is owned, and when nothing is, nothing.
+//!
+//! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
+//! would have taken the answers one by one.
+//!
+//! `GANTRY_SEEDS` seeds of `GANTRY_STEPS` operations are run; `GANTRY_SEED` runs one again, and `GANTRY_SOAK` says for how many hours `soak`
+//! goes on with new ones. A violation is shrunk for up to `GANTRY_SHRINK` seconds, and printed as code for `cases.rs`.
+
+mod cases;
+mod check;
+mod operations;
+mod shrink;
+mod state;
+mod world;
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use testing::databases::{self, TestDatabase};
+
+use self::check::Past;
+use self::operations::{Generator, Operation, Outputs, Status, WORKERS, Way};
+use self::state::{Outcome, State, Violation};
+use self::world::{REMEMBER, World};
+
+/// How many seeds a test runs by itself, and of how many operations.
+const SEEDS: u64 = 3;
+const STEPS: u64 = 2000;
+
+/// Rounds of collecting, sweeping and reporting until nothing may be left.
+const ROUNDS: usize = 60;
+
+fn setting(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|_| panic!("{name} is a number")))
+}
+
+/// The two databases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Sqlite,
+    Postgres,
+}
+
+impl Kind {
+    async fn fresh(self) -> TestDatabase {
+        match self {
+            Self::Sqlite => databases::sqlite(),
+            Self::Postgres => databases::postgres().await,
+        }
+    }
+
+    /// The module of the tests on it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Sqlite => "sqlite",
+            Self::Postgres => "postgres",
+        }
+    }
+}
+
+/// Operations after which something was wrong.
+#[derive(Debug)]
+struct Failure {
+    /// How many it took.
+    steps: usize,
+    violation: Violation,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "after {} operations: {}", self.steps, self.violation)
+    }
+}
+
+/// Applies `operations` to a fresh store, and then lets everything end.
+async fn run(database: TestDatabase, operations: &[Operation]) -> Result<(), Failure> {
+    let mut run =
+        Run { world: World::start(database).await, state: State::new(WORKERS), past: Past::default() };
+    let mut result = Ok(());
+    for (index, operation) in operations.iter().enumerate() {
+        result = run.step(operation).await.map_err(|violation| Failure { steps: index + 1, violation });
+        if result.is_err() {
+            break;
+        }
+    }
+    if result.is_ok() {
+        result = run.quiesce().await.map_err(|violation| Failure { steps: operations.len(), violation });
+    }
+    run.world.end().await;
+    result
+}
+
+struct Run {
+    world: World,
+    state: State,
+    past: Past,
+}
+
+impl Run {
+    async fn step(&mut self, operation: &Operation) -> Result<(), Violation> {
+        match operation {
+            Operation::Together(parts) => self.together(parts).await?,
+            one => {
+                let outcome = self.world.perform(&self.state, one).await;
+                if matches!(outcome, Outcome::Skipped) {
+                    return Ok(());
+                }
+                self.state.accept(one, &outcome)?;
+            }
+        }
+        self.look().await
+    }
+
+    async fn look(&mut self) -> Result<(), Violation> {
+        check::check(&mut self.state, &mut self.past, &self.world.view().await)
+    }
+
+    async fn together(&mut self, parts: &[Operation]) -> Result<(), Violation> {
+        let perform = async |index: usize| match parts.get(index) {
+            Some(part) => self.world.perform(&self.state, part).await,
+            None => Outcome::Skipped,
+        };
+        let (first, second, third, fourth) = tokio::join!(perform(0), perform(1), perform(2), perform(3));
+        let outcomes = [first, second, third, fourth];
+        let answered: Vec<_> = parts.iter().zip(&outcomes).collect();
+        self.state = in_some_order(&self.state, &answered)?;
+        Ok(())
+    }
+
+    /// Everything ends but builds that own something; then these, too.
+    async fn quiesce(&mut self) -> Result<(), Violation> {
+        let (workloads, of_owners) = self.state.unsettled();
+        self.settle(&workloads).await?;
+        for workload in &of_owners {
+            for attempt in 0..=u8::MAX {
+                if self.state.made_for(*workload, attempt).is_none() {
+                    break;
+                }
+                self.step(&Operation::EndAttempt { workload: *workload, attempt }).await?;
+            }
+        }
+        self.come_to_rest().await?;
+        self.settle(&of_owners).await?;
+        self.come_to_rest().await?;
+
+        // Nothing is kept now, and in the end not even remembered.
+        let seconds = u32::try_from(REMEMBER + 3600).expect("some years");
+        self.step(&Operation::Advance { seconds }).await?;
+        let mut left = Vec::new();
+        for _ in 0..ROUNDS {
+            self.step(&Operation::Collect).await?;
+            left = self.world.rows_left().await;
+            if left.is_empty() {
+                return Ok(());
+            }
+        }
+        Err(Violation(format!("nothing is kept, and rows are left: {left:?}")))
+    }
+
+    async fn settle(&mut self, workloads: &[u16]) -> Result<(), Violation> {
+        for workload in workloads.iter().copied() {
+            let (status, outputs) = (Status::Aborted, Outputs::NoOutput);
+            self.step(&Operation::Settle { workload, attempt: 0, status, outputs, build: None }).await?;
+        }
+        Ok(())
+    }
+
+    /// Time passes, and workers sweep and report, until only what is kept is left.
+    async fn come_to_rest(&mut self) -> Result<(), Violation> {
+        let mut rest = Ok(());
+        for round in 0..ROUNDS {
+            // Whatever has a term is over after a few long pauses; a short one is none in which nobody could have renewed it.
+            self.step(&Operation::Advance { seconds: if round < 3 { 900 } else { 25 } }).await?;
+            self.step(&Operation::Collect).await?;
+            for worker in 0..WORKERS {
+                self.step(&Operation::Make { worker }).await?;
+                self.step(&Operation::Sweep { worker, destroy: true }).await?;
+                self.step(&Operation::BeginReport { worker }).await?;
+                self.step(&Operation::Report { worker, which: u8::MAX, way: Way::Once }).await?;
+            }
+            self.step(&Operation::Collect).await?;
+            rest = check::settled(&self.state, &self.world.view().await);
+            if rest.is_ok() {
+                return Ok(());
+            }
+        }
+        rest
+    }
+}
+
+/// What is known after operations at the same time, in some order in which each was answered as it may be.
+fn in_some_order(state: &State, answered: &[(&Operation, &Outcome)]) -> Result<State, Violation> {
+    if answered.is_empty() {
+        return Ok(state.clone());
+    }
+    let mut why = Vec::new();
+    for first in 0..answered.len() {
+        let mut after = state.clone();
+        let (operation, outcome) = answered[first];
+        if let Err(violation) = after.accept(operation, outcome) {
+            why.push(violation);
+            continue;
+        }
+        let rest: Vec<_> = [&answered[..first], &answered[first + 1..]].concat();
+        match in_some_order(&after, &rest) {
+            Ok(state) => return Ok(state),
+            Err(violation) => why.push(violation),
+        }
+    }
+    // One of the reasons says enough.
+    Err(why.swap_remove(0))
+}
+
+/// Runs one seed, and panics with the shortest list of operations that was found to fail.
+async fn run_seed(kind: Kind, seed: u64, steps: u64) {
+    let begun = Instant::now();
+    let operations = Generator::generate(seed, usize::try_from(steps).expect("as many as fit"));
+    let Err(failure) = run(kind.fresh().await, &operations).await else {
+        eprintln!("{kind:?}: GANTRY_SEED={seed} GANTRY_STEPS={steps} in {:?}", begun.elapsed());
+        return;
+    };
+    let again = format!(
+        "GANTRY_SEED={seed} GANTRY_STEPS={steps} cargo test -p artifact-store --test suite \
+         model::{}::nothing_in_use_goes_and_nothing_unused_stays",
+        kind.name()
+    );
+    eprintln!("{kind:?}, {failure}\nrun it again: {again}\nleaving operations out…");
+    let in_the_end = failure.steps == operations.len();
+    let mut failing = operations;
+    failing.truncate(failure.steps);
+    let deadline = Instant::now() + Duration::from_secs(setting("GANTRY_SHRINK").unwrap_or(300));
+    let shrunk = shrink::shrink(failing, deadline, |operations| async move {
+        // What depends on timing does not fail each time.
+        for _ in 0..if operations.iter().any(is_at_once) { 3 } else { 1 } {
+            match run(kind.fresh().await, &operations).await {
+                Err(failure) if in_the_end || failure.steps < operations.len() => return Some(failure.steps),
+                Err(_) => return Some(operations.len()),
+                Ok(()) => {}
+            }
+        }
+        None
+    });
+    let shrunk = shrunk.await;
+    let last = run(kind.fresh().await, &shrunk).await.err();
+    let last = last.map_or_else(|| "it does not fail each time".to_owned(), |last| last.to_string());
+    let code = operations::code(&format!("found_by_seed_{seed}"), &shrunk);
+    panic!(
+        "{kind:?}, {failure}\nrun it again: {again}\n{} operations are left, {last}\n\n{code}",
+        shrunk.len()
+    );
+}
+
+fn is_at_once(operation: &Operation) -> bool {
+    matches!(operation, Operation::Together(_) | Operation::Kill { .. })
+}
+
+async fn run_seeds(kind: Kind) {
+    let steps = setting("GANTRY_STEPS").unwrap_or(STEPS);
+    if let Some(seed) = setting("GANTRY_SEED") {
+        return run_seed(kind, seed, steps).await;
+    }
+    for _ in 0..setting("GANTRY_SEEDS").unwrap_or(SEEDS) {
+        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps).await;
+    }
+}
+
+/// New seeds until the time is over.
+async fn soak_on(kind: Kind) {
+    let hours = std::env::var("GANTRY_SOAK").map_or(1.0, |hours| hours.parse().expect("hours"));
+    let deadline = Instant::now() + Duration::from_secs_f64(hours * 3600.0);
+    let steps = setting("GANTRY_STEPS").unwrap_or(STEPS);
+    while Instant::now() < deadline {
+        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps).await;
+    }
+}
+
+mod sqlite {
+    use super::{Kind, run_seeds, soak_on};
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn nothing_in_use_goes_and_nothing_unused_stays() {
+        run_seeds(Kind::Sqlite).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "goes on for hours: make soak"]
+    async fn soak() {
+        soak_on(Kind::Sqlite).await;
+    }
+}
+
+mod postgres {
+    use super::{Kind, run_seeds, soak_on};
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn nothing_in_use_goes_and_nothing_unused_stays() {
+        run_seeds(Kind::Postgres).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    #[ignore = "goes on for hours: make soak"]
+    async fn soak() {
+        soak_on(Kind::Postgres).await;
+    }
+}
