@@ -84,9 +84,12 @@ struct Bad {
     /// Its field, such as `outputs.digest`.
     field: String,
     what: String,
-    change: Box<dyn Fn(&mut Vec<DynamicMessage>) + Send + Sync>,
+    change: Change,
     expected: Expected,
 }
+
+/// Makes the messages of a good request those of a bad one.
+type Change = Box<dyn Fn(&mut Vec<DynamicMessage>) + Send + Sync>;
 
 /// What comes of it.
 enum Expected {
