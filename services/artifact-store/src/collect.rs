@@ -122,7 +122,8 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
         match collected {
             Ok(collected) if collected.is_empty() => {}
             Ok(collected) => {
-                let size_bytes: u64 = collected.iter().map(|collected| collected.size_bytes).sum();
+                let sizes = collected.iter().map(|collected| collected.size_bytes);
+                let size_bytes = sizes.fold(0, u64::saturating_add);
                 tracing::info!(collected = collected.len(), size_bytes, "garbage marked");
             }
             Err(error) => tracing::warn!(error = %error, "cannot collect garbage just now"),

@@ -25,7 +25,6 @@ use uuid::Uuid;
 use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
 use crate::pins::{self, HolderError};
 use crate::sessions::{SessionError, fence};
-use crate::units::size_column;
 use crate::volumes;
 
 /// What an attempt needs on its worker.
@@ -332,7 +331,7 @@ pub(crate) async fn prepared(
 #[derive(Debug, Clone)]
 pub(crate) struct Bytes {
     pub(crate) digest: Digest,
-    pub(crate) size_bytes: u64,
+    pub(crate) size_bytes: i64,
     /// Whether the digest was computed from the bytes on the worker.
     pub(crate) verified: bool,
 }
@@ -395,7 +394,7 @@ pub(crate) async fn volume_complete(
         .col_expr(volume::Column::JudgedAfter, Expr::value(worker.sequence))
         .col_expr(volume::Column::Complete, Expr::value(true))
         .col_expr(volume::Column::Digest, Expr::value(bytes.digest.as_bytes().to_vec()))
-        .col_expr(volume::Column::SizeBytes, Expr::value(size_column(bytes.size_bytes)))
+        .col_expr(volume::Column::SizeBytes, Expr::value(bytes.size_bytes))
         .col_expr(volume::Column::Verified, Expr::value(bytes.verified))
         .filter(volume::Column::Handle.eq(handle.uuid()))
         .exec(txn)

@@ -304,13 +304,21 @@ async fn lock_candidates(
     Ok(rows.into_iter().filter_map(|row| Some((row.artifact_id?, row))).collect())
 }
 
-/// Ends one attempt of a holder that goes on.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EndAttemptError {
+    #[error("attempt {0} is of another workload")]
+    OtherHolder(AttemptId),
+    #[error("database failed while ending an attempt")]
+    Database(#[from] DbErr),
+}
+
+/// Ends one attempt of a holder that goes on. One that is not known is remembered as ended.
 pub(crate) async fn end_attempt(
     txn: &DatabaseTransaction,
     holder: WorkloadId,
     id: AttemptId,
     now: Timestamp,
-) -> Result<(), DbErr> {
+) -> Result<(), EndAttemptError> {
     let ended = attempt::ActiveModel {
         attempt_id: Set(id.uuid()),
         holder_id: Set(holder.uuid()),
@@ -320,16 +328,17 @@ pub(crate) async fn end_attempt(
     };
     let first_end =
         Func::coalesce([Expr::col((attempt::Entity, attempt::Column::EndedAt)), Expr::value(now.0)]);
-    attempt::Entity::insert(ended)
+    let row = attempt::Entity::insert(ended)
         .on_conflict(
             OnConflict::column(attempt::Column::AttemptId)
                 .value(attempt::Column::EndedAt, Expr::from(first_end))
                 .update_column(attempt::Column::LookAt)
                 .to_owned(),
         )
-        .exec_without_returning(txn)
+        .exec_with_returning(txn)
         .await?;
-    Ok(())
+    // The caller commits only what was its own.
+    if row.holder_id == holder.uuid() { Ok(()) } else { Err(EndAttemptError::OtherHolder(id)) }
 }
 
 /// A holder for which something is kept: pins, a build that only its settling ends, or an attempt that goes on.

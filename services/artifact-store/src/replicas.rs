@@ -14,10 +14,10 @@
 use std::time::Duration;
 
 use domain::{ArtifactId, Digest, Timestamp, TransferId, VolumeHandle, WorkerId};
-use sea_orm::sea_query::{Condition, Expr};
+use sea_orm::sea_query::{Condition, Expr, ExprTrait};
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
-    QueryOrder, QuerySelect,
+    QueryOrder, QuerySelect, QueryTrait,
 };
 use uuid::Uuid;
 
@@ -113,6 +113,12 @@ pub(crate) async fn plan(
                 .await?;
             return Ok(planned(mine.handle, Outcome::Yours));
         }
+        // What arrived is a replica as any other, or a lost one. The transfer may make another volume.
+        volume::Entity::update_many()
+            .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
+            .filter(volume::Column::Handle.eq(mine.handle))
+            .exec(txn)
+            .await?;
     }
 
     let is_copy = artifact.state == ArtifactState::Sealed;
@@ -184,13 +190,22 @@ pub(crate) enum ProgressError {
     Database(#[from] DbErr),
 }
 
-/// Renews the claim of a transfer that goes on.
+/// Renews the claim of a transfer of `team` that goes on.
 pub(crate) async fn progress(
     txn: &DatabaseTransaction,
+    team: &str,
     transfer: TransferId,
     now: Timestamp,
     term: Duration,
 ) -> Result<(), ProgressError> {
+    let its_artifact = Expr::col((artifact::Entity, artifact::Column::ArtifactId))
+        .equals((volume::Entity, volume::Column::ArtifactId));
+    let of_team = artifact::Entity::find()
+        .select_only()
+        .column(artifact::Column::ArtifactId)
+        .filter(its_artifact)
+        .filter(artifact::Column::Team.eq(team))
+        .into_query();
     let holds = Condition::any()
         .add(volume::Column::ClaimedUntil.gt(now.0))
         // What arrived needs no claim any more.
@@ -199,6 +214,7 @@ pub(crate) async fn progress(
         .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
         .filter(volume::Column::TransferId.eq(transfer.uuid()))
         .filter(volume::Column::State.is_not_in(State::GARBAGE))
+        .filter(Expr::exists(of_team))
         .filter(holds)
         .exec(txn)
         .await?;
@@ -283,10 +299,11 @@ pub(crate) async fn seal(
     Ok((located.ok_or(SealError::ArtifactNotFound(id))?, marked))
 }
 
-/// Abandons a transfer: its volume is garbage unless it is a replica, and so is the artifact that was made for it. Answers the workers
-/// concerned.
+/// Abandons a transfer of `team`: its volume is garbage unless it is a replica, and so is the artifact that was made for it. Answers the
+/// workers concerned.
 pub(crate) async fn abandon(
     txn: &DatabaseTransaction,
+    team: &str,
     transfer: TransferId,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
@@ -299,7 +316,7 @@ pub(crate) async fn abandon(
         return Ok(Vec::new());
     };
     let artifact = artifact::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
-    match artifact.map(|artifact| artifact.state) {
+    match artifact.filter(|artifact| artifact.team == team).map(|artifact| artifact.state) {
         Some(ArtifactState::Open) => {}
         Some(ArtifactState::Sealed) => {
             // What arrived is a replica. Who completes a volume holds the artifact's row, too, so that this cannot change now.
@@ -310,7 +327,7 @@ pub(crate) async fn abandon(
             let unfinished: Vec<_> = unfinished.into_iter().map(|row| row.handle).collect();
             return sweep::mark_volumes(txn, &unfinished, Why::TransferAbandoned).await;
         }
-        // So will be the volume.
+        // So will be the volume; or it is none of this team's.
         Some(ArtifactState::Deleting) | None => return Ok(Vec::new()),
     }
     if !others_need(txn, id, planned.handle).await? {

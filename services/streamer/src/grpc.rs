@@ -301,7 +301,7 @@ fn parse_open(open: pb::UploadOpen) -> Result<Wanted, Status> {
             digest => Some(parse_digest("open.digest", digest)?),
         },
         build: parse_optional_id("open.build_id", &open.build_id)?,
-        label: open.label,
+        label: rpc::parse_label("open.label", open.label)?,
     })
 }
 

@@ -87,7 +87,10 @@ pub(crate) async fn carry_out(mut peers: Peers, mut task: Task, stopping: Cancel
             error = domain::chain(error),
             "a copy ended without its end"
         );
-        let abandon = store::AbandonUploadRequest { transfer_id: task.transfer.to_string() };
+        let abandon = store::AbandonUploadRequest {
+            transfer_id: task.transfer.to_string(),
+            team: task.wanted.team.clone(),
+        };
         if let Err(status) = peers.replicas.abandon_upload(abandon).await {
             tracing::debug!(error = %Refusal::from(status), "the claim of a copy is left to run out");
         }
@@ -125,7 +128,7 @@ async fn copy(peers: &mut Peers, task: &mut Task) -> Result<Copied, CopyError> {
         return Err(CopyError::NotFound(task.wanted.artifact));
     }
     task.tell(Progress { total: planned.size_bytes, ..Progress::default() });
-    let renewed = keep_claim(peers.clone(), task.transfer, shortest(planned.term, planned.term));
+    let renewed = keep_claim(peers.clone(), claim_of(task), shortest(planned.term, planned.term));
     tokio::select! {
         copied = fetch(peers, task, &planned) => copied,
         lost = renewed => Err(lost.into()),
@@ -150,12 +153,16 @@ fn volume(planned: &store::PlanReplicaResponse) -> Result<VolumeHandle, CopyErro
     planned.volume_handle.parse().map_err(|_| CopyError::Nonsense("volume handle"))
 }
 
+/// Says that a copy goes on.
+fn claim_of(task: &Task) -> store::ProgressRequest {
+    store::ProgressRequest { transfer_id: task.transfer.to_string(), team: task.wanted.team.clone() }
+}
+
 /// Renews the claim of a copy for as long as it is polled. Answers when it is lost.
-async fn keep_claim(mut peers: Peers, transfer: domain::TransferId, mut term: Duration) -> Refusal {
+async fn keep_claim(mut peers: Peers, claim: store::ProgressRequest, mut term: Duration) -> Refusal {
     loop {
         tokio::time::sleep(term / 3).await;
-        let request = store::ProgressRequest { transfer_id: transfer.to_string() };
-        match peers.replicas.progress(request).await.map_err(Refusal::from) {
+        match peers.replicas.progress(claim.clone()).await.map_err(Refusal::from) {
             Ok(claim) => {
                 let renewed = claim.into_inner().term;
                 term = shortest(renewed, renewed);

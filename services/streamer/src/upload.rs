@@ -218,7 +218,8 @@ impl Upload {
 
     /// Says that the transfer goes on. Refused: somebody else decided that it does not.
     pub(crate) async fn renew(&mut self, peers: &mut Peers) -> Result<(), Refusal> {
-        let progress = store::ProgressRequest { transfer_id: self.transfer.to_string() };
+        let progress =
+            store::ProgressRequest { transfer_id: self.transfer.to_string(), team: self.wanted.team.clone() };
         let claim = peers.replicas.progress(progress).await?.into_inner();
         let renew = scheduler::RenewRequest { lease_token: self.lease_token.clone() };
         let lease = peers.placements.renew(renew).await?.into_inner();
@@ -247,7 +248,10 @@ impl Upload {
 
     /// Throws away what arrived.
     pub(crate) async fn abandon(&self, peers: &mut Peers) {
-        let abandon = store::AbandonUploadRequest { transfer_id: self.transfer.to_string() };
+        let abandon = store::AbandonUploadRequest {
+            transfer_id: self.transfer.to_string(),
+            team: self.wanted.team.clone(),
+        };
         if let Err(status) = peers.replicas.abandon_upload(abandon).await {
             tracing::debug!(error = %Refusal::from(status), "an upload's claim is left to run out");
         }

@@ -8,10 +8,13 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// The text is no UUID.
+/// The text is no UUID. Only its beginning is kept, for it may be of any length and is answered to whoever sent it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a UUID")]
 pub struct ParseIdError(pub String);
+
+/// How many characters of what is no UUID are kept: more than any UUID has.
+const BEGINNING: usize = 64;
 
 macro_rules! typed_id {
     ($($(#[$doc:meta])* $name:ident,)+) => {$(
@@ -51,7 +54,7 @@ macro_rules! typed_id {
             type Err = ParseIdError;
 
             fn from_str(text: &str) -> Result<Self, ParseIdError> {
-                Uuid::try_parse(text).map(Self).map_err(|_| ParseIdError(text.to_owned()))
+                Uuid::try_parse(text).map(Self).map_err(|_| ParseIdError(text.chars().take(BEGINNING).collect()))
             }
         }
     )+};
@@ -102,6 +105,7 @@ mod tests {
         assert!(first < second);
         assert_eq!(first.to_string().parse(), Ok(first));
         assert_eq!("x".parse::<WorkerId>(), Err(ParseIdError("x".to_owned())));
+        assert_eq!("ü".repeat(100_000).parse::<WorkerId>(), Err(ParseIdError("ü".repeat(64))));
     }
 
     #[test]

@@ -40,6 +40,17 @@ pub fn parse_team(field: &str, team: String) -> Result<String, Status> {
     Ok(team)
 }
 
+/// Most bytes of a label.
+const MOST_LABEL_BYTES: usize = 1024;
+
+/// Parses a name for people, which may be empty: at most 1024 bytes, without NUL, which no database keeps.
+pub fn parse_label(field: &str, label: String) -> Result<String, Status> {
+    if label.len() > MOST_LABEL_BYTES || label.contains('\0') {
+        return Err(invalid_field(field, format!("must be at most {MOST_LABEL_BYTES} bytes, without NUL")));
+    }
+    Ok(label)
+}
+
 /// Parses a duration that may be absent.
 pub fn parse_duration(
     field: &str,
@@ -47,7 +58,12 @@ pub fn parse_duration(
 ) -> Result<Option<Duration>, Status> {
     duration
         .map(|duration| {
-            Duration::try_from(duration).map_err(|_| invalid_field(field, "must not be negative"))
+            let seconds = u64::try_from(duration.seconds);
+            let nanos = u32::try_from(duration.nanos).ok().filter(|nanos| *nanos < 1_000_000_000);
+            match (seconds, nanos) {
+                (Ok(seconds), Some(nanos)) => Ok(Duration::new(seconds, nanos)),
+                _ => Err(invalid_field(field, "must not be negative, and its nanos less than a second")),
+            }
         })
         .transpose()
 }
@@ -157,4 +173,33 @@ pub fn parse_published_output(field: &str, output: pb::PublishedOutput) -> Resul
         size_bytes: output.size_bytes,
         entries: output.entries,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_duration_is_neither_negative_nor_malformed() {
+        let parse = |seconds, nanos| parse_duration("term", Some(prost_types::Duration { seconds, nanos }));
+        assert_eq!(parse_duration("term", None).ok(), Some(None));
+        assert_eq!(parse(1, 500_000_000).ok(), Some(Some(Duration::from_millis(1500))));
+        assert_eq!(
+            parse(i64::MAX, 999_999_999).ok(),
+            Some(Some(Duration::new(i64::MAX.unsigned_abs(), 999_999_999)))
+        );
+        for (seconds, nanos) in [(-1, 0), (0, -1), (1, -1), (i64::MIN, 0), (0, i32::MIN), (0, 1_000_000_000)]
+        {
+            parse(seconds, nanos).expect_err("it is none");
+        }
+    }
+
+    #[test]
+    fn a_label_is_short_and_can_be_kept() {
+        assert_eq!(parse_label("label", String::new()).ok(), Some(String::new()));
+        assert!(parse_label("label", "x".repeat(1024)).is_ok());
+        for label in ["x".repeat(1025), "ü".repeat(513), "a\0b".to_owned()] {
+            parse_label("label", label).expect_err("it is refused");
+        }
+    }
 }

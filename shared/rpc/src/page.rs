@@ -1,11 +1,48 @@
 //! Pages of lists: sizes, and tokens that nobody else can read meaning into.
+//!
+//! A token names the last item of the page before it, and carries a digest of the call and the whole request that it was made for. So it
+//! goes on with that list and no other: the same filters, the same team, the same call. The size of the page alone may change.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use prost::Message;
 use tonic::Status;
 use uuid::Uuid;
 
-use crate::{Reason, invalid_field};
+use crate::{Reason, invalid_field, pb};
+
+/// How many bytes of a digest a token carries.
+const CHECK: usize = 8;
+
+/// A request that is answered in pages.
+pub trait List: Message + Clone {
+    /// Names the call.
+    const CALL: &'static str;
+
+    /// How many items a page may have, and where it begins; all else says what is listed.
+    fn page(&mut self) -> (&mut u32, &mut String);
+}
+
+macro_rules! lists {
+    ($($package:ident::$request:ident,)+) => {$(
+        impl List for pb::$package::$request {
+            const CALL: &'static str = concat!(stringify!($package), ".", stringify!($request));
+
+            fn page(&mut self) -> (&mut u32, &mut String) {
+                (&mut self.page_size, &mut self.page_token)
+            }
+        }
+    )+};
+}
+
+lists! {
+    artifacts::ListArtifactsRequest,
+    artifacts::ListContainersRequest,
+    artifacts::ListPinsRequest,
+    artifacts::ListVolumesRequest,
+    scheduler::ListRequest,
+    scheduler::ListWorkersRequest,
+}
 
 /// One page of a list that is ordered by an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,27 +51,129 @@ pub struct Page {
     pub size: u64,
     /// The last id of the page before. `None`: the first page.
     pub after: Option<Uuid>,
+    /// Digest of what is listed.
+    query: [u8; 32],
 }
 
-/// Parses `page_size` (0: 100) and `page_token`.
-pub fn parse(service: &str, size: u32, token: &str) -> Result<Page, Status> {
-    let size = match size {
-        0 => 100,
-        1..=1000 => u64::from(size),
-        _ => return Err(invalid_field("page_size", "must be at most 1000")),
-    };
-    if token.is_empty() {
-        return Ok(Page { size, after: None });
+impl Page {
+    /// The page that `request` asks for: `page_size` items (0: 100), after what `page_token` names.
+    pub fn of<R: List>(service: &str, request: &R) -> Result<Self, Status> {
+        let mut query = request.clone();
+        let (size, token) = query.page();
+        let (size, token) = (std::mem::take(size), std::mem::take(token));
+        let size = match size {
+            0 => 100,
+            1..=1000 => u64::from(size),
+            _ => return Err(invalid_field("page_size", "must be at most 1000")),
+        };
+        let query = blake3::Hasher::new_derive_key(R::CALL).update(&query.encode_to_vec()).finalize().into();
+        let first = Self { size, after: None, query };
+        if token.is_empty() {
+            return Ok(first);
+        }
+        match first.read(&token) {
+            Some(after) => Ok(Self { after: Some(after), ..first }),
+            None => {
+                let message = "the page token was not made by this call with this request";
+                Err(Reason::InvalidPageToken.status(service, message))
+            }
+        }
     }
-    let after = URL_SAFE_NO_PAD.decode(token).ok().and_then(|bytes| Uuid::from_slice(&bytes).ok());
-    match after {
-        Some(after) => Ok(Page { size, after: Some(after) }),
-        None => Err(Reason::InvalidPageToken.status(service, "the page token was not made by this call")),
+
+    /// The token of the page that follows one that ends with `last`.
+    #[must_use]
+    pub fn token(&self, last: Uuid) -> String {
+        URL_SAFE_NO_PAD.encode([last.as_bytes(), &self.check(last)[..]].concat())
+    }
+
+    /// The id that a token of this query names.
+    fn read(&self, token: &str) -> Option<Uuid> {
+        let bytes = URL_SAFE_NO_PAD.decode(token).ok()?;
+        let (last, check) = bytes.split_first_chunk()?;
+        let last = Uuid::from_bytes(*last);
+        (check == self.check(last)).then_some(last)
+    }
+
+    /// What a token of this query has beside `last`.
+    fn check(&self, last: Uuid) -> [u8; CHECK] {
+        let digest = blake3::keyed_hash(&self.query, last.as_bytes());
+        std::array::from_fn(|index| digest.as_bytes()[index])
     }
 }
 
-/// The token of the page that follows one that ends with `last`.
-#[must_use]
-pub fn token(last: Uuid) -> String {
-    URL_SAFE_NO_PAD.encode(last.as_bytes())
+#[cfg(test)]
+mod tests {
+    use pb::artifacts::{InventoryState, ListContainersRequest, ListVolumesRequest};
+    use tonic_types::StatusExt;
+
+    use super::*;
+
+    fn volumes(worker: &str, state: InventoryState, page_size: u32, page_token: &str) -> ListVolumesRequest {
+        ListVolumesRequest {
+            worker_id: worker.to_owned(),
+            state: state.into(),
+            page_size,
+            page_token: page_token.to_owned(),
+        }
+    }
+
+    #[track_caller]
+    fn assert_foreign<R: List>(request: &R) {
+        let refused = Page::of("test", request).expect_err("it is foreign");
+        let reason = refused.get_details_error_info().expect("a reason").reason;
+        assert_eq!(reason, Reason::InvalidPageToken.as_str());
+    }
+
+    #[test]
+    fn a_token_goes_on_with_its_own_list_and_with_no_other() {
+        let (last, any) = (Uuid::now_v7(), InventoryState::Unspecified);
+        let first = Page::of("test", &volumes("w", any, 0, "")).expect("a page");
+        assert_eq!((first.size, first.after), (100, None));
+        let token = first.token(last);
+        assert_eq!(token.len(), 32, "{token}");
+
+        // However many are asked for.
+        let next = Page::of("test", &volumes("w", any, 7, &token)).expect("the next page");
+        assert_eq!((next.size, next.after), (7, Some(last)));
+        assert_eq!(next.token(last), token);
+
+        assert_foreign(&volumes("v", any, 0, &token));
+        assert_foreign(&volumes("w", InventoryState::Created, 0, &token));
+        let containers = ListContainersRequest {
+            worker_id: "w".to_owned(),
+            page_token: token.clone(),
+            ..ListContainersRequest::default()
+        };
+        assert_foreign(&containers);
+    }
+
+    #[test]
+    fn a_token_that_was_changed_or_made_up_is_refused() {
+        let any = InventoryState::Unspecified;
+        let token = Page::of("test", &volumes("w", any, 0, "")).expect("a page").token(Uuid::now_v7());
+        let bytes = URL_SAFE_NO_PAD.decode(&token).expect("base64");
+        for index in 0..bytes.len() {
+            let mut other = bytes.clone();
+            other[index] ^= 1;
+            assert_foreign(&volumes("w", any, 0, &URL_SAFE_NO_PAD.encode(other)));
+        }
+        for length in 1..bytes.len() {
+            assert_foreign(&volumes("w", any, 0, &URL_SAFE_NO_PAD.encode(&bytes[..length])));
+        }
+        let made_up = URL_SAFE_NO_PAD.encode(Uuid::now_v7().as_bytes());
+        for foreign in ["?", &made_up, &format!("{token}AAAA"), &"A".repeat(100_000)] {
+            assert_foreign(&volumes("w", any, 0, foreign));
+        }
+    }
+
+    #[test]
+    fn a_page_has_at_most_a_thousand_items() {
+        let any = InventoryState::Unspecified;
+        assert_eq!(Page::of("test", &volumes("w", any, 1000, "")).map(|page| page.size).ok(), Some(1000));
+        for size in [1001, u32::MAX] {
+            let refused = Page::of("test", &volumes("w", any, size, "")).expect_err("too many");
+            let violations = refused.get_details_bad_request().expect("a field").field_violations;
+            assert_eq!(violations[0].field, "page_size");
+        }
+    }
 }

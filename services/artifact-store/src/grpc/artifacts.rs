@@ -1,5 +1,6 @@
 //! `gantry.artifacts.v1.Artifacts`
 
+use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
@@ -20,7 +21,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
             id: rpc::parse_id("artifact_id", &request.artifact_id)?,
             team: rpc::parse_team("team", request.team)?,
             owner: rpc::parse_optional_id("build_id", &request.build_id)?,
-            label: request.label,
+            label: rpc::parse_label("label", request.label)?,
         };
         let now = self.store.now();
 
@@ -70,9 +71,9 @@ impl pb::artifacts_server::Artifacts for Handlers {
         request: Request<pb::ListArtifactsRequest>,
     ) -> Result<Response<pb::ListArtifactsResponse>, Status> {
         let request = request.into_inner();
-        let team = &rpc::parse_team("team", request.team)?;
+        let team = &rpc::parse_team("team", request.team.clone())?;
         let state = parse_state("state", request.state)?;
-        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+        let page = Page::of(SERVICE, &request)?;
 
         let listed =
             artifacts::list(self.store.db.read(), team, state, page, self.store.now(), &self.policy())

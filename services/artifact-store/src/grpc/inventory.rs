@@ -5,6 +5,7 @@ use std::pin::Pin;
 
 use domain::worker::SessionClaims;
 use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
+use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -21,6 +22,9 @@ use crate::units;
 
 /// How many volumes a container may need.
 const MOST_VOLUMES: usize = 1000;
+
+/// Most bytes of a volume's name: gateways put a word before the name that a spec gives it.
+const MOST_NAME_BYTES: usize = 512;
 
 /// How many messages wait for a slow gateway.
 const SWEEPS_AHEAD: usize = 4;
@@ -86,7 +90,8 @@ impl pb::inventory_server::Inventory for Handlers {
         let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
         let bytes = &Bytes {
             digest: rpc::parse_digest("digest", &request.digest)?,
-            size_bytes: request.size_bytes,
+            size_bytes: i64::try_from(request.size_bytes)
+                .map_err(|_| rpc::invalid_field("size_bytes", "must be less than 2^63"))?,
             verified: match rpc::parse_enum("verification", request.verification)? {
                 pb::Verification::Unspecified => {
                     return Err(rpc::invalid_field("verification", "is required"));
@@ -178,7 +183,7 @@ impl pb::inventory_server::Inventory for Handlers {
         let request = request.into_inner();
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let state = parse_state("state", request.state)?;
-        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+        let page = Page::of(SERVICE, &request)?;
 
         let rows = inventory::list_volumes(self.store.db.read(), worker, state, page)
             .await
@@ -198,7 +203,7 @@ impl pb::inventory_server::Inventory for Handlers {
         let request = request.into_inner();
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let state = parse_state("state", request.state)?;
-        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+        let page = Page::of(SERVICE, &request)?;
 
         let rows = inventory::list_containers(self.store.db.read(), worker, state, page)
             .await
@@ -302,8 +307,12 @@ fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, S
                 let description = "is required for an OUTPUT, and only there";
                 return Err(rpc::invalid_field("volumes.output_artifact_id", description));
             }
-            if volume.name.is_empty() || !names.insert(volume.name.clone()) {
-                return Err(rpc::invalid_field("volumes.name", "must be there, and unique"));
+            if volume.name.is_empty() || volume.name.len() > MOST_NAME_BYTES || volume.name.contains('\0') {
+                let description = format!("must be 1 to {MOST_NAME_BYTES} bytes, without NUL");
+                return Err(rpc::invalid_field("volumes.name", description));
+            }
+            if !names.insert(volume.name.clone()) {
+                return Err(rpc::invalid_field("volumes.name", "must be unique"));
             }
             let from = rpc::parse_optional_id("volumes.from_artifact_id", &volume.from_artifact_id)?;
             Ok(NeededVolume { name: volume.name, purpose, from, output })

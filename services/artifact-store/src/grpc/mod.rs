@@ -196,5 +196,5 @@ fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, S
 /// The token of the page after one with `ids`. Empty: that was all.
 fn next_page(page: rpc::page::Page, ids: &[uuid::Uuid]) -> String {
     let full = u64::try_from(ids.len()).is_ok_and(|len| len == page.size);
-    ids.last().filter(|_| full).map(|last| rpc::page::token(*last)).unwrap_or_default()
+    ids.last().filter(|_| full).map(|last| page.token(*last)).unwrap_or_default()
 }

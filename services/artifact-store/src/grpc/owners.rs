@@ -16,9 +16,6 @@ const LONGEST_TERM: Duration = Duration::from_secs(24 * 3600);
 /// The longest that a build may keep its artifacts after its end: ten years.
 const LONGEST_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
 
-/// The longest name of a job, in bytes.
-const LONGEST_JOB: usize = 1024;
-
 #[tonic::async_trait]
 impl pb::owners_server::Owners for Handlers {
     async fn put_build(
@@ -75,9 +72,7 @@ fn parse_job(job: String, number: u64) -> Result<Option<(String, i64)>, Status> 
             _ => Err(rpc::invalid_field("number", "needs a job")),
         };
     }
-    if job.len() > LONGEST_JOB {
-        return Err(rpc::invalid_field("job", format!("must be at most {LONGEST_JOB} bytes")));
-    }
+    let job = rpc::parse_label("job", job)?;
     match i64::try_from(number) {
         Ok(number) if number > 0 => Ok(Some((job, number))),
         _ => Err(rpc::invalid_field("number", format!("must be from 1 to {}", i64::MAX))),

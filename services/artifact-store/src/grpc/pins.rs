@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use domain::Timestamp;
+use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
@@ -58,11 +59,7 @@ impl pb::pins_server::Pins for Handlers {
         let attempt = rpc::parse_id("attempt_id", &request.attempt_id)?;
         let now = self.store.now();
 
-        self.store
-            .db
-            .write(|txn| async move { pins::end_attempt(&txn, holder, attempt, now).await })
-            .await
-            .map_err(|error| status::database("end an attempt", &error))?;
+        self.store.db.write(|txn| async move { pins::end_attempt(&txn, holder, attempt, now).await }).await?;
 
         Ok(Response::new(pb::EndAttemptResponse {}))
     }
@@ -72,7 +69,7 @@ impl pb::pins_server::Pins for Handlers {
         request: Request<pb::ListPinsRequest>,
     ) -> Result<Response<pb::ListPinsResponse>, Status> {
         let request = request.into_inner();
-        let page = rpc::page::parse(SERVICE, request.page_size, &request.page_token)?;
+        let page = Page::of(SERVICE, &request)?;
 
         let holders = pins::list(self.store.db.read(), page)
             .await
@@ -104,7 +101,8 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
                 return Err(rpc::invalid_field("outputs.artifact_id", "must be named once"));
             }
             let digest = rpc::parse_digest("outputs.digest", &output.digest)?;
-            Ok(SettledOutput { artifact, digest, label: output.label })
+            let label = rpc::parse_label("outputs.label", output.label)?;
+            Ok(SettledOutput { artifact, digest, label })
         })
         .collect()
 }

@@ -45,10 +45,15 @@ impl pb::replicas_server::Replicas for Handlers {
         &self,
         request: Request<pb::ProgressRequest>,
     ) -> Result<Response<pb::ProgressResponse>, Status> {
-        let transfer = rpc::parse_id("transfer_id", &request.into_inner().transfer_id)?;
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let transfer = rpc::parse_id("transfer_id", &request.transfer_id)?;
         let (now, term) = (self.store.now(), self.store.config.claim_term);
 
-        self.store.db.write(|txn| async move { replicas::progress(&txn, transfer, now, term).await }).await?;
+        self.store
+            .db
+            .write(|txn| async move { replicas::progress(&txn, team, transfer, now, term).await })
+            .await?;
 
         Ok(Response::new(pb::ProgressResponse { term: Some(rpc::duration(term)) }))
     }
@@ -73,13 +78,15 @@ impl pb::replicas_server::Replicas for Handlers {
         &self,
         request: Request<pb::AbandonUploadRequest>,
     ) -> Result<Response<pb::AbandonUploadResponse>, Status> {
-        let transfer = rpc::parse_id("transfer_id", &request.into_inner().transfer_id)?;
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let transfer = rpc::parse_id("transfer_id", &request.transfer_id)?;
         let now = self.store.now();
 
         let marked = self
             .store
             .db
-            .write(|txn| async move { replicas::abandon(&txn, transfer, now).await })
+            .write(|txn| async move { replicas::abandon(&txn, team, transfer, now).await })
             .await
             .map_err(|error| status::database("abandon a transfer", &error))?;
 

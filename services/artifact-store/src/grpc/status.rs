@@ -10,7 +10,7 @@ use super::SERVICE;
 use crate::artifacts::{AdoptError, CreateError};
 use crate::inventory::{CompleteError, PrepareError, PreparedError};
 use crate::owners::{DeleteBuildError, OwnError, OwnerEnded, PutBuildError};
-use crate::pins::{HolderError, PinError, SettleError};
+use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
 use crate::replicas::{PlanError, ProgressError, SealError};
 use crate::report::ReportError;
 use crate::sessions::SessionError;
@@ -142,6 +142,15 @@ impl From<SettleError> for Status {
                 artifact(Reason::CandidateMissing, error.to_string(), id)
             }
             SettleError::Database(source) => database("settle a workload", &source),
+        }
+    }
+}
+
+impl From<EndAttemptError> for Status {
+    fn from(error: EndAttemptError) -> Self {
+        match &error {
+            EndAttemptError::OtherHolder(_) => rpc::invalid_field("attempt_id", error.to_string()),
+            EndAttemptError::Database(source) => database("end an attempt", source),
         }
     }
 }

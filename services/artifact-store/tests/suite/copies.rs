@@ -34,7 +34,7 @@ async fn plan(
 }
 
 async fn progress(suite: &Suite, transfer: TransferId) -> Answer<()> {
-    let request = pb::ProgressRequest { transfer_id: transfer.to_string() };
+    let request = pb::ProgressRequest { transfer_id: transfer.to_string(), team: TEAM.to_owned() };
     suite.replicas().progress(request).await?;
     Ok(())
 }

@@ -206,7 +206,7 @@ impl Callers {
     }
 
     pub(crate) async fn abandon(&self, transfer: TransferId) -> Answer<()> {
-        let request = pb::AbandonUploadRequest { transfer_id: transfer.to_string() };
+        let request = pb::AbandonUploadRequest { transfer_id: transfer.to_string(), team: TEAM.to_owned() };
         self.replicas().abandon_upload(request).await?;
         Ok(())
     }

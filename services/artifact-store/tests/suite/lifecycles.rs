@@ -160,7 +160,7 @@ async fn an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing(database:
     suite.create(artifact, None).await.expect("created");
     let lost = suite.plan(artifact, gateway.worker, transfer).await.expect("planned");
     let progress = || async {
-        let request = pb::ProgressRequest { transfer_id: transfer.to_string() };
+        let request = pb::ProgressRequest { transfer_id: transfer.to_string(), team: TEAM.to_owned() };
         suite.replicas().progress(request).await.map(|_| ()).map_err(rpc::Refusal::from)
     };
 
@@ -343,7 +343,7 @@ async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
     let suite = Suite::start_with(database, late).await;
     suite.volumes().await;
     let suite = Suite::start_with(suite.stop().await, late).await;
-    let request = || pb::ProgressRequest { transfer_id: transfer.to_string() };
+    let request = || pb::ProgressRequest { transfer_id: transfer.to_string(), team: TEAM.to_owned() };
     suite.clock.advance(Duration::from_secs(59));
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.replicas().progress(request()).await.expect("it goes on");

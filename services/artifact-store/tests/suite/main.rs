@@ -1,5 +1,6 @@
 //! The store as its callers see it: over gRPC, on both databases.
 
+mod bad_input;
 mod builds;
 mod copies;
 mod harness;
@@ -10,8 +11,11 @@ mod owners;
 mod queries;
 mod races;
 mod reports;
+mod tables;
+mod trust;
 
 pub(crate) use harness::*;
+pub(crate) use tables::Tables;
 
 /// Makes each test run on SQLite and on PostgreSQL.
 macro_rules! on_both_databases {

@@ -2,9 +2,10 @@
 
 use domain::worker::TicketOperation;
 use domain::{Timestamp, WorkerId};
+use rpc::page::Page;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_server::Workers;
-use rpc::{Reason, page, parse_enum, parse_id, parse_team};
+use rpc::{Reason, parse_enum, parse_id, parse_team};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -90,7 +91,7 @@ impl Workers for WorkersService {
         request: Request<pb::ListWorkersRequest>,
     ) -> Result<Response<pb::ListWorkersResponse>, Status> {
         let request = request.into_inner();
-        let page = page::parse(SERVICE, request.page_size, &request.page_token)?;
+        let page = Page::of(SERVICE, &request)?;
 
         let after = page.after.map(WorkerId::from_uuid);
         let mut found = workers::list(self.0.db.read(), after, page.size + 1)
@@ -99,7 +100,7 @@ impl Workers for WorkersService {
 
         let more = found.len() as u64 > page.size;
         found.truncate(usize::try_from(page.size).unwrap_or(usize::MAX));
-        let last = found.last().filter(|_| more).map(|last| page::token(last.placed.id.uuid()));
+        let last = found.last().filter(|_| more).map(|last| page.token(last.placed.id.uuid()));
         let (ttl, now) = (self.0.config.worker_ttl, Timestamp::now());
         Ok(Response::new(pb::ListWorkersResponse {
             workers: found.into_iter().map(|worker| convert::worker(worker, ttl, now)).collect(),

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use domain::WorkloadId;
 use domain::worker::LeaseClaims;
+use rpc::page::Page;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workloads_server::Workloads;
-use rpc::{page, parse_id, parse_team, required};
+use rpc::{parse_id, parse_team, required};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -84,10 +85,10 @@ impl Workloads for WorkloadsService {
 
     async fn list(&self, request: Request<pb::ListRequest>) -> Result<Response<pb::ListResponse>, Status> {
         let request = request.into_inner();
-        let team = Some(request.team).filter(|team| !team.is_empty());
+        let team = Some(request.team.clone()).filter(|team| !team.is_empty());
         let team = team.map(|team| parse_team("team", team)).transpose()?;
         let state = convert::parse_workload_state("state", request.state)?;
-        let page = page::parse(SERVICE, request.page_size, &request.page_token)?;
+        let page = Page::of(SERVICE, &request)?;
 
         let mut found = workloads::list(self.0.db.read(), team.as_deref(), state, page.after, page.size + 1)
             .await
@@ -95,7 +96,7 @@ impl Workloads for WorkloadsService {
 
         let more = found.len() as u64 > page.size;
         found.truncate(usize::try_from(page.size).unwrap_or(usize::MAX));
-        let last = found.last().filter(|_| more).map(|last| page::token(last.sequence));
+        let last = found.last().filter(|_| more).map(|last| page.token(last.sequence));
         Ok(Response::new(pb::ListResponse {
             workloads: found.into_iter().map(convert::workload).collect(),
             next_page_token: last.unwrap_or_default(),

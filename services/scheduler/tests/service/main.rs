@@ -15,9 +15,9 @@ use explain::{
     a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
 };
 use inputs::watchers_see_inputs_come_in_steps;
-use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
+use rpc::{Reason, Refusal};
 use store::{
     a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
     inputs_that_cannot_be_pinned_are_refused, outputs_that_the_store_lacks_are_no_success,
@@ -668,6 +668,23 @@ async fn lists_come_in_pages(database: TestDatabase) {
     assert_eq!(list("main").await, submitted, "of one team");
     submitted.insert(0, of_another);
     assert_eq!(list("").await, submitted, "of all teams");
+
+    // A token goes on with its own list, and with no other.
+    let request = pb::ListRequest { team: "main".to_owned(), page_size: 1, ..pb::ListRequest::default() };
+    let page_token =
+        scheduler.workloads().list(request.clone()).await.expect("a page").into_inner().next_page_token;
+    let own = pb::ListRequest { page_token, ..request };
+    scheduler.workloads().list(own.clone()).await.expect("the next page");
+    let of_all = pb::ListRequest { team: String::new(), ..own.clone() };
+    let finished = pb::ListRequest { state: pb::WorkloadState::Finished.into(), ..own.clone() };
+    for foreign in [of_all, finished] {
+        let refused = scheduler.workloads().list(foreign).await.map_err(Refusal::from).expect_err("foreign");
+        assert!(refused.is(Reason::InvalidPageToken), "{refused:?}");
+    }
+    let workers = pb::ListWorkersRequest { page_size: 1, page_token: own.page_token };
+    let refused =
+        scheduler.workers().list_workers(workers).await.map_err(Refusal::from).expect_err("foreign");
+    assert!(refused.is(Reason::InvalidPageToken), "{refused:?}");
     scheduler.stop().await;
 }
 

@@ -1,0 +1,694 @@
+//! The table: all calls of the store, with what is wrong.
+
+use std::time::Duration;
+
+use domain::{ArtifactId, AttemptId, BuildId, TransferId, WorkerId, WorkloadId};
+use prost::Message;
+use prost_reflect::{DynamicMessage, Value};
+use rpc::Reason::{self, *};
+use rpc::pb::artifacts as pb;
+
+use super::wrong::*;
+use super::{Bad, Call, Expected, set};
+use crate::{Gateway, Suite, TEAM, digest, input, output};
+
+/// Another team, which has an artifact, a build and a workload.
+const OTHER: &str = "other";
+
+/// What is there before anything goes wrong.
+struct World<'a> {
+    suite: &'a Suite,
+    /// Its worker's incarnation and session are both the second.
+    here: Gateway,
+    there: Gateway,
+    build: BuildId,
+    builder: WorkloadId,
+    doomed_build: BuildId,
+    /// Sealed, with a replica here.
+    sealed: ArtifactId,
+    open: ArtifactId,
+    /// Open, with all of its bytes.
+    arrived: ArtifactId,
+    transfer: TransferId,
+    /// Of a workload whose attempt has made its output.
+    workload: WorkloadId,
+    attempt: AttemptId,
+    prepared: pb::PrepareResponse,
+    /// Of another workload, on the same worker, and nobody said that they exist.
+    other_workload: WorkloadId,
+    other_attempt: AttemptId,
+    other_prepared: pb::PrepareResponse,
+    attempt_there: AttemptId,
+    settled: WorkloadId,
+    foreign_artifact: ArtifactId,
+    foreign_build: BuildId,
+    foreign_workload: WorkloadId,
+}
+
+impl<'a> World<'a> {
+    async fn new(suite: &'a Suite) -> Self {
+        let here = suite.silent_gateway(WorkerId::new(), 2, 2);
+        here.begin_report().await.expect("a new worker may speak");
+        let there = suite.gateway().await;
+        let (build, builder, doomed_build) = (BuildId::new(), WorkloadId::new(), BuildId::new());
+        suite.put_build(build, builder, None).await.expect("put");
+        suite.put_build(doomed_build, WorkloadId::new(), None).await.expect("put");
+        let (sealed, _) = suite.upload(&here, Some(build), 1).await.expect("uploaded");
+        suite.upload(&here, Some(build), 2).await.expect("uploaded");
+        let (open, arrived, transfer) = (ArtifactId::new(), ArtifactId::new(), TransferId::new());
+        suite.create(open, None).await.expect("created");
+        suite.create(arrived, None).await.expect("created");
+        let handle = suite.plan(arrived, here.worker, transfer).await.expect("planned");
+        here.complete(&handle, digest(3)).await.expect("complete");
+
+        let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+        let needs = [output("out", workload.output_artifact("out")), input("in", sealed)];
+        let prepared = here.prepare(workload, attempt, &needs).await.expect("prepared");
+        here.prepared(attempt).await.expect("recorded");
+        here.complete(&prepared.volumes[0].volume_handle, digest(4)).await.expect("complete");
+        let (other_workload, other_attempt) = (WorkloadId::new(), AttemptId::new());
+        let needs = [output("out", other_workload.output_artifact("out"))];
+        let other_prepared = here.prepare(other_workload, other_attempt, &needs).await.expect("prepared");
+        let (workload_there, attempt_there) = (WorkloadId::new(), AttemptId::new());
+        there.prepare(workload_there, attempt_there, &[]).await.expect("prepared");
+        let settled = WorkloadId::new();
+        suite.settle(settled, None, &[], None).await.expect("settled");
+
+        let (foreign_artifact, foreign_build) = (ArtifactId::new(), BuildId::new());
+        let foreign_workload = WorkloadId::new();
+        let create = pb::CreateArtifactRequest {
+            artifact_id: foreign_artifact.to_string(),
+            team: OTHER.to_owned(),
+            ..Default::default()
+        };
+        suite.artifacts().create_artifact(create).await.expect("created");
+        let put = pb::PutBuildRequest {
+            build_id: foreign_build.to_string(),
+            team: OTHER.to_owned(),
+            ends_with_workload: foreign_workload.to_string(),
+            ..Default::default()
+        };
+        pb::owners_client::OwnersClient::new(suite.peer.clone()).put_build(put).await.expect("put");
+        let pin = pb::PinRequest {
+            holder_id: foreign_workload.to_string(),
+            team: OTHER.to_owned(),
+            artifact_ids: Vec::new(),
+            build_id: foreign_build.to_string(),
+        };
+        suite.pins().pin(pin).await.expect("bound");
+        Self {
+            suite,
+            here,
+            there,
+            build,
+            builder,
+            doomed_build,
+            sealed,
+            open,
+            arrived,
+            transfer,
+            workload,
+            attempt,
+            prepared,
+            other_workload,
+            other_attempt,
+            other_prepared,
+            attempt_there,
+            settled,
+            foreign_artifact,
+            foreign_build,
+            foreign_workload,
+        }
+    }
+}
+
+pub(super) async fn table(suite: &Suite) -> Vec<Call> {
+    let world = World::new(suite).await;
+    let mut calls = Vec::new();
+    calls.extend(artifacts(&world));
+    calls.extend(owners(&world));
+    calls.extend(replicas(&world));
+    calls.extend(inventory(&world).await);
+    calls.extend(lists(&world).await);
+    calls.extend(pins(&world));
+    let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
+    calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
+    calls
+}
+
+/// What may be wrong where an artifact gets an owner or loses it. `of_another_team`: what another team is told first.
+fn owned(world: &World<'_>, of_another_team: Reason) -> [Vec<Bad>; 8] {
+    let no_build = |what: &str, build: BuildId| match of_another_team {
+        OwnerEnded => but("build_id", what, build, OwnerEnded),
+        // One that does not own it.
+        _ => nothing("build_id", what, text(build)),
+    };
+    [
+        team("team"),
+        but("team", "that does not have them", OTHER, of_another_team),
+        id("artifact_id"),
+        but("artifact_id", "unknown", ArtifactId::new(), ArtifactNotFound),
+        but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
+        id("build_id"),
+        no_build("unknown", BuildId::new()),
+        no_build("of another team", world.foreign_build),
+    ]
+}
+
+fn artifacts(world: &World<'_>) -> Vec<Call> {
+    let build = world.build.to_string();
+    let create = pb::CreateArtifactRequest {
+        artifact_id: ArtifactId::new().to_string(),
+        team: TEAM.to_owned(),
+        build_id: build.clone(),
+        label: "x".repeat(1024),
+    };
+    let own = pb::AddOwnerRequest {
+        team: TEAM.to_owned(),
+        artifact_id: world.sealed.to_string(),
+        build_id: build.clone(),
+    };
+    let disown = pb::RemoveOwnerRequest {
+        team: TEAM.to_owned(),
+        artifact_id: world.sealed.to_string(),
+        build_id: build.clone(),
+    };
+    let adopt = pb::AdoptByDigestRequest {
+        team: TEAM.to_owned(),
+        digest: digest(1).as_bytes().to_vec().into(),
+        build_id: build,
+        without_worker_ids: Vec::new(),
+    };
+    let get = pb::GetArtifactRequest { team: TEAM.to_owned(), artifact_id: world.sealed.to_string() };
+    let locate = pb::LocateRequest { team: TEAM.to_owned(), artifact_ids: vec![world.sealed.to_string()] };
+    vec![
+        call(
+            "Artifacts.CreateArtifact",
+            [create],
+            [
+                id("artifact_id"),
+                but("artifact_id", "of another owner", world.open, ArtifactExists),
+                but("artifact_id", "of another team", world.foreign_artifact, ArtifactExists),
+                team("team"),
+                but("team", "that does not have the build", OTHER, OwnerEnded),
+                optional_id("build_id"),
+                but("build_id", "unknown", BuildId::new(), OwnerEnded),
+                but("build_id", "of another team", world.foreign_build, OwnerEnded),
+                label("label"),
+            ],
+        ),
+        call(
+            "Artifacts.AdoptByDigest",
+            [adopt],
+            [
+                team("team"),
+                but("team", "that does not have the build", OTHER, OwnerEnded),
+                digests("digest"),
+                nothing("digest", "unknown", Value::Bytes(digest(99).as_bytes().to_vec().into())),
+                optional_id("build_id"),
+                but("build_id", "unknown", BuildId::new(), OwnerEnded),
+                but("build_id", "of another team", world.foreign_build, OwnerEnded),
+                ids("without_worker_ids"),
+                nothing("without_worker_ids", "that are all there are", text(world.here.worker)),
+            ],
+        ),
+        call(
+            "Artifacts.GetArtifact",
+            [get],
+            [
+                team("team"),
+                but("team", "that does not have it", OTHER, ArtifactNotFound),
+                id("artifact_id"),
+                but("artifact_id", "unknown", ArtifactId::new(), ArtifactNotFound),
+                but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
+            ],
+        ),
+        call("Artifacts.AddOwner", [own], owned(world, OwnerEnded)),
+        call("Artifacts.RemoveOwner", [disown], owned(world, ArtifactNotFound)),
+        call(
+            "Artifacts.Locate",
+            [locate],
+            [
+                team("team"),
+                nothing("team", "that does not have them", text(OTHER)),
+                ids("artifact_ids"),
+                nothing("artifact_ids", "unknown", text(ArtifactId::new())),
+                nothing("artifact_ids", "of another team", text(world.foreign_artifact)),
+            ],
+        ),
+    ]
+}
+
+/// An instant at which a build ended of which is not said how.
+fn ended_at(seconds: i64, named: &str) -> Vec<Bad> {
+    let change = move |messages: &mut Vec<DynamicMessage>| {
+        set(&mut messages[0], &["ended_at", "seconds"], Some(&Value::I64(seconds)));
+    };
+    let expected = Expected::Refused(InvalidField, named.to_owned());
+    vec![Bad { field: "ended_at".to_owned(), what: format!("{seconds} s"), change: Box::new(change), expected }]
+}
+
+fn owners(world: &World<'_>) -> Vec<Call> {
+    let put = pb::PutBuildRequest {
+        build_id: world.build.to_string(),
+        team: TEAM.to_owned(),
+        ends_with_workload: world.builder.to_string(),
+        keep: Some(rpc::duration(Duration::from_secs(60))),
+        term: Some(rpc::duration(Duration::from_secs(600))),
+        ..Default::default()
+    };
+    let delete = pb::DeleteBuildRequest { team: TEAM.to_owned(), build_id: world.doomed_build.to_string() };
+    vec![
+        call(
+            "Owners.PutBuild",
+            [put],
+            [
+                id("build_id"),
+                but("build_id", "of another team", world.foreign_build, BuildExists),
+                but("build_id", "that another workload ends", world.doomed_build, BuildExists),
+                team("team"),
+                but("team", "that does not have it", OTHER, BuildExists),
+                optional_id("ends_with_workload"),
+                but("ends_with_workload", "missing", "", BuildExists),
+                but("ends_with_workload", "that does not end it", WorkloadId::new(), BuildExists),
+                seconds("keep", 10 * 366 * 24 * 3600),
+                seconds("term", 24 * 3600),
+                label("job"),
+                invalid("job", "without a number", text("job"), "number"),
+                invalid("number", "without a job", Value::U64(1), "number"),
+                filter("status"),
+                ended_at(-1, "ended_at"),
+                ended_at(i64::MIN, "ended_at"),
+                ended_at(1, "ended_at"),
+            ],
+        ),
+        call(
+            "Owners.DeleteBuild",
+            [delete],
+            [
+                team("team"),
+                but("team", "that does not have it", OTHER, BuildNotFound),
+                id("build_id"),
+                but("build_id", "unknown", BuildId::new(), BuildNotFound),
+                but("build_id", "of another team", world.foreign_build, BuildNotFound),
+            ],
+        ),
+    ]
+}
+
+fn pins(world: &World<'_>) -> Vec<Call> {
+    let pin = pb::PinRequest {
+        holder_id: WorkloadId::new().to_string(),
+        team: TEAM.to_owned(),
+        artifact_ids: vec![world.sealed.to_string()],
+        build_id: world.build.to_string(),
+    };
+    let end = pb::EndAttemptRequest {
+        holder_id: world.other_workload.to_string(),
+        attempt_id: world.other_attempt.to_string(),
+    };
+    let settled = pb::SettledOutput {
+        artifact_id: world.workload.output_artifact("out").to_string(),
+        digest: digest(4).as_bytes().to_vec().into(),
+        label: "out".to_owned(),
+    };
+    let settle = pb::SettleRequest {
+        holder_id: world.workload.to_string(),
+        team: TEAM.to_owned(),
+        attempt_id: world.attempt.to_string(),
+        outputs: vec![settled],
+        build_id: world.build.to_string(),
+        status: pb::BuildStatus::Succeeded.into(),
+    };
+    vec![
+        call(
+            "Pins.Pin",
+            [pin],
+            [
+                id("holder_id"),
+                invalid("holder_id", "of another team", text(world.foreign_workload), "team"),
+                but("holder_id", "settled", world.settled, HolderSettled),
+                team("team"),
+                but("team", "that does not have the build", OTHER, OwnerEnded),
+                ids("artifact_ids"),
+                but("artifact_ids", "unknown", ArtifactId::new(), InputUnavailable),
+                but("artifact_ids", "of another team", world.foreign_artifact, InputUnavailable),
+                but("artifact_ids", "not sealed", world.open, InputUnavailable),
+                optional_id("build_id"),
+                but("build_id", "unknown", BuildId::new(), OwnerEnded),
+                but("build_id", "of another team", world.foreign_build, OwnerEnded),
+            ],
+        ),
+        call(
+            "Pins.Settle",
+            [settle],
+            [
+                id("holder_id"),
+                invalid("holder_id", "of another team", text(world.foreign_workload), "team"),
+                but("holder_id", "that does not have the attempt", WorkloadId::new(), CandidateMissing),
+                team("team"),
+                invalid("team", "that does not have it", text(OTHER), "team"),
+                optional_id("attempt_id"),
+                but("attempt_id", "missing", "", CandidateMissing),
+                but("attempt_id", "unknown", AttemptId::new(), CandidateMissing),
+                but("attempt_id", "of another workload", world.other_attempt, CandidateMissing),
+                many("outputs", 1001),
+                twice("outputs", "outputs.artifact_id"),
+                id("outputs.artifact_id"),
+                but("outputs.artifact_id", "unknown", ArtifactId::new(), CandidateMissing),
+                but("outputs.artifact_id", "taken", world.sealed, CandidateMissing),
+                but("outputs.artifact_id", "of another team", world.foreign_artifact, CandidateMissing),
+                digests("outputs.digest"),
+                change(
+                    "outputs.digest",
+                    "that no candidate has",
+                    Value::Bytes(digest(99).as_bytes().to_vec().into()),
+                    Expected::Refused(CandidateMissing, String::new()),
+                ),
+                label("outputs.label"),
+                optional_id("build_id"),
+                choice("status"),
+            ],
+        ),
+        call(
+            "Pins.EndAttempt",
+            [end],
+            [
+                id("holder_id"),
+                invalid("holder_id", "that does not have it", text(WorkloadId::new()), "attempt_id"),
+                id("attempt_id"),
+                invalid("attempt_id", "of another workload", text(world.attempt_there), "attempt_id"),
+            ],
+        ),
+    ]
+}
+
+fn replicas(world: &World<'_>) -> Vec<Call> {
+    let plan = pb::PlanReplicaRequest {
+        team: TEAM.to_owned(),
+        artifact_id: world.sealed.to_string(),
+        worker_id: world.there.worker.to_string(),
+        transfer_id: TransferId::new().to_string(),
+    };
+    let progress = pb::ProgressRequest { transfer_id: world.transfer.to_string(), team: TEAM.to_owned() };
+    let seal = pb::SealUploadRequest {
+        team: TEAM.to_owned(),
+        artifact_id: world.arrived.to_string(),
+        digest: digest(3).as_bytes().to_vec().into(),
+    };
+    let abandon = pb::AbandonUploadRequest { transfer_id: world.transfer.to_string(), team: TEAM.to_owned() };
+    vec![
+        call(
+            "Replicas.PlanReplica",
+            [plan],
+            [
+                team("team"),
+                but("team", "that does not have it", OTHER, ArtifactNotFound),
+                id("artifact_id"),
+                but("artifact_id", "unknown", ArtifactId::new(), ArtifactNotFound),
+                but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
+                id("worker_id"),
+                but("worker_id", "unknown", WorkerId::new(), NotAttended),
+                id("transfer_id"),
+                invalid("transfer_id", "of another artifact", text(world.transfer), "transfer_id"),
+            ],
+        ),
+        call(
+            "Replicas.Progress",
+            [progress],
+            [
+                id("transfer_id"),
+                but("transfer_id", "unknown", TransferId::new(), ClaimLost),
+                team("team"),
+                but("team", "that does not have it", OTHER, ClaimLost),
+            ],
+        ),
+        call(
+            "Replicas.SealUpload",
+            [seal],
+            [
+                team("team"),
+                but("team", "that does not have it", OTHER, ArtifactNotFound),
+                id("artifact_id"),
+                but("artifact_id", "unknown", ArtifactId::new(), ArtifactNotFound),
+                but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
+                digests("digest"),
+                change(
+                    "digest",
+                    "that no volume has",
+                    Value::Bytes(digest(99).as_bytes().to_vec().into()),
+                    Expected::Refused(CandidateMissing, String::new()),
+                ),
+            ],
+        ),
+        call(
+            "Replicas.AbandonUpload",
+            [abandon],
+            [
+                id("transfer_id"),
+                nothing("transfer_id", "unknown", text(TransferId::new())),
+                team("team"),
+                nothing("team", "that does not have it", text(OTHER)),
+            ],
+        ),
+    ]
+}
+
+async fn inventory(world: &World<'_>) -> Vec<Call> {
+    use pb::report_request::Message;
+    let session_credential = world.here.credential.clone();
+    let needed = pb::PrepareVolume {
+        name: "x".repeat(512),
+        purpose: pb::VolumePurpose::Output.into(),
+        from_artifact_id: world.sealed.to_string(),
+        output_artifact_id: ArtifactId::new().to_string(),
+    };
+    let prepare = pb::PrepareRequest {
+        session_credential: session_credential.clone(),
+        holder_id: world.other_workload.to_string(),
+        attempt_id: AttemptId::new().to_string(),
+        team: TEAM.to_owned(),
+        volumes: vec![needed],
+    };
+    let prepared = pb::PreparedRequest {
+        session_credential: session_credential.clone(),
+        attempt_id: world.other_attempt.to_string(),
+    };
+    let complete = pb::VolumeCompleteRequest {
+        session_credential: session_credential.clone(),
+        volume_handle: world.other_prepared.volumes[0].volume_handle.clone(),
+        size_bytes: (1 << 63) - 1,
+        digest: digest(5).as_bytes().to_vec().into(),
+        verification: pb::Verification::Verified.into(),
+    };
+    // A worker that holds nothing: what is reported of it is unknown.
+    let reporter = world.suite.silent_gateway(WorkerId::new(), 2, 2);
+    let token = reporter.begin_report().await.expect("a new worker may speak");
+    let whole = [
+        Message::Open(pb::ReportOpen {
+            session_credential: reporter.credential.clone(),
+            token: Some(token.clone()),
+        }),
+        Message::Holdings(pb::Holdings {
+            volume_handles: vec![WorkloadId::new().to_string()],
+            container_handles: vec![WorkloadId::new().to_string()],
+        }),
+        Message::Commit(pb::ReportCommit { count: 2 }),
+    ];
+    let report = whole.map(|message| pb::ReportRequest { message: Some(message) });
+    let begin = pb::BeginReportRequest { session_credential: session_credential.clone() };
+    let watch = pb::WatchDestroyingRequest { session_credential };
+    vec![
+        call(
+            "Inventory.Prepare",
+            [prepare],
+            [
+                credential("session_credential", world.suite, &world.here),
+                id("holder_id"),
+                invalid("holder_id", "of another team", text(world.foreign_workload), "team"),
+                but("holder_id", "settled", world.settled, AttemptEnded),
+                id("attempt_id"),
+                but("attempt_id", "of another workload", world.attempt, AttemptEnded),
+                but("attempt_id", "of another worker", world.attempt_there, AttemptEnded),
+                team("team"),
+                invalid("team", "that does not have the workload", text(OTHER), "team"),
+                many("volumes", 1001),
+                twice("volumes", "volumes.name"),
+                invalid("volumes.name", "missing", text(""), "volumes.name"),
+                invalid("volumes.name", "overlong", text("x".repeat(513)), "volumes.name"),
+                invalid("volumes.name", "with NUL", text("a\0b"), "volumes.name"),
+                choice("volumes.purpose"),
+                invalid("volumes.purpose", "of a transfer", Value::EnumNumber(1), "volumes.purpose"),
+                invalid(
+                    "volumes.purpose",
+                    "of no output",
+                    Value::EnumNumber(4),
+                    "volumes.output_artifact_id",
+                ),
+                optional_id("volumes.from_artifact_id"),
+                but("volumes.from_artifact_id", "unknown", ArtifactId::new(), InputUnavailable),
+                but("volumes.from_artifact_id", "of another team", world.foreign_artifact, InputUnavailable),
+                but("volumes.from_artifact_id", "not sealed", world.open, InputUnavailable),
+                id("volumes.output_artifact_id"),
+            ],
+        ),
+        call(
+            "Inventory.Prepared",
+            [prepared],
+            [
+                credential("session_credential", world.suite, &world.here),
+                id("attempt_id"),
+                but("attempt_id", "unknown", AttemptId::new(), AttemptEnded),
+                but("attempt_id", "of another worker", world.attempt_there, AttemptEnded),
+            ],
+        ),
+        call(
+            "Inventory.VolumeComplete",
+            [complete],
+            [
+                credential("session_credential", world.suite, &world.here),
+                but("session_credential", "of another worker", &world.there.credential, VolumeNotFound),
+                id("volume_handle"),
+                but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound),
+                invalid(
+                    "volume_handle",
+                    "of an input",
+                    text(&world.prepared.volumes[1].volume_handle),
+                    "volume_handle",
+                ),
+                invalid("size_bytes", "beyond 2^63", Value::U64(1 << 63), "size_bytes"),
+                invalid("size_bytes", "absurd", Value::U64(u64::MAX), "size_bytes"),
+                digests("digest"),
+                invalid(
+                    "volume_handle",
+                    "that was completed with another digest",
+                    text(&world.prepared.volumes[0].volume_handle),
+                    "digest",
+                ),
+                choice("verification"),
+            ],
+        ),
+        call("Inventory.BeginReport", [begin], [credential("session_credential", world.suite, &world.here)]),
+        call(
+            "Inventory.WatchDestroying",
+            [watch],
+            [credential("session_credential", world.suite, &world.here)],
+        ),
+        call(
+            "Inventory.Report",
+            report,
+            [
+                credential("open.session_credential", world.suite, &reporter),
+                vec![cleared("open.token", "open.token")],
+                change(
+                    "open.token.sequence",
+                    "absurd",
+                    Value::U64(u64::MAX),
+                    Expected::Refused(StaleReport, String::new()),
+                ),
+                change(
+                    "open.token.sequence",
+                    "that was not minted yet",
+                    Value::U64(token.sequence + 1),
+                    Expected::Refused(StaleReport, String::new()),
+                ),
+                id("open.token.store_life"),
+                but("open.token.store_life", "of another store", WorkloadId::new(), StaleReport),
+                malformed("holdings.volume_handles"),
+                malformed("holdings.container_handles"),
+                change(
+                    "commit.count",
+                    "absurd",
+                    Value::U64(u64::MAX),
+                    Expected::Refused(ReportTruncated, String::new()),
+                ),
+                messages("without an end", Expected::Refused(ReportTruncated, String::new()), |sent| {
+                    sent.truncate(2)
+                }),
+                messages("without a beginning", refused_message(), |sent| {
+                    sent.remove(0);
+                }),
+                messages("opened twice", refused_message(), |sent| {
+                    sent.insert(1, sent[0].clone());
+                }),
+                messages("of nothing", refused_message(), Vec::clear),
+            ],
+        ),
+    ]
+}
+
+/// The calls that list. Each goes on with its own token, and with none of the others'.
+async fn lists(world: &World<'_>) -> Vec<Call> {
+    let suite = world.suite;
+    let artifacts = pb::ListArtifactsRequest { team: TEAM.to_owned(), page_size: 1, ..Default::default() };
+    let sealed = pb::ListArtifactsRequest { state: pb::ArtifactState::Sealed.into(), ..artifacts.clone() };
+    let of_other = pb::ListArtifactsRequest { team: OTHER.to_owned(), ..artifacts.clone() };
+    let mut tokens = Vec::new();
+    for request in [&artifacts, &sealed, &of_other] {
+        let answer = suite.artifacts().list_artifacts(request.clone()).await.expect("a page");
+        tokens.push(answer.into_inner().next_page_token);
+    }
+    let volumes = pb::ListVolumesRequest { page_size: 1, ..Default::default() };
+    let created = pb::ListVolumesRequest { state: pb::InventoryState::Created.into(), ..volumes.clone() };
+    let here = pb::ListVolumesRequest { worker_id: world.here.worker.to_string(), ..volumes.clone() };
+    for request in [&volumes, &created, &here] {
+        let answer = suite.inventory().list_volumes(request.clone()).await.expect("a page");
+        tokens.push(answer.into_inner().next_page_token);
+    }
+    let containers = pb::ListContainersRequest { page_size: 1, ..Default::default() };
+    let answer = suite.inventory().list_containers(containers.clone()).await.expect("a page");
+    tokens.push(answer.into_inner().next_page_token);
+    let pins = pb::ListPinsRequest { page_size: 1, ..Default::default() };
+    let answer = suite.pins().list_pins(pins.clone()).await.expect("a page");
+    tokens.push(answer.into_inner().next_page_token);
+    assert!(tokens.iter().all(|token| !token.is_empty()), "each goes on: {tokens:?}");
+
+    let page = |own: usize| {
+        let mut bad: Vec<_> = [1001, u32::MAX]
+            .into_iter()
+            .flat_map(|size| invalid("page_size", "absurd", Value::U32(size), "page_size"))
+            .collect();
+        bad.extend(but("page_token", "malformed", "?", InvalidPageToken));
+        bad.extend(but("page_token", "overlong", "A".repeat(100_000), InvalidPageToken));
+        for (index, token) in tokens.iter().enumerate().filter(|(index, _)| *index != own) {
+            bad.extend(but("page_token", &format!("of list {index}"), token, InvalidPageToken));
+        }
+        bad
+    };
+    let token = |own: usize| tokens[own].clone();
+    vec![
+        call(
+            "Artifacts.ListArtifacts",
+            [pb::ListArtifactsRequest { page_token: token(0), ..artifacts }],
+            [
+                team("team"),
+                but("team", "that the token is not of", OTHER, InvalidPageToken),
+                filter("state"),
+                page(0),
+            ],
+        ),
+        call(
+            "Inventory.ListVolumes",
+            [pb::ListVolumesRequest { page_token: token(3), ..volumes }],
+            [malformed("worker_id"), filter("state"), page(3)],
+        ),
+        call(
+            "Inventory.ListContainers",
+            [pb::ListContainersRequest { page_token: token(6), ..containers }],
+            [malformed("worker_id"), filter("state"), page(6)],
+        ),
+        call("Pins.ListPins", [pb::ListPinsRequest { page_token: token(7), ..pins }], [page(7)]),
+    ]
+}
+
+fn call<M: Message>(
+    name: &'static str,
+    good: impl IntoIterator<Item = M>,
+    bad: impl IntoIterator<Item = Vec<Bad>>,
+) -> Call {
+    Call {
+        name,
+        good: good.into_iter().map(|message| message.encode_to_vec()).collect(),
+        bad: bad.into_iter().flatten().collect(),
+    }
+}
