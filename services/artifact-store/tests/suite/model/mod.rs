@@ -111,24 +111,10 @@ struct Run {
 
 impl Run {
     async fn step(&mut self, operation: &Operation) -> Result<(), Violation> {
-        match operation {
-            Operation::Together(parts) => self.together(parts).await?,
-            one => {
-                let outcome = self.world.perform(&self.state, one).await;
-                if matches!(outcome, Outcome::Skipped) {
-                    return Ok(());
-                }
-                self.state.accept(one, &outcome)?;
-            }
-        }
-        self.look().await
-    }
-
-    async fn look(&mut self) -> Result<(), Violation> {
-        check::check(&mut self.state, &mut self.past, &self.world.view().await)
-    }
-
-    async fn together(&mut self, parts: &[Operation]) -> Result<(), Violation> {
+        let parts = match operation {
+            Operation::Together(parts) => parts.as_slice(),
+            one => std::slice::from_ref(one),
+        };
         let perform = async |index: usize| match parts.get(index) {
             Some(part) => self.world.perform(&self.state, part).await,
             None => Outcome::Skipped,
@@ -136,8 +122,23 @@ impl Run {
         let (first, second, third, fourth) = tokio::join!(perform(0), perform(1), perform(2), perform(3));
         let outcomes = [first, second, third, fourth];
         let answered: Vec<_> = parts.iter().zip(&outcomes).collect();
-        self.state = in_some_order(&self.state, &answered)?;
-        Ok(())
+        if answered.iter().all(|(_, outcome)| matches!(outcome, Outcome::Skipped)) {
+            return Ok(());
+        }
+        let mut possible = Vec::new();
+        in_some_order(&self.state, &answered, &mut possible)?;
+        // More than one order may explain the answers. What the store shows then tells which it was.
+        let view = self.world.view().await;
+        let mut judged = Ok(());
+        for mut state in possible {
+            let mut past = self.past.clone();
+            judged = check::check(&mut state, &mut past, &view);
+            if judged.is_ok() {
+                (self.state, self.past) = (state, past);
+                break;
+            }
+        }
+        judged
     }
 
     /// Everything ends but builds that own something; then these, too.
@@ -201,27 +202,28 @@ impl Run {
     }
 }
 
-/// What is known after operations at the same time, in some order in which each was answered as it may be.
-fn in_some_order(state: &State, answered: &[(&Operation, &Outcome)]) -> Result<State, Violation> {
+/// Adds to `possible` what is known after operations at the same time, for each order in which every one was answered as it may be.
+fn in_some_order(
+    state: &State,
+    answered: &[(&Operation, &Outcome)],
+    possible: &mut Vec<State>,
+) -> Result<(), Violation> {
     if answered.is_empty() {
-        return Ok(state.clone());
+        possible.push(state.clone());
+        return Ok(());
     }
-    let mut why = Vec::new();
+    let mut judged = Err(Violation("there is no order".to_owned()));
     for first in 0..answered.len() {
         let mut after = state.clone();
         let (operation, outcome) = answered[first];
-        if let Err(violation) = after.accept(operation, outcome) {
-            why.push(violation);
-            continue;
-        }
-        let rest: Vec<_> = [&answered[..first], &answered[first + 1..]].concat();
-        match in_some_order(&after, &rest) {
-            Ok(state) => return Ok(state),
-            Err(violation) => why.push(violation),
+        let rest = [&answered[..first], &answered[first + 1..]].concat();
+        let this = after.accept(operation, outcome).and_then(|()| in_some_order(&after, &rest, possible));
+        // One reason says enough.
+        if judged.is_err() {
+            judged = this;
         }
     }
-    // One of the reasons says enough.
-    Err(why.swap_remove(0))
+    judged
 }
 
 /// Runs one seed, and panics with the shortest list of operations that was found to fail.
