@@ -16,8 +16,8 @@
 //! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
 //! would have taken the answers one by one.
 //!
-//! `GANTRY_SEEDS` seeds of `GANTRY_STEPS` operations are run; `GANTRY_SEED` runs one again, and `GANTRY_SOAK` says for how many hours `soak`
-//! goes on with new ones. A violation is shrunk for up to `GANTRY_SHRINK` seconds, and printed as code for `cases.rs`.
+//! Seeds of `GANTRY_STEPS` operations (2000) are run, `GANTRY_SEEDS` of them, or as many as are begun in a minute. `GANTRY_SEED` runs one again,
+//! and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds, and printed as code for `cases.rs`.
 
 mod cases;
 mod check;
@@ -36,9 +36,11 @@ use self::operations::{Generator, Operation, Outputs, Status, WORKERS, Way};
 use self::state::{Outcome, State, Violation};
 use self::world::{REMEMBER, World};
 
-/// How many seeds a test runs by itself, and of how many operations.
-const SEEDS: u64 = 3;
+/// How many operations a seed makes.
 const STEPS: u64 = 2000;
+
+/// How long a test begins with another seed, unless it is told how many to run.
+const WHILE: Duration = Duration::from_secs(60);
 
 /// Rounds of collecting, sweeping and reporting until nothing may be left.
 const ROUNDS: usize = 60;
@@ -229,9 +231,10 @@ fn in_some_order(
 /// Runs one seed, and panics with the shortest list of operations that was found to fail.
 async fn run_seed(kind: Kind, seed: u64, steps: u64) {
     let begun = Instant::now();
+    eprintln!("{kind:?}: GANTRY_SEED={seed} GANTRY_STEPS={steps}");
     let operations = Generator::generate(seed, usize::try_from(steps).expect("as many as fit"));
     let Err(failure) = run(kind.fresh().await, &operations).await else {
-        eprintln!("{kind:?}: GANTRY_SEED={seed} GANTRY_STEPS={steps} in {:?}", begun.elapsed());
+        eprintln!("{kind:?}: nothing was wrong in {:?}", begun.elapsed());
         return;
     };
     let again = format!(
@@ -274,7 +277,11 @@ async fn run_seeds(kind: Kind) {
     if let Some(seed) = setting("GANTRY_SEED") {
         return run_seed(kind, seed, steps).await;
     }
-    for _ in 0..setting("GANTRY_SEEDS").unwrap_or(SEEDS) {
+    let begun = Instant::now();
+    for run in 0.. {
+        if setting("GANTRY_SEEDS").map_or(run > 0 && begun.elapsed() > WHILE, |seeds| run >= seeds) {
+            return;
+        }
         run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps).await;
     }
 }
