@@ -1,5 +1,5 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check checks fmt fmt-check clippy doc deny proto test clients client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check clippy doc deny proto test soak clients client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -49,6 +49,11 @@ $(TOOLS)/node_modules/.bin/buf:
 test:
 	integration-tests/setup.sh test
 	integration-tests/run.sh
+
+# Random operations on the artifact store against its model, on both databases, with new seeds for GANTRY_SOAK hours (1) or until one fails.
+soak:
+	integration-tests/setup.sh test
+	cargo test -p artifact-store --test suite --locked -- --ignored --nocapture --test-threads=2 soak
 
 # Callers in other languages, and the examples with grpcurl, against the four services and against a cluster in one process.
 clients: client-tools

@@ -87,6 +87,8 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
             continue;
         }
         must!(!record.gone, "{artifact:?} was marked or gone, and is there again");
+        let says_so = keeper.is_none() || !seen.kept_by.is_empty();
+        must!(says_so, "{artifact:?} is kept by {keeper:?}, and by nothing as far as the store says");
         match record.sealed {
             None => must!(seen.state == ArtifactState::Open, "{artifact:?} is sealed, and nobody did"),
             Some(content) => {
@@ -322,6 +324,7 @@ mod tests {
         assert_found(judge(|_, view| artifact_in(view).digest[0] ^= 1), "was sealed with 7");
         assert_found(judge(|_, view| artifact_in(view).state = ArtifactState::Open), "and is open");
         assert_found(judge(|_, view| artifact_in(view).replicas.clear()), "found at");
+        assert_found(judge(|_, view| artifact_in(view).kept_by.clear()), "by nothing");
     }
 
     #[test]
@@ -376,7 +379,7 @@ mod tests {
         let seal = Operation::Seal { upload: 0, content: 8 };
         assert_found(state.accept(&seal, &Outcome::Done), "sealed with other bytes");
         let adopt = Operation::Adopt { content: 7, owner: None };
-        assert_found(state.accept(&adopt, &Outcome::Adopted(None)), "holds it");
+        assert_found(state.accept(&adopt, &Outcome::Adopted { artifact: None, again: false }), "holds it");
 
         accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
         let again = Operation::Prepare { workload: 1, attempt: 0, worker: 0, make: Make::Now };

@@ -16,8 +16,8 @@
 //! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
 //! would have taken the answers one by one.
 //!
-//! `GANTRY_SEEDS` seeds of `GANTRY_STEPS` operations are run; `GANTRY_SEED` runs one again, and `GANTRY_SOAK` says for how many hours `soak`
-//! goes on with new ones. A violation is shrunk for up to `GANTRY_SHRINK` seconds, and printed as code for `cases.rs`.
+//! Seeds of `GANTRY_STEPS` operations (2000) are run, `GANTRY_SEEDS` of them, or as many as are begun in a minute. `GANTRY_SEED` runs one again,
+//! and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds, and printed as code for `cases.rs`.
 
 mod cases;
 mod check;
@@ -36,9 +36,11 @@ use self::operations::{Generator, Operation, Outputs, Status, WORKERS, Way};
 use self::state::{Outcome, State, Violation};
 use self::world::{REMEMBER, World};
 
-/// How many seeds a test runs by itself, and of how many operations.
-const SEEDS: u64 = 3;
+/// How many operations a seed makes.
 const STEPS: u64 = 2000;
+
+/// How long a test begins with another seed, unless it is told how many to run.
+const WHILE: Duration = Duration::from_secs(60);
 
 /// Rounds of collecting, sweeping and reporting until nothing may be left.
 const ROUNDS: usize = 60;
@@ -111,24 +113,10 @@ struct Run {
 
 impl Run {
     async fn step(&mut self, operation: &Operation) -> Result<(), Violation> {
-        match operation {
-            Operation::Together(parts) => self.together(parts).await?,
-            one => {
-                let outcome = self.world.perform(&self.state, one).await;
-                if matches!(outcome, Outcome::Skipped) {
-                    return Ok(());
-                }
-                self.state.accept(one, &outcome)?;
-            }
-        }
-        self.look().await
-    }
-
-    async fn look(&mut self) -> Result<(), Violation> {
-        check::check(&mut self.state, &mut self.past, &self.world.view().await)
-    }
-
-    async fn together(&mut self, parts: &[Operation]) -> Result<(), Violation> {
+        let parts = match operation {
+            Operation::Together(parts) => parts.as_slice(),
+            one => std::slice::from_ref(one),
+        };
         let perform = async |index: usize| match parts.get(index) {
             Some(part) => self.world.perform(&self.state, part).await,
             None => Outcome::Skipped,
@@ -136,8 +124,23 @@ impl Run {
         let (first, second, third, fourth) = tokio::join!(perform(0), perform(1), perform(2), perform(3));
         let outcomes = [first, second, third, fourth];
         let answered: Vec<_> = parts.iter().zip(&outcomes).collect();
-        self.state = in_some_order(&self.state, &answered)?;
-        Ok(())
+        if answered.iter().all(|(_, outcome)| matches!(outcome, Outcome::Skipped)) {
+            return Ok(());
+        }
+        let mut possible = Vec::new();
+        in_some_order(&self.state, &answered, &mut possible)?;
+        // More than one order may explain the answers. What the store shows then tells which it was.
+        let view = self.world.view().await;
+        let mut judged = Ok(());
+        for mut state in possible {
+            let mut past = self.past.clone();
+            judged = check::check(&mut state, &mut past, &view);
+            if judged.is_ok() {
+                (self.state, self.past) = (state, past);
+                break;
+            }
+        }
+        judged
     }
 
     /// Everything ends but builds that own something; then these, too.
@@ -201,35 +204,37 @@ impl Run {
     }
 }
 
-/// What is known after operations at the same time, in some order in which each was answered as it may be.
-fn in_some_order(state: &State, answered: &[(&Operation, &Outcome)]) -> Result<State, Violation> {
+/// Adds to `possible` what is known after operations at the same time, for each order in which every one was answered as it may be.
+fn in_some_order(
+    state: &State,
+    answered: &[(&Operation, &Outcome)],
+    possible: &mut Vec<State>,
+) -> Result<(), Violation> {
     if answered.is_empty() {
-        return Ok(state.clone());
+        possible.push(state.clone());
+        return Ok(());
     }
-    let mut why = Vec::new();
+    let mut judged = Err(Violation("there is no order".to_owned()));
     for first in 0..answered.len() {
         let mut after = state.clone();
         let (operation, outcome) = answered[first];
-        if let Err(violation) = after.accept(operation, outcome) {
-            why.push(violation);
-            continue;
-        }
-        let rest: Vec<_> = [&answered[..first], &answered[first + 1..]].concat();
-        match in_some_order(&after, &rest) {
-            Ok(state) => return Ok(state),
-            Err(violation) => why.push(violation),
+        let rest = [&answered[..first], &answered[first + 1..]].concat();
+        let this = after.accept(operation, outcome).and_then(|()| in_some_order(&after, &rest, possible));
+        // One reason says enough.
+        if judged.is_err() {
+            judged = this;
         }
     }
-    // One of the reasons says enough.
-    Err(why.swap_remove(0))
+    judged
 }
 
 /// Runs one seed, and panics with the shortest list of operations that was found to fail.
 async fn run_seed(kind: Kind, seed: u64, steps: u64) {
     let begun = Instant::now();
+    eprintln!("{kind:?}: GANTRY_SEED={seed} GANTRY_STEPS={steps}");
     let operations = Generator::generate(seed, usize::try_from(steps).expect("as many as fit"));
     let Err(failure) = run(kind.fresh().await, &operations).await else {
-        eprintln!("{kind:?}: GANTRY_SEED={seed} GANTRY_STEPS={steps} in {:?}", begun.elapsed());
+        eprintln!("{kind:?}: nothing was wrong in {:?}", begun.elapsed());
         return;
     };
     let again = format!(
@@ -272,7 +277,11 @@ async fn run_seeds(kind: Kind) {
     if let Some(seed) = setting("GANTRY_SEED") {
         return run_seed(kind, seed, steps).await;
     }
-    for _ in 0..setting("GANTRY_SEEDS").unwrap_or(SEEDS) {
+    let begun = Instant::now();
+    for run in 0.. {
+        if setting("GANTRY_SEEDS").map_or(run > 0 && begun.elapsed() > WHILE, |seeds| run >= seeds) {
+            return;
+        }
         run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps).await;
     }
 }

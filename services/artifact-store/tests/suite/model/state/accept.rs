@@ -1,0 +1,693 @@
+//! What happened, and whether it may be answered as it was.
+
+use rpc::pb::artifacts as pb;
+use rpc::{Reason, Refusal};
+use uuid::Uuid;
+
+use super::{
+    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Standing, State, Violation, Volume, artifact_id,
+    must,
+};
+use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Way};
+
+/// The handle in an answer.
+fn handle(text: &str) -> Result<Uuid, Violation> {
+    Uuid::try_parse(text).map_err(|_| Violation(format!("{text:?} is no handle")))
+}
+
+impl State {
+    /// Takes what the store answered to an operation, unless it must not have.
+    pub(crate) fn accept(&mut self, operation: &Operation, outcome: &Outcome) -> Accepted {
+        if matches!(outcome, Outcome::Skipped) {
+            return Ok(());
+        }
+        self.judge(operation, outcome)
+            .map_err(|Violation(why)| Violation(format!("{operation:?}: {why}; answered {outcome:?}")))
+    }
+
+    fn judge(&mut self, operation: &Operation, outcome: &Outcome) -> Accepted {
+        use Operation as O;
+        match *operation {
+            O::PutBuild { build, ends_with, keep, term } => {
+                self.put_build(build, ends_with, keep.into(), term.into(), outcome)
+            }
+            O::DeleteBuild { build } => self.delete_build(build, outcome),
+            O::Create { upload, owner } => self.create(Artifact::Upload(upload), owner, outcome),
+            O::Plan { transfer, artifact, worker, make } => {
+                self.plan(transfer, artifact, worker, make, outcome)
+            }
+            O::Progress { transfer } => self.progress(transfer, outcome),
+            O::Arrive { transfer, content } => self.arrive(transfer, content, outcome),
+            O::Abandon { transfer } => self.abandon(transfer, outcome),
+            O::Seal { upload, content } => self.seal(Artifact::Upload(upload), content, outcome),
+            O::Adopt { content, owner } => self.adopt(content, owner, outcome),
+            O::Accept { workload, ref pins, build } => self.pin(workload, pins, build, outcome),
+            O::Prepare { workload, attempt, worker, make } => {
+                self.prepare(workload, attempt, worker, make, outcome)
+            }
+            O::Prepared { workload, attempt } => self.prepared((workload, attempt), outcome),
+            O::Finish { workload, attempt, content } => self.finish((workload, attempt), content, outcome),
+            O::Settle { workload, attempt, outputs, build, .. } => {
+                self.settle(workload, attempt, outputs, build, outcome)
+            }
+            O::EndAttempt { workload, attempt } => {
+                must!(matches!(outcome, Outcome::Done), "an attempt can always be ended");
+                self.holders.entry(workload).or_default().attempts.insert(attempt, None);
+                Ok(())
+            }
+            O::Report { worker, way, .. } => self.report(worker, way, outcome),
+            O::Sweep { worker, destroy } => self.sweep(worker, destroy, outcome),
+            O::Make { worker } => {
+                for id in std::mem::take(&mut self.workers[usize::from(worker)].later) {
+                    self.appears(id, true);
+                }
+                Ok(())
+            }
+            O::Reconnect { worker } => {
+                self.workers[usize::from(worker)].doomed.clear();
+                Ok(())
+            }
+            O::NewSession { worker } => {
+                self.new_session(worker);
+                Ok(())
+            }
+            O::NewIncarnation { worker, left } => {
+                self.new_incarnation(worker, left);
+                Ok(())
+            }
+            O::Former { .. } => {
+                let Outcome::Former(answers) = outcome else { return Ok(()) };
+                let stale = |refusal: &Refusal| {
+                    refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
+                };
+                must!(answers.iter().all(|answer| answer.as_ref().is_some_and(stale)), "it was replaced");
+                Ok(())
+            }
+            O::Advance { seconds } => {
+                self.now += i64::from(seconds);
+                Ok(())
+            }
+            O::Collect | O::Kill { .. } | O::BeginReport { .. } => {
+                must!(matches!(outcome, Outcome::Done), "it was refused");
+                Ok(())
+            }
+            O::Together(_) => {
+                Err(Violation("operations at the same time are accepted one by one".to_owned()))
+            }
+        }
+    }
+
+    fn put_build(&mut self, id: u16, ends_with: u16, keep: i64, term: i64, outcome: &Outcome) -> Accepted {
+        let settled = self.is_settled(ends_with);
+        if let Outcome::Refused(refusal) = outcome {
+            let may = refusal.is(Reason::BuildEnded)
+                && (settled || (self.builds.contains_key(&id) && !self.is_live(id)));
+            must!(may, "nothing has ended it");
+            return Ok(());
+        }
+        must!(!settled, "its workload was settled");
+        must!(!self.builds.contains_key(&id) || self.may_be_live(id), "it has ended");
+        let term_ends_at = self.now + term;
+        let fresh = Build { ends_with, keep, term_ends_at, bound: false, settled_at: None, deleted: false };
+        let build = self.builds.entry(id).or_insert(fresh);
+        (build.keep, build.term_ends_at) = (keep, term_ends_at);
+        Ok(())
+    }
+
+    fn delete_build(&mut self, id: u16, outcome: &Outcome) -> Accepted {
+        match (self.builds.get_mut(&id), outcome) {
+            (None, Outcome::Refused(refusal)) => {
+                must!(refusal.is(Reason::BuildNotFound), "another reason");
+                Ok(())
+            }
+            (Some(build), Outcome::Done) => {
+                build.deleted = true;
+                Ok(())
+            }
+            (Some(_), _) => Err(Violation("it is known".to_owned())),
+            (None, _) => Err(Violation("it was never put".to_owned())),
+        }
+    }
+
+    fn create(&mut self, artifact: Artifact, owner: Option<u16>, outcome: &Outcome) -> Accepted {
+        let record = self.artifacts.get(&artifact);
+        if let Outcome::Refused(refusal) = outcome {
+            let owner_ended = owner.is_some_and(|build| !self.is_live(build));
+            let another = record.is_some_and(|record| match owner {
+                Some(build) => !(record.owners.contains(&build) && self.holds_on(build)),
+                None => record.had_owner,
+            });
+            let may_be_deleting = record.is_some() && !self.is_kept(artifact);
+            let may = (refusal.is(Reason::OwnerEnded) && owner_ended)
+                || (refusal.is(Reason::ArtifactExists) && (another || may_be_deleting));
+            must!(may, "it could be made, or was");
+            return Ok(());
+        }
+        if record.is_some_and(|record| !record.gone) {
+            // It is still there, or gone since we looked: then it is another now.
+            if !self.is_kept(artifact)
+                && let Some(record) = self.artifacts.get_mut(&artifact)
+            {
+                record.doubtful = true;
+            }
+            return Ok(());
+        }
+        must!(owner.is_none_or(|build| self.may_be_live(build)), "its owner has ended");
+        self.artifacts.insert(artifact, self.open(owner));
+        Ok(())
+    }
+
+    fn open(&self, owner: Option<u16>) -> Record {
+        Record {
+            sealed: None,
+            owners: owner.into_iter().collect(),
+            had_owner: owner.is_some(),
+            created_at: self.now,
+            abandoned: false,
+            gone: false,
+            doubtful: false,
+        }
+    }
+
+    /// What was made once more had gone: it is another now.
+    pub(crate) fn reopen(&mut self, artifact: Artifact) {
+        if let Some(record) = self.artifacts.get_mut(&artifact) {
+            (record.sealed, record.gone) = (None, false);
+            // Which of the calls made it is not known, and so nothing keeps it for certain.
+            record.owners.clear();
+            record.had_owner = true;
+        }
+    }
+
+    fn plan(
+        &mut self,
+        transfer: u16,
+        artifact: Artifact,
+        worker: u8,
+        make: Make,
+        outcome: &Outcome,
+    ) -> Accepted {
+        let (handle, planned) = match outcome {
+            Outcome::Refused(refusal) => {
+                // A transfer whose replica arrived and was lost brings nothing more: another copy is another transfer.
+                let arrived = self.transfers.get(&transfer).and_then(|(.., id)| self.volumes.get(id));
+                let lost = arrived.is_some_and(|volume| volume.complete.is_some() && !volume.on_disk);
+                let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
+                let may = (refusal.is(Reason::ArtifactNotFound) && !self.is_kept(artifact))
+                    || (refusal.is(Reason::Unavailable) && (unconfirmed || lost));
+                must!(may, "there is nothing in its way");
+                return Ok(());
+            }
+            Outcome::Planned { handle, outcome } => (*handle, *outcome),
+            _ => return Err(Violation("no plan".to_owned())),
+        };
+        must!(self.artifacts.contains_key(&artifact), "the artifact was never made");
+        let known = self.volumes.get(&handle);
+        match planned {
+            pb::PlanOutcome::Complete => {
+                let sealed = self.sealed(artifact);
+                let has = known.is_some_and(|volume| volume.complete.is_some() && volume.complete == sealed);
+                must!(has, "no volume was completed under this handle");
+            }
+            pb::PlanOutcome::BeingMade => must!(known.is_some(), "nobody makes it"),
+            _ => {
+                let fresh = Volume {
+                    worker,
+                    artifact: Some(artifact),
+                    from: None,
+                    parent: None,
+                    attempt: None,
+                    claimed_until: None,
+                    complete: None,
+                    settled: false,
+                    created: false,
+                    revoked: false,
+                    on_disk: false,
+                    late: false,
+                };
+                let is_new = known.is_none();
+                let now = self.now;
+                let volume = self.volumes.entry(handle).or_insert(fresh);
+                must!(volume.artifact == Some(artifact) && volume.worker == worker, "it is of another");
+                must!(!volume.revoked, "it is garbage");
+                volume.claimed_until = Some(now + CLAIM_TERM);
+                self.transfers.insert(transfer, (artifact, worker, handle));
+                self.make(worker, handle, make, is_new);
+            }
+        }
+        Ok(())
+    }
+
+    fn progress(&mut self, transfer: u16, outcome: &Outcome) -> Accepted {
+        let now = self.now;
+        let Some((artifact, _, id)) = self.transfer(transfer) else {
+            must!(!matches!(outcome, Outcome::Done), "it was never planned");
+            return Ok(());
+        };
+        let kept = self.is_kept(artifact);
+        let Some(volume) = self.volumes.get_mut(&id) else { return Ok(()) };
+        let has_claim = volume.claimed_until.is_some_and(|until| now < until);
+        match outcome {
+            Outcome::Done => {
+                must!(!volume.revoked, "it is garbage");
+                volume.claimed_until = Some(now + CLAIM_TERM);
+            }
+            _ => must!(!(kept && has_claim && !volume.revoked), "its claim goes on"),
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, transfer: u16, content: u8, outcome: &Outcome) -> Accepted {
+        let Some((artifact, _, id)) = self.transfer(transfer) else { return Ok(()) };
+        let (kept, sealed, now) = (self.is_kept(artifact), self.sealed(artifact), self.now);
+        let Some(volume) = self.volumes.get_mut(&id) else {
+            must!(!matches!(outcome, Outcome::Done), "it was forgotten");
+            return Ok(());
+        };
+        if matches!(outcome, Outcome::Done) {
+            must!(!volume.revoked, "it is garbage");
+            must!(volume.complete.is_none_or(|complete| complete == content), "it has other bytes");
+            must!(sealed.is_none_or(|sealed| sealed == content), "its artifact was sealed with other bytes");
+            (volume.complete, volume.created, volume.late) = (Some(content), true, false);
+            return Ok(());
+        }
+        let claimed = volume.claimed_until.is_some_and(|until| now < until);
+        let certain = kept && !volume.revoked && (claimed || volume.complete == Some(content));
+        let fits = sealed.is_none_or(|sealed| sealed == content)
+            && volume.complete.is_none_or(|complete| complete == content);
+        must!(!(certain && fits && !volume.late), "it is wanted");
+        Ok(())
+    }
+
+    fn abandon(&mut self, transfer: u16, outcome: &Outcome) -> Accepted {
+        must!(matches!(outcome, Outcome::Done), "a transfer can always be abandoned");
+        let Some((artifact, _, id)) = self.transfer(transfer) else { return Ok(()) };
+        let is_open = self.sealed(artifact).is_none();
+        if let Some(volume) = self.volumes.get_mut(&id)
+            && (is_open || volume.complete.is_none())
+        {
+            volume.revoked = true;
+        }
+        if let Some(record) = self.artifacts.get_mut(&artifact).filter(|_| is_open) {
+            record.abandoned = true;
+        }
+        Ok(())
+    }
+
+    fn seal(&mut self, artifact: Artifact, content: u8, outcome: &Outcome) -> Accepted {
+        let sealed = self.sealed(artifact);
+        if let Outcome::Refused(refusal) = outcome {
+            let may = match sealed {
+                _ if refusal.is(Reason::ArtifactNotFound) => !self.is_kept(artifact),
+                Some(sealed) => refusal.is(Reason::ArtifactSealed) && sealed != content,
+                None => {
+                    refusal.is(Reason::CandidateMissing) && self.replicas(artifact, content).next().is_none()
+                }
+            };
+            must!(may, "there is nothing in its way");
+            return Ok(());
+        }
+        must!(sealed.is_none_or(|sealed| sealed == content), "it was sealed with other bytes");
+        let arrived = |volume: &Volume| volume.artifact == Some(artifact) && volume.complete == Some(content);
+        must!(sealed.is_some() || self.volumes.values().any(arrived), "no such bytes arrived");
+        for volume in self.volumes.values_mut() {
+            let other = volume.complete.is_some_and(|complete| complete != content);
+            if volume.artifact == Some(artifact) && volume.attempt.is_none() && other {
+                volume.revoked = true;
+            }
+        }
+        let Some(record) = self.artifacts.get_mut(&artifact) else {
+            return Err(Violation("it was never made".to_owned()));
+        };
+        must!(!record.gone, "it had gone");
+        record.sealed = Some(content);
+        Ok(())
+    }
+
+    fn adopt(&mut self, content: u8, owner: Option<u16>, outcome: &Outcome) -> Accepted {
+        match outcome {
+            Outcome::Refused(refusal) => {
+                let may = refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build));
+                must!(may, "its owner goes on");
+                Ok(())
+            }
+            Outcome::Adopted { artifact: Some(adopted), again } => {
+                let same = |record: &&mut Record| record.sealed == Some(content);
+                for record in self.artifacts.values_mut().filter(same).filter(|_| *again && owner.is_some()) {
+                    // One that had an owner goes with it, and is not kept by its youth any more.
+                    record.had_owner = true;
+                }
+                let found = self.artifacts.iter_mut().find(|(id, _)| artifact_id(**id) == *adopted);
+                let Some((_, record)) = found else { return Err(Violation("it was never made".to_owned())) };
+                must!(record.sealed == Some(content), "it holds other bytes");
+                must!(!record.gone, "it had gone");
+                if let Some(build) = owner {
+                    record.owners.insert(build);
+                    record.had_owner = true;
+                    must!(self.may_be_live(build), "its owner has ended");
+                }
+                Ok(())
+            }
+            Outcome::Adopted { artifact: None, .. } => {
+                let kept = self.kept();
+                let all = self.artifacts.iter().filter(|(_, record)| record.sealed == Some(content));
+                let all: Vec<_> = all.map(|(artifact, _)| *artifact).collect();
+                let is_there = |artifact: &&Artifact| {
+                    kept.contains_key(artifact)
+                        && self
+                            .replicas(**artifact, content)
+                            .any(|(_, worker)| !self.workers[usize::from(worker)].unconfirmed)
+                };
+                // The store looks at the newest few.
+                let found = all.iter().find(is_there).filter(|_| all.len() <= 10);
+                must!(found.is_none(), "{found:?} holds it");
+                Ok(())
+            }
+            _ => Err(Violation("no answer".to_owned())),
+        }
+    }
+
+    fn pin(&mut self, workload: u16, pins: &[Artifact], build: Option<u16>, outcome: &Outcome) -> Accepted {
+        if let Outcome::Refused(refusal) = outcome {
+            let kept = self.kept();
+            let is_there = |artifact: &Artifact| {
+                let content = self.sealed(*artifact).filter(|_| kept.contains_key(artifact));
+                content.is_some_and(|content| self.replicas(*artifact, content).next().is_some())
+            };
+            let may = (refusal.is(Reason::HolderSettled) && self.is_settled(workload))
+                || (refusal.is(Reason::OwnerEnded) && build.is_some_and(|build| !self.is_live(build)))
+                || (refusal.is(Reason::InputUnavailable) && !pins.iter().all(is_there));
+            must!(may, "there is nothing in its way");
+            return Ok(());
+        }
+        must!(!self.is_settled(workload), "it was settled");
+        for artifact in pins {
+            let record = self.artifacts.get(artifact);
+            must!(
+                record.is_some_and(|record| record.sealed.is_some() && !record.gone),
+                "{artifact:?} is not there"
+            );
+        }
+        if let Some(id) = build {
+            must!(self.may_be_live(id), "its build has ended");
+            if let Some(build) = self.builds.get_mut(&id).filter(|build| build.ends_with == workload) {
+                build.bound = true;
+            }
+        }
+        self.holders.entry(workload).or_default().pins.extend(pins);
+        Ok(())
+    }
+
+    fn prepare(&mut self, workload: u16, attempt: u8, worker: u8, make: Make, outcome: &Outcome) -> Accepted {
+        let on = self.holders.get(&workload).and_then(|holder| holder.attempts.get(&attempt)).copied();
+        let (inputs, planned) = match outcome {
+            Outcome::Refused(refusal) => {
+                let ended = self.is_settled(workload) || on.is_some_and(|on| on != Some(worker));
+                let pins = self.pins_of(workload);
+                let kept = self.kept();
+                let unkept = pins.iter().any(|artifact| !kept.contains_key(artifact));
+                let may = (refusal.is(Reason::AttemptEnded) && ended)
+                    || (refusal.is(Reason::InputUnavailable) && (unkept || ended))
+                    || (refusal.is(Reason::Unavailable) && self.workers[usize::from(worker)].unconfirmed);
+                must!(may, "there is nothing in its way");
+                return Ok(());
+            }
+            Outcome::Prepared { inputs, planned } => (inputs, planned),
+            _ => return Err(Violation("no plan".to_owned())),
+        };
+        must!(!self.is_settled(workload), "its workload was settled");
+        must!(on.is_none_or(|on| on == Some(worker)), "it has ended, or is another worker's");
+        self.holders.entry(workload).or_default().attempts.insert(attempt, Some(worker));
+
+        let mut to_make = Vec::new();
+        let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
+        // The output is the last, and starts as the first input.
+        let sources = inputs.iter().copied().map(Some).chain([inputs.first().copied()]);
+        must!(planned.volumes.len() == inputs.len() + 1, "volumes are missing");
+        for (index, (volume, from)) in planned.volumes.iter().zip(sources).enumerate() {
+            let id = handle(&volume.volume_handle)?;
+            let parent = (!volume.parent_handle.is_empty()).then(|| handle(&volume.parent_handle));
+            let parent = parent.transpose()?;
+            if !volume.missing_artifact_id.is_empty()
+                && let Some(from) = from
+                && let Some(content) = self.sealed(from)
+            {
+                let here = self.replicas(from, content).find(|(_, on)| *on == worker);
+                must!(here.is_none() || unconfirmed, "{from:?} is not missing: {here:?}");
+            }
+            if let Some(parent) = parent.filter(|_| !self.volumes.contains_key(&id)) {
+                let fits = self.volumes.get(&parent).is_some_and(|parent| {
+                    parent.worker == worker && parent.artifact == from && parent.complete.is_some()
+                });
+                must!(fits, "{parent} is no replica of {from:?} on this worker");
+            }
+            let artifact = (index == inputs.len()).then_some(Artifact::Output(workload));
+            let fresh = Volume {
+                worker,
+                artifact,
+                from,
+                parent,
+                attempt: Some((workload, attempt)),
+                claimed_until: None,
+                complete: None,
+                settled: false,
+                created: false,
+                revoked: false,
+                on_disk: false,
+                late: false,
+            };
+            to_make.push((id, !self.volumes.contains_key(&id)));
+            let known = self.volumes.entry(id).or_insert(fresh);
+            must!(!known.revoked, "{id} is garbage");
+            must!(known.attempt == Some((workload, attempt)), "{id} is of another");
+            if !known.created {
+                known.parent = parent;
+            }
+        }
+        let container = handle(&planned.container_handle)?;
+        let fresh = Container {
+            worker,
+            attempt: (workload, attempt),
+            created: false,
+            revoked: false,
+            on_disk: false,
+            late: false,
+        };
+        to_make.push((container, !self.containers.contains_key(&container)));
+        let known = self.containers.entry(container).or_insert(fresh);
+        must!(!known.revoked && known.attempt == (workload, attempt), "{container} is garbage, or another's");
+        // What is missing is brought first, and then it is asked again.
+        if planned.volumes.iter().all(|volume| volume.missing_artifact_id.is_empty()) {
+            for (id, is_new) in to_make {
+                self.make(worker, id, make, is_new);
+            }
+        }
+        Ok(())
+    }
+
+    /// A gateway is told to make something.
+    fn make(&mut self, worker: u8, id: Uuid, make: Make, is_new: bool) {
+        match make {
+            Make::Now => self.appears(id, !is_new),
+            Make::Later if !self.is_on_disk(id) => {
+                self.workers[usize::from(worker)].later.insert(id);
+            }
+            Make::Later | Make::Never => {}
+        }
+    }
+
+    /// Something is on the disk from now on.
+    fn appears(&mut self, id: Uuid, late: bool) {
+        if let Some(volume) = self.volumes.get_mut(&id).filter(|volume| !volume.on_disk) {
+            (volume.on_disk, volume.late) = (true, late);
+        }
+        if let Some(container) = self.containers.get_mut(&id).filter(|container| !container.on_disk) {
+            (container.on_disk, container.late) = (true, late);
+        }
+    }
+
+    fn prepared(&mut self, attempt: (u16, u8), outcome: &Outcome) -> Accepted {
+        let revoked = !self.containers.values().any(|it| it.attempt == attempt && !it.revoked);
+        if let Outcome::Refused(refusal) = outcome {
+            let may = refusal.is(Reason::AttemptEnded) && (!self.goes_on(attempt) || revoked);
+            must!(may, "it goes on");
+            return Ok(());
+        }
+        must!(self.goes_on(attempt) && !revoked, "it has ended");
+        for volume in self.volumes.values_mut().filter(|it| it.attempt == Some(attempt) && !it.revoked) {
+            (volume.created, volume.late) = (true, false);
+        }
+        for container in self.containers.values_mut().filter(|it| it.attempt == attempt && !it.revoked) {
+            (container.created, container.late) = (true, false);
+        }
+        Ok(())
+    }
+
+    /// The output of an attempt, as long as it is no garbage.
+    fn output(&self, attempt: (u16, u8)) -> Option<Uuid> {
+        let is_output =
+            |volume: &Volume| volume.attempt == Some(attempt) && volume.artifact.is_some() && !volume.revoked;
+        self.volumes.iter().find(|(_, volume)| is_output(volume)).map(|(id, _)| *id)
+    }
+
+    fn finish(&mut self, attempt: (u16, u8), content: u8, outcome: &Outcome) -> Accepted {
+        let goes_on = self.goes_on(attempt);
+        let output = self.output(attempt);
+        let Some(volume) = output.and_then(|output| self.volumes.get_mut(&output)) else {
+            must!(!matches!(outcome, Outcome::Done), "it has no output");
+            return Ok(());
+        };
+        let other = volume.complete.is_some_and(|complete| complete != content);
+        if let Outcome::Refused(refusal) = outcome {
+            let may = (refusal.is(Reason::InvalidField) && other) || !goes_on || volume.late;
+            must!(may, "it is wanted");
+            return Ok(());
+        }
+        must!(!other, "it has other bytes");
+        must!(goes_on || volume.settled || volume.complete.is_some(), "it has ended");
+        (volume.complete, volume.created, volume.late) = (Some(content), true, false);
+        Ok(())
+    }
+
+    fn settle(
+        &mut self,
+        workload: u16,
+        attempt: u8,
+        outputs: Outputs,
+        build: Option<u16>,
+        outcome: &Outcome,
+    ) -> Accepted {
+        if self.is_settled(workload) {
+            must!(matches!(outcome, Outcome::Done), "a repeat is answered as the first call was");
+            return Ok(());
+        }
+        let candidate = match outputs {
+            Outputs::NoOutput => None,
+            Outputs::With(content) => {
+                let output = self.output((workload, attempt)).filter(|_| self.goes_on((workload, attempt)));
+                let output = output.filter(|output| self.volumes[output].complete == Some(content));
+                if let Outcome::Refused(refusal) = outcome {
+                    let lost = output.is_none_or(|output| !self.volumes[&output].on_disk);
+                    must!(refusal.is(Reason::CandidateMissing) && lost, "its candidate is there");
+                    return Ok(());
+                }
+                must!(output.is_some(), "it has no such candidate");
+                output.map(|output| (output, content))
+            }
+        };
+        must!(matches!(outcome, Outcome::Done), "there is nothing in its way");
+        if let Some((output, content)) = candidate {
+            let owner = build.filter(|build| self.is_live(*build));
+            let mut record = self.open(owner);
+            // Whether one that may have ended owns it is not known, and so it is not known to be young.
+            record.had_owner |= build.is_some_and(|build| self.may_be_live(build));
+            record.sealed = Some(content);
+            self.artifacts.insert(Artifact::Output(workload), record);
+            if let Some(volume) = self.volumes.get_mut(&output) {
+                volume.settled = true;
+            }
+        }
+        let now = self.now;
+        let holder = self.holders.entry(workload).or_default();
+        holder.settled = true;
+        holder.pins.clear();
+        holder.attempts.values_mut().for_each(|on| *on = None);
+        let ending = self.builds.values_mut().filter(|build| build.ends_with == workload);
+        for build in ending.filter(|build| build.settled_at.is_none()) {
+            build.settled_at = Some(now);
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, worker: u8, way: Way, outcome: &Outcome) -> Accepted {
+        let response = match outcome {
+            Outcome::NotReported { refusal, standing } => {
+                let may = match standing {
+                    _ if refusal.is(Reason::ReportTruncated) => way == Way::Cut,
+                    Standing::Good => false,
+                    Standing::OfFormerSession => {
+                        refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
+                    }
+                    Standing::Overtaken => refusal.is(Reason::StaleReport),
+                };
+                must!(may, "it is good");
+                return Ok(());
+            }
+            Outcome::Reported { response, standing } => {
+                must!(*standing == Standing::Good, "it is too late");
+                must!(way != Way::Cut, "it was cut off");
+                response
+            }
+            _ => return Err(Violation("no answer".to_owned())),
+        };
+        self.workers[usize::from(worker)].unconfirmed = false;
+        for text in response.unknown_volume_handles.iter().chain(&response.unknown_container_handles) {
+            let id = handle(text)?;
+            if let Some(volume) = self.volumes.get_mut(&id).filter(|volume| volume.on_disk) {
+                must!(volume.late, "{id} was forgotten although it was there");
+                volume.on_disk = false;
+            }
+            if let Some(container) = self.containers.get_mut(&id).filter(|container| container.on_disk) {
+                must!(container.late, "{id} was forgotten although it was there");
+                container.on_disk = false;
+            }
+        }
+        Ok(())
+    }
+
+    fn sweep(&mut self, worker: u8, destroy: bool, outcome: &Outcome) -> Accepted {
+        let Outcome::Swept(handles) = outcome else {
+            return Err(Violation("what is marked was not handed out".to_owned()));
+        };
+        let kept = self.kept();
+        for id in handles {
+            let need = self.need_of_volume(*id, &kept).or_else(|| self.need_of_container(*id));
+            must!(need.is_none(), "{id} is handed out, and needed: {need:?}");
+        }
+        self.workers[usize::from(worker)].doomed.extend(handles);
+        if !destroy {
+            return Ok(());
+        }
+        for id in std::mem::take(&mut self.workers[usize::from(worker)].doomed) {
+            let child = self.volumes.iter().find(|(_, it)| it.parent == Some(id) && it.on_disk && !it.late);
+            must!(child.is_none(), "{id} is handed out before its child {child:?}");
+            if let Some(volume) = self.volumes.get_mut(&id) {
+                volume.on_disk = false;
+            }
+            if let Some(container) = self.containers.get_mut(&id) {
+                container.on_disk = false;
+            }
+        }
+        Ok(())
+    }
+
+    fn new_session(&mut self, worker: u8) {
+        self.workers[usize::from(worker)].doomed.clear();
+        for volume in self.volumes.values_mut().filter(|it| it.worker == worker && it.attempt.is_some()) {
+            volume.revoked |= !volume.created;
+        }
+        for container in self.containers.values_mut().filter(|it| it.worker == worker) {
+            container.revoked |= !container.created;
+        }
+    }
+
+    fn new_incarnation(&mut self, worker: u8, left: Left) {
+        let of_worker = &mut self.workers[usize::from(worker)];
+        of_worker.doomed.clear();
+        of_worker.later.clear();
+        of_worker.unconfirmed = true;
+        let mut count = 0;
+        for volume in self.volumes.values_mut().filter(|it| it.worker == worker) {
+            volume.revoked |= !volume.created;
+            count += u32::from(volume.on_disk);
+            volume.on_disk &= match left {
+                Left::Everything => true,
+                Left::Half => count.is_multiple_of(2),
+                Left::Nothing => false,
+            };
+        }
+        for container in self.containers.values_mut().filter(|it| it.worker == worker) {
+            (container.revoked, container.on_disk) = (true, false);
+        }
+    }
+}
