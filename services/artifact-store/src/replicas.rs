@@ -113,10 +113,11 @@ pub(crate) async fn plan(
                 .await?;
             return Ok(planned(mine.handle, Outcome::Yours));
         }
-        // What arrived is a replica as any other, or a lost one. The transfer may make another volume.
+        // What arrived was lost, but may be found again, as a replica that no transfer makes. This one makes another.
         volume::Entity::update_many()
             .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
             .filter(volume::Column::Handle.eq(mine.handle))
+            .filter(volume::Column::State.eq(State::Lost))
             .exec(txn)
             .await?;
     }

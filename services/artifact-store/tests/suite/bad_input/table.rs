@@ -245,7 +245,12 @@ fn ended_at(seconds: i64, named: &str) -> Vec<Bad> {
         set(&mut messages[0], &["ended_at", "seconds"], Some(&Value::I64(seconds)));
     };
     let expected = Expected::Refused(InvalidField, named.to_owned());
-    vec![Bad { field: "ended_at".to_owned(), what: format!("{seconds} s"), change: Box::new(change), expected }]
+    vec![Bad {
+        field: "ended_at".to_owned(),
+        what: format!("{seconds} s"),
+        change: Box::new(change),
+        expected,
+    }]
 }
 
 fn owners(world: &World<'_>) -> Vec<Call> {

@@ -192,7 +192,10 @@ impl World {
             }
             O::Plan { transfer, artifact, worker, .. } => self.plan(transfer, artifact, worker).await,
             O::Progress { transfer } => {
-                let request = || pb::ProgressRequest { transfer_id: transfer_id(transfer).to_string() };
+                let request = || pb::ProgressRequest {
+                    transfer_id: transfer_id(transfer).to_string(),
+                    team: TEAM.to_owned(),
+                };
                 let progress = |callers: Callers| async move {
                     Ok(callers.replicas().progress(request()).await.map(drop)?)
                 };

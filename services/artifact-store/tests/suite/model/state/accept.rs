@@ -189,12 +189,9 @@ impl State {
     ) -> Accepted {
         let (handle, planned) = match outcome {
             Outcome::Refused(refusal) => {
-                // A transfer whose replica arrived and was lost brings nothing more: another copy is another transfer.
-                let arrived = self.transfers.get(&transfer).and_then(|(.., id)| self.volumes.get(id));
-                let lost = arrived.is_some_and(|volume| volume.complete.is_some() && !volume.on_disk);
                 let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
                 let may = (refusal.is(Reason::ArtifactNotFound) && !self.is_kept(artifact))
-                    || (refusal.is(Reason::Unavailable) && (unconfirmed || lost));
+                    || (refusal.is(Reason::Unavailable) && unconfirmed);
                 must!(may, "there is nothing in its way");
                 return Ok(());
             }
