@@ -14,6 +14,8 @@ def bench_store(base, artifacts):
     """Figures of a store with `artifacts` artifacts and as many volumes, and with a tenth of that: the cost must not follow the size."""
     lines = []
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-store-", dir=base))
+    # The server is not run by root.
+    home.chmod(0o755)
     try:
         for database in ("PostgreSQL (fsync on)", "SQLite"):
             for count in (artifacts // 10, artifacts):

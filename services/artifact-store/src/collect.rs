@@ -152,8 +152,16 @@ pub(crate) async fn full_round(store: &Store, stopping: &CancellationToken) -> R
 
 /// Makes due what is looked at after a while.
 async fn wait_no_longer(txn: &DatabaseTransaction, settings: &Settings) -> Result<(), DbErr> {
-    for table in ["attempts", "artifacts", "builds", "holders"] {
-        let sql = format!("UPDATE {table} SET look_at = $1 WHERE look_at > $1 AND look_at <= $2");
+    // What is due is found by indexes that say the same of the state.
+    let tables = [
+        ("attempts", ""),
+        ("artifacts", "state <> 'deleting' AND "),
+        ("artifacts", "state = 'deleting' AND "),
+        ("builds", ""),
+        ("holders", ""),
+    ];
+    for (table, of_them) in tables {
+        let sql = format!("UPDATE {table} SET look_at = $1 WHERE {of_them}look_at > $1 AND look_at <= $2");
         let values = [settings.now.0.into(), (settings.now + LATER).0.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values);
         txn.execute_raw(statement).await?;

@@ -10,7 +10,7 @@ use crate::mark::{self, Verdict};
 use crate::units::size;
 
 pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
-    let query = artifact::Entity::find().filter(artifact::Column::State.ne(ArtifactState::Deleting));
+    let query = artifact::Entity::find().filter(Expr::cust("state <> 'deleting'"));
     let rows = lock_due(txn, query, settings).await?;
     if rows.is_empty() {
         return Ok(Batch::default());

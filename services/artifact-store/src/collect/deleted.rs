@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::Timestamp;
-use sea_orm::sea_query::{LockBehavior, LockType};
+use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{
     ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect, QueryTrait,
 };
@@ -12,14 +12,14 @@ use uuid::Uuid;
 use super::attempts::VOLUMES;
 use super::{Batch, Collected, Kind, Look, Settings, by_reason, lock_due, look_next};
 use crate::due::make_due;
-use crate::entity::{ArtifactState, Purpose, State, artifact, owner, volume};
+use crate::entity::{Purpose, State, artifact, owner, volume};
 use crate::facts;
 use crate::mark::{self, Verdict};
 use crate::sweep;
 use crate::units::size;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
-    let query = artifact::Entity::find().filter(artifact::Column::State.eq(ArtifactState::Deleting));
+    let query = artifact::Entity::find().filter(Expr::cust("state = 'deleting'"));
     let rows = lock_due(txn, query, settings).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
