@@ -37,6 +37,8 @@ mod facts;
 mod gauges;
 mod graves;
 mod grpc;
+#[cfg(test)]
+mod interleavings;
 mod inventory;
 mod mark;
 mod migrations;

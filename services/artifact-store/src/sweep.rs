@@ -248,7 +248,7 @@ async fn is_waiting(conn: &impl ConnectionTrait, worker: Uuid) -> Result<bool, D
 }
 
 /// Hands some marks out.
-async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(), SessionError> {
+pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(), SessionError> {
     let sequence = sessions::advance(txn, claims).await?.sequence;
     let worker = claims.worker.uuid();
     let containers = container::Entity::find()

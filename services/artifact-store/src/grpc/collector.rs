@@ -97,3 +97,45 @@ fn named(collected: &Collected) -> pb::Collected {
         size_bytes: collected.size_bytes,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::collections::Collections;
+    use crate::mark::Why;
+
+    #[tokio::test]
+    async fn who_is_too_slow_is_told_how_much_was_left_out() {
+        const TOLD: u64 = 1000;
+        let collections = Collections::default();
+        let watching = collections.subscribe();
+        for _ in 0..TOLD {
+            collections.tell(&[Collected {
+                kind: Kind::Artifact,
+                id: Uuid::now_v7(),
+                why: Why::NeverOwned,
+                size_bytes: 1,
+            }]);
+        }
+        drop(collections);
+        let (messages, mut stream) = mpsc::channel(AHEAD);
+        let stopping = CancellationToken::new();
+        let read = async {
+            let (mut read, mut missed) = (0, 0);
+            while let Some(message) = stream.recv().await {
+                read += message.collected.len() as u64;
+                missed += message.missed;
+            }
+            (read, missed)
+        };
+        let send = async {
+            pass_on(watching, &messages, &stopping).await;
+            drop(messages);
+        };
+        let ((), (read, missed)) = tokio::join!(send, read);
+        assert!(read > 0 && missed > 0);
+        assert_eq!(read + missed, TOLD);
+    }
+}

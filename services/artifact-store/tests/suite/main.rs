@@ -1,5 +1,6 @@
 //! The store as its callers see it: over gRPC, on both databases.
 
+mod builds;
 mod copies;
 mod harness;
 mod inventory;
@@ -9,6 +10,7 @@ mod owners;
 mod queries;
 mod races;
 mod reports;
+mod why;
 
 pub(crate) use harness::*;
 
