@@ -120,12 +120,12 @@ mod tests {
             }]);
         }
         drop(collections);
-        let (messages, mut stream) = mpsc::channel(AHEAD);
+        let (messages, mut stream) = mpsc::channel::<pb::WatchCollectionsResponse>(AHEAD);
         let stopping = CancellationToken::new();
         let read = async {
             let (mut read, mut missed) = (0, 0);
             while let Some(message) = stream.recv().await {
-                read += message.collected.len() as u64;
+                read += u64::try_from(message.collected.len()).expect("few");
                 missed += message.missed;
             }
             (read, missed)

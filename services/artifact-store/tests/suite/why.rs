@@ -66,8 +66,34 @@ impl Suite {
         (artifact, replica)
     }
 
-    fn after(&self, duration: Duration) -> Option<prost_types::Timestamp> {
-        Some(rpc::timestamp(self.clock.now() + duration))
+    fn after(&self, duration: Duration) -> Option<Timestamp> {
+        Some(self.clock.now() + duration)
+    }
+}
+
+/// When what is explained was marked, went, goes and is forgotten.
+trait When {
+    fn marked(&self) -> Option<Timestamp>;
+    fn gone(&self) -> Option<Timestamp>;
+    fn goes(&self) -> Option<Timestamp>;
+    fn forgotten(&self) -> Option<Timestamp>;
+}
+
+impl When for pb::ExplainResponse {
+    fn marked(&self) -> Option<Timestamp> {
+        self.marked_at.as_ref().map(rpc::from_timestamp)
+    }
+
+    fn gone(&self) -> Option<Timestamp> {
+        self.gone_at.as_ref().map(rpc::from_timestamp)
+    }
+
+    fn goes(&self) -> Option<Timestamp> {
+        self.goes_at.as_ref().map(rpc::from_timestamp)
+    }
+
+    fn forgotten(&self) -> Option<Timestamp> {
+        self.remembered_until.as_ref().map(rpc::from_timestamp)
     }
 }
 
@@ -93,7 +119,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     assert_eq!(related(&explained, "replicas"), std::slice::from_ref(&replica));
     let old = made_at + 12 * HOUR;
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(old))]);
-    assert_eq!(explained.goes_at, Some(rpc::timestamp(old)));
+    assert_eq!(explained.goes(), Some(old));
     assert_eq!(explained.why, "nobody ever owned it, and it is old");
 
     // Everything that can keep it, at once.
@@ -117,7 +143,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
         ]
     );
     assert_eq!(explained.kept_by_total, 4);
-    assert_eq!((explained.goes_at, explained.why.as_str()), (None, ""), "not before something happens");
+    assert_eq!((explained.goes(), explained.why.as_str()), (None, ""), "not before something happens");
     assert!(explained.kept_by[0].text.ends_with("which goes on"), "{:?}", explained.kept_by[0]);
 
     // When only the build's time is left, that is when it goes; and it does.
@@ -127,7 +153,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     let explained = suite.explain(artifact).await.expect("explained");
     assert_eq!(kept_by(&explained), [(Thing::Build, build_id.as_str(), Some(suite.clock.now() + MINUTE))]);
-    assert_eq!(explained.goes_at, suite.after(MINUTE));
+    assert_eq!(explained.goes(), suite.after(MINUTE));
     assert_eq!(explained.why, "every build that owned it has let go");
     suite.clock.advance(MINUTE - Duration::from_micros(1));
     assert_eq!(suite.collect(DryRun::Off).await, []);
@@ -143,19 +169,19 @@ async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDa
     let marked_at = suite.after(Duration::ZERO);
     let shown = suite.get(artifact).await.expect("its tombstone");
     assert_eq!(
-        (shown.marked_at, shown.marked_why.as_str()),
+        (shown.marked_at.as_ref().map(rpc::from_timestamp), shown.marked_why.as_str()),
         (marked_at, "every build that owned it has let go")
     );
 
     let explained = suite.explain(artifact).await.expect("explained");
     assert_eq!(explained.state, "deleting");
-    assert_eq!((explained.marked_at, explained.goes_at), (marked_at, None));
+    assert_eq!((explained.marked(), explained.goes()), (marked_at, None));
     assert_eq!(explained.why, "every build that owned it has let go");
-    assert_eq!(explained.remembered_until, suite.after(HOUR));
+    assert_eq!(explained.forgotten(), suite.after(HOUR));
     assert!(explained.can_be_undeleted);
     let explained = suite.explain(&replica).await.expect("explained");
     assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Volume, "destroying"));
-    assert_eq!((explained.marked_at, explained.why.as_str()), (marked_at, "its artifact is deleted"));
+    assert_eq!((explained.marked(), explained.why.as_str()), (marked_at, "its artifact is deleted"));
 
     gateway.swept(&[], &[&replica]).await;
     assert_eq!(suite.explain(&replica).await.expect("explained").state, "sweeping");
@@ -164,9 +190,9 @@ async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDa
     assert_eq!(gateway.report(&[], &[]).await.expect("reported").forgotten, 1);
     let explained = suite.explain(&replica).await.expect("its grave");
     assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Volume, "gone"));
-    assert_eq!((explained.marked_at, explained.gone_at), (marked_at, suite.after(Duration::ZERO)));
+    assert_eq!((explained.marked(), explained.gone()), (marked_at, suite.after(Duration::ZERO)));
     assert_eq!(explained.why, "its artifact is deleted");
-    assert_eq!(explained.remembered_until, suite.after(HOUR));
+    assert_eq!(explained.forgotten(), suite.after(HOUR));
 
     suite.clock.advance(HOUR - Duration::from_micros(1));
     suite.collect(DryRun::Off).await;
@@ -198,7 +224,7 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
     for handle in [container, source, out] {
         let explained = suite.explain(handle).await.expect("explained");
         assert_eq!(kept_by(&explained), [(Thing::Attempt, attempt_id.as_str(), None)], "{explained:?}");
-        assert_eq!((explained.goes_at, explained.state.as_str()), (None, "created"));
+        assert_eq!((explained.goes(), explained.state.as_str()), (None, "created"));
         assert_eq!(related(&explained, "workload"), [workload.to_string()]);
         assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
     }
@@ -219,7 +245,7 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
     assert_eq!(suite.explain(attempt).await.expect("explained").state, "ended");
     for handle in [container, source, out] {
         let explained = suite.explain(handle).await.expect("explained");
-        assert_eq!(explained.goes_at, suite.after(5 * MINUTE), "{explained:?}");
+        assert_eq!(explained.goes(), suite.after(5 * MINUTE), "{explained:?}");
         assert_eq!(explained.why, "its attempt has ended");
         assert_eq!(explained.kept_by.len(), 1);
     }
@@ -229,7 +255,7 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
     assert_eq!(suite.collect(DryRun::Off).await.len(), 3);
     for handle in [container, source, out] {
         let explained = suite.explain(handle).await.expect("explained");
-        assert_eq!(explained.marked_at, suite.after(Duration::ZERO));
+        assert_eq!(explained.marked(), suite.after(Duration::ZERO));
         assert_eq!(
             (explained.why.as_str(), explained.state.as_str()),
             ("its attempt has ended", "destroying")
@@ -250,7 +276,7 @@ async fn a_replica_says_what_keeps_it(database: TestDatabase) {
     let explained = suite.explain(&replica).await.expect("explained");
     let old = suite.clock.now() + 12 * HOUR;
     assert_eq!(kept_by(&explained), [(Thing::Artifact, artifact_id.as_str(), Some(old))]);
-    assert_eq!(explained.goes_at, Some(rpc::timestamp(old)), "with its artifact");
+    assert_eq!(explained.goes(), Some(old), "with its artifact");
     assert_eq!(explained.why, "its artifact is deleted");
 
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -262,7 +288,7 @@ async fn a_replica_says_what_keeps_it(database: TestDatabase) {
         [(Thing::Volume, child, None), (Thing::Artifact, artifact_id.as_str(), None)]
     );
     assert_eq!(related(&explained, "children"), [child]);
-    assert_eq!(explained.goes_at, None);
+    assert_eq!(explained.goes(), None);
 
     let (open, transfer) = (ArtifactId::new(), TransferId::new());
     suite.create(open, None).await.expect("created");
@@ -270,12 +296,12 @@ async fn a_replica_says_what_keeps_it(database: TestDatabase) {
     let explained = suite.explain(&filled).await.expect("explained");
     let (transfer, until) = (transfer.to_string(), suite.clock.now() + MINUTE);
     assert_eq!(kept_by(&explained), [(Thing::Transfer, transfer.as_str(), Some(until))]);
-    assert_eq!(explained.goes_at, Some(rpc::timestamp(until)));
+    assert_eq!(explained.goes(), Some(until));
     assert_eq!(explained.why, "its transfer stopped without an end");
     suite.clock.advance(MINUTE);
     suite.collect(DryRun::Off).await;
     let explained = suite.explain(&filled).await.expect("explained");
-    assert_eq!(explained.marked_at, suite.after(Duration::ZERO));
+    assert_eq!(explained.marked(), suite.after(Duration::ZERO));
     suite.stop().await;
 }
 
@@ -291,7 +317,7 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(term))]);
     assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
     assert_eq!(related(&explained, "ends with"), [workload.to_string()]);
-    assert_eq!(explained.goes_at, None);
+    assert_eq!(explained.goes(), None);
 
     suite.pin(workload, &[], Some(build)).await.expect("bound");
     let explained = suite.explain(build).await.expect("explained");
@@ -299,10 +325,10 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
     assert_eq!(kept_by(&explained), [(Thing::Workload, workload_id.as_str(), None)]);
     suite.settle(workload, None, &[], None).await.expect("settled");
     let explained = suite.explain(build).await.expect("explained");
-    assert_eq!((explained.state.as_str(), explained.goes_at), ("succeeded", suite.after(MINUTE)));
+    assert_eq!((explained.state.as_str(), explained.goes()), ("succeeded", suite.after(MINUTE)));
     suite.delete_build(build).await.expect("deleted");
     let explained = suite.explain(build).await.expect("explained");
-    assert_eq!((explained.goes_at, explained.kept_by_total), (suite.after(Duration::ZERO), 0));
+    assert_eq!((explained.goes(), explained.kept_by_total), (suite.after(Duration::ZERO), 0));
     suite.stop().await;
 }
 
@@ -367,7 +393,7 @@ async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestD
     assert_eq!(gateway.report_with(early, &[], &[]).await.expect("reported").lost, 0);
     assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
     let explained = suite.explain(artifact).await.expect("explained");
-    assert_eq!(explained.goes_at, suite.after(HOUR));
+    assert_eq!(explained.goes(), suite.after(HOUR));
 
     // It can be used as before.
     let workload = WorkloadId::new();
@@ -383,7 +409,7 @@ async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestD
     suite.undelete(artifact, keep(MINUTE)).await.expect("it is back");
     suite.undelete(artifact, keep(2 * MINUTE)).await.expect("kept for longer");
     suite.undelete(artifact, keep(MINUTE)).await.expect("and not for less");
-    assert_eq!(suite.explain(artifact).await.expect("explained").goes_at, suite.after(2 * MINUTE));
+    assert_eq!(suite.explain(artifact).await.expect("explained").goes(), suite.after(2 * MINUTE));
     assert_refused(suite.undelete(artifact, keep(100_000 * HOUR)).await, Reason::InvalidField);
     assert_refused(suite.undelete(ArtifactId::new(), None).await, Reason::ArtifactNotFound);
     suite.stop().await;
