@@ -41,8 +41,12 @@ fn text(explained: &ExplainResponse) -> String {
     };
     shown.push(("marked", because(past(explained.marked_at.as_ref()))));
     shown.push(("gone", past(explained.gone_at.as_ref())));
-    let goes = if explained.thing() == Thing::Build { "lets go" } else { "goes" };
-    shown.push((goes, because(explained.goes_at.as_ref().map(due).unwrap_or_else(|| endless(explained)))));
+    shown.push(match (explained.thing(), &explained.goes_at) {
+        (Thing::Build, Some(at)) if words::from_now(at).is_none() => ("let go", because(past(Some(at)))),
+        (Thing::Build, Some(at)) => ("lets go", because(due(at))),
+        (_, Some(at)) => ("goes", because(due(at))),
+        (_, None) => ("goes", endless(explained)),
+    });
     shown.push(("remembered", explained.remembered_until.as_ref().map(until).unwrap_or_default()));
     let relations: Vec<_> = explained.relations.iter().map(related).collect();
     shown.extend(relations.iter().map(|(relation, ids)| (relation.as_str(), ids.clone())));
@@ -108,14 +112,14 @@ fn past(at: Option<&Timestamp>) -> String {
 fn due(at: &Timestamp) -> String {
     match words::from_now(at) {
         Some(left) => format!("{} (in {})", words::instant(at), duration(left)),
-        None => format!("{} ({} ago, with the next collection)", words::instant(at), words::ago(Some(at))),
+        None => "with the next collection".to_owned(),
     }
 }
 
 fn until(at: &Timestamp) -> String {
     match words::from_now(at) {
         Some(left) => format!("until {} ({} left)", words::instant(at), duration(left)),
-        None => format!("until {}", words::instant(at)),
+        None => "until the next collection".to_owned(),
     }
 }
 
@@ -185,7 +189,7 @@ mod tests {
                 "artifact: 7",
                 "state: sealed",
                 "kept by: build 8, which goes on",
-                "?nobody, until 1970-01-01T00:00:00Z",
+                "?nobody, until the next collection",
                 "and 3 more",
                 "goes: not before something happens to what keeps it",
                 "replicas: volume 9",
