@@ -10,6 +10,7 @@
 //! artifacts  that nothing keeps
 //! deleted    artifacts: their replicas, children first; and in the end their tombstones
 //! holders    that can be forgotten
+//! graves     of what is gone, that can be forgotten
 //! ```
 //!
 //! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
@@ -25,6 +26,7 @@ mod attempts;
 mod builds;
 mod claims;
 mod deleted;
+mod graves;
 mod holders;
 
 use std::collections::HashMap;
@@ -40,7 +42,7 @@ use sea_orm::{
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::mark::{Look, Policy, Why};
+use crate::mark::{Collected, Kind, Look, Policy, Why};
 use crate::store::Store;
 use crate::{owners, replicas, sweep};
 
@@ -49,22 +51,6 @@ const BATCH: u64 = 500;
 
 /// After how long something is looked at again that may change unseen.
 const LATER: Duration = Duration::from_secs(60);
-
-/// One thing that was marked.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Collected {
-    pub(crate) kind: Kind,
-    pub(crate) id: Uuid,
-    pub(crate) why: Why,
-    pub(crate) size_bytes: u64,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Artifact,
-    Volume,
-    Container,
-}
 
 /// What a round goes by.
 #[derive(Debug, Clone, Copy)]
@@ -180,6 +166,7 @@ pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result
         while step.is_due(store.db.read(), &settings).await? {
             let batch = store.db.write(|txn| async move { step.run(&txn, &settings).await }).await?;
             store.marks.wake(batch.workers);
+            store.collections.tell(&batch.collected);
             collected.extend(batch.collected);
             if stopping.is_cancelled() {
                 return Ok(collected);
@@ -239,6 +226,7 @@ enum Step {
     Artifacts,
     Deleted,
     Holders,
+    Graves,
 }
 
 /// What a batch did.
@@ -251,8 +239,15 @@ pub(crate) struct Batch {
 }
 
 impl Step {
-    const ALL: [Self; 6] =
-        [Self::Builds, Self::Attempts, Self::Claims, Self::Artifacts, Self::Deleted, Self::Holders];
+    const ALL: [Self; 7] = [
+        Self::Builds,
+        Self::Attempts,
+        Self::Claims,
+        Self::Artifacts,
+        Self::Deleted,
+        Self::Holders,
+        Self::Graves,
+    ];
 
     /// Whether anything is to be looked at. Reads an index.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
@@ -270,6 +265,7 @@ impl Step {
                 "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state = 'deleting' LIMIT 1"
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 LIMIT 1",
+            Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 LIMIT 1",
         };
         let statement =
             Statement::from_sql_and_values(conn.get_database_backend(), sql, [settings.now.0.into()]);
@@ -284,6 +280,7 @@ impl Step {
             Self::Artifacts => artifacts::look(txn, settings).await,
             Self::Deleted => deleted::look(txn, settings).await,
             Self::Holders => holders::look(txn, settings).await,
+            Self::Graves => graves::look(txn, settings).await,
         }
     }
 }
@@ -303,7 +300,7 @@ macro_rules! looked {
     )+};
 }
 
-looked!(artifact: ArtifactId, attempt: AttemptId, build: BuildId, holder: HolderId);
+looked!(artifact: ArtifactId, attempt: AttemptId, build: BuildId, grave: Id, holder: HolderId);
 
 /// Locks the rows that are due longest, as many as a batch has, without those that others have locked.
 async fn lock_due<E: Looked>(

@@ -28,7 +28,7 @@ pub struct Config {
     pub collect_interval: Duration,
     /// How long a transfer may take before it says that it goes on. Default: 20 s.
     pub claim_term: Duration,
-    /// A deleted artifact can still be looked up for this long. Default: 24 h.
+    /// A deleted artifact, and a volume or container that is gone, can still be asked about for this long. Default: 24 h.
     pub tombstone: Duration,
     /// A settled workload, an ended attempt and an ended build are remembered this long, so that late calls for them are
     /// refused. Longer than any call can be delayed. Default: 24 h.

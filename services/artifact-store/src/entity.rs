@@ -56,6 +56,14 @@ pub(crate) enum BuildStatus {
     Aborted,
 }
 
+/// What is in a grave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum GraveKind {
+    Volume,
+    Container,
+}
+
 macro_rules! entity {
     ($(#[$doc:meta])* $module:ident, $table:literal {
         $($(#[$key:meta])* $field:ident: $type:ty,)+
@@ -63,7 +71,7 @@ macro_rules! entity {
         $(#[$doc])*
         pub(crate) mod $module {
             #[allow(unused_imports, reason = "not every table has every kind of column")]
-            use super::{ArtifactState, BuildStatus, Purpose, State};
+            use super::{ArtifactState, BuildStatus, GraveKind, Purpose, State};
             use sea_orm::entity::prelude::*;
 
             #[derive(Debug, Clone, PartialEq, Eq, DeriveEntityModel)]
@@ -222,6 +230,8 @@ entity! {
         created_at: i64,
         judged_after: i64,
         marked_why: Option<String>,
+        marked_at: Option<i64>,
+        marked_from: Option<State>,
     }
 }
 
@@ -237,5 +247,19 @@ entity! {
         created_at: i64,
         judged_after: i64,
         marked_why: Option<String>,
+        marked_at: Option<i64>,
+    }
+}
+
+entity! {
+    /// Volumes and containers that are gone.
+    grave, "graves" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        id: Uuid,
+        kind: GraveKind,
+        marked_why: Option<String>,
+        marked_at: Option<i64>,
+        gone_at: i64,
+        look_at: i64,
     }
 }

@@ -141,6 +141,36 @@ pub(crate) async fn keepers(
     Ok(keepers)
 }
 
+/// How long what holds an artifact holds it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct HoldsUntil {
+    /// Whether something of it does not say until when.
+    pub(crate) endless: bool,
+    /// When the last of the rest lets go. `None`: there is none.
+    pub(crate) until: Option<Timestamp>,
+}
+
+/// How long an artifact is held by all that holds it now.
+pub(crate) async fn holds_until(
+    conn: &impl ConnectionTrait,
+    artifact: Uuid,
+    now: Timestamp,
+) -> Result<HoldsUntil, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Row {
+        holds: i64,
+        limited: i64,
+        until: Option<i64>,
+    }
+
+    let sql = "SELECT COUNT(*) AS holds, COUNT(h.until) AS limited, MAX(h.until) AS until FROM (HOLDS) h";
+    let row = Row::find_by_statement(holding(conn, sql, now, std::iter::once(artifact))).one(conn).await?;
+    Ok(row.map_or_else(HoldsUntil::default, |row| HoldsUntil {
+        endless: row.holds > row.limited,
+        until: row.until.map(Timestamp),
+    }))
+}
+
 /// When attempts ended, of those that have.
 pub(crate) async fn ended_attempts(
     conn: &impl ConnectionTrait,

@@ -23,7 +23,8 @@ use crate::entity::Purpose;
 use crate::inventory::{self, NeededVolume, Needs};
 use crate::mark::Policy;
 use crate::migrations::Schema;
-use crate::{artifacts, owners, pins};
+use crate::undelete::{self, KeptBy};
+use crate::{artifacts, owners, pins, sweep};
 
 const TEAM: &str = "main";
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -277,6 +278,61 @@ async fn without_the_locks_it_would_be() {
                 "{reference:?}, the mark first: {mark_first}: the locks are not what keeps them apart"
             );
         }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed_out() {
+    let database = databases::postgres().await;
+    let db = Database::connect::<Schema>(&database.url).await.expect("the database");
+    for undelete_first in [false, true] {
+        let target = Arc::new(Target::new(&db).await);
+        let id = || vec![target.artifact.uuid().into()];
+        let artifact = "UPDATE artifacts SET state = 'deleting', marked_at = 0 WHERE artifact_id = $1";
+        execute(&db, artifact, id()).await;
+        let replica = "UPDATE volumes SET state = 'destroying', marked_from = 'created', marked_at = 0 WHERE artifact_id = $1";
+        execute(&db, replica, id()).await;
+
+        let (undeletes, hands_out) = (Party::default(), Party::default());
+        let mut both = JoinSet::new();
+        let mut begin = |is_undelete: bool| {
+            let (target, db) = (target.clone(), db.clone());
+            let party = if is_undelete { undeletes.clone() } else { hands_out.clone() };
+            both.spawn(async move {
+                let part = |txn: db::Transaction| {
+                    let target = target.clone();
+                    async move {
+                        if is_undelete {
+                            let kept_by = KeptBy::Nobody(Duration::from_secs(1));
+                            let undeleted =
+                                undelete::undelete(&txn, TEAM, target.artifact, kept_by, NOW).await;
+                            undeleted.map_err(|_| Failed::Refused)
+                        } else {
+                            sweep::hand_out(&txn, &target.claims).await.map_err(|_| Failed::Refused)
+                        }
+                    }
+                };
+                // An undeletion that is refused was too late.
+                _ = party.run(db, part).await;
+            });
+        };
+        let (first, second) =
+            if undelete_first { (&undeletes, &hands_out) } else { (&hands_out, &undeletes) };
+        begin(undelete_first);
+        tokio::time::timeout(PATIENCE, first.reached.notified()).await.expect("nothing holds the first up");
+        begin(!undelete_first);
+        reached_or_held_up(second, &db).await;
+        first.go.notify_one();
+        second.go.notify_one();
+        both.join_all().await;
+
+        let told = "SELECT COUNT(*) AS n FROM volumes WHERE artifact_id = $1 AND state = 'sweeping'";
+        let is_told = count(&db, told, id()).await == 1;
+        assert_eq!(
+            (target.is_marked(&db).await, is_told),
+            (!undelete_first, !undelete_first),
+            "the undeletion first: {undelete_first}"
+        );
     }
 }
 

@@ -280,6 +280,7 @@ async fn make_container(
         created_at: Set(now.0),
         judged_after: Set(sequence),
         marked_why: Set(None),
+        marked_at: Set(None),
     };
     container::Entity::insert(row).exec_without_returning(txn).await?;
     Ok(handle)

@@ -10,10 +10,14 @@
 //! inventory     the rows of what workers hold, from before it is made until it is there
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
+//! graves        when and why what is forgotten went
 //! rules         when owners let go: pure
 //! mark          what is garbage, and why: pure
 //! facts         what is known of things before they are judged
 //! collect       carries out what `mark` decides
+//! collections   tells who looks on what was marked
+//! undelete      brings deleted artifacts back while their bytes are there
+//! explain       why something is there, or went
 //! ```
 //!
 //! Domain functions work on a transaction that their caller begins and commits, and `now` is an argument. Two rules keep what is in
@@ -24,11 +28,14 @@
 mod artifacts;
 mod clock;
 mod collect;
+mod collections;
 mod config;
 mod due;
 mod entity;
+mod explain;
 mod facts;
 mod gauges;
+mod graves;
 mod grpc;
 #[cfg(test)]
 mod interleavings;
@@ -43,6 +50,7 @@ mod rules;
 mod sessions;
 mod store;
 mod sweep;
+mod undelete;
 mod units;
 mod volumes;
 

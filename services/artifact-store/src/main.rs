@@ -46,7 +46,7 @@ struct Arguments {
     /// How long a transfer may take before it says that it goes on
     #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
-    /// How long a deleted artifact can still be looked up
+    /// How long a deleted artifact, and a volume or container that is gone, can still be asked about
     #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "24h", value_parser = duration)]
     tombstone: Duration,
     /// How long what has ended is remembered, so that late calls for it are refused. Longer than any call can be delayed

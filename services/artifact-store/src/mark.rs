@@ -125,6 +125,22 @@ impl fmt::Display for Why {
     }
 }
 
+/// One thing that was marked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Collected {
+    pub(crate) kind: Kind,
+    pub(crate) id: Uuid,
+    pub(crate) why: Why,
+    pub(crate) size_bytes: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Artifact,
+    Volume,
+    Container,
+}
+
 /// One thing that keeps an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Keeper {
@@ -212,6 +228,18 @@ pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Ve
         }
         Belongs::ToArtifact { .. } | Belongs::ToAttempt { ended_at: None, .. } => {
             Verdict::Keep(Look::WhenTold)
+        }
+    }
+}
+
+/// When something goes that is kept until `last`, and why. `None`: not before something happens.
+pub(crate) fn fate(last: Timestamp, judge: impl Fn(Timestamp) -> Verdict) -> Option<(Timestamp, Why)> {
+    let mut at = last;
+    loop {
+        match judge(at) {
+            Verdict::Mark(why) => return Some((at, why)),
+            Verdict::Keep(Look::At(next)) if next > at => at = next,
+            Verdict::Keep(_) => return None,
         }
     }
 }

@@ -131,7 +131,7 @@ pub(crate) async fn plan(
                 return Ok(planned(handle, Outcome::BeingMade(transfer)));
             }
             OnWorker::Nothing { given_up } => {
-                marked = sweep::mark_volumes(txn, &given_up, Why::ClaimRanOut).await?;
+                marked = sweep::mark_volumes(txn, &given_up, Why::ClaimRanOut, now).await?;
             }
         }
     }
@@ -259,6 +259,7 @@ pub(crate) async fn seal(
     team: &str,
     id: ArtifactId,
     digest: Digest,
+    now: Timestamp,
 ) -> Result<(Located, Vec<WorkerId>), SealError> {
     let row = artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
     let Some(mut row) = row.filter(|row| row.team == team && row.state != ArtifactState::Deleting) else {
@@ -294,7 +295,7 @@ pub(crate) async fn seal(
             .exec(txn)
             .await?;
         let other: Vec<_> = other.iter().map(|volume| volume.handle).collect();
-        marked = sweep::mark_volumes(txn, &other, Why::OtherBytesSealed).await?;
+        marked = sweep::mark_volumes(txn, &other, Why::OtherBytesSealed, now).await?;
     }
     let located = artifacts::locate_rows(txn, vec![row]).await?.pop();
     Ok((located.ok_or(SealError::ArtifactNotFound(id))?, marked))
@@ -326,7 +327,7 @@ pub(crate) async fn abandon(
                 .one(txn)
                 .await?;
             let unfinished: Vec<_> = unfinished.into_iter().map(|row| row.handle).collect();
-            return sweep::mark_volumes(txn, &unfinished, Why::TransferAbandoned).await;
+            return sweep::mark_volumes(txn, &unfinished, Why::TransferAbandoned, now).await;
         }
         // So will be the volume; or it is none of this team's.
         Some(ArtifactState::Deleting) | None => return Ok(Vec::new()),
@@ -342,7 +343,7 @@ pub(crate) async fn abandon(
             .exec(txn)
             .await?;
     }
-    sweep::mark_volumes(txn, &[planned.handle], Why::TransferAbandoned).await
+    sweep::mark_volumes(txn, &[planned.handle], Why::TransferAbandoned, now).await
 }
 
 /// Whether somebody pinned an open artifact, or another transfer fills it.

@@ -26,6 +26,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{State, container, volume, worker};
+use crate::graves::{self, Epitaph};
 use crate::mark;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
@@ -279,7 +280,9 @@ async fn carry_out<E: Sweepable>(
             let missing = [State::Unconfirmed, State::Lost];
             set::<E>(&txn, found, &missing, State::Created, token).await?;
             let lost = set::<E>(&txn, lost, &State::PRESENT, State::Lost, token).await?;
-            let forgotten = forget::<E>(&txn, forgotten, token).await?;
+            let gone = forget::<E>(&txn, forgotten, token).await?;
+            let forgotten = u64::try_from(gone.len()).unwrap_or(u64::MAX);
+            graves::dig(&txn, &gone, store.now(), store.config.tombstone).await?;
             Ok((lost, forgotten))
         })
         .await
@@ -306,22 +309,22 @@ async fn set<E: Sweepable>(
     Ok(moved.rows_affected)
 }
 
-/// Deletes rows that were marked before the token.
+/// Deletes rows that were marked before the token, and answers what to remember of them.
 async fn forget<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     token: Token,
-) -> Result<u64, DbErr> {
+) -> Result<Vec<Epitaph>, DbErr> {
     if handles.is_empty() {
-        return Ok(0);
+        return Ok(Vec::new());
     }
     let forgotten = E::delete_many()
         .filter(E::HANDLE.is_in(handles.iter().copied()))
         .filter(E::STATE.is_in(State::GARBAGE))
         .filter(E::JUDGED_AFTER.lt(token.sequence))
-        .exec(txn)
+        .exec_with_returning(txn)
         .await?;
-    Ok(forgotten.rows_affected)
+    Ok(forgotten.into_iter().map(E::epitaph).collect())
 }
 
 /// Makes what was handed out before the token, and is there, news again for [`crate::sweep`]: containers, and then children before their

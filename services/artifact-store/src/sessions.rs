@@ -16,6 +16,7 @@
 //! | container, otherwise | | marked: its processes are gone |
 //! | volume, `created` | | unconfirmed until the first complete report |
 
+use domain::Timestamp;
 use domain::worker::SessionClaims;
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -64,7 +65,11 @@ fn column(number: u64) -> i64 {
 }
 
 /// Records the session of `claims`, and answers whether that marked anything.
-pub(crate) async fn record(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<bool, SessionError> {
+pub(crate) async fn record(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+    now: Timestamp,
+) -> Result<bool, SessionError> {
     let id = claims.worker.uuid();
     let first = worker::ActiveModel {
         worker_id: Set(id),
@@ -102,12 +107,15 @@ pub(crate) async fn record(txn: &DatabaseTransaction, claims: &SessionClaims) ->
         .col_expr(container::Column::State, Expr::value(State::Destroying))
         .col_expr(container::Column::JudgedAfter, Expr::value(sequence))
         .col_expr(container::Column::MarkedWhy, Expr::value(why))
+        .col_expr(container::Column::MarkedAt, Expr::value(now.0))
         .filter(container::Column::WorkerId.eq(id))
         .filter(container::Column::State.is_not_in(State::GARBAGE));
     let mut creating = volume::Entity::update_many()
         .col_expr(volume::Column::State, Expr::value(State::Destroying))
         .col_expr(volume::Column::JudgedAfter, Expr::value(sequence))
         .col_expr(volume::Column::MarkedWhy, Expr::value(why))
+        .col_expr(volume::Column::MarkedAt, Expr::value(now.0))
+        .col_expr(volume::Column::MarkedFrom, Expr::value(State::Creating))
         .filter(volume::Column::WorkerId.eq(id))
         .filter(volume::Column::State.eq(State::Creating));
     if !new_incarnation {
@@ -121,6 +129,14 @@ pub(crate) async fn record(txn: &DatabaseTransaction, claims: &SessionClaims) ->
             .col_expr(volume::Column::JudgedAfter, Expr::value(sequence))
             .filter(volume::Column::WorkerId.eq(id))
             .filter(volume::Column::State.eq(State::Created))
+            .exec(txn)
+            .await?;
+        // What comes back from its mark is no surer than what was not marked.
+        volume::Entity::update_many()
+            .col_expr(volume::Column::MarkedFrom, Expr::value(State::Unconfirmed))
+            .filter(volume::Column::WorkerId.eq(id))
+            .filter(volume::Column::State.eq(State::Destroying))
+            .filter(volume::Column::MarkedFrom.eq(State::Created))
             .exec(txn)
             .await?;
     }

@@ -10,6 +10,7 @@ use rpc::token::{Keys, VerifyError};
 use sea_orm::{ActiveValue::Set, DbErr, EntityTrait, sea_query::OnConflict};
 use tokio::sync::watch;
 
+use crate::collections::Collections;
 use crate::config::{Config, KeySource};
 use crate::entity::store;
 use crate::migrations::Schema;
@@ -21,6 +22,7 @@ pub(crate) struct Store {
     pub(crate) config: Config,
     pub(crate) life: StoreLife,
     pub(crate) marks: Marks,
+    pub(crate) collections: Collections,
     keys: Keys,
     recorded: Mutex<HashMap<WorkerId, SessionClaims>>,
 }
@@ -36,7 +38,15 @@ impl Store {
                 Keys::new(rpc::client::peer(endpoint, outgoing)?)
             }
         };
-        Ok(Self { db, config, life, marks: Marks::default(), keys, recorded: Mutex::default() })
+        Ok(Self {
+            db,
+            config,
+            life,
+            marks: Marks::default(),
+            collections: Collections::default(),
+            keys,
+            recorded: Mutex::default(),
+        })
     }
 
     pub(crate) fn now(&self) -> Timestamp {
@@ -57,7 +67,8 @@ impl Store {
         if recorded.as_ref() == Some(claims) {
             return Ok(());
         }
-        let marked = self.db.write(|txn| async move { sessions::record(&txn, claims).await }).await?;
+        let now = self.now();
+        let marked = self.db.write(|txn| async move { sessions::record(&txn, claims, now).await }).await?;
         if marked {
             self.marks.wake([claims.worker]);
         }

@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use domain::worker::SessionClaims;
-use domain::{ContainerHandle, VolumeHandle, WorkerId};
+use domain::{ContainerHandle, Timestamp, VolumeHandle, WorkerId};
 use rand::RngExt;
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -25,7 +25,8 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::entity::{State, container, volume, worker};
+use crate::entity::{GraveKind, State, container, volume, worker};
+use crate::graves::Epitaph;
 use crate::mark::{self, Why};
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
@@ -41,8 +42,9 @@ pub(crate) async fn mark_volumes(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: Why,
+    now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    mark_rows::<volume::Entity>(txn, handles, why).await
+    mark_rows::<volume::Entity>(txn, handles, why, now).await
 }
 
 /// Marks containers that are not marked yet, and answers their workers.
@@ -50,8 +52,9 @@ pub(crate) async fn mark_containers(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: Why,
+    now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    mark_rows::<container::Entity>(txn, handles, why).await
+    mark_rows::<container::Entity>(txn, handles, why, now).await
 }
 
 /// Marks rows of one of the two tables.
@@ -59,6 +62,7 @@ async fn mark_rows<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: Why,
+    now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     if handles.is_empty() {
         return Ok(Vec::new());
@@ -67,16 +71,40 @@ async fn mark_rows<E: Sweepable>(
     let of_rows = E::find().select_only().column(E::WORKER_ID).filter(of_handles());
     lock_workers(txn, of_rows.into_query()).await?;
     let sequence = format!("{SEQUENCE}{}.worker_id)", E::default().table_name());
-    let marked = E::update_many()
+    let mut mark = E::update_many()
         .col_expr(E::STATE, Expr::value(State::Destroying))
         .col_expr(E::JUDGED_AFTER, Expr::cust(sequence))
         .col_expr(E::MARKED_WHY, Expr::value(why.to_string()))
-        .filter(of_handles())
-        .filter(E::STATE.is_not_in(State::GARBAGE))
-        .exec_with_returning(txn)
-        .await?;
+        .col_expr(E::MARKED_AT, Expr::value(now.0));
+    if let Some(marked_from) = E::MARKED_FROM {
+        // What it was before this statement.
+        mark = mark.col_expr(marked_from, Expr::col(E::STATE));
+    }
+    let marked =
+        mark.filter(of_handles()).filter(E::STATE.is_not_in(State::GARBAGE)).exec_with_returning(txn).await?;
     let workers: HashSet<_> = marked.iter().map(E::worker).collect();
     Ok(workers.into_iter().collect())
+}
+
+/// Takes back marks of volumes that no gateway was told of. No report that began before now judges them. The transfer that made one is
+/// over.
+pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
+    if handles.is_empty() {
+        return Ok(());
+    }
+    volume::Entity::update_many()
+        .col_expr(volume::Column::State, Expr::col(volume::Column::MarkedFrom))
+        .col_expr(volume::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}volumes.worker_id)")))
+        .col_expr(volume::Column::MarkedWhy, Expr::value(None::<String>))
+        .col_expr(volume::Column::MarkedAt, Expr::value(None::<i64>))
+        .col_expr(volume::Column::MarkedFrom, Expr::value(None::<String>))
+        .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
+        .col_expr(volume::Column::ClaimedUntil, Expr::value(None::<i64>))
+        .filter(volume::Column::Handle.is_in(handles.iter().copied()))
+        .filter(volume::Column::State.eq(State::Destroying))
+        .exec(txn)
+        .await
+        .map(|_| ())
 }
 
 /// A table of things that workers hold, and gateways destroy.
@@ -86,28 +114,44 @@ pub(crate) trait Sweepable: EntityTrait {
     const STATE: Self::Column;
     const JUDGED_AFTER: Self::Column;
     const MARKED_WHY: Self::Column;
+    const MARKED_AT: Self::Column;
+    /// Where it is remembered what a row was before its mark.
+    const MARKED_FROM: Option<Self::Column>;
 
     /// Where the thing is.
     fn worker(row: &Self::Model) -> WorkerId;
+
+    /// What to remember of it once it is gone.
+    fn epitaph(row: Self::Model) -> Epitaph;
 }
 
 macro_rules! sweepable {
-    ($($table:ident),+) => {$(
+    ($($table:ident: $kind:ident, $marked_from:expr;)+) => {$(
         impl Sweepable for $table::Entity {
             const HANDLE: Self::Column = $table::Column::Handle;
             const WORKER_ID: Self::Column = $table::Column::WorkerId;
             const STATE: Self::Column = $table::Column::State;
             const JUDGED_AFTER: Self::Column = $table::Column::JudgedAfter;
             const MARKED_WHY: Self::Column = $table::Column::MarkedWhy;
+            const MARKED_AT: Self::Column = $table::Column::MarkedAt;
+            const MARKED_FROM: Option<Self::Column> = $marked_from;
 
             fn worker(row: &Self::Model) -> WorkerId {
                 WorkerId::from_uuid(row.worker_id)
+            }
+
+            fn epitaph(row: Self::Model) -> Epitaph {
+                let $table::Model { handle: id, marked_why, marked_at, .. } = row;
+                Epitaph { id, kind: GraveKind::$kind, marked_why, marked_at }
             }
         }
     )+};
 }
 
-sweepable!(volume, container);
+sweepable! {
+    volume: Volume, Some(volume::Column::MarkedFrom);
+    container: Container, None;
+}
 
 /// Holds the workers' sequences still, so that no report begins between a mark and its commit.
 pub(crate) async fn lock_workers(
@@ -204,7 +248,7 @@ async fn is_waiting(conn: &impl ConnectionTrait, worker: Uuid) -> Result<bool, D
 }
 
 /// Hands some marks out.
-async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(), SessionError> {
+pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(), SessionError> {
     let sequence = sessions::advance(txn, claims).await?.sequence;
     let worker = claims.worker.uuid();
     let containers = container::Entity::find()

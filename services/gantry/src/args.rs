@@ -90,7 +90,7 @@ pub(crate) enum Command {
     Attach(AttachArgs),
     /// Print the output of a workload and follow it to its end; also for a while after that
     Logs(WorkloadArgs),
-    /// Say why a workload waits, worker by worker, and what would end that
+    /// Say why a workload waits, worker by worker; or why anything else is there or went, and when
     Explain(ExplainArgs),
     /// Ask a workload to stop
     Cancel(CancelArgs),
@@ -108,6 +108,8 @@ pub(crate) enum Command {
     Show(ShowArgs),
     /// Mark as garbage what nothing keeps any more
     Gc(GcArgs),
+    /// Bring a deleted artifact back while its bytes are still on a worker
+    Undelete(UndeleteArgs),
 
     /// Keep a cluster on this machine in the foreground
     Up(UpArgs),
@@ -310,10 +312,28 @@ pub(crate) struct WorkloadArgs {
 
 /// `gantry explain`
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Of a workload that waits: what each worker says to it, and what would have it placed. Of an artifact, volume or container: everything \
+that keeps it and until when, or the rule by which it went or will go, and when; for a day after it is gone, too. Of a build: what it owns, and \
+when it lets go. Of an attempt: what was made for it.")]
 pub(crate) struct ExplainArgs {
-    /// The workload
-    #[arg(value_name = "WORKLOAD")]
-    pub(crate) workload: WorkloadId,
+    /// The id of a workload, artifact, volume, container, build or attempt
+    #[arg(value_name = "ID", value_parser = values::any_id)]
+    pub(crate) id: String,
+}
+
+/// `gantry undelete`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+`gantry list artifacts --state deleting` shows what was deleted, and `gantry explain` whether it can come back: the bytes go when their \
+worker's gateway was told to destroy them, which is soon.")]
+pub(crate) struct UndeleteArgs {
+    /// The artifact
+    #[arg(value_name = "ARTIFACT")]
+    pub(crate) artifact: ArtifactId,
+    /// How long it is kept then, unless something else keeps it for longer
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = values::duration)]
+    pub(crate) keep: Duration,
 }
 
 /// `gantry cancel`
@@ -391,6 +411,9 @@ pub(crate) struct ListArgs {
     /// What to list, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
+    /// Only those in this state, as the list shows it: `--state deleting`. Not of workers
+    #[arg(long, value_name = "STATE")]
+    pub(crate) state: Option<String>,
     /// How many at most
     #[arg(long, value_name = "COUNT", default_value = "1000")]
     pub(crate) limit: usize,

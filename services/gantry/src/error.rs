@@ -212,6 +212,8 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "INVALID_IMAGE" => "an image has a directory rootfs, and may have a metadata.json with env and user",
         "DISK_FULL" => "free space on the worker, or drop what nobody needs with `gantry gc`",
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
+        "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and so on",
+        "BYTES_GONE" => "upload or make it again",
         "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
         "WORKER_NOT_FOUND" => "see `gantry list workers`",
         "NO_REPLICA" => "make it again, its bytes are lost",

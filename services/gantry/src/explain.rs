@@ -1,23 +1,32 @@
-//! `gantry explain` and `gantry run --explain`: where a workload would be placed, or why it is not.
+//! `gantry explain` and `gantry run --explain`: where a workload would be placed, or why it is not. [`crate::why`] explains the rest.
 
-use domain::WorkloadId;
+use rpc::Reason;
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::{
     ExplainRequest, ExplainResponse, Verdict, WaitingWorkload, WorkerExplanation, WorkloadSpec,
 };
 
 use crate::connect::{Connection, repeat};
+use crate::error;
 use crate::json;
 use crate::stdout::{print, print_json};
 use crate::table::{plain, render};
+use crate::why;
 
 /// How wide a cell is at most.
 const WIDTH: usize = 100;
 
-/// `gantry explain`
-pub(crate) async fn waiting(connection: &Connection, id: WorkloadId, as_json: bool) -> anyhow::Result<()> {
-    let waiting = WaitingWorkload { team: connection.team.clone(), workload_id: id.to_string() };
-    explain(connection, Subject::Workload(waiting), as_json).await
+/// `gantry explain`: the scheduler says why a workload waits, and what it does not know the artifact store may.
+pub(crate) async fn whatever(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
+    let waiting = WaitingWorkload { team: connection.team.clone(), workload_id: id.to_owned() };
+    match explain(connection, Subject::Workload(waiting), as_json).await {
+        Err(error) if is_no_workload(&error) => why::explain(connection, id, as_json).await,
+        answered => answered,
+    }
+}
+
+fn is_no_workload(error: &anyhow::Error) -> bool {
+    error::refusal(error).is_some_and(|refusal| refusal.is(Reason::WorkloadNotFound))
 }
 
 /// `gantry run --explain`

@@ -172,12 +172,60 @@ pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {
         "digest": words::hex(&artifact.digest),
         "created_at": artifact.created_at.as_ref().map(words::instant),
         "kept_by": artifact.kept_by,
+        "marked_at": artifact.marked_at.as_ref().map(words::instant),
+        "marked_why": some(&artifact.marked_why),
         "replicas": artifact.replicas.iter().map(|replica| json!({
             "volume_handle": replica.volume_handle,
             "worker_id": replica.worker_id,
             "size_bytes": replica.size_bytes,
             "verified": replica.verification() == artifacts::Verification::Verified,
         })).collect::<Vec<_>>(),
+    })
+}
+
+/// What is absent where it is empty.
+fn some(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
+}
+
+pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
+    let kind = |thing: artifacts::Thing| match thing {
+        artifacts::Thing::Unspecified => None,
+        thing => Some(words::thing(thing)),
+    };
+    let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(words::instant);
+    let keeper = |keeper: &artifacts::Keeper| {
+        json!({
+            "thing": kind(keeper.thing()),
+            "id": some(&keeper.id),
+            "text": keeper.text,
+            "until": instant(&keeper.until),
+        })
+    };
+    let relation = |relation: &artifacts::Relation| {
+        json!({
+            "relation": relation.relation,
+            "thing": kind(relation.thing()),
+            "ids": relation.ids,
+            "total": relation.total,
+        })
+    };
+    json!({
+        "thing": kind(explained.thing()),
+        "id": explained.id,
+        "state": explained.state,
+        "label": explained.label,
+        "size_bytes": explained.size_bytes,
+        "created_at": instant(&explained.created_at),
+        "kept_by": explained.kept_by.iter().map(keeper).collect::<Vec<_>>(),
+        "kept_by_total": explained.kept_by_total,
+        "relations": explained.relations.iter().map(relation).collect::<Vec<_>>(),
+        "marked_at": instant(&explained.marked_at),
+        "gone_at": instant(&explained.gone_at),
+        "goes_at": instant(&explained.goes_at),
+        "why": some(&explained.why),
+        "remembered_until": instant(&explained.remembered_until),
+        "can_be_undeleted": explained.can_be_undeleted,
     })
 }
 

@@ -3,8 +3,8 @@
 use anyhow::bail;
 use futures::stream::{self, Stream, TryStreamExt};
 use rpc::pb::artifacts::{
-    Artifact, CollectRequest, Collected, Container, DryRun, GetArtifactRequest, ListArtifactsRequest,
-    ListContainersRequest, ListVolumesRequest, Volume,
+    Artifact, CollectRequest, CollectResponse, Collected, Container, DryRun, GetArtifactRequest,
+    ListArtifactsRequest, ListContainersRequest, ListVolumesRequest, Volume,
 };
 use rpc::pb::scheduler::{
     Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Worker,
@@ -16,23 +16,53 @@ use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
 use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
-use crate::table::{bytes, fields, plain, render};
+use crate::table::{bytes, count, fields, plain, render};
 use crate::words;
 
 /// `gantry list`
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
-    let limit = args.limit;
+    let (limit, wanted) = (args.limit, args.state.as_deref());
     match args.kind {
-        Kind::Workers => table(workers(connection), limit, as_json, json::worker, WORKERS, worker_row).await,
+        Kind::Workers => {
+            if wanted.is_some() {
+                bail!("workers are not listed by their state");
+            }
+            table(workers(connection), limit, as_json, json::worker, WORKERS, worker_row).await
+        }
         Kind::Workloads => {
-            table(workloads(connection), limit, as_json, json::workload, WORKLOADS, workload_row).await
+            let workloads = workloads(connection, state("workloads", wanted, words::workload_state)?);
+            table(workloads, limit, as_json, json::workload, WORKLOADS, workload_row).await
         }
         Kind::Artifacts => {
-            table(artifacts(connection), limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
+            let artifacts = artifacts(connection, state("artifacts", wanted, words::artifact_state)?);
+            table(artifacts, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
         }
-        Kind::Volumes => table(volumes(connection), limit, as_json, json::volume, VOLUMES, volume_row).await,
+        Kind::Volumes => {
+            let volumes = volumes(connection, state("volumes", wanted, words::inventory_state)?);
+            table(volumes, limit, as_json, json::volume, VOLUMES, volume_row).await
+        }
         Kind::Containers => {
-            table(containers(connection), limit, as_json, json::container, CONTAINERS, container_row).await
+            let containers = containers(connection, state("containers", wanted, words::inventory_state)?);
+            table(containers, limit, as_json, json::container, CONTAINERS, container_row).await
+        }
+    }
+}
+
+/// The state that a list shall be of, in the words in which it is shown. 0: any.
+fn state<S: TryFrom<i32>>(
+    kind: &str,
+    wanted: Option<&str>,
+    word: fn(S) -> &'static str,
+) -> anyhow::Result<i32> {
+    let Some(wanted) = wanted else { return Ok(0) };
+    // Numbers begin at 1 and have no gaps.
+    let states = (1..).map_while(|number| S::try_from(number).ok().map(|state| (number, word(state))));
+    let states: Vec<_> = states.collect();
+    match states.iter().find(|(_, word)| *word == wanted) {
+        Some((number, _)) => Ok(*number),
+        None => {
+            let words: Vec<_> = states.iter().map(|(_, word)| *word).collect();
+            bail!("{wanted:?} is no state of {kind}; they are {}", words.join(", "))
         }
     }
 }
@@ -47,12 +77,12 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
         }
         Kind::Artifacts => one(&artifact(connection, id).await?, as_json, json::artifact, artifact_fields),
         Kind::Volumes => {
-            let volume = find(volumes(connection), |volume| volume.volume_handle == *id).await?;
+            let volume = find(volumes(connection, 0), |volume| volume.volume_handle == *id).await?;
             one(&known(volume, "volume", id)?, as_json, json::volume, volume_fields)
         }
         Kind::Containers => {
             let container =
-                find(containers(connection), |container| container.container_handle == *id).await?;
+                find(containers(connection, 0), |container| container.container_handle == *id).await?;
             one(&known(container, "container", id)?, as_json, json::container, container_fields)
         }
     }
@@ -67,13 +97,40 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
         repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
     if as_json {
         let collected: Vec<_> = response.collected.iter().map(json::collected).collect();
-        return print_json(&serde_json::json!({ "dry_run": args.dry_run, "collected": collected }));
+        return print_json(&serde_json::json!({
+            "dry_run": args.dry_run,
+            "collected": collected,
+            "truncated": response.truncated,
+            "size_bytes": freed(&response),
+        }));
     }
     if response.collected.is_empty() {
         return print("nothing is garbage\n");
     }
     let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
-    print(&render(&["KIND", "ID", "SIZE", "WHY"], &rows))
+    let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
+    print(&format!("{table}\n{}\n", summary(&response, args.dry_run)))
+}
+
+/// How many bytes go on workers: an artifact has none beside those of its volumes.
+fn freed(response: &CollectResponse) -> u64 {
+    let volumes = response.collected.iter().filter(|collected| collected.kind == "volume");
+    volumes.map(|volume| volume.size_bytes).sum()
+}
+
+fn summary(response: &CollectResponse, dry_run: bool) -> String {
+    let number = |kind: &str| {
+        let number = response.collected.iter().filter(|collected| collected.kind == kind).count();
+        let number = u64::try_from(number).unwrap_or(u64::MAX);
+        (number > 0).then(|| count(number, kind))
+    };
+    let things: Vec<_> = ["artifact", "volume", "container"].into_iter().filter_map(number).collect();
+    let verb = if dry_run { "would be marked" } else { "marked" };
+    let mut text = format!("{} {verb}, {} on workers", things.join(", "), bytes(freed(response)));
+    if response.truncated {
+        text.push_str("; there is more than is listed here");
+    }
+    text
 }
 
 fn collected_row(collected: &Collected) -> Vec<String> {
@@ -158,19 +215,18 @@ fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Worker>
     })
 }
 
-fn workloads(connection: &Connection) -> impl Stream<Item = anyhow::Result<Workload>> {
-    pages(async |page_token| {
-        let request = ListRequest { team: connection.team.clone(), state: 0, page_size: 0, page_token };
+fn workloads(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Workload>> {
+    pages(async move |page_token| {
+        let request = ListRequest { team: connection.team.clone(), state, page_size: 0, page_token };
         let client = connection.workloads();
         let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
         page.await.map(|page| (page.workloads, page.next_page_token))
     })
 }
 
-fn artifacts(connection: &Connection) -> impl Stream<Item = anyhow::Result<Artifact>> {
-    pages(async |page_token| {
-        let request =
-            ListArtifactsRequest { team: connection.team.clone(), state: 0, page_size: 0, page_token };
+fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Artifact>> {
+    pages(async move |page_token| {
+        let request = ListArtifactsRequest { team: connection.team.clone(), state, page_size: 0, page_token };
         let client = connection.artifacts();
         let page =
             repeat("cannot list artifacts", async || client.clone().list_artifacts(request.clone()).await);
@@ -178,18 +234,18 @@ fn artifacts(connection: &Connection) -> impl Stream<Item = anyhow::Result<Artif
     })
 }
 
-fn volumes(connection: &Connection) -> impl Stream<Item = anyhow::Result<Volume>> {
-    pages(async |page_token| {
-        let request = ListVolumesRequest { page_token, ..ListVolumesRequest::default() };
+fn volumes(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Volume>> {
+    pages(async move |page_token| {
+        let request = ListVolumesRequest { state, page_token, ..ListVolumesRequest::default() };
         let client = connection.inventory();
         let page = repeat("cannot list volumes", async || client.clone().list_volumes(request.clone()).await);
         page.await.map(|page| (page.volumes, page.next_page_token))
     })
 }
 
-fn containers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Container>> {
-    pages(async |page_token| {
-        let request = ListContainersRequest { page_token, ..ListContainersRequest::default() };
+fn containers(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Container>> {
+    pages(async move |page_token| {
+        let request = ListContainersRequest { state, page_token, ..ListContainersRequest::default() };
         let client = connection.inventory();
         let page =
             repeat("cannot list containers", async || client.clone().list_containers(request.clone()).await);
@@ -345,7 +401,12 @@ fn artifact_row(artifact: &Artifact) -> Vec<String> {
         words::ago(artifact.created_at.as_ref()),
         artifact.replicas.len().to_string(),
         plain(&artifact.label, 30),
-        plain(&artifact.kept_by.join(", "), 80),
+        match artifact.marked_at {
+            Some(at) => {
+                format!("deleted {} ago: {}", words::ago(Some(&at)), plain(&artifact.marked_why, 80))
+            }
+            None => plain(&artifact.kept_by.join(", "), 80),
+        },
     ]
 }
 
@@ -362,6 +423,8 @@ fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)> {
         ("digest", words::hex(&artifact.digest)),
         ("created", artifact.created_at.as_ref().map(words::instant).unwrap_or_default()),
         ("kept by", artifact.kept_by.join("\n")),
+        ("deleted", artifact.marked_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("why", plain(&artifact.marked_why, 255)),
         ("replicas", replicas.collect::<Vec<_>>().join("\n")),
     ]
 }
@@ -431,6 +494,35 @@ mod tests {
             })
         });
         assert_eq!(all.try_collect::<Vec<i32>>().await.expect("listed"), [1, 2, 3]);
+    }
+
+    #[test]
+    fn states_are_asked_for_by_the_words_that_lists_show() {
+        let of = |wanted| state("artifacts", wanted, words::artifact_state);
+        assert_eq!(of(None).expect("any"), 0);
+        assert_eq!(of(Some("deleting")).expect("a state"), 3);
+        let refused = of(Some("unknown")).expect_err("none");
+        assert_eq!(
+            refused.to_string(),
+            "\"unknown\" is no state of artifacts; they are open, sealed, deleting"
+        );
+    }
+
+    #[test]
+    fn what_was_collected_is_summed_up() {
+        let collected =
+            |kind: &str| Collected { kind: kind.to_owned(), size_bytes: 512, ..Default::default() };
+        let mut response = CollectResponse {
+            collected: ["artifact", "volume", "volume"].map(collected).to_vec(),
+            truncated: false,
+        };
+        assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");
+        response.truncated = true;
+        let said = summary(&response, false);
+        assert_eq!(
+            said,
+            "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more than is listed here"
+        );
     }
 
     #[test]

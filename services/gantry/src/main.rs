@@ -40,6 +40,7 @@ mod ui;
 mod upload;
 mod values;
 mod watch;
+mod why;
 mod words;
 
 use std::process::ExitCode;
@@ -174,7 +175,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
 /// Commands that may be interrupted at any point.
 async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     match command {
-        Command::Explain(args) => explain::waiting(connection, args.workload, as_json).await?,
+        Command::Explain(args) => explain::whatever(connection, &args.id, as_json).await?,
         Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
         Command::Upload(args) => {
             let artifact = upload::command(connection, ui, args).await?;
@@ -197,6 +198,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::List(args) => list::list(connection, args, as_json).await?,
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::Gc(args) => list::gc(connection, args, as_json).await?,
+        Command::Undelete(args) => why::undelete(connection, args, as_json).await?,
         Command::Attach(_) | Command::Logs(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
     }

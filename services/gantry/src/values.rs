@@ -145,6 +145,12 @@ fn path(bytes: &[u8]) -> PathBuf {
     PathBuf::from(OsString::from_vec(bytes.to_vec()))
 }
 
+/// The id of something, whatever it is.
+pub(crate) fn any_id(text: &str) -> Result<String, String> {
+    // All ids are alike.
+    text.parse::<domain::ArtifactId>().map(|id| id.to_string()).map_err(|error| error.to_string())
+}
+
 /// Parses how long something lives that is renewed: from a second to a day.
 pub(crate) fn term(text: &str) -> Result<Duration, String> {
     let term = duration(text)?;

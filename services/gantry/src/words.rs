@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
-use rpc::pb::artifacts::{ArtifactState, InventoryState, VolumePurpose};
+use rpc::pb::artifacts::{ArtifactState, InventoryState, Thing, VolumePurpose};
 use rpc::pb::scheduler::{Outcome, Verdict, Worker, WorkerState, Workload, WorkloadState, exit::How};
 
 use crate::table::{bytes, duration};
@@ -95,6 +95,21 @@ pub(crate) fn purpose(purpose: VolumePurpose) -> &'static str {
     }
 }
 
+/// What an id of the artifact store is the id of.
+pub(crate) fn thing(thing: Thing) -> &'static str {
+    match thing {
+        Thing::Unspecified => "unknown",
+        Thing::Artifact => "artifact",
+        Thing::Volume => "volume",
+        Thing::Container => "container",
+        Thing::Build => "build",
+        Thing::Workload => "workload",
+        Thing::Attempt => "attempt",
+        Thing::Worker => "worker",
+        Thing::Transfer => "transfer",
+    }
+}
+
 /// Bytes as hex digits.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len() * 2);
@@ -113,9 +128,20 @@ pub(crate) fn instant(at: &Timestamp) -> String {
 /// How long ago it was, by our clock.
 pub(crate) fn ago(at: Option<&Timestamp>) -> String {
     let Some(at) = at else { return String::new() };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let then = Duration::new(u64::try_from(at.seconds).unwrap_or(0), u32::try_from(at.nanos).unwrap_or(0));
-    duration(now.saturating_sub(then))
+    duration(now().saturating_sub(since_1970(at)))
+}
+
+/// How long it is until then, by our clock. `None`: that is over.
+pub(crate) fn from_now(at: &Timestamp) -> Option<Duration> {
+    since_1970(at).checked_sub(now()).filter(|left| !left.is_zero())
+}
+
+fn now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+fn since_1970(at: &Timestamp) -> Duration {
+    Duration::new(u64::try_from(at.seconds).unwrap_or(0), u32::try_from(at.nanos).unwrap_or(0))
 }
 
 /// How much room a worker has for volumes. Not every worker says.
@@ -140,6 +166,10 @@ mod tests {
         assert_eq!(instant(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), "2023-11-14T22:13:20Z");
         assert_eq!(hex(&[0, 0xab, 0xff]), "00abff");
         assert_eq!(ago(None), "");
+        assert_eq!(from_now(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), None);
+        let day = now() + Duration::from_secs(24 * 60 * 60);
+        let day = Timestamp { seconds: i64::try_from(day.as_secs()).expect("a number"), nanos: 0 };
+        assert_eq!(from_now(&day).map(duration).as_deref(), Some("23 h"));
         assert_eq!(ago(Some(&Timestamp { seconds: i64::MAX, nanos: 0 })), "0 ms");
     }
 }

@@ -74,6 +74,8 @@ reasons! {
     StaleReport = "STALE_REPORT", FailedPrecondition;
     ReportTruncated = "REPORT_TRUNCATED", InvalidArgument;
     NoReplica = "NO_REPLICA", DataLoss;
+    BytesGone = "BYTES_GONE", FailedPrecondition;
+    UnknownId = "UNKNOWN_ID", NotFound;
 
     NotAttended = "NOT_ATTENDED", FailedPrecondition;
     ProcessNotFound = "PROCESS_NOT_FOUND", NotFound;

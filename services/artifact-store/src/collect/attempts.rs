@@ -90,7 +90,7 @@ async fn containers(
         }
     }
     for (why, handles) in by_reason(&collected) {
-        batch.workers.extend(sweep::mark_containers(txn, &handles, why).await?);
+        batch.workers.extend(sweep::mark_containers(txn, &handles, why, settings.now).await?);
     }
     batch.collected.extend(collected);
     // What others have locked is looked at again.
@@ -142,7 +142,7 @@ async fn volumes(
             }
         }
         for (why, handles) in by_reason(&collected) {
-            batch.workers.extend(sweep::mark_volumes(txn, &handles, why).await?);
+            batch.workers.extend(sweep::mark_volumes(txn, &handles, why, settings.now).await?);
         }
         batch.collected.extend(collected);
     }

@@ -51,7 +51,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         }
     }
     for (why, handles) in by_reason(&batch.collected) {
-        batch.workers.extend(sweep::mark_volumes(txn, &handles, why).await?);
+        batch.workers.extend(sweep::mark_volumes(txn, &handles, why, settings.now).await?);
     }
     make_due(txn, let_go, settings.now).await?;
     // What is kept would be looked at again and again: this ends with a batch that marks nothing.

@@ -104,7 +104,7 @@ async fn replicas(
         }
         progress |= !collected.is_empty();
         for (why, handles) in by_reason(&collected) {
-            batch.workers.extend(sweep::mark_volumes(txn, &handles, why).await?);
+            batch.workers.extend(sweep::mark_volumes(txn, &handles, why, settings.now).await?);
         }
         batch.collected.extend(collected);
     }

@@ -1,14 +1,22 @@
 //! `gantry.artifacts.v1.Artifacts`
 
+use std::time::Duration;
+
 use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
+use super::owners::LONGEST_KEEP;
 use super::{Handlers, SERVICE, artifact, location, parse_artifacts, parse_state, parse_workers, status};
 use crate::artifacts::{self, NewArtifact};
+use crate::explain::{self, Question};
 use crate::facts::Keepers;
 use crate::owners;
+use crate::undelete::{self, KeptBy};
+
+/// How long an artifact that comes back is kept when its caller does not say.
+const DEFAULT_REPRIEVE: Duration = Duration::from_secs(3600);
 
 #[tonic::async_trait]
 impl pb::artifacts_server::Artifacts for Handlers {
@@ -133,5 +141,60 @@ impl pb::artifacts_server::Artifacts for Handlers {
             .await?;
 
         Ok(Response::new(pb::RemoveOwnerResponse {}))
+    }
+
+    async fn explain(
+        &self,
+        request: Request<pb::ExplainRequest>,
+    ) -> Result<Response<pb::ExplainResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let id: Uuid = rpc::parse_id("id", &request.id)?;
+        let question = Question {
+            team,
+            now: self.store.now(),
+            policy: self.policy(),
+            tombstone: self.store.config.tombstone,
+        };
+
+        let explained = explain::explain(self.store.db.read(), &question, id)
+            .await
+            .map_err(|error| status::database("explain it", &error))?;
+
+        let explained = explained.ok_or_else(|| status::unknown_id(id))?;
+        Ok(Response::new(super::explain::explanation(explained)))
+    }
+
+    async fn undelete(
+        &self,
+        request: Request<pb::UndeleteRequest>,
+    ) -> Result<Response<pb::UndeleteResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let id = rpc::parse_id("artifact_id", &request.artifact_id)?;
+        let kept_by = match request.kept_by {
+            None => KeptBy::Nobody(DEFAULT_REPRIEVE),
+            Some(pb::undelete_request::KeptBy::BuildId(build)) => {
+                KeptBy::Build(rpc::parse_id("build_id", &build)?)
+            }
+            Some(pb::undelete_request::KeptBy::Keep(keep)) => {
+                match rpc::parse_duration("keep", Some(keep))? {
+                    Some(keep) if keep <= LONGEST_KEEP => KeptBy::Nobody(keep),
+                    _ => return Err(rpc::invalid_field("keep", "must be at most ten years")),
+                }
+            }
+        };
+        let now = self.store.now();
+
+        self.store
+            .db
+            .write(|txn| async move { undelete::undelete(&txn, team, id, kept_by, now).await })
+            .await?;
+
+        let found = artifacts::get(self.store.db.read(), team, id, now, &self.policy())
+            .await
+            .map_err(|error| status::database("look for an artifact", &error))?;
+        let (located, keepers) = found.ok_or_else(|| status::artifact_not_found(id))?;
+        Ok(Response::new(pb::UndeleteResponse { artifact: Some(artifact(located, &keepers)) }))
     }
 }

@@ -2,6 +2,7 @@
 
 mod artifacts;
 mod collector;
+mod explain;
 mod inventory;
 mod owners;
 mod pins;
@@ -113,6 +114,8 @@ fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
         created_at: Some(rpc::timestamp(domain::Timestamp(artifact.created_at))),
         kept_by: kept_by(keepers),
         replicas: replicas.iter().map(replica).collect(),
+        marked_at: artifact.marked_at.map(|at| rpc::timestamp(domain::Timestamp(at))),
+        marked_why: artifact.marked_why.unwrap_or_default(),
         team: artifact.team,
         label: artifact.label,
     }

@@ -14,7 +14,7 @@ use crate::owners::{self, NewBuild};
 const LONGEST_TERM: Duration = Duration::from_secs(24 * 3600);
 
 /// The longest that a build may keep its artifacts after its end: ten years.
-const LONGEST_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
+pub(super) const LONGEST_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
 
 #[tonic::async_trait]
 impl pb::owners_server::Owners for Handlers {

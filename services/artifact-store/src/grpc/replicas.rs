@@ -66,9 +66,13 @@ impl pb::replicas_server::Replicas for Handlers {
         let team = &rpc::parse_team("team", request.team)?;
         let id = rpc::parse_id("artifact_id", &request.artifact_id)?;
         let digest = rpc::parse_digest("digest", &request.digest)?;
+        let now = self.store.now();
 
-        let (sealed, marked) =
-            self.store.db.write(|txn| async move { replicas::seal(&txn, team, id, digest).await }).await?;
+        let (sealed, marked) = self
+            .store
+            .db
+            .write(|txn| async move { replicas::seal(&txn, team, id, digest, now).await })
+            .await?;
 
         self.store.marks.wake(marked);
         Ok(Response::new(pb::SealUploadResponse { artifact: Some(artifact(sealed, &Keepers::default())) }))

@@ -5,6 +5,7 @@ use rpc::Reason;
 use rpc::token::VerifyError;
 use sea_orm::DbErr;
 use tonic::Status;
+use uuid::Uuid;
 
 use super::SERVICE;
 use crate::artifacts::{AdoptError, CreateError};
@@ -14,6 +15,7 @@ use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
 use crate::replicas::{PlanError, ProgressError, SealError};
 use crate::report::ReportError;
 use crate::sessions::SessionError;
+use crate::undelete::UndeleteError;
 
 pub(super) fn verify(error: VerifyError) -> Status {
     match &error {
@@ -96,6 +98,17 @@ impl From<OwnError> for Status {
             OwnError::ArtifactNotFound(id) => artifact_not_found(id),
             OwnError::Owner(error) => error.into(),
             OwnError::Database(source) => database("change the owners of an artifact", &source),
+        }
+    }
+}
+
+impl From<UndeleteError> for Status {
+    fn from(error: UndeleteError) -> Self {
+        match error {
+            UndeleteError::NotFound(id) => artifact_not_found(id),
+            UndeleteError::BytesGone(id) => artifact(Reason::BytesGone, error.to_string(), id),
+            UndeleteError::Owner(error) => error.into(),
+            UndeleteError::Database(source) => database("bring an artifact back", &source),
         }
     }
 }
@@ -242,6 +255,12 @@ impl From<ReportError> for Status {
 
 pub(super) fn artifact_not_found(id: ArtifactId) -> Status {
     artifact(Reason::ArtifactNotFound, format!("no artifact {id} in this team"), id)
+}
+
+/// Nothing has this id, as far as this team may know.
+pub(super) fn unknown_id(id: Uuid) -> Status {
+    let message = format!("nothing in this team has the id {id}, or it was gone for too long");
+    Reason::UnknownId.status_about(SERVICE, message, [("id", id.to_string())])
 }
 
 /// A report that ended without a commit, or counted wrong.

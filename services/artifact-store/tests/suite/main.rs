@@ -13,6 +13,7 @@ mod races;
 mod reports;
 mod tables;
 mod trust;
+mod why;
 
 pub(crate) use harness::*;
 pub(crate) use tables::Tables;

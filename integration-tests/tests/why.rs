@@ -1,0 +1,142 @@
+//! Anything can be asked why it is there or went, and what was deleted comes back while its bytes are there.
+
+use std::fs;
+
+use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+use serde_json::Value;
+
+fn cluster() -> Cluster {
+    let cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
+    fs::create_dir(cluster.path("src")).expect("a directory");
+    fs::write(cluster.path("src/file"), "content").expect("written");
+    cluster
+}
+
+fn json<const N: usize>(cluster: &Cluster, line: [&str; N]) -> Value {
+    let said = cluster.succeed(line.iter().chain(&["--json"]));
+    serde_json::from_slice(said.trim_ascii()).expect("JSON")
+}
+
+fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
+    String::from_utf8(cluster.succeed(line)).expect("text")
+}
+
+fn id(thing: &Value, name: &str) -> String {
+    thing[name].as_str().unwrap_or_else(|| panic!("no {name} in {thing}")).to_owned()
+}
+
+/// Runs something that leaves an output `out`, kept for `keep`, and answers the id of its artifact.
+fn make(cluster: &Cluster, keep: &str) -> String {
+    let script = "cat src/file > out/made";
+    cluster.succeed(["run", "--keep", keep, "-i", "src=src", "-o", "out", "--", "sh", "-c", script]);
+    let artifacts = cluster.list("artifacts");
+    let out = artifacts.iter().find(|artifact| artifact["label"] == "out").expect("the output");
+    id(out, "artifact_id")
+}
+
+/// The volumes and containers that a worker has of what was run, each with its kind.
+fn held(cluster: &Cluster) -> Vec<(&'static str, String)> {
+    let volumes = cluster.list("volumes");
+    let containers = cluster.list("containers");
+    let volumes = volumes.iter().map(|volume| ("volume", id(volume, "volume_handle")));
+    volumes
+        .chain(containers.iter().map(|container| ("container", id(container, "container_handle"))))
+        .collect()
+}
+
+#[test]
+fn what_is_kept_says_by_what_and_what_went_says_why() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = cluster();
+    let made = make(&cluster, "1h");
+    let kept = json(&cluster, ["explain", &made]);
+    assert_eq!((&kept["thing"], &kept["state"]), (&"artifact".into(), &"sealed".into()), "{kept}");
+    assert_eq!(kept["kept_by"][0]["thing"], "build", "{kept}");
+    assert_eq!(kept["goes_at"], kept["kept_by"][0]["until"], "{kept}");
+    assert_eq!(kept["why"], "every build that owned it has let go");
+    let build = id(&kept["kept_by"][0], "id");
+    let owner = json(&cluster, ["explain", &build]);
+    assert_eq!((&owner["state"], &owner["goes_at"]), (&"succeeded".into(), &kept["goes_at"]), "{owner}");
+    let said = text(&cluster, ["explain", &made]);
+    assert!(said.contains(&format!("build {build}, which has succeeded, until ")), "{said}");
+    for (kind, handle) in held(&cluster) {
+        let explained = json(&cluster, ["explain", &handle]);
+        assert_eq!(explained["thing"], kind, "{explained}");
+        assert!(text(&cluster, ["explain", &handle]).starts_with(&format!("{kind}:")));
+    }
+
+    // What nobody keeps is said to go, goes, and says so.
+    let (gone, held, dry) = wait_for("something that the collector has not come across by itself", || {
+        let gone = make(&cluster, "0s");
+        let held = held(&cluster);
+        let dry = text(&cluster, ["gc", "--dry-run"]);
+        dry.contains(&gone).then_some((gone, held, dry))
+    });
+    assert!(!dry.contains(&made), "{dry}");
+    assert!(dry.contains(" would be marked, ") && dry.ends_with(" on workers\n"), "{dry}");
+    let would = json(&cluster, ["gc", "--dry-run"]);
+    assert_eq!((&would["dry_run"], &would["truncated"]), (&true.into(), &false.into()), "{would}");
+    assert!(would["size_bytes"].is_u64(), "{would}");
+    cluster.succeed(["gc"]);
+    let explained = json(&cluster, ["explain", &gone]);
+    assert_eq!(explained["state"], "deleting", "{explained}");
+    assert!(explained["marked_at"].is_string() && explained["remembered_until"].is_string(), "{explained}");
+    assert_eq!(explained["why"], "every build that owned it has let go");
+    let deleted = text(&cluster, ["list", "artifacts", "--state", "deleting"]);
+    assert!(deleted.contains(&gone) && !deleted.contains(&made), "{deleted}");
+    assert!(deleted.contains(" ago: every build that owned it has let go"), "{deleted}");
+    let shown = text(&cluster, ["show", "artifact", &gone]);
+    assert!(shown.contains("deleted:") && shown.contains("every build that owned it has let go"), "{shown}");
+    let went = wait_for("the end of what the worker had", || {
+        let explained: Vec<_> = held.iter().map(|(_, handle)| json(&cluster, ["explain", handle])).collect();
+        let went: Vec<_> = explained.into_iter().filter(|thing| thing["state"] == "gone").collect();
+        let all = ["volume", "container"].iter().all(|kind| went.iter().any(|thing| thing["thing"] == *kind));
+        all.then_some(went)
+    });
+    for thing in went {
+        assert!(thing["marked_at"].is_string() && thing["gone_at"].is_string(), "{thing}");
+        let why = thing["why"].as_str().expect("a rule");
+        assert!(["its attempt has ended", "its artifact is deleted"].contains(&why), "{thing}");
+    }
+    wait_for("the end of its bytes", || {
+        (json(&cluster, ["explain", &gone])["relations"] == Value::Array(Vec::new())).then_some(())
+    });
+    let refused = cluster.output(["undelete", &gone]);
+    assert_eq!(code(&refused), 125, "{}", describe(&refused));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("BYTES_GONE"), "{}", describe(&refused));
+    let unknown = cluster.output(["explain", "01980000-0000-7000-8000-00000000002a"]);
+    assert_eq!(code(&unknown), 125, "{}", describe(&unknown));
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("UNKNOWN_ID"), "{}", describe(&unknown));
+}
+
+#[test]
+fn what_was_deleted_comes_back_with_its_bytes() {
+    if !may_run_containers() {
+        return;
+    }
+    // Else it would be destroyed at once.
+    let cluster = cluster().with("GANTRY_HOLD_DESTRUCTION", "true");
+    let made = make(&cluster, "0s");
+    cluster.succeed(["gc"]);
+    let refused = cluster.output(["download", &made, "back"]);
+    assert_eq!(code(&refused), 125, "{}", describe(&refused));
+    let said = text(&cluster, ["explain", &made]);
+    assert!(said.ends_with(&format!("`gantry undelete {made}` brings it back.\n")), "{said}");
+
+    let said = text(&cluster, ["undelete", &made, "--keep", "90m"]);
+    assert_eq!(said, format!("artifact {made} is there: 7 B on 1 worker, kept for 90 min at least\n"));
+    cluster.succeed(["gc"]);
+    let explained = json(&cluster, ["explain", &made]);
+    assert_eq!(
+        (&explained["state"], &explained["marked_at"]),
+        (&"sealed".into(), &Value::Null),
+        "{explained}"
+    );
+    assert_eq!(explained["kept_by"][0]["text"], "nobody: it is kept for a while");
+    cluster.succeed(["download", &made, "back"]);
+    assert_eq!(fs::read_to_string(cluster.path("back/made")).expect("a file"), "content");
+    let used = format!("in=artifact:{made}");
+    assert_eq!(cluster.succeed(["run", "-i", &used, "--", "cat", "in/made"]), b"content");
+}

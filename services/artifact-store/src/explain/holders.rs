@@ -1,0 +1,126 @@
+//! What builds, workloads and attempts are, and what they keep.
+
+use domain::Timestamp;
+use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
+
+use super::{Explanation, Keeper, Question, Thing, is_of_team, related};
+use crate::entity::{BuildStatus, attempt, build, container, holder, owner, pin, volume};
+
+pub(super) async fn build(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: &build::Model,
+) -> Result<Explanation, DbErr> {
+    let label = match (&row.job, row.number) {
+        (Some(job), Some(number)) => format!("{job} #{number}"),
+        _ => String::new(),
+    };
+    let mut explanation = Explanation {
+        label,
+        created_at: Some(Timestamp(row.created_at)),
+        ..Explanation::of(Thing::Build, row.build_id, status(row.status))
+    };
+    let owned = owner::Entity::find().filter(owner::Column::BuildId.eq(row.build_id));
+    explanation.relate(related(conn, "owns", Thing::Artifact, owned, owner::Column::ArtifactId).await?);
+    explanation.relate_one("ends with", Thing::Workload, row.ends_with);
+    explanation.goes_at = row.kept_until.map(Timestamp);
+    if row.kept_until.is_none_or(|until| until > question.now.0) {
+        explanation.kept_by.add(keeps(row));
+    } else {
+        explanation.why = "its end, and the time that it was to keep after that, are over".to_owned();
+    }
+    Ok(explanation)
+}
+
+/// Why a build has not let go.
+fn keeps(row: &build::Model) -> Keeper {
+    let rule = |text: &str, until: Option<i64>| Keeper {
+        thing: None,
+        text: text.to_owned(),
+        until: until.map(Timestamp),
+    };
+    match (row.ended_at, row.ends_with) {
+        (Some(_), _) if row.kept_until.is_some() => {
+            rule("it has ended, and keeps for as long as its caller asked", row.kept_until)
+        }
+        (Some(_), _) => rule("it did not succeed, and is the latest build of its job", None),
+        (None, Some(workload)) if row.bound => Keeper {
+            thing: Some((Thing::Workload, workload)),
+            text: format!("workload {workload}, whose end is its end"),
+            until: None,
+        },
+        (None, _) if row.term_ends_at.is_some() => {
+            rule("its term, unless its caller renews it or its workload is submitted", row.term_ends_at)
+        }
+        (None, _) => rule("its caller, who says when it has ended", None),
+    }
+}
+
+/// What to say of a build that keeps something, behind its id.
+pub(super) fn which_build(row: &build::Model) -> String {
+    let job = match (&row.job, row.number) {
+        (Some(job), Some(number)) => format!(" ({job} #{number})"),
+        _ => String::new(),
+    };
+    let state = match row.status {
+        None => "which goes on",
+        Some(BuildStatus::Succeeded) => "which has succeeded",
+        Some(BuildStatus::Aborted) => "which was aborted",
+        Some(BuildStatus::Failed) => "which has failed",
+        Some(BuildStatus::Errored) => "which has errored",
+    };
+    let latest = match (row.ended_at, row.kept_until) {
+        (Some(_), None) => " and is the latest of its job",
+        _ => "",
+    };
+    format!("{job}, {state}{latest}")
+}
+
+fn status(status: Option<BuildStatus>) -> &'static str {
+    match status {
+        None => "going on",
+        Some(BuildStatus::Succeeded) => "succeeded",
+        Some(BuildStatus::Failed) => "failed",
+        Some(BuildStatus::Errored) => "errored",
+        Some(BuildStatus::Aborted) => "aborted",
+    }
+}
+
+pub(super) async fn workload(conn: &impl ConnectionTrait, row: &holder::Model) -> Result<Explanation, DbErr> {
+    let id = row.holder_id;
+    let state = if row.settled_at.is_some() { "settled" } else { "going on" };
+    let mut explanation = Explanation {
+        created_at: Some(Timestamp(row.created_at)),
+        ..Explanation::of(Thing::Workload, id, state)
+    };
+    let pins = pin::Entity::find().filter(pin::Column::HolderId.eq(id));
+    explanation.relate(related(conn, "pins", Thing::Artifact, pins, pin::Column::ArtifactId).await?);
+    let attempts = attempt::Entity::find().filter(attempt::Column::HolderId.eq(id));
+    explanation
+        .relate(related(conn, "attempts", Thing::Attempt, attempts, attempt::Column::AttemptId).await?);
+    let builds = build::Entity::find().filter(build::Column::EndsWith.eq(id));
+    explanation.relate(related(conn, "ends", Thing::Build, builds, build::Column::BuildId).await?);
+    Ok(explanation)
+}
+
+pub(super) async fn attempt(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: &attempt::Model,
+) -> Result<Option<Explanation>, DbErr> {
+    if !is_of_team(conn, question, [None, None], Some(row.holder_id)).await? {
+        return Ok(None);
+    }
+    let id = row.attempt_id;
+    let state = if row.ended_at.is_some() { "ended" } else { "going on" };
+    let mut explanation = Explanation::of(Thing::Attempt, id, state);
+    explanation.relate_one("workload", Thing::Workload, Some(row.holder_id));
+    explanation.relate_one("worker", Thing::Worker, row.worker_id);
+    let containers = container::Entity::find().filter(container::Column::AttemptId.eq(id));
+    let containers =
+        related(conn, "containers", Thing::Container, containers, container::Column::Handle).await?;
+    explanation.relate(containers);
+    let volumes = volume::Entity::find().filter(volume::Column::AttemptId.eq(id));
+    explanation.relate(related(conn, "volumes", Thing::Volume, volumes, volume::Column::Handle).await?);
+    Ok(Some(explanation))
+}

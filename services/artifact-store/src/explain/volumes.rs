@@ -1,0 +1,184 @@
+//! Why a volume or a container is there, or went.
+
+use domain::Timestamp;
+use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
+use uuid::Uuid;
+
+use super::{
+    Explanation, Keeper, Question, Relation, Thing, artifacts, inventory_state, is_of_team, related,
+};
+use crate::entity::{Purpose, State, artifact, attempt, container, volume};
+use crate::facts;
+use crate::mark::{self, Belongs, ContainerFacts, VolumeFacts};
+use crate::units::size;
+
+pub(super) async fn volume(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: volume::Model,
+) -> Result<Option<Explanation>, DbErr> {
+    let attempt = find_attempt(conn, row.attempt_id).await?;
+    let holder = attempt.as_ref().map(|attempt| attempt.holder_id);
+    if !is_of_team(conn, question, [row.artifact_id, row.from_artifact_id], holder).await? {
+        return Ok(None);
+    }
+    let mut explanation = Explanation {
+        label: label(&row),
+        size_bytes: size(row.size_bytes),
+        created_at: Some(Timestamp(row.created_at)),
+        ..Explanation::of(Thing::Volume, row.handle, inventory_state(row.state))
+    };
+    let holds = if row.purpose == Purpose::Replica { "holds" } else { "may become" };
+    explanation.relate_one(holds, Thing::Artifact, row.artifact_id);
+    explanation.relate_one("made from", Thing::Artifact, row.from_artifact_id);
+    explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
+    explanation.relate_one("attempt", Thing::Attempt, row.attempt_id);
+    explanation.relate_one("workload", Thing::Workload, holder);
+    explanation.relate_one("transfer", Thing::Transfer, row.transfer_id);
+    explanation.relate_one("parent", Thing::Volume, row.parent);
+    let children = volume::Entity::find().filter(volume::Column::Parent.eq(row.handle));
+    explanation.relate(related(conn, "children", Thing::Volume, children, volume::Column::Handle).await?);
+
+    if row.state.is_garbage() {
+        explanation.marked_at = row.marked_at.map(Timestamp);
+        explanation.why = row.marked_why.unwrap_or_default();
+        return Ok(Some(explanation));
+    }
+    let Some(facts) = facts::volumes(conn, std::slice::from_ref(&row)).await?.pop() else {
+        return Ok(Some(explanation));
+    };
+    keep_for_children(conn, row.handle, &mut explanation).await?;
+    let keeper = match facts.belongs {
+        Belongs::ToArtifact { artifact_marked: true, .. } => None,
+        Belongs::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
+        Belongs::ToArtifact { claimed_until: Some(until), .. } => {
+            let text = row.transfer_id.map_or_else(
+                || "a transfer, which fills it".to_owned(),
+                |id| format!("transfer {id}, which fills it; it renews its claim while it goes on"),
+            );
+            let thing = row.transfer_id.map(|id| (Thing::Transfer, id));
+            (until > question.now).then_some(Keeper { thing, text, until: Some(until) })
+        }
+        Belongs::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
+        Belongs::ToAttempt { ended_at: Some(ended_at), .. } => grace(question, ended_at),
+    };
+    if let Some(keeper) = keeper {
+        explanation.kept_by.add(keeper);
+    }
+    // What it is once nothing of that is left.
+    let left = VolumeFacts {
+        has_live_child: false,
+        belongs: match facts.belongs {
+            Belongs::ToArtifact { claimed_until: None, .. } => {
+                Belongs::ToArtifact { artifact_marked: true, claimed_until: None }
+            }
+            Belongs::ToAttempt { ended_at, .. } => Belongs::ToAttempt { ended_at, has_live_container: false },
+            claimed @ Belongs::ToArtifact { .. } => claimed,
+        },
+    };
+    explanation.goes(question.now, |at| mark::volume(&left, at, &question.policy));
+    Ok(Some(explanation))
+}
+
+/// What a volume is for, and how it is called there.
+fn label(row: &volume::Model) -> String {
+    let purpose = match row.purpose {
+        Purpose::Replica => "replica",
+        Purpose::Input => "input",
+        Purpose::Output => "output",
+        Purpose::Scratch => "scratch",
+    };
+    match &row.name {
+        Some(name) => format!("{purpose} {name}"),
+        None => purpose.to_owned(),
+    }
+}
+
+/// Copy-on-write children keep a volume while they are no garbage.
+async fn keep_for_children(
+    conn: &impl ConnectionTrait,
+    parent: Uuid,
+    explanation: &mut Explanation,
+) -> Result<(), DbErr> {
+    let children = volume::Entity::find()
+        .filter(volume::Column::Parent.eq(parent))
+        .filter(volume::Column::State.is_not_in(State::GARBAGE));
+    let Relation { ids, total, .. } =
+        related(conn, "children", Thing::Volume, children, volume::Column::Handle).await?;
+    for id in ids {
+        let text = format!("volume {id}, which is made from it");
+        explanation.kept_by.add(Keeper { thing: Some((Thing::Volume, id)), text, until: None });
+    }
+    explanation.kept_by.total = Ord::max(explanation.kept_by.total, total);
+    Ok(())
+}
+
+/// A replica is kept as long as its artifact.
+async fn of_artifact(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: &volume::Model,
+) -> Result<Option<Keeper>, DbErr> {
+    let Some(id) = row.artifact_id else { return Ok(None) };
+    let Some(artifact) = artifact::Entity::find_by_id(id).one(conn).await? else { return Ok(None) };
+    let until = artifacts::goes_at(conn, question, &artifact).await?;
+    let text = format!("artifact {id}, which it holds");
+    Ok(Some(Keeper { thing: Some((Thing::Artifact, id)), text, until }))
+}
+
+pub(super) async fn container(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: container::Model,
+) -> Result<Option<Explanation>, DbErr> {
+    if !is_of_team(conn, question, [None, None], Some(row.holder_id)).await? {
+        return Ok(None);
+    }
+    let mut explanation = Explanation {
+        created_at: Some(Timestamp(row.created_at)),
+        ..Explanation::of(Thing::Container, row.handle, inventory_state(row.state))
+    };
+    explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
+    explanation.relate_one("attempt", Thing::Attempt, Some(row.attempt_id));
+    explanation.relate_one("workload", Thing::Workload, Some(row.holder_id));
+    if row.state.is_garbage() {
+        explanation.marked_at = row.marked_at.map(Timestamp);
+        explanation.why = row.marked_why.unwrap_or_default();
+        return Ok(Some(explanation));
+    }
+    let attempt = find_attempt(conn, Some(row.attempt_id)).await?;
+    let attempt_ended_at = attempt.and_then(|attempt| attempt.ended_at).map(Timestamp);
+    let keeper = match attempt_ended_at {
+        None => Some(goes_on(row.attempt_id)),
+        Some(ended_at) => grace(question, ended_at),
+    };
+    if let Some(keeper) = keeper {
+        explanation.kept_by.add(keeper);
+    }
+    let facts = ContainerFacts { attempt_ended_at };
+    explanation.goes(question.now, |at| mark::container(&facts, at, &question.policy));
+    Ok(Some(explanation))
+}
+
+async fn find_attempt(
+    conn: &impl ConnectionTrait,
+    id: Option<Uuid>,
+) -> Result<Option<attempt::Model>, DbErr> {
+    match id {
+        Some(id) => attempt::Entity::find_by_id(id).one(conn).await,
+        None => Ok(None),
+    }
+}
+
+/// An attempt keeps what was made for it.
+fn goes_on(attempt: Uuid) -> Keeper {
+    let text = format!("attempt {attempt}, which goes on");
+    Keeper { thing: Some((Thing::Attempt, attempt)), text, until: None }
+}
+
+/// What was made for an attempt is kept for a while after its end.
+fn grace(question: &Question<'_>, ended_at: Timestamp) -> Option<Keeper> {
+    let until = ended_at + question.policy.gc_grace;
+    let text = "its attempt has ended, and is kept for a while".to_owned();
+    (until > question.now).then_some(Keeper { thing: None, text, until: Some(until) })
+}

@@ -1,0 +1,58 @@
+//! From explanations to what callers see.
+
+use domain::Timestamp;
+use rpc::pb::artifacts as pb;
+use uuid::Uuid;
+
+use crate::explain::{Explanation, Keeper, Relation, Thing};
+
+pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
+    let instant = |at: Option<Timestamp>| at.map(rpc::timestamp);
+    pb::ExplainResponse {
+        thing: thing(explanation.thing).into(),
+        id: explanation.id.to_string(),
+        state: explanation.state.to_owned(),
+        size_bytes: explanation.size_bytes,
+        created_at: instant(explanation.created_at),
+        kept_by: explanation.kept_by.first.iter().map(keeper).collect(),
+        kept_by_total: explanation.kept_by.total,
+        relations: explanation.relations.iter().map(relation).collect(),
+        marked_at: instant(explanation.marked_at),
+        gone_at: instant(explanation.gone_at),
+        goes_at: instant(explanation.goes_at),
+        remembered_until: instant(explanation.remembered_until),
+        can_be_undeleted: explanation.can_be_undeleted,
+        label: explanation.label,
+        why: explanation.why,
+    }
+}
+
+fn keeper(keeper: &Keeper) -> pb::Keeper {
+    let (kind, id) = match keeper.thing {
+        Some((kind, id)) => (thing(kind), id.to_string()),
+        None => (pb::Thing::Unspecified, String::new()),
+    };
+    pb::Keeper { thing: kind.into(), id, text: keeper.text.clone(), until: keeper.until.map(rpc::timestamp) }
+}
+
+fn relation(relation: &Relation) -> pb::Relation {
+    pb::Relation {
+        relation: relation.relation.to_owned(),
+        thing: thing(relation.thing).into(),
+        ids: relation.ids.iter().map(Uuid::to_string).collect(),
+        total: relation.total,
+    }
+}
+
+fn thing(thing: Thing) -> pb::Thing {
+    match thing {
+        Thing::Artifact => pb::Thing::Artifact,
+        Thing::Volume => pb::Thing::Volume,
+        Thing::Container => pb::Thing::Container,
+        Thing::Build => pb::Thing::Build,
+        Thing::Workload => pb::Thing::Workload,
+        Thing::Attempt => pb::Thing::Attempt,
+        Thing::Worker => pb::Thing::Worker,
+        Thing::Transfer => pb::Thing::Transfer,
+    }
+}

@@ -1,0 +1,110 @@
+//! Bringing deleted artifacts back, while their bytes are there.
+//!
+//! Invariant: what a gateway was told to destroy stays told. A replica comes back only from `destroying`; handing out what is destroying
+//! ([`crate::sweep`]) takes the worker's row as a writer, and whoever brings something back shares it, so one of them is first, and the
+//! other sees what it did. A report judges what came back only by a token that was minted after it.
+//!
+//! The parent of a replica that comes back may be marked, too. It stays so and is not handed out, for it has a child that is not sweeping.
+
+use std::time::Duration;
+
+use domain::{ArtifactId, BuildId, Timestamp};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect, QueryTrait,
+};
+
+use crate::entity::{ArtifactState, Purpose, State, artifact, volume};
+use crate::owners::{self, OwnerEnded};
+use crate::sweep;
+
+/// What keeps an artifact that comes back.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum KeptBy {
+    Build(BuildId),
+    /// Nobody, for a while.
+    Nobody(Duration),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UndeleteError {
+    #[error("no artifact {0} in this team")]
+    NotFound(ArtifactId),
+    #[error("every copy of the bytes of artifact {0} is gone or going")]
+    BytesGone(ArtifactId),
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while bringing an artifact back")]
+    Database(#[from] DbErr),
+}
+
+/// Brings an artifact of `team` back if it is deleted, and keeps it.
+pub(crate) async fn undelete(
+    txn: &DatabaseTransaction,
+    team: &str,
+    id: ArtifactId,
+    kept_by: KeptBy,
+    now: Timestamp,
+) -> Result<(), UndeleteError> {
+    let workers = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::WorkerId)
+        .filter(volume::Column::ArtifactId.eq(id.uuid()));
+    sweep::lock_workers(txn, workers.into_query()).await?;
+    if let KeptBy::Build(build) = kept_by {
+        owners::lock_live(txn, build, team).await?;
+    }
+    let row = artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
+    let Some(row) = row.filter(|row| row.team == team) else { return Err(UndeleteError::NotFound(id)) };
+
+    let mut keep = artifact::Entity::update_many()
+        .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+        .filter(artifact::Column::ArtifactId.eq(id.uuid()));
+    if row.state == ArtifactState::Deleting {
+        restore(txn, &row, id).await?;
+        keep = keep
+            .col_expr(artifact::Column::State, Expr::value(ArtifactState::Sealed))
+            .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))
+            .col_expr(artifact::Column::MarkedWhy, Expr::value(None::<String>));
+    }
+    if let KeptBy::Nobody(keep_for) = kept_by {
+        let until = Ord::max(row.kept_until, Some((now + keep_for).0));
+        keep = keep.col_expr(artifact::Column::KeptUntil, Expr::value(until));
+    }
+    keep.exec(txn).await?;
+    if let KeptBy::Build(build) = kept_by {
+        owners::add(txn, build, [id.uuid()]).await?;
+    }
+    Ok(())
+}
+
+/// Takes back the marks of an artifact's replicas that are there.
+async fn restore(
+    txn: &DatabaseTransaction,
+    row: &artifact::Model,
+    id: ArtifactId,
+) -> Result<(), UndeleteError> {
+    let replicas = restorable(row).lock_exclusive().all(txn).await?;
+    if replicas.is_empty() {
+        return Err(UndeleteError::BytesGone(id));
+    }
+    let marked = replicas.iter().filter(|replica| replica.state == State::Destroying);
+    let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
+    Ok(sweep::unmark_volumes(txn, &marked).await?)
+}
+
+/// The replicas with which a deleted artifact comes back: they hold its bytes, were there when they were marked, and nobody was told to
+/// destroy them.
+pub(crate) fn restorable(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
+    let there = Condition::any().add(volume::Column::State.is_in(State::PRESENT)).add(
+        Condition::all()
+            .add(volume::Column::State.eq(State::Destroying))
+            .add(volume::Column::MarkedFrom.is_in(State::PRESENT)),
+    );
+    volume::Entity::find()
+        .filter(volume::Column::ArtifactId.eq(row.artifact_id))
+        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(volume::Column::Complete.eq(true))
+        .filter(volume::Column::Digest.eq(row.digest.clone()))
+        .filter(there)
+}

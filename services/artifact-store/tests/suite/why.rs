@@ -1,0 +1,536 @@
+//! Why things are there, or went; and what was deleted comes back while its bytes are there.
+
+use std::time::Duration;
+
+use domain::{ArtifactId, AttemptId, BuildId, Timestamp, TransferId, WorkloadId};
+use rpc::Reason;
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState, Thing};
+use testing::databases::TestDatabase;
+
+use crate::{
+    Answer, Gateway, PATIENCE, Suite, TEAM, assert_refused, digest, input, on_both_databases, output,
+};
+
+on_both_databases! {
+    an_artifact_says_what_keeps_it_and_until_when,
+    what_went_says_when_and_why_as_long_as_tombstones_stay,
+    what_an_attempt_made_says_when_it_will_go_and_goes_then,
+    a_replica_says_what_keeps_it,
+    a_build_says_when_it_lets_go,
+    nothing_is_said_to_another_team,
+    what_keeps_much_is_counted,
+    a_deleted_artifact_comes_back_while_its_bytes_are_there,
+    what_a_gateway_was_told_to_destroy_does_not_come_back,
+    a_replica_that_was_not_there_when_it_was_marked_does_not_come_back,
+    a_build_can_own_what_comes_back,
+    what_comes_back_beside_what_is_handed_out_is_whole,
+    collections_are_watched,
+}
+
+const MINUTE: Duration = Duration::from_secs(60);
+const HOUR: Duration = Duration::from_secs(3600);
+
+async fn suite(database: TestDatabase) -> Suite {
+    Suite::start_with(database, |config| config.tombstone = HOUR).await
+}
+
+impl Suite {
+    async fn explain(&self, id: impl ToString) -> Answer<pb::ExplainResponse> {
+        self.explain_to(TEAM, id).await
+    }
+
+    async fn explain_to(&self, team: &str, id: impl ToString) -> Answer<pb::ExplainResponse> {
+        let request = pb::ExplainRequest { team: team.to_owned(), id: id.to_string() };
+        Ok(self.artifacts().explain(request).await?.into_inner())
+    }
+
+    async fn undelete(
+        &self,
+        artifact: ArtifactId,
+        kept_by: Option<pb::undelete_request::KeptBy>,
+    ) -> Answer<pb::Artifact> {
+        let request =
+            pb::UndeleteRequest { team: TEAM.to_owned(), artifact_id: artifact.to_string(), kept_by };
+        Ok(self.artifacts().undelete(request).await?.into_inner().artifact.expect("the artifact"))
+    }
+
+    /// An artifact that a build owned which has let go, and its replica: both are marked.
+    async fn deleted(&self, gateway: &Gateway, content: u64) -> (ArtifactId, String) {
+        let (build, workload) = (BuildId::new(), WorkloadId::new());
+        self.put_build(build, workload, None).await.expect("put");
+        let (artifact, replica) = self.upload(gateway, Some(build), content).await.expect("uploaded");
+        self.delete_build(build).await.expect("deleted");
+        let went = self.collect(DryRun::Off).await;
+        assert_eq!(went.len(), 2, "the artifact and its replica: {went:?}");
+        (artifact, replica)
+    }
+
+    fn after(&self, duration: Duration) -> Option<Timestamp> {
+        Some(self.clock.now() + duration)
+    }
+}
+
+/// When what is explained was marked, went, goes and is forgotten.
+trait When {
+    fn marked(&self) -> Option<Timestamp>;
+    fn gone(&self) -> Option<Timestamp>;
+    fn goes(&self) -> Option<Timestamp>;
+    fn forgotten(&self) -> Option<Timestamp>;
+}
+
+impl When for pb::ExplainResponse {
+    fn marked(&self) -> Option<Timestamp> {
+        self.marked_at.as_ref().map(rpc::from_timestamp)
+    }
+
+    fn gone(&self) -> Option<Timestamp> {
+        self.gone_at.as_ref().map(rpc::from_timestamp)
+    }
+
+    fn goes(&self) -> Option<Timestamp> {
+        self.goes_at.as_ref().map(rpc::from_timestamp)
+    }
+
+    fn forgotten(&self) -> Option<Timestamp> {
+        self.remembered_until.as_ref().map(rpc::from_timestamp)
+    }
+}
+
+fn kept_by(explained: &pb::ExplainResponse) -> Vec<(Thing, &str, Option<Timestamp>)> {
+    let keepers = explained.kept_by.iter();
+    keepers
+        .map(|keeper| (keeper.thing(), keeper.id.as_str(), keeper.until.as_ref().map(rpc::from_timestamp)))
+        .collect()
+}
+
+fn related(explained: &pb::ExplainResponse, relation: &str) -> Vec<String> {
+    let relation = explained.relations.iter().find(|known| known.relation == relation);
+    relation.map(|relation| relation.ids.clone()).unwrap_or_default()
+}
+
+async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
+    let suite = suite(database).await;
+    let (gateway, other) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let made_at = suite.clock.now();
+    let explained = suite.explain(artifact).await.expect("explained");
+    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Artifact, "sealed"));
+    assert_eq!(related(&explained, "replicas"), std::slice::from_ref(&replica));
+    let old = made_at + 12 * HOUR;
+    assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(old))]);
+    assert_eq!(explained.goes(), Some(old));
+    assert_eq!(explained.why, "nobody ever owned it, and it is old");
+
+    // Everything that can keep it, at once.
+    let (build, of_build, user, attempt) =
+        (BuildId::new(), WorkloadId::new(), WorkloadId::new(), AttemptId::new());
+    suite.put_build(build, of_build, Some(MINUTE)).await.expect("put");
+    suite.adopt(digest(1), Some(build)).await.expect("asked").expect("adopted");
+    suite.pin(of_build, &[artifact], Some(build)).await.expect("pinned");
+    let planned = gateway.prepare(user, attempt, &[input("in", artifact)]).await.expect("prepared");
+    let transfer = TransferId::new();
+    suite.plan(artifact, other.worker, transfer).await.expect("planned");
+    let explained = suite.explain(artifact).await.expect("explained");
+    let (build_id, workload, transfer) = (build.to_string(), of_build.to_string(), transfer.to_string());
+    assert_eq!(
+        kept_by(&explained),
+        [
+            (Thing::Build, build_id.as_str(), None),
+            (Thing::Workload, workload.as_str(), None),
+            (Thing::Transfer, transfer.as_str(), Some(made_at + MINUTE)),
+            (Thing::Volume, planned.volumes[0].volume_handle.as_str(), None),
+        ]
+    );
+    assert_eq!(explained.kept_by_total, 4);
+    assert_eq!((explained.goes(), explained.why.as_str()), (None, ""), "not before something happens");
+    assert!(explained.kept_by[0].text.ends_with("which goes on"), "{:?}", explained.kept_by[0]);
+
+    // When only the build's time is left, that is when it goes; and it does.
+    suite.settle(user, None, &[], None).await.expect("settled");
+    suite.abandon(transfer.parse().expect("an id")).await.expect("abandoned");
+    suite.settle(of_build, None, &[], None).await.expect("settled");
+    suite.collect(DryRun::Off).await;
+    let explained = suite.explain(artifact).await.expect("explained");
+    assert_eq!(kept_by(&explained), [(Thing::Build, build_id.as_str(), Some(suite.clock.now() + MINUTE))]);
+    assert_eq!(explained.goes(), suite.after(MINUTE));
+    assert_eq!(explained.why, "every build that owned it has let go");
+    suite.clock.advance(MINUTE - Duration::from_micros(1));
+    assert_eq!(suite.collect(DryRun::Off).await, []);
+    suite.clock.advance(Duration::from_micros(1));
+    assert_eq!(suite.collect(DryRun::Off).await[0].id, artifact.to_string());
+    suite.stop().await;
+}
+
+async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (artifact, replica) = suite.deleted(&gateway, 1).await;
+    let marked_at = suite.after(Duration::ZERO);
+    let shown = suite.get(artifact).await.expect("its tombstone");
+    assert_eq!(
+        (shown.marked_at.as_ref().map(rpc::from_timestamp), shown.marked_why.as_str()),
+        (marked_at, "every build that owned it has let go")
+    );
+
+    let explained = suite.explain(artifact).await.expect("explained");
+    assert_eq!(explained.state, "deleting");
+    assert_eq!((explained.marked(), explained.goes()), (marked_at, None));
+    assert_eq!(explained.why, "every build that owned it has let go");
+    assert_eq!(explained.forgotten(), suite.after(HOUR));
+    assert!(explained.can_be_undeleted);
+    let explained = suite.explain(&replica).await.expect("explained");
+    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Volume, "destroying"));
+    assert_eq!((explained.marked(), explained.why.as_str()), (marked_at, "its artifact is deleted"));
+
+    gateway.swept(&[], &[&replica]).await;
+    assert_eq!(suite.explain(&replica).await.expect("explained").state, "sweeping");
+    assert!(!suite.explain(artifact).await.expect("explained").can_be_undeleted);
+    suite.clock.advance(MINUTE);
+    assert_eq!(gateway.report(&[], &[]).await.expect("reported").forgotten, 1);
+    let explained = suite.explain(&replica).await.expect("its grave");
+    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Volume, "gone"));
+    assert_eq!((explained.marked(), explained.gone()), (marked_at, suite.after(Duration::ZERO)));
+    assert_eq!(explained.why, "its artifact is deleted");
+    assert_eq!(explained.forgotten(), suite.after(HOUR));
+
+    suite.clock.advance(HOUR - Duration::from_micros(1));
+    suite.collect(DryRun::Off).await;
+    assert_refused(suite.explain(artifact).await, Reason::UnknownId);
+    suite.explain(&replica).await.expect("it went later");
+    suite.clock.advance(Duration::from_micros(1));
+    suite.collect(DryRun::Off).await;
+    assert_refused(suite.explain(&replica).await, Reason::UnknownId);
+    suite.stop().await;
+}
+
+async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestDatabase) {
+    let suite = Suite::start_with(database, |config| {
+        config.tombstone = HOUR;
+        config.gc_grace = 5 * MINUTE;
+    });
+    let suite = suite.await;
+    let gateway = suite.gateway().await;
+    let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+    let needs = [input("src", artifact), output("out", workload.output_artifact("out"))];
+    let planned = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
+    gateway.prepared(attempt).await.expect("recorded");
+    let container = planned.container_handle.as_str();
+    let (source, out) =
+        (planned.volumes[0].volume_handle.as_str(), planned.volumes[1].volume_handle.as_str());
+
+    let attempt_id = attempt.to_string();
+    for handle in [container, source, out] {
+        let explained = suite.explain(handle).await.expect("explained");
+        assert_eq!(kept_by(&explained), [(Thing::Attempt, attempt_id.as_str(), None)], "{explained:?}");
+        assert_eq!((explained.goes(), explained.state.as_str()), (None, "created"));
+        assert_eq!(related(&explained, "workload"), [workload.to_string()]);
+        assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
+    }
+    let explained = suite.explain(source).await.expect("explained");
+    assert_eq!(explained.label, "input src");
+    assert_eq!(related(&explained, "parent"), [replica]);
+    assert_eq!(related(&explained, "made from"), [artifact.to_string()]);
+    let explained = suite.explain(attempt).await.expect("explained");
+    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Attempt, "going on"));
+    assert_eq!(related(&explained, "containers"), [container]);
+    assert_eq!(related(&explained, "volumes").len(), 2);
+    let explained = suite.explain(workload).await.expect("explained");
+    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Workload, "going on"));
+    assert_eq!(related(&explained, "attempts"), [attempt_id]);
+
+    suite.settle(workload, None, &[], None).await.expect("settled");
+    assert_eq!(suite.explain(workload).await.expect("explained").state, "settled");
+    assert_eq!(suite.explain(attempt).await.expect("explained").state, "ended");
+    for handle in [container, source, out] {
+        let explained = suite.explain(handle).await.expect("explained");
+        assert_eq!(explained.goes(), suite.after(5 * MINUTE), "{explained:?}");
+        assert_eq!(explained.why, "its attempt has ended");
+        assert_eq!(explained.kept_by.len(), 1);
+    }
+    suite.clock.advance(5 * MINUTE - Duration::from_micros(1));
+    assert_eq!(suite.collect(DryRun::Off).await, []);
+    suite.clock.advance(Duration::from_micros(1));
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 3);
+    for handle in [container, source, out] {
+        let explained = suite.explain(handle).await.expect("explained");
+        assert_eq!(explained.marked(), suite.after(Duration::ZERO));
+        assert_eq!(
+            (explained.why.as_str(), explained.state.as_str()),
+            ("its attempt has ended", "destroying")
+        );
+    }
+    gateway.swept(&[container], &[source, out]).await;
+    gateway.report(&[], &[]).await.expect("reported");
+    let explained = suite.explain(container).await.expect("its grave");
+    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Container, "gone"));
+    suite.stop().await;
+}
+
+async fn a_replica_says_what_keeps_it(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let artifact_id = artifact.to_string();
+    let explained = suite.explain(&replica).await.expect("explained");
+    let old = suite.clock.now() + 12 * HOUR;
+    assert_eq!(kept_by(&explained), [(Thing::Artifact, artifact_id.as_str(), Some(old))]);
+    assert_eq!(explained.goes(), Some(old), "with its artifact");
+    assert_eq!(explained.why, "its artifact is deleted");
+
+    let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+    let planned = gateway.prepare(workload, attempt, &[input("in", artifact)]).await.expect("prepared");
+    let child = planned.volumes[0].volume_handle.as_str();
+    let explained = suite.explain(&replica).await.expect("explained");
+    assert_eq!(
+        kept_by(&explained),
+        [(Thing::Volume, child, None), (Thing::Artifact, artifact_id.as_str(), None)]
+    );
+    assert_eq!(related(&explained, "children"), [child]);
+    assert_eq!(explained.goes(), None);
+
+    let (open, transfer) = (ArtifactId::new(), TransferId::new());
+    suite.create(open, None).await.expect("created");
+    let filled = suite.plan(open, gateway.worker, transfer).await.expect("planned");
+    let explained = suite.explain(&filled).await.expect("explained");
+    let (transfer, until) = (transfer.to_string(), suite.clock.now() + MINUTE);
+    assert_eq!(kept_by(&explained), [(Thing::Transfer, transfer.as_str(), Some(until))]);
+    assert_eq!(explained.goes(), Some(until));
+    assert_eq!(explained.why, "its transfer stopped without an end");
+    suite.clock.advance(MINUTE);
+    suite.collect(DryRun::Off).await;
+    let explained = suite.explain(&filled).await.expect("explained");
+    assert_eq!(explained.marked(), suite.after(Duration::ZERO));
+    suite.stop().await;
+}
+
+async fn a_build_says_when_it_lets_go(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (build, workload) = (BuildId::new(), WorkloadId::new());
+    suite.put_build(build, workload, Some(MINUTE)).await.expect("put");
+    let (artifact, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    let explained = suite.explain(build).await.expect("explained");
+    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Build, "going on"));
+    let term = suite.clock.now() + 10 * MINUTE;
+    assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(term))]);
+    assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
+    assert_eq!(related(&explained, "ends with"), [workload.to_string()]);
+    assert_eq!(explained.goes(), None);
+
+    suite.pin(workload, &[], Some(build)).await.expect("bound");
+    let explained = suite.explain(build).await.expect("explained");
+    let workload_id = workload.to_string();
+    assert_eq!(kept_by(&explained), [(Thing::Workload, workload_id.as_str(), None)]);
+    suite.settle(workload, None, &[], None).await.expect("settled");
+    let explained = suite.explain(build).await.expect("explained");
+    assert_eq!((explained.state.as_str(), explained.goes()), ("succeeded", suite.after(MINUTE)));
+    suite.delete_build(build).await.expect("deleted");
+    let explained = suite.explain(build).await.expect("explained");
+    assert_eq!((explained.goes(), explained.kept_by_total), (suite.after(Duration::ZERO), 0));
+    suite.stop().await;
+}
+
+async fn nothing_is_said_to_another_team(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (build, workload, attempt) = (BuildId::new(), WorkloadId::new(), AttemptId::new());
+    suite.put_build(build, workload, None).await.expect("put");
+    let (artifact, replica) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    let planned = gateway.prepare(workload, attempt, &[input("in", artifact)]).await.expect("prepared");
+    let ids = [
+        artifact.to_string(),
+        replica,
+        build.to_string(),
+        workload.to_string(),
+        attempt.to_string(),
+        planned.container_handle,
+        planned.volumes[0].volume_handle.clone(),
+    ];
+    for id in ids {
+        suite.explain(&id).await.expect("to its own team");
+        assert_refused(suite.explain_to("other", &id).await, Reason::UnknownId);
+    }
+    assert_refused(suite.explain(BuildId::new()).await, Reason::UnknownId);
+    assert_refused(suite.explain("no id").await, Reason::InvalidField);
+    let (deleted, _) = suite.deleted(&gateway, 2).await;
+    let request =
+        pb::UndeleteRequest { team: "other".to_owned(), artifact_id: deleted.to_string(), kept_by: None };
+    let refused = suite.artifacts().undelete(request).await.map_err(rpc::Refusal::from);
+    assert_refused(refused, Reason::ArtifactNotFound);
+    assert_eq!(suite.get(deleted).await.expect("its tombstone").state(), ArtifactState::Deleting);
+    suite.stop().await;
+}
+
+async fn what_keeps_much_is_counted(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let needs: Vec<_> = (0..70).map(|number| input(&format!("in{number}"), artifact)).collect();
+    gateway.prepare(WorkloadId::new(), AttemptId::new(), &needs).await.expect("prepared");
+    let explained = suite.explain(artifact).await.expect("explained");
+    assert_eq!((explained.kept_by.len(), explained.kept_by_total), (51, 71), "and the rule about the young");
+    let explained = suite.explain(replica).await.expect("explained");
+    assert_eq!((explained.kept_by.len(), explained.kept_by_total), (51, 71), "and its artifact");
+    let children = explained.relations.iter().find(|known| known.relation == "children").expect("children");
+    assert_eq!((children.ids.len(), children.total), (50, 70));
+    suite.stop().await;
+}
+
+async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (artifact, replica) = suite.deleted(&gateway, 1).await;
+    // A report that begins before and is judged after says nothing about what comes back.
+    let early = gateway.begin_report().await.expect("begun");
+    for _ in 0..2 {
+        let back = suite.undelete(artifact, None).await.expect("it is back");
+        assert_eq!((back.state(), back.replicas.len()), (ArtifactState::Sealed, 1));
+        assert_eq!((back.marked_at, back.marked_why.as_str()), (None, ""));
+        assert_eq!(back.kept_by, ["nobody: it is kept for a while"]);
+    }
+    assert_eq!(gateway.report_with(early, &[], &[]).await.expect("reported").lost, 0);
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
+    let explained = suite.explain(artifact).await.expect("explained");
+    assert_eq!(explained.goes(), suite.after(HOUR));
+
+    // It can be used as before.
+    let workload = WorkloadId::new();
+    suite.pin(workload, &[artifact], None).await.expect("pinned");
+    suite.settle(workload, None, &[], None).await.expect("settled");
+    suite.clock.advance(HOUR - Duration::from_micros(1));
+    assert_eq!(suite.collect(DryRun::Off).await, []);
+    suite.clock.advance(Duration::from_micros(1));
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "its reprieve is over");
+
+    // For as long as is asked.
+    let keep = |keep| Some(pb::undelete_request::KeptBy::Keep(rpc::duration(keep)));
+    suite.undelete(artifact, keep(MINUTE)).await.expect("it is back");
+    suite.undelete(artifact, keep(2 * MINUTE)).await.expect("kept for longer");
+    suite.undelete(artifact, keep(MINUTE)).await.expect("and not for less");
+    assert_eq!(suite.explain(artifact).await.expect("explained").goes(), suite.after(2 * MINUTE));
+    assert_refused(suite.undelete(artifact, keep(100_000 * HOUR)).await, Reason::InvalidField);
+    assert_refused(suite.undelete(ArtifactId::new(), None).await, Reason::ArtifactNotFound);
+    suite.stop().await;
+}
+
+async fn what_a_gateway_was_told_to_destroy_does_not_come_back(database: TestDatabase) {
+    let suite = suite(database).await;
+    let (one, two) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
+    let copy = suite.plan(artifact, two.worker, TransferId::new()).await.expect("planned");
+    two.complete(&copy, digest(1)).await.expect("complete");
+    suite.clock.advance(13 * HOUR);
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 3);
+    one.swept(&[], &[&replica]).await;
+
+    // The other replica is enough.
+    let back = suite.undelete(artifact, None).await.expect("it is back");
+    assert_eq!(back.replicas.iter().map(|replica| &replica.volume_handle).collect::<Vec<_>>(), [&copy]);
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Sweeping));
+    suite.clock.advance(2 * HOUR);
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 2);
+    two.swept(&[], &[&copy]).await;
+    assert_refused(suite.undelete(artifact, None).await, Reason::BytesGone);
+    assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
+
+    // What never had final bytes has none to come back with.
+    let (open, transfer) = (ArtifactId::new(), TransferId::new());
+    suite.create(open, None).await.expect("created");
+    let handle = suite.plan(open, one.worker, transfer).await.expect("planned");
+    one.complete(&handle, digest(2)).await.expect("complete");
+    suite.abandon(transfer).await.expect("abandoned");
+    assert_refused(suite.undelete(open, None).await, Reason::BytesGone);
+    suite.stop().await;
+}
+
+async fn a_replica_that_was_not_there_when_it_was_marked_does_not_come_back(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (lost, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    assert_eq!(gateway.report(&[], &[]).await.expect("reported").lost, 1);
+    let (kept, replica) = suite.upload(&gateway, None, 2).await.expect("uploaded");
+    suite.clock.advance(13 * HOUR);
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 4);
+    assert_refused(suite.undelete(lost, None).await, Reason::BytesGone);
+
+    // Since it was marked its worker has begun another life, and has not said what is left.
+    let gateway = suite.silent_gateway(gateway.worker, 2, 2);
+    gateway.begin_report().await.expect("begun");
+    suite.undelete(kept, None).await.expect("it may be there");
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Unconfirmed));
+    gateway.report(std::slice::from_ref(&replica), &[]).await.expect("reported");
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
+    suite.stop().await;
+}
+
+async fn a_build_can_own_what_comes_back(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (artifact, _) = suite.deleted(&gateway, 1).await;
+    let (build, workload) = (BuildId::new(), WorkloadId::new());
+    let by_build = || Some(pb::undelete_request::KeptBy::BuildId(build.to_string()));
+    assert_refused(suite.undelete(artifact, by_build()).await, Reason::OwnerEnded);
+    assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
+    suite.put_build(build, workload, None).await.expect("put");
+    let back = suite.undelete(artifact, by_build()).await.expect("it is back");
+    assert_eq!(back.kept_by, [format!("build {build}")]);
+    suite.pin(workload, &[], Some(build)).await.expect("bound");
+    suite.clock.advance(24 * HOUR);
+    assert_eq!(suite.collect(DryRun::Off).await, []);
+    suite.settle(workload, None, &[], None).await.expect("settled");
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 2);
+    suite.stop().await;
+}
+
+async fn what_comes_back_beside_what_is_handed_out_is_whole(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    for content in 0..15 {
+        let (artifact, replica) = suite.deleted(&gateway, content).await;
+        let watch = async {
+            for _ in 0..content % 5 {
+                suite.get(artifact).await.expect("its tombstone, or it");
+            }
+            gateway.watch().await.expect("a stream")
+        };
+        let (undeleted, stream) = tokio::join!(suite.undelete(artifact, None), watch);
+        match undeleted {
+            Ok(_) => {
+                drop(stream);
+                assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
+                suite.clock.advance(2 * HOUR);
+                suite.collect(DryRun::Off).await;
+            }
+            refused => assert_refused(refused, Reason::BytesGone),
+        }
+        // Either way it goes in the end.
+        gateway.swept(&[], &[&replica]).await;
+        gateway.report(&[], &[]).await.expect("reported");
+    }
+    suite.stop().await;
+}
+
+async fn collections_are_watched(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let mut collector = pb::collector_client::CollectorClient::new(suite.peer.clone());
+    let mut stream =
+        collector.watch_collections(pb::WatchCollectionsRequest {}).await.expect("a stream").into_inner();
+    let (artifact, replica) = suite.deleted(&gateway, 1).await;
+    let mut seen = Vec::new();
+    while seen.len() < 2 {
+        let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
+        let message = message.expect("no error").expect("the stream goes on");
+        assert_eq!(message.missed, 0);
+        seen.extend(message.collected);
+    }
+    assert_eq!(
+        seen.iter().map(|marked| marked.id.as_str()).collect::<Vec<_>>(),
+        [&artifact.to_string(), &replica]
+    );
+    assert_eq!((seen[1].kind.as_str(), seen[1].why.as_str()), ("volume", "its artifact is deleted"));
+    suite.stop().await;
+    assert_eq!(stream.message().await.expect("no error"), None, "the stream ends with the store");
+}
