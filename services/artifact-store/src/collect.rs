@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! builds     ended by their terms; those that let go lose their artifacts, which are due then
+//! caches     that nobody used for long, or made; what they owned is due then
 //! attempts   that ended: their containers, their volumes
 //! claims     that ran out: the volumes of their transfers
 //! artifacts  that nothing keeps
@@ -23,6 +24,7 @@
 mod artifacts;
 mod attempts;
 mod builds;
+mod caches;
 mod claims;
 mod deleted;
 mod holders;
@@ -42,7 +44,7 @@ use uuid::Uuid;
 
 use crate::mark::{Look, Policy, Why};
 use crate::store::Store;
-use crate::{owners, replicas, sweep};
+use crate::{caches as cache_rows, owners, replicas, sweep};
 
 /// How many rows are looked at in one transaction.
 const BATCH: u64 = 500;
@@ -73,6 +75,7 @@ struct Settings {
     policy: Policy,
     tombstone: Duration,
     remember: Duration,
+    resource_cache_ttl: Duration,
 }
 
 impl Settings {
@@ -83,6 +86,7 @@ impl Settings {
             policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace },
             tombstone: config.tombstone,
             remember: config.remember,
+            resource_cache_ttl: config.resource_cache_ttl,
         }
     }
 
@@ -110,7 +114,9 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
         let now = store.now();
         let collected = async {
             if now.since(looked) > blindness {
-                tracing::warn!("could not look for a while: transfers and builds get a full term");
+                tracing::warn!(
+                    "could not look for a while: transfers, builds and makers of caches get a full term"
+                );
                 be_patient(&store).await?;
             }
             round(&store, &stopping).await
@@ -137,6 +143,7 @@ pub(crate) async fn be_patient(store: &Store) -> Result<(), DbErr> {
         .db
         .write(|txn| async move {
             owners::be_patient(&txn, now).await?;
+            cache_rows::resource::be_patient(&txn, now, claim_term).await?;
             replicas::be_patient(&txn, now, claim_term).await
         })
         .await
@@ -151,7 +158,7 @@ pub(crate) async fn full_round(store: &Store, stopping: &CancellationToken) -> R
 
 /// Makes due what is looked at after a while.
 async fn wait_no_longer(txn: &DatabaseTransaction, settings: &Settings) -> Result<(), DbErr> {
-    for table in ["attempts", "artifacts", "builds", "holders"] {
+    for table in ["attempts", "artifacts", "builds", "holders", "resource_caches", "task_caches"] {
         let sql = format!("UPDATE {table} SET look_at = $1 WHERE look_at > $1 AND look_at <= $2");
         let values = [settings.now.0.into(), (settings.now + LATER).0.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values);
@@ -225,6 +232,8 @@ pub(crate) async fn dry_round(store: &Store, most: usize) -> Result<Vec<Collecte
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Builds,
+    ResourceCaches,
+    TaskCaches,
     Attempts,
     Claims,
     Artifacts,
@@ -242,13 +251,23 @@ struct Batch {
 }
 
 impl Step {
-    const ALL: [Self; 6] =
-        [Self::Builds, Self::Attempts, Self::Claims, Self::Artifacts, Self::Deleted, Self::Holders];
+    const ALL: [Self; 8] = [
+        Self::Builds,
+        Self::ResourceCaches,
+        Self::TaskCaches,
+        Self::Attempts,
+        Self::Claims,
+        Self::Artifacts,
+        Self::Deleted,
+        Self::Holders,
+    ];
 
     /// Whether anything is to be looked at. Reads an index.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
         let sql = match self {
             Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 LIMIT 1",
+            Self::ResourceCaches => "SELECT 1 AS due FROM resource_caches WHERE look_at <= $1 LIMIT 1",
+            Self::TaskCaches => "SELECT 1 AS due FROM task_caches WHERE look_at <= $1 LIMIT 1",
             Self::Attempts => "SELECT 1 AS due FROM attempts WHERE look_at <= $1 LIMIT 1",
             Self::Claims => {
                 "SELECT 1 AS due FROM volumes WHERE claimed_until <= $1 AND complete = FALSE
@@ -270,6 +289,8 @@ impl Step {
     async fn run(self, txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
         match self {
             Self::Builds => builds::look(txn, settings).await,
+            Self::ResourceCaches => caches::look_at_resource_caches(txn, settings).await,
+            Self::TaskCaches => caches::look_at_task_caches(txn, settings).await,
             Self::Attempts => attempts::look(txn, settings).await,
             Self::Claims => claims::look(txn, settings).await,
             Self::Artifacts => artifacts::look(txn, settings).await,
@@ -294,7 +315,14 @@ macro_rules! looked {
     )+};
 }
 
-looked!(artifact: ArtifactId, attempt: AttemptId, build: BuildId, holder: HolderId);
+looked!(
+    artifact: ArtifactId,
+    attempt: AttemptId,
+    build: BuildId,
+    holder: HolderId,
+    resource_cache: CacheId,
+    task_cache: CacheId
+);
 
 /// Locks the rows that are due longest, as many as a batch has, without those that others have locked.
 async fn lock_due<E: Looked>(
