@@ -105,7 +105,7 @@ impl Ask {
 #[derive(Debug)]
 pub(crate) enum Found {
     /// It is there.
-    Ready(Located),
+    Ready(Box<Located>),
     /// It is the asker's to make.
     Yours,
     /// Under this claim.
@@ -140,7 +140,7 @@ pub(crate) async fn find_or_create(
                 .filter(resource_cache::Column::CacheId.eq(row.cache_id))
                 .exec(txn)
                 .await?;
-            Found::Ready(located)
+            Found::Ready(Box::new(located))
         }
         None => {
             let claim = ClaimId::from_uuid(row.claim_id);

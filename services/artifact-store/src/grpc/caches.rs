@@ -57,7 +57,7 @@ impl pb::caches_server::Caches for Handlers {
             term: Some(rpc::duration(term)),
         };
         let outcome = match found {
-            Found::Ready(located) => Outcome::Ready(location(located)),
+            Found::Ready(located) => Outcome::Ready(location(*located)),
             Found::Yours => Outcome::Yours(claim(ask.claim)),
             Found::BeingMade(by) => Outcome::BeingMade(claim(by)),
         };
