@@ -30,49 +30,60 @@ async fn of_all_who_ask_at_once_one_makes_the_cache(database: TestDatabase) {
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
     for content in 0..5 {
-        let mut asking = tokio::task::JoinSet::new();
-        for _ in 0..20 {
-            let (mut caches, claim) = (suite.caches(), ClaimId::new());
-            let request = pb::FindOrCreateResourceCacheRequest {
-                team: TEAM.to_owned(),
-                key_digest: key(content).into(),
-                claim_id: claim.to_string(),
-                ..Default::default()
-            };
-            asking.spawn(async move {
-                let answer = caches.find_or_create_resource_cache(request).await.expect("asked").into_inner();
-                (claim, answer)
-            });
-        }
-        let answers = asking.join_all().await;
-        let cache = &answers[0].1.cache_id;
-        let makers: Vec<_> =
-            answers.iter().filter(|(_, answer)| matches!(answer.outcome, Some(Outcome::Yours(_)))).collect();
-        assert_eq!(makers.len(), 1);
-        let maker = makers[0].0;
-        for (claim, answer) in &answers {
-            assert_eq!(&answer.cache_id, cache);
-            let (Some(Outcome::Yours(claimed)) | Some(Outcome::BeingMade(claimed))) = &answer.outcome else {
-                panic!("nothing is ready: {claim} got {answer:?}");
-            };
-            assert_eq!(claimed.claim_id, maker.to_string());
-            assert_eq!(claimed.term, Some(rpc::duration(Duration::from_secs(60))));
-        }
+        let (cache, given_up, _) = all_ask(&suite, content).await;
+        // The one who makes it does not go on: one other does, of all who ask then.
+        suite.clock.advance(Duration::from_secs(60));
+        let (same, maker, asked) = all_ask(&suite, content).await;
+        assert_eq!(same, cache);
+        assert_ne!(maker, given_up);
 
         let artifact = suite.uploaded(&gateway, content).await;
+        assert_refused(main.put(given_up, artifact).await, Reason::ClaimLost);
         main.put(maker, artifact).await.expect("put");
-        for (claim, _) in &answers {
-            let (again, outcome) = main.ask(content, *claim, None).await.expect("asked");
+        for claim in asked {
+            let (again, outcome) = main.ask(content, claim, None).await.expect("asked");
             let Outcome::Ready(location) = outcome else { panic!("it is ready: {outcome:?}") };
-            assert_eq!((&again, &location.artifact_id), (cache, &artifact.to_string()));
+            assert_eq!((&again, &location.artifact_id), (&cache, &artifact.to_string()));
             assert_eq!(location.replicas.len(), 1);
         }
         assert_eq!(suite.kept_by(artifact).await, [format!("resource cache {cache}")]);
     }
     let listed = main.listed().await;
-    let versions: Vec<_> = listed.iter().map(|cache| &cache.key_digest[0]).collect();
-    assert_eq!(versions, [&0, &1, &2, &3, &4]);
+    let keys: Vec<_> = listed.iter().map(|cache| cache.key_digest[0]).collect();
+    assert_eq!(keys, [0, 1, 2, 3, 4], "the oldest first");
     suite.stop().await;
+}
+
+/// Twenty ask at once for a cache that is not there, and one is told to make it: which cache, under which claim, and all who asked.
+async fn all_ask(suite: &Suite, content: u64) -> (String, ClaimId, Vec<ClaimId>) {
+    let mut asking = tokio::task::JoinSet::new();
+    for _ in 0..20 {
+        let (mut caches, claim) = (suite.caches(), ClaimId::new());
+        let request = pb::FindOrCreateResourceCacheRequest {
+            team: TEAM.to_owned(),
+            key_digest: key(content).into(),
+            claim_id: claim.to_string(),
+            ..Default::default()
+        };
+        asking.spawn(async move {
+            let answer = caches.find_or_create_resource_cache(request).await.expect("asked").into_inner();
+            (claim, answer)
+        });
+    }
+    let answers = asking.join_all().await;
+    let is_maker =
+        |answer: &pb::FindOrCreateResourceCacheResponse| matches!(answer.outcome, Some(Outcome::Yours(_)));
+    let makers: Vec<_> = answers.iter().filter(|(_, answer)| is_maker(answer)).collect();
+    let [(maker, made)] = makers[..] else { panic!("{} make it", makers.len()) };
+    for (claim, answer) in &answers {
+        assert_eq!(answer.cache_id, made.cache_id);
+        let (Some(Outcome::Yours(claimed)) | Some(Outcome::BeingMade(claimed))) = &answer.outcome else {
+            panic!("nothing is ready: {claim} got {answer:?}");
+        };
+        assert_eq!(claimed.claim_id, maker.to_string());
+        assert_eq!(claimed.term, Some(rpc::duration(Duration::from_secs(60))));
+    }
+    (made.cache_id.clone(), *maker, answers.iter().map(|(claim, _)| *claim).collect())
 }
 
 async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
