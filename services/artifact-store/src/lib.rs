@@ -32,6 +32,8 @@ mod entity;
 mod facts;
 mod gauges;
 mod grpc;
+#[cfg(test)]
+mod interleavings;
 mod inventory;
 mod mark;
 mod migrations;

@@ -127,22 +127,32 @@ mod tests {
         Timestamp(seconds * 1_000_000)
     }
 
+    /// The rule as people say it.
+    fn in_words(status: Option<BuildStatus>, latest: bool) -> &'static str {
+        match status {
+            None => "not before its end",
+            Some(BuildStatus::Succeeded | BuildStatus::Aborted) => "at its end",
+            Some(BuildStatus::Failed | BuildStatus::Errored) if latest => "when a later build is reported",
+            Some(BuildStatus::Failed | BuildStatus::Errored) => "at its end",
+        }
+    }
+
     #[test]
     fn a_build_lets_go_as_the_table_says() {
         use BuildStatus::{Aborted, Errored, Failed, Succeeded};
-        for (ended, latest_of_its_job, expected) in [
-            (None, false, LetsGo::NotYet),
-            (None, true, LetsGo::NotYet),
-            (Some(Succeeded), false, LetsGo::At(at(15))),
-            (Some(Succeeded), true, LetsGo::At(at(15))),
-            (Some(Aborted), true, LetsGo::At(at(15))),
-            (Some(Failed), false, LetsGo::At(at(15))),
-            (Some(Errored), false, LetsGo::At(at(15))),
-            (Some(Failed), true, LetsGo::NotYet),
-            (Some(Errored), true, LetsGo::NotYet),
-        ] {
-            let ended = ended.map(|status| (status, at(10)));
-            assert_eq!(Build { ended, latest_of_its_job, keep: 5_000_000 }.lets_go(), expected, "{ended:?}");
+        let ended_at = Timestamp(1_000);
+        for status in [None, Some(Succeeded), Some(Failed), Some(Errored), Some(Aborted)] {
+            for latest_of_its_job in [false, true] {
+                for keep in [0, 500] {
+                    let ended = status.map(|status| (status, ended_at));
+                    let expected = match in_words(status, latest_of_its_job) {
+                        "at its end" => LetsGo::At(Timestamp(1_000 + keep)),
+                        _ => LetsGo::NotYet,
+                    };
+                    let build = Build { ended, latest_of_its_job, keep };
+                    assert_eq!(build.lets_go(), expected, "{build:?}");
+                }
+            }
         }
     }
 
