@@ -12,14 +12,17 @@
 use std::collections::HashMap;
 
 use domain::{ArtifactId, BuildId, Digest, Timestamp, VolumeHandle, WorkerId};
-use sea_orm::sea_query::LockType;
+use sea_orm::sea_query::{Condition, Expr, ExprTrait, LockType};
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
-    QueryFilter, QueryOrder, QuerySelect,
+    QueryFilter, QueryOrder, QuerySelect, QueryTrait,
 };
 use uuid::Uuid;
 
-use crate::entity::{ArtifactState, Purpose, State, artifact, owner, volume};
+use crate::entity::{
+    ALL_TEAMS, ArtifactState, Purpose, State, artifact, base_resource_type, holder, owner, pin,
+    resource_cache, resource_certs, volume,
+};
 use crate::facts::{self, Keepers};
 use crate::mark::{self, Policy};
 use crate::owners::{self, OwnerEnded};
@@ -211,6 +214,34 @@ fn of_team(team: &str) -> sea_orm::Select<artifact::Entity> {
     artifact::Entity::find().filter(artifact::Column::Team.eq(team))
 }
 
+/// Which artifacts a team may use, if it knows their ids: its own; those of what is there for every team; and what a workload of it pinned
+/// while that was so.
+pub(crate) fn usable_by(team: &str) -> Condition {
+    fn among<E: EntityTrait>(column: E::Column, those: Condition) -> Expr {
+        let of_this =
+            Expr::col((E::default(), column)).equals((artifact::Entity, artifact::Column::ArtifactId));
+        let rows = E::find().select_only().expr(Expr::value(1)).filter(of_this).filter(those);
+        Expr::exists(rows.into_query())
+    }
+
+    let holders = holder::Entity::find()
+        .select_only()
+        .column(holder::Column::HolderId)
+        .filter(holder::Column::Team.eq(team))
+        .into_query();
+    let shared = resource_cache::Column::Scope.eq(ALL_TEAMS);
+    let pinned = pin::Column::HolderId.in_subquery(holders);
+    Condition::any()
+        .add(artifact::Column::Team.eq(team))
+        .add(among::<resource_cache::Entity>(
+            resource_cache::Column::ArtifactId,
+            Condition::all().add(shared),
+        ))
+        .add(among::<base_resource_type::Entity>(base_resource_type::Column::ArtifactId, Condition::all()))
+        .add(among::<resource_certs::Entity>(resource_certs::Column::ArtifactId, Condition::all()))
+        .add(among::<pin::Entity>(pin::Column::ArtifactId, Condition::all().add(pinned)))
+}
+
 /// Adds to each row where it is and what keeps it, by the same rules that mark it.
 async fn describe(
     conn: &impl ConnectionTrait,
@@ -236,7 +267,7 @@ async fn describe(
     Ok(described.collect())
 }
 
-/// Where the bytes of artifacts of `team` are, in the order asked. Unknown and deleted ones are left out.
+/// Where the bytes of artifacts are that `team` may use, in the order asked. Unknown and deleted ones are left out.
 pub(crate) async fn locate(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -245,9 +276,10 @@ pub(crate) async fn locate(
     if ids.is_empty() {
         return Ok(Vec::new());
     }
-    let rows = of_team(team)
+    let rows = artifact::Entity::find()
         .filter(artifact::Column::ArtifactId.is_in(ids.iter().map(|id| id.uuid())))
         .filter(artifact::Column::State.ne(ArtifactState::Deleting))
+        .filter(usable_by(team))
         .all(conn)
         .await?;
     let mut located: HashMap<_, _> = locate_rows(conn, rows)

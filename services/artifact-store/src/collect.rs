@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! builds     ended by their terms; those that let go lose their artifacts, which are due then
+//! caches     that nobody used for long, or made; what they owned is due then
 //! attempts   that ended: their containers, their volumes
 //! claims     that ran out: the volumes of their transfers
 //! artifacts  that nothing keeps
@@ -24,6 +25,7 @@
 pub(crate) mod artifacts;
 mod attempts;
 mod builds;
+mod caches;
 mod claims;
 mod deleted;
 mod graves;
@@ -44,7 +46,7 @@ use uuid::Uuid;
 
 use crate::mark::{Collected, Kind, Look, Policy, Why};
 use crate::store::Store;
-use crate::{owners, replicas, sweep};
+use crate::{caches as cache_rows, owners, replicas, sweep};
 
 /// How many rows are looked at in one transaction.
 const BATCH: u64 = 500;
@@ -59,6 +61,7 @@ pub(crate) struct Settings {
     pub(crate) policy: Policy,
     pub(crate) tombstone: Duration,
     pub(crate) remember: Duration,
+    pub(crate) resource_cache_ttl: Duration,
 }
 
 impl Settings {
@@ -69,6 +72,7 @@ impl Settings {
             policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace },
             tombstone: config.tombstone,
             remember: config.remember,
+            resource_cache_ttl: config.resource_cache_ttl,
         }
     }
 
@@ -96,7 +100,9 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
         let now = store.now();
         let collected = async {
             if now.since(looked) > blindness {
-                tracing::warn!("could not look for a while: transfers and builds get a full term");
+                tracing::warn!(
+                    "could not look for a while: transfers, builds and makers of caches get a full term"
+                );
                 be_patient(&store).await?;
             }
             round(&store, &stopping).await
@@ -124,6 +130,7 @@ pub(crate) async fn be_patient(store: &Store) -> Result<(), DbErr> {
         .db
         .write(|txn| async move {
             owners::be_patient(&txn, now).await?;
+            cache_rows::resource::be_patient(&txn, now, claim_term).await?;
             replicas::be_patient(&txn, now, claim_term).await
         })
         .await
@@ -145,6 +152,8 @@ async fn wait_no_longer(txn: &DatabaseTransaction, settings: &Settings) -> Resul
         ("artifacts", "state = 'deleting' AND "),
         ("builds", ""),
         ("holders", ""),
+        ("resource_caches", ""),
+        ("task_caches", ""),
     ];
     for (table, of_them) in tables {
         let sql = format!("UPDATE {table} SET look_at = $1 WHERE {of_them}look_at > $1 AND look_at <= $2");
@@ -221,6 +230,8 @@ pub(crate) async fn dry_round(store: &Store, most: usize) -> Result<Vec<Collecte
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Builds,
+    ResourceCaches,
+    TaskCaches,
     Attempts,
     Claims,
     Artifacts,
@@ -239,8 +250,10 @@ pub(crate) struct Batch {
 }
 
 impl Step {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 9] = [
         Self::Builds,
+        Self::ResourceCaches,
+        Self::TaskCaches,
         Self::Attempts,
         Self::Claims,
         Self::Artifacts,
@@ -253,6 +266,8 @@ impl Step {
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
         let sql = match self {
             Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 LIMIT 1",
+            Self::ResourceCaches => "SELECT 1 AS due FROM resource_caches WHERE look_at <= $1 LIMIT 1",
+            Self::TaskCaches => "SELECT 1 AS due FROM task_caches WHERE look_at <= $1 LIMIT 1",
             Self::Attempts => "SELECT 1 AS due FROM attempts WHERE look_at <= $1 LIMIT 1",
             Self::Claims => {
                 "SELECT 1 AS due FROM volumes WHERE claimed_until <= $1 AND complete = FALSE
@@ -275,6 +290,8 @@ impl Step {
     async fn run(self, txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
         match self {
             Self::Builds => builds::look(txn, settings).await,
+            Self::ResourceCaches => caches::look_at_resource_caches(txn, settings).await,
+            Self::TaskCaches => caches::look_at_task_caches(txn, settings).await,
             Self::Attempts => attempts::look(txn, settings).await,
             Self::Claims => claims::look(txn, settings).await,
             Self::Artifacts => artifacts::look(txn, settings).await,
@@ -300,7 +317,15 @@ macro_rules! looked {
     )+};
 }
 
-looked!(artifact: ArtifactId, attempt: AttemptId, build: BuildId, grave: Id, holder: HolderId);
+looked!(
+    artifact: ArtifactId,
+    attempt: AttemptId,
+    build: BuildId,
+    grave: Id,
+    holder: HolderId,
+    resource_cache: CacheId,
+    task_cache: CacheId
+);
 
 /// Locks the rows that are due longest, as many as a batch has, without those that others have locked.
 async fn lock_due<E: Looked>(

@@ -24,9 +24,13 @@ pub struct Config {
     /// A build to which no workload was bound ends this long after it was last put, unless its caller says otherwise.
     /// Default: 10 min.
     pub default_term: Duration,
+    /// A resource cache goes when it was unused for this long. Default: 24 h.
+    pub resource_cache_ttl: Duration,
+    /// A task cache goes when it was unused for this long, unless its caller says otherwise. Default: 7 days.
+    pub task_cache_ttl: Duration,
     /// How often garbage is collected, give or take a fifth, so that replicas do not run in step. Default: 30 s.
     pub collect_interval: Duration,
-    /// How long a transfer may take before it says that it goes on. Default: 20 s.
+    /// How long a transfer, or who makes a resource cache, may take before they say that they go on. Default: 20 s.
     pub claim_term: Duration,
     /// A deleted artifact, and a volume or container that is gone, can still be asked about for this long. Default: 24 h.
     pub tombstone: Duration,
@@ -73,6 +77,8 @@ impl Config {
             gc_grace: 5 * minute,
             default_keep: 5 * minute,
             default_term: 10 * minute,
+            resource_cache_ttl: 24 * hour,
+            task_cache_ttl: 7 * 24 * hour,
             collect_interval: 30 * second,
             claim_term: 20 * second,
             tombstone: 24 * hour,

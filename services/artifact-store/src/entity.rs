@@ -64,6 +64,17 @@ pub(crate) enum GraveKind {
     Container,
 }
 
+/// Who uses a resource cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum UserKind {
+    Build,
+    Workload,
+}
+
+/// The scope of a resource cache that is answered to every team. No team has this name.
+pub(crate) const ALL_TEAMS: &str = "";
+
 macro_rules! entity {
     ($(#[$doc:meta])* $module:ident, $table:literal {
         $($(#[$key:meta])* $field:ident: $type:ty,)+
@@ -71,7 +82,7 @@ macro_rules! entity {
         $(#[$doc])*
         pub(crate) mod $module {
             #[allow(unused_imports, reason = "not every table has every kind of column")]
-            use super::{ArtifactState, BuildStatus, GraveKind, Purpose, State};
+            use super::{ArtifactState, BuildStatus, GraveKind, Purpose, State, UserKind};
             use sea_orm::entity::prelude::*;
 
             #[derive(Debug, Clone, PartialEq, Eq, DeriveEntityModel)]
@@ -169,6 +180,76 @@ entity! {
         artifact_id: Uuid,
         #[sea_orm(primary_key, auto_increment = false)]
         build_id: Uuid,
+    }
+}
+
+entity! {
+    /// What was fetched for a resource, to be fetched once.
+    resource_cache, "resource_caches" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        cache_id: Uuid,
+        scope: String,
+        key_digest: Vec<u8>,
+        resource_type: String,
+        version: String,
+        params: String,
+        team: String,
+        claim_id: Uuid,
+        claimed_until: Option<i64>,
+        artifact_id: Option<Uuid>,
+        last_used: i64,
+        created_at: i64,
+        look_at: i64,
+    }
+}
+
+entity! {
+    /// Who uses which resource cache.
+    cache_use, "cache_uses" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        cache_id: Uuid,
+        #[sea_orm(primary_key, auto_increment = false)]
+        user_kind: UserKind,
+        #[sea_orm(primary_key, auto_increment = false)]
+        user_id: Uuid,
+    }
+}
+
+entity! {
+    /// What a step of a job leaves in a path for the next time.
+    task_cache, "task_caches" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        cache_id: Uuid,
+        team: String,
+        job: String,
+        step: String,
+        path: String,
+        artifact_id: Option<Uuid>,
+        ttl: i64,
+        last_used: i64,
+        created_at: i64,
+        look_at: i64,
+    }
+}
+
+entity! {
+    /// Images of the types of resources that come with the system.
+    base_resource_type, "base_resource_types" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        base_type_id: Uuid,
+        resource_type: String,
+        version: String,
+        worker_id: Option<Uuid>,
+        artifact_id: Uuid,
+    }
+}
+
+entity! {
+    /// The certs that workers give to resources.
+    resource_certs, "resource_certs" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        worker_id: Uuid,
+        artifact_id: Uuid,
     }
 }
 

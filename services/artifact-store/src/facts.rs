@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use domain::{BuildId, Timestamp, TransferId, VolumeHandle, WorkloadId};
+use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, QueryFilter, QuerySelect, Statement,
     Value,
@@ -13,18 +13,25 @@ use uuid::Uuid;
 
 use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
 use crate::mark::{ArtifactFacts, Belongs, Held, Keeper, Keeping, VolumeFacts};
+use crate::rules::Uses;
 
 /// Every thing that holds one of the artifacts `IDS` at the instant `$1`: which artifact, what kind of thing, which, and until when.
-///
-/// A build that is overdue and was not ended yet holds as long as it will when it is.
 const HOLDS: &str = "
     SELECT o.artifact_id AS artifact_id, 'build' AS kind, b.build_id AS id, b.kept_until AS until
         FROM owners o JOIN builds b ON b.build_id = o.build_id
-        WHERE o.artifact_id IN (IDS)
-          AND (b.kept_until > $1
-               OR (b.kept_until IS NULL
-                   AND NOT (b.ended_at IS NULL AND b.bound = FALSE AND b.keep = 0
-                            AND b.term_ends_at IS NOT NULL AND b.term_ends_at <= $1)))
+        WHERE o.artifact_id IN (IDS) AND BUILD_KEEPS
+    UNION ALL
+    SELECT c.artifact_id, 'resource cache', c.cache_id, CAST(NULL AS BIGINT)
+        FROM resource_caches c WHERE c.artifact_id IN (IDS)
+    UNION ALL
+    SELECT c.artifact_id, 'task cache', c.cache_id, c.last_used + c.ttl
+        FROM task_caches c WHERE c.artifact_id IN (IDS)
+    UNION ALL
+    SELECT t.artifact_id, 'base resource type', t.base_type_id, CAST(NULL AS BIGINT)
+        FROM base_resource_types t WHERE t.artifact_id IN (IDS)
+    UNION ALL
+    SELECT c.artifact_id, 'resource certs', c.worker_id, CAST(NULL AS BIGINT)
+        FROM resource_certs c WHERE c.artifact_id IN (IDS)
     UNION ALL
     SELECT p.artifact_id, 'pin', p.holder_id, CAST(NULL AS BIGINT) FROM pins p WHERE p.artifact_id IN (IDS)
     UNION ALL
@@ -37,17 +44,25 @@ const HOLDS: &str = "
         WHERE v.artifact_id IN (IDS) AND v.complete = FALSE AND v.claimed_until > $1
           AND v.state NOT IN ('destroying', 'sweeping')";
 
+/// Whether a build `b` keeps what it owns and uses at the instant `$1`. One that is overdue and was not ended yet keeps as long as it will when
+/// it is.
+const BUILD_KEEPS: &str = "
+    (b.kept_until > $1
+     OR (b.kept_until IS NULL
+         AND NOT (b.ended_at IS NULL AND b.bound = FALSE AND b.keep = 0
+                  AND b.term_ends_at IS NOT NULL AND b.term_ends_at <= $1)))";
+
 /// `sql` with its `IDS`, which are the values from `$2` on.
-fn holding(
+fn statement(
     conn: &impl ConnectionTrait,
     sql: &str,
     now: Timestamp,
-    artifacts: impl Iterator<Item = Uuid>,
+    ids: impl Iterator<Item = Uuid>,
 ) -> Statement {
     let mut values: Vec<Value> = vec![now.0.into()];
-    values.extend(artifacts.map(Value::from));
+    values.extend(ids.map(Value::from));
     let ids: Vec<_> = (2..=values.len()).map(|n| format!("${n}")).collect();
-    let sql = sql.replace("HOLDS", HOLDS).replace("IDS", &ids.join(", "));
+    let sql = sql.replace("HOLDS", HOLDS).replace("BUILD_KEEPS", BUILD_KEEPS).replace("IDS", &ids.join(", "));
     Statement::from_sql_and_values(conn.get_database_backend(), sql, values)
 }
 
@@ -69,7 +84,7 @@ pub(crate) async fn artifacts(
     }
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h";
-    for hold in Hold::find_by_statement(holding(conn, sql, now, ids)).all(conn).await? {
+    for hold in Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await? {
         let Some(facts) = facts.get_mut(&hold.artifact_id) else { continue };
         match hold.kind.as_str() {
             "pin" => facts.held.pinned = true,
@@ -125,7 +140,7 @@ pub(crate) async fn keepers(
                FROM (HOLDS) h) n
          WHERE n.place <= {most} ORDER BY n.artifact_id, n.place"
     );
-    let statement = holding(conn, &sql, now, artifacts.iter().copied());
+    let statement = statement(conn, &sql, now, artifacts.iter().copied());
     let mut keepers: HashMap<_, Keepers> = HashMap::new();
     for hold in Hold::find_by_statement(statement).all(conn).await? {
         let of_artifact = keepers.entry(hold.artifact_id).or_default();
@@ -134,6 +149,10 @@ pub(crate) async fn keepers(
             "pin" => Keeping::Pin(WorkloadId::from_uuid(hold.id)),
             "volume" => Keeping::Volume(VolumeHandle::from_uuid(hold.id)),
             "transfer" => Keeping::Transfer(TransferId::from_uuid(hold.id)),
+            "resource cache" => Keeping::ResourceCache(CacheId::from_uuid(hold.id)),
+            "task cache" => Keeping::TaskCache(CacheId::from_uuid(hold.id)),
+            "base resource type" => Keeping::BaseResourceType(hold.id),
+            "resource certs" => Keeping::ResourceCerts(WorkerId::from_uuid(hold.id)),
             _ => Keeping::Build(BuildId::from_uuid(hold.id)),
         };
         of_artifact.first.push(Keeper { what, until: hold.until.map(Timestamp) });
@@ -164,11 +183,67 @@ pub(crate) async fn holds_until(
     }
 
     let sql = "SELECT COUNT(*) AS holds, COUNT(h.until) AS limited, MAX(h.until) AS until FROM (HOLDS) h";
-    let row = Row::find_by_statement(holding(conn, sql, now, std::iter::once(artifact))).one(conn).await?;
+    let row = Row::find_by_statement(statement(conn, sql, now, std::iter::once(artifact))).one(conn).await?;
     Ok(row.map_or_else(HoldsUntil::default, |row| HoldsUntil {
         endless: row.holds > row.limited,
         until: row.until.map(Timestamp),
     }))
+}
+
+/// How resource caches are used, by their id. What is not answered has no uses, ended or not.
+///
+/// The end of a use is that of its user: nobody need say it. A user that was forgotten ended some time ago; that counts as now.
+pub(crate) async fn uses(
+    conn: &impl ConnectionTrait,
+    caches: &[Uuid],
+    now: Timestamp,
+) -> Result<HashMap<Uuid, Uses>, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Row {
+        cache_id: Uuid,
+        used: i64,
+        ended: Option<i64>,
+    }
+
+    if caches.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let sql = "
+        SELECT n.cache_id AS cache_id, CAST(SUM(n.live) AS BIGINT) AS used,
+               MAX(CASE WHEN n.live = 0 THEN n.ended END) AS ended
+        FROM (SELECT u.cache_id AS cache_id,
+                     CASE WHEN (b.build_id IS NOT NULL AND BUILD_KEEPS)
+                               OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL) THEN 1 ELSE 0 END AS live,
+                     COALESCE(b.kept_until, h.settled_at, $1) AS ended
+              FROM cache_uses u
+              LEFT JOIN builds b ON u.user_kind = 'build' AND b.build_id = u.user_id
+              LEFT JOIN holders h ON u.user_kind = 'workload' AND h.holder_id = u.user_id
+              WHERE u.cache_id IN (IDS)) n
+        GROUP BY n.cache_id";
+    let rows = Row::find_by_statement(statement(conn, sql, now, caches.iter().copied())).all(conn).await?;
+    let uses = rows
+        .into_iter()
+        .map(|row| (row.cache_id, Uses { used: row.used > 0, ended: row.ended.map(Timestamp) }));
+    Ok(uses.collect())
+}
+
+/// Forgets the uses of resource caches that have ended.
+pub(crate) async fn forget_ended_uses(
+    txn: &impl ConnectionTrait,
+    caches: &[Uuid],
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    if caches.is_empty() {
+        return Ok(());
+    }
+    let sql = "
+        DELETE FROM cache_uses WHERE cache_id IN (IDS)
+          AND NOT EXISTS (SELECT 1 FROM builds b
+                          WHERE cache_uses.user_kind = 'build' AND b.build_id = cache_uses.user_id AND BUILD_KEEPS)
+          AND NOT EXISTS (SELECT 1 FROM holders h
+                          WHERE cache_uses.user_kind = 'workload' AND h.holder_id = cache_uses.user_id
+                            AND h.settled_at IS NULL)";
+    txn.execute_raw(statement(txn, sql, now, caches.iter().copied())).await.map(drop)
 }
 
 /// When attempts ended, of those that have.

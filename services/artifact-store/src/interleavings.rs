@@ -9,7 +9,8 @@ use std::time::Duration;
 use db::Database;
 use domain::worker::{Incarnation, Session, SessionClaims};
 use domain::{
-    ArtifactId, AttemptId, BuildId, Digest, GatewayInstance, Timestamp, VolumeHandle, WorkerId, WorkloadId,
+    ArtifactId, AttemptId, BuildId, ClaimId, Digest, GatewayInstance, Timestamp, VolumeHandle, WorkerId,
+    WorkloadId,
 };
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement, Value};
 use testing::databases::{self, TestDatabase};
@@ -18,6 +19,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
+use crate::caches::resource::{self, Ask, Found};
+use crate::caches::task::{self, Key};
 use crate::collect::{self, Settings};
 use crate::entity::Purpose;
 use crate::inventory::{self, NeededVolume, Needs};
@@ -38,9 +41,18 @@ enum Reference {
     Owner,
     Adoption,
     ChildVolume,
+    ResourceCache,
+    TaskCache,
 }
 
-const ALL: [Reference; 4] = [Reference::Pin, Reference::Owner, Reference::Adoption, Reference::ChildVolume];
+const ALL: [Reference; 6] = [
+    Reference::Pin,
+    Reference::Owner,
+    Reference::Adoption,
+    Reference::ChildVolume,
+    Reference::ResourceCache,
+    Reference::TaskCache,
+];
 
 /// An artifact that nobody needs, with its replica, and a build that may own it.
 struct Target {
@@ -134,6 +146,32 @@ impl Target {
                 };
                 inventory::prepare(txn, &self.claims, &needs, NOW).await.is_err()
             }
+            Reference::ResourceCache => {
+                let ask = Ask {
+                    team: TEAM.to_owned(),
+                    shared: false,
+                    key: self.digest,
+                    claim: ClaimId::new(),
+                    resource_type: String::new(),
+                    version: String::new(),
+                    params: String::new(),
+                    user: None,
+                };
+                let found =
+                    resource::find_or_create(txn, &ask, NOW, PATIENCE).await.expect("it is to be made");
+                assert!(matches!(found.1, Found::Yours), "{found:?}");
+                resource::put(txn, TEAM, ask.claim, self.artifact, NOW, PATIENCE).await.is_err()
+            }
+            Reference::TaskCache => {
+                let key = Key {
+                    team: TEAM.to_owned(),
+                    job: self.artifact.to_string(),
+                    step: "step".to_owned(),
+                    path: "path".to_owned(),
+                };
+                let (cache, _) = task::find_or_create(txn, &key, PATIENCE, NOW).await?;
+                task::publish(txn, TEAM, cache, self.artifact, NOW).await.is_err()
+            }
         };
         if refused { Err(Failed::Refused) } else { Ok(()) }
     }
@@ -146,7 +184,9 @@ impl Target {
     async fn is_used(&self, db: &Database) -> bool {
         let sql = "SELECT (SELECT COUNT(*) FROM pins WHERE artifact_id = $1)
                         + (SELECT COUNT(*) FROM owners WHERE artifact_id = $1)
-                        + (SELECT COUNT(*) FROM volumes WHERE from_artifact_id = $1) AS n";
+                        + (SELECT COUNT(*) FROM volumes WHERE from_artifact_id = $1)
+                        + (SELECT COUNT(*) FROM resource_caches WHERE artifact_id = $1)
+                        + (SELECT COUNT(*) FROM task_caches WHERE artifact_id = $1) AS n";
         count(db, sql, vec![self.artifact.uuid().into()]).await > 0
     }
 }
@@ -207,7 +247,9 @@ async fn interleave(
 ) -> (bool, bool) {
     let target = Arc::new(Target::new(watching).await);
     let policy = Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO };
-    let settings = Settings { now: NOW, policy, tombstone: Duration::MAX, remember: Duration::MAX };
+    let forever = Duration::MAX;
+    let settings =
+        Settings { now: NOW, policy, tombstone: forever, remember: forever, resource_cache_ttl: forever };
     let (refers, marks) = (Party::default(), Party::default());
     let mut both = JoinSet::new();
     let refer = |both: &mut JoinSet<_>| {

@@ -4,6 +4,7 @@
 //! grpc          parses, calls, answers; the only code that knows protobuf and makes a Status
 //! artifacts     names for bytes: made, found, located
 //! owners        builds, which keep artifacts
+//! caches        and what else keeps them: resource caches, task caches, base resource types, certs
 //! pins          what workloads use; settling them
 //! replicas      copies that transfers make
 //! sessions      who may speak for a worker
@@ -21,11 +22,12 @@
 //! ```
 //!
 //! Domain functions work on a transaction that their caller begins and commits, and `now` is an argument. Two rules keep what is in
-//! use from being collected. Who adds a reference (a pin, an owner, a child volume) locks the live target row first, shared; who
+//! use from being collected. Who adds a reference (a pin, an owner, a use of a cache, a child volume) locks the live target row first, shared; who
 //! marks locks the target row, skips what others have locked, and looks for references again in a later statement. SQLite has one
 //! writer at a time and needs neither; sea-query leaves the locks out there.
 
 mod artifacts;
+mod caches;
 mod clock;
 mod collect;
 mod collections;

@@ -40,10 +40,16 @@ struct Arguments {
     /// How long after it was last put a build ends to which no workload was bound, unless its caller says otherwise
     #[arg(long, env = "GANTRY_DEFAULT_TERM", value_name = "DURATION", default_value = "10m", value_parser = term)]
     default_term: Duration,
+    /// How long a resource cache stays that is not used
+    #[arg(long, env = "GANTRY_RESOURCE_CACHE_TTL", value_name = "DURATION", default_value = "24h", value_parser = duration)]
+    resource_cache_ttl: Duration,
+    /// How long a task cache stays that is not used, unless its caller says otherwise
+    #[arg(long, env = "GANTRY_TASK_CACHE_TTL", value_name = "DURATION", default_value = "7d", value_parser = term)]
+    task_cache_ttl: Duration,
     /// How often garbage is collected, give or take a fifth
     #[arg(long, env = "GANTRY_COLLECT_INTERVAL", value_name = "DURATION", default_value = "30s", value_parser = term)]
     collect_interval: Duration,
-    /// How long a transfer may take before it says that it goes on
+    /// How long a transfer, or who makes a resource cache, may take before they say that they go on
     #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
     /// How long a deleted artifact, and a volume or container that is gone, can still be asked about
@@ -104,6 +110,8 @@ impl Arguments {
             gc_grace: self.gc_grace,
             default_keep: self.default_keep,
             default_term: self.default_term,
+            resource_cache_ttl: self.resource_cache_ttl,
+            task_cache_ttl: self.task_cache_ttl,
             collect_interval: self.collect_interval,
             claim_term: self.claim_term,
             tombstone: self.tombstone,

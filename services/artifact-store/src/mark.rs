@@ -9,7 +9,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use domain::{BuildId, Timestamp, TransferId, VolumeHandle, WorkloadId};
+use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use uuid::Uuid;
 
 /// The settings that decide about garbage.
@@ -115,7 +115,7 @@ impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NeverOwned => "nobody ever owned it, and it is old",
-            Self::OwnersLetGo => "every build that owned it has let go",
+            Self::OwnersLetGo => "every owner of it has let go",
             Self::TransferAbandoned => "its transfer was abandoned",
             Self::ClaimRanOut => "its transfer stopped without an end",
             Self::OtherBytesSealed => "its artifact was sealed with other bytes",
@@ -154,6 +154,10 @@ pub(crate) struct Keeper {
 pub(crate) enum Keeping {
     Pin(WorkloadId),
     Build(BuildId),
+    ResourceCache(CacheId),
+    TaskCache(CacheId),
+    BaseResourceType(Uuid),
+    ResourceCerts(WorkerId),
     Volume(VolumeHandle),
     Transfer(TransferId),
     /// Nobody ever owned it, and it is young.
@@ -167,6 +171,10 @@ impl fmt::Display for Keeping {
         match self {
             Self::Pin(workload) => write!(f, "pinned by {workload}"),
             Self::Build(build) => write!(f, "build {build}"),
+            Self::ResourceCache(cache) => write!(f, "resource cache {cache}"),
+            Self::TaskCache(cache) => write!(f, "task cache {cache}"),
+            Self::BaseResourceType(id) => write!(f, "base resource type {id}"),
+            Self::ResourceCerts(worker) => write!(f, "resource certs of worker {worker}"),
             Self::Volume(volume) => write!(f, "volume {volume}, which is made from it"),
             Self::Transfer(transfer) => write!(f, "transfer {transfer}, which goes on"),
             Self::Youth => f.write_str("nobody: it goes when it is old"),

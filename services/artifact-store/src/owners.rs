@@ -1,4 +1,4 @@
-//! Owners: what keeps artifacts alive. Today these are builds.
+//! Builds: owners of what was made and used for them. What else owns artifacts: [`crate::caches`].
 //!
 //! A build ends when the workload it was made for is settled ([`crate::pins::settle`]), or when its caller says so; until that workload was
 //! bound to it, also when its term passes ([`crate::collect`]). When it lets go then is a rule of its own ([`crate::rules`]).

@@ -134,7 +134,7 @@ async fn bind(
     Ok(())
 }
 
-/// Locks sealed artifacts of `team`, so that they are not marked before the caller commits, and answers which of `ids` are such.
+/// Locks sealed artifacts that `team` may use, so that they are not marked before the caller commits, and answers which of `ids` are such.
 pub(crate) async fn lock_sealed(
     txn: &DatabaseTransaction,
     team: &str,
@@ -142,7 +142,7 @@ pub(crate) async fn lock_sealed(
 ) -> Result<HashSet<Uuid>, DbErr> {
     let rows = artifact::Entity::find()
         .filter(artifact::Column::ArtifactId.is_in(ids.iter().map(|id| id.uuid())))
-        .filter(artifact::Column::Team.eq(team))
+        .filter(artifacts::usable_by(team))
         .filter(artifact::Column::State.eq(ArtifactState::Sealed))
         .order_by_asc(artifact::Column::ArtifactId)
         .lock_shared()
@@ -341,7 +341,7 @@ pub(crate) async fn end_attempt(
     if row.holder_id == holder.uuid() { Ok(()) } else { Err(EndAttemptError::OtherHolder(id)) }
 }
 
-/// A holder for which something is kept: pins, a build that only its settling ends, or an attempt that goes on.
+/// A holder for which something is kept: pins, caches that it uses, a build that only its settling ends, or an attempt that goes on.
 #[derive(Debug, FromQueryResult)]
 pub(crate) struct PinHolder {
     pub(crate) holder_id: Uuid,
@@ -360,6 +360,8 @@ pub(crate) async fn list(
         "SELECT h.holder_id, h.created_at AS pinned_at, h.team FROM holders h
          WHERE h.settled_at IS NULL AND h.holder_id > $1
            AND (EXISTS (SELECT 1 FROM pins p WHERE p.holder_id = h.holder_id)
+                OR EXISTS (SELECT 1 FROM cache_uses u
+                           WHERE u.user_id = h.holder_id AND u.user_kind = 'workload')
                 OR EXISTS (SELECT 1 FROM builds b
                            WHERE b.ends_with = h.holder_id AND b.bound = TRUE AND b.ended_at IS NULL)
                 OR EXISTS (SELECT 1 FROM attempts a WHERE a.holder_id = h.holder_id AND a.ended_at IS NULL))

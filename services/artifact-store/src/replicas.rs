@@ -84,8 +84,12 @@ pub(crate) async fn plan(
 ) -> Result<Planned, PlanError> {
     let worker = worker::Entity::find_by_id(plan.worker.uuid()).lock_shared().one(txn).await?;
     let Some(worker) = worker else { return Err(PlanError::NotAttended(plan.worker)) };
-    let artifact = artifact::Entity::find_by_id(plan.artifact.uuid()).lock_exclusive().one(txn).await?;
-    let artifact = artifact.filter(|row| row.team == plan.team && row.state != ArtifactState::Deleting);
+    let artifact = artifact::Entity::find_by_id(plan.artifact.uuid())
+        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
+        .filter(artifacts::usable_by(&plan.team))
+        .lock_exclusive()
+        .one(txn)
+        .await?;
     let artifact = artifact.ok_or(PlanError::ArtifactNotFound(plan.artifact))?;
     let planned = |handle, outcome| Planned {
         handle: VolumeHandle::from_uuid(handle),

@@ -2,15 +2,21 @@
 //!
 //! | Owner | Lets go |
 //! |---|---|
+//! | nobody, ever | the artifact goes when it is old ([`crate::mark`]); one that ever had an owner goes when the last one lets go |
 //! | build that goes on | not before its end |
 //! | build that succeeded or was aborted | at its end, and not before `keep` is over |
 //! | build that failed or errored | the same, unless it is the latest build of its job: then when a later one is reported |
-//!
-//! An artifact that nobody ever owned has a rule of its own ([`crate::mark`]).
+//! | resource cache that is being made | owns nothing; it goes when its claim runs out |
+//! | resource cache | when it is deleted, which it is not while anybody uses it; by itself when nobody used it for `resource_cache_ttl` |
+//! | task cache | when it is deleted, or given its next version; by itself when it was unused for its TTL |
+//! | base resource type | never; another version on the same worker takes its place |
+//! | resource certs | never; others of the same worker take their place |
+
+use std::time::Duration;
 
 use domain::Timestamp;
 
-use crate::entity::{BuildStatus, build};
+use crate::entity::{BuildStatus, build, resource_cache, task_cache};
 
 /// When an owner lets go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +60,58 @@ impl Build {
     }
 }
 
+/// How a resource cache is used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Uses {
+    /// Whether anybody uses it.
+    pub(crate) used: bool,
+    /// When the last of those uses ended that have ended and were not forgotten yet.
+    pub(crate) ended: Option<Timestamp>,
+}
+
+/// What is known of a resource cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ResourceCache {
+    /// Until then, unless its maker goes on.
+    BeingMade { claimed_until: Timestamp },
+    /// It owns an artifact.
+    Ready {
+        /// Whether a build that has not let go, or a workload that was not settled, uses it.
+        used: bool,
+        last_used: Timestamp,
+    },
+}
+
+impl ResourceCache {
+    pub(crate) fn lets_go(&self, ttl: Duration) -> LetsGo {
+        match *self {
+            Self::BeingMade { claimed_until } => LetsGo::At(claimed_until),
+            Self::Ready { used: true, .. } => LetsGo::NotYet,
+            Self::Ready { used: false, last_used } => LetsGo::At(last_used + ttl),
+        }
+    }
+}
+
+impl resource_cache::Model {
+    /// What the rule needs to know of it.
+    pub(crate) fn standing(&self, uses: Uses) -> ResourceCache {
+        match self.claimed_until {
+            Some(until) => ResourceCache::BeingMade { claimed_until: Timestamp(until) },
+            None => {
+                let ended = uses.ended.map_or(i64::MIN, |ended| ended.0);
+                let last_used = Timestamp(Ord::max(self.last_used, ended));
+                ResourceCache::Ready { used: uses.used, last_used }
+            }
+        }
+    }
+}
+
+impl task_cache::Model {
+    pub(crate) fn lets_go(&self) -> LetsGo {
+        LetsGo::At(Timestamp(self.last_used.saturating_add(self.ttl)))
+    }
+}
+
 impl build::Model {
     /// What the rule needs to know of a build that ends so.
     pub(crate) fn ending(&self, status: BuildStatus, at: Timestamp, latest_of_its_job: bool) -> Build {
@@ -64,6 +122,10 @@ impl build::Model {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp(seconds * 1_000_000)
+    }
 
     /// The rule as people say it.
     fn in_words(status: Option<BuildStatus>, latest: bool) -> &'static str {
@@ -91,6 +153,38 @@ mod tests {
                     assert_eq!(build.lets_go(), expected, "{build:?}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_cache_lets_go_when_it_was_unused_for_long() {
+        let cache = resource_cache::Model {
+            cache_id: uuid::Uuid::now_v7(),
+            scope: String::new(),
+            key_digest: vec![0; 32],
+            resource_type: String::new(),
+            version: String::new(),
+            params: String::new(),
+            team: "main".to_owned(),
+            claim_id: uuid::Uuid::now_v7(),
+            claimed_until: None,
+            artifact_id: Some(uuid::Uuid::now_v7()),
+            last_used: at(10).0,
+            created_at: 0,
+            look_at: 0,
+        };
+        let ttl = Duration::from_secs(100);
+        for (claimed_until, used, ended, expected) in [
+            (None, false, None, LetsGo::At(at(110))),
+            (None, false, Some(at(5)), LetsGo::At(at(110))),
+            (None, false, Some(at(20)), LetsGo::At(at(120))),
+            (None, true, Some(at(20)), LetsGo::NotYet),
+            (Some(at(30).0), false, None, LetsGo::At(at(30))),
+            // Who waits for it does not keep it from being made by somebody else.
+            (Some(at(30).0), true, None, LetsGo::At(at(30))),
+        ] {
+            let cache = resource_cache::Model { claimed_until, ..cache.clone() };
+            assert_eq!(cache.standing(Uses { used, ended }).lets_go(ttl), expected);
         }
     }
 }

@@ -73,6 +73,10 @@ typed_id! {
     ArtifactId,
     /// A build, which owns artifacts.
     BuildId,
+    /// A cache, which owns an artifact.
+    CacheId,
+    /// The right to make a resource cache, chosen by who asks for it.
+    ClaimId,
     /// A volume on one worker, minted by the artifact store.
     VolumeHandle,
     /// A container on one worker, minted by the artifact store.

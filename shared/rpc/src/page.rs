@@ -37,8 +37,12 @@ macro_rules! lists {
 
 lists! {
     artifacts::ListArtifactsRequest,
+    artifacts::ListBaseResourceTypesRequest,
     artifacts::ListContainersRequest,
     artifacts::ListPinsRequest,
+    artifacts::ListResourceCachesRequest,
+    artifacts::ListResourceCertsRequest,
+    artifacts::ListTaskCachesRequest,
     artifacts::ListVolumesRequest,
     scheduler::ListRequest,
     scheduler::ListWorkersRequest,

@@ -66,6 +66,8 @@ reasons! {
     BuildEnded = "BUILD_ENDED", FailedPrecondition;
     BuildExists = "BUILD_EXISTS", AlreadyExists;
     BuildNotFound = "BUILD_NOT_FOUND", NotFound;
+    CacheNotFound = "CACHE_NOT_FOUND", NotFound;
+    CacheInUse = "CACHE_IN_USE", FailedPrecondition;
     HolderSettled = "HOLDER_SETTLED", FailedPrecondition;
     CandidateMissing = "CANDIDATE_MISSING", FailedPrecondition;
     ClaimLost = "CLAIM_LOST", FailedPrecondition;

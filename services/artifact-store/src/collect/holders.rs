@@ -7,7 +7,7 @@ use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
 use uuid::Uuid;
 
 use super::{Batch, LATER, Look, Settings, lock_due, look_next};
-use crate::entity::{attempt, build, holder, pin};
+use crate::entity::{UserKind, attempt, build, cache_use, holder, pin};
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, holder::Entity::find(), settings).await?;
@@ -31,6 +31,16 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .into_tuple()
         .all(txn)
         .await?;
+    let unsettled = || rows.iter().filter(|row| row.settled_at.is_none()).map(|row| row.holder_id);
+    let using: Vec<Uuid> = cache_use::Entity::find()
+        .select_only()
+        .column(cache_use::Column::UserId)
+        .distinct()
+        .filter(cache_use::Column::UserKind.eq(UserKind::Workload))
+        .filter(cache_use::Column::UserId.is_in(unsettled()))
+        .into_tuple()
+        .all(txn)
+        .await?;
     let ending: Vec<Uuid> = build::Entity::find()
         .select_only()
         .column(build::Column::EndsWith)
@@ -41,7 +51,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .into_tuple()
         .all(txn)
         .await?;
-    let needed: HashSet<_> = pinning.into_iter().chain(trying).chain(ending).collect();
+    let needed: HashSet<_> = pinning.into_iter().chain(trying).chain(using).chain(ending).collect();
 
     let mut looks = Vec::new();
     let mut gone = Vec::new();

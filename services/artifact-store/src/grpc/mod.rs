@@ -1,6 +1,7 @@
 //! The services of the store. Handlers parse, call a domain function in a transaction, and answer.
 
 mod artifacts;
+mod caches;
 mod collector;
 mod explain;
 mod inventory;
@@ -46,6 +47,7 @@ pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
     let handlers = Handlers { store: store.clone(), tasks: host.tasks(), stopping: host.stopping() };
     host.add_service(pb::artifacts_server::ArtifactsServer::new(handlers.clone()));
     host.add_service(pb::owners_server::OwnersServer::new(handlers.clone()));
+    host.add_service(pb::caches_server::CachesServer::new(handlers.clone()));
     host.add_service(pb::pins_server::PinsServer::new(handlers.clone()));
     host.add_service(pb::replicas_server::ReplicasServer::new(handlers.clone()));
     host.add_service(pb::inventory_server::InventoryServer::new(handlers.clone()));

@@ -1,6 +1,6 @@
 //! From typed errors to what callers see. The only code of the store that makes a status.
 
-use domain::{ArtifactId, AttemptId, BuildId};
+use domain::{ArtifactId, AttemptId, BuildId, CacheId};
 use rpc::Reason;
 use rpc::token::VerifyError;
 use sea_orm::DbErr;
@@ -9,6 +9,9 @@ use uuid::Uuid;
 
 use super::SERVICE;
 use crate::artifacts::{AdoptError, CreateError};
+use crate::caches::HandOverError;
+use crate::caches::resource::{ClaimError, DeleteError, FindError, UseError, UserError};
+use crate::caches::task::PublishError;
 use crate::inventory::{CompleteError, PrepareError, PreparedError};
 use crate::owners::{DeleteBuildError, OwnError, OwnerEnded, PutBuildError};
 use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
@@ -118,6 +121,85 @@ impl From<DeleteBuildError> for Status {
         match &error {
             DeleteBuildError::NotFound(id) => build(Reason::BuildNotFound, error.to_string(), *id),
             DeleteBuildError::Database(source) => database("delete a build", source),
+        }
+    }
+}
+
+fn cache(reason: Reason, message: String, id: CacheId) -> Status {
+    reason.status_about(SERVICE, message, [("cache_id", id.to_string())])
+}
+
+impl From<FindError> for Status {
+    fn from(error: FindError) -> Self {
+        match error {
+            FindError::ClaimTaken(_) => rpc::invalid_field("claim_id", error.to_string()),
+            FindError::User(error) => error.into(),
+            FindError::Database(source) => database("look for a resource cache", &source),
+        }
+    }
+}
+
+impl From<UserError> for Status {
+    fn from(error: UserError) -> Self {
+        match error {
+            UserError::Build(error) => error.into(),
+            UserError::Workload(error) => error.into(),
+            UserError::Settled(id) => Reason::HolderSettled.status_about(
+                SERVICE,
+                error.to_string(),
+                [("holder_id", id.to_string())],
+            ),
+        }
+    }
+}
+
+impl From<ClaimError> for Status {
+    fn from(error: ClaimError) -> Self {
+        match error {
+            ClaimError::Lost(id) => {
+                Reason::ClaimLost.status_about(SERVICE, error.to_string(), [("claim_id", id.to_string())])
+            }
+            ClaimError::Artifact(error) => error.into(),
+            ClaimError::Database(source) => database("look for a claim", &source),
+        }
+    }
+}
+
+impl From<HandOverError> for Status {
+    fn from(error: HandOverError) -> Self {
+        match &error {
+            HandOverError::NotSealed(id) => artifact(Reason::ArtifactNotFound, error.to_string(), *id),
+            HandOverError::Database(source) => database("give an artifact to a cache", source),
+        }
+    }
+}
+
+impl From<UseError> for Status {
+    fn from(error: UseError) -> Self {
+        match error {
+            UseError::NotFound(id) => cache(Reason::CacheNotFound, error.to_string(), id),
+            UseError::User(error) => error.into(),
+            UseError::Database(source) => database("use a resource cache", &source),
+        }
+    }
+}
+
+impl From<DeleteError> for Status {
+    fn from(error: DeleteError) -> Self {
+        match &error {
+            DeleteError::NotFound(id) => cache(Reason::CacheNotFound, error.to_string(), *id),
+            DeleteError::InUse(id) => cache(Reason::CacheInUse, error.to_string(), *id),
+            DeleteError::Database(source) => database("delete a resource cache", source),
+        }
+    }
+}
+
+impl From<PublishError> for Status {
+    fn from(error: PublishError) -> Self {
+        match error {
+            PublishError::NotFound(id) => cache(Reason::CacheNotFound, error.to_string(), id),
+            PublishError::Artifact(error) => error.into(),
+            PublishError::Database(source) => database("publish a task cache", &source),
         }
     }
 }

@@ -123,6 +123,10 @@ impl Callers {
         pb::replicas_client::ReplicasClient::new(self.peer.clone())
     }
 
+    pub(crate) fn caches(&self) -> pb::caches_client::CachesClient<Peer> {
+        pb::caches_client::CachesClient::new(self.peer.clone())
+    }
+
     pub(crate) fn inventory(&self) -> pb::inventory_client::InventoryClient<Peer> {
         pb::inventory_client::InventoryClient::new(self.peer.clone())
     }

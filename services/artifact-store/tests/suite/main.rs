@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod builds;
+mod caches;
 mod copies;
 mod harness;
 mod inventory;

@@ -1,0 +1,171 @@
+//! Caches, and the other owners beside builds: what keeps an artifact because it is likely to be wanted again.
+//!
+//! ```text
+//! resource cache:  (asked for) ──claimed──▶ being made ──put──▶ ready ──deleted, or unused for long──▶ (gone)
+//!                                  │    ▲ another claim             │
+//!                                  └────┴────────bytes lost─────────┘
+//! task cache:      (asked for) ──▶ empty ──published──▶ with its latest version ──deleted, or unused for long──▶ (gone)
+//! ```
+//!
+//! What one of them owns stands in its row. Whoever changes that holds the row, then locks the artifacts, the new one and the one before, in the order of
+//! their ids ([`hand_over`]): so the collector either sees the owner, or has marked the artifact before it is owned, and what is let go of is
+//! looked at again in the same transaction.
+//!
+//! Invariants: of a resource cache one claim is valid at a time, and only what is put under it counts. A use is worth as much as its user: it ends
+//! with the build or the workload, whoever forgets to say so ([`crate::facts::uses`]).
+//!
+//! A team's caches are answered to that team. To all teams are answered the resource caches whose scope is [`ALL_TEAMS`], base resource types and certs;
+//! their artifacts every team may locate, pin and copy ([`crate::artifacts::usable_by`]).
+
+pub(crate) mod base;
+pub(crate) mod resource;
+pub(crate) mod task;
+
+use std::collections::HashMap;
+
+use domain::{ArtifactId, CacheId, Timestamp};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
+    QuerySelect,
+};
+use uuid::Uuid;
+
+use crate::artifacts::{self, Located};
+use crate::entity::{ALL_TEAMS, ArtifactState, artifact, resource_cache, task_cache};
+
+/// An artifact cannot be put into a cache.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HandOverError {
+    #[error("artifact {0} is unknown to this team or not sealed")]
+    NotSealed(ArtifactId),
+    #[error("database failed while giving an artifact to a cache")]
+    Database(#[from] DbErr),
+}
+
+/// Locks what a cache shall own and what it owned before, for the caller to write that down: the first has an owner from now on, the other is
+/// looked at.
+async fn hand_over(
+    txn: &DatabaseTransaction,
+    team: &str,
+    new: ArtifactId,
+    before: Option<Uuid>,
+    now: Timestamp,
+) -> Result<(), HandOverError> {
+    let rows = artifact::Entity::find()
+        .filter(artifact::Column::ArtifactId.is_in([Some(new.uuid()), before].into_iter().flatten()))
+        .order_by_asc(artifact::Column::ArtifactId)
+        .lock_exclusive()
+        .all(txn)
+        .await?;
+    let sealed = rows
+        .iter()
+        .any(|row| row.artifact_id == new.uuid() && row.team == team && row.state == ArtifactState::Sealed);
+    if !sealed {
+        return Err(HandOverError::NotSealed(new));
+    }
+    artifact::Entity::update_many()
+        .col_expr(artifact::Column::HadOwner, Expr::value(true))
+        .filter(artifact::Column::ArtifactId.eq(new.uuid()))
+        .filter(artifact::Column::HadOwner.eq(false))
+        .exec(txn)
+        .await?;
+    look_at_locked(txn, before.filter(|before| *before != new.uuid()), now).await?;
+    Ok(())
+}
+
+/// Locks what caches own that are about to go, and has it looked at.
+async fn let_go(
+    txn: &DatabaseTransaction,
+    artifacts: impl IntoIterator<Item = Uuid>,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    let locked: Vec<Uuid> = artifact::Entity::find()
+        .select_only()
+        .column(artifact::Column::ArtifactId)
+        .filter(artifact::Column::ArtifactId.is_in(artifacts))
+        .order_by_asc(artifact::Column::ArtifactId)
+        .lock_exclusive()
+        .into_tuple()
+        .all(txn)
+        .await?;
+    look_at_locked(txn, locked, now).await
+}
+
+/// Makes artifacts due whose rows the caller holds, whoever keeps them besides.
+async fn look_at_locked(
+    txn: &DatabaseTransaction,
+    artifacts: impl IntoIterator<Item = Uuid>,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    let mut artifacts = artifacts.into_iter().peekable();
+    if artifacts.peek().is_none() {
+        return Ok(());
+    }
+    artifact::Entity::update_many()
+        .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+        .filter(artifact::Column::ArtifactId.is_in(artifacts))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// A sealed artifact with the bytes that are left of it. `None`: there is none, or they are lost.
+async fn with_bytes(conn: &impl ConnectionTrait, artifact: Option<Uuid>) -> Result<Option<Located>, DbErr> {
+    let Some(id) = artifact else { return Ok(None) };
+    let row = artifact::Entity::find_by_id(id)
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .one(conn)
+        .await?;
+    let located = artifacts::locate_rows(conn, row.into_iter().collect()).await?.pop();
+    Ok(located.filter(|located| !located.replicas.is_empty()))
+}
+
+/// Where the bytes of caches are that are answered to `team`, in the order asked. Unknown ones and those without bytes are left out.
+pub(crate) async fn locate(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    ids: &[CacheId],
+) -> Result<Vec<(CacheId, Located)>, DbErr> {
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let wanted = || ids.iter().map(|id| id.uuid());
+    let mut owned: Vec<(Uuid, Uuid)> = resource_cache::Entity::find()
+        .select_only()
+        .column(resource_cache::Column::CacheId)
+        .column(resource_cache::Column::ArtifactId)
+        .filter(resource_cache::Column::CacheId.is_in(wanted()))
+        .filter(resource_cache::Column::Scope.is_in([team, ALL_TEAMS]))
+        .filter(resource_cache::Column::ArtifactId.is_not_null())
+        .into_tuple()
+        .all(conn)
+        .await?;
+    let of_tasks: Vec<(Uuid, Uuid)> = task_cache::Entity::find()
+        .select_only()
+        .column(task_cache::Column::CacheId)
+        .column(task_cache::Column::ArtifactId)
+        .filter(task_cache::Column::CacheId.is_in(wanted()))
+        .filter(task_cache::Column::Team.eq(team))
+        .filter(task_cache::Column::ArtifactId.is_not_null())
+        .into_tuple()
+        .all(conn)
+        .await?;
+    owned.extend(of_tasks);
+    let owned: HashMap<_, _> = owned.into_iter().collect();
+    let rows = artifact::Entity::find()
+        .filter(artifact::Column::ArtifactId.is_in(owned.values().copied()))
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .all(conn)
+        .await?;
+    let located: HashMap<_, _> = artifacts::locate_rows(conn, rows)
+        .await?
+        .into_iter()
+        .filter(|located| !located.replicas.is_empty())
+        .map(|located| (located.artifact.artifact_id, located))
+        .collect();
+    // Two caches may own one artifact.
+    let locations =
+        ids.iter().filter_map(|id| Some((*id, located.get(owned.get(&id.uuid())?)?.clone()))).collect();
+    Ok(locations)
+}
