@@ -117,11 +117,10 @@ async fn fill(connection: &DatabaseConnection, artifacts: u64) -> Result<()> {
             "CREATE TABLE by_row (handle {uuid} PRIMARY KEY, state TEXT NOT NULL, parent {uuid}, owner {uuid})",
             uuid = if backend == DbBackend::Sqlite { "BLOB" } else { "UUID" }
         ),
-        format!(
-            "INSERT INTO by_row SELECT v.handle, v.state, NULL,
-                 CASE WHEN b.kept_until IS NULL THEN b.build_id ELSE NULL END
-             FROM volumes v JOIN owners o ON o.artifact_id = v.artifact_id JOIN builds b ON b.build_id = o.build_id"
-        ),
+        "INSERT INTO by_row SELECT v.handle, v.state, NULL,
+             CASE WHEN b.kept_until IS NULL THEN b.build_id ELSE NULL END
+         FROM volumes v JOIN owners o ON o.artifact_id = v.artifact_id JOIN builds b ON b.build_id = o.build_id"
+            .to_owned(),
         "CREATE INDEX by_row_parent ON by_row (parent)".to_owned(),
         "CREATE INDEX by_row_owner ON by_row (owner)".to_owned(),
         "ANALYZE".to_owned(),
