@@ -9,5 +9,6 @@ impl Migrations for Schema {
         SqlMigration { name: "0001_store", sql: include_str!("migrations/0001_store.sql") },
         SqlMigration { name: "0002_copies", sql: include_str!("migrations/0002_copies.sql") },
         SqlMigration { name: "0003_lifecycles", sql: include_str!("migrations/0003_lifecycles.sql") },
+        SqlMigration { name: "0004_reports", sql: include_str!("migrations/0004_reports.sql") },
     ];
 }

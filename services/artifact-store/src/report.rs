@@ -4,15 +4,21 @@
 //! worker's rows one by one: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage; and what is still
 //! there although its gateway was told to destroy it, is told again.
 //!
-//! Invariant: a report never judges what is newer than itself. A row's `judged_after` is the worker's sequence when it was made or
-//! marked, read behind the worker's lock, and a token is minted by raising that sequence under the same lock; only a higher token judges.
-//! Since every row is judged on its own, a report that is cut short by a crash of the store has done nothing wrong.
+//! Two invariants, however late a report comes, how often, and beside which others:
+//!
+//! - A report never judges what is newer than itself. A row's `judged_after` is the worker's sequence when it was made, marked or handed
+//!   out, read behind the worker's lock, and a token is minted by raising that sequence under the same lock; only a higher token judges.
+//! - A report never undoes what a newer one found. Before a report judges, [`take_over`] makes its token the worker's `reported`, and each
+//!   transaction that judges holds the worker's row still and goes on only while it has that very token. So an older one that is in the
+//!   middle of its rows stops there.
+//!
+//! Since every row is judged on its own, a report that is cut short has done nothing wrong, and the next one does the rest.
 
 use std::collections::HashMap;
 
 use domain::worker::SessionClaims;
 use domain::{ContainerHandle, StoreLife, VolumeHandle};
-use sea_orm::sea_query::{Expr, ExprTrait};
+use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
     QuerySelect,
@@ -20,14 +26,19 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{State, container, volume, worker};
+use crate::mark;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
+use crate::sweep::Sweepable;
 
 /// How many handles one report may have: 16 bytes of memory each.
 pub(crate) const MOST_HANDLES: usize = 2_000_000;
 
-/// How many rows are judged in one transaction.
-const BATCH: u64 = 1000;
+/// How many handles of each kind that nobody knows one answer names, so that it fits into a message. The next report names the others.
+const MOST_UNKNOWN: usize = 40_000;
+
+/// How many rows are read by one statement, and changed in one transaction. SQLite binds 32,766 values at most.
+const PAGE: usize = 5_000;
 
 /// Names a report, and when it began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,16 +53,7 @@ pub(crate) async fn begin(
     claims: &SessionClaims,
     life: StoreLife,
 ) -> Result<Token, SessionError> {
-    // As a writer from the start: two that share the row and both want to raise it would wait for each other.
-    let row = worker::Entity::find_by_id(claims.worker.uuid()).lock_exclusive().one(txn).await?;
-    let row = sessions::judge(claims, row)?;
-    let sequence = row.sequence + 1;
-    worker::Entity::update_many()
-        .col_expr(worker::Column::Sequence, Expr::value(sequence))
-        .filter(worker::Column::WorkerId.eq(row.worker_id))
-        .exec(txn)
-        .await?;
-    Ok(Token { sequence, life })
+    Ok(Token { sequence: sessions::advance(txn, claims).await?.sequence, life })
 }
 
 /// Everything that a worker holds, as it was listed after the token was taken.
@@ -102,8 +104,11 @@ pub(crate) async fn check(
     token: Token,
     life: StoreLife,
 ) -> Result<(), ReportError> {
-    let row = worker::Entity::find_by_id(claims.worker.uuid()).one(conn).await.map_err(SessionError::from)?;
-    let row = sessions::judge(claims, row)?;
+    let row = worker::Entity::find_by_id(claims.worker.uuid()).one(conn).await?;
+    may_judge(&sessions::judge(claims, row)?, token, life)
+}
+
+fn may_judge(row: &worker::Model, token: Token, life: StoreLife) -> Result<(), ReportError> {
     let may = token.life == life && token.sequence >= row.reported && token.sequence <= row.sequence;
     if may { Ok(()) } else { Err(ReportError::Stale) }
 }
@@ -115,27 +120,41 @@ pub(crate) async fn apply(
     token: Token,
     holdings: Holdings,
 ) -> Result<Outcome, ReportError> {
-    check(store.db.read(), claims, token, store.life).await?;
+    store.db.write(|txn| async move { take_over(&txn, claims, token, store.life).await }).await?;
     let Holdings { volumes, containers } = holdings;
-    let mut outcome = Outcome::default();
     // Containers first: volumes are what they stand on.
-    let unknown = judge_all::<Containers>(store, claims, token, containers, &mut outcome).await?;
-    outcome.unknown_containers = unknown.into_iter().map(ContainerHandle::from_uuid).collect();
-    let unknown = judge_all::<Volumes>(store, claims, token, volumes, &mut outcome).await?;
-    outcome.unknown_volumes = unknown.into_iter().map(VolumeHandle::from_uuid).collect();
+    let of_containers = judge_all::<container::Entity>(store, claims, token, containers).await?;
+    let of_volumes = judge_all::<volume::Entity>(store, claims, token, volumes).await?;
+    tell_again(store, claims, token, of_containers.again, of_volumes.again).await?;
+    Ok(Outcome {
+        forgotten: of_containers.forgotten + of_volumes.forgotten,
+        lost: of_containers.lost + of_volumes.lost,
+        unknown_containers: of_containers.unknown.into_iter().map(ContainerHandle::from_uuid).collect(),
+        unknown_volumes: of_volumes.unknown.into_iter().map(VolumeHandle::from_uuid).collect(),
+    })
+}
 
-    store
-        .db
-        .write(|txn| async move {
-            worker::Entity::update_many()
-                .col_expr(worker::Column::Reported, Expr::value(token.sequence))
-                .filter(worker::Column::WorkerId.eq(claims.worker.uuid()))
-                .filter(worker::Column::Reported.lt(token.sequence))
-                .exec(&*txn)
-                .await
-        })
+/// From now on nothing older than `token` judges rows of the worker. Waits for what an older report is about to commit.
+async fn take_over(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+    token: Token,
+    life: StoreLife,
+) -> Result<(), ReportError> {
+    let row = worker::Entity::find_by_id(claims.worker.uuid()).lock_exclusive().one(txn).await?;
+    let row = sessions::judge(claims, row)?;
+    may_judge(&row, token, life)?;
+    worker::Entity::update_many()
+        .col_expr(worker::Column::Reported, Expr::value(token.sequence))
+        .filter(worker::Column::WorkerId.eq(row.worker_id))
+        .exec(txn)
         .await?;
-    Ok(outcome)
+    Ok(())
+}
+
+/// Refuses to go on when a newer report has taken over.
+fn goes_on(row: &worker::Model, token: Token) -> Result<(), ReportError> {
+    if row.reported == token.sequence { Ok(()) } else { Err(ReportError::Stale) }
 }
 
 /// What a report says about one row.
@@ -166,181 +185,199 @@ fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Judgeme
     }
 }
 
-/// A row as far as a report judges it.
-struct Row {
-    handle: Uuid,
-    state: State,
-    judged_after: i64,
+/// What a report brought about among things of one kind.
+#[derive(Debug, Default)]
+struct Judged {
+    forgotten: u64,
+    lost: u64,
+    /// Reported, and no row has it.
+    unknown: Vec<Uuid>,
+    /// To be told again.
+    again: Vec<Uuid>,
 }
 
-/// The two kinds of things that are reported.
-trait Kind {
-    /// The rows of a worker after `after`, by handle.
-    fn page(
-        conn: &impl ConnectionTrait,
-        worker: Uuid,
-        after: Uuid,
-    ) -> impl Future<Output = Result<Vec<Row>, DbErr>> + Send;
-
-    /// Moves rows that are in one of `from` and were made or marked before the token.
-    fn set(
-        txn: &DatabaseTransaction,
-        handles: &[Uuid],
-        from: &[State],
-        to: State,
-        token: i64,
-    ) -> impl Future<Output = Result<u64, DbErr>> + Send;
-
-    /// Makes rows that were handed out before the token news again for [`crate::sweep`].
-    fn tell_again(
-        txn: &DatabaseTransaction,
-        handles: &[Uuid],
-        token: i64,
-    ) -> impl Future<Output = Result<u64, DbErr>> + Send;
-
-    /// Deletes rows that were marked before the token.
-    fn forget(
-        txn: &DatabaseTransaction,
-        handles: &[Uuid],
-        token: i64,
-    ) -> impl Future<Output = Result<u64, DbErr>> + Send;
-}
-
-macro_rules! kind {
-    ($name:ident, $module:ident) => {
-        struct $name;
-
-        impl Kind for $name {
-            async fn page(conn: &impl ConnectionTrait, worker: Uuid, after: Uuid) -> Result<Vec<Row>, DbErr> {
-                let rows = $module::Entity::find()
-                    .filter($module::Column::WorkerId.eq(worker))
-                    .filter($module::Column::Handle.gt(after))
-                    .order_by_asc($module::Column::Handle)
-                    .limit(BATCH)
-                    .all(conn)
-                    .await?;
-                let row = |row: $module::Model| Row {
-                    handle: row.handle,
-                    state: row.state,
-                    judged_after: row.judged_after,
-                };
-                Ok(rows.into_iter().map(row).collect())
-            }
-
-            async fn set(
-                txn: &DatabaseTransaction,
-                handles: &[Uuid],
-                from: &[State],
-                to: State,
-                token: i64,
-            ) -> Result<u64, DbErr> {
-                if handles.is_empty() {
-                    return Ok(0);
-                }
-                let moved = $module::Entity::update_many()
-                    .col_expr($module::Column::State, Expr::value(to))
-                    .filter($module::Column::Handle.is_in(handles.iter().copied()))
-                    .filter($module::Column::State.is_in(from.iter().copied()))
-                    .filter(Expr::col($module::Column::JudgedAfter).lt(token))
-                    .exec(txn)
-                    .await?;
-                Ok(moved.rows_affected)
-            }
-
-            async fn tell_again(
-                txn: &DatabaseTransaction,
-                handles: &[Uuid],
-                token: i64,
-            ) -> Result<u64, DbErr> {
-                if handles.is_empty() {
-                    return Ok(0);
-                }
-                let told = $module::Entity::update_many()
-                    .col_expr($module::Column::JudgedAfter, Expr::value(token))
-                    .filter($module::Column::Handle.is_in(handles.iter().copied()))
-                    .filter($module::Column::State.eq(State::Sweeping))
-                    .filter(Expr::col($module::Column::JudgedAfter).lt(token))
-                    .exec(txn)
-                    .await?;
-                Ok(told.rows_affected)
-            }
-
-            async fn forget(txn: &DatabaseTransaction, handles: &[Uuid], token: i64) -> Result<u64, DbErr> {
-                if handles.is_empty() {
-                    return Ok(0);
-                }
-                let forgotten = $module::Entity::delete_many()
-                    .filter($module::Column::Handle.is_in(handles.iter().copied()))
-                    .filter($module::Column::State.is_in(State::GARBAGE))
-                    .filter(Expr::col($module::Column::JudgedAfter).lt(token))
-                    .exec(txn)
-                    .await?;
-                Ok(forgotten.rows_affected)
-            }
-        }
-    };
-}
-
-kind!(Volumes, volume);
-kind!(Containers, container);
-
-/// Judges all rows of one kind against the handles that were reported, and answers those that nobody knows.
+/// Judges all rows of one kind against the handles that were reported.
 ///
-/// Walks both in order, a page at a time, so no statement grows with the report.
-async fn judge_all<K: Kind>(
+/// Walks both in order, a page at a time, so neither a statement nor a transaction grows with the report.
+async fn judge_all<E: Sweepable>(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
     mut reported: Vec<Uuid>,
-    outcome: &mut Outcome,
-) -> Result<Vec<Uuid>, ReportError> {
+) -> Result<Judged, ReportError> {
     reported.sort_unstable();
     reported.dedup();
     let mut reported = reported.into_iter().peekable();
-    let mut unknown = Vec::new();
-    let mut after = Uuid::nil();
-    loop {
-        let page = K::page(store.db.read(), claims.worker.uuid(), after).await?;
-        let Some(last) = page.last() else { break };
-        after = last.handle;
+    let mut all = Judged::default();
+    let mut after = Some(Uuid::nil());
+    while let Some(from) = after {
+        let page = page::<E>(store.db.read(), claims, from).await?;
+        after = page.last().filter(|_| page.len() == PAGE).map(|(handle, ..)| *handle);
         let mut judged: HashMap<Judgement, Vec<Uuid>> = HashMap::new();
-        for row in page {
-            while let Some(handle) = reported.next_if(|handle| *handle < row.handle) {
-                unknown.push(handle);
+        for (handle, state, judged_after) in page {
+            while let Some(unknown) = reported.next_if(|reported| *reported < handle) {
+                note_unknown(&mut all.unknown, unknown);
             }
-            let is_reported = reported.next_if_eq(&row.handle).is_some();
-            let judgement = judge(row.state, row.judged_after, is_reported, token.sequence);
-            judged.entry(judgement).or_default().push(row.handle);
+            let is_reported = reported.next_if_eq(&handle).is_some();
+            match judge(state, judged_after, is_reported, token.sequence) {
+                Judgement::Nothing => {}
+                judgement => judged.entry(judgement).or_default().push(handle),
+            }
         }
-        judged.remove(&Judgement::Nothing);
-        if judged.is_empty() {
-            continue;
-        }
-        let [found, lost, forgotten, again] =
-            [Judgement::Found, Judgement::Lose, Judgement::Forget, Judgement::TellAgain]
-                .map(|judgement| judged.remove(&judgement).unwrap_or_default());
-        let (found, lost, forgotten, again) = (&found, &lost, &forgotten, &again);
-        let (lost, forgotten, again) = store
-            .db
-            .write(|txn| async move {
-                sessions::fence(&txn, claims).await?;
-                let token = token.sequence;
-                K::set(&txn, found, &[State::Unconfirmed, State::Lost], State::Created, token).await?;
-                let lost =
-                    K::set(&txn, lost, &[State::Created, State::Unconfirmed], State::Lost, token).await?;
-                let forgotten = K::forget(&txn, forgotten, token).await?;
-                let again = K::tell_again(&txn, again, token).await?;
-                Ok::<_, SessionError>((lost, forgotten, again))
-            })
-            .await?;
-        outcome.lost += lost;
-        outcome.forgotten += forgotten;
-        if again > 0 {
-            store.marks.wake([claims.worker]);
+        all.again.append(&mut judged.remove(&Judgement::TellAgain).unwrap_or_default());
+        if !judged.is_empty() {
+            let (lost, forgotten) = carry_out::<E>(store, claims, token, &judged).await?;
+            all.lost += lost;
+            all.forgotten += forgotten;
         }
     }
-    unknown.extend(reported);
-    Ok(unknown)
+    for unknown in reported {
+        note_unknown(&mut all.unknown, unknown);
+    }
+    Ok(all)
+}
+
+fn note_unknown(unknown: &mut Vec<Uuid>, handle: Uuid) {
+    if unknown.len() < MOST_UNKNOWN {
+        unknown.push(handle);
+    }
+}
+
+/// The next rows of a worker behind `after`, by handle: their states, and behind which token they are judged.
+async fn page<E: Sweepable>(
+    conn: &impl ConnectionTrait,
+    claims: &SessionClaims,
+    after: Uuid,
+) -> Result<Vec<(Uuid, State, i64)>, DbErr> {
+    E::find()
+        .select_only()
+        .column(E::HANDLE)
+        .column(E::STATE)
+        .column(E::JUDGED_AFTER)
+        .filter(E::WORKER_ID.eq(claims.worker.uuid()))
+        .filter(E::HANDLE.gt(after))
+        .order_by_asc(E::HANDLE)
+        .limit(u64::try_from(PAGE).unwrap_or(u64::MAX))
+        .into_tuple()
+        .all(conn)
+        .await
+}
+
+/// Does what was found about one page of rows, as far as it still holds. Answers how many were lost and how many forgotten.
+async fn carry_out<E: Sweepable>(
+    store: &Store,
+    claims: &SessionClaims,
+    token: Token,
+    judged: &HashMap<Judgement, Vec<Uuid>>,
+) -> Result<(u64, u64), ReportError> {
+    let of = |judgement| judged.get(&judgement).map(Vec::as_slice).unwrap_or_default();
+    let (found, lost, forgotten) = (of(Judgement::Found), of(Judgement::Lose), of(Judgement::Forget));
+    store
+        .db
+        .write(|txn| async move {
+            goes_on(&sessions::fence(&txn, claims).await?, token)?;
+            let missing = [State::Unconfirmed, State::Lost];
+            set::<E>(&txn, found, &missing, State::Created, token).await?;
+            let lost = set::<E>(&txn, lost, &State::PRESENT, State::Lost, token).await?;
+            let forgotten = forget::<E>(&txn, forgotten, token).await?;
+            Ok((lost, forgotten))
+        })
+        .await
+}
+
+/// Moves rows that are in one of `from` and were made or marked before the token.
+async fn set<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    from: &[State],
+    to: State,
+    token: Token,
+) -> Result<u64, DbErr> {
+    if handles.is_empty() {
+        return Ok(0);
+    }
+    let moved = E::update_many()
+        .col_expr(E::STATE, Expr::value(to))
+        .filter(E::HANDLE.is_in(handles.iter().copied()))
+        .filter(E::STATE.is_in(from.iter().copied()))
+        .filter(E::JUDGED_AFTER.lt(token.sequence))
+        .exec(txn)
+        .await?;
+    Ok(moved.rows_affected)
+}
+
+/// Deletes rows that were marked before the token.
+async fn forget<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    token: Token,
+) -> Result<u64, DbErr> {
+    if handles.is_empty() {
+        return Ok(0);
+    }
+    let forgotten = E::delete_many()
+        .filter(E::HANDLE.is_in(handles.iter().copied()))
+        .filter(E::STATE.is_in(State::GARBAGE))
+        .filter(E::JUDGED_AFTER.lt(token.sequence))
+        .exec(txn)
+        .await?;
+    Ok(forgotten.rows_affected)
+}
+
+/// Makes what was handed out before the token, and is there, news again for [`crate::sweep`]: containers, and then children before their
+/// parents.
+async fn tell_again(
+    store: &Store,
+    claims: &SessionClaims,
+    token: Token,
+    containers: Vec<Uuid>,
+    volumes: Vec<Uuid>,
+) -> Result<(), ReportError> {
+    if containers.is_empty() && volumes.is_empty() {
+        return Ok(());
+    }
+    let mut parents = Vec::with_capacity(volumes.len());
+    for some in volumes.chunks(PAGE) {
+        let some: Vec<(Uuid, Option<Uuid>)> = volume::Entity::find()
+            .select_only()
+            .column(volume::Column::Handle)
+            .column(volume::Column::Parent)
+            .filter(volume::Column::Handle.is_in(some.iter().copied()))
+            .into_tuple()
+            .all(store.db.read())
+            .await?;
+        parents.extend(some);
+    }
+    for some in containers.chunks(PAGE) {
+        store
+            .db
+            .write(|txn| async move { renew::<container::Entity>(&txn, claims, some, token).await })
+            .await?;
+    }
+    for some in mark::children_first(&parents).chunks(PAGE) {
+        store.db.write(|txn| async move { renew::<volume::Entity>(&txn, claims, some, token).await }).await?;
+    }
+    store.marks.wake([claims.worker]);
+    Ok(())
+}
+
+/// Gives rows that are sweeping and were handed out before the token a new number.
+async fn renew<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+    handles: &[Uuid],
+    token: Token,
+) -> Result<(), ReportError> {
+    let row = sessions::advance(txn, claims).await?;
+    goes_on(&row, token)?;
+    E::update_many()
+        .col_expr(E::JUDGED_AFTER, Expr::value(row.sequence))
+        .filter(E::HANDLE.is_in(handles.iter().copied()))
+        .filter(E::STATE.eq(State::Sweeping))
+        .filter(E::JUDGED_AFTER.lt(token.sequence))
+        .exec(txn)
+        .await?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -136,6 +136,25 @@ pub(crate) async fn fence(
     judge(claims, row)
 }
 
+/// Holds the worker's row for this transaction alone, raises its sequence, and answers the row as it is then.
+///
+/// Whatever is written with that number is committed together, after all that has a lower one and before all that has a higher one.
+pub(crate) async fn advance(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+) -> Result<worker::Model, SessionError> {
+    // As a writer from the start: two that share the row and both want to raise it would wait for each other.
+    let row = worker::Entity::find_by_id(claims.worker.uuid()).lock_exclusive().one(txn).await?;
+    let row = judge(claims, row)?;
+    let sequence = row.sequence + 1;
+    worker::Entity::update_many()
+        .col_expr(worker::Column::Sequence, Expr::value(sequence))
+        .filter(worker::Column::WorkerId.eq(row.worker_id))
+        .exec(txn)
+        .await?;
+    Ok(worker::Model { sequence, ..row })
+}
+
 /// Answers the worker's row if the session of `claims` is the one that may speak.
 pub(crate) fn judge(
     claims: &SessionClaims,

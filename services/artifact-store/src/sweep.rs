@@ -3,11 +3,14 @@
 //! A mark makes a row `destroying`; handing it out makes it `sweeping`, which is final. A gateway's stream sends everything of its worker that
 //! is sweeping and that it has not sent yet: first what earlier streams handed out and nobody destroyed, then each mark as it comes.
 //! So a mark that went into a stream whose reader was gone already comes again, from the stream that followed. What a report still names
-//! raises its `judged_after` ([`crate::report`]), and is sent again by the same stream.
+//! ([`crate::report`]) is sent again by the same stream.
+//!
+//! What is news has a number in `judged_after` that was minted for it ([`sessions::advance`]), so numbers come in order, whoever hands out:
+//! a stream remembers the last that it has read, and reads on behind it.
 //!
 //! Invariant: children come before their parents. A parent is handed out only when every child is, and what is sent together is in order.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::time::Duration;
 
 use domain::worker::SessionClaims;
@@ -76,8 +79,8 @@ async fn mark_rows<E: Sweepable>(
     Ok(workers.into_iter().collect())
 }
 
-/// A table of things that gateways destroy.
-trait Sweepable: EntityTrait {
+/// A table of things that workers hold, and gateways destroy.
+pub(crate) trait Sweepable: EntityTrait {
     const HANDLE: Self::Column;
     const WORKER_ID: Self::Column;
     const STATE: Self::Column;
@@ -134,7 +137,7 @@ pub(crate) async fn watch(
     stopping: &CancellationToken,
 ) -> Result<(), SessionError> {
     let mut marks = store.marks.subscribe(claims.worker);
-    let mut sent = HashMap::new();
+    let mut sent = Sent::default();
     loop {
         marks.mark_unchanged();
         let sweeps_now = if is_marked(store.db.read(), claims).await? {
@@ -143,7 +146,6 @@ pub(crate) async fn watch(
             }
             unsent(store.db.read(), claims.worker, &mut sent).await?
         } else {
-            sent.clear();
             Vec::new()
         };
         for sweep in sweeps_now {
@@ -203,7 +205,7 @@ async fn is_waiting(conn: &impl ConnectionTrait, worker: Uuid) -> Result<bool, D
 
 /// Hands some marks out.
 async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(), SessionError> {
-    sessions::fence(txn, claims).await?;
+    let sequence = sessions::advance(txn, claims).await?.sequence;
     let worker = claims.worker.uuid();
     let containers = container::Entity::find()
         .select_only()
@@ -213,6 +215,7 @@ async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(
         .limit(BATCH);
     container::Entity::update_many()
         .col_expr(container::Column::State, Expr::value(State::Sweeping))
+        .col_expr(container::Column::JudgedAfter, Expr::value(sequence))
         .filter(container::Column::Handle.in_subquery(containers.into_query()))
         .filter(container::Column::State.eq(State::Destroying))
         .exec(txn)
@@ -221,6 +224,7 @@ async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(
     if !volumes.is_empty() {
         volume::Entity::update_many()
             .col_expr(volume::Column::State, Expr::value(State::Sweeping))
+            .col_expr(volume::Column::JudgedAfter, Expr::value(sequence))
             .filter(volume::Column::Handle.is_in(volumes))
             .filter(volume::Column::State.eq(State::Destroying))
             .exec(txn)
@@ -247,51 +251,19 @@ async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) ->
     Ok(ready.into_iter().map(|ready| ready.handle).collect())
 }
 
-/// What is sweeping on a worker and not in `sent`, which then has it and nothing that was forgotten.
-///
-/// `sent` has with each handle the `judged_after` that it was sent with.
-async fn unsent(
-    conn: &impl ConnectionTrait,
-    worker: WorkerId,
-    sent: &mut HashMap<Uuid, i64>,
-) -> Result<Vec<Sweep>, DbErr> {
-    let containers: Vec<(Uuid, i64)> = container::Entity::find()
-        .select_only()
-        .column(container::Column::Handle)
-        .column(container::Column::JudgedAfter)
-        .filter(container::Column::WorkerId.eq(worker.uuid()))
-        .filter(container::Column::State.eq(State::Sweeping))
-        .into_tuple()
-        .all(conn)
-        .await?;
-    let volumes: Vec<(Uuid, i64, Option<Uuid>)> = volume::Entity::find()
-        .select_only()
-        .column(volume::Column::Handle)
-        .column(volume::Column::JudgedAfter)
-        .column(volume::Column::Parent)
-        .filter(volume::Column::WorkerId.eq(worker.uuid()))
-        .filter(volume::Column::State.eq(State::Sweeping))
-        .into_tuple()
-        .all(conn)
-        .await?;
+/// How far a stream has sent what is sweeping: the last of each kind, by number and handle.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sent {
+    containers: (i64, Uuid),
+    volumes: (i64, Uuid),
+}
 
-    let sweeping: HashSet<Uuid> = containers
-        .iter()
-        .map(|(handle, _)| *handle)
-        .chain(volumes.iter().map(|(handle, ..)| *handle))
-        .collect();
-    sent.retain(|handle, _| sweeping.contains(handle));
-    let mut is_news = |handle, judged_after| sent.insert(handle, judged_after) != Some(judged_after);
-    let containers: Vec<_> = containers
-        .into_iter()
-        .filter_map(|(handle, judged_after)| is_news(handle, judged_after).then_some(handle))
-        .collect();
-    let volumes: Vec<_> = volumes
-        .into_iter()
-        .filter_map(|(handle, judged_after, parent)| {
-            is_news(handle, judged_after).then_some((handle, parent))
-        })
-        .collect();
+/// What is sweeping on a worker and was not sent yet. `sent` is behind it then.
+async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) -> Result<Vec<Sweep>, DbErr> {
+    // Volumes first: of what is handed out meanwhile, only containers come early.
+    let volumes = behind(conn, worker, "volumes", "parent", &mut sent.volumes).await?;
+    let containers = behind(conn, worker, "containers", "NULL", &mut sent.containers).await?;
+    let containers: Vec<_> = containers.into_iter().map(|(handle, _)| handle).collect();
 
     let batch = usize::try_from(BATCH).unwrap_or(usize::MAX);
     let containers = containers.chunks(batch).map(|chunk| Sweep {
@@ -308,4 +280,54 @@ async fn unsent(
         }
     }
     Ok(sweeps)
+}
+
+/// What is sweeping in a table behind `last`, which is the last of it then: handles, and what `parent` says.
+async fn behind(
+    conn: &impl ConnectionTrait,
+    worker: WorkerId,
+    table: &str,
+    parent: &str,
+    last: &mut (i64, Uuid),
+) -> Result<Vec<(Uuid, Option<Uuid>)>, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Row {
+        judged_after: i64,
+        handle: Uuid,
+        parent: Option<Uuid>,
+    }
+    let sql = format!(
+        "SELECT judged_after, handle, {parent} AS parent FROM {table}
+         WHERE worker_id = $1 AND state = 'sweeping' AND (judged_after, handle) > ($2, $3)
+         ORDER BY judged_after, handle LIMIT {BATCH}"
+    );
+    let mut found = Vec::new();
+    loop {
+        let values = [worker.uuid().into(), last.0.into(), last.1.into()];
+        let statement = Statement::from_sql_and_values(conn.get_database_backend(), &sql, values);
+        let page = Row::find_by_statement(statement).all(conn).await?;
+        let is_last = u64::try_from(page.len()).unwrap_or(u64::MAX) < BATCH;
+        if let Some(row) = page.last() {
+            *last = (row.judged_after, row.handle);
+        }
+        found.extend(page.into_iter().map(|row| (row.handle, row.parent)));
+        if is_last {
+            return Ok(found);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn intervals_are_spread_by_a_fifth_and_no_more() {
+        let interval = Duration::from_secs(10);
+        let drawn: Vec<_> = (0..10_000).map(|_| jittered(interval)).collect();
+        assert!(drawn.iter().all(|drawn| (Duration::from_secs(8)..Duration::from_secs(12)).contains(drawn)));
+        // Over the whole of it: that none of 10,000 falls into a twentieth happens to nobody.
+        assert!(drawn.iter().any(|drawn| *drawn < Duration::from_millis(8_200)));
+        assert!(drawn.iter().any(|drawn| *drawn > Duration::from_millis(11_800)));
+    }
 }

@@ -16,6 +16,8 @@ pub(crate) mod store;
 
 /// How long is waited for what must come.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// How many containers gateways in tests destroy at once.
+pub(crate) const DESTROYED_AT_ONCE: usize = 3;
 /// An address where nobody listens.
 pub(crate) const NOBODY: &str = "http://127.0.0.1:9";
 
@@ -75,7 +77,7 @@ impl Attended for Arc<FakeWorker> {
             token: None,
             manifest_dir: self.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
-            destroy_concurrency: 1,
+            destroy_concurrency: DESTROYED_AT_ONCE,
             hold_destruction,
         };
         let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());

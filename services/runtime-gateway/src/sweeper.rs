@@ -73,9 +73,7 @@ pub(crate) async fn report_forever(worker: Arc<Worker>) {
             };
             let failed = reported.is_err();
             log(&reported, "report");
-            let spread = rand::random_range(0.8..1.2);
-            let pause =
-                if failed { Duration::from_secs(1) } else { worker.config.report_interval.mul_f64(spread) };
+            let pause = if failed { Duration::from_secs(1) } else { jittered(worker.config.report_interval) };
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = worker.report_due.notified(), if !failed => {}
@@ -87,6 +85,11 @@ pub(crate) async fn report_forever(worker: Arc<Worker>) {
         () = work => {}
         () = worker.stopping.cancelled() => {}
     }
+}
+
+/// `interval`, give or take a fifth, so that workers do not report in step.
+fn jittered(interval: Duration) -> Duration {
+    interval.mul_f64(rand::random_range(0.8..1.2))
 }
 
 fn log(result: &Result<(), SweepError>, doing: &str) {

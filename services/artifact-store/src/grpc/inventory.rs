@@ -22,9 +22,6 @@ use crate::units;
 /// How many volumes a container may need.
 const MOST_VOLUMES: usize = 1000;
 
-/// How many handles of each kind that nobody knows one answer names, so that it fits into a message.
-const MOST_UNKNOWN: usize = 40_000;
-
 /// How many messages wait for a slow gateway.
 const SWEEPS_AHEAD: usize = 4;
 
@@ -146,8 +143,8 @@ impl pb::inventory_server::Inventory for Handlers {
         Ok(Response::new(pb::ReportResponse {
             forgotten: outcome.forgotten,
             lost: outcome.lost,
-            unknown_volume_handles: some_texts(&outcome.unknown_volumes),
-            unknown_container_handles: some_texts(&outcome.unknown_containers),
+            unknown_volume_handles: texts(&outcome.unknown_volumes),
+            unknown_container_handles: texts(&outcome.unknown_containers),
         }))
     }
 
@@ -382,11 +379,6 @@ fn listed_container(row: container::Model) -> pb::Container {
 /// An id that may be absent, which the empty string says.
 fn text(id: Option<impl ToString>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
-}
-
-/// As many as fit into an answer; the next report names the rest.
-fn some_texts(ids: &[impl ToString]) -> Vec<String> {
-    texts(&ids[..ids.len().min(MOST_UNKNOWN)])
 }
 
 fn texts(ids: &[impl ToString]) -> Vec<String> {

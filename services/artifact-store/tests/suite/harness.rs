@@ -375,6 +375,20 @@ impl Gateway {
         Ok(self.inventory().report(tokio_stream::iter(messages.collect::<Vec<_>>())).await?.into_inner())
     }
 
+    /// Opens a report whose end a test decides on, which also tells whether the store took it.
+    pub(crate) async fn open_report(&self, token: pb::ReportToken) -> OpenReport {
+        use pb::report_request::Message;
+        let (messages, sent) = tokio::sync::mpsc::channel(4);
+        let sent = tokio_stream::wrappers::ReceiverStream::new(sent);
+        let mut inventory = self.inventory();
+        #[expect(clippy::disallowed_methods, reason = "the report's end waits for it")]
+        let answer = tokio::spawn(async move { Ok(inventory.report(sent).await?.into_inner()) });
+        let report = OpenReport { messages, answer };
+        let open = pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token) };
+        report.say(Message::Open(open)).await;
+        report
+    }
+
     pub(crate) async fn report_with(
         &self,
         token: pb::ReportToken,
@@ -415,6 +429,38 @@ impl Gateway {
             order.extend(sweep.volume_handles);
         }
         order
+    }
+}
+
+/// A report that has begun, and of which nothing counts yet.
+pub(crate) struct OpenReport {
+    messages: tokio::sync::mpsc::Sender<pb::ReportRequest>,
+    answer: JoinHandle<Answer<pb::ReportResponse>>,
+}
+
+impl OpenReport {
+    async fn say(&self, message: pb::report_request::Message) {
+        // Who was refused already does not listen any more.
+        self.messages.send(pb::ReportRequest { message: Some(message) }).await.ok();
+    }
+
+    /// Some of what the worker holds.
+    pub(crate) async fn send(&self, volumes: &[String], containers: &[String]) {
+        let holdings =
+            pb::Holdings { volume_handles: volumes.to_vec(), container_handles: containers.to_vec() };
+        self.say(pb::report_request::Message::Holdings(holdings)).await;
+    }
+
+    /// Ends it as it should be.
+    pub(crate) async fn commit(self, count: u64) -> Answer<pb::ReportResponse> {
+        self.say(pb::report_request::Message::Commit(pb::ReportCommit { count })).await;
+        self.cut().await
+    }
+
+    /// Ends it in the middle.
+    pub(crate) async fn cut(self) -> Answer<pb::ReportResponse> {
+        drop(self.messages);
+        self.answer.await.expect("no panic")
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use domain::worker::{Incarnation, Session, SessionClaims};
 use domain::{ArtifactId, AttemptId, GatewayInstance, StoreLife, TransferId, WorkerId, WorkloadId};
-use rpc::pb::artifacts::{DryRun, InventoryState, PrepareVolume};
+use rpc::pb::artifacts::{DryRun, InventoryState};
 use rpc::token::TokenSigner;
 use rpc::{Reason, Refusal};
 use testing::databases::TestDatabase;
@@ -18,7 +18,6 @@ on_both_databases! {
     a_new_incarnation_ends_containers_and_must_confirm_volumes,
     a_report_says_nothing_about_what_is_newer_than_its_token,
     a_report_that_does_not_end_well_changes_nothing,
-    more_handles_than_a_statement_can_bind_are_reported_at_once,
     what_was_handed_out_comes_again_until_it_is_gone,
     a_mark_is_streamed_when_it_comes,
     what_is_reported_although_it_was_handed_out_is_streamed_again,
@@ -196,37 +195,6 @@ async fn a_report_that_does_not_end_well_changes_nothing(database: TestDatabase)
     let reported = gateway.report_with(token, std::slice::from_ref(&stranger), &[]).await.expect("reported");
     assert_eq!(reported.unknown_volume_handles, [stranger]);
     assert_eq!(suite.volume_state(&volume).await, Some(InventoryState::Lost));
-    suite.stop().await;
-}
-
-async fn more_handles_than_a_statement_can_bind_are_reported_at_once(database: TestDatabase) {
-    const ATTEMPTS: usize = 67;
-    let suite = Suite::start(database).await;
-    let gateway = suite.gateway().await;
-    let (mut volumes, mut containers) = (Vec::new(), Vec::new());
-    let workload = WorkloadId::new();
-    let needs: Vec<PrepareVolume> = (0..1000)
-        .map(|number| output(&number.to_string(), workload.output_artifact(&number.to_string())))
-        .collect();
-    for _ in 0..ATTEMPTS {
-        let attempt = AttemptId::new();
-        let planned = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
-        gateway.prepared(attempt).await.expect("recorded");
-        volumes.extend(planned.volumes.into_iter().map(|volume| volume.volume_handle));
-        containers.push(planned.container_handle);
-    }
-    let reported = gateway.report(&volumes, &containers).await.expect("reported");
-    assert_eq!((reported.forgotten, reported.lost, reported.unknown_volume_handles.len()), (0, 0, 0));
-    let missing = volumes.pop().expect("many");
-    let reported = gateway.report(&volumes, &containers).await.expect("reported");
-    assert_eq!((reported.forgotten, reported.lost), (0, 1));
-    assert_eq!(suite.volume_state(&missing).await, Some(InventoryState::Lost));
-
-    suite.settle(workload, None, &[], None).await.expect("settled");
-    suite.collect(DryRun::Off).await;
-    let reported = gateway.report(&[], &[]).await.expect("reported");
-    assert_eq!(reported.forgotten, u64::try_from(ATTEMPTS * 1001).expect("a number"));
-    assert_eq!(suite.volumes().await, []);
     suite.stop().await;
 }
 

@@ -8,6 +8,7 @@ mod model;
 mod owners;
 mod queries;
 mod races;
+mod reports;
 
 pub(crate) use harness::*;
 

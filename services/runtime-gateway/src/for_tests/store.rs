@@ -1,5 +1,7 @@
 //! An artifact store whose answers each test gives.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use domain::worker::{Incarnation, Session};
 use domain::{VolumeHandle, WorkerId};
 use rpc::pb::artifacts as pb;
@@ -10,7 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::served::Served;
-use super::within;
+use super::{noted, within};
 use crate::worker::OpenSession;
 
 /// Where the answer to a call goes. Closed when the caller has gone.
@@ -25,13 +27,19 @@ pub(crate) enum Asked {
     ListVolumes(Answer<pb::ListVolumesResponse>),
 }
 
+/// The life that a store begins with.
+pub(crate) const LIFE: &str = "life";
+
 #[derive(Clone)]
-struct Script(mpsc::Sender<Asked>);
+struct Script {
+    ask: mpsc::Sender<Asked>,
+    life: Arc<Mutex<String>>,
+}
 
 impl Script {
     async fn ask<T>(&self, asked: impl FnOnce(Answer<T>) -> Asked) -> Result<Response<T>, Status> {
         let (answer, answered) = oneshot::channel();
-        self.0.send(asked(answer)).await.map_err(|_| Status::unavailable("the test is over"))?;
+        self.ask.send(asked(answer)).await.map_err(|_| Status::unavailable("the test is over"))?;
         answered.await.map_err(|_| Status::unavailable("the test does not answer"))?.map(Response::new)
     }
 }
@@ -69,7 +77,7 @@ impl Inventory for Script {
         &self,
         _: Request<pb::BeginReportRequest>,
     ) -> Result<Response<pb::BeginReportResponse>, Status> {
-        let token = pb::ReportToken { sequence: 1, store_life: "life".to_owned() };
+        let token = pb::ReportToken { sequence: 1, store_life: noted(&self.life) };
         Ok(Response::new(pb::BeginReportResponse { token: Some(token) }))
     }
 
@@ -120,14 +128,22 @@ impl Inventory for Script {
 pub(crate) struct Store {
     pub(crate) endpoint: String,
     asked: mpsc::Receiver<Asked>,
+    life: Arc<Mutex<String>>,
     served: Served,
 }
 
 impl Store {
     pub(crate) async fn start() -> Self {
         let (ask, asked) = mpsc::channel(64);
-        let served = Served::start(|host| host.add_service(InventoryServer::new(Script(ask)))).await;
-        Self { endpoint: served.endpoint.clone(), asked, served }
+        let life = Arc::new(Mutex::new(LIFE.to_owned()));
+        let script = Script { ask, life: life.clone() };
+        let served = Served::start(|host| host.add_service(InventoryServer::new(script))).await;
+        Self { endpoint: served.endpoint.clone(), asked, life, served }
+    }
+
+    /// From now on it is a store of this life.
+    pub(crate) fn begin_life(&self, life: &str) {
+        life.clone_into(&mut self.life.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// What it is asked next.

@@ -1,9 +1,104 @@
 //! Reports to an artifact store whose answers each test gives.
 
 use super::*;
-use crate::for_tests::store::{Asked, Store, session};
-use crate::for_tests::{Attended, NOBODY, within};
+use crate::for_tests::store::{Asked, LIFE, Store, session};
+use crate::for_tests::{Attended, DESTROYED_AT_ONCE, NOBODY, within};
+use domain::workload::{Limits, Network};
+use runtime::{ContainerSpec, Root};
 use testing::fake::FakeWorker;
+
+#[test]
+fn reports_are_spread_by_a_fifth_of_their_interval_and_no_more() {
+    let drawn: Vec<_> = (0..10_000).map(|_| jittered(Duration::from_secs(10))).collect();
+    assert!(drawn.iter().all(|drawn| (Duration::from_secs(8)..Duration::from_secs(12)).contains(drawn)));
+    // Over the whole of it: that none of 10,000 falls into a twentieth happens to nobody.
+    assert!(drawn.iter().any(|drawn| *drawn < Duration::from_millis(8_200)));
+    assert!(drawn.iter().any(|drawn| *drawn > Duration::from_millis(11_800)));
+}
+
+/// An empty container of a worker.
+async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
+    let handle = ContainerHandle::new();
+    let spec = ContainerSpec {
+        team: "main".to_owned(),
+        root: Root::Host,
+        mounts: Vec::new(),
+        directory: b"/workspace".to_vec(),
+        user: None,
+        limits: Limits::default(),
+        privileged: false,
+        network: Network::Host,
+    };
+    machine.runtime().create_container(handle, spec).await.expect("made");
+    handle
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[expect(clippy::disallowed_methods, reason = "the test waits for it")]
+async fn so_many_containers_are_destroyed_at_once_and_volumes_one_after_the_other() {
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    let (mut containers, mut volumes) = (Vec::new(), Vec::new());
+    for _ in 0..4 * DESTROYED_AT_ONCE {
+        containers.push(container(&machine).await);
+        volumes.push(machine.volume("marked").await);
+    }
+    let mut destroys = machine.faults.destroys();
+    let held = machine.faults.hold_destroys();
+    let destroying = {
+        let (worker, containers) = (worker.clone(), containers.clone());
+        tokio::spawn(async move { destroy(&worker, containers, Vec::new()).await })
+    };
+    let full = destroys.wait_for(|destroys| destroys.under_way >= DESTROYED_AT_ONCE);
+    within("as many as may be", full).await.expect("it is there");
+    drop(held);
+    assert!(within("the end", destroying).await.expect("no panic"));
+    assert_eq!(destroys.borrow().most, DESTROYED_AT_ONCE);
+    assert_eq!(machine.runtime().list().await.expect("listed").containers, []);
+
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    let (parent, child) = (volumes[0], volumes[1]);
+    for volume in [parent, child] {
+        machine.runtime().create_volume(volume, runtime::VolumeSource::Empty).await.expect("made");
+    }
+    assert!(destroy(&worker, Vec::new(), vec![child, parent]).await);
+    assert_eq!(machine.faults.destroys().borrow().most, 1, "children go before their parents");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_store_of_another_life_does_not_know_is_left_alone() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, &store.endpoint);
+    let volume = machine.volume("made before the backup was restored").await;
+    let container = container(&machine).await;
+    // The first one is the store that it belongs to; then comes one that came out of a backup, for good; and the first one again.
+    for (life, knows_it, stays) in [
+        (LIFE, true, true),
+        ("out of a backup", false, true),
+        ("out of a backup", false, true),
+        (LIFE, false, false),
+    ] {
+        store.begin_life(life);
+        let session = session("credential");
+        let (reported, ()) = tokio::join!(report(&worker, &session), async {
+            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+            assert_eq!(volumes, [volume]);
+            let unknown = |handle: String| if knows_it { Vec::new() } else { vec![handle] };
+            let response = pb::ReportResponse {
+                unknown_volume_handles: unknown(volume.to_string()),
+                unknown_container_handles: unknown(container.to_string()),
+                ..pb::ReportResponse::default()
+            };
+            answer.send(Ok(response)).expect("it waits");
+        });
+        reported.expect("reported");
+        let left = machine.runtime().list().await.expect("listed");
+        assert_eq!((left.volumes == [volume], left.containers == [container]), (stays, stays), "{life}");
+    }
+    store.end().await;
+}
 
 /// A worker with a volume that does not hold what the store says.
 async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, Arc<Worker>, VolumeHandle) {

@@ -67,7 +67,7 @@ impl Place {
             build_id: build.to_string(),
             team: "main".to_owned(),
             ends_with_workload: workload.to_string(),
-            ..store::PutBuildRequest::default()..Default::default()
+            ..store::PutBuildRequest::default()
         };
         OwnersClient::new(peer).put_build(request).await?;
         Ok(())

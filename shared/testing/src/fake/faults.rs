@@ -39,11 +39,31 @@ impl Drop for Held {
     }
 }
 
+/// Something is being destroyed until it is dropped.
+pub(super) struct Destroying<'a>(&'a watch::Sender<Destroys>);
+
+impl Drop for Destroying<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|destroys| destroys.under_way -= 1);
+    }
+}
+
+/// How much is destroyed at once.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Destroys {
+    /// Just now.
+    pub under_way: usize,
+    /// Of all that there was at any time.
+    pub most: usize,
+}
+
 /// What goes wrong on a worker: nothing, until a test says so.
 #[derive(Debug)]
 pub struct Faults {
     pub(super) volumes: Gate,
     pub(super) starts: Gate,
+    destroys: Gate,
+    destroying: watch::Sender<Destroys>,
     gone: watch::Sender<bool>,
     what: Mutex<What>,
 }
@@ -65,6 +85,8 @@ impl Faults {
         Self {
             volumes: Gate::new(),
             starts: Gate::new(),
+            destroys: Gate::new(),
+            destroying: watch::Sender::new(Destroys::default()),
             gone: watch::Sender::new(false),
             what: Mutex::default(),
         }
@@ -82,6 +104,28 @@ impl Faults {
     /// No process is started meanwhile: those that are asked for are starting.
     pub fn hold_starts(&self) -> Held {
         self.starts.hold()
+    }
+
+    /// Nothing is destroyed meanwhile: what was asked for is under way.
+    pub fn hold_destroys(&self) -> Held {
+        self.destroys.hold()
+    }
+
+    /// How much is destroyed at once, as it changes.
+    #[must_use]
+    pub fn destroys(&self) -> watch::Receiver<Destroys> {
+        self.destroying.subscribe()
+    }
+
+    /// Resolves when something that is counted from now on may be destroyed.
+    pub(super) async fn destroy(&self) -> Destroying<'_> {
+        self.destroying.send_modify(|destroys| {
+            destroys.under_way += 1;
+            destroys.most = destroys.most.max(destroys.under_way);
+        });
+        let counted = Destroying(&self.destroying);
+        self.destroys.open().await;
+        counted
     }
 
     /// Whether the worker cannot be reached: calls fail, and so does what is attached. What runs there goes on.

@@ -31,7 +31,7 @@ use runtime::{
 use tempfile::TempDir;
 use tokio::sync::watch;
 
-pub use faults::{Faults, Held};
+pub use faults::{Destroys, Faults, Held};
 
 use containers::Container;
 use process::{Contact, Process};
@@ -344,6 +344,7 @@ impl Runtime for FakeRuntime {
 
     async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
+        let _counted = self.worker.faults.destroy().await;
         self.worker.remove_volume(handle)
     }
 
@@ -369,6 +370,7 @@ impl Runtime for FakeRuntime {
 
     async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
         self.worker.faults.reach()?;
+        let _counted = self.worker.faults.destroy().await;
         self.worker.remove_container(handle).await
     }
 
