@@ -10,6 +10,7 @@
 //! artifacts  that nothing keeps
 //! deleted    artifacts: their replicas, children first; and in the end their tombstones
 //! holders    that can be forgotten
+//! losses     that are noticed, and those that are forgotten
 //! ```
 //!
 //! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
@@ -26,6 +27,7 @@ mod builds;
 mod claims;
 mod deleted;
 mod holders;
+mod losses;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -73,6 +75,7 @@ struct Settings {
     policy: Policy,
     tombstone: Duration,
     remember: Duration,
+    lost_grace: Duration,
 }
 
 impl Settings {
@@ -83,6 +86,7 @@ impl Settings {
             policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace },
             tombstone: config.tombstone,
             remember: config.remember,
+            lost_grace: config.lost_grace,
         }
     }
 
@@ -230,6 +234,8 @@ enum Step {
     Artifacts,
     Deleted,
     Holders,
+    Losses,
+    OldLosses,
 }
 
 /// What a batch did.
@@ -242,8 +248,16 @@ struct Batch {
 }
 
 impl Step {
-    const ALL: [Self; 6] =
-        [Self::Builds, Self::Attempts, Self::Claims, Self::Artifacts, Self::Deleted, Self::Holders];
+    const ALL: [Self; 8] = [
+        Self::Builds,
+        Self::Attempts,
+        Self::Claims,
+        Self::Artifacts,
+        Self::Deleted,
+        Self::Holders,
+        Self::Losses,
+        Self::OldLosses,
+    ];
 
     /// Whether anything is to be looked at. Reads an index.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
@@ -261,9 +275,15 @@ impl Step {
                 "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state = 'deleting' LIMIT 1"
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 LIMIT 1",
+            Self::Losses => losses::NEW,
+            Self::OldLosses => losses::OLD,
         };
-        let statement =
-            Statement::from_sql_and_values(conn.get_database_backend(), sql, [settings.now.0.into()]);
+        let at = match self {
+            Self::Losses => settings.now - settings.lost_grace,
+            Self::OldLosses => settings.now - settings.remember,
+            _ => settings.now,
+        };
+        let statement = Statement::from_sql_and_values(conn.get_database_backend(), sql, [at.0.into()]);
         Ok(conn.query_one_raw(statement).await?.is_some())
     }
 
@@ -275,6 +295,8 @@ impl Step {
             Self::Artifacts => artifacts::look(txn, settings).await,
             Self::Deleted => deleted::look(txn, settings).await,
             Self::Holders => holders::look(txn, settings).await,
+            Self::Losses => losses::notice(txn, settings).await,
+            Self::OldLosses => losses::forget(txn, settings).await,
         }
     }
 }

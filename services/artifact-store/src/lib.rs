@@ -10,6 +10,9 @@
 //! inventory     the rows of what workers hold, from before it is made until it is there
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
+//! losses        what was lost, noticed after a grace, and told in order
+//! dispose       what gateways and operators want to be destroyed
+//! gone          workers that are gone for good
 //! rules         when owners let go: pure
 //! mark          what is garbage, and why: pure
 //! facts         what is known of things before they are judged
@@ -25,12 +28,15 @@ mod artifacts;
 mod clock;
 mod collect;
 mod config;
+mod dispose;
 mod due;
 mod entity;
 mod facts;
 mod gauges;
+mod gone;
 mod grpc;
 mod inventory;
+mod losses;
 mod mark;
 mod migrations;
 mod owners;

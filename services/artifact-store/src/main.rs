@@ -46,6 +46,9 @@ struct Arguments {
     /// How long a transfer may take before it says that it goes on
     #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
+    /// For how long a volume or container must be missing from reports before it counts as lost
+    #[arg(long, env = "GANTRY_LOST_GRACE", value_name = "DURATION", default_value = "1m", value_parser = duration)]
+    lost_grace: Duration,
     /// How long a deleted artifact can still be looked up
     #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "24h", value_parser = duration)]
     tombstone: Duration,
@@ -106,6 +109,7 @@ impl Arguments {
             default_term: self.default_term,
             collect_interval: self.collect_interval,
             claim_term: self.claim_term,
+            lost_grace: self.lost_grace,
             tombstone: self.tombstone,
             remember: self.remember,
             sweep_interval: self.sweep_interval,

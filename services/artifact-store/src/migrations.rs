@@ -10,5 +10,6 @@ impl Migrations for Schema {
         SqlMigration { name: "0002_copies", sql: include_str!("migrations/0002_copies.sql") },
         SqlMigration { name: "0003_lifecycles", sql: include_str!("migrations/0003_lifecycles.sql") },
         SqlMigration { name: "0004_reports", sql: include_str!("migrations/0004_reports.sql") },
+        SqlMigration { name: "0006_inventory", sql: include_str!("migrations/0006_inventory.sql") },
     ];
 }

@@ -17,7 +17,7 @@
 use std::collections::HashMap;
 
 use domain::worker::SessionClaims;
-use domain::{ContainerHandle, StoreLife, VolumeHandle};
+use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
@@ -271,26 +271,27 @@ async fn carry_out<E: Sweepable>(
     judged: &HashMap<Judgement, Vec<Uuid>>,
 ) -> Result<(u64, u64), ReportError> {
     let of = |judgement| judged.get(&judgement).map(Vec::as_slice).unwrap_or_default();
+    let now = store.now();
     let (found, lost, forgotten) = (of(Judgement::Found), of(Judgement::Lose), of(Judgement::Forget));
     store
         .db
         .write(|txn| async move {
             goes_on(&sessions::fence(&txn, claims).await?, token)?;
             let missing = [State::Unconfirmed, State::Lost];
-            set::<E>(&txn, found, &missing, State::Created, token).await?;
-            let lost = set::<E>(&txn, lost, &State::PRESENT, State::Lost, token).await?;
+            set::<E>(&txn, found, &missing, (State::Created, None), token).await?;
+            let lost = set::<E>(&txn, lost, &State::PRESENT, (State::Lost, Some(now)), token).await?;
             let forgotten = forget::<E>(&txn, forgotten, token).await?;
             Ok((lost, forgotten))
         })
         .await
 }
 
-/// Moves rows that are in one of `from` and were made or marked before the token.
+/// Moves rows that are in one of `from` and were made or marked before the token, and says since when they are lost.
 async fn set<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     from: &[State],
-    to: State,
+    (to, lost_at): (State, Option<Timestamp>),
     token: Token,
 ) -> Result<u64, DbErr> {
     if handles.is_empty() {
@@ -298,6 +299,8 @@ async fn set<E: Sweepable>(
     }
     let moved = E::update_many()
         .col_expr(E::STATE, Expr::value(to))
+        .col_expr(E::LOST_AT, Expr::value(lost_at.map(|at| at.0)))
+        .col_expr(E::LOSS_NOTICED, Expr::value(false))
         .filter(E::HANDLE.is_in(handles.iter().copied()))
         .filter(E::STATE.is_in(from.iter().copied()))
         .filter(E::JUDGED_AFTER.lt(token.sequence))

@@ -16,6 +16,7 @@
 //! | container, otherwise | | marked: its processes are gone |
 //! | volume, `created` | | unconfirmed until the first complete report |
 
+use domain::Timestamp;
 use domain::worker::SessionClaims;
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -64,13 +65,20 @@ fn column(number: u64) -> i64 {
 }
 
 /// Records the session of `claims`, and answers whether that marked anything.
-pub(crate) async fn record(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<bool, SessionError> {
+///
+/// The sequence of a worker that is not known begins at `now`, in microseconds: above that of an earlier row, should the worker have been forgotten
+/// and come back, so that no report of that time judges anything of this.
+pub(crate) async fn record(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+    now: Timestamp,
+) -> Result<bool, SessionError> {
     let id = claims.worker.uuid();
     let first = worker::ActiveModel {
         worker_id: Set(id),
         incarnation: Set(column(claims.incarnation.0)),
         session: Set(column(claims.session.0)),
-        sequence: Set(0),
+        sequence: Set(now.0),
         reported: Set(0),
     };
     worker::Entity::insert(first)

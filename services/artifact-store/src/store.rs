@@ -57,7 +57,8 @@ impl Store {
         if recorded.as_ref() == Some(claims) {
             return Ok(());
         }
-        let marked = self.db.write(|txn| async move { sessions::record(&txn, claims).await }).await?;
+        let now = self.now();
+        let marked = self.db.write(|txn| async move { sessions::record(&txn, claims, now).await }).await?;
         if marked {
             self.marks.wake([claims.worker]);
         }
@@ -73,7 +74,7 @@ impl Store {
 
 /// The life of this database: minted once, and again after a backup was restored.
 async fn life(db: &Database, restored: bool) -> Result<StoreLife, DbErr> {
-    let fresh = store::ActiveModel { id: Set(1), life: Set(StoreLife::new().uuid()) };
+    let fresh = store::ActiveModel { id: Set(1), life: Set(StoreLife::new().uuid()), ..Default::default() };
     let mut conflict = OnConflict::column(store::Column::Id);
     if restored {
         conflict.update_column(store::Column::Life);

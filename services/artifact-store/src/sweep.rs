@@ -11,6 +11,7 @@
 //! Invariant: children come before their parents. A parent is handed out only when every child is, and what is sent together is in order.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::time::Duration;
 
 use domain::worker::SessionClaims;
@@ -26,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::entity::{State, container, volume, worker};
-use crate::mark::{self, Why};
+use crate::mark;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 
@@ -40,7 +41,7 @@ const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.work
 pub(crate) async fn mark_volumes(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
-    why: Why,
+    why: impl fmt::Display,
 ) -> Result<Vec<WorkerId>, DbErr> {
     mark_rows::<volume::Entity>(txn, handles, why).await
 }
@@ -49,7 +50,7 @@ pub(crate) async fn mark_volumes(
 pub(crate) async fn mark_containers(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
-    why: Why,
+    why: impl fmt::Display,
 ) -> Result<Vec<WorkerId>, DbErr> {
     mark_rows::<container::Entity>(txn, handles, why).await
 }
@@ -58,7 +59,7 @@ pub(crate) async fn mark_containers(
 async fn mark_rows<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
-    why: Why,
+    why: impl fmt::Display,
 ) -> Result<Vec<WorkerId>, DbErr> {
     if handles.is_empty() {
         return Ok(Vec::new());
@@ -86,6 +87,8 @@ pub(crate) trait Sweepable: EntityTrait {
     const STATE: Self::Column;
     const JUDGED_AFTER: Self::Column;
     const MARKED_WHY: Self::Column;
+    const LOST_AT: Self::Column;
+    const LOSS_NOTICED: Self::Column;
 
     /// Where the thing is.
     fn worker(row: &Self::Model) -> WorkerId;
@@ -99,6 +102,8 @@ macro_rules! sweepable {
             const STATE: Self::Column = $table::Column::State;
             const JUDGED_AFTER: Self::Column = $table::Column::JudgedAfter;
             const MARKED_WHY: Self::Column = $table::Column::MarkedWhy;
+            const LOST_AT: Self::Column = $table::Column::LostAt;
+            const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
 
             fn worker(row: &Self::Model) -> WorkerId {
                 WorkerId::from_uuid(row.worker_id)

@@ -32,5 +32,7 @@ pub(crate) fn new_volume(
         created_at: now.0,
         judged_after: sequence,
         marked_why: None,
+        lost_at: None,
+        loss_noticed: false,
     }
 }

@@ -1,9 +1,11 @@
 //! The store as its callers see it: over gRPC, on both databases.
 
 mod copies;
+mod disposal;
 mod harness;
 mod inventory;
 mod lifecycles;
+mod losses;
 mod model;
 mod owners;
 mod queries;
