@@ -224,7 +224,10 @@ async fn a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_
     assert_eq!(suite.volume_state(&kept).await, Some(InventoryState::Lost));
     let live: Vec<_> = suite.containers().await.into_iter().map(|row| row.container_handle).collect();
     assert_eq!(live, [again.container_handle.as_str()], "{} was forgotten", of_first.container_handle);
-    second.report(std::slice::from_ref(&kept), &[again.container_handle.clone()]).await.expect("reported");
+    second
+        .report(std::slice::from_ref(&kept), std::slice::from_ref(&again.container_handle))
+        .await
+        .expect("reported");
 
     // After a new incarnation nothing from before confirms a volume, loses it, or forgets what it marked.
     let third = suite.silent_gateway(worker, 2, 1);
