@@ -15,6 +15,7 @@ from measure import machine
 from output import bench_output
 from processes import bench_processes
 from start import bench_start
+from store import bench_store
 from transfers import bench_transfers
 from trees import bench_trees
 
@@ -41,6 +42,7 @@ def sections(quick):
         "trees": lambda: bench_trees(DISK, few),
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
+        "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000),
         "compose": bench_compose,
     }
 

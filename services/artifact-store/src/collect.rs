@@ -21,7 +21,7 @@
 //! something that says when it ends ([`Look::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::due`]). What is kept by something
 //! that may end unseen is looked at again after a while, so a look that somebody forgot to ask for costs time and no more.
 
-mod artifacts;
+pub(crate) mod artifacts;
 mod attempts;
 mod builds;
 mod claims;
@@ -70,12 +70,12 @@ pub(crate) enum Kind {
 
 /// What a round goes by.
 #[derive(Debug, Clone, Copy)]
-struct Settings {
-    now: Timestamp,
-    policy: Policy,
-    tombstone: Duration,
-    remember: Duration,
-    lost_grace: Duration,
+pub(crate) struct Settings {
+    pub(crate) now: Timestamp,
+    pub(crate) policy: Policy,
+    pub(crate) tombstone: Duration,
+    pub(crate) remember: Duration,
+    pub(crate) lost_grace: Duration,
 }
 
 impl Settings {
@@ -240,7 +240,7 @@ enum Step {
 
 /// What a batch did.
 #[derive(Debug, Default)]
-struct Batch {
+pub(crate) struct Batch {
     /// Whether there was anything to look at that nobody else had locked.
     looked: bool,
     collected: Vec<Collected>,

@@ -76,7 +76,8 @@ async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
         return Ok(());
     }
     let sql = format!(
-        "SELECT artifact_id FROM artifacts WHERE artifact_id IN ({ARTIFACTS_HERE}) ORDER BY artifact_id FOR UPDATE"
+        "SELECT artifact_id FROM artifacts
+         WHERE state = 'sealed' AND artifact_id IN ({ARTIFACTS_HERE}) ORDER BY artifact_id FOR UPDATE"
     );
     let statement = Statement::from_sql_and_values(backend, sql, [id.uuid().into()]);
     Id::find_by_statement(statement).all(txn).await.map(|_| ())

@@ -35,6 +35,8 @@ mod facts;
 mod gauges;
 mod gone;
 mod grpc;
+#[cfg(test)]
+mod interleavings;
 mod inventory;
 mod losses;
 mod mark;

@@ -119,7 +119,7 @@ pub(crate) async fn put_build(
         .col_expr(build::Column::Keep, Expr::value(micros(new.keep)))
         .col_expr(build::Column::Term, Expr::value(new.term.map(micros)))
         .col_expr(build::Column::TermEndsAt, Expr::value(term_ends_at))
-        .col_expr(build::Column::LookAt, Expr::value(term_ends_at));
+        .col_expr(build::Column::LookAt, Expr::value(new.ended.map_or(term_ends_at, |_| Some(now.0))));
     if let Some((status, at)) = new.ended {
         // Nothing ends in the future, whatever its caller's clock says.
         let at = at.map_or(now, |at| Ord::min(at, now));
@@ -127,8 +127,7 @@ pub(crate) async fn put_build(
         put = put
             .col_expr(build::Column::Status, Expr::value(status))
             .col_expr(build::Column::EndedAt, Expr::value(at.0))
-            .col_expr(build::Column::KeptUntil, Expr::value(rule.lets_go().column()))
-            .col_expr(build::Column::LookAt, Expr::value(now.0));
+            .col_expr(build::Column::KeptUntil, Expr::value(rule.lets_go().column()));
     }
     put.filter(build::Column::BuildId.eq(id)).filter(build::Column::EndedAt.is_null()).exec(txn).await?;
     match latest {

@@ -60,3 +60,37 @@ impl build::Model {
         Build { ended: Some((status, at)), latest_of_its_job, keep: self.keep }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The rule as people say it.
+    fn in_words(status: Option<BuildStatus>, latest: bool) -> &'static str {
+        match status {
+            None => "not before its end",
+            Some(BuildStatus::Succeeded | BuildStatus::Aborted) => "at its end",
+            Some(BuildStatus::Failed | BuildStatus::Errored) if latest => "when a later build is reported",
+            Some(BuildStatus::Failed | BuildStatus::Errored) => "at its end",
+        }
+    }
+
+    #[test]
+    fn a_build_lets_go_as_the_table_says() {
+        use BuildStatus::{Aborted, Errored, Failed, Succeeded};
+        let ended_at = Timestamp(1_000);
+        for status in [None, Some(Succeeded), Some(Failed), Some(Errored), Some(Aborted)] {
+            for latest_of_its_job in [false, true] {
+                for keep in [0, 500] {
+                    let ended = status.map(|status| (status, ended_at));
+                    let expected = match in_words(status, latest_of_its_job) {
+                        "at its end" => LetsGo::At(Timestamp(1_000 + keep)),
+                        _ => LetsGo::NotYet,
+                    };
+                    let build = Build { ended, latest_of_its_job, keep };
+                    assert_eq!(build.lets_go(), expected, "{build:?}");
+                }
+            }
+        }
+    }
+}

@@ -9,7 +9,7 @@ use crate::facts;
 use crate::mark::{self, Verdict};
 use crate::units::size;
 
-pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let query = artifact::Entity::find().filter(artifact::Column::State.ne(ArtifactState::Deleting));
     let rows = lock_due(txn, query, settings).await?;
     if rows.is_empty() {

@@ -83,6 +83,10 @@ impl Suite {
         pb::artifacts_client::ArtifactsClient::new(self.peer.clone())
     }
 
+    pub(crate) fn owners(&self) -> pb::owners_client::OwnersClient<Peer> {
+        pb::owners_client::OwnersClient::new(self.peer.clone())
+    }
+
     pub(crate) fn pins(&self) -> pb::pins_client::PinsClient<Peer> {
         pb::pins_client::PinsClient::new(self.peer.clone())
     }
@@ -127,13 +131,13 @@ impl Suite {
             keep: keep.map(rpc::duration),
             ..Default::default()
         };
-        pb::owners_client::OwnersClient::new(self.peer.clone()).put_build(request).await?;
+        self.owners().put_build(request).await?;
         Ok(())
     }
 
     pub(crate) async fn delete_build(&self, build: BuildId) -> Answer<()> {
         let request = pb::DeleteBuildRequest { team: TEAM.to_owned(), build_id: build.to_string() };
-        pb::owners_client::OwnersClient::new(self.peer.clone()).delete_build(request).await?;
+        self.owners().delete_build(request).await?;
         Ok(())
     }
 
@@ -242,6 +246,22 @@ impl Suite {
         outputs: &[(ArtifactId, Digest)],
         build: Option<BuildId>,
     ) -> Answer<()> {
+        self.settle_with(workload, attempt, outputs, build, pb::BuildStatus::Succeeded).await
+    }
+
+    /// Settles a workload that made nothing.
+    pub(crate) async fn settle_as(&self, workload: WorkloadId, status: pb::BuildStatus) -> Answer<()> {
+        self.settle_with(workload, None, &[], None, status).await
+    }
+
+    async fn settle_with(
+        &self,
+        workload: WorkloadId,
+        attempt: Option<AttemptId>,
+        outputs: &[(ArtifactId, Digest)],
+        build: Option<BuildId>,
+        status: pb::BuildStatus,
+    ) -> Answer<()> {
         let output = |(artifact, digest): &(ArtifactId, Digest)| pb::SettledOutput {
             artifact_id: artifact.to_string(),
             digest: digest.as_bytes().to_vec().into(),
@@ -253,7 +273,7 @@ impl Suite {
             attempt_id: text(attempt),
             outputs: outputs.iter().map(output).collect(),
             build_id: text(build),
-            status: pb::BuildStatus::Succeeded.into(),
+            status: status.into(),
         };
         self.pins().settle(request).await?;
         Ok(())

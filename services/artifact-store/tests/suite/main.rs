@@ -1,5 +1,6 @@
 //! The store as its callers see it: over gRPC, on both databases.
 
+mod builds;
 mod copies;
 mod disposal;
 mod harness;

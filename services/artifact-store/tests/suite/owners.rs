@@ -32,7 +32,7 @@ async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
     suite.pin(workload, &[artifact], Some(build)).await.expect("pinned");
 
     let of_another = pb::DeleteBuildRequest { team: "other".to_owned(), build_id: build.to_string() };
-    let mut owners = pb::owners_client::OwnersClient::new(suite.peer.clone());
+    let mut owners = suite.owners();
     let refused = owners.delete_build(of_another).await.map_err(rpc::Refusal::from);
     assert_refused(refused, Reason::BuildNotFound);
     for _ in 0..2 {

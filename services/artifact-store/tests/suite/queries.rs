@@ -96,7 +96,7 @@ async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
         term: Some(rpc::duration(Duration::from_secs(24 * 3600 + 1))),
         ..Default::default()
     };
-    let mut owners = pb::owners_client::OwnersClient::new(suite.peer.clone());
+    let mut owners = suite.owners();
     assert_refused(owners.put_build(put).await.map_err(Refusal::from), Reason::InvalidField);
 
     let (workload, artifact) = (WorkloadId::new(), ArtifactId::new());

@@ -1,0 +1,337 @@
+//! Whoever begins to use something, and whoever marks it, at the same moment: one transaction waits in its middle while the other runs.
+//!
+//! Each kind of reference is tried in both orders on PostgreSQL. Then once more with the locks taken out: between the store and its database
+//! stands a proxy that blanks every `FOR SHARE` and `FOR UPDATE`. Then it must go wrong; else this would prove nothing about the locks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use db::Database;
+use domain::worker::{Incarnation, Session, SessionClaims};
+use domain::{
+    ArtifactId, AttemptId, BuildId, Digest, GatewayInstance, Timestamp, VolumeHandle, WorkerId, WorkloadId,
+};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement, Value};
+use testing::databases::{self, TestDatabase};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+use crate::collect::{self, Settings};
+use crate::entity::Purpose;
+use crate::inventory::{self, NeededVolume, Needs};
+use crate::mark::Policy;
+use crate::migrations::Schema;
+use crate::{artifacts, owners, pins};
+
+const TEAM: &str = "main";
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Long after everything was made.
+const NOW: Timestamp = Timestamp(1_000_000_000_000_000);
+
+/// How something comes to be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reference {
+    Pin,
+    Owner,
+    Adoption,
+    ChildVolume,
+}
+
+const ALL: [Reference; 4] = [Reference::Pin, Reference::Owner, Reference::Adoption, Reference::ChildVolume];
+
+/// An artifact that nobody needs, with its replica, and a build that may own it.
+struct Target {
+    artifact: ArtifactId,
+    digest: Digest,
+    build: BuildId,
+    claims: SessionClaims,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Failed {
+    #[error("refused")]
+    Refused,
+    #[error(transparent)]
+    Database(#[from] DbErr),
+}
+
+/// Runs a statement with the values `$1` and so on.
+async fn execute(db: &Database, sql: &str, values: Vec<Value>) {
+    db.write(|txn| {
+        let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values.clone());
+        async move { txn.execute_raw(statement).await.map(drop) }
+    })
+    .await
+    .expect("written");
+}
+
+async fn count(db: &Database, sql: &str, values: Vec<Value>) -> i64 {
+    let statement = Statement::from_sql_and_values(db.read().get_database_backend(), sql, values);
+    let row = db.read().query_one_raw(statement).await.expect("asked").expect("a row");
+    row.try_get("", "n").expect("a number")
+}
+
+impl Target {
+    async fn new(db: &Database) -> Self {
+        let (artifact, build, worker) = (ArtifactId::new(), BuildId::new(), WorkerId::new());
+        let digest = artifact.uuid().as_bytes().repeat(2);
+        let digest = Digest::try_from(&digest[..]).expect("32 bytes");
+        execute(db, "INSERT INTO workers VALUES ($1, 1, 1, 1, 0)", vec![worker.uuid().into()]).await;
+        execute(
+            db,
+            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, look_at)
+             VALUES ($1, $1, 'main', '', 'sealed', $2, 0, FALSE, 0, 0)",
+            vec![artifact.uuid().into(), digest.as_bytes().to_vec().into()],
+        )
+        .await;
+        execute(
+            db,
+            "INSERT INTO volumes (handle, worker_id, state, purpose, artifact_id, complete, digest, size_bytes, verified, created_at, judged_after)
+             VALUES ($1, $2, 'created', 'replica', $3, TRUE, $4, 0, TRUE, 0, 0)",
+            vec![VolumeHandle::new().uuid().into(), worker.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
+        )
+        .await;
+        execute(
+            db,
+            "INSERT INTO builds (build_id, team, keep, bound, created_at) VALUES ($1, 'main', 0, FALSE, 0)",
+            vec![build.uuid().into()],
+        )
+        .await;
+        let claims = SessionClaims {
+            worker,
+            incarnation: Incarnation(1),
+            session: Session(1),
+            instance: GatewayInstance::new(),
+        };
+        Self { artifact, digest, build, claims }
+    }
+
+    /// Begins to use it.
+    async fn refer(&self, txn: &DatabaseTransaction, reference: Reference) -> Result<(), Failed> {
+        let refused = match reference {
+            Reference::Pin => {
+                pins::pin(txn, WorkloadId::new(), TEAM, &[self.artifact], None, NOW).await.is_err()
+            }
+            Reference::Owner => owners::own(txn, TEAM, self.artifact, self.build).await.is_err(),
+            Reference::Adoption => {
+                let adopted = artifacts::adopt_by_digest(txn, TEAM, self.digest, Some(self.build), &[]).await;
+                adopted.is_ok_and(|adopted| adopted.is_none())
+            }
+            Reference::ChildVolume => {
+                let needs = Needs {
+                    holder: WorkloadId::new(),
+                    attempt: AttemptId::new(),
+                    team: TEAM.to_owned(),
+                    volumes: vec![NeededVolume {
+                        name: "in".to_owned(),
+                        purpose: Purpose::Input,
+                        from: Some(self.artifact),
+                        output: None,
+                    }],
+                };
+                inventory::prepare(txn, &self.claims, &needs, NOW).await.is_err()
+            }
+        };
+        if refused { Err(Failed::Refused) } else { Ok(()) }
+    }
+
+    async fn is_marked(&self, db: &Database) -> bool {
+        let sql = "SELECT COUNT(*) AS n FROM artifacts WHERE artifact_id = $1 AND state = 'deleting'";
+        count(db, sql, vec![self.artifact.uuid().into()]).await == 1
+    }
+
+    async fn is_used(&self, db: &Database) -> bool {
+        let sql = "SELECT (SELECT COUNT(*) FROM pins WHERE artifact_id = $1)
+                        + (SELECT COUNT(*) FROM owners WHERE artifact_id = $1)
+                        + (SELECT COUNT(*) FROM volumes WHERE from_artifact_id = $1) AS n";
+        count(db, sql, vec![self.artifact.uuid().into()]).await > 0
+    }
+}
+
+/// One of two transactions: it does its part, says so, and commits once it is told to.
+#[derive(Clone, Default)]
+struct Party {
+    reached: Arc<Notify>,
+    go: Arc<Notify>,
+}
+
+impl Party {
+    async fn run<F>(
+        self,
+        db: Database,
+        part: impl Fn(db::Transaction) -> F + Send + Sync,
+    ) -> Result<(), Failed>
+    where
+        F: Future<Output = Result<(), Failed>> + Send,
+    {
+        db.write(|txn| {
+            let done = part(txn);
+            async {
+                done.await?;
+                self.reached.notify_one();
+                self.go.notified().await;
+                Ok(())
+            }
+        })
+        .await
+    }
+}
+
+/// Waits until `party` has done its part, or cannot go on before the other one has ended.
+async fn reached_or_held_up(party: &Party, watching: &Database) {
+    let held_up = async {
+        let sql = "SELECT COUNT(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+        while count(watching, sql, Vec::new()).await == 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    let either = async {
+        tokio::select! {
+            () = party.reached.notified() => {}
+            () = held_up => {}
+        }
+    };
+    tokio::time::timeout(PATIENCE, either).await.expect("it goes on, or waits for a lock");
+}
+
+/// Runs a reference and a mark of its target so that the first waits in its middle for the second, and answers what came of them:
+/// whether the target is marked, and whether it is used.
+async fn interleave(
+    watching: &Database,
+    working: &Database,
+    reference: Reference,
+    mark_first: bool,
+) -> (bool, bool) {
+    let target = Arc::new(Target::new(watching).await);
+    let policy = Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO };
+    let (tombstone, remember, lost_grace) = (Duration::MAX, Duration::MAX, Duration::MAX);
+    let settings = Settings { now: NOW, policy, tombstone, remember, lost_grace };
+    let (refers, marks) = (Party::default(), Party::default());
+    let mut both = JoinSet::new();
+    let refer = |both: &mut JoinSet<_>| {
+        let (target, party, db) = (target.clone(), refers.clone(), working.clone());
+        both.spawn(async move {
+            let part = |txn: db::Transaction| {
+                let target = target.clone();
+                async move { target.refer(&txn, reference).await }
+            };
+            // Refused: it was too late.
+            _ = party.run(db, part).await;
+        });
+    };
+    let mark = |both: &mut JoinSet<_>| {
+        let (party, db) = (marks.clone(), working.clone());
+        both.spawn(async move {
+            let part = |txn: db::Transaction| async move {
+                collect::artifacts::look(&txn, &settings).await?;
+                Ok(())
+            };
+            party.run(db, part).await.expect("marked what it could");
+        });
+    };
+    let (first, second) = if mark_first { (&marks, &refers) } else { (&refers, &marks) };
+    if mark_first {
+        mark(&mut both)
+    } else {
+        refer(&mut both)
+    }
+    tokio::time::timeout(PATIENCE, first.reached.notified()).await.expect("nothing holds the first up");
+    if mark_first {
+        refer(&mut both)
+    } else {
+        mark(&mut both)
+    }
+    reached_or_held_up(second, watching).await;
+    first.go.notify_one();
+    second.go.notify_one();
+    both.join_all().await;
+    (target.is_marked(watching).await, target.is_used(watching).await)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_used() {
+    let database = databases::postgres().await;
+    let db = Database::connect::<Schema>(&database.url).await.expect("the database");
+    for reference in ALL {
+        let kept = interleave(&db, &db, reference, false).await;
+        assert_eq!(kept, (false, true), "{reference:?}, and a mark while it goes on");
+        let gone = interleave(&db, &db, reference, true).await;
+        assert_eq!(gone, (true, false), "{reference:?} while a mark goes on");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_locks_it_would_be() {
+    let database = databases::postgres().await;
+    let db = Database::connect::<Schema>(&database.url).await.expect("the database");
+    let mut proxy = JoinSet::new();
+    let unlocked = blank_locks(&database, &mut proxy).await;
+    let unlocked = Database::connect::<Schema>(&unlocked).await.expect("the database, by the proxy");
+    for reference in ALL {
+        for mark_first in [false, true] {
+            let both = interleave(&db, &unlocked, reference, mark_first).await;
+            assert_eq!(
+                both,
+                (true, true),
+                "{reference:?}, the mark first: {mark_first}: the locks are not what keeps them apart"
+            );
+        }
+    }
+}
+
+/// Stands between a database and its callers, and blanks the locks in every statement. Answers its URL.
+async fn blank_locks(database: &TestDatabase, tasks: &mut JoinSet<()>) -> String {
+    let (before, rest) = database.url.split_once('@').expect("a user");
+    let (server, name) = rest.split_once('/').expect("a name");
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let port = listener.local_addr().expect("its address").port();
+    let url = format!("{before}@127.0.0.1:{port}/{name}");
+    let server = server.to_owned();
+    tasks.spawn(async move {
+        let mut connections = JoinSet::new();
+        while let Ok((client, _)) = listener.accept().await {
+            let server = TcpStream::connect(&server).await.expect("the server answers");
+            let (mut from_client, mut to_client) = client.into_split();
+            let (mut from_server, mut to_server) = server.into_split();
+            connections.spawn(async move {
+                // Either side may go when it likes.
+                tokio::io::copy(&mut from_server, &mut to_client).await.ok();
+            });
+            connections.spawn(async move {
+                forward(&mut from_client, &mut to_server).await.ok();
+            });
+        }
+    });
+    url
+}
+
+/// Forwards messages of the PostgreSQL protocol: until the start-up message without a type, then with one.
+async fn forward(
+    from: &mut (impl AsyncReadExt + Unpin),
+    to: &mut (impl AsyncWriteExt + Unpin),
+) -> std::io::Result<()> {
+    const SSL_REQUEST: [u8; 4] = 80_877_103_u32.to_be_bytes();
+    let mut started = false;
+    loop {
+        let kind = if started { Some(from.read_u8().await?) } else { None };
+        let length = from.read_u32().await?;
+        let mut body = vec![0; usize::try_from(length).unwrap_or(4).saturating_sub(4)];
+        from.read_exact(&mut body).await?;
+        started |= body[..] != SSL_REQUEST;
+        if matches!(kind, Some(b'P' | b'Q')) {
+            for lock in [&b" FOR UPDATE SKIP LOCKED"[..], b" FOR UPDATE", b" FOR SHARE"] {
+                while let Some(at) = body.windows(lock.len()).position(|window| window == lock) {
+                    body[at..at + lock.len()].fill(b' ');
+                }
+            }
+        }
+        if let Some(kind) = kind {
+            to.write_u8(kind).await?;
+        }
+        to.write_u32(length).await?;
+        to.write_all(&body).await?;
+        to.flush().await?;
+    }
+}
