@@ -213,6 +213,8 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "DISK_FULL" => "free space on the worker, or drop what nobody needs with `gantry gc`",
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
         "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
+        "VOLUME_NOT_FOUND" => "see `gantry list volumes`",
+        "CONTAINER_NOT_FOUND" => "see `gantry list containers`",
         "WORKER_NOT_FOUND" => "see `gantry list workers`",
         "NO_REPLICA" => "make it again, its bytes are lost",
         "PROGRAM_NOT_FOUND" => "give the path that it has there, or set PATH with --env",
