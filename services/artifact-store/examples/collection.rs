@@ -40,7 +40,8 @@ async fn main() -> Result<()> {
     let figures = measure(&store, artifacts).await?;
     store.stop().await?;
     let marks = artifacts / GARBAGE_IN;
-    let said = format!(r#"{{"artifacts": {artifacts}, "marks": {marks}, "row_by_row_ms": {by_row:.1}, {figures}}}"#);
+    let said =
+        format!(r#"{{"artifacts": {artifacts}, "marks": {marks}, "row_by_row_ms": {by_row:.1}, {figures}}}"#);
     writeln!(std::io::stdout(), "{said}")?;
     Ok(())
 }
@@ -66,7 +67,9 @@ const ENDED: u32 = 9;
 async fn fill(connection: &DatabaseConnection, artifacts: u64) -> Result<()> {
     let backend = connection.get_database_backend();
     let numbers = |count: u64| match backend {
-        DbBackend::Sqlite => format!("WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})"),
+        DbBackend::Sqlite => {
+            format!("WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})")
+        }
         _ => format!("WITH n (i) AS (SELECT generate_series(1, {count}))"),
     };
     let digest = match backend {
@@ -114,11 +117,10 @@ async fn fill(connection: &DatabaseConnection, artifacts: u64) -> Result<()> {
             "CREATE TABLE by_row (handle {uuid} PRIMARY KEY, state TEXT NOT NULL, parent {uuid}, owner {uuid})",
             uuid = if backend == DbBackend::Sqlite { "BLOB" } else { "UUID" }
         ),
-        format!(
-            "INSERT INTO by_row SELECT v.handle, v.state, NULL,
+        "INSERT INTO by_row SELECT v.handle, v.state, NULL,
                  CASE WHEN b.kept_until IS NULL THEN b.build_id ELSE NULL END
              FROM volumes v JOIN owners o ON o.artifact_id = v.artifact_id JOIN builds b ON b.build_id = o.build_id"
-        ),
+            .to_owned(),
         "CREATE INDEX by_row_parent ON by_row (parent)".to_owned(),
         "CREATE INDEX by_row_owner ON by_row (owner)".to_owned(),
         "ANALYZE".to_owned(),
@@ -137,10 +139,14 @@ async fn fill(connection: &DatabaseConnection, artifacts: u64) -> Result<()> {
 async fn row_by_row(connection: &DatabaseConnection) -> Result<f64> {
     let backend = connection.get_database_backend();
     let begin = Instant::now();
-    let orphans = Statement::from_string(backend, "SELECT handle FROM by_row WHERE owner IS NULL AND state = 'created'");
+    let orphans = Statement::from_string(
+        backend,
+        "SELECT handle FROM by_row WHERE owner IS NULL AND state = 'created'",
+    );
     for row in connection.query_all_raw(orphans).await? {
         let handle: Uuid = row.try_get("", "handle")?;
-        let mark = "UPDATE by_row SET state = 'destroying' WHERE handle = $1 AND state IN ('created', 'destroying')
+        let mark =
+            "UPDATE by_row SET state = 'destroying' WHERE handle = $1 AND state IN ('created', 'destroying')
                     AND NOT EXISTS (SELECT 1 FROM by_row child WHERE child.parent = by_row.handle)";
         connection.execute_raw(Statement::from_sql_and_values(backend, mark, [handle.into()])).await?;
     }

@@ -313,7 +313,8 @@ async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database
     };
     assert_refused(gateway.report_with(late, &[], &[]).await, Reason::StaleReport);
     assert_eq!(suite.volume_state(&fresh).await, Some(InventoryState::Created));
-    let reported = gateway.report(&[replica.clone(), fresh], &[planned.container_handle.clone()]).await;
+    let reported =
+        gateway.report(&[replica.clone(), fresh], std::slice::from_ref(&planned.container_handle)).await;
     let reported = reported.expect("reported");
     assert_eq!(reported.unknown_volume_handles, [replica]);
     assert_eq!(reported.unknown_container_handles, [planned.container_handle]);

@@ -69,7 +69,8 @@ async fn the_store_hears_now_and_again_that_somebody_is_attached() {
     let container = runtime.made(container()).await;
     let process = runtime.started(container, conformance::process(&programs::sleep())).await;
     let gateway =
-        Served::start(|host| host.add_service(containers(gateway_of(&[worker.clone()], NOBODY)))).await;
+        Served::start(|host| host.add_service(containers(gateway_of(std::slice::from_ref(&worker), NOBODY))))
+            .await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let resume =
         pb::Resume { team: "main".to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
