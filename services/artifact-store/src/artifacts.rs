@@ -210,6 +210,54 @@ pub(crate) async fn list(
     describe(conn, rows, now, policy).await
 }
 
+/// A page of the sealed artifacts of `team` that something keeps and that have no replica on any other worker than these, the newest first; and the
+/// ordinals of all that were looked at.
+pub(crate) async fn list_at_risk(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    workers: &[WorkerId],
+    page: rpc::page::Page,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<(Vec<(Located, Keepers)>, Vec<Uuid>), DbErr> {
+    let elsewhere = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::Handle)
+        .filter(
+            Expr::col((volume::Entity, volume::Column::ArtifactId))
+                .equals((artifact::Entity, artifact::Column::ArtifactId)),
+        )
+        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(volume::Column::Complete.eq(true))
+        .filter(volume::Column::State.is_in(State::PRESENT))
+        .filter(volume::Column::WorkerId.is_not_in(workers.iter().map(|worker| worker.uuid())))
+        .into_query();
+    let mut query = of_team(team)
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .filter(Expr::exists(elsewhere).not())
+        .order_by_desc(artifact::Column::Ordinal)
+        .limit(page.size);
+    if let Some(after) = page.after {
+        query = query.filter(artifact::Column::Ordinal.lt(after));
+    }
+    let rows = query.all(conn).await?;
+    let looked_at = rows.iter().map(|row| row.ordinal).collect();
+    let mut described = describe(conn, rows, now, policy).await?;
+    described.retain(|(_, keepers)| keepers.total > 0);
+    Ok((described, looked_at))
+}
+
+/// Artifacts of any team, with where they are and what keeps them. Unknown ones are left out.
+pub(crate) async fn of_ids(
+    conn: &impl ConnectionTrait,
+    ids: impl IntoIterator<Item = Uuid>,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Vec<(Located, Keepers)>, DbErr> {
+    let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(conn).await?;
+    describe(conn, rows, now, policy).await
+}
+
 fn of_team(team: &str) -> sea_orm::Select<artifact::Entity> {
     artifact::Entity::find().filter(artifact::Column::Team.eq(team))
 }

@@ -12,6 +12,7 @@
 //! deleted    artifacts: their replicas, children first; and in the end their tombstones
 //! holders    that can be forgotten
 //! graves     of what is gone, that can be forgotten
+//! losses     that are noticed, and those that are forgotten
 //! ```
 //!
 //! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
@@ -30,6 +31,7 @@ mod claims;
 mod deleted;
 mod graves;
 mod holders;
+mod losses;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -62,6 +64,7 @@ pub(crate) struct Settings {
     pub(crate) tombstone: Duration,
     pub(crate) remember: Duration,
     pub(crate) resource_cache_ttl: Duration,
+    pub(crate) lost_grace: Duration,
 }
 
 impl Settings {
@@ -73,6 +76,7 @@ impl Settings {
             tombstone: config.tombstone,
             remember: config.remember,
             resource_cache_ttl: config.resource_cache_ttl,
+            lost_grace: config.lost_grace,
         }
     }
 
@@ -238,6 +242,8 @@ enum Step {
     Deleted,
     Holders,
     Graves,
+    Losses,
+    OldLosses,
 }
 
 /// What a batch did.
@@ -250,7 +256,7 @@ pub(crate) struct Batch {
 }
 
 impl Step {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 11] = [
         Self::Builds,
         Self::ResourceCaches,
         Self::TaskCaches,
@@ -260,6 +266,8 @@ impl Step {
         Self::Deleted,
         Self::Holders,
         Self::Graves,
+        Self::Losses,
+        Self::OldLosses,
     ];
 
     /// Whether anything is to be looked at. Reads an index.
@@ -281,9 +289,15 @@ impl Step {
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 LIMIT 1",
             Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 LIMIT 1",
+            Self::Losses => losses::NEW,
+            Self::OldLosses => losses::OLD,
         };
-        let statement =
-            Statement::from_sql_and_values(conn.get_database_backend(), sql, [settings.now.0.into()]);
+        let at = match self {
+            Self::Losses => settings.now - settings.lost_grace,
+            Self::OldLosses => settings.now - settings.remember,
+            _ => settings.now,
+        };
+        let statement = Statement::from_sql_and_values(conn.get_database_backend(), sql, [at.0.into()]);
         Ok(conn.query_one_raw(statement).await?.is_some())
     }
 
@@ -298,6 +312,8 @@ impl Step {
             Self::Deleted => deleted::look(txn, settings).await,
             Self::Holders => holders::look(txn, settings).await,
             Self::Graves => graves::look(txn, settings).await,
+            Self::Losses => losses::notice(txn, settings).await,
+            Self::OldLosses => losses::forget(txn, settings).await,
         }
     }
 }

@@ -32,10 +32,12 @@ pub struct Config {
     pub collect_interval: Duration,
     /// How long a transfer, or who makes a resource cache, may take before they say that they go on. Default: 20 s.
     pub claim_term: Duration,
+    /// What a report lacks is noticed as lost when no report names it for longer. Default: 1 min.
+    pub lost_grace: Duration,
     /// A deleted artifact, and a volume or container that is gone, can still be asked about for this long. Default: 24 h.
     pub tombstone: Duration,
     /// A settled workload, an ended attempt and an ended build are remembered this long, so that late calls for them are
-    /// refused. Longer than any call can be delayed. Default: 24 h.
+    /// refused; and so is what was lost, for those who watch. Longer than any call can be delayed. Default: 24 h.
     pub remember: Duration,
     /// How often a gateway's stream looks for marks by itself; marks of this process are streamed at once. Default: 1 s.
     pub sweep_interval: Duration,
@@ -81,6 +83,7 @@ impl Config {
             task_cache_ttl: 7 * 24 * hour,
             collect_interval: 30 * second,
             claim_term: 20 * second,
+            lost_grace: minute,
             tombstone: 24 * hour,
             remember: 24 * hour,
             sweep_interval: second,

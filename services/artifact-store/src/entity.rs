@@ -105,6 +105,8 @@ entity! {
         #[sea_orm(primary_key, auto_increment = false)]
         id: i64,
         life: Uuid,
+        losses: i64,
+        losses_forgotten: i64,
     }
 }
 
@@ -313,6 +315,23 @@ entity! {
         marked_why: Option<String>,
         marked_at: Option<i64>,
         marked_from: Option<State>,
+        lost_at: Option<i64>,
+        loss_noticed: bool,
+    }
+}
+
+entity! {
+    /// What was lost, in the order in which it was noticed.
+    loss, "losses" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        revision: i64,
+        worker_id: Uuid,
+        volume: Option<Uuid>,
+        container: Option<Uuid>,
+        artifact_id: Option<Uuid>,
+        attempt_id: Option<Uuid>,
+        lost_at: i64,
+        noticed_at: i64,
     }
 }
 
@@ -329,6 +348,9 @@ entity! {
         judged_after: i64,
         marked_why: Option<String>,
         marked_at: Option<i64>,
+        touched_at: Option<i64>,
+        lost_at: Option<i64>,
+        loss_noticed: bool,
     }
 }
 

@@ -248,8 +248,14 @@ async fn interleave(
     let target = Arc::new(Target::new(watching).await);
     let policy = Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO };
     let forever = Duration::MAX;
-    let settings =
-        Settings { now: NOW, policy, tombstone: forever, remember: forever, resource_cache_ttl: forever };
+    let settings = Settings {
+        now: NOW,
+        policy,
+        tombstone: forever,
+        remember: forever,
+        resource_cache_ttl: forever,
+        lost_grace: forever,
+    };
     let (refers, marks) = (Party::default(), Party::default());
     let mut both = JoinSet::new();
     let refer = |both: &mut JoinSet<_>| {

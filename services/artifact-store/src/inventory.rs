@@ -281,6 +281,9 @@ async fn make_container(
         judged_after: Set(sequence),
         marked_why: Set(None),
         marked_at: Set(None),
+        touched_at: Set(None),
+        lost_at: Set(None),
+        loss_noticed: Set(false),
     };
     container::Entity::insert(row).exec_without_returning(txn).await?;
     Ok(handle)
@@ -426,6 +429,50 @@ async fn artifact_wants(
         ArtifactState::Sealed => artifact.digest.as_deref() == Some(bytes.digest.as_bytes()),
         ArtifactState::Deleting => false,
     }))
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TouchError {
+    #[error(transparent)]
+    Session(#[from] SessionError),
+    #[error("attempt {0} has no container on this worker, or it is garbage")]
+    ContainerNotFound(AttemptId),
+    #[error("database failed while noting that a container is used")]
+    Database(#[from] DbErr),
+}
+
+/// Notes that the container of an attempt is used interactively.
+pub(crate) async fn touch(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+    attempt: AttemptId,
+    now: Timestamp,
+) -> Result<(), TouchError> {
+    fence(txn, claims).await?;
+    let touched = container::Entity::update_many()
+        .col_expr(container::Column::TouchedAt, Expr::value(now.0))
+        .filter(container::Column::AttemptId.eq(attempt.uuid()))
+        .filter(container::Column::WorkerId.eq(claims.worker.uuid()))
+        .filter(container::Column::State.is_not_in(State::GARBAGE))
+        .exec(txn)
+        .await?;
+    if touched.rows_affected == 0 { Err(TouchError::ContainerNotFound(attempt)) } else { Ok(()) }
+}
+
+/// One volume. `None`: there is none.
+pub(crate) async fn volume(
+    conn: &impl ConnectionTrait,
+    handle: VolumeHandle,
+) -> Result<Option<volume::Model>, DbErr> {
+    volume::Entity::find_by_id(handle.uuid()).one(conn).await
+}
+
+/// One container. `None`: there is none.
+pub(crate) async fn container(
+    conn: &impl ConnectionTrait,
+    handle: ContainerHandle,
+) -> Result<Option<container::Model>, DbErr> {
+    container::Entity::find_by_id(handle.uuid()).one(conn).await
 }
 
 /// A page of volumes, the newest first.

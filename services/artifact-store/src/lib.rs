@@ -12,6 +12,9 @@
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
 //! graves        when and why what is forgotten went
+//! losses        what was lost, noticed after a grace, and told in order
+//! dispose       what gateways and operators want to be destroyed
+//! gone          workers that are gone for good
 //! rules         when owners let go: pure
 //! mark          what is garbage, and why: pure
 //! facts         what is known of things before they are judged
@@ -32,16 +35,19 @@ mod clock;
 mod collect;
 mod collections;
 mod config;
+mod dispose;
 mod due;
 mod entity;
 mod explain;
 mod facts;
 mod gauges;
+mod gone;
 mod graves;
 mod grpc;
 #[cfg(test)]
 mod interleavings;
 mod inventory;
+mod losses;
 mod mark;
 mod migrations;
 mod owners;

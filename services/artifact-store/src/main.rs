@@ -52,6 +52,9 @@ struct Arguments {
     /// How long a transfer, or who makes a resource cache, may take before they say that they go on
     #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
+    /// For how long a volume or container must be missing from reports before it counts as lost
+    #[arg(long, env = "GANTRY_LOST_GRACE", value_name = "DURATION", default_value = "1m", value_parser = duration)]
+    lost_grace: Duration,
     /// How long a deleted artifact, and a volume or container that is gone, can still be asked about
     #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "24h", value_parser = duration)]
     tombstone: Duration,
@@ -114,6 +117,7 @@ impl Arguments {
             task_cache_ttl: self.task_cache_ttl,
             collect_interval: self.collect_interval,
             claim_term: self.claim_term,
+            lost_grace: self.lost_grace,
             tombstone: self.tombstone,
             remember: self.remember,
             sweep_interval: self.sweep_interval,

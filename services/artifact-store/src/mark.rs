@@ -2,7 +2,7 @@
 //!
 //! An artifact goes when nothing pins it, nothing is being made from it or into it, and every owner has let go ([`crate::rules`]); one that
 //! nobody ever owned goes when it is old. Volumes go with their artifact or with their attempt, children before parents; a container goes
-//! a grace after its attempt ended.
+//! a grace after its attempt ended, or after it was last used interactively.
 //!
 //! [`crate::collect`] gathers the facts behind the locks of what it judges. What is kept is looked at again: a verdict says when.
 
@@ -50,6 +50,8 @@ pub(crate) struct Held {
 pub(crate) struct ContainerFacts {
     /// When its attempt ended. `None`: it goes on.
     pub(crate) attempt_ended_at: Option<Timestamp>,
+    /// When it was last used interactively.
+    pub(crate) touched_at: Option<Timestamp>,
 }
 
 /// What is known of a volume that has not been marked.
@@ -210,10 +212,10 @@ pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -
 
 /// Judges a container.
 pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy) -> Verdict {
-    match facts.attempt_ended_at.map(|ended_at| ended_at + policy.gc_grace) {
-        None => Verdict::Keep(Look::WhenTold),
-        Some(until) if until > now => Verdict::Keep(Look::At(until)),
-        Some(_) => Verdict::Mark(Why::AttemptEnded),
+    let Some(ended_at) = facts.attempt_ended_at else { return Verdict::Keep(Look::WhenTold) };
+    match facts.touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at)) + policy.gc_grace {
+        until if until > now => Verdict::Keep(Look::At(until)),
+        _ => Verdict::Mark(Why::AttemptEnded),
     }
 }
 
@@ -326,11 +328,24 @@ mod tests {
 
     #[test]
     fn a_container_goes_a_grace_after_its_attempt_ended() {
-        let ended = ContainerFacts { attempt_ended_at: Some(at(5)) };
+        let ended = ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: None };
         assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(Look::At(at(15))));
         assert_eq!(container(&ended, at(15), &POLICY), Verdict::Mark(Why::AttemptEnded));
-        let going_on = ContainerFacts { attempt_ended_at: None };
+        let going_on = ContainerFacts { attempt_ended_at: None, touched_at: Some(at(5)) };
         assert_eq!(container(&going_on, at(1000), &POLICY), Verdict::Keep(Look::WhenTold));
+    }
+
+    #[test]
+    fn a_container_that_was_touched_after_its_end_goes_a_grace_after_that() {
+        let touched =
+            |at_second| ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: Some(at(at_second)) };
+        assert_eq!(container(&touched(8), at(17), &POLICY), Verdict::Keep(Look::At(at(18))));
+        assert_eq!(container(&touched(8), at(18), &POLICY), Verdict::Mark(Why::AttemptEnded));
+        assert_eq!(
+            container(&touched(2), at(15), &POLICY),
+            Verdict::Mark(Why::AttemptEnded),
+            "before its end"
+        );
     }
 
     #[test]

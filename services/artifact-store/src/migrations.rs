@@ -11,6 +11,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0003_lifecycles", sql: include_str!("migrations/0003_lifecycles.sql") },
         SqlMigration { name: "0004_reports", sql: include_str!("migrations/0004_reports.sql") },
         SqlMigration { name: "0005_caches", sql: include_str!("migrations/0005_caches.sql") },
+        SqlMigration { name: "0006_inventory", sql: include_str!("migrations/0006_inventory.sql") },
         SqlMigration { name: "0007_why", sql: include_str!("migrations/0007_why.sql") },
     ];
 }

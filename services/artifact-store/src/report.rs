@@ -17,7 +17,7 @@
 use std::collections::HashMap;
 
 use domain::worker::SessionClaims;
-use domain::{ContainerHandle, StoreLife, VolumeHandle};
+use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
@@ -272,28 +272,29 @@ async fn carry_out<E: Sweepable>(
     judged: &HashMap<Judgement, Vec<Uuid>>,
 ) -> Result<(u64, u64), ReportError> {
     let of = |judgement| judged.get(&judgement).map(Vec::as_slice).unwrap_or_default();
+    let now = store.now();
     let (found, lost, forgotten) = (of(Judgement::Found), of(Judgement::Lose), of(Judgement::Forget));
     store
         .db
         .write(|txn| async move {
             goes_on(&sessions::fence(&txn, claims).await?, token)?;
             let missing = [State::Unconfirmed, State::Lost];
-            set::<E>(&txn, found, &missing, State::Created, token).await?;
-            let lost = set::<E>(&txn, lost, &State::PRESENT, State::Lost, token).await?;
+            set::<E>(&txn, found, &missing, (State::Created, None), token).await?;
+            let lost = set::<E>(&txn, lost, &State::PRESENT, (State::Lost, Some(now)), token).await?;
             let gone = forget::<E>(&txn, forgotten, token).await?;
             let forgotten = u64::try_from(gone.len()).unwrap_or(u64::MAX);
-            graves::dig(&txn, &gone, store.now(), store.config.tombstone).await?;
+            graves::dig(&txn, &gone, now, store.config.tombstone).await?;
             Ok((lost, forgotten))
         })
         .await
 }
 
-/// Moves rows that are in one of `from` and were made or marked before the token.
+/// Moves rows that are in one of `from` and were made or marked before the token, and says since when they are lost.
 async fn set<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     from: &[State],
-    to: State,
+    (to, lost_at): (State, Option<Timestamp>),
     token: Token,
 ) -> Result<u64, DbErr> {
     if handles.is_empty() {
@@ -301,6 +302,8 @@ async fn set<E: Sweepable>(
     }
     let moved = E::update_many()
         .col_expr(E::STATE, Expr::value(to))
+        .col_expr(E::LOST_AT, Expr::value(lost_at.map(|at| at.0)))
+        .col_expr(E::LOSS_NOTICED, Expr::value(false))
         .filter(E::HANDLE.is_in(handles.iter().copied()))
         .filter(E::STATE.is_in(from.iter().copied()))
         .filter(E::JUDGED_AFTER.lt(token.sequence))

@@ -65,6 +65,9 @@ fn column(number: u64) -> i64 {
 }
 
 /// Records the session of `claims`, and answers whether that marked anything.
+///
+/// The sequence of a worker that is not known begins at `now`, in microseconds: above that of an earlier row, should the worker have been forgotten
+/// and come back, so that no report of that time judges anything of this.
 pub(crate) async fn record(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -75,7 +78,7 @@ pub(crate) async fn record(
         worker_id: Set(id),
         incarnation: Set(column(claims.incarnation.0)),
         session: Set(column(claims.session.0)),
-        sequence: Set(0),
+        sequence: Set(now.0),
         reported: Set(0),
     };
     worker::Entity::insert(first)

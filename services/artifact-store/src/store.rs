@@ -84,7 +84,7 @@ impl Store {
 
 /// The life of this database: minted once, and again after a backup was restored.
 async fn life(db: &Database, restored: bool) -> Result<StoreLife, DbErr> {
-    let fresh = store::ActiveModel { id: Set(1), life: Set(StoreLife::new().uuid()) };
+    let fresh = store::ActiveModel { id: Set(1), life: Set(StoreLife::new().uuid()), ..Default::default() };
     let mut conflict = OnConflict::column(store::Column::Id);
     if restored {
         conflict.update_column(store::Column::Life);

@@ -11,6 +11,7 @@
 //! Invariant: children come before their parents. A parent is handed out only when every child is, and what is sent together is in order.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::time::Duration;
 
 use domain::worker::SessionClaims;
@@ -27,7 +28,7 @@ use uuid::Uuid;
 
 use crate::entity::{GraveKind, State, container, volume, worker};
 use crate::graves::Epitaph;
-use crate::mark::{self, Why};
+use crate::mark;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 
@@ -41,7 +42,7 @@ const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.work
 pub(crate) async fn mark_volumes(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
-    why: Why,
+    why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     mark_rows::<volume::Entity>(txn, handles, why, now).await
@@ -51,7 +52,7 @@ pub(crate) async fn mark_volumes(
 pub(crate) async fn mark_containers(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
-    why: Why,
+    why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     mark_rows::<container::Entity>(txn, handles, why, now).await
@@ -61,7 +62,7 @@ pub(crate) async fn mark_containers(
 async fn mark_rows<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
-    why: Why,
+    why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     if handles.is_empty() {
@@ -117,6 +118,8 @@ pub(crate) trait Sweepable: EntityTrait {
     const MARKED_AT: Self::Column;
     /// Where it is remembered what a row was before its mark.
     const MARKED_FROM: Option<Self::Column>;
+    const LOST_AT: Self::Column;
+    const LOSS_NOTICED: Self::Column;
 
     /// Where the thing is.
     fn worker(row: &Self::Model) -> WorkerId;
@@ -135,6 +138,8 @@ macro_rules! sweepable {
             const MARKED_WHY: Self::Column = $table::Column::MarkedWhy;
             const MARKED_AT: Self::Column = $table::Column::MarkedAt;
             const MARKED_FROM: Option<Self::Column> = $marked_from;
+            const LOST_AT: Self::Column = $table::Column::LostAt;
+            const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
 
             fn worker(row: &Self::Model) -> WorkerId {
                 WorkerId::from_uuid(row.worker_id)

@@ -34,5 +34,7 @@ pub(crate) fn new_volume(
         marked_why: None,
         marked_at: None,
         marked_from: None,
+        lost_at: None,
+        loss_noticed: false,
     }
 }

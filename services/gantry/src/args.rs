@@ -417,6 +417,9 @@ pub(crate) struct ListArgs {
     /// How many at most
     #[arg(long, value_name = "COUNT", default_value = "1000")]
     pub(crate) limit: usize,
+    /// Only artifacts that have no replica on a worker in contact: they would be lost with those that are not
+    #[arg(long)]
+    pub(crate) at_risk: bool,
 }
 
 /// `gantry show`

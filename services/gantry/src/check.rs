@@ -8,10 +8,10 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use domain::{ArtifactId, WorkloadId};
+use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
 use rustix::fs::Access;
 
-use crate::args::{Global, Kind, RunArgs, ShowArgs};
+use crate::args::{Global, Kind, ListArgs, RunArgs, ShowArgs};
 use crate::ui::Ui;
 use crate::upload::resolve;
 use crate::values::{InputArg, Source};
@@ -29,6 +29,14 @@ pub(crate) fn here(command: &str, global: &Global, ui: &Ui) -> anyhow::Result<()
     Ok(())
 }
 
+/// For `gantry list`.
+pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
+    if args.at_risk && args.kind != Kind::Artifacts {
+        bail!("--at-risk is about artifacts; see `gantry list artifacts --at-risk`");
+    }
+    Ok(())
+}
+
 /// For `gantry show`.
 pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
     let id = &args.id;
@@ -38,6 +46,12 @@ pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
         }
         Kind::Artifacts if id.parse::<ArtifactId>().is_err() => {
             bail!("{id:?} is not the id of an artifact; see `gantry list artifacts`")
+        }
+        Kind::Volumes if id.parse::<VolumeHandle>().is_err() => {
+            bail!("{id:?} is not the handle of a volume; see `gantry list volumes`")
+        }
+        Kind::Containers if id.parse::<ContainerHandle>().is_err() => {
+            bail!("{id:?} is not the handle of a container; see `gantry list containers`")
         }
         _ => Ok(()),
     }
@@ -211,6 +225,21 @@ mod tests {
         let checked = run(&args);
         assert_eq!(fs::read_dir(root.path()).expect("listed").count(), 6, "nothing was made");
         checked.map_or_else(|error| crate::error::describe(&error).replace(&here, "@"), |()| String::new())
+    }
+
+    #[test]
+    fn only_artifacts_are_at_risk() {
+        let said = |kind: &str| {
+            let line = ["gantry", "list", kind, "--at-risk"];
+            let Command::List(args) = Cli::try_parse_from(line).expect("parses").command else {
+                panic!("it is a list")
+            };
+            list(&args).map_or_else(|error| error.to_string(), |()| String::new())
+        };
+        assert_eq!(said("artifacts"), "");
+        let refused = "--at-risk is about artifacts; see `gantry list artifacts --at-risk`";
+        assert_eq!(said("workers"), refused);
+        assert_eq!(said("volumes"), refused);
     }
 
     #[test]

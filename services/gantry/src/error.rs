@@ -215,6 +215,8 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and so on",
         "BYTES_GONE" => "upload or make it again",
         "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
+        "VOLUME_NOT_FOUND" => "see `gantry list volumes`",
+        "CONTAINER_NOT_FOUND" => "see `gantry list containers`",
         "WORKER_NOT_FOUND" => "see `gantry list workers`",
         "NO_REPLICA" => "make it again, its bytes are lost",
         "PROGRAM_NOT_FOUND" => "give the path that it has there, or set PATH with --env",

@@ -240,6 +240,8 @@ pub(crate) fn volume(volume: &artifacts::Volume) -> Value {
         "attempt_id": volume.attempt_id,
         "size_bytes": volume.size_bytes,
         "created_at": volume.created_at.as_ref().map(words::instant),
+        "lost_at": volume.lost_at.as_ref().map(words::instant),
+        "marked_why": volume.marked_why,
     })
 }
 
@@ -251,6 +253,9 @@ pub(crate) fn container(container: &artifacts::Container) -> Value {
         "attempt_id": container.attempt_id,
         "workload_id": container.workload_id,
         "created_at": container.created_at.as_ref().map(words::instant),
+        "lost_at": container.lost_at.as_ref().map(words::instant),
+        "touched_at": container.touched_at.as_ref().map(words::instant),
+        "marked_why": container.marked_why,
     })
 }
 

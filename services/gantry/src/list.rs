@@ -4,11 +4,12 @@ use anyhow::bail;
 use futures::stream::{self, Stream, TryStreamExt};
 use rpc::pb::artifacts::{
     Artifact, CollectRequest, CollectResponse, Collected, Container, DryRun, GetArtifactRequest,
-    ListArtifactsRequest, ListContainersRequest, ListVolumesRequest, Volume,
+    GetContainerRequest, GetVolumeRequest, ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest,
+    ListVolumesRequest, Volume,
 };
 use rpc::pb::scheduler::{
     Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Worker,
-    WorkerLabels, Workload, WorkloadSpec,
+    WorkerLabels, WorkerState, Workload, WorkloadSpec,
 };
 use serde_json::Value;
 
@@ -32,6 +33,10 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         Kind::Workloads => {
             let workloads = workloads(connection, state("workloads", wanted, words::workload_state)?);
             table(workloads, limit, as_json, json::workload, WORKLOADS, workload_row).await
+        }
+        Kind::Artifacts if args.at_risk => {
+            let at_risk = at_risk(connection, out_of_contact(connection).await?);
+            table(at_risk, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
         }
         Kind::Artifacts => {
             let artifacts = artifacts(connection, state("artifacts", wanted, words::artifact_state)?);
@@ -76,14 +81,9 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
             one(&workload(connection, "show", id).await?, as_json, json::workload, workload_fields)
         }
         Kind::Artifacts => one(&artifact(connection, id).await?, as_json, json::artifact, artifact_fields),
-        Kind::Volumes => {
-            let volume = find(volumes(connection, 0), |volume| volume.volume_handle == *id).await?;
-            one(&known(volume, "volume", id)?, as_json, json::volume, volume_fields)
-        }
+        Kind::Volumes => one(&volume(connection, id).await?, as_json, json::volume, volume_fields),
         Kind::Containers => {
-            let container =
-                find(containers(connection, 0), |container| container.container_handle == *id).await?;
-            one(&known(container, "container", id)?, as_json, json::container, container_fields)
+            one(&container(connection, id).await?, as_json, json::container, container_fields)
         }
     }
 }
@@ -169,27 +169,10 @@ fn one<T>(
     if as_json { print_json(&json(item)) } else { print(&fields(&shown(item))) }
 }
 
-async fn find<T>(
-    items: impl Stream<Item = anyhow::Result<T>>,
-    is_it: impl Fn(&T) -> bool,
-) -> anyhow::Result<Option<T>> {
-    items.try_filter(|item| std::future::ready(is_it(item))).try_next_of().await
-}
-
 fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
     match item {
         Some(item) => Ok(item),
         None => bail!("there is no {kind} {id}; see `gantry list {kind}s`"),
-    }
-}
-
-trait TryNextOf<T> {
-    async fn try_next_of(self) -> anyhow::Result<Option<T>>;
-}
-
-impl<T, S: Stream<Item = anyhow::Result<T>>> TryNextOf<T> for S {
-    async fn try_next_of(self) -> anyhow::Result<Option<T>> {
-        std::pin::pin!(self).try_next().await
     }
 }
 
@@ -230,6 +213,30 @@ fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::
         let client = connection.artifacts();
         let page =
             repeat("cannot list artifacts", async || client.clone().list_artifacts(request.clone()).await);
+        page.await.map(|page| (page.artifacts, page.next_page_token))
+    })
+}
+
+/// Workers that cannot be read from now.
+async fn out_of_contact(connection: &Connection) -> anyhow::Result<Vec<String>> {
+    let silent = workers(connection)
+        .try_filter(|worker| std::future::ready(worker.state() != WorkerState::Running))
+        .map_ok(|worker| worker.worker_id);
+    silent.try_collect().await
+}
+
+/// Artifacts that have no replica on any other worker than these.
+fn at_risk(connection: &Connection, workers: Vec<String>) -> impl Stream<Item = anyhow::Result<Artifact>> {
+    pages(async move |page_token| {
+        let request = ListAtRiskRequest {
+            team: connection.team.clone(),
+            worker_ids: workers.clone(),
+            page_size: 0,
+            page_token,
+        };
+        let client = connection.inventory();
+        let doing = "cannot list what is at risk";
+        let page = repeat(doing, async || client.clone().list_at_risk(request.clone()).await);
         page.await.map(|page| (page.artifacts, page.next_page_token))
     })
 }
@@ -276,6 +283,22 @@ pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Resul
     let doing = format!("cannot show artifact {id}");
     let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
     known(response.artifact, "artifact", id)
+}
+
+async fn volume(connection: &Connection, handle: &str) -> anyhow::Result<Volume> {
+    let request = GetVolumeRequest { volume_handle: handle.to_owned() };
+    let client = connection.inventory();
+    let doing = format!("cannot show volume {handle}");
+    let response = repeat(&doing, async || client.clone().get_volume(request.clone()).await).await?;
+    known(response.volume, "volume", handle)
+}
+
+async fn container(connection: &Connection, handle: &str) -> anyhow::Result<Container> {
+    let request = GetContainerRequest { container_handle: handle.to_owned() };
+    let client = connection.inventory();
+    let doing = format!("cannot show container {handle}");
+    let response = repeat(&doing, async || client.clone().get_container(request.clone()).await).await?;
+    known(response.container, "container", handle)
 }
 
 // What is shown of them.
@@ -454,6 +477,8 @@ fn volume_fields(volume: &Volume) -> Vec<(&'static str, String)> {
         ("attempt", volume.attempt_id.clone()),
         ("size", words::size(volume.size_bytes)),
         ("created", volume.created_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("lost", volume.lost_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("garbage", plain(&volume.marked_why, 1000)),
     ]
 }
 
@@ -477,6 +502,9 @@ fn container_fields(container: &Container) -> Vec<(&'static str, String)> {
         ("workload", container.workload_id.clone()),
         ("attempt", container.attempt_id.clone()),
         ("created", container.created_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("used", container.touched_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("lost", container.lost_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("garbage", plain(&container.marked_why, 1000)),
     ]
 }
 

@@ -140,6 +140,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
     match command {
         Command::Up(_) => check::here("up", global, ui)?,
         Command::Down(_) => check::here("down", global, ui)?,
+        Command::List(args) => check::list(args)?,
         Command::Show(args) => check::id(args)?,
         _ => {}
     }

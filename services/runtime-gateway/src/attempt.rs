@@ -118,6 +118,9 @@ impl Stopped {
 /// What a runtime can do whose outputs need not be mounts.
 const REPLACEABLE: &str = "replaceable-outputs";
 
+/// How long a reason may be that the artifact store keeps, in bytes.
+const LONGEST_WHY: usize = 1000;
+
 /// How often the scheduler is told of an end that it does not want to hear of, and the time in between.
 const TELL: (usize, Duration) = (12, Duration::from_secs(5));
 
@@ -287,7 +290,13 @@ async fn carry_out(
     };
     let prepared = prepared?;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
-        let defaults = make(worker, task, &plan, &prepared).await?;
+        let defaults = match make(worker, task, &plan, &prepared).await {
+            Ok(defaults) => defaults,
+            Err(stopped) => {
+                could_not_make(worker, &prepared, &stopped).await;
+                return Err(stopped);
+            }
+        };
         if let Some(wish) = stop.borrow_and_update().clone() {
             return Err(Stopped::Wished(wish));
         }
@@ -382,6 +391,23 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     };
     worker.runtime.create_container(prepared.container, spec).await?;
     Ok(defaults)
+}
+
+/// Tells the artifact store what could not be made, so that what there is of it goes at once. If that is not heard, it goes with the attempt.
+async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &Stopped) {
+    // Whoever speaks for the worker now goes on with it.
+    let Some(session) = worker.session().filter(|_| !stopped.is_superseded()) else { return };
+    let mut why = format!("it could not be made: {}", chain(stopped));
+    why.truncate(why.floor_char_boundary(LONGEST_WHY));
+    let request = store::FailedRequest {
+        session_credential: session.credential,
+        container_handle: prepared.container.to_string(),
+        volume_handles: prepared.volumes.iter().map(|(handle, _)| handle.to_string()).collect(),
+        why,
+    };
+    if let Err(status) = worker.inventory.clone().failed(request).await {
+        tracing::debug!(error = %Refusal::from(status), "cannot say that something could not be made");
+    }
 }
 
 /// Makes sure that a replica holds what it should. One that does not is left where it is, and the artifact store hears that it is lost.

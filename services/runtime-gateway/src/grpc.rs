@@ -1,15 +1,18 @@
 //! The gateway's calls, and the only code of it that makes a `Status`.
 
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use domain::worker::{TicketClaims, TicketOperation};
 use domain::workload::Exit;
 use domain::{AttemptId, Digest, chain};
 use futures::StreamExt;
+use rpc::pb::artifacts;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Say;
 use rpc::pb::runtime::attach_response::Message as Heard;
@@ -39,6 +42,9 @@ mod fetch;
 const ANSWERS: usize = 4;
 /// Pieces of input that wait for a process. What a caller may have in flight, 1 MiB, fits when it is sent in pieces of 4 KiB or more.
 const STDIN_MESSAGES: usize = 257;
+
+/// How often the artifact store is told that somebody is attached to a process.
+const TOUCH: Duration = Duration::from_secs(60);
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
@@ -187,6 +193,24 @@ async fn attach(
         heard = hear => heard,
         said = say => said,
         fed = feed => fed,
+        never = touch(&worker, process, TOUCH) => match never {},
+    }
+}
+
+/// Tells the artifact store now and again that the container of a process is used. Nobody waits for that, and a call that fails is made up for by
+/// the next.
+async fn touch(worker: &Worker, process: AttemptId, every: Duration) -> Infallible {
+    loop {
+        if let Some(session) = worker.session() {
+            let request = artifacts::TouchRequest {
+                session_credential: session.credential,
+                attempt_id: process.to_string(),
+            };
+            if let Err(status) = worker.inventory.clone().touch(request).await {
+                tracing::debug!(attempt.id = %process, error = %Refusal::from(status), "cannot say that a container is used");
+            }
+        }
+        tokio::time::sleep(every).await;
     }
 }
 

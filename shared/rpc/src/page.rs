@@ -37,6 +37,7 @@ macro_rules! lists {
 
 lists! {
     artifacts::ListArtifactsRequest,
+    artifacts::ListAtRiskRequest,
     artifacts::ListBaseResourceTypesRequest,
     artifacts::ListContainersRequest,
     artifacts::ListPinsRequest,

@@ -73,6 +73,10 @@ reasons! {
     ClaimLost = "CLAIM_LOST", FailedPrecondition;
     AttemptEnded = "ATTEMPT_ENDED", FailedPrecondition;
     VolumeNotFound = "VOLUME_NOT_FOUND", NotFound;
+    VolumeInUse = "VOLUME_IN_USE", FailedPrecondition;
+    ContainerNotFound = "CONTAINER_NOT_FOUND", NotFound;
+    LastReplica = "LAST_REPLICA", FailedPrecondition;
+    Compacted = "COMPACTED", OutOfRange;
     StaleReport = "STALE_REPORT", FailedPrecondition;
     ReportTruncated = "REPORT_TRUNCATED", InvalidArgument;
     NoReplica = "NO_REPLICA", DataLoss;

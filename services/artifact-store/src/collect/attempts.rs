@@ -81,7 +81,10 @@ async fn containers(
     let ended = facts::ended_attempts(txn, attempts.iter().copied()).await?;
     let mut collected = Vec::new();
     for row in &locked {
-        let facts = ContainerFacts { attempt_ended_at: ended.get(&row.attempt_id).copied() };
+        let facts = ContainerFacts {
+            attempt_ended_at: ended.get(&row.attempt_id).copied(),
+            touched_at: row.touched_at.map(Timestamp),
+        };
         match mark::container(&facts, settings.now, &settings.policy) {
             Verdict::Mark(why) => {
                 collected.push(Collected { kind: Kind::Container, id: row.handle, why, size_bytes: 0 });

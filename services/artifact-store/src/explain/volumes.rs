@@ -148,14 +148,15 @@ pub(super) async fn container(
     }
     let attempt = find_attempt(conn, Some(row.attempt_id)).await?;
     let attempt_ended_at = attempt.and_then(|attempt| attempt.ended_at).map(Timestamp);
+    let touched_at = row.touched_at.map(Timestamp);
     let keeper = match attempt_ended_at {
         None => Some(goes_on(row.attempt_id)),
-        Some(ended_at) => grace(question, ended_at),
+        Some(ended_at) => grace(question, touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at))),
     };
     if let Some(keeper) = keeper {
         explanation.kept_by.add(keeper);
     }
-    let facts = ContainerFacts { attempt_ended_at };
+    let facts = ContainerFacts { attempt_ended_at, touched_at };
     explanation.goes(question.now, |at| mark::container(&facts, at, &question.policy));
     Ok(Some(explanation))
 }

@@ -13,12 +13,14 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 use uuid::Uuid;
 
-use super::{Handlers, SERVICE, status};
+use super::{Handlers, SERVICE, parse_why, status};
 use crate::entity::{Purpose, State, container, volume};
 use crate::inventory::{self, Bytes, NeededVolume, Needs};
+use crate::losses::{self, Told};
 use crate::report::{self, Holdings, MOST_HANDLES, Token};
 use crate::sweep::{self, Sweep};
 use crate::units;
+use crate::{artifacts, dispose, gone};
 
 /// How many volumes a container may need.
 const MOST_VOLUMES: usize = 1000;
@@ -26,8 +28,14 @@ const MOST_VOLUMES: usize = 1000;
 /// Most bytes of a volume's name: gateways put a word before the name that a spec gives it.
 const MOST_NAME_BYTES: usize = 512;
 
+/// How many workers may be named of which to say what is at risk.
+const MOST_AT_RISK: usize = 10_000;
+
 /// How many messages wait for a slow gateway.
 const SWEEPS_AHEAD: usize = 4;
+
+/// How many losses wait for a slow watcher.
+const LOSSES_AHEAD: usize = 16;
 
 #[tonic::async_trait]
 impl pb::inventory_server::Inventory for Handlers {
@@ -112,6 +120,91 @@ impl pb::inventory_server::Inventory for Handlers {
         Ok(Response::new(pb::VolumeCompleteResponse {}))
     }
 
+    async fn failed(
+        &self,
+        request: Request<pb::FailedRequest>,
+    ) -> Result<Response<pb::FailedResponse>, Status> {
+        let request = request.into_inner();
+        let container = rpc::parse_optional_id("container_handle", &request.container_handle)?;
+        if request.volume_handles.len() > MOST_VOLUMES {
+            return Err(rpc::invalid_field("volume_handles", format!("must be at most {MOST_VOLUMES}")));
+        }
+        let handles = request.volume_handles.iter().map(|handle| rpc::parse_id("volume_handles", handle));
+        let volumes = &handles.collect::<Result<Vec<_>, _>>()?;
+        let why = &parse_why(request.why)?;
+        let claims = &self.session(&request.session_credential).await?;
+        let now = self.store.now();
+
+        let marked = self
+            .store
+            .db
+            .write(|txn| async move { dispose::failed(&txn, claims, container, volumes, why, now).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        self.store.marks.wake(marked);
+        Ok(Response::new(pb::FailedResponse {}))
+    }
+
+    async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {
+        let request = request.into_inner();
+        let attempt = rpc::parse_id("attempt_id", &request.attempt_id)?;
+        let claims = &self.session(&request.session_credential).await?;
+        let now = self.store.now();
+
+        self.store
+            .db
+            .write(|txn| async move { inventory::touch(&txn, claims, attempt, now).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        Ok(Response::new(pb::TouchResponse {}))
+    }
+
+    async fn mark_container(
+        &self,
+        request: Request<pb::MarkContainerRequest>,
+    ) -> Result<Response<pb::MarkContainerResponse>, Status> {
+        let request = request.into_inner();
+        let handle = rpc::parse_id("container_handle", &request.container_handle)?;
+        let why = &parse_why(request.why)?;
+        let claims = self.optional_session(&request.session_credential).await?;
+        let claims = claims.as_ref();
+        let now = self.store.now();
+
+        let marked = self
+            .store
+            .db
+            .write(|txn| async move { dispose::mark_container(&txn, claims, handle, why, now).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        self.store.marks.wake(marked);
+        Ok(Response::new(pb::MarkContainerResponse {}))
+    }
+
+    async fn mark_volume(
+        &self,
+        request: Request<pb::MarkVolumeRequest>,
+    ) -> Result<Response<pb::MarkVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let handle = rpc::parse_id("volume_handle", &request.volume_handle)?;
+        let why = &parse_why(request.why)?;
+        let claims = self.optional_session(&request.session_credential).await?;
+        let claims = claims.as_ref();
+        let now = self.store.now();
+
+        let marked = self
+            .store
+            .db
+            .write(|txn| async move { dispose::mark_volume(&txn, claims, handle, why, now).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        self.store.marks.wake(marked);
+        Ok(Response::new(pb::MarkVolumeResponse {}))
+    }
+
     async fn begin_report(
         &self,
         request: Request<pb::BeginReportRequest>,
@@ -176,6 +269,34 @@ impl pb::inventory_server::Inventory for Handlers {
         Ok(Response::new(Box::pin(answers)))
     }
 
+    async fn get_volume(
+        &self,
+        request: Request<pb::GetVolumeRequest>,
+    ) -> Result<Response<pb::GetVolumeResponse>, Status> {
+        let handle = rpc::parse_id("volume_handle", &request.into_inner().volume_handle)?;
+
+        let row = inventory::volume(self.store.db.read(), handle)
+            .await
+            .map_err(|error| status::database("look for a volume", &error))?;
+
+        let row = row.ok_or_else(|| status::volume_not_found(handle))?;
+        Ok(Response::new(pb::GetVolumeResponse { volume: Some(listed_volume(row)) }))
+    }
+
+    async fn get_container(
+        &self,
+        request: Request<pb::GetContainerRequest>,
+    ) -> Result<Response<pb::GetContainerResponse>, Status> {
+        let handle = rpc::parse_id("container_handle", &request.into_inner().container_handle)?;
+
+        let row = inventory::container(self.store.db.read(), handle)
+            .await
+            .map_err(|error| status::database("look for a container", &error))?;
+
+        let row = row.ok_or_else(|| status::no_container(handle))?;
+        Ok(Response::new(pb::GetContainerResponse { container: Some(listed_container(row)) }))
+    }
+
     async fn list_volumes(
         &self,
         request: Request<pb::ListVolumesRequest>,
@@ -215,9 +336,79 @@ impl pb::inventory_server::Inventory for Handlers {
             next_page_token: super::next_page(page, &handles),
         }))
     }
+
+    type WatchLostStream = Pin<Box<dyn Stream<Item = Result<pb::WatchLostResponse, Status>> + Send>>;
+
+    async fn watch_lost(
+        &self,
+        request: Request<pb::WatchLostRequest>,
+    ) -> Result<Response<Self::WatchLostStream>, Status> {
+        let after = request.into_inner().after_revision;
+
+        let (losses, stream) = mpsc::channel(LOSSES_AHEAD);
+        let handlers = self.clone();
+        self.tasks.spawn(async move {
+            let Handlers { store, stopping, .. } = &handlers;
+            let watched = losses::watch(store, after, &handlers.policy(), &losses, stopping).await;
+            if let Err(error) = watched {
+                // Whoever left does not want to know.
+                losses.send(Err(error)).await.ok();
+            }
+        });
+
+        let answers = ReceiverStream::new(stream).map(|told| Ok(lost(told?)));
+        Ok(Response::new(Box::pin(answers)))
+    }
+
+    async fn list_at_risk(
+        &self,
+        request: Request<pb::ListAtRiskRequest>,
+    ) -> Result<Response<pb::ListAtRiskResponse>, Status> {
+        let request = request.into_inner();
+        let page = Page::of(SERVICE, &request)?;
+        let team = rpc::parse_team("team", request.team)?;
+        if request.worker_ids.len() > MOST_AT_RISK {
+            return Err(rpc::invalid_field("worker_ids", format!("must be at most {MOST_AT_RISK}")));
+        }
+        let workers = request.worker_ids.iter().map(|id| rpc::parse_id("worker_ids", id));
+        let workers = workers.collect::<Result<Vec<_>, _>>()?;
+        let (now, policy) = (self.store.now(), self.policy());
+
+        let listed = artifacts::list_at_risk(self.store.db.read(), &team, &workers, page, now, &policy).await;
+        let (listed, looked_at) = listed.map_err(|error| status::database("list what is at risk", &error))?;
+
+        let artifacts = listed.into_iter().map(|(located, keepers)| super::artifact(located, &keepers));
+        Ok(Response::new(pb::ListAtRiskResponse {
+            artifacts: artifacts.collect(),
+            next_page_token: super::next_page(page, &looked_at),
+        }))
+    }
+
+    async fn forget_worker(
+        &self,
+        request: Request<pb::ForgetWorkerRequest>,
+    ) -> Result<Response<pb::ForgetWorkerResponse>, Status> {
+        let request = request.into_inner();
+        let worker = rpc::parse_id("worker_id", &request.worker_id)?;
+        let (now, policy) = (self.store.now(), &self.policy());
+
+        let held = self
+            .store
+            .db
+            .write(|txn| async move { gone::forget_worker(&txn, worker, request.force, now, policy).await })
+            .await?;
+
+        self.store.unrecord(worker);
+        Ok(Response::new(pb::ForgetWorkerResponse { volumes: held.volumes, containers: held.containers }))
+    }
 }
 
 impl Handlers {
+    /// Who speaks, unless it is an operator.
+    async fn optional_session(&self, credential: &str) -> Result<Option<SessionClaims>, Status> {
+        if credential.is_empty() { Ok(None) } else { self.session(credential).await.map(Some) }
+    }
+
     /// Takes the first message of a report, and refuses one that could not be judged before it is sent.
     async fn open_report(
         &self,
@@ -371,6 +562,29 @@ fn listed_volume(row: volume::Model) -> pb::Volume {
         attempt_id: text(row.attempt_id),
         size_bytes: units::size(row.size_bytes),
         created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
+        lost_at: lost_since(row.state, row.lost_at).map(rpc::timestamp),
+        marked_why: row.marked_why.unwrap_or_default(),
+    }
+}
+
+/// Since when something is lost that is.
+fn lost_since(state: State, lost_at: Option<i64>) -> Option<Timestamp> {
+    lost_at.filter(|_| state == State::Lost).map(Timestamp)
+}
+
+fn lost(told: Told) -> pb::WatchLostResponse {
+    pb::WatchLostResponse {
+        revision: told.revision,
+        worker_id: told.worker.to_string(),
+        volume_handle: text(told.volume),
+        container_handle: text(told.container),
+        artifact_id: text(told.artifact),
+        attempt_id: text(told.attempt),
+        lost_at: Some(rpc::timestamp(told.lost_at)),
+        kept_by: super::kept_by(&told.keepers),
+        workload_ids: texts(&told.workloads),
+        build_ids: texts(&told.builds),
+        replicas: told.replicas.iter().map(super::replica).collect(),
     }
 }
 
@@ -382,6 +596,9 @@ fn listed_container(row: container::Model) -> pb::Container {
         attempt_id: row.attempt_id.to_string(),
         workload_id: row.holder_id.to_string(),
         created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
+        lost_at: lost_since(row.state, row.lost_at).map(rpc::timestamp),
+        touched_at: row.touched_at.map(|at| rpc::timestamp(Timestamp(at))),
+        marked_why: row.marked_why.unwrap_or_default(),
     }
 }
 

@@ -32,6 +32,9 @@ const SERVICE: &str = "gantry.artifacts";
 /// How many artifacts one call may name.
 const MOST_ARTIFACTS: usize = 1000;
 
+/// How long a reason for people may be, in bytes.
+const LONGEST_WHY: usize = 1000;
+
 /// How many workers one call may name.
 const MOST_WORKERS: usize = 1000;
 
@@ -103,6 +106,8 @@ as_session!(
     crate::inventory::PrepareError,
     crate::inventory::PreparedError,
     crate::inventory::CompleteError,
+    crate::inventory::TouchError,
+    crate::dispose::DisposeError,
     crate::report::ReportError
 );
 
@@ -196,6 +201,17 @@ fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, S
         return Err(rpc::invalid_field(field, format!("must be at most {MOST_WORKERS}")));
     }
     ids.iter().map(|id| rpc::parse_id(field, id)).collect()
+}
+
+/// A reason for people, which is required and no novel.
+fn parse_why(why: String) -> Result<String, Status> {
+    match why.len() {
+        0 => Err(rpc::invalid_field("why", "is required")),
+        length if length > LONGEST_WHY => {
+            Err(rpc::invalid_field("why", format!("must be at most {LONGEST_WHY} bytes")))
+        }
+        _ => Ok(why),
+    }
 }
 
 /// The token of the page after one with `ids`. Empty: that was all.

@@ -3,7 +3,8 @@
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
-use super::{Handlers, artifact, status};
+use super::{Handlers, artifact, parse_why, status};
+use crate::dispose::{self, Drop};
 use crate::facts::Keepers;
 use crate::replicas::{self, Outcome, Plan};
 
@@ -96,5 +97,29 @@ impl pb::replicas_server::Replicas for Handlers {
 
         self.store.marks.wake(marked);
         Ok(Response::new(pb::AbandonUploadResponse {}))
+    }
+
+    async fn drop_replica(
+        &self,
+        request: Request<pb::DropReplicaRequest>,
+    ) -> Result<Response<pb::DropReplicaResponse>, Status> {
+        let request = request.into_inner();
+        let drop = &Drop {
+            team: rpc::parse_team("team", request.team)?,
+            artifact: rpc::parse_id("artifact_id", &request.artifact_id)?,
+            worker: rpc::parse_id("worker_id", &request.worker_id)?,
+            why: parse_why(request.why)?,
+            force: request.force,
+        };
+        let (now, policy) = (self.store.now(), &self.policy());
+
+        let marked = self
+            .store
+            .db
+            .write(|txn| async move { dispose::drop_replica(&txn, drop, now, policy).await })
+            .await?;
+
+        self.store.marks.wake(marked);
+        Ok(Response::new(pb::DropReplicaResponse {}))
     }
 }

@@ -1,6 +1,6 @@
 //! From typed errors to what callers see. The only code of the store that makes a status.
 
-use domain::{ArtifactId, AttemptId, BuildId, CacheId};
+use domain::{ArtifactId, AttemptId, BuildId, CacheId, ContainerHandle, VolumeHandle};
 use rpc::Reason;
 use rpc::token::VerifyError;
 use sea_orm::DbErr;
@@ -12,7 +12,10 @@ use crate::artifacts::{AdoptError, CreateError};
 use crate::caches::HandOverError;
 use crate::caches::resource::{ClaimError, DeleteError, FindError, UseError, UserError};
 use crate::caches::task::PublishError;
-use crate::inventory::{CompleteError, PrepareError, PreparedError};
+use crate::dispose::{DisposeError, DropError};
+use crate::gone::ForgetError;
+use crate::inventory::{CompleteError, PrepareError, PreparedError, TouchError};
+use crate::losses::WatchError;
 use crate::owners::{DeleteBuildError, OwnError, OwnerEnded, PutBuildError};
 use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
 use crate::replicas::{PlanError, ProgressError, SealError};
@@ -321,8 +324,80 @@ impl From<CompleteError> for Status {
             CompleteError::AttemptEnded(handle) => (Reason::AttemptEnded, handle),
             CompleteError::ClaimLost(handle) => (Reason::ClaimLost, handle),
         };
-        reason.status_about(SERVICE, message, [("volume_handle", handle.to_string())])
+        volume(reason, message, handle)
     }
+}
+
+impl From<TouchError> for Status {
+    fn from(error: TouchError) -> Self {
+        match error {
+            TouchError::Session(error) => error.into(),
+            TouchError::ContainerNotFound(id) => Reason::ContainerNotFound.status_about(
+                SERVICE,
+                error.to_string(),
+                [("attempt_id", id.to_string())],
+            ),
+            TouchError::Database(source) => database("note that a container is used", &source),
+        }
+    }
+}
+
+impl From<DisposeError> for Status {
+    fn from(error: DisposeError) -> Self {
+        let message = error.to_string();
+        match error {
+            DisposeError::Session(error) => error.into(),
+            DisposeError::Replica(_) => rpc::invalid_field("volume_handle", message),
+            DisposeError::ContainerNotFound(handle) => container_not_found(message, handle),
+            DisposeError::VolumeNotFound(handle) => volume(Reason::VolumeNotFound, message, handle),
+            DisposeError::InUse(handle) => volume(Reason::VolumeInUse, message, handle),
+            DisposeError::Database(source) => database("mark something", &source),
+        }
+    }
+}
+
+impl From<DropError> for Status {
+    fn from(error: DropError) -> Self {
+        match error {
+            DropError::ArtifactNotFound(id) => artifact(Reason::ArtifactNotFound, error.to_string(), id),
+            DropError::LastReplica(id) => artifact(Reason::LastReplica, error.to_string(), id),
+            DropError::Database(source) => database("drop a replica", &source),
+        }
+    }
+}
+
+impl From<ForgetError> for Status {
+    fn from(error: ForgetError) -> Self {
+        match error {
+            ForgetError::LastReplica(_, id) => artifact(Reason::LastReplica, error.to_string(), id),
+            ForgetError::Database(source) => database("forget a worker", &source),
+        }
+    }
+}
+
+impl From<WatchError> for Status {
+    fn from(error: WatchError) -> Self {
+        match error {
+            WatchError::Compacted { .. } => Reason::Compacted.status(SERVICE, error.to_string()),
+            WatchError::Database(source) => database("look for losses", &source),
+        }
+    }
+}
+
+fn volume(reason: Reason, message: String, handle: VolumeHandle) -> Status {
+    reason.status_about(SERVICE, message, [("volume_handle", handle.to_string())])
+}
+
+pub(super) fn volume_not_found(handle: VolumeHandle) -> Status {
+    volume(Reason::VolumeNotFound, format!("no volume {handle}"), handle)
+}
+
+fn container_not_found(message: String, handle: ContainerHandle) -> Status {
+    Reason::ContainerNotFound.status_about(SERVICE, message, [("container_handle", handle.to_string())])
+}
+
+pub(super) fn no_container(handle: ContainerHandle) -> Status {
+    container_not_found(format!("no container {handle}"), handle)
 }
 
 impl From<ReportError> for Status {

@@ -21,6 +21,8 @@ pub(crate) type Answer<T> = oneshot::Sender<Result<T, Status>>;
 /// What the store is asked, and has to answer.
 pub(crate) enum Asked {
     Prepare(pb::PrepareRequest, Answer<pb::PrepareResponse>),
+    Failed(pb::FailedRequest, Answer<pb::FailedResponse>),
+    Touch(pb::TouchRequest, Answer<pb::TouchResponse>),
     VolumeComplete(pb::VolumeCompleteRequest, Answer<pb::VolumeCompleteResponse>),
     /// The volumes that a worker reported, by the credential.
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
@@ -51,6 +53,7 @@ fn no_part<T>() -> Result<Response<T>, Status> {
 #[tonic::async_trait]
 impl Inventory for Script {
     type WatchDestroyingStream = ReceiverStream<Result<pb::WatchDestroyingResponse, Status>>;
+    type WatchLostStream = ReceiverStream<Result<pb::WatchLostResponse, Status>>;
 
     async fn prepare(
         &self,
@@ -64,6 +67,66 @@ impl Inventory for Script {
         _: Request<pb::PreparedRequest>,
     ) -> Result<Response<pb::PreparedResponse>, Status> {
         Ok(Response::new(pb::PreparedResponse::default()))
+    }
+
+    async fn failed(
+        &self,
+        request: Request<pb::FailedRequest>,
+    ) -> Result<Response<pb::FailedResponse>, Status> {
+        self.ask(|answer| Asked::Failed(request.into_inner(), answer)).await
+    }
+
+    async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {
+        self.ask(|answer| Asked::Touch(request.into_inner(), answer)).await
+    }
+
+    async fn mark_container(
+        &self,
+        _: Request<pb::MarkContainerRequest>,
+    ) -> Result<Response<pb::MarkContainerResponse>, Status> {
+        no_part()
+    }
+
+    async fn mark_volume(
+        &self,
+        _: Request<pb::MarkVolumeRequest>,
+    ) -> Result<Response<pb::MarkVolumeResponse>, Status> {
+        no_part()
+    }
+
+    async fn get_volume(
+        &self,
+        _: Request<pb::GetVolumeRequest>,
+    ) -> Result<Response<pb::GetVolumeResponse>, Status> {
+        no_part()
+    }
+
+    async fn get_container(
+        &self,
+        _: Request<pb::GetContainerRequest>,
+    ) -> Result<Response<pb::GetContainerResponse>, Status> {
+        no_part()
+    }
+
+    async fn watch_lost(
+        &self,
+        _: Request<pb::WatchLostRequest>,
+    ) -> Result<Response<Self::WatchLostStream>, Status> {
+        no_part()
+    }
+
+    async fn list_at_risk(
+        &self,
+        _: Request<pb::ListAtRiskRequest>,
+    ) -> Result<Response<pb::ListAtRiskResponse>, Status> {
+        no_part()
+    }
+
+    async fn forget_worker(
+        &self,
+        _: Request<pb::ForgetWorkerRequest>,
+    ) -> Result<Response<pb::ForgetWorkerResponse>, Status> {
+        no_part()
     }
 
     async fn volume_complete(

@@ -4,6 +4,7 @@ use rpc::pb::runtime::containers_client::ContainersClient;
 
 use super::*;
 use crate::for_tests::served::Served;
+use crate::for_tests::store::{Asked, Store, session};
 use crate::for_tests::{Attended, NOBODY, gateway_of, within};
 use testing::conformance::{self, RuntimeExt, container, programs};
 use testing::fake::FakeWorker;
@@ -48,4 +49,45 @@ async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_on
 
     drop(client);
     gateway.end().await;
+}
+
+/// The process whose container the store is told that somebody uses. The answer is no.
+async fn touched(store: &mut Store) -> String {
+    let Asked::Touch(touched, answer) = store.asked().await else { panic!("something else") };
+    assert_eq!(touched.session_credential, "credential");
+    answer.send(Err(Reason::ContainerNotFound.status("gantry.test", "no"))).expect("it waits");
+    touched.attempt_id
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_store_hears_now_and_again_that_somebody_is_attached() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, &store.endpoint);
+    worker.set_session(Some(session("credential")));
+    let runtime = machine.runtime();
+    let container = runtime.made(container()).await;
+    let process = runtime.started(container, conformance::process(&programs::sleep())).await;
+    let gateway =
+        Served::start(|host| host.add_service(containers(gateway_of(std::slice::from_ref(&worker), NOBODY))))
+            .await;
+    let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
+    let resume =
+        pb::Resume { team: "main".to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
+    let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
+    let heard = ContainersClient::new(peer).attach(said).await.expect("attached").into_inner();
+    assert_eq!(touched(&mut store).await, process.to_string());
+    drop(heard);
+
+    let again = async {
+        for _ in 0..3 {
+            assert_eq!(touched(&mut store).await, process.to_string());
+        }
+    };
+    tokio::select! {
+        never = touch(&worker, process, Duration::from_millis(1)) => match never {},
+        () = again => {}
+    }
+    gateway.end().await;
+    store.end().await;
 }

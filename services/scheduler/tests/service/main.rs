@@ -21,7 +21,7 @@ use rpc::{Reason, Refusal};
 use store::{
     a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
     inputs_that_cannot_be_pinned_are_refused, outputs_that_the_store_lacks_are_no_success,
-    settling_belongs_to_the_trace_of_the_workload,
+    pins_of_workloads_that_nobody_knows_are_released, settling_belongs_to_the_trace_of_the_workload,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
 use terms::{
@@ -750,6 +750,7 @@ on_both! {
     without_the_artifact_store_nothing_with_inputs_is_queued,
     a_build_ends_with_its_workload,
     inputs_that_cannot_be_pinned_are_refused,
+    pins_of_workloads_that_nobody_knows_are_released,
     outputs_that_the_store_lacks_are_no_success,
     settling_belongs_to_the_trace_of_the_workload,
     a_store_that_is_away_delays_the_end_and_nothing_else,

@@ -2,14 +2,21 @@
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use artifact_store::KeySource;
-use domain::{ArtifactId, BuildId, WorkloadId};
+use domain::worker::{Incarnation, Session, SessionClaims};
+use domain::{ArtifactId, BuildId, GatewayInstance, TransferId, WorkerId, WorkloadId};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts as store;
+use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::owners_client::OwnersClient;
+use rpc::pb::artifacts::pins_client::PinsClient;
+use rpc::pb::artifacts::replicas_client::ReplicasClient;
 use rpc::pb::scheduler as pb;
-use rpc::{Reason, Refusal};
+use rpc::token::TokenSigner;
+use rpc::{Peer, Reason, Refusal};
 use scheduler::Config;
 use server::Listener;
 use server::telemetry::RecentSpans;
@@ -48,7 +55,7 @@ impl Place {
     #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
     fn start(&self) -> Store {
         let url = format!("sqlite://{}/store.db", self.directory.path().display());
-        let config = artifact_store::Config::new(url, KeySource::Fixed(vec![]));
+        let config = artifact_store::Config::new(url, KeySource::Fixed(vec![signer().public()]));
         let listener = Listener::Unix(UnixListener::bind(self.socket()).expect("a socket"));
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(artifact_store::serve(config, listener, async move {
@@ -57,21 +64,88 @@ impl Place {
         Store { stop, served }
     }
 
+    fn peer(&self) -> Peer {
+        peer(&self.endpoint(), Outgoing::internal()).expect("an address")
+    }
+
+    /// An artifact that was uploaded to a worker of which the scheduler does not know.
+    async fn upload(&self) -> Result<ArtifactId, Refusal> {
+        let claims = SessionClaims {
+            worker: WorkerId::new(),
+            incarnation: Incarnation(1),
+            session: Session(1),
+            instance: GatewayInstance::new(),
+        };
+        let session_credential = signer().sign(&claims);
+        let (mut replicas, mut inventory) =
+            (ReplicasClient::new(self.peer()), InventoryClient::new(self.peer()));
+        let begin = store::BeginReportRequest { session_credential: session_credential.clone() };
+        inventory.begin_report(begin).await?;
+        let (artifact, digest, team) = (ArtifactId::new(), vec![7; 32], "main".to_owned());
+        let create = store::CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: team.clone(),
+            ..store::CreateArtifactRequest::default()
+        };
+        ArtifactsClient::new(self.peer()).create_artifact(create).await?;
+        let plan = store::PlanReplicaRequest {
+            team: team.clone(),
+            artifact_id: artifact.to_string(),
+            worker_id: claims.worker.to_string(),
+            transfer_id: TransferId::new().to_string(),
+        };
+        let complete = store::VolumeCompleteRequest {
+            session_credential,
+            volume_handle: replicas.plan_replica(plan).await?.into_inner().volume_handle,
+            size_bytes: 1,
+            digest: digest.clone().into(),
+            verification: store::Verification::Verified.into(),
+        };
+        inventory.volume_complete(complete).await?;
+        let artifact_id = artifact.to_string();
+        replicas.seal_upload(store::SealUploadRequest { team, artifact_id, digest: digest.into() }).await?;
+        Ok(artifact)
+    }
+
+    /// Pins an artifact for a workload, as a scheduler would.
+    async fn pin(&self, artifact: ArtifactId, holder: WorkloadId) -> Result<(), Refusal> {
+        let request = store::PinRequest {
+            holder_id: holder.to_string(),
+            team: "main".to_owned(),
+            artifact_ids: vec![artifact.to_string()],
+            build_id: String::new(),
+        };
+        PinsClient::new(self.peer()).pin(request).await?;
+        Ok(())
+    }
+
+    /// What keeps an artifact.
+    async fn kept_by(&self, artifact: ArtifactId) -> Vec<String> {
+        let request =
+            store::GetArtifactRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+        let answer = ArtifactsClient::new(self.peer()).get_artifact(request).await.expect("it is there");
+        answer.into_inner().artifact.expect("the artifact").kept_by
+    }
+
     fn config(&self, database: &TestDatabase) -> Config {
         Config { artifact_store: self.endpoint(), ..config(database) }
     }
 
     async fn put_build(&self, build: BuildId, workload: WorkloadId) -> Result<(), Refusal> {
-        let peer = peer(&self.endpoint(), Outgoing::internal()).expect("an address");
         let request = store::PutBuildRequest {
             build_id: build.to_string(),
             team: "main".to_owned(),
             ends_with_workload: workload.to_string(),
             ..Default::default()
         };
-        OwnersClient::new(peer).put_build(request).await?;
+        OwnersClient::new(self.peer()).put_build(request).await?;
         Ok(())
     }
+}
+
+/// What signs the sessions that the store believes.
+fn signer() -> TokenSigner {
+    TokenSigner::from_seed(&[7; 32])
 }
 
 impl Store {
@@ -126,6 +200,39 @@ pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatab
         assert_eq!(refused.about.get("artifact_id"), Some(&artifact));
     }
     scheduler.submit_as(id, spec()).await.expect("the id is free");
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+pub(crate) async fn pins_of_workloads_that_nobody_knows_are_released(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    let artifact = until("the store answers", async || place.upload().await.ok()).await;
+    let input = pb::Input {
+        name: "src".to_owned(),
+        artifact_id: artifact.to_string(),
+        path: bytes::Bytes::new(),
+        access: pb::Access::ReadOnly.into(),
+    };
+    let known = scheduler.submit(pb::WorkloadSpec { inputs: vec![input], ..spec() }).await.expect("accepted");
+    scheduler.stop().await;
+
+    let every_moment = Config {
+        reconcile_every: Duration::from_millis(20),
+        reconcile_grace: Duration::ZERO,
+        ..place.config(&database)
+    };
+    let scheduler = Running::start(every_moment).await;
+    // The second is looked at after the known one was, for sure.
+    for _ in 0..2 {
+        let unknown = WorkloadId::new();
+        place.pin(artifact, unknown).await.expect("pinned");
+        let settled = async || place.pin(artifact, unknown).await.err();
+        let refused = until("it is settled", settled).await;
+        assert!(refused.is(Reason::HolderSettled), "{refused}");
+        assert_eq!(place.kept_by(artifact).await, [format!("pinned by {known}")]);
+    }
     scheduler.stop().await;
     store.stop().await;
 }

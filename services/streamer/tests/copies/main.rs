@@ -314,3 +314,37 @@ async fn what_only_a_silent_worker_has_is_sent_anew_and_counts_again_when_that_o
     assert_eq!(known, artifact);
     suite.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_lost_on_one_worker_is_brought_there_again_from_another() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, digest) = suite.upload(&root).await;
+    let two = suite.add_worker("two").await;
+    suite.materialize(artifact, two).await.expect("brought");
+    let replicas = suite.replicas(artifact).await;
+    let lost = replicas.iter().find(|replica| replica.worker_id == one.to_string()).expect("it is there");
+
+    // The gateway that follows reports what is left.
+    suite.destroy_behind_its_back(one, &lost.volume_handle);
+    suite.remove_worker(one).await;
+    assert_eq!(suite.add_worker("one").await, one);
+    let left = until("the loss is known", async || {
+        let replicas = suite.replicas(artifact).await;
+        (replicas.len() == 1).then_some(replicas)
+    })
+    .await;
+    assert_eq!(left[0].worker_id, two.to_string());
+
+    let brought = suite.materialize(artifact, one).await.expect("brought");
+    assert_ne!(brought.volume, lost.volume_handle, "a handle is never used twice");
+    assert_eq!(brought.progress.expect("there was a copy").from_worker_id, two.to_string());
+    assert_eq!(on_disk(&suite.volume(one, &brought.volume)), digest);
+    assert_eq!(suite.replicas(artifact).await.len(), 2);
+    suite.stop().await;
+}

@@ -10,7 +10,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
-use crate::attempt::failure;
+use crate::attempt::{carry_out, failure};
 use crate::for_tests::served::Served;
 use crate::for_tests::store::{Asked, Store, session};
 use crate::for_tests::{Attended, NOBODY, within};
@@ -110,8 +110,8 @@ impl Suite {
         Self { worker, task, plan, store, brought, streamer }
     }
 
-    /// Answers a call of Prepare, in which these of the inputs are missing.
-    async fn prepared(store: &mut Store, missing: &[ArtifactId]) {
+    /// Answers a call of Prepare, in which these of the inputs are missing. Answers the answer.
+    async fn prepared(store: &mut Store, missing: &[ArtifactId]) -> store::PrepareResponse {
         let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
         let volumes = request.volumes.into_iter().map(|volume| {
             let from = volume.from_artifact_id.parse::<ArtifactId>().ok();
@@ -129,7 +129,8 @@ impl Suite {
             container_handle: ContainerHandle::new().to_string(),
             volumes: volumes.collect(),
         };
-        answer.send(Ok(response)).expect("it waits");
+        answer.send(Ok(response.clone())).expect("it waits");
+        response
     }
 
     async fn end(self) {
@@ -257,4 +258,26 @@ async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_
         }
         suite.end().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
+    let mut suite = Suite::start().await;
+    let (_wish, mut stop) = watch::channel(None);
+    let script = async {
+        // Replicas that are not there: nothing can be made from them.
+        let planned = Suite::prepared(&mut suite.store, &[]).await;
+        let Asked::Failed(told, answer) = suite.store.asked().await else { panic!("something else") };
+        answer.send(Ok(store::FailedResponse {})).expect("it waits");
+        (planned, told)
+    };
+    let both = async { tokio::join!(carry_out(&suite.worker, &suite.task, &mut stop), script) };
+    let (carried, (planned, told)) = within("the end", both).await;
+    let Err(stopped) = carried else { panic!("it could not be made") };
+    assert_eq!(told.session_credential, "credential");
+    assert_eq!(told.container_handle, planned.container_handle);
+    let handles: Vec<_> = planned.volumes.iter().map(|volume| &volume.volume_handle).collect();
+    assert_eq!(told.volume_handles.iter().collect::<Vec<_>>(), handles);
+    assert_eq!(told.why, format!("it could not be made: {stopped}"));
+    suite.end().await;
 }

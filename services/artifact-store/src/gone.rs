@@ -1,0 +1,155 @@
+//! Workers that are gone for good: all that they held is forgotten.
+//!
+//! Invariant: unless forced, nothing that somebody keeps loses its last replica. Whoever forgets a worker holds its row, so that nobody speaks for it
+//! meanwhile, and the rows of the artifacts that have replicas there, so that nobody drops another replica, or forgets another worker, and counts
+//! on these.
+
+use domain::{ArtifactId, Timestamp, WorkerId};
+use sea_orm::sea_query::{Condition, ExprTrait};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    QueryOrder, QuerySelect, Statement,
+};
+use uuid::Uuid;
+
+use crate::entity::{State, artifact, container, volume, worker};
+use crate::facts;
+use crate::losses::{self, Lost};
+use crate::mark::{self, Policy, Verdict};
+
+/// How many rows are looked at by one statement.
+const PAGE: u64 = 500;
+
+/// What a forgotten worker held.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Held {
+    pub(crate) volumes: u64,
+    pub(crate) containers: u64,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ForgetError {
+    #[error("worker {0} has the last replica of artifact {1}, which is kept")]
+    LastReplica(WorkerId, ArtifactId),
+    #[error("database failed while forgetting a worker")]
+    Database(#[from] DbErr),
+}
+
+/// Forgets a worker and all that it held.
+pub(crate) async fn forget_worker(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    force: bool,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Held, ForgetError> {
+    if worker::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?.is_none() {
+        return Ok(Held::default());
+    }
+    lock_artifacts(txn, id).await?;
+    if !force && let Some(artifact) = kept_here_only(txn, id, now, policy).await? {
+        return Err(ForgetError::LastReplica(id, artifact));
+    }
+    note_losses(txn, id, now).await?;
+    let volumes =
+        volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
+    let containers =
+        container::Entity::delete_many().filter(container::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
+    worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
+    Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
+}
+
+/// Artifacts that have a replica on worker `$1`.
+const ARTIFACTS_HERE: &str = "SELECT v.artifact_id FROM volumes v
+     WHERE v.worker_id = $1 AND v.purpose = 'replica' AND v.complete = TRUE AND v.state IN ('created', 'unconfirmed')";
+
+#[derive(FromQueryResult)]
+struct Id {
+    artifact_id: Uuid,
+}
+
+/// Holds the artifacts that have a replica on a worker.
+async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    if backend == sea_orm::DbBackend::Sqlite {
+        // A writer is alone.
+        return Ok(());
+    }
+    let sql = format!(
+        "SELECT artifact_id FROM artifacts
+         WHERE state = 'sealed' AND artifact_id IN ({ARTIFACTS_HERE}) ORDER BY artifact_id FOR UPDATE"
+    );
+    let statement = Statement::from_sql_and_values(backend, sql, [id.uuid().into()]);
+    Id::find_by_statement(statement).all(txn).await.map(|_| ())
+}
+
+/// An artifact that is kept, and of which no replica is on another worker for sure.
+async fn kept_here_only(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Option<ArtifactId>, DbErr> {
+    let sql = format!(
+        "SELECT a.artifact_id AS artifact_id FROM artifacts a
+         WHERE a.artifact_id > $2 AND a.state = 'sealed' AND a.artifact_id IN ({ARTIFACTS_HERE})
+           AND NOT EXISTS (SELECT 1 FROM volumes o WHERE o.artifact_id = a.artifact_id AND o.worker_id <> $1
+                           AND o.purpose = 'replica' AND o.complete = TRUE AND o.state = 'created')
+         ORDER BY a.artifact_id LIMIT {PAGE}"
+    );
+    let mut after = Uuid::nil();
+    loop {
+        let values = [id.uuid().into(), after.into()];
+        let statement = Statement::from_sql_and_values(txn.get_database_backend(), &sql, values);
+        let ids: Vec<_> =
+            Id::find_by_statement(statement).all(txn).await?.into_iter().map(|id| id.artifact_id).collect();
+        let Some(last) = ids.last() else { return Ok(None) };
+        after = *last;
+        let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(txn).await?;
+        let facts = facts::artifacts(txn, &rows, now).await?;
+        let kept = rows.iter().map(|row| row.artifact_id).find(|id| {
+            facts.get(id).is_some_and(|facts| matches!(mark::artifact(facts, now, policy), Verdict::Keep(_)))
+        });
+        if let Some(kept) = kept {
+            return Ok(Some(ArtifactId::from_uuid(kept)));
+        }
+    }
+}
+
+/// Notes as lost what was there as far as we knew, and what is lost and was not noticed yet.
+async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+    let mut after = Uuid::nil();
+    loop {
+        let lost = Condition::any()
+            .add(container::Column::State.eq(State::Created))
+            .add(container::Column::State.eq(State::Lost).and(container::Column::LossNoticed.eq(false)));
+        let rows = container::Entity::find()
+            .filter(container::Column::WorkerId.eq(id.uuid()))
+            .filter(container::Column::Handle.gt(after))
+            .filter(lost)
+            .order_by_asc(container::Column::Handle)
+            .limit(PAGE)
+            .all(txn)
+            .await?;
+        let Some(last) = rows.last() else { break };
+        after = last.handle;
+        losses::append(txn, &rows.iter().map(Lost::from).collect::<Vec<_>>(), now).await?;
+    }
+    let mut after = Uuid::nil();
+    loop {
+        let lost = Condition::any()
+            .add(volume::Column::State.is_in(State::PRESENT))
+            .add(volume::Column::State.eq(State::Lost).and(volume::Column::LossNoticed.eq(false)));
+        let rows = volume::Entity::find()
+            .filter(volume::Column::WorkerId.eq(id.uuid()))
+            .filter(volume::Column::Handle.gt(after))
+            .filter(lost)
+            .order_by_asc(volume::Column::Handle)
+            .limit(PAGE)
+            .all(txn)
+            .await?;
+        let Some(last) = rows.last() else { return Ok(()) };
+        after = last.handle;
+        losses::append(txn, &rows.iter().map(Lost::from).collect::<Vec<_>>(), now).await?;
+    }
+}
