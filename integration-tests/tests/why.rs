@@ -55,7 +55,7 @@ fn what_is_kept_says_by_what_and_what_went_says_why() {
     assert_eq!((&kept["thing"], &kept["state"]), (&"artifact".into(), &"sealed".into()), "{kept}");
     assert_eq!(kept["kept_by"][0]["thing"], "build", "{kept}");
     assert_eq!(kept["goes_at"], kept["kept_by"][0]["until"], "{kept}");
-    assert_eq!(kept["why"], "every build that owned it has let go");
+    assert_eq!(kept["why"], "every owner of it has let go");
     let build = id(&kept["kept_by"][0], "id");
     let owner = json(&cluster, ["explain", &build]);
     assert_eq!((&owner["state"], &owner["goes_at"]), (&"succeeded".into(), &kept["goes_at"]), "{owner}");
@@ -83,12 +83,12 @@ fn what_is_kept_says_by_what_and_what_went_says_why() {
     let explained = json(&cluster, ["explain", &gone]);
     assert_eq!(explained["state"], "deleting", "{explained}");
     assert!(explained["marked_at"].is_string() && explained["remembered_until"].is_string(), "{explained}");
-    assert_eq!(explained["why"], "every build that owned it has let go");
+    assert_eq!(explained["why"], "every owner of it has let go");
     let deleted = text(&cluster, ["list", "artifacts", "--state", "deleting"]);
     assert!(deleted.contains(&gone) && !deleted.contains(&made), "{deleted}");
-    assert!(deleted.contains(" ago: every build that owned it has let go"), "{deleted}");
+    assert!(deleted.contains(" ago: every owner of it has let go"), "{deleted}");
     let shown = text(&cluster, ["show", "artifact", &gone]);
-    assert!(shown.contains("deleted:") && shown.contains("every build that owned it has let go"), "{shown}");
+    assert!(shown.contains("deleted:") && shown.contains("every owner of it has let go"), "{shown}");
     let went = wait_for("the end of what the worker had", || {
         let explained: Vec<_> = held.iter().map(|(_, handle)| json(&cluster, ["explain", handle])).collect();
         let went: Vec<_> = explained.into_iter().filter(|thing| thing["state"] == "gone").collect();

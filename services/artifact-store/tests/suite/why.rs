@@ -154,7 +154,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     let explained = suite.explain(artifact).await.expect("explained");
     assert_eq!(kept_by(&explained), [(Thing::Build, build_id.as_str(), Some(suite.clock.now() + MINUTE))]);
     assert_eq!(explained.goes(), suite.after(MINUTE));
-    assert_eq!(explained.why, "every build that owned it has let go");
+    assert_eq!(explained.why, "every owner of it has let go");
     suite.clock.advance(MINUTE - Duration::from_micros(1));
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.clock.advance(Duration::from_micros(1));
@@ -170,13 +170,13 @@ async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDa
     let shown = suite.get(artifact).await.expect("its tombstone");
     assert_eq!(
         (shown.marked_at.as_ref().map(rpc::from_timestamp), shown.marked_why.as_str()),
-        (marked_at, "every build that owned it has let go")
+        (marked_at, "every owner of it has let go")
     );
 
     let explained = suite.explain(artifact).await.expect("explained");
     assert_eq!(explained.state, "deleting");
     assert_eq!((explained.marked(), explained.goes()), (marked_at, None));
-    assert_eq!(explained.why, "every build that owned it has let go");
+    assert_eq!(explained.why, "every owner of it has let go");
     assert_eq!(explained.forgotten(), suite.after(HOUR));
     assert!(explained.can_be_undeleted);
     let explained = suite.explain(&replica).await.expect("explained");
