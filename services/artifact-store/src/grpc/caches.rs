@@ -231,8 +231,8 @@ impl pb::caches_server::Caches for Handlers {
             Some(cache) => Which::One(cache),
             None => Which::Of {
                 job: named("job", request.job, LONGEST_NAME)?,
-                step: some(request.step),
-                path: some(request.path),
+                step: some(at_most("step", request.step, LONGEST_NAME)?),
+                path: some(at_most("path", request.path, LONGEST_PATH)?),
             },
         };
         let now = self.store.now();
@@ -261,7 +261,8 @@ impl pb::caches_server::Caches for Handlers {
         let request = request.into_inner();
         let page = Page::of(SERVICE, &request)?;
         let team = &rpc::parse_team("team", request.team)?;
-        let job = Some(&*request.job).filter(|job| !job.is_empty());
+        let job = at_most("job", request.job, LONGEST_NAME)?;
+        let job = Some(&*job).filter(|job| !job.is_empty());
 
         let rows = task::list(self.store.db.read(), team, job, page)
             .await

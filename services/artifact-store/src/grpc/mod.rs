@@ -210,6 +210,8 @@ fn parse_why(why: String) -> Result<String, Status> {
         length if length > LONGEST_WHY => {
             Err(rpc::invalid_field("why", format!("must be at most {LONGEST_WHY} bytes")))
         }
+        // PostgreSQL keeps no text with one.
+        _ if why.contains('\0') => Err(rpc::invalid_field("why", "must not contain NUL")),
         _ => Ok(why),
     }
 }

@@ -1,5 +1,7 @@
 //! The table: all calls of the store, with what is wrong.
 
+mod disposal;
+
 use std::time::Duration;
 
 use domain::{ArtifactId, AttemptId, BuildId, TransferId, WorkerId, WorkloadId};
@@ -133,6 +135,9 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(pins(&world));
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
+    calls.push(call("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []));
+    // The last: some of these end what the others are about.
+    calls.extend(disposal::calls(&world));
     calls
 }
 

@@ -119,6 +119,21 @@ pub(super) fn label(field: &str) -> Vec<Bad> {
     bad
 }
 
+/// A reason for people.
+pub(super) fn why(field: &str) -> Vec<Bad> {
+    let mut bad = invalid(field, "missing", text(""), field);
+    bad.extend(invalid(field, "overlong", text("x".repeat(1001)), field));
+    bad.extend(invalid(field, "with NUL", text("a\0b"), field));
+    bad
+}
+
+/// The credential of a gateway where an operator needs none.
+pub(super) fn optional_credential(field: &str, suite: &Suite, gateway: &Gateway) -> Vec<Bad> {
+    let mut bad = credential(field, suite, gateway);
+    bad.retain(|bad| bad.what != "missing");
+    bad
+}
+
 /// A value that is none of the enum's.
 pub(super) fn filter(field: &str) -> Vec<Bad> {
     [-1, 99]

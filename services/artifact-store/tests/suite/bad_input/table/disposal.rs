@@ -1,0 +1,198 @@
+//! What explains, looks for, watches and ends what is there.
+
+use super::*;
+
+pub(super) fn calls(world: &World<'_>) -> Vec<Call> {
+    let mut calls = looks(world);
+    calls.extend(ends(world));
+    calls
+}
+
+fn looks(world: &World<'_>) -> Vec<Call> {
+    let explain = pb::ExplainRequest { team: TEAM.to_owned(), id: world.sealed.to_string() };
+    let volume_handle = world.prepared.volumes[0].volume_handle.clone();
+    let container_handle = world.prepared.container_handle.clone();
+    let at_risk = pb::ListAtRiskRequest {
+        team: TEAM.to_owned(),
+        worker_ids: vec![world.here.worker.to_string()],
+        ..Default::default()
+    };
+    let many_workers = Value::List((0..10_001).map(|_| text(world.here.worker)).collect());
+    vec![
+        call(
+            "Artifacts.Explain",
+            [explain],
+            [
+                team("team"),
+                but("team", "that does not have it", OTHER, UnknownId),
+                id("id"),
+                but("id", "unknown", ArtifactId::new(), UnknownId),
+                but("id", "of another team", world.foreign_artifact, UnknownId),
+                but("id", "of another team's build", world.foreign_build, UnknownId),
+                but("id", "of another team's workload", world.foreign_workload, UnknownId),
+            ],
+        ),
+        call(
+            "Inventory.GetVolume",
+            [pb::GetVolumeRequest { volume_handle }],
+            [id("volume_handle"), but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound)],
+        ),
+        call(
+            "Inventory.GetContainer",
+            [pb::GetContainerRequest { container_handle }],
+            [
+                id("container_handle"),
+                but("container_handle", "unknown", WorkloadId::new(), ContainerNotFound),
+            ],
+        ),
+        call(
+            "Inventory.WatchLost",
+            [pb::WatchLostRequest::default()],
+            // Its answer is in the stream.
+            [nothing("after_revision", "absurd", Value::U64(u64::MAX))],
+        ),
+        call(
+            "Inventory.ListAtRisk",
+            [at_risk],
+            [
+                team("team"),
+                nothing("team", "that has nothing there", text(OTHER)),
+                id("worker_ids"),
+                nothing("worker_ids", "unknown", text(WorkerId::new())),
+                invalid("worker_ids", "10001 of them", many_workers, "worker_ids"),
+                invalid("page_size", "absurd", Value::U32(1001), "page_size"),
+                invalid("page_size", "absurd", Value::U32(u32::MAX), "page_size"),
+                but("page_token", "malformed", "?", InvalidPageToken),
+                but("page_token", "overlong", "A".repeat(100_000), InvalidPageToken),
+            ],
+        ),
+    ]
+}
+
+fn ends(world: &World<'_>) -> Vec<Call> {
+    let session_credential = world.here.credential.clone();
+    let container_handle = world.other_prepared.container_handle.clone();
+    let volume_handle = world.other_prepared.volumes[0].volume_handle.clone();
+    let why = "x".repeat(1000);
+    let undelete = pb::UndeleteRequest {
+        team: TEAM.to_owned(),
+        artifact_id: world.sealed.to_string(),
+        kept_by: Some(pb::undelete_request::KeptBy::BuildId(world.build.to_string())),
+    };
+    let touch = pb::TouchRequest {
+        session_credential: session_credential.clone(),
+        attempt_id: world.other_attempt.to_string(),
+    };
+    let mark_container = pb::MarkContainerRequest {
+        session_credential: session_credential.clone(),
+        container_handle: container_handle.clone(),
+        why: why.clone(),
+    };
+    let mark_volume = pb::MarkVolumeRequest {
+        session_credential: session_credential.clone(),
+        volume_handle: volume_handle.clone(),
+        why: why.clone(),
+    };
+    let failed = pb::FailedRequest {
+        session_credential,
+        container_handle,
+        volume_handles: vec![volume_handle],
+        why: why.clone(),
+    };
+    let drop = pb::DropReplicaRequest {
+        team: TEAM.to_owned(),
+        artifact_id: world.sealed.to_string(),
+        worker_id: world.here.worker.to_string(),
+        why,
+        force: true,
+    };
+    let forget = pb::ForgetWorkerRequest { worker_id: world.here.worker.to_string(), force: true };
+    let unforced = || Expected::Refused(LastReplica, String::new());
+    vec![
+        call(
+            "Artifacts.Undelete",
+            [undelete],
+            [
+                team("team"),
+                but("team", "that does not have the build", OTHER, OwnerEnded),
+                id("artifact_id"),
+                but("artifact_id", "unknown", ArtifactId::new(), ArtifactNotFound),
+                but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
+                id("build_id"),
+                but("build_id", "unknown", BuildId::new(), OwnerEnded),
+                but("build_id", "of another team", world.foreign_build, OwnerEnded),
+                seconds("keep", 10 * 366 * 24 * 3600),
+            ],
+        ),
+        call(
+            "Inventory.Touch",
+            [touch],
+            [
+                credential("session_credential", world.suite, &world.here),
+                but("session_credential", "of another worker", &world.there.credential, ContainerNotFound),
+                id("attempt_id"),
+                but("attempt_id", "unknown", AttemptId::new(), ContainerNotFound),
+                but("attempt_id", "of another worker", world.attempt_there, ContainerNotFound),
+            ],
+        ),
+        call(
+            "Inventory.MarkContainer",
+            [mark_container],
+            [
+                optional_credential("session_credential", world.suite, &world.here),
+                but("session_credential", "of another worker", &world.there.credential, ContainerNotFound),
+                id("container_handle"),
+                but("container_handle", "unknown", WorkloadId::new(), ContainerNotFound),
+                super::why("why"),
+            ],
+        ),
+        call(
+            "Inventory.MarkVolume",
+            [mark_volume],
+            [
+                optional_credential("session_credential", world.suite, &world.here),
+                but("session_credential", "of another worker", &world.there.credential, VolumeNotFound),
+                id("volume_handle"),
+                but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound),
+                super::why("why"),
+            ],
+        ),
+        call(
+            "Inventory.Failed",
+            [failed],
+            [
+                credential("session_credential", world.suite, &world.here),
+                nothing("session_credential", "of another worker", text(&world.there.credential)),
+                optional_id("container_handle"),
+                nothing("container_handle", "unknown", text(WorkloadId::new())),
+                ids("volume_handles"),
+                nothing("volume_handles", "unknown", text(WorkloadId::new())),
+                super::why("why"),
+            ],
+        ),
+        call(
+            "Replicas.DropReplica",
+            [drop],
+            [
+                team("team"),
+                but("team", "that does not have it", OTHER, ArtifactNotFound),
+                id("artifact_id"),
+                but("artifact_id", "unknown", ArtifactId::new(), ArtifactNotFound),
+                but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
+                id("worker_id"),
+                nothing("worker_id", "unknown", text(WorkerId::new())),
+                super::why("why"),
+                change("force", "missing", Value::Bool(false), unforced()),
+            ],
+        ),
+        call(
+            "Inventory.ForgetWorker",
+            [forget],
+            [
+                id("worker_id"),
+                nothing("worker_id", "unknown", text(WorkerId::new())),
+                change("force", "missing", Value::Bool(false), unforced()),
+            ],
+        ),
+    ]
+}
