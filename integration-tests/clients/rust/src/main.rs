@@ -350,7 +350,6 @@ async fn main() -> anyhow::Result<()> {
         team: client.team.clone(),
         ends_with_workload: workload_id.clone(),
         ..PutBuildRequest::default()
-        ..Default::default()
     };
     let put = async || client.owners.clone().put_build(build.clone()).await;
     retry("gantry.artifacts.v1.Owners", "PutBuild", put).await?;
