@@ -270,25 +270,30 @@ impl Step {
         Self::OldLosses,
     ];
 
-    /// Whether anything is to be looked at. Reads an index.
+    /// Whether anything is to be looked at. Reads an index: without an order PostgreSQL may hope to find a first row sooner in the table, and where
+    /// there is none reads all of it.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
         let sql = match self {
-            Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 LIMIT 1",
-            Self::ResourceCaches => "SELECT 1 AS due FROM resource_caches WHERE look_at <= $1 LIMIT 1",
-            Self::TaskCaches => "SELECT 1 AS due FROM task_caches WHERE look_at <= $1 LIMIT 1",
-            Self::Attempts => "SELECT 1 AS due FROM attempts WHERE look_at <= $1 LIMIT 1",
+            Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
+            Self::ResourceCaches => {
+                "SELECT 1 AS due FROM resource_caches WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
+            }
+            Self::TaskCaches => {
+                "SELECT 1 AS due FROM task_caches WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
+            }
+            Self::Attempts => "SELECT 1 AS due FROM attempts WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Claims => {
                 "SELECT 1 AS due FROM volumes WHERE claimed_until <= $1 AND complete = FALSE
-                     AND state NOT IN ('destroying', 'sweeping') LIMIT 1"
+                     AND state NOT IN ('destroying', 'sweeping') ORDER BY claimed_until LIMIT 1"
             }
             Self::Artifacts => {
-                "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state <> 'deleting' LIMIT 1"
+                "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state <> 'deleting' ORDER BY look_at LIMIT 1"
             }
             Self::Deleted => {
-                "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state = 'deleting' LIMIT 1"
+                "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state = 'deleting' ORDER BY look_at LIMIT 1"
             }
-            Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 LIMIT 1",
-            Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 LIMIT 1",
+            Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
+            Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Losses => losses::NEW,
             Self::OldLosses => losses::OLD,
         };

@@ -13,7 +13,7 @@ pub(super) const NEW: &str = "
         OR EXISTS (SELECT 1 FROM containers WHERE state = 'lost' AND loss_noticed = FALSE AND lost_at <= $1)";
 
 /// Losses that were noticed at `$1` or before.
-pub(super) const OLD: &str = "SELECT 1 AS due FROM losses WHERE noticed_at <= $1 LIMIT 1";
+pub(super) const OLD: &str = "SELECT 1 AS due FROM losses WHERE noticed_at <= $1 ORDER BY noticed_at LIMIT 1";
 
 /// As the indexes of what is newly lost have it.
 const UNNOTICED: &str = "state = 'lost' AND loss_noticed = FALSE";
