@@ -1,5 +1,6 @@
 """A Concourse worker, beside the bare calls to it."""
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -11,21 +12,20 @@ from measure import not_applicable, row, table, timed
 
 BARE = "bare calls: volume, container, run, output, exit, destroy both"
 REAL = "with real containers: "
+# As without a setting.
+DEFAULT_GRACE = "5m"
 
 
-def measure_garden(base, rounds, runs, server=None):
-    """Milliseconds of bare calls, of those until the end of the process is known, and of ours: `rounds` times `runs` of each, in turns, so
-    that all meet the same load. Each run is a process of its own. Containers are made by `server`: the one of the tests, if there is none."""
-    bare, ended, ours = [], [], []
-    work = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-image-", dir=base))
-    make_image(work / "image")
+@contextlib.contextmanager
+def measured(base, image, server, grace):
+    """Bare calls to a worker, and runs on it, through a cluster of its own that destroys containers `grace` after their ends."""
     with ConcourseWorkers(base, "garden") as concourse:
         worker = concourse.workers[0]
         if server:
             worker["addr"] = server.address
-        with Cluster(base, concourse.settings("garden")) as cluster:
+        with Cluster(base, {**concourse.settings("garden"), "GANTRY_GC_GRACE": grace}) as cluster:
             say = lambda *args: cluster.run(*args, stdout=subprocess.PIPE).stdout.decode().strip()
-            artifact = say("upload", "-q", str(work / "image"))
+            artifact = say("upload", "-q", str(image))
             run = lambda: cluster.run("run", "-q", "--tag", "garden", "--image", f"artifact:{artifact}", "--", "/bin/true")
             timed(run, 5)
             # Both make their root from the same volume.
@@ -35,19 +35,31 @@ def measure_garden(base, rounds, runs, server=None):
             volumes = worker["baggageclaim_url"].removeprefix("http://")
             command = [str(RELEASE / "bare_garden"), worker["addr"], volumes, image]
             options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "check": True}
-            call = lambda: ended.append(float(subprocess.run(command, **options).stdout))
-            for _ in range(rounds):
-                bare += timed(call, runs)
-                ours += timed(run, runs)
+            yield lambda: float(subprocess.run(command, **options).stdout), run
+
+
+def measure_garden(base, rounds, runs, server=None):
+    """Milliseconds of bare calls, of those until the end of the process is known, of ours, and of ours while it destroys what it made before:
+    `rounds` times `runs` of each, in turns, so that all meet the same load. Each run is a process of its own. Containers are made by `server`:
+    the one of the tests, if there is none."""
+    bare, ended, later, at_once = [], [], [], []
+    work = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-image-", dir=base))
+    make_image(work / "image")
+    with measured(base, work / "image", server, DEFAULT_GRACE) as (call, run), measured(base, work / "image", server, "0s") as (_, run_at_once):
+        for _ in range(rounds):
+            bare += timed(lambda: ended.append(call()), runs)
+            later += timed(run, runs)
+            at_once += timed(run_at_once, runs)
     shutil.rmtree(work)
-    return bare, ended, ours
+    return bare, ended, later, at_once
 
 
-def rows(before, bare, ended, ours):
+def rows(before, bare, ended, later, at_once):
     return [
         row(before + BARE, bare),
         row(before + "the same until the end of the process is known, without the start of the program", ended, bare),
-        row(before + "`gantry run -- /bin/true`, which destroys later", ours, bare),
+        row(before + "`gantry run -- /bin/true`", later, bare),
+        row(before + "the same, with `--gc-grace 0s`, while what the runs before it made is destroyed", at_once, bare),
     ]
 
 
@@ -62,10 +74,10 @@ def bench_garden(base, rounds, runs):
     text = [
         "Each is a process of its own, over the same volume with the image. What ours adds is the way through the services (submit, prepare,",
         "start, finish), each of which writes to disk what it has promised, and on the wire the intent before the start, and the end of whatever",
-        "the process left. What it destroys later is in none of its figures, and in the first of the bare ones. The server of the tests makes a",
-        "container in no time. Real ones are made by runc behind the genuine Garden server library, in the way of guardian, with namespaces and",
-        "cgroups of their own, but without seccomp, limits or a network beyond the loopback, on which a real worker spends time, too. Volumes are",
-        "copies of the small image, on both.",
+        "the process left. It destroys containers five minutes after their ends, unless it is told otherwise; the first of the bare figures has",
+        "that in it. The server of the tests makes a container in no time. Real ones are made by runc behind the genuine Garden server library,",
+        "in the way of guardian, with namespaces and cgroups of their own, but without seccomp, limits or a network beyond the loopback, on which",
+        "a real worker spends time, too. Volumes are copies of the small image, on both.",
         "",
     ]
     return [*table("`true` on a Concourse worker (the servers of the tests)", lines), *text]
