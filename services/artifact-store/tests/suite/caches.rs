@@ -1,5 +1,6 @@
 //! Caches: who makes them, who may have them, what they keep and until when.
 
+mod every_owner;
 mod resource;
 mod task;
 mod trust;
