@@ -239,4 +239,8 @@ fn a_detached_run_can_be_followed_cancelled_and_read_afterwards() {
         (show["state"] == "finished").then_some(show)
     });
     assert_eq!(ended["outcome"], "aborted", "{ended}");
+    let logs = cluster.output(["logs", &endless]);
+    assert_eq!(code(&logs), 0, "{}", describe(&logs));
+    let said = String::from_utf8_lossy(&logs.stderr).to_lowercase();
+    assert!(said.contains("cancelled"), "{}", describe(&logs));
 }

@@ -223,6 +223,10 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "USER_NOT_FOUND" => "check the name, or give a number with --user",
         "WORKING_DIRECTORY_MISSING" => "check the path given with --dir",
         "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name its interpreter",
+        "WORKER_LOST" | "START_UNKNOWN" | "EXIT_UNKNOWN" | "CONTACT_LOST" => {
+            "run it again if it may run twice"
+        }
+        "SETTLE_FAILED" => "run it again",
         "QUEUE_TIMEOUT" => "allow more time with --queue-timeout, or see `gantry list workers`",
         _ => return None,
     })

@@ -1,7 +1,7 @@
 //! `gantry attach`, `gantry logs` and `gantry cancel`: workloads that somebody submitted.
 
 use anyhow::bail;
-use rpc::pb::scheduler::{Finished, StdinMode, Workload, WorkloadState};
+use rpc::pb::scheduler::{Finished, Outcome, StdinMode, Workload, WorkloadState};
 use serde_json::json;
 
 use crate::args::{AttachArgs, CancelArgs, WorkloadArgs};
@@ -53,6 +53,8 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
     let followed = follow.run(&mut signals).await?;
     if let (None, Some(failure)) = (&followed.finished.exit, &followed.finished.failure) {
         ui.note(&format!("its process did not run: {} ({})", failure.message, failure.reason));
+    } else if followed.finished.outcome() == Outcome::Aborted {
+        ui.note("it was cancelled, there is no more");
     }
     if followed.output_lost {
         let Finished { exit, failure, .. } = &followed.finished;
