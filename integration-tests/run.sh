@@ -62,4 +62,9 @@ while read -r times line; do
         status=1
     fi
 done < <(grep -oE 'not applicable: .*' "$log" | sort | uniq -c)
+if [ $status -ne 0 ]; then
+    # Of a long log, the end is read: which tests failed, which seeds, and what became of a process that did not come to its end.
+    echo "--- in short ---"
+    grep -aE "^test .*FAILED|^run it again: |has overflowed its stack|^fatal runtime error|process didn't exit successfully" "$log" | sort -u
+fi
 exit $status

@@ -32,6 +32,8 @@ pub(crate) struct SeenArtifact {
 pub(crate) struct SeenVolume {
     pub(crate) state: InventoryState,
     pub(crate) parent: Option<Uuid>,
+    /// What it is a replica of, or shall be.
+    pub(crate) artifact: Option<ArtifactId>,
 }
 
 /// What was seen before, and never changes back.
@@ -125,6 +127,14 @@ fn volumes(state: &State, view: &View) -> Accepted {
             seen.is_some() || !volume.on_disk || volume.late,
             "volume {id} was forgotten although it is there: {volume:?}"
         );
+        // Whatever makes a volume garbage marks it at once, unless its artifact was marked before and takes it along.
+        let artifact = seen.and_then(|seen| view.artifacts.get(&seen.artifact?));
+        let goes_on = artifact.is_some_and(|artifact| artifact.state != ArtifactState::Deleting);
+        let is_garbage = seen.is_none_or(|seen| is_marked(seen.state));
+        must!(
+            is_garbage || !volume.revoked || !goes_on,
+            "volume {id} is garbage, and not marked: {volume:?}"
+        );
     }
     for (id, seen) in view.volumes.iter().filter(|(_, seen)| !is_marked(seen.state)) {
         let Some(parent) = seen.parent else { continue };
@@ -190,11 +200,12 @@ pub(crate) fn settled(state: &State, view: &View) -> Accepted {
     let kept_ids: BTreeSet<_> = kept.keys().map(|artifact| artifact_id(*artifact)).collect();
     let missing: Vec<_> = kept_ids.iter().filter(|id| !view.artifacts.contains_key(id)).collect();
     must!(missing.is_empty(), "these artifacts are kept, and gone: {missing:?}");
-    let is_tombstone = |seen: &SeenArtifact| {
-        seen.state == ArtifactState::Deleting && seen.replicas.iter().any(|id| of_kept.contains(id))
-    };
-    let left: Vec<_> =
-        view.artifacts.iter().filter(|(id, seen)| !kept_ids.contains(id) && !is_tombstone(seen)).collect();
+    // One that went stays behind as long as a volume of it, which is the parent of something that is kept.
+    let parents: BTreeSet<_> = of_kept.iter().filter_map(|id| view.volumes.get(id)?.artifact).collect();
+    let is_tombstone =
+        |id: &ArtifactId, seen: &SeenArtifact| seen.state == ArtifactState::Deleting && parents.contains(id);
+    let left = view.artifacts.iter().filter(|(id, seen)| !kept_ids.contains(id) && !is_tombstone(id, seen));
+    let left: Vec<_> = left.collect();
     must!(left.is_empty(), "nobody keeps these artifacts, and they are left: {left:?}");
 
     must!(view.containers.is_empty(), "containers are left: {:?}", view.containers);
@@ -262,7 +273,7 @@ mod tests {
             kept_by: vec![format!("build {}", build_id(0))],
         };
         view.artifacts.insert(artifact_id(ARTIFACT), artifact);
-        let created = |parent| SeenVolume { state: InventoryState::Created, parent };
+        let created = |parent| SeenVolume { state: InventoryState::Created, parent, artifact: None };
         view.volumes.insert(REPLICA, created(None));
         view.volumes.insert(INPUT, created(Some(REPLICA)));
         view.volumes.insert(OUTPUT, created(Some(REPLICA)));

@@ -17,7 +17,8 @@
 //! would have taken the answers one by one.
 //!
 //! Seeds of `GANTRY_STEPS` operations (2000) are run, `GANTRY_SEEDS` of them, or as many as are begun in a minute. `GANTRY_SEED` runs one again,
-//! and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds, and printed as code for `cases.rs`.
+//! and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
+//! a soak), and printed as code for `cases.rs`. The seed is said as soon as it fails.
 
 mod cases;
 mod check;
@@ -27,6 +28,8 @@ mod state;
 mod world;
 
 use std::fmt;
+use std::io::Write;
+use std::pin::Pin;
 use std::time::{Duration, Instant};
 
 use testing::databases::{self, TestDatabase};
@@ -42,11 +45,23 @@ const STEPS: u64 = 2000;
 /// How long a test begins with another seed, unless it is told how many to run.
 const WHILE: Duration = Duration::from_secs(60);
 
+/// How long operations are left out of a list that fails, unless a test is told, and when nobody waits for it.
+const SHRINK: Duration = Duration::from_secs(45);
+const SHRINK_IN_A_SOAK: Duration = Duration::from_secs(600);
+
 /// Rounds of collecting, sweeping and reporting until nothing may be left.
 const ROUNDS: usize = 60;
 
 fn setting(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|_| panic!("{name} is a number")))
+}
+
+type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Says something at once, and aloud: what a test prints in the usual way is lost with its process.
+fn say(what: &str) {
+    // Who does not listen misses it.
+    writeln!(std::io::stderr(), "{what}").ok();
 }
 
 /// The two databases.
@@ -99,7 +114,8 @@ async fn run(database: TestDatabase, operations: &[Operation]) -> Result<(), Fai
         }
     }
     if result.is_ok() {
-        result = run.quiesce().await.map_err(|violation| Failure { steps: operations.len(), violation });
+        result =
+            Box::pin(run.quiesce()).await.map_err(|violation| Failure { steps: operations.len(), violation });
     }
     run.world.end().await;
     result
@@ -112,13 +128,20 @@ struct Run {
 }
 
 impl Run {
-    async fn step(&mut self, operation: &Operation) -> Result<(), Violation> {
+    /// One operation, and what the store shows then.
+    ///
+    /// On the heap, as is every call of the store: together they would be more than what a test's stack has.
+    fn step<'a>(&'a mut self, operation: &'a Operation) -> BoxFuture<'a, Result<(), Violation>> {
+        Box::pin(self.apply(operation))
+    }
+
+    async fn apply(&mut self, operation: &Operation) -> Result<(), Violation> {
         let parts = match operation {
             Operation::Together(parts) => parts.as_slice(),
             one => std::slice::from_ref(one),
         };
         let perform = async |index: usize| match parts.get(index) {
-            Some(part) => self.world.perform(&self.state, part).await,
+            Some(part) => Box::pin(self.world.perform(&self.state, part)).await,
             None => Outcome::Skipped,
         };
         let (first, second, third, fourth) = tokio::join!(perform(0), perform(1), perform(2), perform(3));
@@ -229,11 +252,11 @@ fn in_some_order(
 }
 
 /// Runs one seed, and panics with the shortest list of operations that was found to fail.
-async fn run_seed(kind: Kind, seed: u64, steps: u64) {
+async fn run_seed(kind: Kind, seed: u64, steps: u64, patience: Duration) {
     let begun = Instant::now();
     eprintln!("{kind:?}: GANTRY_SEED={seed} GANTRY_STEPS={steps}");
     let operations = Generator::generate(seed, usize::try_from(steps).expect("as many as fit"));
-    let Err(failure) = run(kind.fresh().await, &operations).await else {
+    let Err(failure) = Box::pin(run(kind.fresh().await, &operations)).await else {
         eprintln!("{kind:?}: nothing was wrong in {:?}", begun.elapsed());
         return;
     };
@@ -242,28 +265,33 @@ async fn run_seed(kind: Kind, seed: u64, steps: u64) {
          model::{}::nothing_in_use_goes_and_nothing_unused_stays",
         kind.name()
     );
-    eprintln!("{kind:?}, {failure}\nrun it again: {again}\nleaving operations out…");
+    say(&format!("{kind:?}, {failure}\nrun it again: {again}\nleaving operations out…"));
     let in_the_end = failure.steps == operations.len();
     let mut failing = operations;
     failing.truncate(failure.steps);
-    let deadline = Instant::now() + Duration::from_secs(setting("GANTRY_SHRINK").unwrap_or(300));
-    let shrunk = shrink::shrink(failing, deadline, |operations| async move {
-        // What depends on timing does not fail each time.
-        for _ in 0..if operations.iter().any(is_at_once) { 3 } else { 1 } {
-            match run(kind.fresh().await, &operations).await {
-                Err(failure) if in_the_end || failure.steps < operations.len() => return Some(failure.steps),
-                Err(_) => return Some(operations.len()),
-                Ok(()) => {}
+    let deadline = Instant::now() + setting("GANTRY_SHRINK").map_or(patience, Duration::from_secs);
+    let shrunk = shrink::shrink(failing, deadline, |operations| {
+        Box::pin(async move {
+            // What depends on timing does not fail each time.
+            for _ in 0..if operations.iter().any(is_at_once) { 3 } else { 1 } {
+                match run(kind.fresh().await, &operations).await {
+                    Err(failure) if in_the_end || failure.steps < operations.len() => {
+                        return Some(failure.steps);
+                    }
+                    Err(_) => return Some(operations.len()),
+                    Ok(()) => {}
+                }
             }
-        }
-        None
+            None
+        })
     });
-    let shrunk = shrunk.await;
-    let last = run(kind.fresh().await, &shrunk).await.err();
+    let shrunk = Box::pin(shrunk).await;
+    let last = Box::pin(run(kind.fresh().await, &shrunk)).await.err();
     let last = last.map_or_else(|| "it does not fail each time".to_owned(), |last| last.to_string());
     let code = operations::code(&format!("found_by_seed_{seed}"), &shrunk);
+    // What is needed most is last: of a long log, the end is read.
     panic!(
-        "{kind:?}, {failure}\nrun it again: {again}\n{} operations are left, {last}\n\n{code}",
+        "{} operations are left, {last}\n\n{code}\n{kind:?}, {failure}\nrun it again: {again}",
         shrunk.len()
     );
 }
@@ -275,14 +303,14 @@ fn is_at_once(operation: &Operation) -> bool {
 async fn run_seeds(kind: Kind) {
     let steps = setting("GANTRY_STEPS").unwrap_or(STEPS);
     if let Some(seed) = setting("GANTRY_SEED") {
-        return run_seed(kind, seed, steps).await;
+        return run_seed(kind, seed, steps, SHRINK).await;
     }
     let begun = Instant::now();
     for run in 0.. {
         if setting("GANTRY_SEEDS").map_or(run > 0 && begun.elapsed() > WHILE, |seeds| run >= seeds) {
             return;
         }
-        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps).await;
+        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps, SHRINK).await;
     }
 }
 
@@ -292,7 +320,7 @@ async fn soak_on(kind: Kind) {
     let deadline = Instant::now() + Duration::from_secs_f64(hours * 3600.0);
     let steps = setting("GANTRY_STEPS").unwrap_or(STEPS);
     while Instant::now() < deadline {
-        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps).await;
+        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps, SHRINK_IN_A_SOAK).await;
     }
 }
 

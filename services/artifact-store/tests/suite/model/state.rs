@@ -140,7 +140,7 @@ pub(crate) struct Volume {
     /// It was said to exist.
     created: bool,
     /// It is garbage whatever it was made for.
-    revoked: bool,
+    pub(crate) revoked: bool,
     pub(crate) on_disk: bool,
     /// It was made so late that the store may have forgotten it before.
     pub(crate) late: bool,

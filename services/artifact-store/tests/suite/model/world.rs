@@ -164,7 +164,8 @@ impl World {
         let deadline = Instant::now() + PATIENCE;
         let mut refused = 0;
         for turn in first.. {
-            let answer = call(self.callers(turn)).await;
+            // On the heap: what a call takes is more than what all of the rest does.
+            let answer = Box::pin(call(self.callers(turn))).await;
             let Err(refusal) = &answer else { return answer };
             refused += u32::from(refusal.reason.is_some());
             if !refusal.is_transient() || refused > 2 || Instant::now() > deadline {
@@ -513,7 +514,9 @@ impl World {
         for volume in volumes {
             let parent = Some(&volume.parent_handle).filter(|parent| !parent.is_empty());
             let parent = parent.map(|parent| parent.parse().expect("a handle"));
-            let seen = SeenVolume { state: volume.state(), parent };
+            let artifact = Some(&volume.artifact_id).filter(|artifact| !artifact.is_empty());
+            let artifact = artifact.map(|artifact| artifact.parse().expect("an id"));
+            let seen = SeenVolume { state: volume.state(), parent, artifact };
             view.volumes.insert(volume.volume_handle.parse().expect("a handle"), seen);
         }
         for container in containers {
