@@ -14,7 +14,7 @@
 //! was forgotten does not come again. In the end: nothing is left but what is owned, and when nothing is, nothing.
 //!
 //! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
-//! would have taken the answers one by one.
+//! would have taken the answers one by one; which one it was may be told only much later, so all of them are borne in mind.
 //!
 //! Seeds of `GANTRY_STEPS` operations (2000) are run, `GANTRY_SEEDS` of them, or as many as are begun in a minute. `GANTRY_SEED` runs one again,
 //! and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
@@ -27,6 +27,7 @@ mod shrink;
 mod state;
 mod world;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io::Write;
 use std::pin::Pin;
@@ -48,6 +49,9 @@ const WHILE: Duration = Duration::from_secs(60);
 /// How long operations are left out of a list that fails, unless a test is told, and when nobody waits for it.
 const SHRINK: Duration = Duration::from_secs(45);
 const SHRINK_IN_A_SOAK: Duration = Duration::from_secs(600);
+
+/// How many orders of what happened at the same time are borne in mind that nothing has told apart yet.
+const STATES: usize = 32;
 
 /// Rounds of collecting, sweeping and reporting until nothing may be left.
 const ROUNDS: usize = 60;
@@ -104,8 +108,7 @@ impl fmt::Display for Failure {
 
 /// Applies `operations` to a fresh store, and then lets everything end.
 async fn run(database: TestDatabase, operations: &[Operation]) -> Result<(), Failure> {
-    let mut run =
-        Run { world: World::start(database).await, state: State::new(WORKERS), past: Past::default() };
+    let mut run = Run::start(database).await;
     let mut result = Ok(());
     for (index, operation) in operations.iter().enumerate() {
         result = run.step(operation).await.map_err(|violation| Failure { steps: index + 1, violation });
@@ -123,11 +126,22 @@ async fn run(database: TestDatabase, operations: &[Operation]) -> Result<(), Fai
 
 struct Run {
     world: World,
-    state: State,
+    /// What may be known: of operations at the same time, each order that explains all answers, and all that was shown since. Never none.
+    states: Vec<State>,
     past: Past,
 }
 
 impl Run {
+    async fn start(database: TestDatabase) -> Self {
+        let world = World::start(database).await;
+        Self { world, states: vec![State::new(WORKERS)], past: Past::default() }
+    }
+
+    /// What is most likely known.
+    fn state(&self) -> &State {
+        &self.states[0]
+    }
+
     /// One operation, and what the store shows then.
     ///
     /// On the heap, as is every call of the store: together they would be more than what a test's stack has.
@@ -141,7 +155,7 @@ impl Run {
             one => std::slice::from_ref(one),
         };
         let perform = async |index: usize| match parts.get(index) {
-            Some(part) => Box::pin(self.world.perform(&self.state, part)).await,
+            Some(part) => Box::pin(self.world.perform(self.state(), part)).await,
             None => Outcome::Skipped,
         };
         let (first, second, third, fourth) = tokio::join!(perform(0), perform(1), perform(2), perform(3));
@@ -150,35 +164,52 @@ impl Run {
         if answered.iter().all(|(_, outcome)| matches!(outcome, Outcome::Skipped)) {
             return Ok(());
         }
-        let mut possible = Vec::new();
-        in_some_order(&self.state, &answered, &mut possible)?;
-        // More than one order may explain the answers. What the store shows then tells which it was.
         let view = self.world.view().await;
-        let mut judged = Ok(());
-        for mut state in possible {
-            let mut past = self.past.clone();
-            judged = check::check(&mut state, &mut past, &view);
-            if judged.is_ok() {
-                (self.state, self.past) = (state, past);
-                break;
+        let mut explained = Vec::new();
+        let mut shown = None;
+        // One reason says enough.
+        let mut refused = None;
+        for known in &self.states {
+            let mut possible = Vec::new();
+            if let Err(violation) = in_some_order(known, &answered, &mut possible) {
+                refused.get_or_insert(violation);
+            }
+            for mut state in possible {
+                let mut past = self.past.clone();
+                match check::check(&mut state, &mut past, &view) {
+                    Ok(()) if explained.contains(&state) => {}
+                    Ok(()) => {
+                        explained.push(state);
+                        // The same for all of them.
+                        shown = Some(past);
+                    }
+                    Err(violation) => _ = refused.get_or_insert(violation),
+                }
             }
         }
-        judged
+        let Some(past) = shown else {
+            return Err(refused.unwrap_or_else(|| Violation("there is no order".to_owned())));
+        };
+        explained.truncate(STATES);
+        (self.states, self.past) = (explained, past);
+        Ok(())
     }
 
     /// Everything ends but builds that own something; then these, too.
     async fn quiesce(&mut self) -> Result<(), Violation> {
-        let (workloads, of_owners) = self.state.unsettled();
+        let (workloads, of_owners) = self.unsettled();
         self.settle(&workloads).await?;
         for workload in &of_owners {
             for attempt in 0..=u8::MAX {
-                if self.state.made_for(*workload, attempt).is_none() {
+                if self.state().made_for(*workload, attempt).is_none() {
                     break;
                 }
                 self.step(&Operation::EndAttempt { workload: *workload, attempt }).await?;
             }
         }
         self.come_to_rest().await?;
+        let (workloads, of_owners) = self.unsettled();
+        self.settle(&workloads).await?;
         self.settle(&of_owners).await?;
         self.come_to_rest().await?;
 
@@ -194,6 +225,15 @@ impl Run {
             }
         }
         Err(Violation(format!("nothing is kept, and rows are left: {left:?}")))
+    }
+
+    /// The workloads that are perhaps not settled, and those of them of which something is perhaps owned.
+    fn unsettled(&self) -> (Vec<u16>, Vec<u16>) {
+        let all = self.states.iter().map(State::unsettled);
+        let (workloads, of_owners): (Vec<_>, Vec<_>) = all.unzip();
+        let of_owners: BTreeSet<_> = of_owners.into_iter().flatten().collect();
+        let workloads: BTreeSet<_> = workloads.into_iter().flatten().collect();
+        (workloads.difference(&of_owners).copied().collect(), of_owners.into_iter().collect())
     }
 
     async fn settle(&mut self, workloads: &[u16]) -> Result<(), Violation> {
@@ -218,8 +258,12 @@ impl Run {
                 self.step(&Operation::Report { worker, which: u8::MAX, way: Way::Once }).await?;
             }
             self.step(&Operation::Collect).await?;
-            rest = check::settled(&self.state, &self.world.view().await);
-            if rest.is_ok() {
+            let view = self.world.view().await;
+            let settled: Vec<_> = self.states.iter().map(|state| check::settled(state, &view)).collect();
+            rest = settled[0].clone();
+            if settled.iter().any(Result::is_ok) {
+                let mut settled = settled.iter();
+                self.states.retain(|_| settled.next().is_some_and(Result::is_ok));
                 return Ok(());
             }
         }

@@ -90,7 +90,7 @@ pub(crate) enum Standing {
     Overtaken,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Build {
     ends_with: u16,
     keep: i64,
@@ -101,7 +101,7 @@ struct Build {
     deleted: bool,
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Holder {
     settled: bool,
     pins: BTreeSet<Artifact>,
@@ -109,7 +109,7 @@ struct Holder {
     attempts: BTreeMap<u8, Option<u8>>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) sealed: Option<u8>,
     owners: BTreeSet<u16>,
@@ -123,7 +123,7 @@ pub(crate) struct Record {
     pub(crate) doubtful: bool,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Volume {
     worker: u8,
     /// What it holds or may come to hold.
@@ -146,7 +146,7 @@ pub(crate) struct Volume {
     pub(crate) late: bool,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Container {
     worker: u8,
     attempt: (u16, u8),
@@ -156,7 +156,7 @@ pub(crate) struct Container {
     pub(crate) late: bool,
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Worker {
     /// No report was judged since the incarnation began.
     unconfirmed: bool,
@@ -167,7 +167,7 @@ struct Worker {
 }
 
 /// Everything that is known.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct State {
     /// Seconds since the beginning.
     pub(crate) now: i64,
