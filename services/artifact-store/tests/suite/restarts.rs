@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 use crate::{Answer, Callers, Gateway, PATIENCE, Suite, TEAM, digest};
 
 /// How often PostgreSQL goes down.
-const CRASHES: usize = 5;
+const CRASHES: usize = 3;
 
 /// What is uploaded between two crashes, at least.
 const UPLOADS: usize = 12;
@@ -235,7 +235,7 @@ async fn postgresql_goes_down_in_mid_collection() {
     for _ in 0..CRASHES {
         world.risen(&world.uploaded, UPLOADS).await;
         server.crash();
-        world.risen(&world.refused, 3).await;
+        world.risen(&world.refused, 1).await;
         server.start();
     }
     world.risen(&world.uploaded, UPLOADS).await;
