@@ -177,12 +177,27 @@ impl Server {
 
     /// Stops it as an operator would who does not wait for its clients.
     pub fn stop(&mut self) {
+        self.end_with(libc::SIGINT);
+    }
+
+    /// Stops it at once, in the middle of whatever it is at: when it is started again, it recovers.
+    pub fn crash(&mut self) {
+        self.end_with(libc::SIGQUIT);
+    }
+
+    fn end_with(&mut self, signal: libc::c_int) {
         if let Some(mut server) = self.server.take() {
             let pid = libc::pid_t::try_from(server.id()).expect("a pid");
             // SAFETY: kill has no memory to be unsafe about.
-            assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+            assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
             server.wait().expect("it ends");
         }
+    }
+
+    /// Its database `postgres`, as its superuser has it.
+    #[must_use]
+    pub fn database(&self) -> TestDatabase {
+        TestDatabase { url: self.url("postgres"), _directory: None }
     }
 
     /// Carries out SQL as its superuser, in the database `postgres`.

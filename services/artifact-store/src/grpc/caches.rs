@@ -157,8 +157,8 @@ impl pb::caches_server::Caches for Handlers {
         request: Request<pb::ListResourceCachesRequest>,
     ) -> Result<Response<pb::ListResourceCachesResponse>, Status> {
         let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team.clone())?;
         let page = Page::of(SERVICE, &request)?;
-        let team = &rpc::parse_team("team", request.team)?;
 
         let rows = resource::list(self.store.db.read(), team, page)
             .await
@@ -259,9 +259,9 @@ impl pb::caches_server::Caches for Handlers {
         request: Request<pb::ListTaskCachesRequest>,
     ) -> Result<Response<pb::ListTaskCachesResponse>, Status> {
         let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team.clone())?;
+        let job = at_most("job", request.job.clone(), LONGEST_NAME)?;
         let page = Page::of(SERVICE, &request)?;
-        let team = &rpc::parse_team("team", request.team)?;
-        let job = at_most("job", request.job, LONGEST_NAME)?;
         let job = Some(&*job).filter(|job| !job.is_empty());
 
         let rows = task::list(self.store.db.read(), team, job, page)

@@ -390,6 +390,13 @@ impl Gateway {
         Ok(())
     }
 
+    pub(crate) async fn touch(&self, attempt: AttemptId) -> Answer<()> {
+        let request =
+            pb::TouchRequest { session_credential: self.credential.clone(), attempt_id: attempt.to_string() };
+        self.inventory().touch(request).await?;
+        Ok(())
+    }
+
     pub(crate) async fn complete(&self, handle: &str, digest: Digest) -> Answer<()> {
         let request = pb::VolumeCompleteRequest {
             session_credential: self.credential.clone(),

@@ -1,5 +1,6 @@
 //! The table: all calls of the store, with what is wrong.
 
+mod caches;
 mod disposal;
 
 use std::time::Duration;
@@ -126,12 +127,14 @@ impl<'a> World<'a> {
 
 pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     let world = World::new(suite).await;
+    let caches = caches::Caches::new(&world).await;
     let mut calls = Vec::new();
     calls.extend(artifacts(&world));
     calls.extend(owners(&world));
     calls.extend(replicas(&world));
     calls.extend(inventory(&world).await);
     calls.extend(lists(&world).await);
+    calls.extend(caches::calls(&world, &caches));
     calls.extend(pins(&world));
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
@@ -651,6 +654,7 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
     let pins = pb::ListPinsRequest { page_size: 1, ..Default::default() };
     let answer = suite.pins().list_pins(pins.clone()).await.expect("a page");
     tokens.push(answer.into_inner().next_page_token);
+    tokens.extend(caches::first_pages(suite).await);
     assert!(tokens.iter().all(|token| !token.is_empty()), "each goes on: {tokens:?}");
 
     let page = |own: usize| {
@@ -666,7 +670,8 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
         bad
     };
     let token = |own: usize| tokens[own].clone();
-    vec![
+    let mut calls = caches::lists(&tokens, 8, page);
+    calls.extend([
         call(
             "Artifacts.ListArtifacts",
             [pb::ListArtifactsRequest { page_token: token(0), ..artifacts }],
@@ -688,7 +693,8 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
             [malformed("worker_id"), filter("state"), page(6)],
         ),
         call("Pins.ListPins", [pb::ListPinsRequest { page_token: token(7), ..pins }], [page(7)]),
-    ]
+    ]);
+    calls
 }
 
 fn call<M: Message>(

@@ -36,7 +36,7 @@ async fn replay(database: TestDatabase, operations: &[Operation]) {
 /// A build that only its workload ends.
 fn build(number: u16, ends_with: u16) -> [Operation; 2] {
     [
-        PutBuild { build: number, ends_with, keep: 0, term: 60 },
+        PutBuild { build: number, ends_with, keep: 0, term: 60, job: None },
         Accept { workload: ends_with, pins: vec![], build: Some(number) },
     ]
 }

@@ -7,7 +7,7 @@ use rpc::pb::artifacts::{ArtifactState, InventoryState};
 use uuid::Uuid;
 
 use super::operations::Artifact;
-use super::state::{Accepted, State, Violation, artifact_id, must};
+use super::state::{Accepted, Restored, State, Violation, artifact_id, build_id, must};
 use crate::digest;
 
 /// What the store answers to lists. They are asked for one after the other, while collections may run.
@@ -56,7 +56,9 @@ fn is_marked(state: InventoryState) -> bool {
 
 /// Judges what the store shows, and notes in the model what has gone that was free to.
 pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+    restored(state, past, view)?;
     artifacts(state, view)?;
+    owners(state, view)?;
     volumes(state, view)?;
     containers(state, view)?;
     past.look(view)?;
@@ -67,6 +69,11 @@ pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted
 }
 
 fn artifacts(state: &mut State, view: &View) -> Accepted {
+    for (artifact, record) in &mut state.artifacts {
+        // Whoever abandons a transfer marks its artifact at once, unless another transfer fills it: then it goes on as before.
+        let seen = view.artifacts.get(&artifact_id(*artifact));
+        record.abandoned &= seen.is_none_or(|seen| seen.state == ArtifactState::Deleting);
+    }
     let kept = state.kept();
     let all: Vec<Artifact> = state.artifacts.keys().copied().collect();
     for artifact in all {
@@ -115,6 +122,44 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
     Ok(())
 }
 
+/// Of an artifact that came back, what is marked still stays so, and the rest is as if it had never been.
+fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+    let back = state.artifacts.iter_mut();
+    let back = back.filter_map(|(artifact, record)| Some((*artifact, record.restored.take()?)));
+    for (artifact, restored) in back.collect::<Vec<_>>() {
+        let of_artifact =
+            state.volumes.iter_mut().filter(|(_, volume)| volume.is_replica() && volume.is_of(artifact));
+        let mut there = false;
+        for (id, volume) in of_artifact {
+            let goes_on = view.volumes.get(id).is_some_and(|seen| !is_marked(seen.state));
+            volume.revoked |= !goes_on;
+            // The transfer that made it is over.
+            volume.claimed_until = volume.claimed_until.map(|_| i64::MIN);
+            if goes_on {
+                past.marked.remove(id);
+                there = true;
+            }
+        }
+        must!(there || restored == Restored::Perhaps, "{artifact:?} came back, and none of its replicas");
+    }
+    Ok(())
+}
+
+/// What certainly owns an artifact is among what the store says keeps it.
+fn owners(state: &State, view: &View) -> Accepted {
+    let of_builds = state.artifacts.keys().flat_map(|artifact| {
+        state.owners(*artifact).map(|build| (*artifact, format!("build {}", build_id(build))))
+    });
+    for (artifact, owner) in of_builds.chain(state.held_by_caches()) {
+        // Whether it is there was looked at before.
+        let seen = view.artifacts.get(&artifact_id(artifact));
+        let Some(seen) = seen.filter(|seen| seen.state != ArtifactState::Deleting) else { continue };
+        let says_so = seen.kept_by.contains(&owner) || seen.kept_by.len() > 50;
+        must!(says_so, "{artifact:?} is owned by {owner}, and the store says {:?}", seen.kept_by);
+    }
+    Ok(())
+}
+
 fn volumes(state: &State, view: &View) -> Accepted {
     let kept = state.kept();
     for (id, volume) in &state.volumes {
@@ -139,7 +184,12 @@ fn volumes(state: &State, view: &View) -> Accepted {
     for (id, seen) in view.volumes.iter().filter(|(_, seen)| !is_marked(seen.state)) {
         let Some(parent) = seen.parent else { continue };
         let of_parent = view.volumes.get(&parent);
-        let is_there = of_parent.is_some_and(|seen| !is_marked(seen.state));
+        let is_dropped = |parent: &Uuid| state.volumes.get(parent).is_some_and(|parent| parent.revoked);
+        let is_there = of_parent.is_some_and(|seen| match seen.state {
+            // It waits for its children.
+            InventoryState::Destroying => is_dropped(&parent) || state.came_back(*id),
+            state => !is_marked(state),
+        });
         must!(is_there, "volume {id} is no garbage, and its parent {parent} is {of_parent:?}");
     }
     Ok(())
@@ -223,8 +273,8 @@ mod tests {
 
     use rpc::pb::artifacts as pb;
 
-    use super::super::operations::{Make, Operation, Outputs, Status, Way};
-    use super::super::state::{Outcome, Standing, build_id};
+    use super::super::operations::{Make, Operation, Outputs, Status, User, Way};
+    use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing};
     use super::*;
 
     const REPLICA: Uuid = Uuid::from_u128(1);
@@ -250,7 +300,7 @@ mod tests {
     /// A build owns an artifact with one replica, and a workload that pins it has prepared an attempt.
     fn in_use() -> (State, View) {
         let mut state = State::new(1);
-        let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 0, term: 600 };
+        let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 0, term: 600, job: None };
         accepted(&mut state, build, Outcome::Done);
         accepted(&mut state, Operation::Create { upload: 0, owner: Some(0) }, Outcome::Done);
         let plan = Operation::Plan { transfer: 0, artifact: ARTIFACT, worker: 0, make: Make::Now };
@@ -279,6 +329,11 @@ mod tests {
         view.volumes.insert(OUTPUT, created(Some(REPLICA)));
         view.containers.insert(CONTAINER, InventoryState::Created);
         (state, view)
+    }
+
+    fn let_the_grace_pass(state: &mut State) {
+        let seconds = u32::try_from(GC_GRACE).expect("few");
+        accepted(state, Operation::Advance { seconds }, Outcome::Done);
     }
 
     fn prepared() -> Outcome {
@@ -330,6 +385,74 @@ mod tests {
     }
 
     #[test]
+    fn what_a_cache_owns_and_is_marked_is_found() {
+        let (mut state, mut view) = in_use();
+        let cache = Uuid::from_u128(5);
+        let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfWorkload(2)) };
+        accepted(&mut state, ask.clone(), Outcome::Asked { cache, found: Found::Yours });
+        accepted(&mut state, Operation::PutCache { claim: 0, artifact: ARTIFACT }, Outcome::Done);
+        assert_found(check(&mut state, &mut Past::default(), &view), "is owned by resource cache");
+        artifact_in(&mut view).kept_by.push(format!("resource cache {cache}"));
+        check(&mut state, &mut Past::default(), &view).expect("it says so now");
+
+        let settle = Operation::Settle {
+            workload: 1,
+            attempt: 0,
+            status: Status::Failed,
+            outputs: Outputs::NoOutput,
+            build: None,
+        };
+        accepted(&mut state, settle, Outcome::Done);
+        accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
+        accepted(&mut state, Operation::Advance { seconds: 1000 }, Outcome::Done);
+        check(&mut state.clone(), &mut Past::default(), &view).expect("the cache is used");
+        artifact_in(&mut view).state = ArtifactState::Deleting;
+        assert_found(check(&mut state.clone(), &mut Past::default(), &view), "marked or gone");
+        assert_found(state.accept(&Operation::DeleteCache { cache: 0 }, &Outcome::Done), "it is used");
+        let (user, now) = (User::OfWorkload(2), Outcome::Done);
+        accepted(&mut state, Operation::ReleaseCache { cache: 0, user }, now);
+        let seconds = u32::try_from(RESOURCE_CACHE_TTL).expect("few");
+        accepted(&mut state, Operation::Advance { seconds }, Outcome::Done);
+        check(&mut state, &mut Past::default(), &view).expect("nobody used it for long");
+        let other = Uuid::from_u128(6);
+        accepted(&mut state, ask, Outcome::Asked { cache: other, found: Found::Yours });
+        let ask = Operation::AskCache { cache: 0, claim: 1, user: None };
+        let twice = Outcome::Asked { cache: other, found: Found::Yours };
+        assert_found(state.accept(&ask, &twice), "somebody else makes it");
+    }
+
+    #[test]
+    fn what_went_although_it_came_back_is_found() {
+        let (mut state, mut view) = in_use();
+        let settle = Operation::Settle {
+            workload: 1,
+            attempt: 0,
+            status: Status::Aborted,
+            outputs: Outputs::NoOutput,
+            build: None,
+        };
+        accepted(&mut state, settle, Outcome::Done);
+        accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
+        let_the_grace_pass(&mut state);
+        let before = view.clone();
+        artifact_in(&mut view).state = ArtifactState::Deleting;
+        for volume in view.volumes.values_mut() {
+            volume.state = InventoryState::Destroying;
+        }
+        let mut past = Past::default();
+        check(&mut state, &mut past, &view).expect("nothing keeps it");
+        let undelete = Operation::Undelete { artifact: ARTIFACT, owner: None, keep: 50 };
+        accepted(&mut state, undelete, Outcome::Done);
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "none of its replicas");
+        view.volumes.get_mut(&REPLICA).expect("there").state = InventoryState::Created;
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "marked or gone");
+        view.artifacts = before.artifacts;
+        check(&mut state, &mut past, &view).expect("its replica came back");
+        view.volumes.get_mut(&REPLICA).expect("there").state = InventoryState::Destroying;
+        assert_found(check(&mut state, &mut past, &view), "is needed by");
+    }
+
+    #[test]
     fn what_was_sealed_and_changed_is_found() {
         assert_found(judge(|_, view| artifact_in(view).size_bytes += 1), "was sealed with 7");
         assert_found(judge(|_, view| artifact_in(view).digest[0] ^= 1), "was sealed with 7");
@@ -350,6 +473,7 @@ mod tests {
         };
         accepted(&mut state, settle, Outcome::Done);
         accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
+        let_the_grace_pass(&mut state);
         let mut past = Past::default();
         check(&mut state, &mut past, &view).expect("it may be there still");
         let before = view.clone();
@@ -368,6 +492,7 @@ mod tests {
     fn what_is_on_a_disk_and_forgotten_is_found() {
         let (mut state, mut view) = in_use();
         accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
+        let_the_grace_pass(&mut state);
         view.volumes.remove(&INPUT);
         assert_found(check(&mut state, &mut Past::default(), &view), "forgotten although it is there");
         let response =
@@ -393,6 +518,7 @@ mod tests {
         assert_found(state.accept(&adopt, &Outcome::Adopted { artifact: None, again: false }), "holds it");
 
         accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
+        let_the_grace_pass(&mut state);
         let again = Operation::Prepare { workload: 1, attempt: 0, worker: 0, make: Make::Now };
         assert_found(state.accept(&again, &prepared()), "it has ended");
         let parent_first = Outcome::Swept(vec![INPUT, REPLICA, OUTPUT]);
@@ -415,6 +541,7 @@ mod tests {
         let (mut state, mut view) = in_use();
         assert_found(settled(&state, &view), "of nothing that is kept");
         accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
+        let_the_grace_pass(&mut state);
         let swept = Outcome::Swept(vec![CONTAINER, INPUT, OUTPUT]);
         accepted(&mut state, Operation::Sweep { worker: 0, destroy: true }, swept);
         for id in [INPUT, OUTPUT] {

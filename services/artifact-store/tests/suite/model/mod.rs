@@ -1,7 +1,8 @@
 //! Random operations on a real store, against a model of who keeps what and what is on the workers' disks.
 //!
 //! ```text
-//! operations    what may happen, as data, and how it is generated from a seed
+//! operations    what may happen, as data
+//! generator     how that is made from a seed
 //! state         the model: what was answered may be, and what is certain
 //! check         what the store shows, compared with the model
 //! world         the replicas of the store, and the gateways
@@ -9,9 +10,9 @@
 //! cases         lists that are kept
 //! ```
 //!
-//! After every operation, and every batch of operations at the same time: what a build owns, a workload pinned, or an attempt's volume is made
-//! from is not marked, it has the bytes that it was sealed with, and is found where it is on a disk; what is on a disk was not forgotten; what
-//! was forgotten does not come again. In the end: nothing is left but what is owned, and when nothing is, nothing.
+//! After every operation, and every batch of operations at the same time: what a build or a cache owns, a workload pinned, or an attempt's volume
+//! is made from is not marked, it has the bytes that it was sealed with, and is found where it is on a disk; who owns something is said to; what is
+//! on a disk was not forgotten; what was forgotten does not come again. In the end: nothing is left but what is owned, and when nothing is, nothing.
 //!
 //! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
 //! would have taken the answers one by one; which one it was may be told only much later, so all of them are borne in mind.
@@ -22,6 +23,7 @@
 
 mod cases;
 mod check;
+mod generator;
 mod operations;
 mod shrink;
 mod state;
@@ -36,7 +38,8 @@ use std::time::{Duration, Instant};
 use testing::databases::{self, TestDatabase};
 
 use self::check::Past;
-use self::operations::{Generator, Operation, Outputs, Status, WORKERS, Way};
+use self::generator::Generator;
+use self::operations::{Operation, Outputs, Status, WORKERS, Way};
 use self::state::{Outcome, State, Violation};
 use self::world::{REMEMBER, World};
 
@@ -207,10 +210,16 @@ impl Run {
                 self.step(&Operation::EndAttempt { workload: *workload, attempt }).await?;
             }
         }
+        for build in self.of_any(State::in_doubt) {
+            self.step(&Operation::DeleteBuild { build }).await?;
+        }
         self.come_to_rest().await?;
         let (workloads, of_owners) = self.unsettled();
         self.settle(&workloads).await?;
         self.settle(&of_owners).await?;
+        for build in self.of_any(State::latest_of_their_jobs) {
+            self.step(&Operation::DeleteBuild { build }).await?;
+        }
         self.come_to_rest().await?;
 
         // Nothing is kept now, and in the end not even remembered.
@@ -234,6 +243,11 @@ impl Run {
         let of_owners: BTreeSet<_> = of_owners.into_iter().flatten().collect();
         let workloads: BTreeSet<_> = workloads.into_iter().flatten().collect();
         (workloads.difference(&of_owners).copied().collect(), of_owners.into_iter().collect())
+    }
+
+    /// What is so in any of the states.
+    fn of_any(&self, which: impl Fn(&State) -> Vec<u16>) -> BTreeSet<u16> {
+        self.states.iter().flat_map(which).collect()
     }
 
     async fn settle(&mut self, workloads: &[u16]) -> Result<(), Violation> {

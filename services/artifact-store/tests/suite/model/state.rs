@@ -6,22 +6,31 @@
 //! rest, such as an artifact that nobody keeps and nobody has collected yet, may be answered either way.
 
 mod accept;
+mod caches;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use domain::{ArtifactId, AttemptId, BuildId, TransferId, WorkerId, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, ClaimId, TransferId, WorkerId, WorkloadId};
 use rpc::Refusal;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
-use super::operations::Artifact;
+pub(crate) use self::caches::task_cache_ttl;
+use self::caches::{ResourceCache, TaskCache};
+use super::operations::{Artifact, Status};
 
 /// An artifact that nobody ever owned goes after this many seconds.
 pub(crate) const UNOWNED_TTL: i64 = 300;
 
 /// A transfer's claim lasts this many seconds.
 pub(crate) const CLAIM_TERM: i64 = 60;
+
+/// How long an attempt's container is there after its end, or after it was last touched, in seconds.
+pub(crate) const GC_GRACE: i64 = 10;
+
+/// A resource cache goes when it was unused for this many seconds.
+pub(crate) const RESOURCE_CACHE_TTL: i64 = 120;
 
 /// What must not be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,6 +70,16 @@ pub(crate) enum Outcome {
         handle: Uuid,
         outcome: pb::PlanOutcome,
     },
+    /// A resource cache, and what is to be done about it.
+    Asked {
+        cache: Uuid,
+        found: Found,
+    },
+    /// A task cache, and what it has.
+    Task {
+        cache: Uuid,
+        artifact: Option<ArtifactId>,
+    },
     /// With the inputs that were asked for, in their order.
     Prepared {
         inputs: Vec<Artifact>,
@@ -80,6 +99,14 @@ pub(crate) enum Outcome {
     Former(Vec<Option<Refusal>>),
 }
 
+/// What was answered to who asked for a resource cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    Ready(ArtifactId),
+    Yours,
+    BeingMade(Uuid),
+}
+
 /// Whether a report may still count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Standing {
@@ -96,17 +123,39 @@ struct Build {
     keep: i64,
     term_ends_at: i64,
     bound: bool,
-    /// When its workload was settled.
-    settled_at: Option<i64>,
+    /// When its workload was settled, or its caller ended it, and how.
+    ended: Option<(i64, Status)>,
+    /// Its caller was told that it had not ended before.
+    ended_by_caller: bool,
     deleted: bool,
+    job: Option<(u8, u16)>,
+}
+
+impl Build {
+    /// When it ended if nobody said so before its term was over, and whether it did not succeed.
+    fn end(&self) -> Option<(i64, bool)> {
+        let ended = self.ended.map(|(at, status)| (at, matches!(status, Status::Failed | Status::Errored)));
+        // One that is not bound may have been ended by its term.
+        let in_time = |(at, _): &(i64, bool)| *at < self.term_ends_at || self.ended_by_caller;
+        if self.bound { ended } else { ended.filter(in_time).or(Some((self.term_ends_at, false))) }
+    }
+
+    /// Whether it is not known if its term ended it, or its workload without success.
+    fn is_in_doubt(&self) -> bool {
+        let unsuccessful =
+            self.ended.is_some_and(|(_, status)| matches!(status, Status::Failed | Status::Errored));
+        unsuccessful && self.end().is_some_and(|(_, unsuccessful)| !unsuccessful)
+    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Holder {
-    settled: bool,
+    settled_at: Option<i64>,
     pins: BTreeSet<Artifact>,
     /// Those that ended, and those that go on with their worker.
     attempts: BTreeMap<u8, Option<u8>>,
+    /// When each ended.
+    ended: BTreeMap<u8, i64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -116,11 +165,24 @@ pub(crate) struct Record {
     had_owner: bool,
     created_at: i64,
     /// The transfer that filled it was abandoned before it was sealed.
-    abandoned: bool,
+    pub(crate) abandoned: bool,
+    /// It is kept until then, by nobody.
+    kept_until: i64,
+    /// It came back: what of it is marked still stays so.
+    pub(crate) restored: Option<Restored>,
+    /// It came back once, perhaps.
+    came_back: bool,
     /// It was seen marked, or was not seen any more.
     pub(crate) gone: bool,
     /// Made once more, perhaps after it had gone.
     pub(crate) doubtful: bool,
+}
+
+/// Whether an artifact was deleted before it came back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Restored {
+    Perhaps,
+    Certainly,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -133,7 +195,7 @@ pub(crate) struct Volume {
     pub(crate) parent: Option<Uuid>,
     attempt: Option<(u16, u8)>,
     /// Until when its transfer may take. `None`: it is of no transfer.
-    claimed_until: Option<i64>,
+    pub(crate) claimed_until: Option<i64>,
     complete: Option<u8>,
     /// It was a candidate, and is a replica.
     settled: bool,
@@ -146,10 +208,22 @@ pub(crate) struct Volume {
     pub(crate) late: bool,
 }
 
+impl Volume {
+    /// Whether it is there for an artifact, and for no attempt.
+    pub(crate) fn is_replica(&self) -> bool {
+        self.claimed_until.is_some() || self.settled
+    }
+
+    pub(crate) fn is_of(&self, artifact: Artifact) -> bool {
+        self.artifact == Some(artifact)
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Container {
     worker: u8,
     attempt: (u16, u8),
+    touched_at: i64,
     created: bool,
     revoked: bool,
     pub(crate) on_disk: bool,
@@ -172,6 +246,12 @@ pub(crate) struct State {
     /// Seconds since the beginning.
     pub(crate) now: i64,
     builds: BTreeMap<u16, Build>,
+    /// The highest number of each job that was ever put.
+    jobs: BTreeMap<u8, u16>,
+    resource_caches: BTreeMap<u8, ResourceCache>,
+    task_caches: BTreeMap<u8, TaskCache>,
+    /// Caches that were deleted.
+    deleted_caches: BTreeSet<Uuid>,
     holders: BTreeMap<u16, Holder>,
     pub(crate) artifacts: BTreeMap<Artifact, Record>,
     /// What each transfer fills, where, and with which volume.
@@ -208,6 +288,10 @@ pub(crate) fn worker_id(worker: u8) -> WorkerId {
     WorkerId::from_uuid(id(5, worker.into()))
 }
 
+pub(crate) fn claim_id(claim: u16) -> ClaimId {
+    ClaimId::from_uuid(id(7, claim.into()))
+}
+
 pub(crate) fn artifact_id(artifact: Artifact) -> ArtifactId {
     match artifact {
         Artifact::Upload(upload) => ArtifactId::from_uuid(id(6, upload.into())),
@@ -220,6 +304,10 @@ impl State {
         Self {
             now: 0,
             builds: BTreeMap::new(),
+            jobs: BTreeMap::new(),
+            resource_caches: BTreeMap::new(),
+            task_caches: BTreeMap::new(),
+            deleted_caches: BTreeSet::new(),
             holders: BTreeMap::new(),
             artifacts: BTreeMap::new(),
             transfers: BTreeMap::new(),
@@ -231,33 +319,56 @@ impl State {
 
     // What is certain.
 
+    /// Which builds certainly own an artifact.
+    pub(crate) fn owners(&self, artifact: Artifact) -> impl Iterator<Item = u16> {
+        let owners =
+            self.artifacts.get(&artifact).into_iter().flat_map(|record| record.owners.iter().copied());
+        owners.filter(|build| self.holds_on(*build))
+    }
+
     /// Whether a build certainly goes on.
     fn is_live(&self, build: u16) -> bool {
         self.builds.get(&build).is_some_and(|build| {
-            !build.deleted && build.settled_at.is_none() && (build.bound || self.now < build.term_ends_at)
+            !build.deleted && build.ended.is_none() && (build.bound || self.now < build.term_ends_at)
         })
     }
 
     /// Whether a build may go on: one whose term passed does until somebody collects.
     fn may_be_live(&self, build: u16) -> bool {
-        self.builds.get(&build).is_some_and(|build| !build.deleted && build.settled_at.is_none())
+        self.builds.get(&build).is_some_and(|build| !build.deleted && build.ended.is_none())
     }
 
     /// Whether a build has certainly not let go.
     pub(crate) fn holds_on(&self, build: u16) -> bool {
-        self.builds.get(&build).is_some_and(|build| {
-            let ended_at = match (build.bound, build.settled_at) {
-                (true, settled_at) => settled_at,
-                (false, settled_at) => {
-                    Some(settled_at.map_or(build.term_ends_at, |at| at.min(build.term_ends_at)))
-                }
-            };
-            !build.deleted && ended_at.is_none_or(|at| self.now < at + build.keep)
-        })
+        self.holds_until(build).is_some_and(|until| self.now < until)
+    }
+
+    /// Until when a build holds on for certain: without end if it is far away. `None`: it does not.
+    fn holds_until(&self, build: u16) -> Option<i64> {
+        let build = self.builds.get(&build).filter(|build| !build.deleted)?;
+        let Some((at, unsuccessful)) = build.end() else { return Some(i64::MAX) };
+        let is_latest = build
+            .job
+            .is_some_and(|(job, number)| self.jobs.get(&job).is_some_and(|latest| *latest == number));
+        Some(if unsuccessful && is_latest { i64::MAX } else { at + build.keep })
+    }
+
+    /// The builds that hold on without end though they have ended, each as the latest of its job.
+    pub(crate) fn latest_of_their_jobs(&self) -> Vec<u16> {
+        let endless = |(id, build): &(&u16, &Build)| {
+            build.ended.is_some() && self.holds_until(**id).is_some_and(|until| until == i64::MAX)
+        };
+        self.builds.iter().filter(endless).map(|(id, _)| *id).collect()
+    }
+
+    /// The builds of which it is not known how they ended, and so how long they hold on.
+    pub(crate) fn in_doubt(&self) -> Vec<u16> {
+        let doubtful = |(_, build): &(&u16, &Build)| !build.deleted && build.is_in_doubt();
+        self.builds.iter().filter(doubtful).map(|(id, _)| *id).collect()
     }
 
     fn is_settled(&self, workload: u16) -> bool {
-        self.holders.get(&workload).is_some_and(|holder| holder.settled)
+        self.holders.get(&workload).is_some_and(|holder| holder.settled_at.is_some())
     }
 
     /// Whether an attempt goes on, as far as the store was told.
@@ -267,6 +378,24 @@ impl State {
                 .holders
                 .get(&workload)
                 .is_some_and(|holder| holder.attempts.get(&attempt).is_some_and(Option::is_some))
+    }
+
+    /// Whether what was made for an attempt stays for certain: it goes on, or its end, or the last touch of its container, was not long ago.
+    fn keeps(&self, attempt: (u16, u8)) -> bool {
+        let mut containers = self.containers.values().filter(|it| it.attempt == attempt && !it.revoked);
+        self.goes_on(attempt) || containers.any(|container| self.is_in_grace(container))
+    }
+
+    fn is_in_grace(&self, container: &Container) -> bool {
+        let (workload, attempt) = container.attempt;
+        let ended = self.holders.get(&workload).and_then(|holder| holder.ended.get(&attempt));
+        ended.is_some_and(|at| self.now < Ord::max(*at, container.touched_at) + GC_GRACE)
+    }
+
+    /// Whether a volume is a replica of an artifact that may have been deleted before, and its parent with it.
+    pub(crate) fn came_back(&self, id: Uuid) -> bool {
+        let artifact = self.volumes.get(&id).filter(|volume| volume.is_replica()).and_then(|it| it.artifact);
+        artifact.and_then(|artifact| self.artifacts.get(&artifact)).is_some_and(|record| record.came_back)
     }
 
     /// What certainly keeps artifacts, for people.
@@ -280,6 +409,8 @@ impl State {
                 kept.insert(*artifact, format!("build {build}"));
             } else if !record.had_owner && self.now < record.created_at + UNOWNED_TTL {
                 kept.insert(*artifact, "its youth".to_owned());
+            } else if self.now < record.kept_until {
+                kept.insert(*artifact, "its reprieve".to_owned());
             }
         }
         for (workload, holder) in &self.holders {
@@ -288,11 +419,12 @@ impl State {
         for (handle, volume) in &self.volumes {
             if let Some((attempt, from)) = volume.attempt.zip(volume.from)
                 && !volume.revoked
-                && self.goes_on(attempt)
+                && self.keeps(attempt)
             {
                 kept.insert(from, format!("volume {handle}"));
             }
         }
+        kept.extend(self.held_by_caches());
         kept
     }
 
@@ -307,8 +439,8 @@ impl State {
     /// The volumes that certainly hold `content` for an artifact.
     pub(crate) fn replicas(&self, artifact: Artifact, content: u8) -> impl Iterator<Item = (Uuid, u8)> {
         let is_one = move |volume: &Volume| {
-            volume.artifact == Some(artifact)
-                && (volume.claimed_until.is_some() || volume.settled)
+            volume.is_of(artifact)
+                && volume.is_replica()
                 && volume.complete == Some(content)
                 && volume.on_disk
                 && !volume.revoked
@@ -318,8 +450,7 @@ impl State {
 
     /// The artifact that a volume is a replica of, or shall be.
     pub(crate) fn holds_replica(&self, id: Uuid) -> Option<Artifact> {
-        let volume =
-            self.volumes.get(&id).filter(|volume| volume.claimed_until.is_some() || volume.settled)?;
+        let volume = self.volumes.get(&id).filter(|volume| volume.is_replica())?;
         volume.artifact.filter(|_| volume.complete.is_some() && !volume.revoked)
     }
 
@@ -330,7 +461,7 @@ impl State {
             return None;
         }
         if let Some(attempt) = volume.attempt.filter(|_| !volume.settled) {
-            return self.goes_on(attempt).then(|| format!("attempt {attempt:?}"));
+            return self.keeps(attempt).then(|| format!("attempt {attempt:?}"));
         }
         let artifact = volume.artifact?;
         let keeper = kept.get(&artifact)?;
@@ -346,7 +477,7 @@ impl State {
     /// Why a container must not be marked. `None`: it may.
     pub(crate) fn need_of_container(&self, id: Uuid) -> Option<String> {
         let container = self.containers.get(&id)?;
-        let needed = !container.revoked && self.goes_on(container.attempt);
+        let needed = !container.revoked && self.keeps(container.attempt);
         needed.then(|| format!("attempt {:?}", container.attempt))
     }
 
@@ -376,6 +507,17 @@ impl State {
         of_attempt().all(|(_, volume)| volume.on_disk).then_some((volume.worker, *output))
     }
 
+    /// The worker of an attempt whose container is on the disk.
+    pub(crate) fn container_of(&self, workload: u16, attempt: u8) -> Option<u8> {
+        let is_of = |it: &&Container| it.attempt == (workload, attempt) && !it.revoked && it.on_disk;
+        self.containers.values().find(is_of).map(|container| container.worker)
+    }
+
+    /// What a build was put with: the workload that ends it, how long it keeps, its job.
+    pub(crate) fn build(&self, build: u16) -> Option<(u16, i64, Option<(u8, u16)>)> {
+        self.builds.get(&build).map(|build| (build.ends_with, build.keep, build.job))
+    }
+
     /// What a worker holds: volumes and containers.
     pub(crate) fn holdings(&self, worker: u8) -> (Vec<String>, Vec<String>) {
         let volumes = self.volumes.iter().filter(|(_, it)| it.worker == worker && it.on_disk);
@@ -393,8 +535,11 @@ impl State {
                     && self.artifacts.values().any(|record| record.owners.contains(id))
             })
         };
-        let goes_on =
-            self.holders.iter().filter(|(_, holder)| !holder.settled).map(|(workload, _)| *workload);
+        let goes_on = self
+            .holders
+            .iter()
+            .filter(|(_, holder)| holder.settled_at.is_none())
+            .map(|(workload, _)| *workload);
         goes_on.partition(|workload| !ends_owner(workload))
     }
 }

@@ -3,6 +3,8 @@
 //! A replica has a runtime of its own, so that it can be killed as a process is: whatever it is at, it goes no further than to its next
 //! await. Whoever was not answered asks another replica, until one answers; that is what all callers do.
 
+mod caches;
+
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,8 +24,8 @@ use uuid::Uuid;
 use super::check::{SeenArtifact, SeenVolume, View};
 use super::operations::{Artifact, Operation, Outputs, REPLICAS, Status, WORKERS, Way};
 use super::state::{
-    CLAIM_TERM, Outcome, Standing, State, UNOWNED_TTL, artifact_id, attempt_id, build_id, transfer_id,
-    worker_id, workload_id,
+    CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, State, UNOWNED_TTL, artifact_id, attempt_id,
+    build_id, transfer_id, worker_id, workload_id,
 };
 use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, digest, input, output};
 
@@ -180,9 +182,23 @@ impl World {
     pub(crate) async fn perform(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         match *operation {
-            O::PutBuild { build, ends_with, keep, term } => {
-                done(self.ask(|callers| put_build(callers, build, ends_with, keep, term)).await)
+            O::PutBuild { build, ends_with, keep, term, job } => {
+                let put = || pb::PutBuildRequest {
+                    term: Some(rpc::duration(Duration::from_secs(term.into()))),
+                    ..build_request(build, ends_with, keep.into(), job)
+                };
+                done(self.ask(|callers| put_build(callers, put())).await)
             }
+            O::EndBuild { build, status } => match state.build(build) {
+                Some((ends_with, keep, job)) => {
+                    let end = || pb::PutBuildRequest {
+                        status: build_status(status).into(),
+                        ..build_request(build, ends_with, keep, job)
+                    };
+                    done(self.ask(|callers| put_build(callers, end())).await)
+                }
+                None => Outcome::Skipped,
+            },
             O::DeleteBuild { build } => {
                 done(self.ask(|callers| async move { callers.delete_build(build_id(build)).await }).await)
             }
@@ -231,6 +247,55 @@ impl World {
                     again,
                 })
             }
+            O::Undelete { artifact, owner, keep } => {
+                let kept_by = || match owner {
+                    Some(build) => pb::undelete_request::KeptBy::BuildId(build_id(build).to_string()),
+                    None => {
+                        pb::undelete_request::KeptBy::Keep(rpc::duration(Duration::from_secs(keep.into())))
+                    }
+                };
+                let request = || pb::UndeleteRequest {
+                    team: TEAM.to_owned(),
+                    artifact_id: artifact_id(artifact).to_string(),
+                    kept_by: Some(kept_by()),
+                };
+                let undelete = |callers: Callers| async move {
+                    Ok(callers.artifacts().undelete(request()).await.map(drop)?)
+                };
+                done(self.ask(undelete).await)
+            }
+            O::Drop { artifact, worker, force } => {
+                let request = || pb::DropReplicaRequest {
+                    team: TEAM.to_owned(),
+                    artifact_id: artifact_id(artifact).to_string(),
+                    worker_id: worker_id(worker).to_string(),
+                    why: "it is in the way".to_owned(),
+                    force,
+                };
+                let drop_it = |callers: Callers| async move {
+                    Ok(callers.replicas().drop_replica(request()).await.map(drop)?)
+                };
+                done(self.ask(drop_it).await)
+            }
+            O::AskCache { .. }
+            | O::RenewClaim { .. }
+            | O::PutCache { .. }
+            | O::UseCache { .. }
+            | O::ReleaseCache { .. }
+            | O::DeleteCache { .. }
+            | O::AskTask { .. }
+            | O::PublishTask { .. }
+            | O::DeleteTask { .. } => Box::pin(self.perform_on_caches(state, operation)).await,
+            O::Touch { workload, attempt } => match state.container_of(workload, attempt) {
+                Some(worker) => {
+                    let (gateway, attempt) = (self.speaker(worker).gateway, attempt_id(workload, attempt));
+                    let gateway = &gateway;
+                    let touch =
+                        |callers: Callers| async move { gateway.by_way_of(&callers).touch(attempt).await };
+                    done(self.ask(touch).await)
+                }
+                None => Outcome::Skipped,
+            },
             O::Accept { workload, ref pins, build } => {
                 let pins: Vec<_> = pins.iter().map(|artifact| artifact_id(*artifact)).collect();
                 let (pins, workload, build) = (&pins, workload_id(workload), build.map(build_id));
@@ -614,7 +679,8 @@ fn settings(url: &str, clock: &Clock, index: u8) -> Config {
         clock: clock.clone(),
         claim_term: seconds(CLAIM_TERM),
         unowned_ttl: seconds(UNOWNED_TTL),
-        gc_grace: seconds(10),
+        gc_grace: seconds(GC_GRACE),
+        resource_cache_ttl: seconds(RESOURCE_CACHE_TTL),
         tombstone: seconds(30),
         // Longer than a list of operations takes; the end of each goes beyond it.
         remember: seconds(REMEMBER),
@@ -676,18 +742,30 @@ fn refused(message: String) -> Outcome {
     Outcome::Refused(Refusal { code: reason.code(), reason: None, message, about })
 }
 
-async fn put_build(callers: Callers, build: u16, ends_with: u16, keep: u32, term: u32) -> Answer<()> {
-    let seconds = |seconds: u32| Some(rpc::duration(Duration::from_secs(seconds.into())));
-    let mut request = pb::PutBuildRequest {
+fn build_request(build: u16, ends_with: u16, keep: i64, job: Option<(u8, u16)>) -> pb::PutBuildRequest {
+    pb::PutBuildRequest {
         build_id: build_id(build).to_string(),
         team: TEAM.to_owned(),
         ends_with_workload: workload_id(ends_with).to_string(),
+        keep: Some(rpc::duration(Duration::from_secs(keep.unsigned_abs()))),
+        job: job.map(|(job, _)| format!("job {job}")).unwrap_or_default(),
+        number: job.map(|(_, number)| number.into()).unwrap_or_default(),
         ..Default::default()
-    };
-    request.keep = seconds(keep);
-    request.term = seconds(term);
-    pb::owners_client::OwnersClient::new(callers.peer).put_build(request).await?;
+    }
+}
+
+async fn put_build(callers: Callers, request: pb::PutBuildRequest) -> Answer<()> {
+    callers.owners().put_build(request).await?;
     Ok(())
+}
+
+fn build_status(status: Status) -> pb::BuildStatus {
+    match status {
+        Status::Succeeded => pb::BuildStatus::Succeeded,
+        Status::Failed => pb::BuildStatus::Failed,
+        Status::Errored => pb::BuildStatus::Errored,
+        Status::Aborted => pb::BuildStatus::Aborted,
+    }
 }
 
 async fn settle(
@@ -698,12 +776,6 @@ async fn settle(
     outputs: Outputs,
     build: Option<u16>,
 ) -> Answer<()> {
-    let status = match status {
-        Status::Succeeded => pb::BuildStatus::Succeeded,
-        Status::Failed => pb::BuildStatus::Failed,
-        Status::Errored => pb::BuildStatus::Errored,
-        Status::Aborted => pb::BuildStatus::Aborted,
-    };
     let outputs = match outputs {
         Outputs::NoOutput => Vec::new(),
         Outputs::With(content) => vec![pb::SettledOutput {
@@ -717,7 +789,7 @@ async fn settle(
         team: TEAM.to_owned(),
         attempt_id: attempt_id(workload, attempt).to_string(),
         outputs,
-        status: status.into(),
+        status: build_status(status).into(),
         ..Default::default()
     };
     request.build_id = build.map(|build| build_id(build).to_string()).unwrap_or_default();

@@ -5,10 +5,10 @@ use rpc::{Reason, Refusal};
 use uuid::Uuid;
 
 use super::{
-    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Standing, State, Violation, Volume, artifact_id,
-    must,
+    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Restored, Standing, State, Violation, Volume,
+    artifact_id, must,
 };
-use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Way};
+use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Status, Way};
 
 /// The handle in an answer.
 fn handle(text: &str) -> Result<Uuid, Violation> {
@@ -28,9 +28,22 @@ impl State {
     fn judge(&mut self, operation: &Operation, outcome: &Outcome) -> Accepted {
         use Operation as O;
         match *operation {
-            O::PutBuild { build, ends_with, keep, term } => {
-                self.put_build(build, ends_with, keep.into(), term.into(), outcome)
+            O::PutBuild { build, ends_with, keep, term, job } => {
+                let term_ends_at = self.now + i64::from(term);
+                let (keep, bound) = (keep.into(), false);
+                let fresh = Build {
+                    ends_with,
+                    keep,
+                    term_ends_at,
+                    bound,
+                    ended: None,
+                    ended_by_caller: false,
+                    deleted: false,
+                    job,
+                };
+                self.put_build(build, fresh, outcome)
             }
+            O::EndBuild { build, status } => self.end_build(build, status, outcome),
             O::DeleteBuild { build } => self.delete_build(build, outcome),
             O::Create { upload, owner } => self.create(Artifact::Upload(upload), owner, outcome),
             O::Plan { transfer, artifact, worker, make } => {
@@ -41,18 +54,33 @@ impl State {
             O::Abandon { transfer } => self.abandon(transfer, outcome),
             O::Seal { upload, content } => self.seal(Artifact::Upload(upload), content, outcome),
             O::Adopt { content, owner } => self.adopt(content, owner, outcome),
+            O::Undelete { artifact, owner, keep } => self.undelete(artifact, owner, keep.into(), outcome),
+            O::Drop { artifact, worker, force } => self.drop_replica(artifact, worker, force, outcome),
+            O::AskCache { cache, claim, user } => self.ask_cache(cache, claim, user, outcome),
+            O::RenewClaim { claim } => self.renew_claim(claim, outcome),
+            O::PutCache { claim, artifact } => self.put_cache(claim, artifact, outcome),
+            O::UseCache { cache, user } => self.use_cache(cache, user, outcome),
+            O::ReleaseCache { cache, user } => self.release_cache(cache, user, outcome),
+            O::DeleteCache { cache } => self.delete_cache(cache, outcome),
+            O::AskTask { task } => self.ask_task(task, outcome),
+            O::PublishTask { task, artifact } => self.publish_task(task, artifact, outcome),
+            O::DeleteTask { task } => self.delete_task(task, outcome),
+            O::Touch { workload, attempt } => self.touch((workload, attempt), outcome),
             O::Accept { workload, ref pins, build } => self.pin(workload, pins, build, outcome),
             O::Prepare { workload, attempt, worker, make } => {
                 self.prepare(workload, attempt, worker, make, outcome)
             }
             O::Prepared { workload, attempt } => self.prepared((workload, attempt), outcome),
             O::Finish { workload, attempt, content } => self.finish((workload, attempt), content, outcome),
-            O::Settle { workload, attempt, outputs, build, .. } => {
-                self.settle(workload, attempt, outputs, build, outcome)
+            O::Settle { workload, attempt, status, outputs, build } => {
+                self.settle(workload, attempt, status, outputs, build, outcome)
             }
             O::EndAttempt { workload, attempt } => {
                 must!(matches!(outcome, Outcome::Done), "an attempt can always be ended");
-                self.holders.entry(workload).or_default().attempts.insert(attempt, None);
+                let now = self.now;
+                let holder = self.holders.entry(workload).or_default();
+                holder.attempts.insert(attempt, None);
+                holder.ended.entry(attempt).or_insert(now);
                 Ok(())
             }
             O::Report { worker, way, .. } => self.report(worker, way, outcome),
@@ -97,20 +125,47 @@ impl State {
         }
     }
 
-    fn put_build(&mut self, id: u16, ends_with: u16, keep: i64, term: i64, outcome: &Outcome) -> Accepted {
-        let settled = self.is_settled(ends_with);
+    fn put_build(&mut self, id: u16, fresh: Build, outcome: &Outcome) -> Accepted {
+        let settled = self.is_settled(fresh.ends_with);
+        let mut others = self.builds.iter().filter(|(other, _)| **other != id).map(|(_, other)| other);
+        let taken = fresh.job.is_some() && others.any(|other| other.job == fresh.job);
         if let Outcome::Refused(refusal) = outcome {
-            let may = refusal.is(Reason::BuildEnded)
-                && (settled || (self.builds.contains_key(&id) && !self.is_live(id)));
+            let may = (refusal.is(Reason::BuildEnded)
+                && (settled || (self.builds.contains_key(&id) && !self.is_live(id))))
+                || (refusal.is(Reason::BuildExists) && taken);
             must!(may, "nothing has ended it");
             return Ok(());
         }
         must!(!settled, "its workload was settled");
+        must!(!taken, "its number is that of another build");
         must!(!self.builds.contains_key(&id) || self.may_be_live(id), "it has ended");
-        let term_ends_at = self.now + term;
-        let fresh = Build { ends_with, keep, term_ends_at, bound: false, settled_at: None, deleted: false };
+        if let Some((job, number)) = fresh.job {
+            let latest = self.jobs.entry(job).or_insert(number);
+            *latest = Ord::max(*latest, number);
+        }
+        let (keep, term_ends_at) = (fresh.keep, fresh.term_ends_at);
         let build = self.builds.entry(id).or_insert(fresh);
         (build.keep, build.term_ends_at) = (keep, term_ends_at);
+        Ok(())
+    }
+
+    fn end_build(&mut self, id: u16, status: Status, outcome: &Outcome) -> Accepted {
+        let (live, now) = (self.is_live(id), self.now);
+        let Some(build) = self.builds.get_mut(&id) else {
+            return Err(Violation("it was never put".to_owned()));
+        };
+        if let Outcome::Refused(refusal) = outcome {
+            must!(refusal.is(Reason::BuildEnded) && !live, "nothing has ended it");
+            return Ok(());
+        }
+        let same = build.ended.is_none_or(|(_, before)| before == status) && !build.deleted;
+        // What a term or a deletion made of it is not known.
+        must!(same || status == Status::Aborted || !build.bound, "it has ended otherwise");
+        if build.ended.is_none() && !build.deleted {
+            build.ended = Some((now, status));
+            // One that its term ends is aborted.
+            build.ended_by_caller = status != Status::Aborted;
+        }
         Ok(())
     }
 
@@ -164,6 +219,9 @@ impl State {
             had_owner: owner.is_some(),
             created_at: self.now,
             abandoned: false,
+            kept_until: i64::MIN,
+            restored: None,
+            came_back: false,
             gone: false,
             doubtful: false,
         }
@@ -175,6 +233,7 @@ impl State {
             (record.sealed, record.gone) = (None, false);
             // Which of the calls made it is not known, and so nothing keeps it for certain.
             record.owners.clear();
+            record.kept_until = i64::MIN;
             record.had_owner = true;
         }
     }
@@ -364,6 +423,84 @@ impl State {
         }
     }
 
+    fn undelete(&mut self, artifact: Artifact, owner: Option<u16>, keep: i64, outcome: &Outcome) -> Accepted {
+        let kept = self.is_kept(artifact);
+        if let Outcome::Refused(refusal) = outcome {
+            let may = (refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build)))
+                || (refusal.is(Reason::ArtifactNotFound) && !kept)
+                || (refusal.is(Reason::BytesGone) && !kept);
+            must!(may, "there is nothing in its way");
+            return Ok(());
+        }
+        must!(owner.is_none_or(|build| self.may_be_live(build)), "its owner has ended");
+        let now = self.now;
+        let Some(record) = self.artifacts.get_mut(&artifact) else {
+            return Err(Violation("it was never made".to_owned()));
+        };
+        must!(!record.gone || record.sealed.is_some(), "it came back, and was never sealed");
+        record.restored = match record.gone {
+            true => Some(Restored::Certainly),
+            false if kept => record.restored,
+            false => record.restored.or(Some(Restored::Perhaps)),
+        };
+        record.gone = false;
+        record.came_back |= !kept;
+        match owner {
+            Some(build) => {
+                record.owners.insert(build);
+                record.had_owner = true;
+            }
+            None => record.kept_until = Ord::max(record.kept_until, now + keep),
+        }
+        Ok(())
+    }
+
+    fn drop_replica(&mut self, artifact: Artifact, worker: u8, force: bool, outcome: &Outcome) -> Accepted {
+        let kept = self.is_kept(artifact);
+        let sealed = self.sealed(artifact);
+        let certain = |state: &Self, here: bool| {
+            sealed.is_some_and(|content| {
+                let mut replicas = state.replicas(artifact, content);
+                replicas.any(|(_, on)| (on == worker) == here && !state.workers[usize::from(on)].unconfirmed)
+            })
+        };
+        if let Outcome::Refused(refusal) = outcome {
+            let may = (refusal.is(Reason::ArtifactNotFound) && !kept)
+                || (refusal.is(Reason::LastReplica) && !force && !certain(self, false));
+            must!(may, "there is nothing in its way");
+            return Ok(());
+        }
+        let may_be_elsewhere = self.volumes.values().any(|it| {
+            it.artifact == Some(artifact)
+                && it.worker != worker
+                && it.complete.is_some()
+                && it.complete == sealed
+        });
+        let last = kept && certain(self, true) && !may_be_elsewhere;
+        must!(force || !last, "it was the last that is kept");
+        for volume in self.volumes.values_mut() {
+            if volume.is_of(artifact) && volume.worker == worker && volume.is_replica() {
+                volume.revoked |= volume.complete.is_some();
+            }
+        }
+        Ok(())
+    }
+
+    fn touch(&mut self, attempt: (u16, u8), outcome: &Outcome) -> Accepted {
+        let (keeps, now) = (self.keeps(attempt), self.now);
+        let container = self.containers.values_mut().find(|it| it.attempt == attempt && !it.revoked);
+        if let Outcome::Refused(refusal) = outcome {
+            let there = container.is_some() && keeps;
+            must!(refusal.is(Reason::ContainerNotFound) && !there, "its container is there");
+            return Ok(());
+        }
+        let Some(container) = container else {
+            return Err(Violation("its container is garbage".to_owned()));
+        };
+        container.touched_at = now;
+        Ok(())
+    }
+
     fn pin(&mut self, workload: u16, pins: &[Artifact], build: Option<u16>, outcome: &Outcome) -> Accepted {
         if let Outcome::Refused(refusal) = outcome {
             let kept = self.kept();
@@ -465,6 +602,7 @@ impl State {
         let fresh = Container {
             worker,
             attempt: (workload, attempt),
+            touched_at: i64::MIN,
             created: false,
             revoked: false,
             on_disk: false,
@@ -550,6 +688,7 @@ impl State {
         &mut self,
         workload: u16,
         attempt: u8,
+        status: Status,
         outputs: Outputs,
         build: Option<u16>,
         outcome: &Outcome,
@@ -586,12 +725,15 @@ impl State {
         }
         let now = self.now;
         let holder = self.holders.entry(workload).or_default();
-        holder.settled = true;
+        holder.settled_at = Some(now);
         holder.pins.clear();
-        holder.attempts.values_mut().for_each(|on| *on = None);
+        for (attempt, on) in &mut holder.attempts {
+            holder.ended.entry(*attempt).or_insert(now);
+            *on = None;
+        }
         let ending = self.builds.values_mut().filter(|build| build.ends_with == workload);
-        for build in ending.filter(|build| build.settled_at.is_none()) {
-            build.settled_at = Some(now);
+        for build in ending.filter(|build| build.ended.is_none()) {
+            build.ended = Some((now, status));
         }
         Ok(())
     }

@@ -1,0 +1,515 @@
+//! Operations from a seed: scripts of what callers do one after the other, several at once, and accidents between them.
+
+use std::collections::VecDeque;
+
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{RngExt, SeedableRng};
+
+use super::operations::{
+    Artifact, CONTENTS, Left, Make, Operation, Outputs, REPLICAS, Status, User, WORKERS, Way,
+};
+
+/// How many resource caches there are, task caches, and jobs.
+const CACHES: u8 = 6;
+const TASKS: u8 = 4;
+const JOBS: u8 = 3;
+
+/// Makes the operations of a seed.
+pub(crate) struct Generator {
+    random: StdRng,
+    /// What has begun, each with what is still to come.
+    scripts: Vec<VecDeque<Operation>>,
+    builds: Vec<u16>,
+    /// Artifacts that were sealed, if all went well, with their content. The newest are last.
+    sealed: Vec<(Artifact, u8)>,
+    /// Those that were among them before.
+    old: Vec<Artifact>,
+    /// What came before, the newest last.
+    before: VecDeque<Operation>,
+    /// A worker that nobody hears of.
+    away: Option<u8>,
+    builds_made: u16,
+    workloads_made: u16,
+    uploads_made: u16,
+    transfers_made: u16,
+    claims_made: u16,
+}
+
+impl Generator {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            random: StdRng::seed_from_u64(seed),
+            scripts: Vec::new(),
+            builds: Vec::new(),
+            sealed: Vec::new(),
+            old: Vec::new(),
+            before: VecDeque::new(),
+            away: None,
+            builds_made: 0,
+            workloads_made: 0,
+            uploads_made: 0,
+            transfers_made: 0,
+            claims_made: 0,
+        }
+    }
+
+    /// The first `steps` operations of a seed.
+    pub(crate) fn generate(seed: u64, steps: usize) -> Vec<Operation> {
+        let mut generator = Self::new(seed);
+        (0..steps).map(|_| generator.next()).collect()
+    }
+
+    fn next(&mut self) -> Operation {
+        let operation = match self.random.random_range(0..100) {
+            0..10 => self.together(),
+            10..28 => self.accident(),
+            28..34 => self.repeat().unwrap_or(Operation::Collect),
+            _ => self.script_goes_on(),
+        };
+        let parts = match &operation {
+            Operation::Together(parts) => parts.clone(),
+            one => vec![one.clone()],
+        };
+        self.before.extend(parts.into_iter().filter(Operation::may_be_repeated));
+        while self.before.len() > 80 {
+            self.before.pop_front();
+        }
+        operation
+    }
+
+    fn together(&mut self) -> Operation {
+        let mut parts = vec![Operation::Collect];
+        if self.chance(10) {
+            parts.push(Operation::Kill { replica: self.below(REPLICAS) });
+        }
+        while parts.len() < 4 {
+            let next = if self.chance(25) { self.repeat() } else { Some(self.script_goes_on()) };
+            match next {
+                Some(next) if next.may_be_joined() => parts.push(next),
+                // It comes by itself.
+                Some(next) => self.scripts.push(VecDeque::from([next])),
+                None => parts.push(Operation::Collect),
+            }
+        }
+        if self.chance(30) {
+            parts.remove(0);
+        }
+        Operation::Together(parts)
+    }
+
+    fn accident(&mut self) -> Operation {
+        let worker = self.worker();
+        match self.random.random_range(0..100) {
+            0..18 => Operation::Collect,
+            18..40 => Operation::Sweep { worker, destroy: self.chance(85) },
+            40..62 => {
+                let way = match self.random.random_range(0..10) {
+                    0 => Way::Cut,
+                    1..3 => Way::Repeatedly,
+                    _ => Way::Once,
+                };
+                // The newest as a rule: then nothing was delayed.
+                let which = if self.chance(70) { u8::MAX } else { self.below(4) };
+                let reports = [Operation::BeginReport { worker }, Operation::Report { worker, which, way }];
+                if self.chance(80) { self.begin(reports) } else { Operation::Report { worker, which, way } }
+            }
+            62..66 => Operation::Make { worker },
+            66..69 => Operation::Reconnect { worker },
+            69..73 => Operation::NewSession { worker },
+            73..76 => {
+                let left = match self.random.random_range(0..10) {
+                    0..6 => Left::Everything,
+                    6..8 => Left::Half,
+                    _ => Left::Nothing,
+                };
+                self.away = None;
+                // The first thing that a gateway says.
+                let first = [
+                    Operation::NewIncarnation { worker, left },
+                    Operation::BeginReport { worker },
+                    Operation::Report { worker, which: u8::MAX, way: Way::Once },
+                ];
+                self.begin(first)
+            }
+            76..79 => Operation::Former { worker },
+            79..81 => {
+                self.away = if self.away.is_none() { Some(worker) } else { None };
+                Operation::Advance { seconds: 5 }
+            }
+            81..84 => Operation::Kill { replica: self.below(REPLICAS) },
+            _ => {
+                let longest = if self.chance(20) { 300 } else { 40 };
+                Operation::Advance { seconds: self.random.random_range(1..longest) }
+            }
+        }
+    }
+
+    fn repeat(&mut self) -> Option<Operation> {
+        let before: Vec<_> = self.before.iter().cloned().collect();
+        before.choose(&mut self.random).cloned()
+    }
+
+    /// The next operation of some script.
+    fn script_goes_on(&mut self) -> Operation {
+        if self.scripts.len() < 4 || (self.scripts.len() < 14 && self.chance(35)) {
+            return self.begin_some();
+        }
+        let which = self.random.random_range(0..self.scripts.len());
+        let Some(next) = self.scripts[which].pop_front() else {
+            self.scripts.swap_remove(which);
+            return self.script_goes_on();
+        };
+        match &next {
+            Operation::Seal { upload, content } => self.sealed.push((Artifact::Upload(*upload), *content)),
+            Operation::Settle { workload, outputs: Outputs::With(content), .. } => {
+                self.sealed.push((Artifact::Output(*workload), *content));
+            }
+            Operation::DeleteBuild { build } => self.builds.retain(|other| other != build),
+            _ => {}
+        }
+        if self.sealed.len() > 12 {
+            self.old.push(self.sealed.remove(0).0);
+        }
+        if self.old.len() > 10 {
+            self.old.remove(0);
+        }
+        next
+    }
+
+    /// Begins a script, and answers its first operation.
+    fn begin(&mut self, operations: impl IntoIterator<Item = Operation>) -> Operation {
+        let mut script: VecDeque<_> = operations.into_iter().collect();
+        let first = script.pop_front().unwrap_or(Operation::Collect);
+        self.scripts.push(script);
+        first
+    }
+
+    fn begin_some(&mut self) -> Operation {
+        let script = match self.random.random_range(0..100) {
+            0..12 => self.build(),
+            12..38 => self.upload(),
+            38..46 => self.copy(),
+            46..52 => vec![Operation::Adopt { content: self.content(), owner: self.some_build() }],
+            52..62 => self.cache(),
+            62..67 => self.task(),
+            67..71 => self.undelete(),
+            71..73 => self.drop_replica(),
+            _ => self.workload(),
+        };
+        self.begin(script)
+    }
+
+    fn build(&mut self) -> Vec<Operation> {
+        let (build, ends_with) = (self.builds_made, self.workloads_made);
+        self.builds_made += 1;
+        self.workloads_made += 1;
+        let (keep, term) = (self.below(200).into(), self.random.random_range(30..600));
+        // Not always in their order, and some want a number that another has.
+        let number = if self.chance(80) { 10 + build } else { 10 + build - u16::from(self.below(8)) };
+        let job = self.chance(40).then(|| (self.below(JOBS), number));
+        let mut script = vec![Operation::PutBuild { build, ends_with, keep, term, job }];
+        let bound = self.chance(80);
+        if bound {
+            script.push(Operation::Accept { workload: ends_with, pins: self.pins(), build: Some(build) });
+        }
+        self.builds.push(build);
+        if self.builds.len() > 6 {
+            self.builds.remove(0);
+        }
+        // It goes on for a while, and what it owns is made meanwhile.
+        for _ in 0..self.below(3) {
+            script.push(Operation::Adopt { content: self.content(), owner: Some(build) });
+            script.extend(self.upload_for(Some(build)));
+        }
+        if self.chance(15) {
+            script.push(Operation::DeleteBuild { build });
+        } else if self.chance(15) {
+            script.push(Operation::EndBuild { build, status: self.status() });
+        } else if bound && self.chance(90) {
+            let outputs = Outputs::NoOutput;
+            let (status, attempt) = (self.status(), 0);
+            script.push(Operation::Settle { workload: ends_with, attempt, status, outputs, build: None });
+        }
+        script
+    }
+
+    fn upload(&mut self) -> Vec<Operation> {
+        let owner = self.some_build();
+        self.upload_for(owner)
+    }
+
+    fn upload_for(&mut self, owner: Option<u16>) -> Vec<Operation> {
+        let upload = self.uploads_made;
+        self.uploads_made += 1;
+        let artifact = Artifact::Upload(upload);
+        let content = self.content();
+        let mut script = vec![Operation::Create { upload, owner }];
+        for _ in 0..if self.chance(15) { 2 } else { 1 } {
+            let transfer = self.transfer();
+            let (worker, make) = (self.below(WORKERS), self.make());
+            script.push(Operation::Plan { transfer, artifact, worker, make });
+            if self.chance(20) {
+                script.push(Operation::Progress { transfer });
+            }
+            match self.random.random_range(0..20) {
+                // The streamer is gone, and the claim runs out.
+                0 => return script,
+                1..3 => script.push(Operation::Abandon { transfer }),
+                _ => {
+                    let content = if self.chance(10) { self.content() } else { content };
+                    script.push(Operation::Arrive { transfer, content });
+                }
+            }
+        }
+        if self.chance(90) {
+            script.push(Operation::Seal { upload, content });
+        }
+        script
+    }
+
+    fn copy(&mut self) -> Vec<Operation> {
+        let Some((artifact, content)) = self.some_sealed() else { return Vec::new() };
+        let worker = self.below(WORKERS);
+        self.copy_to(artifact, content, worker)
+    }
+
+    fn copy_to(&mut self, artifact: Artifact, content: u8, worker: u8) -> Vec<Operation> {
+        let (transfer, make) = (self.transfer(), self.make());
+        let mut script = vec![Operation::Plan { transfer, artifact, worker, make }];
+        match self.random.random_range(0..10) {
+            0 => {}
+            1 => script.push(Operation::Abandon { transfer }),
+            _ => script.push(Operation::Arrive { transfer, content }),
+        }
+        script
+    }
+
+    fn cache(&mut self) -> Vec<Operation> {
+        let (cache, claim) = (self.below(CACHES), self.claims_made);
+        self.claims_made += 1;
+        let user = self.user();
+        let mut script = vec![Operation::AskCache { cache, claim, user: user.filter(|_| self.chance(60)) }];
+        // Who makes it may die.
+        if self.chance(85) {
+            let artifact = match self.some_sealed() {
+                Some((artifact, _)) if self.chance(60) => artifact,
+                _ => {
+                    let artifact = Artifact::Upload(self.uploads_made);
+                    script.extend(self.upload_for(None));
+                    artifact
+                }
+            };
+            if self.chance(30) {
+                script.push(Operation::RenewClaim { claim });
+            }
+            script.push(Operation::PutCache { claim, artifact });
+        }
+        for _ in 0..self.below(3) {
+            let Some(user) = self.user() else { continue };
+            script.push(Operation::UseCache { cache, user });
+        }
+        if let Some(user) = user.filter(|_| self.chance(50)) {
+            script.push(Operation::ReleaseCache { cache, user });
+        }
+        if self.chance(25) {
+            script.push(Operation::DeleteCache { cache });
+        }
+        script
+    }
+
+    /// Who may come to use a cache. `None`: there is no build.
+    fn user(&mut self) -> Option<User> {
+        if self.chance(50) {
+            return self.some_build().map(User::OfBuild);
+        }
+        let back = u16::from(self.below(6));
+        Some(User::OfWorkload(self.workloads_made.saturating_sub(back)))
+    }
+
+    fn task(&mut self) -> Vec<Operation> {
+        let task = self.below(TASKS);
+        let mut script = vec![Operation::AskTask { task }];
+        for _ in 0..self.below(3) {
+            let Some((artifact, _)) = self.some_sealed() else { break };
+            script.push(Operation::PublishTask { task, artifact });
+            if self.chance(50) {
+                script.push(Operation::AskTask { task });
+            }
+        }
+        if self.chance(15) {
+            script.push(Operation::DeleteTask { task });
+        }
+        script
+    }
+
+    /// One that may have gone comes back. What went is told to nobody whose stream has broken off.
+    fn undelete(&mut self) -> Vec<Operation> {
+        let old = self.old.choose(&mut self.random).copied();
+        let artifact = match self.some_sealed().filter(|_| old.is_none() || self.chance(60)) {
+            Some((artifact, _)) => artifact,
+            None => old.unwrap_or(Artifact::Upload(0)),
+        };
+        let undelete =
+            Operation::Undelete { artifact, owner: self.some_build(), keep: self.below(100).into() };
+        let mut script: Vec<_> = (0..WORKERS).map(|worker| Operation::Reconnect { worker }).collect();
+        if self.chance(50) {
+            script.push(Operation::Advance { seconds: 40 });
+            script.push(Operation::Collect);
+        }
+        script.push(undelete);
+        script
+    }
+
+    fn drop_replica(&mut self) -> Vec<Operation> {
+        let Some((artifact, content)) = self.some_sealed() else { return Vec::new() };
+        let worker = self.below(WORKERS);
+        let mut script = Vec::new();
+        if self.chance(50) {
+            script.extend(self.copy_to(artifact, content, (worker + 1) % WORKERS));
+        }
+        script.push(Operation::Drop { artifact, worker, force: self.chance(20) });
+        script
+    }
+
+    fn workload(&mut self) -> Vec<Operation> {
+        let workload = self.workloads_made;
+        self.workloads_made += 1;
+        let build = self.some_build();
+        let pins = self.pins();
+        let mut script = Vec::new();
+        let worker = self.worker();
+        if self.chance(95) {
+            script.push(Operation::Accept { workload, pins: pins.clone(), build });
+        }
+        let mut attempt = 0;
+        let mut candidate = None;
+        while self.chance(90) {
+            for artifact in &pins {
+                let sealed = self.sealed.iter().find(|(sealed, _)| sealed == artifact).copied();
+                if let Some((artifact, content)) = sealed.filter(|_| self.chance(50)) {
+                    script.extend(self.copy_to(artifact, content, worker));
+                }
+            }
+            let make = if self.chance(85) { Make::Now } else { Make::Later };
+            script.push(Operation::Prepare { workload, attempt, worker, make });
+            if make == Make::Later && self.chance(60) {
+                script.push(Operation::Make { worker });
+            }
+            if self.chance(90) {
+                script.push(Operation::Prepared { workload, attempt });
+            }
+            if self.chance(15) {
+                script.push(Operation::Touch { workload, attempt });
+            }
+            candidate = self.chance(80).then(|| self.content());
+            if let Some(content) = candidate {
+                script.push(Operation::Finish { workload, attempt, content });
+            }
+            if self.chance(80) {
+                break;
+            }
+            // Once more, as another attempt.
+            script.push(Operation::EndAttempt { workload, attempt });
+            attempt += 1;
+            candidate = None;
+        }
+        let status = self.status();
+        let outputs = match candidate {
+            Some(content) if matches!(status, Status::Succeeded | Status::Failed) || self.chance(10) => {
+                Outputs::With(content)
+            }
+            // The scheduler would never name it, and must be refused.
+            None if self.chance(10) => Outputs::With(0),
+            _ => Outputs::NoOutput,
+        };
+        script.push(Operation::Settle { workload, attempt, status, outputs, build });
+        if self.chance(15) {
+            // It has ended, and somebody looks around in it.
+            script.push(Operation::Touch { workload, attempt });
+        }
+        if outputs != Outputs::NoOutput && self.chance(50) {
+            // It was refused: without outputs then, as the scheduler does.
+            let (status, outputs) = (Status::Errored, Outputs::NoOutput);
+            script.push(Operation::Settle { workload, attempt, status, outputs, build });
+        }
+        script
+    }
+
+    fn chance(&mut self, percent: u32) -> bool {
+        self.random.random_range(0..100) < percent
+    }
+
+    fn below(&mut self, end: u8) -> u8 {
+        self.random.random_range(0..end)
+    }
+
+    fn content(&mut self) -> u8 {
+        self.below(CONTENTS)
+    }
+
+    fn worker(&mut self) -> u8 {
+        let worker = self.below(WORKERS);
+        if self.away == Some(worker) { (worker + 1) % WORKERS } else { worker }
+    }
+
+    fn make(&mut self) -> Make {
+        match self.random.random_range(0..10) {
+            0 => Make::Never,
+            1 => Make::Later,
+            _ => Make::Now,
+        }
+    }
+
+    fn status(&mut self) -> Status {
+        match self.random.random_range(0..6) {
+            0 => Status::Failed,
+            1 => Status::Errored,
+            2 => Status::Aborted,
+            _ => Status::Succeeded,
+        }
+    }
+
+    fn transfer(&mut self) -> u16 {
+        self.transfers_made += 1;
+        self.transfers_made - 1
+    }
+
+    fn some_build(&mut self) -> Option<u16> {
+        let build = self.builds.choose(&mut self.random).copied();
+        build.filter(|_| self.chance(75))
+    }
+
+    fn some_sealed(&mut self) -> Option<(Artifact, u8)> {
+        self.sealed.choose(&mut self.random).copied()
+    }
+
+    fn pins(&mut self) -> Vec<Artifact> {
+        let mut pins: Vec<_> = (0..self.below(3)).filter_map(|_| Some(self.some_sealed()?.0)).collect();
+        pins.sort_unstable();
+        pins.dedup();
+        pins
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_makes_the_same_operations_again() {
+        assert_eq!(Generator::generate(7, 500), Generator::generate(7, 500));
+        assert_ne!(Generator::generate(7, 500), Generator::generate(8, 500));
+    }
+
+    #[test]
+    fn every_operation_comes_about() {
+        let operations = Generator::generate(1, 5000);
+        let name = |operation: &Operation| {
+            let text = format!("{operation:?}");
+            text.split([' ', '(']).next().unwrap_or_default().to_owned()
+        };
+        let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
+        assert_eq!(made.len(), 40, "{made:?}");
+    }
+}

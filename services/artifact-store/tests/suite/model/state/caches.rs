@@ -1,0 +1,349 @@
+//! Resource caches and task caches: what they certainly keep, and how they may be answered.
+
+use std::collections::BTreeSet;
+
+use domain::ArtifactId;
+use rpc::Reason;
+use uuid::Uuid;
+
+use super::{
+    Accepted, CLAIM_TERM, Found, Outcome, RESOURCE_CACHE_TTL, State, Violation, artifact_id, claim_id, must,
+};
+use crate::model::operations::{Artifact, User};
+
+/// A resource cache, as it was last answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ResourceCache {
+    id: Uuid,
+    claim: u16,
+    claimed_until: i64,
+    /// `None`: it is being made.
+    artifact: Option<Artifact>,
+    last_used: i64,
+    users: BTreeSet<User>,
+}
+
+/// A task cache, as it was last answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TaskCache {
+    id: Uuid,
+    artifact: Option<Artifact>,
+    last_used: i64,
+}
+
+/// A task cache goes when it was unused for this many seconds.
+pub(crate) fn task_cache_ttl(task: u8) -> i64 {
+    40 + 60 * i64::from(task)
+}
+
+impl State {
+    pub(crate) fn resource_cache(&self, cache: u8) -> Option<Uuid> {
+        self.resource_caches.get(&cache).map(|cache| cache.id)
+    }
+
+    pub(crate) fn task_cache(&self, task: u8) -> Option<Uuid> {
+        self.task_caches.get(&task).map(|cache| cache.id)
+    }
+
+    /// What caches certainly own, and which, in the store's words.
+    pub(crate) fn held_by_caches(&self) -> impl Iterator<Item = (Artifact, String)> {
+        let of_resources = self.resource_caches.values().filter(|cache| self.is_there(cache));
+        let of_resources =
+            of_resources.filter_map(|cache| Some((cache.artifact?, format!("resource cache {}", cache.id))));
+        let of_tasks = self.task_caches.iter().filter(|(task, cache)| self.is_task_there(**task, cache));
+        let of_tasks =
+            of_tasks.filter_map(|(_, cache)| Some((cache.artifact?, format!("task cache {}", cache.id))));
+        of_resources.chain(of_tasks)
+    }
+
+    /// Whether a resource cache is certainly there: it was used not long ago, or is, or is being made.
+    fn is_there(&self, cache: &ResourceCache) -> bool {
+        match cache.artifact {
+            None => self.now < cache.claimed_until,
+            Some(_) => {
+                let ends = cache.users.iter().map(|user| self.used_until(*user));
+                let last = ends.fold(cache.last_used, Ord::max);
+                self.now < last.saturating_add(RESOURCE_CACHE_TTL)
+            }
+        }
+    }
+
+    fn is_task_there(&self, task: u8, cache: &TaskCache) -> bool {
+        self.now < cache.last_used + task_cache_ttl(task)
+    }
+
+    /// Until when somebody uses for certain what they use: without end if that is far away.
+    fn used_until(&self, user: User) -> i64 {
+        match user {
+            User::OfBuild(build) => self.holds_until(build).unwrap_or(i64::MIN),
+            User::OfWorkload(workload) => {
+                self.holders.get(&workload).map_or(i64::MIN, |holder| holder.settled_at.unwrap_or(i64::MAX))
+            }
+        }
+    }
+
+    /// Refuses what must not be said of somebody who wants to use a cache.
+    fn judge_user(&self, user: User, outcome: &Outcome) -> Result<bool, Violation> {
+        let may_go_on = match user {
+            User::OfBuild(build) => self.may_be_live(build),
+            User::OfWorkload(workload) => !self.is_settled(workload),
+        };
+        let goes_on = match user {
+            User::OfBuild(build) => self.is_live(build),
+            User::OfWorkload(_) => may_go_on,
+        };
+        if let Outcome::Refused(refusal) = outcome {
+            let ended = refusal.is(Reason::OwnerEnded) || refusal.is(Reason::HolderSettled);
+            must!(!(ended && goes_on), "its user goes on");
+            return Ok(ended);
+        }
+        must!(may_go_on, "its user has ended");
+        Ok(false)
+    }
+
+    /// A workload that uses something is known from then on.
+    fn note_user(&mut self, user: User) {
+        if let User::OfWorkload(workload) = user {
+            self.holders.entry(workload).or_default();
+        }
+    }
+
+    /// Whether an artifact has bytes that are certainly answered.
+    fn has_bytes(&self, artifact: Artifact) -> bool {
+        let Some(content) = self.sealed(artifact) else { return false };
+        let confirmed = |(_, worker): (Uuid, u8)| !self.workers[usize::from(worker)].unconfirmed;
+        self.replicas(artifact, content).any(confirmed)
+    }
+
+    /// The artifact with this id, which a cache has, or shall have.
+    fn that_is(&self, id: ArtifactId, expected: Option<Artifact>) -> Accepted {
+        let Some(expected) = expected else { return Err(Violation(format!("it was never given {id}"))) };
+        must!(artifact_id(expected) == id, "it was given {expected:?}");
+        let gone = self.artifacts.get(&expected).is_none_or(|record| record.gone);
+        must!(!gone, "{expected:?} had gone");
+        Ok(())
+    }
+
+    pub(super) fn ask_cache(
+        &mut self,
+        key: u8,
+        claim: u16,
+        user: Option<User>,
+        outcome: &Outcome,
+    ) -> Accepted {
+        if let Some(user) = user
+            && self.judge_user(user, outcome)?
+        {
+            return Ok(());
+        }
+        let Outcome::Asked { cache: id, found } = outcome else {
+            return Err(Violation("there is nothing in its way".to_owned()));
+        };
+        must!(!self.deleted_caches.contains(id), "it was deleted");
+        let before = self.resource_caches.get(&key);
+        let known = before.filter(|cache| cache.id == *id).cloned();
+        must!(
+            known.is_some() || before.is_none_or(|before| !self.is_there(before)),
+            "it is another now, and the one before is there: {before:?}"
+        );
+        let now = self.now;
+        let mut cache = match (found, known) {
+            (Found::Ready(artifact), Some(known)) => {
+                self.that_is(*artifact, known.artifact)?;
+                ResourceCache { last_used: now, ..known }
+            }
+            (Found::BeingMade(other), Some(known)) => {
+                let bytes = known.artifact.is_some_and(|artifact| self.has_bytes(artifact));
+                must!(!bytes && claim_id(known.claim).uuid() == *other, "nobody makes it so: {known:?}");
+                known
+            }
+            (Found::Yours, known) => {
+                let fresh = ResourceCache {
+                    id: *id,
+                    claim,
+                    claimed_until: now + CLAIM_TERM,
+                    artifact: None,
+                    last_used: now,
+                    users: BTreeSet::new(),
+                };
+                match known {
+                    None => fresh,
+                    Some(known) => {
+                        let other =
+                            known.claim != claim && known.artifact.is_none() && now < known.claimed_until;
+                        must!(!other, "somebody else makes it: {known:?}");
+                        let bytes = known.artifact.is_some_and(|artifact| self.has_bytes(artifact));
+                        must!(!bytes, "it has its bytes: {known:?}");
+                        ResourceCache { last_used: known.last_used, users: known.users, ..fresh }
+                    }
+                }
+            }
+            (found, None) => {
+                return Err(Violation(format!("it is {found:?}, and nobody asked for it before")));
+            }
+        };
+        if let Some(user) = user {
+            self.note_user(user);
+            cache.users.insert(user);
+        }
+        self.resource_caches.insert(key, cache);
+        Ok(())
+    }
+
+    /// The cache that was last made under a claim, or is.
+    fn of_claim(&self, claim: u16) -> Option<u8> {
+        self.resource_caches.iter().find(|(_, cache)| cache.claim == claim).map(|(key, _)| *key)
+    }
+
+    pub(super) fn renew_claim(&mut self, claim: u16, outcome: &Outcome) -> Accepted {
+        let key = self.of_claim(claim);
+        if let Outcome::Refused(refusal) = outcome {
+            let valid = key.is_some_and(|key| self.is_there(&self.resource_caches[&key]));
+            must!(refusal.is(Reason::ClaimLost) && !valid, "it is valid");
+            return Ok(());
+        }
+        let now = self.now;
+        let Some(cache) = key.and_then(|key| self.resource_caches.get_mut(&key)) else {
+            return Err(Violation("it was lost".to_owned()));
+        };
+        if cache.artifact.is_none() {
+            cache.claimed_until = now + CLAIM_TERM;
+        }
+        Ok(())
+    }
+
+    pub(super) fn put_cache(&mut self, claim: u16, artifact: Artifact, outcome: &Outcome) -> Accepted {
+        let key = self.of_claim(claim);
+        let before = key.and_then(|key| self.resource_caches[&key].artifact);
+        if let Outcome::Refused(refusal) = outcome {
+            let valid = key.is_some_and(|key| self.is_there(&self.resource_caches[&key]));
+            let fits = before.is_none() || before == Some(artifact);
+            let may = (refusal.is(Reason::ClaimLost) && !(valid && fits))
+                || (refusal.is(Reason::ArtifactNotFound)
+                    && before.is_none()
+                    && !self.is_kept_and_sealed(artifact));
+            must!(may, "there is nothing in its way");
+            return Ok(());
+        }
+        must!(before.is_none() || before == Some(artifact), "it has {before:?}");
+        let now = self.now;
+        let Some(cache) = key.and_then(|key| self.resource_caches.get_mut(&key)) else {
+            return Err(Violation("its claim was lost".to_owned()));
+        };
+        if before.is_none() {
+            (cache.artifact, cache.last_used) = (Some(artifact), now);
+            self.hand_over(artifact)?;
+        }
+        Ok(())
+    }
+
+    fn is_kept_and_sealed(&self, artifact: Artifact) -> bool {
+        self.sealed(artifact).is_some() && self.is_kept(artifact)
+    }
+
+    /// An artifact is a cache's from now on.
+    fn hand_over(&mut self, artifact: Artifact) -> Accepted {
+        let record =
+            self.artifacts.get_mut(&artifact).filter(|record| record.sealed.is_some() && !record.gone);
+        let Some(record) = record else { return Err(Violation(format!("{artifact:?} is not there"))) };
+        record.had_owner = true;
+        Ok(())
+    }
+
+    pub(super) fn use_cache(&mut self, key: u8, user: User, outcome: &Outcome) -> Accepted {
+        if self.judge_user(user, outcome)? {
+            return Ok(());
+        }
+        let there = self.resource_caches.get(&key).is_some_and(|cache| self.is_there(cache));
+        if let Outcome::Refused(refusal) = outcome {
+            must!(refusal.is(Reason::CacheNotFound) && !there, "it is there");
+            return Ok(());
+        }
+        let now = self.now;
+        let Some(cache) = self.resource_caches.get_mut(&key) else {
+            return Err(Violation("it was deleted".to_owned()));
+        };
+        cache.last_used = now;
+        cache.users.insert(user);
+        self.note_user(user);
+        Ok(())
+    }
+
+    pub(super) fn release_cache(&mut self, key: u8, user: User, outcome: &Outcome) -> Accepted {
+        must!(matches!(outcome, Outcome::Done), "a use can always be ended");
+        // Of one that ended before, the store may have noted that already.
+        let used_until = Ord::min(self.used_until(user), self.now);
+        if let Some(cache) = self.resource_caches.get_mut(&key)
+            && cache.users.remove(&user)
+        {
+            cache.last_used = Ord::max(cache.last_used, used_until);
+        }
+        Ok(())
+    }
+
+    pub(super) fn delete_cache(&mut self, key: u8, outcome: &Outcome) -> Accepted {
+        let Some(cache) = self.resource_caches.get(&key) else {
+            let Outcome::Refused(refusal) = outcome else { return Err(Violation("it had gone".to_owned())) };
+            must!(refusal.is(Reason::CacheNotFound), "another reason");
+            return Ok(());
+        };
+        // Whether a build whose term passed has ended is not known.
+        let may_be_used = |user: &User| match *user {
+            User::OfBuild(build) => self.may_be_live(build) || self.holds_on(build),
+            User::OfWorkload(workload) => !self.is_settled(workload),
+        };
+        if let Outcome::Refused(refusal) = outcome {
+            let may = (refusal.is(Reason::CacheInUse) && cache.users.iter().any(may_be_used))
+                || (refusal.is(Reason::CacheNotFound) && !self.is_there(cache));
+            must!(may, "nobody uses it: {cache:?}");
+            return Ok(());
+        }
+        let user = cache.users.iter().find(|user| self.used_until(**user) > self.now);
+        must!(user.is_none(), "it is used: {user:?}");
+        self.deleted_caches.insert(cache.id);
+        self.resource_caches.remove(&key);
+        Ok(())
+    }
+
+    pub(super) fn ask_task(&mut self, task: u8, outcome: &Outcome) -> Accepted {
+        let Outcome::Task { cache: id, artifact } = outcome else {
+            return Err(Violation("it can always be asked for".to_owned()));
+        };
+        must!(!self.deleted_caches.contains(id), "it was deleted");
+        let before = self.task_caches.get(&task);
+        let known = before.filter(|cache| cache.id == *id);
+        let lost = known.is_none() && before.is_some_and(|before| self.is_task_there(task, before));
+        must!(!lost, "it is another now, and the one before is there: {before:?}");
+        let has = known.and_then(|cache| cache.artifact);
+        match artifact {
+            Some(artifact) => self.that_is(*artifact, has)?,
+            None => must!(!has.is_some_and(|has| self.has_bytes(has)), "it has the bytes of {has:?}"),
+        }
+        self.task_caches.insert(task, TaskCache { id: *id, artifact: has, last_used: self.now });
+        Ok(())
+    }
+
+    pub(super) fn publish_task(&mut self, task: u8, artifact: Artifact, outcome: &Outcome) -> Accepted {
+        let there = self.task_caches.get(&task).is_some_and(|cache| self.is_task_there(task, cache));
+        if let Outcome::Refused(refusal) = outcome {
+            let may = (refusal.is(Reason::CacheNotFound) && !there)
+                || (refusal.is(Reason::ArtifactNotFound) && !self.is_kept_and_sealed(artifact));
+            must!(may, "there is nothing in its way");
+            return Ok(());
+        }
+        let now = self.now;
+        let Some(cache) = self.task_caches.get_mut(&task) else {
+            return Err(Violation("it was deleted".to_owned()));
+        };
+        (cache.artifact, cache.last_used) = (Some(artifact), now);
+        self.hand_over(artifact)
+    }
+
+    pub(super) fn delete_task(&mut self, task: u8, outcome: &Outcome) -> Accepted {
+        must!(matches!(outcome, Outcome::Done), "it can always be deleted");
+        if let Some(cache) = self.task_caches.remove(&task) {
+            self.deleted_caches.insert(cache.id);
+        }
+        Ok(())
+    }
+}
