@@ -306,7 +306,7 @@ async fn describe(
         let mut keepers = keepers.remove(&row.artifact_id).unwrap_or_default();
         if keepers.total == 0
             && row.state != ArtifactState::Deleting
-            && let Some(keeper) = mark::kept_by_nobody(&facts::unheld(row), now, policy)
+            && let Some(keeper) = mark::kept_by_nobody(&facts::unheld(&row.into()), now, policy)
         {
             keepers = Keepers { first: vec![keeper], total: 1 };
         }

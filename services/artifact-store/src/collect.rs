@@ -32,26 +32,25 @@ mod deleted;
 mod graves;
 mod holders;
 mod losses;
+mod pace;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use domain::{Timestamp, WorkerId};
-use sea_orm::sea_query::{CaseStatement, Expr, LockBehavior, LockType};
+use sea_orm::sea_query::{LockBehavior, LockType};
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
-    QuerySelect, Statement,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IdenStatic, QueryFilter,
+    QueryOrder, QuerySelect, Statement,
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::mark::{Collected, Kind, Look, Policy, Why};
 use crate::store::Store;
-use crate::{caches as cache_rows, owners, replicas, sweep};
-
-/// How many rows are looked at in one transaction.
-const BATCH: u64 = 500;
+use crate::{caches as cache_rows, ids, owners, replicas, sweep};
+use pace::Pace;
 
 /// After how long something is looked at again that may change unseen.
 const LATER: Duration = Duration::from_secs(60);
@@ -65,12 +64,15 @@ pub(crate) struct Settings {
     pub(crate) remember: Duration,
     pub(crate) resource_cache_ttl: Duration,
     pub(crate) lost_grace: Duration,
+    /// How many rows are looked at in one transaction.
+    pub(crate) batch: u64,
 }
 
 impl Settings {
     fn of(store: &Store) -> Self {
         let config = &store.config;
         Self {
+            batch: Pace::of(store).rows,
             now: store.now(),
             policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace },
             tombstone: config.tombstone,
@@ -175,9 +177,13 @@ pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result
     let settings = Settings::of(store);
     let mut collected = Vec::new();
     for step in Step::ALL {
+        let mut pace = Pace::of(store);
         // Rows that are looked at are not due any more, unless there is more to do about them: this ends.
         while step.is_due(store.db.read(), &settings).await? {
+            let settings = Settings { batch: pace.rows, ..settings };
+            let begun = Instant::now();
             let batch = store.db.write(|txn| async move { step.run(&txn, &settings).await }).await?;
+            pace.took(begun.elapsed());
             store.marks.wake(batch.workers);
             store.collections.tell(&batch.collected);
             collected.extend(batch.collected);
@@ -357,7 +363,7 @@ async fn lock_due<E: Looked>(
     query
         .filter(E::LOOK_AT.lte(settings.now.0))
         .order_by_asc(E::LOOK_AT)
-        .limit(BATCH)
+        .limit(settings.batch)
         .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
         .all(txn)
         .await
@@ -369,23 +375,17 @@ async fn look_next<E: Looked>(
     settings: &Settings,
     looks: &[(Uuid, Look)],
 ) -> Result<(), DbErr> {
-    // All that share an instant in one condition.
-    let mut by_instant: HashMap<_, Vec<_>> = HashMap::new();
-    for (id, look) in looks {
-        by_instant.entry(settings.column(*look)).or_default().push(*id);
-    }
-    if by_instant.is_empty() {
+    if looks.is_empty() {
         return Ok(());
     }
-    let case = by_instant
-        .into_iter()
-        .fold(CaseStatement::new(), |case, (instant, ids)| case.case(E::ID.is_in(ids), Expr::value(instant)));
-    E::update_many()
-        .col_expr(E::LOOK_AT, case.into())
-        .filter(E::ID.is_in(looks.iter().map(|(id, _)| *id)))
-        .exec(txn)
-        .await
-        .map(|_| ())
+    let backend = txn.get_database_backend();
+    let (table, id) = (E::default(), E::ID);
+    let (table, id) = (table.table_name(), id.as_str());
+    let next = ids::pairs_query(backend, 1);
+    let sql =
+        format!("UPDATE {table} SET look_at = next.at FROM ({next}) AS next WHERE {table}.{id} = next.id");
+    let pairs = ids::pairs(looks.iter().map(|(id, look)| (*id, settings.column(*look))));
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, [pairs])).await.map(drop)
 }
 
 /// What was marked, by the reason.

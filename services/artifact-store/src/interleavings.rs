@@ -255,6 +255,7 @@ async fn interleave(
         remember: forever,
         resource_cache_ttl: forever,
         lost_grace: forever,
+        batch: 500,
     };
     let (refers, marks) = (Party::default(), Party::default());
     let mut both = JoinSet::new();
@@ -424,7 +425,8 @@ async fn forward(
         from.read_exact(&mut body).await?;
         started |= body[..] != SSL_REQUEST;
         if matches!(kind, Some(b'P' | b'Q')) {
-            for lock in [&b" FOR UPDATE SKIP LOCKED"[..], b" FOR UPDATE", b" FOR SHARE"] {
+            const SKIPPING: [&[u8]; 2] = [b" FOR UPDATE SKIP LOCKED", b" FOR SHARE SKIP LOCKED"];
+            for lock in SKIPPING.into_iter().chain([&b" FOR UPDATE"[..], b" FOR SHARE"]) {
                 while let Some(at) = body.windows(lock.len()).position(|window| window == lock) {
                     body[at..at + lock.len()].fill(b' ');
                 }
