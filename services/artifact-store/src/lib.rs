@@ -92,7 +92,7 @@ pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()
         let db = db.clone();
         async move { db.answers().await }
     });
-    gauges::add(store.db.clone(), host);
+    gauges::add(&store, host);
     Ok(())
 }
 
