@@ -127,7 +127,7 @@ impl Target {
             Reference::Pin => {
                 pins::pin(txn, WorkloadId::new(), TEAM, &[self.artifact], None, NOW).await.is_err()
             }
-            Reference::Owner => owners::own(txn, TEAM, self.artifact, self.build).await.is_err(),
+            Reference::Owner => owners::own(txn, TEAM, &[self.artifact], self.build).await.is_err(),
             Reference::Adoption => {
                 let adopted = artifacts::adopt_by_digest(txn, TEAM, self.digest, Some(self.build), &[]).await;
                 adopted.is_ok_and(|adopted| adopted.is_none())
