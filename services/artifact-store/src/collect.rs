@@ -4,12 +4,12 @@
 //! nothing else. It is a sequence of steps, each in batches, each batch in one transaction:
 //!
 //! ```text
-//! builds     ended by their terms; those that let go lose their artifacts, which are due then
+//! builds     ended by their terms; those that let go lose their artifacts, which are judged with them
 //! caches     that nobody used for long, or made; what they owned is due then
 //! attempts   that ended: their containers, their volumes
 //! claims     that ran out: the volumes of their transfers
-//! artifacts  that nothing keeps
-//! deleted    artifacts: their replicas, children first; and in the end their tombstones
+//! artifacts  that nothing keeps, and their replicas that have no children
+//! deleted    artifacts: replicas that are left, children first; and in the end their tombstones
 //! holders    that can be forgotten
 //! graves     of what is gone, that can be forgotten
 //! losses     that are noticed, and those that are forgotten
@@ -17,7 +17,8 @@
 //!
 //! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
 //! locks: any number of replicas may run rounds at once, and one that dies in a batch leaves it to the next. Facts are gathered in a later
-//! statement, behind the locks.
+//! statement, behind the locks. A batch is as large as can be done in a time that others may wait for it, and takes as many statements however
+//! large it is; what is marked is written once, with its next look.
 //!
 //! Invariant: whatever nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
 //! something that says when it ends ([`Look::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::due`]). What is kept by something

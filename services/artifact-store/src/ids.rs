@@ -72,3 +72,52 @@ fn list<T>(
     text.push_str(close);
     text.into()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{HashMap, HashSet};
+
+    use db::Database;
+    use sea_orm::{ConnectionTrait, Statement};
+    use testing::databases::{self, TestDatabase};
+
+    use super::*;
+    use crate::migrations::Schema;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_statement_takes_any_number_of_ids_on_sqlite() {
+        a_statement_takes_any_number_of_ids(databases::sqlite()).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_statement_takes_any_number_of_ids_on_postgres() {
+        a_statement_takes_any_number_of_ids(databases::postgres().await).await;
+    }
+
+    /// More than either database takes values.
+    async fn a_statement_takes_any_number_of_ids(database: TestDatabase) {
+        let db = Database::connect::<Schema>(&database.url).await.expect("a database");
+        let backend = db.read().get_database_backend();
+        let ids: HashSet<_> = (0..100_000).map(|_| Uuid::new_v4()).collect();
+        let several = [HashSet::new(), ids.iter().copied().take(1).collect(), ids.clone()];
+        for some in several {
+            let asked = [value(backend, some.iter().copied())];
+            let asked = Statement::from_sql_and_values(backend, query(backend, 1), asked);
+            let answered = db.read().query_all_raw(asked).await.expect("asked");
+            let answered: HashSet<Uuid> =
+                answered.iter().map(|row| row.try_get("", "id").expect("an id")).collect();
+            assert_eq!(answered, some);
+        }
+
+        let instants = (0..).map(|n| (n % 3 > 0).then_some(i64::MAX - n));
+        let looks: HashMap<Uuid, Option<i64>> = ids.into_iter().zip(instants).collect();
+        let asked = [pairs(looks.iter().map(|(id, at)| (*id, *at)))];
+        let asked = Statement::from_sql_and_values(backend, pairs_query(backend, 1), asked);
+        let answered = db.read().query_all_raw(asked).await.expect("asked");
+        let answered: HashMap<Uuid, Option<i64>> = answered
+            .iter()
+            .map(|row| (row.try_get("", "id").expect("an id"), row.try_get("", "at").expect("an instant")))
+            .collect();
+        assert_eq!(answered, looks);
+    }
+}

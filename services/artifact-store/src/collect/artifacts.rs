@@ -56,6 +56,7 @@ pub(super) async fn judge(
     if marked.is_empty() {
         return Ok(());
     }
+    batch.collected.extend(marked.iter().cloned());
     let ids: Vec<_> = marked.iter().map(|marked| marked.id).collect();
     // Whoever holds a worker may wait for one of these artifacts: what is there is left to the next step, which holds none that is not marked.
     let Replicas { left, .. } = deleted::mark_replicas(txn, settings, &ids, Wait::Not, batch).await?;
@@ -68,7 +69,6 @@ pub(super) async fn judge(
     for ((why, look_at), ids) in alike {
         write_marks(txn, settings, &ids, why, look_at).await?;
     }
-    batch.collected.extend(marked);
     Ok(())
 }
 

@@ -159,3 +159,134 @@ pub(super) async fn mark_replicas(
     make_due(txn, let_go, settings.now).await?;
     Ok(Replicas { progress: !marked.is_empty(), left })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use db::Database;
+    use domain::VolumeHandle;
+    use sea_orm::{ActiveModelTrait, ActiveValue::Set, IntoActiveModel, Iterable};
+    use testing::databases::{self, TestDatabase};
+
+    use super::*;
+    use crate::entity::{Purpose, State, volume, worker};
+    use crate::facts::{self, JudgedVolume};
+    use crate::mark::{self, Policy, Verdict};
+    use crate::migrations::Schema;
+    use crate::volumes::new_volume;
+
+    const NOW: Timestamp = Timestamp(1_000_000_000);
+    const SEQUENCE: i64 = 7;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn replicas_are_marked_as_the_rule_says_on_sqlite() {
+        replicas_are_marked_as_the_rule_says(databases::sqlite()).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn replicas_are_marked_as_the_rule_says_on_postgres() {
+        replicas_are_marked_as_the_rule_says(databases::postgres().await).await;
+    }
+
+    /// The replicas of deleted artifacts in every state, complete or claimed, without a child or with one in every state.
+    fn every_replica(worker: WorkerId) -> (Vec<volume::Model>, Vec<volume::Model>) {
+        let (mut replicas, mut children) = (Vec::new(), Vec::new());
+        let new = |purpose| new_volume(VolumeHandle::new(), worker, purpose, 0, NOW);
+        for state in State::iter() {
+            for claimed_until in [None, Some(NOW.0), Some(NOW.0 + 1)] {
+                for child in std::iter::once(None).chain(State::iter().map(Some)) {
+                    let replica = volume::Model {
+                        state,
+                        artifact_id: Some(Uuid::now_v7()),
+                        claimed_until,
+                        complete: claimed_until.is_none(),
+                        digest: claimed_until.is_none().then(|| vec![0; 32]),
+                        ..new(Purpose::Replica)
+                    };
+                    children.extend(child.map(|state| volume::Model {
+                        state,
+                        parent: Some(replica.handle),
+                        attempt_id: Some(Uuid::now_v7()),
+                        ..new(Purpose::Input)
+                    }));
+                    replicas.push(replica);
+                }
+            }
+        }
+        (replicas, children)
+    }
+
+    async fn replicas_are_marked_as_the_rule_says(database: TestDatabase) {
+        let db = Database::connect::<Schema>(&database.url).await.expect("a database");
+        let forever = Duration::MAX;
+        let policy = Policy { unowned_ttl: forever, gc_grace: Duration::ZERO };
+        let settings = &Settings {
+            now: NOW,
+            policy,
+            tombstone: forever,
+            remember: forever,
+            resource_cache_ttl: forever,
+            lost_grace: forever,
+            batch: 1,
+        };
+        let worker = WorkerId::new();
+        let (replicas, children) = &every_replica(worker);
+        let judge = |txn: db::Transaction| async move {
+            let row = worker::ActiveModel {
+                worker_id: Set(worker.uuid()),
+                incarnation: Set(1),
+                session: Set(1),
+                sequence: Set(SEQUENCE),
+                reported: Set(0),
+            };
+            worker::Entity::insert(row).exec_without_returning(&*txn).await?;
+            let rows = replicas.iter().chain(children).map(|row| row.clone().into_active_model().reset_all());
+            volume::Entity::insert_many(rows).exec_without_returning(&*txn).await?;
+
+            let judged: Vec<_> = replicas.iter().map(JudgedVolume::from).collect();
+            let facts = facts::volumes(&*txn, &judged).await?;
+            let artifacts: Vec<_> = replicas.iter().filter_map(|row| row.artifact_id).collect();
+            let mut batch = Batch::default();
+            let marked = mark_replicas(&txn, settings, &artifacts, Wait::Not, &mut batch).await?;
+            let after = volume::Entity::find().all(&*txn).await?;
+            Ok::<_, DbErr>((facts, marked, batch, after))
+        };
+        let (facts, marked, batch, after) = db.write(judge).await.expect("judged");
+
+        let (mut expected, mut left) = (HashSet::new(), HashSet::new());
+        for (row, facts) in replicas.iter().zip(&facts) {
+            if row.state.is_garbage() {
+                continue;
+            }
+            match mark::volume(facts, NOW, &policy) {
+                Verdict::Mark(why) => {
+                    assert_eq!(why, Why::ArtifactDeleted);
+                    expected.insert(row.handle);
+                }
+                Verdict::Keep(_) => _ = left.insert(row.artifact_id.expect("a replica")),
+            }
+        }
+        assert!(!expected.is_empty() && !left.is_empty());
+        assert_eq!((marked.progress, marked.left), (true, left));
+        assert_eq!(batch.collected.iter().map(|marked| marked.id).collect::<HashSet<_>>(), expected);
+        assert_eq!(batch.workers, [worker]);
+        for row in after {
+            let before = replicas.iter().chain(children).find(|before| before.handle == row.handle);
+            let before = before.expect("no other").clone();
+            let expected = if expected.contains(&row.handle) {
+                volume::Model {
+                    state: State::Destroying,
+                    judged_after: SEQUENCE,
+                    marked_why: Some(Why::ArtifactDeleted.to_string()),
+                    marked_at: Some(NOW.0),
+                    marked_from: Some(before.state),
+                    ..before
+                }
+            } else {
+                before
+            };
+            assert_eq!(row, expected);
+        }
+    }
+}

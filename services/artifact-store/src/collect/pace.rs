@@ -11,12 +11,11 @@ pub(super) struct Pace {
     pub(super) rows: u64,
     /// How long a batch shall take.
     aim: Duration,
+    /// As many rows it has at least, however slow the database is.
+    fewest: u64,
 }
 
-/// As many rows a batch has at least, however slow the database is.
-const FEWEST: u64 = 20;
-
-/// As many it has at most.
+/// As many rows a batch has at most.
 const MOST: u64 = 10_000;
 
 impl Pace {
@@ -24,10 +23,10 @@ impl Pace {
     pub(super) fn of(store: &Store) -> Self {
         if store.db.is_sqlite() {
             // Whoever writes waits for the whole batch.
-            Self { rows: 100, aim: Duration::from_millis(10) }
+            Self { rows: 100, aim: Duration::from_millis(10), fewest: 20 }
         } else {
             // Who needs one of its rows does.
-            Self { rows: 500, aim: Duration::from_millis(40) }
+            Self { rows: 1000, aim: Duration::from_millis(40), fewest: 500 }
         }
     }
 
@@ -35,7 +34,7 @@ impl Pace {
     pub(super) fn took(&mut self, took: Duration) {
         let fits = self.aim.as_secs_f64() / took.as_secs_f64().max(1e-6);
         let rows = self.rows as f64 * fits.clamp(0.1, 2.0);
-        self.rows = (rows as u64).clamp(FEWEST, MOST);
+        self.rows = (rows as u64).clamp(self.fewest, MOST);
     }
 }
 
@@ -45,7 +44,7 @@ mod tests {
 
     #[test]
     fn batches_come_to_take_what_they_shall() {
-        let mut pace = Pace { rows: 500, aim: Duration::from_millis(40) };
+        let mut pace = Pace { rows: 500, aim: Duration::from_millis(40), fewest: 200 };
         let mut batches = Vec::new();
         for micros_a_row in [10, 100, 4] {
             for _ in 0..10 {
@@ -60,6 +59,6 @@ mod tests {
         for _ in 0..10 {
             pace.took(Duration::from_secs(10));
         }
-        assert_eq!(pace.rows, FEWEST);
+        assert_eq!(pace.rows, 200);
     }
 }
