@@ -26,7 +26,7 @@
 
 pub(crate) mod artifacts;
 mod attempts;
-mod builds;
+pub(crate) mod builds;
 mod caches;
 mod claims;
 mod deleted;

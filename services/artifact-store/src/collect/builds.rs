@@ -15,7 +15,7 @@ use crate::entity::{ArtifactState, BuildStatus, build, job};
 use crate::facts::JudgedArtifact;
 use crate::ids;
 
-pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let now = settings.now;
     // Each owns some artifacts, which are what takes time.
     let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
