@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --locked --workspace --bins
 cargo build --release --locked -p runtime-gateway --example direct
-cargo build --release --locked -p artifact-store --example collection
+cargo build --release --locked -p artifact-store --examples
 if ! command -v runc >/dev/null 2>&1; then
     apt-get install -y -qq --no-install-recommends runc >/dev/null || echo "runc cannot be installed" >&2
 fi

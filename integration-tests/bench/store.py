@@ -1,4 +1,4 @@
-"""The artifact store's marking, beside the same marks row by row."""
+"""The artifact store's marking, beside the same marks row by row; its other calls; and reports of what workers hold."""
 
 import json
 import pathlib
@@ -9,45 +9,108 @@ import tempfile
 from clusters import RELEASE, Postgres
 from measure import row, table
 
+DATABASES = ("PostgreSQL (fsync on)", "SQLite")
 
-def bench_store(base, artifacts):
-    """Figures of a store with `artifacts` artifacts and as many volumes, and with a tenth of that: the cost must not follow the size."""
-    lines = []
+
+def bench_store(base, artifacts, handles, rounds):
+    """Figures of a store with `artifacts` artifacts and as many volumes, and with a tenth of that: the cost must not follow the size. Reports are
+    of one worker with `handles` volumes, and of `rounds` minutes of a thousand workers with a thousand each."""
+    marking, calls, reports = [], [], []
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-store-", dir=base))
     # The server is not run by root.
     home.chmod(0o755)
     try:
-        for database in ("PostgreSQL (fsync on)", "SQLite"):
+        for database in DATABASES:
             for count in (artifacts // 10, artifacts):
-                lines += of_one(home, database, count)
+                said = of_example(home, database, "collection", str(count))
+                marking += of_marking(f"{database}, {count:,} artifacts", said)
+                calls += of_calls(f"{database}, {count:,} artifacts", said)
+        for database in DATABASES:
+            arguments = ["--handles", str(handles), "--rounds", str(rounds)]
+            reports += of_reports(database, of_example(home, database, "reports", *arguments))
     finally:
         shutil.rmtree(home, ignore_errors=True)
     text = [
-        "One in a hundred is garbage, and has one replica, so that a pass marks twice as many rows as row by row. What is row by row: a scan for",
-        "orphans, and a guarded UPDATE with a commit of its own for each. Creates beside a pass are those of one caller, one after the other.",
+        "A lot is one artifact in a hundred, with one replica each, that becomes garbage when the builds end that own it: ten that were made together",
+        "by each, unless it says that they lie scattered. Before each lot the database writes everything to the disk, so that each page that is touched is",
+        "logged as a whole. Ratios are to the line above that says `row by row`, of as many marks: *in a table with nothing else* is a scan for orphans and",
+        "a guarded UPDATE with a commit of its own for each volume, as CI systems do it; *the same* marks artifacts and volumes in our tables in that way,",
+        "and a pass marks both, removes what the builds owned, and says when to look again. *The floor* is those writes alone: two UPDATEs and a DELETE of all",
+        "rows at once. Creates beside a pass are those of one caller, one after the other, on the same cores.",
         "",
     ]
-    return [*table("Marking garbage", lines), *text]
+    return [
+        *table("The artifact store: marking garbage", marking),
+        *text,
+        *table("The artifact store: other calls", calls),
+        *table("The artifact store: reports", reports),
+    ]
 
 
-def of_one(home, database, count):
+def of_example(home, database, example, *arguments):
+    """What one of the programs says that measure the store."""
     postgres = Postgres(home, "127.0.0.1:7391") if database != "SQLite" else None
+    own = pathlib.Path(tempfile.mkdtemp(dir=home))
     try:
-        url = postgres.url("postgres") if postgres else f"sqlite://{home}/store-{count}.db"
-        command = [str(RELEASE / "examples/collection"), url, str(count)]
-        said = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        url = postgres.url("postgres") if postgres else f"sqlite://{own}/store.db"
+        if postgres and example == "reports":
+            arguments = (*arguments, "--postgres", str(postgres.child.pid))
+        command = [str(RELEASE / "examples" / example), url, *arguments]
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     finally:
         if postgres:
             postgres.stop()
-    name = f"{database}, {count:,} artifacts"
+        shutil.rmtree(own)
+
+
+def of_marking(name, said):
+    marks = said["marks"]
+    by_row, same = [said["row_by_row_ms"]], [said["same_row_by_row_ms"]]
     one = lambda what, key, reference=None: row(f"{name}: {what}", [said[key]], reference)
     return [
-        one(f"{said['marks']:,} marks row by row", "row_by_row_ms"),
-        one(f"a pass that marks {said['marks']:,} artifacts and their volumes", "marking_ms", [said["row_by_row_ms"]]),
+        one(f"{marks:,} marks row by row, in a table with nothing else", "row_by_row_ms"),
+        one(f"a pass that marks {marks:,} volumes of attempts", "attempts_ms", by_row),
+        row(f"{name}: half a pass that marks {marks:,} artifacts and {marks:,} volumes", [said["alone_ms"] / 2], by_row),
+        one(f"{marks:,} artifacts and {marks:,} volumes row by row, the same", "same_row_by_row_ms"),
+        one("a pass that marks as many", "alone_ms", same),
+        one("that lie scattered", "scattered_ms", same),
+        one("beside creates", "beside_ms", same),
+        one("the floor", "floor_ms", same),
         one("a pass with nothing to do, median of 20", "idle_ms"),
+        one("a pass with nothing to do, the slowest", "idle_max_ms"),
         one("CreateArtifact, median of 200", "create_ms"),
         one(f"CreateArtifact beside a pass, median of {said['create_beside']}", "create_beside_ms"),
         one("CreateArtifact beside a pass, the slowest", "create_beside_max_ms"),
-        one("Locate of 20 artifacts, p99 of 2,000", "locate_p99_ms"),
-        row(f"{name}: CreateArtifact by 16 callers", [said["creates_per_second"]], unit="/s"),
     ]
+
+
+def of_calls(name, said):
+    rate = lambda what, key: row(f"{name}: {what}", [said[key]], unit="/s")
+    batch = said["batch"]
+    return [
+        row(f"{name}: Locate of 20 artifacts, p99 of 2,000", [said["locate_p99_ms"]]),
+        rate("artifacts made by 16 callers, one in a call", "creates_per_second"),
+        rate(f"artifacts made by 16 callers, {batch} in a call", "batched_creates_per_second"),
+        rate("owners added by 16 callers, one in a call", "adds_per_second"),
+        rate(f"owners added by 16 callers, {batch} in a call", "batched_adds_per_second"),
+        rate("owners removed by 16 callers, one in a call", "removes_per_second"),
+        rate(f"owners removed by 16 callers, {batch} in a call", "batched_removes_per_second"),
+    ]
+
+
+def of_reports(name, said):
+    handles = f"{said['handles']:,} handles"
+    seconds = lambda what, figures: row(f"{name}: {what}", [figure * 1e3 for figure in figures])
+    cores = lambda what, key: row(f"{name}: {workers}, {what}", [said[key] * 100], unit="% of a core")
+    workers = f"{said['workers']:,} workers with {said['each']:,} handles a minute"
+    lines = [
+        seconds(f"a report of {handles}, unchanged", said["unchanged_s"]),
+        seconds(f"a report of {handles} that confirms all", [said["confirmed_s"]]),
+        seconds(f"a report after {handles} are gone", [said["forgotten_s"]]),
+        row(f"{name}: memory of the store before", [said["rss_idle_kib"] / 1024], unit="MiB"),
+        row(f"{name}: memory of the store at most", [said["rss_peak_kib"] / 1024], unit="MiB"),
+        seconds(f"{workers}, a report, median of {said['reports']:,}, {said['failed']} failed", [said["latency_median_s"]]),
+        seconds(f"{workers}, a report, p99", [said["latency_p99_s"]]),
+        cores("the store", "store_cores"),
+    ]
+    return lines + ([cores("the database", "database_cores")] if said["database_cores"] is not None else [])

@@ -1,10 +1,18 @@
-//! Fills a store's database with artifacts, of which one in a hundred is garbage, and measures it. For `make bench`.
+//! Fills a store's database with artifacts, each with a replica, and measures the store on it. For `make bench`.
 //!
-//! `collection URL ARTIFACTS` prints one line of JSON: how long a marking pass takes that finds the garbage, one that finds nothing, and the
-//! same marks row by row (a scan for orphans, then for each a guarded UPDATE of its own, as CI systems do it); how long CreateArtifact
-//! takes beside a pass and without one; Locate of 20 artifacts; and creates in a second.
+//! `collection URL ARTIFACTS` prints one line of JSON. Several lots of one in a hundred become garbage, one after the other, when the builds end that
+//! own them; before each PostgreSQL makes a checkpoint, so that each pass writes whole pages. What is measured, in milliseconds:
+//!
+//! - `row_by_row_ms`: a lot of marks as CI systems do it: a scan for orphans in a table with nothing else in it, then for each a guarded UPDATE and a
+//!   commit of its own. `same_row_by_row_ms`: the same of a lot of our artifacts and their volumes, in our tables.
+//! - `alone_ms`: a pass that marks a lot of artifacts and as many volumes, by builds of ten that were made together. `beside_ms`: the same while a caller makes
+//!   artifacts as fast as it can. `scattered_ms`: of a lot that is spread evenly, so that each row is on a page of its own. `attempts_ms`: a pass that
+//!   marks a lot of volumes of attempts that ended.
+//! - `floor_ms`: two bare UPDATEs and a DELETE that write the same to a lot, in one transaction: what no pass can be faster than in these tables.
+//! - `idle_ms`: passes with nothing to do. `create_…`, `locate_…`, `…_per_second`: other calls, before, beside and after.
 
 use std::io::Write;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use artifact_store::{Config, KeySource};
@@ -12,17 +20,21 @@ use rpc::Peer;
 use rpc::client::Outgoing;
 use rpc::pb::artifacts as pb;
 use rpc::token::TokenSigner;
-use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement};
+use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement, TransactionTrait};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
 type Result<T> = std::result::Result<T, anyhow::Error>;
 
-/// How many in a hundred are kept by builds that go on.
+/// One in as many is in a lot.
 const GARBAGE_IN: u64 = 100;
+/// As many artifacts of a build were made together.
+const TOGETHER: u64 = 10;
 const BUILDS: u64 = 1000;
 const WORKERS: u64 = 100;
+/// How many callers call at once.
+const CALLERS: usize = 16;
 
 #[tokio::main]
 async fn main() -> Result<()> {
@@ -30,21 +42,62 @@ async fn main() -> Result<()> {
     let [url, artifacts] = &arguments[..] else { anyhow::bail!("usage: collection URL ARTIFACTS") };
     let artifacts: u64 = artifacts.parse()?;
     artifact_store::migrate(&url.as_str().into()).await?;
-    let connection = sea_orm::Database::connect(url).await?;
+    let database = Database { connection: sea_orm::Database::connect(url).await?, artifacts };
     let filling = Instant::now();
-    fill(&connection, artifacts).await?;
+    database.fill().await?;
     eprintln!("filled in {:?}", filling.elapsed());
 
-    let by_row = row_by_row(&connection).await?;
+    let by_row = database.row_by_row().await?;
+    let same_by_row = database.same_row_by_row().await?;
+    let floor = database.floor().await?;
     let store = Store::start(url).await?;
-    let figures = measure(&store, artifacts).await?;
+    let figures = measure(&store, &database).await?;
     store.stop().await?;
     let marks = artifacts / GARBAGE_IN;
-    let said =
-        format!(r#"{{"artifacts": {artifacts}, "marks": {marks}, "row_by_row_ms": {by_row:.1}, {figures}}}"#);
+    let said = format!(
+        r#"{{"artifacts": {artifacts}, "marks": {marks}, "row_by_row_ms": {by_row:.1}, "same_row_by_row_ms": {same_by_row:.1}, "floor_ms": {floor:.1}, {figures}}}"#
+    );
     writeln!(std::io::stdout(), "{said}")?;
     Ok(())
 }
+
+/// Artifacts that become garbage together, of builds with numbers of their own.
+#[derive(Debug, Clone, Copy)]
+enum Lot {
+    /// Every so many, of builds that own others like it.
+    Scattered,
+    /// A tenth as many builds, each of which owns some that were made together.
+    Alone,
+    Beside,
+    ByRow,
+    Floor,
+}
+
+impl Lot {
+    const ALL: [Self; 5] = [Self::Scattered, Self::Alone, Self::Beside, Self::ByRow, Self::Floor];
+
+    /// The kind of the ids of its builds.
+    fn kind(self) -> u32 {
+        0x10 + self as u32
+    }
+
+    /// Whether the artifact with the number `i` is of it, and the number of its build, as expressions.
+    fn of_number(self) -> (String, String) {
+        let block = format!("((i - 1) / {TOGETHER})");
+        match self {
+            // Between the blocks of the others.
+            Self::Scattered => {
+                (format!("i % {GARBAGE_IN} = 95"), format!("1 + (i / {GARBAGE_IN}) % {BUILDS}"))
+            }
+            lot => {
+                (format!("{block} % {GARBAGE_IN} = {}", lot as u32), format!("1 + {block} / {GARBAGE_IN}"))
+            }
+        }
+    }
+}
+
+/// How many marks one answer of the store names.
+const MOST_NAMED: usize = 10_000;
 
 /// An id, as an expression over a number.
 fn id(backend: DbBackend, kind: u32, number: &str) -> String {
@@ -61,96 +114,232 @@ fn id_of(kind: u32, number: u64) -> Uuid {
 const WORKER: u32 = 1;
 const ARTIFACT: u32 = 2;
 const VOLUME: u32 = 3;
+const ATTEMPT: u32 = 4;
+const SCRATCH: u32 = 5;
 const LIVE: u32 = 8;
-const ENDED: u32 = 9;
 
-async fn fill(connection: &DatabaseConnection, artifacts: u64) -> Result<()> {
-    let backend = connection.get_database_backend();
-    let numbers = |count: u64| match backend {
-        DbBackend::Sqlite => {
-            format!("WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})")
-        }
-        _ => format!("WITH n (i) AS (SELECT generate_series(1, {count}))"),
-    };
-    let digest = match backend {
-        DbBackend::Sqlite => "unhex(printf('%064x', i))".to_owned(),
-        _ => "decode(lpad(to_hex(i), 64, '0'), 'hex')".to_owned(),
-    };
-    let of = |kind, number: &str| id(backend, kind, number);
-    let statements = [
-        format!("INSERT INTO workers {} SELECT {}, 1, 1, 1, 0 FROM n", numbers(WORKERS), of(WORKER, "i")),
-        format!(
-            "INSERT INTO builds (build_id, team, keep, bound, created_at) {} SELECT {}, 'main', 0, FALSE, 0 FROM n",
-            numbers(BUILDS),
-            of(LIVE, "i")
-        ),
-        format!(
-            "INSERT INTO builds (build_id, team, keep, bound, status, ended_at, kept_until, created_at, look_at)
-             {} SELECT {}, 'main', 0, FALSE, 'succeeded', 1, 1, 0, 1 FROM n",
-            numbers(BUILDS),
-            of(ENDED, "i")
-        ),
-        format!(
-            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at)
-             {} SELECT {}, {}, 'main', '', 'sealed', {digest}, 1000, TRUE, 1 FROM n",
-            numbers(artifacts),
-            of(ARTIFACT, "i"),
-            of(ARTIFACT, "i")
-        ),
-        format!(
-            "INSERT INTO volumes (handle, worker_id, state, purpose, artifact_id, complete, digest, size_bytes, verified, created_at, judged_after)
-             {} SELECT {}, {}, 'created', 'replica', {}, TRUE, {digest}, 1000, TRUE, 1, 0 FROM n",
-            numbers(artifacts),
-            of(VOLUME, "i"),
-            of(WORKER, &format!("1 + i % {WORKERS}")),
-            of(ARTIFACT, "i")
-        ),
-        format!(
-            "INSERT INTO owners (artifact_id, build_id) {} SELECT {}, CASE WHEN i % {GARBAGE_IN} = 0 THEN {} ELSE {} END FROM n",
-            numbers(artifacts),
-            of(ARTIFACT, "i"),
-            of(ENDED, &format!("1 + (i / {GARBAGE_IN}) % {BUILDS}")),
-            of(LIVE, &format!("1 + i % {BUILDS}")),
-        ),
-        // What is marked row by row, beside it: the orphans are those without an owner.
-        format!(
-            "CREATE TABLE by_row (handle {uuid} PRIMARY KEY, state TEXT NOT NULL, parent {uuid}, owner {uuid})",
-            uuid = if backend == DbBackend::Sqlite { "BLOB" } else { "UUID" }
-        ),
-        "INSERT INTO by_row SELECT v.handle, v.state, NULL,
-             CASE WHEN b.kept_until IS NULL THEN b.build_id ELSE NULL END
-         FROM volumes v JOIN owners o ON o.artifact_id = v.artifact_id JOIN builds b ON b.build_id = o.build_id"
-            .to_owned(),
-        "CREATE INDEX by_row_parent ON by_row (parent)".to_owned(),
-        "CREATE INDEX by_row_owner ON by_row (owner)".to_owned(),
-        "ANALYZE".to_owned(),
-    ];
-    for statement in statements {
-        connection.execute_unprepared(&statement).await?;
-    }
-    if backend == DbBackend::Postgres {
-        connection.execute_unprepared("VACUUM").await?;
-        connection.execute_unprepared("CHECKPOINT").await?;
-    }
-    Ok(())
+/// What is measured.
+struct Database {
+    connection: DatabaseConnection,
+    artifacts: u64,
 }
 
-/// The same number of marks, each a statement and a transaction of its own. In milliseconds.
-async fn row_by_row(connection: &DatabaseConnection) -> Result<f64> {
-    let backend = connection.get_database_backend();
-    let begin = Instant::now();
-    let orphans = Statement::from_string(
-        backend,
-        "SELECT handle FROM by_row WHERE owner IS NULL AND state = 'created'",
-    );
-    for row in connection.query_all_raw(orphans).await? {
-        let handle: Uuid = row.try_get("", "handle")?;
+impl Database {
+    fn backend(&self) -> DbBackend {
+        self.connection.get_database_backend()
+    }
+
+    fn numbers(&self, count: u64) -> String {
+        match self.backend() {
+            DbBackend::Sqlite => {
+                format!("WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})")
+            }
+            _ => format!("WITH n (i) AS (SELECT generate_series(1, {count}))"),
+        }
+    }
+
+    async fn execute(&self, sql: &str) -> Result<()> {
+        self.connection.execute_unprepared(sql).await?;
+        Ok(())
+    }
+
+    async fn fill(&self) -> Result<()> {
+        let (backend, artifacts) = (self.backend(), self.artifacts);
+        let digest = match backend {
+            DbBackend::Sqlite => "unhex(printf('%064x', i))",
+            _ => "decode(lpad(to_hex(i), 64, '0'), 'hex')",
+        };
+        let of = |kind, number: &str| id(backend, kind, number);
+        let (worker, artifact, volume) =
+            (of(WORKER, "1 + (i * 37) % 100"), of(ARTIFACT, "i"), of(VOLUME, "i"));
+        let worker = worker.replace("100", &WORKERS.to_string());
+        let owner = Lot::ALL.into_iter().fold(String::new(), |cases, lot| {
+            let (is_of_it, build) = lot.of_number();
+            format!("{cases} WHEN {is_of_it} THEN {}", of(lot.kind(), &build))
+        });
+        let owner = format!("CASE {owner} ELSE {} END", of(LIVE, &format!("1 + i % {BUILDS}")));
+        let new_build = "INSERT INTO builds (build_id, team, keep, bound, created_at)";
+        let build = |kind, count| {
+            format!(
+                "{new_build} {} SELECT {}, 'main', 0, FALSE, 0 FROM n",
+                self.numbers(count),
+                of(kind, "i")
+            )
+        };
+        let mut statements = vec![
+            format!(
+                "INSERT INTO workers {} SELECT {}, 1, 1, 1, 0 FROM n",
+                self.numbers(WORKERS),
+                of(WORKER, "i")
+            ),
+            build(LIVE, BUILDS),
+        ];
+        statements.extend(Lot::ALL.map(|lot| match lot {
+            Lot::Scattered => build(lot.kind(), BUILDS),
+            _ => build(lot.kind(), artifacts / GARBAGE_IN / TOGETHER + 1),
+        }));
+        let volume_columns = "handle, worker_id, state, purpose, artifact_id, attempt_id, name, complete, digest, size_bytes, verified,
+                              created_at, judged_after";
+        let attempts = artifacts / GARBAGE_IN / TOGETHER;
+        statements.extend([
+            format!(
+                "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at)
+                 {} SELECT {artifact}, {artifact}, 'main', '', 'sealed', {digest}, 1000, TRUE, 1 FROM n",
+                self.numbers(artifacts),
+            ),
+            format!(
+                "INSERT INTO volumes ({volume_columns})
+                 {} SELECT {volume}, {worker}, 'created', 'replica', {artifact}, NULL, NULL, TRUE, {digest}, 1000, TRUE, 1, 0 FROM n",
+                self.numbers(artifacts),
+            ),
+            format!("INSERT INTO owners (artifact_id, build_id) {} SELECT {artifact}, {owner} FROM n", self.numbers(artifacts)),
+            format!(
+                "INSERT INTO attempts (attempt_id, holder_id) {} SELECT {}, {} FROM n",
+                self.numbers(attempts),
+                of(ATTEMPT, "i"),
+                of(ATTEMPT, "i"),
+            ),
+            format!(
+                "INSERT INTO volumes ({volume_columns})
+                 {} SELECT {}, {worker}, 'created', 'scratch', NULL, {}, 'scratch ' || i, FALSE, NULL, 0, FALSE, 1, 0 FROM n",
+                self.numbers(attempts * TOGETHER),
+                of(SCRATCH, "i"),
+                of(ATTEMPT, &format!("1 + (i - 1) / {TOGETHER}")),
+            ),
+            // What is marked row by row, beside it: the orphans are those without an owner.
+            format!(
+                "CREATE TABLE by_row (handle {uuid} PRIMARY KEY, state TEXT NOT NULL, parent {uuid}, owner {uuid})",
+                uuid = if backend == DbBackend::Sqlite { "BLOB" } else { "UUID" }
+            ),
+            format!(
+                "INSERT INTO by_row {} SELECT {volume}, 'created', NULL, CASE WHEN {} THEN NULL ELSE {owner} END FROM n",
+                self.numbers(artifacts),
+                Lot::ByRow.of_number().0,
+            ),
+            "CREATE INDEX by_row_parent ON by_row (parent)".to_owned(),
+            "CREATE INDEX by_row_owner ON by_row (owner)".to_owned(),
+            "ANALYZE".to_owned(),
+        ]);
+        for statement in statements {
+            self.execute(&statement).await?;
+        }
+        if backend == DbBackend::Postgres {
+            self.execute("VACUUM").await?;
+        }
+        self.settle_down().await
+    }
+
+    /// Every page is on the disk.
+    async fn settle_down(&self) -> Result<()> {
+        let sql = match self.backend() {
+            DbBackend::Postgres => "CHECKPOINT",
+            _ => "PRAGMA wal_checkpoint(TRUNCATE)",
+        };
+        self.execute(sql).await
+    }
+
+    /// A lot becomes garbage: its builds end.
+    async fn end(&self, lot: Lot) -> Result<()> {
+        let (first, last) =
+            (id(self.backend(), lot.kind(), "0"), id(self.backend(), lot.kind(), "1000000000"));
+        let sql = format!(
+            "UPDATE builds SET status = 'succeeded', ended_at = 1, kept_until = 1, look_at = 1
+             WHERE build_id BETWEEN {first} AND {last}"
+        );
+        self.execute(&sql).await?;
+        self.settle_down().await
+    }
+
+    /// All attempts end.
+    async fn end_attempts(&self) -> Result<()> {
+        self.execute("UPDATE attempts SET ended_at = 1, look_at = 1").await?;
+        self.settle_down().await
+    }
+
+    /// As many marks, each a statement and a transaction of its own, in a table that has nothing else. In milliseconds.
+    async fn row_by_row(&self) -> Result<f64> {
+        self.settle_down().await?;
+        let begin = Instant::now();
+        let orphans = "SELECT handle FROM by_row WHERE owner IS NULL AND state = 'created'";
         let mark =
             "UPDATE by_row SET state = 'destroying' WHERE handle = $1 AND state IN ('created', 'destroying')
                     AND NOT EXISTS (SELECT 1 FROM by_row child WHERE child.parent = by_row.handle)";
-        connection.execute_raw(Statement::from_sql_and_values(backend, mark, [handle.into()])).await?;
+        self.for_each(orphans, &[mark]).await?;
+        Ok(millis(begin.elapsed()))
     }
-    Ok(millis(begin.elapsed()))
+
+    /// A lot of artifacts and their volumes, each marked by a statement and a transaction of its own. In milliseconds.
+    async fn same_row_by_row(&self) -> Result<f64> {
+        self.settle_down().await?;
+        let begin = Instant::now();
+        let (first, last) =
+            (id(self.backend(), Lot::ByRow.kind(), "0"), id(self.backend(), Lot::ByRow.kind(), "1000000000"));
+        let orphans =
+            format!("SELECT artifact_id AS handle FROM owners WHERE build_id BETWEEN {first} AND {last}");
+        let marks = [
+            "UPDATE artifacts SET state = 'deleting', marked_at = 1, marked_why = 'every owner of it has let go', look_at = NULL
+             WHERE artifact_id = $1 AND state <> 'deleting'
+               AND NOT EXISTS (SELECT 1 FROM pins WHERE pins.artifact_id = artifacts.artifact_id)",
+            "UPDATE volumes SET state = 'destroying', judged_after = 1, marked_at = 1, marked_why = 'its artifact is deleted', marked_from = state
+             WHERE artifact_id = $1 AND state = 'created'
+               AND NOT EXISTS (SELECT 1 FROM volumes child WHERE child.parent = volumes.handle)",
+        ];
+        self.for_each(&orphans, &marks).await?;
+        Ok(millis(begin.elapsed()))
+    }
+
+    /// Runs each of `statements`, by itself, for each `handle` that `query` answers.
+    async fn for_each(&self, query: &str, statements: &[&str]) -> Result<()> {
+        let backend = self.backend();
+        for row in self.connection.query_all_raw(Statement::from_string(backend, query)).await? {
+            let handle: Uuid = row.try_get("", "handle")?;
+            for statement in statements {
+                let statement = Statement::from_sql_and_values(backend, *statement, [handle.into()]);
+                self.connection.execute_raw(statement).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What must be written at least to mark a lot and its volumes, in as few statements as can be. In milliseconds.
+    async fn floor(&self) -> Result<f64> {
+        let backend = self.backend();
+        let (is_of_it, _) = Lot::Floor.of_number();
+        let lot = format!(
+            "CREATE TABLE floor_lot AS {} SELECT {} AS artifact_id, {} AS handle FROM n WHERE {is_of_it}",
+            self.numbers(self.artifacts),
+            id(backend, ARTIFACT, "i"),
+            id(backend, VOLUME, "i"),
+        );
+        // Without statistics PostgreSQL looks by an index for each.
+        for statement in
+            [lot.as_str(), "CREATE UNIQUE INDEX floor_lot_by_artifact ON floor_lot (artifact_id)"]
+        {
+            self.execute(statement).await?;
+        }
+        self.settle_down().await?;
+        let begin = Instant::now();
+        let transaction = self.connection.begin().await?;
+        if backend == DbBackend::Postgres {
+            for way in ["hashjoin", "mergejoin", "seqscan"] {
+                let sql = format!("SET LOCAL enable_{way} = off");
+                transaction.execute_unprepared(&sql).await?;
+            }
+        }
+        for statement in [
+            "DELETE FROM owners WHERE artifact_id IN (SELECT artifact_id FROM floor_lot)",
+            "UPDATE artifacts SET state = 'deleting', marked_at = 1, marked_why = 'every owner of it has let go', look_at = 9000000000000000
+             WHERE artifact_id IN (SELECT artifact_id FROM floor_lot)",
+            "UPDATE volumes SET state = 'destroying', judged_after = 1, marked_at = 1, marked_why = 'its artifact is deleted', marked_from = state
+             WHERE handle IN (SELECT handle FROM floor_lot)",
+        ] {
+            transaction.execute_unprepared(statement).await?;
+        }
+        transaction.commit().await?;
+        let took = millis(begin.elapsed());
+        self.execute("DROP TABLE floor_lot").await?;
+        Ok(took)
+    }
 }
 
 fn millis(duration: Duration) -> f64 {
@@ -183,6 +372,34 @@ impl Store {
         #[expect(clippy::disallowed_methods, reason = "it is waited for when the store stops")]
         let served = tokio::spawn(artifact_store::serve(config, listener, shutdown));
         Ok(Self { caller: Caller(rpc::client::peer(&endpoint, Outgoing::default())?), stop, served })
+    }
+
+    /// How many artifacts in a second `call` does something to, for which 16 callers call it, `calls` times each, with `each` of `ids` in a call.
+    async fn rate<F>(
+        &self,
+        ids: &Arc<[Uuid]>,
+        calls: usize,
+        each: usize,
+        call: impl Fn(Caller, Vec<Uuid>) -> F + Clone + Send + 'static,
+    ) -> Result<f64>
+    where
+        F: Future<Output = Result<()>> + Send,
+    {
+        let mut callers = JoinSet::new();
+        let begin = Instant::now();
+        for n in 0..CALLERS {
+            let (caller, call, ids) = (self.caller.clone(), call.clone(), ids.clone());
+            callers.spawn(async move {
+                for of_call in ids.chunks(each).skip(n * calls).take(calls) {
+                    call(caller.clone(), of_call.to_vec()).await?;
+                }
+                Result::<()>::Ok(())
+            });
+        }
+        while let Some(done) = callers.join_next().await {
+            done??;
+        }
+        Ok((CALLERS * calls * each) as f64 / begin.elapsed().as_secs_f64())
     }
 
     async fn stop(self) -> Result<()> {
@@ -220,6 +437,46 @@ impl Caller {
         Ok(begin.elapsed())
     }
 
+    async fn batch_create(&self, ids: &[Uuid]) -> Result<()> {
+        let mut client = pb::artifacts_client::ArtifactsClient::new(self.0.clone());
+        let new = |id: &Uuid| pb::NewArtifact { artifact_id: id.to_string(), label: String::new() };
+        let request = pb::BatchCreateArtifactsRequest {
+            team: "main".to_owned(),
+            build_id: id_of(LIVE, 1).to_string(),
+            artifacts: ids.iter().map(new).collect(),
+        };
+        client.batch_create_artifacts(request).await?;
+        Ok(())
+    }
+
+    /// Gives artifacts another owner.
+    async fn add_owner(&self, ids: &[Uuid]) -> Result<()> {
+        let mut client = pb::artifacts_client::ArtifactsClient::new(self.0.clone());
+        let (team, build_id) = ("main".to_owned(), id_of(LIVE, 2).to_string());
+        if let [id] = ids {
+            let request = pb::AddOwnerRequest { team, artifact_id: id.to_string(), build_id };
+            client.add_owner(request).await?;
+        } else {
+            let artifact_ids = ids.iter().map(Uuid::to_string).collect();
+            client.batch_add_owner(pb::BatchAddOwnerRequest { team, artifact_ids, build_id }).await?;
+        }
+        Ok(())
+    }
+
+    /// Takes it from them again.
+    async fn remove_owner(&self, ids: &[Uuid]) -> Result<()> {
+        let mut client = pb::artifacts_client::ArtifactsClient::new(self.0.clone());
+        let (team, build_id) = ("main".to_owned(), id_of(LIVE, 2).to_string());
+        if let [id] = ids {
+            let request = pb::RemoveOwnerRequest { team, artifact_id: id.to_string(), build_id };
+            client.remove_owner(request).await?;
+        } else {
+            let artifact_ids = ids.iter().map(Uuid::to_string).collect();
+            client.batch_remove_owner(pb::BatchRemoveOwnerRequest { team, artifact_ids, build_id }).await?;
+        }
+        Ok(())
+    }
+
     async fn locate(&self, first: u64, artifacts: u64) -> Result<Duration> {
         let mut client = pb::artifacts_client::ArtifactsClient::new(self.0.clone());
         let ids = (0..20).map(|n| id_of(ARTIFACT, 1 + (first + n * 7919) % artifacts).to_string());
@@ -230,7 +487,20 @@ impl Caller {
     }
 }
 
-async fn measure(store: &Store, artifacts: u64) -> Result<String> {
+async fn measure(store: &Store, database: &Database) -> Result<String> {
+    let marks = usize::try_from(database.artifacts / GARBAGE_IN)?;
+    let pass = async |most| {
+        let (took, marked) = store.caller.collect().await?;
+        anyhow::ensure!(marked == most, "{marked} things were marked instead of {most}");
+        Result::<_>::Ok(millis(took))
+    };
+    database.end(Lot::Alone).await?;
+    let alone = pass(Ord::min(2 * marks, MOST_NAMED)).await?;
+    database.end(Lot::Scattered).await?;
+    let scattered = pass(Ord::min(2 * marks, MOST_NAMED)).await?;
+    database.end_attempts().await?;
+    let attempts = pass(Ord::min(marks, MOST_NAMED)).await?;
+
     for _ in 0..20 {
         store.caller.create().await?;
     }
@@ -239,12 +509,13 @@ async fn measure(store: &Store, artifacts: u64) -> Result<String> {
         quiet.push(store.caller.create().await?);
     }
     // One caller after the other, as fast as they are answered, while the pass runs.
+    database.end(Lot::Beside).await?;
     let mut beside = Vec::new();
-    let pass = store.caller.collect();
-    tokio::pin!(pass);
-    let (marking, marked) = loop {
+    let marking = store.caller.collect();
+    tokio::pin!(marking);
+    let (marking, _) = loop {
         tokio::select! {
-            done = &mut pass => break done?,
+            done = &mut marking => break done?,
             created = store.caller.create() => beside.push(created?),
         }
     };
@@ -254,26 +525,12 @@ async fn measure(store: &Store, artifacts: u64) -> Result<String> {
     }
     let mut locate = Vec::new();
     for n in 0..2000 {
-        locate.push(store.caller.locate(n * 104_729, artifacts).await?);
+        locate.push(store.caller.locate(n * 104_729, database.artifacts).await?);
     }
-    let begin = Instant::now();
-    let mut callers = JoinSet::new();
-    for _ in 0..16 {
-        let caller = store.caller.clone();
-        callers.spawn(async move {
-            for _ in 0..200 {
-                caller.create().await?;
-            }
-            Result::<()>::Ok(())
-        });
-    }
-    while let Some(done) = callers.join_next().await {
-        done??;
-    }
-    let per_second = 3200.0 / begin.elapsed().as_secs_f64();
+    let rates = rates(store).await?;
     let most = |figures: &[Duration]| figures.iter().max().copied().map_or(0.0, millis);
     Ok(format!(
-        r#""marked": {marked}, "marking_ms": {:.1}, "idle_ms": {:.2}, "idle_max_ms": {:.2}, "create_ms": {:.2}, "create_max_ms": {:.2}, "create_beside": {}, "create_beside_ms": {:.2}, "create_beside_max_ms": {:.2}, "locate_p50_ms": {:.2}, "locate_p99_ms": {:.2}, "creates_per_second": {per_second:.0}"#,
+        r#""alone_ms": {alone:.1}, "scattered_ms": {scattered:.1}, "attempts_ms": {attempts:.1}, "beside_ms": {:.1}, "idle_ms": {:.2}, "idle_max_ms": {:.2}, "create_ms": {:.2}, "create_max_ms": {:.2}, "create_beside": {}, "create_beside_ms": {:.2}, "create_beside_max_ms": {:.2}, "locate_p50_ms": {:.2}, "locate_p99_ms": {:.2}, {rates}"#,
         millis(marking),
         quantile(&mut idle, 0.5),
         most(&idle),
@@ -284,5 +541,31 @@ async fn measure(store: &Store, artifacts: u64) -> Result<String> {
         most(&beside),
         quantile(&mut locate, 0.5),
         quantile(&mut locate, 0.99),
+    ))
+}
+
+/// Creates and changes of owners in a second, one in a call and many.
+async fn rates(store: &Store) -> Result<String> {
+    const CALLS: usize = 200;
+    const BATCHES: usize = 10;
+    const EACH: usize = 100;
+    let new = |count| (0..count).map(|_| Uuid::now_v7()).collect::<Arc<[Uuid]>>();
+    let create = |caller: Caller, ids: Vec<Uuid>| async move {
+        match ids[..] {
+            [_] => caller.create().await.map(drop),
+            _ => caller.batch_create(&ids).await,
+        }
+    };
+    let one = store.rate(&new(CALLERS * CALLS), CALLS, 1, create).await?;
+    let ids = new(CALLERS * BATCHES * EACH);
+    let batched = store.rate(&ids, BATCHES, EACH, create).await?;
+    let add = |caller: Caller, ids: Vec<Uuid>| async move { caller.add_owner(&ids).await };
+    let remove = |caller: Caller, ids: Vec<Uuid>| async move { caller.remove_owner(&ids).await };
+    let (add_one, remove_one) =
+        (store.rate(&ids, CALLS, 1, add).await?, store.rate(&ids, CALLS, 1, remove).await?);
+    let added = store.rate(&ids, BATCHES, EACH, add).await?;
+    let removed = store.rate(&ids, BATCHES, EACH, remove).await?;
+    Ok(format!(
+        r#""batch": {EACH}, "creates_per_second": {one:.0}, "batched_creates_per_second": {batched:.0}, "adds_per_second": {add_one:.0}, "batched_adds_per_second": {added:.0}, "removes_per_second": {remove_one:.0}, "batched_removes_per_second": {removed:.0}"#
     ))
 }

@@ -1,7 +1,7 @@
 //! Measures reports of what workers hold, against a store in a process of its own, and prints one line of JSON. For `make bench`.
 //!
 //! ```text
-//! reports DATABASE_URL [--handles 100000] [--runs 5] [--workers 1000] [--each 1000] [--seconds 60] [--postgres PID]
+//! reports DATABASE_URL [--handles 100000] [--runs 5] [--workers 1000] [--each 1000] [--seconds 60] [--rounds 3] [--postgres PID]
 //! ```
 //!
 //! The database must be empty. Two things are measured:
@@ -10,7 +10,7 @@
 //!   `--runs` of them), the first one of a new incarnation, which confirms each volume (`confirmed_s`; `incarnation_s` is the `BeginReport`
 //!   before it, which makes them unconfirmed), and one after everything was marked and destroyed (`forgotten_s`). `rss_idle_kib` and
 //!   `rss_peak_kib` are of the store's process, before and after them.
-//! - `--workers` workers that hold `--each` volumes and report each once in `--seconds`, evenly spread: `reports` and `failed` count them,
+//! - `--workers` workers that hold `--each` volumes and report each once in `--seconds`, evenly spread, `--rounds` times: `reports` and `failed` count them,
 //!   `latency_*_s` is how long each took, `store_cores` and, with the pid of a local postmaster, `database_cores` is the share of a core
 //!   that they took.
 
@@ -51,6 +51,8 @@ struct Arguments {
     each: usize,
     #[arg(long, default_value_t = 60)]
     seconds: u64,
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
     #[arg(long)]
     postgres: Option<u32>,
     /// Be the store, until standard input ends
@@ -287,7 +289,7 @@ async fn many_workers(
     let mut reports = JoinSet::new();
     let pause = Duration::from_secs(seconds) / u32::try_from(workers)?;
     let mut ticks = tokio::time::interval(pause);
-    for gateway in gateways {
+    for gateway in std::iter::repeat_n(gateways, arguments.rounds).flatten() {
         ticks.tick().await;
         reports.spawn(async move { timed(gateway.report(gateway.holds)).await });
     }

@@ -9,13 +9,13 @@
 //! A settled output begins sealed. Invariant: a sealed artifact's digest and size never change; every UPDATE that seals is guarded by
 //! `state = 'open'`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use domain::{ArtifactId, BuildId, Digest, Timestamp, VolumeHandle, WorkerId};
 use sea_orm::sea_query::{Condition, Expr, ExprTrait, LockType};
 use sea_orm::{
-    ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
-    QueryFilter, QueryOrder, QuerySelect, QueryTrait,
+    ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult,
+    IntoActiveModel, QueryFilter, QueryOrder, QuerySelect, QueryTrait, Statement,
 };
 use uuid::Uuid;
 
@@ -24,6 +24,7 @@ use crate::entity::{
     resource_cache, resource_certs, volume,
 };
 use crate::facts::{self, Keepers};
+use crate::ids;
 use crate::mark::{self, Policy};
 use crate::owners::{self, OwnerEnded};
 use crate::units;
@@ -96,6 +97,57 @@ pub(crate) async fn create(
         owners::add(txn, build, [new.id.uuid()]).await?;
     }
     Ok(())
+}
+
+/// Makes artifacts of a team with one owner or none, all or none of them: each with its label, open and without bytes. The same again changes
+/// nothing.
+pub(crate) async fn create_all(
+    txn: &DatabaseTransaction,
+    new: &[NewArtifact],
+    now: Timestamp,
+) -> Result<(), CreateError> {
+    let Some(first) = new.first() else { return Ok(()) };
+    let all = new.iter().map(|new| new.id.uuid());
+    let known: HashSet<_> =
+        with_ids(txn, all.clone()).await?.into_iter().map(|row| row.artifact_id).collect();
+    let mut rows: Vec<_> =
+        new.iter().filter(|new| !known.contains(&new.id.uuid())).map(|new| open_row(new, now)).collect();
+    if !rows.is_empty() {
+        if let Some(build) = first.owner {
+            owners::lock_live(txn, build, &first.team).await?;
+        }
+        // In one order, so that nobody waits for another who waits for him.
+        rows.sort_unstable_by_key(|row| row.artifact_id);
+        let made = rows.iter().map(|row| row.clone().into_active_model().reset_all());
+        artifact::Entity::insert_many(made)
+            .on_conflict_do_nothing_on([artifact::Column::ArtifactId])
+            .exec_without_returning(txn)
+            .await?;
+    }
+    // As they are now: some may have been there before, or have been made by somebody else since we looked.
+    let ours: HashSet<_> = rows.iter().map(|row| row.ordinal).collect();
+    let (made, known): (Vec<_>, Vec<_>) =
+        with_ids(txn, all).await?.into_iter().partition(|row| ours.contains(&row.ordinal));
+    let by_id: HashMap<_, _> = new.iter().map(|new| (new.id.uuid(), new)).collect();
+    for row in &known {
+        if let Some(new) = by_id.get(&row.artifact_id) {
+            repeated(txn, new, row).await?;
+        }
+    }
+    if let Some(build) = first.owner {
+        owners::add(txn, build, made.iter().map(|row| row.artifact_id)).await?;
+    }
+    Ok(())
+}
+
+async fn with_ids(
+    txn: &DatabaseTransaction,
+    ids: impl IntoIterator<Item = Uuid>,
+) -> Result<Vec<artifact::Model>, DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!("SELECT * FROM artifacts WHERE artifact_id IN ({})", ids::query(backend, 1));
+    let statement = Statement::from_sql_and_values(backend, sql, [ids::value(backend, ids)]);
+    artifact::Model::find_by_statement(statement).all(txn).await
 }
 
 /// Whether a repeated call says the same as the first.
@@ -306,7 +358,7 @@ async fn describe(
         let mut keepers = keepers.remove(&row.artifact_id).unwrap_or_default();
         if keepers.total == 0
             && row.state != ArtifactState::Deleting
-            && let Some(keeper) = mark::kept_by_nobody(&facts::unheld(row), now, policy)
+            && let Some(keeper) = mark::kept_by_nobody(&facts::unheld(&row.into()), now, policy)
         {
             keepers = Keepers { first: vec![keeper], total: 1 };
         }

@@ -4,12 +4,12 @@
 //! nothing else. It is a sequence of steps, each in batches, each batch in one transaction:
 //!
 //! ```text
-//! builds     ended by their terms; those that let go lose their artifacts, which are due then
+//! builds     ended by their terms; those that let go lose their artifacts, which are judged with them
 //! caches     that nobody used for long, or made; what they owned is due then
 //! attempts   that ended: their containers, their volumes
 //! claims     that ran out: the volumes of their transfers
-//! artifacts  that nothing keeps
-//! deleted    artifacts: their replicas, children first; and in the end their tombstones
+//! artifacts  that nothing keeps, and their replicas that have no children
+//! deleted    artifacts: replicas that are left, children first; and in the end their tombstones
 //! holders    that can be forgotten
 //! graves     of what is gone, that can be forgotten
 //! losses     that are noticed, and those that are forgotten
@@ -17,7 +17,8 @@
 //!
 //! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
 //! locks: any number of replicas may run rounds at once, and one that dies in a batch leaves it to the next. Facts are gathered in a later
-//! statement, behind the locks.
+//! statement, behind the locks. A batch is as large as can be done in a time that others may wait for it, and takes as many statements however
+//! large it is; what is marked is written once, with its next look.
 //!
 //! Invariant: whatever nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
 //! something that says when it ends ([`Look::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::due`]). What is kept by something
@@ -25,33 +26,32 @@
 
 pub(crate) mod artifacts;
 mod attempts;
-mod builds;
+pub(crate) mod builds;
 mod caches;
 mod claims;
 mod deleted;
 mod graves;
 mod holders;
 mod losses;
+mod pace;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use domain::{Timestamp, WorkerId};
-use sea_orm::sea_query::{CaseStatement, Expr, LockBehavior, LockType};
+use sea_orm::sea_query::{LockBehavior, LockType};
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
-    QuerySelect, Statement,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IdenStatic, QueryFilter,
+    QueryOrder, QuerySelect, Statement,
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::mark::{Collected, Kind, Look, Policy, Why};
 use crate::store::Store;
-use crate::{caches as cache_rows, owners, replicas, sweep};
-
-/// How many rows are looked at in one transaction.
-const BATCH: u64 = 500;
+use crate::{caches as cache_rows, ids, owners, replicas, sweep};
+use pace::Pace;
 
 /// After how long something is looked at again that may change unseen.
 const LATER: Duration = Duration::from_secs(60);
@@ -65,12 +65,15 @@ pub(crate) struct Settings {
     pub(crate) remember: Duration,
     pub(crate) resource_cache_ttl: Duration,
     pub(crate) lost_grace: Duration,
+    /// How many rows are looked at in one transaction.
+    pub(crate) batch: u64,
 }
 
 impl Settings {
     fn of(store: &Store) -> Self {
         let config = &store.config;
         Self {
+            batch: Pace::of(store).rows,
             now: store.now(),
             policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace },
             tombstone: config.tombstone,
@@ -175,9 +178,13 @@ pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result
     let settings = Settings::of(store);
     let mut collected = Vec::new();
     for step in Step::ALL {
+        let mut pace = Pace::of(store);
         // Rows that are looked at are not due any more, unless there is more to do about them: this ends.
         while step.is_due(store.db.read(), &settings).await? {
+            let settings = Settings { batch: pace.rows, ..settings };
+            let begun = Instant::now();
             let batch = store.db.write(|txn| async move { step.run(&txn, &settings).await }).await?;
+            pace.took(begun.elapsed());
             store.marks.wake(batch.workers);
             store.collections.tell(&batch.collected);
             collected.extend(batch.collected);
@@ -357,7 +364,7 @@ async fn lock_due<E: Looked>(
     query
         .filter(E::LOOK_AT.lte(settings.now.0))
         .order_by_asc(E::LOOK_AT)
-        .limit(BATCH)
+        .limit(settings.batch)
         .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
         .all(txn)
         .await
@@ -369,23 +376,17 @@ async fn look_next<E: Looked>(
     settings: &Settings,
     looks: &[(Uuid, Look)],
 ) -> Result<(), DbErr> {
-    // All that share an instant in one condition.
-    let mut by_instant: HashMap<_, Vec<_>> = HashMap::new();
-    for (id, look) in looks {
-        by_instant.entry(settings.column(*look)).or_default().push(*id);
-    }
-    if by_instant.is_empty() {
+    if looks.is_empty() {
         return Ok(());
     }
-    let case = by_instant
-        .into_iter()
-        .fold(CaseStatement::new(), |case, (instant, ids)| case.case(E::ID.is_in(ids), Expr::value(instant)));
-    E::update_many()
-        .col_expr(E::LOOK_AT, case.into())
-        .filter(E::ID.is_in(looks.iter().map(|(id, _)| *id)))
-        .exec(txn)
-        .await
-        .map(|_| ())
+    let backend = txn.get_database_backend();
+    let (table, id) = (E::default(), E::ID);
+    let (table, id) = (table.table_name(), id.as_str());
+    let next = ids::pairs_query(backend, 1);
+    let sql =
+        format!("UPDATE {table} SET look_at = next.at FROM ({next}) AS next WHERE {table}.{id} = next.id");
+    let pairs = ids::pairs(looks.iter().map(|(id, look)| (*id, settings.column(*look))));
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, [pairs])).await.map(drop)
 }
 
 /// What was marked, by the reason.

@@ -180,11 +180,8 @@ pub(crate) async fn drop_replica(
     }
     let is_last = !elsewhere.iter().any(|row| row.state == State::Created);
     if is_last && !drop.force && artifact.state == ArtifactState::Sealed {
-        let facts = facts::artifacts(txn, std::slice::from_ref(&artifact), now).await?;
-        let kept = facts
-            .get(&artifact.artifact_id)
-            .is_some_and(|facts| matches!(mark::artifact(facts, now, policy), Verdict::Keep(_)));
-        if kept {
+        let facts = facts::artifacts(txn, &[(&artifact).into()], now).await?;
+        if facts.iter().any(|facts| matches!(mark::artifact(facts, now, policy), Verdict::Keep(_))) {
             return Err(DropError::LastReplica(drop.artifact));
         }
     }

@@ -3,11 +3,10 @@
 //! It saves the time until the next look ([`crate::collect`]); nothing depends on it.
 
 use domain::Timestamp;
-use sea_orm::sea_query::{Expr, LockBehavior, LockType};
-use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
 use uuid::Uuid;
 
-use crate::entity::artifact;
+use crate::ids;
 
 /// Makes artifacts due of which something may just have let go. One that an owner keeps says nothing, and needs no look; what somebody
 /// has locked is looked at a little later.
@@ -20,23 +19,13 @@ pub(crate) async fn make_due(
     if artifacts.is_empty() {
         return Ok(());
     }
-    let waiting: Vec<Uuid> = artifact::Entity::find()
-        .select_only()
-        .column(artifact::Column::ArtifactId)
-        .filter(artifact::Column::ArtifactId.is_in(artifacts))
-        .filter(artifact::Column::LookAt.gt(now.0))
-        .order_by_asc(artifact::Column::ArtifactId)
-        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
-        .into_tuple()
-        .all(txn)
-        .await?;
-    if waiting.is_empty() {
-        return Ok(());
-    }
-    artifact::Entity::update_many()
-        .col_expr(artifact::Column::LookAt, Expr::value(now.0))
-        .filter(artifact::Column::ArtifactId.is_in(waiting))
-        .exec(txn)
-        .await
-        .map(|_| ())
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "WITH waiting AS (SELECT artifact_id FROM artifacts WHERE artifact_id IN ({}) AND look_at > $2{})
+         UPDATE artifacts SET look_at = $2 WHERE artifact_id IN (SELECT artifact_id FROM waiting)",
+        ids::query(backend, 1),
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let values = [ids::value(backend, artifacts), now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }

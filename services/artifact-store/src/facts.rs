@@ -5,13 +5,11 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
-use sea_orm::{
-    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, QueryFilter, QuerySelect, Statement,
-    Value,
-};
+use sea_orm::{ConnectionTrait, DbErr, FromQueryResult, QueryResult, Statement};
 use uuid::Uuid;
 
-use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
+use crate::entity::{ArtifactState, Purpose, artifact, volume};
+use crate::ids;
 use crate::mark::{ArtifactFacts, Belongs, Held, Keeper, Keeping, VolumeFacts};
 use crate::rules::Uses;
 
@@ -52,52 +50,82 @@ const BUILD_KEEPS: &str = "
          AND NOT (b.ended_at IS NULL AND b.bound = FALSE AND b.keep = 0
                   AND b.term_ends_at IS NOT NULL AND b.term_ends_at <= $1)))";
 
-/// `sql` with its `IDS`, which are the values from `$2` on.
+/// `sql` with its `IDS`, which are the value `$2`.
 fn statement(
     conn: &impl ConnectionTrait,
     sql: &str,
     now: Timestamp,
-    ids: impl Iterator<Item = Uuid>,
+    ids: impl IntoIterator<Item = Uuid>,
 ) -> Statement {
-    let mut values: Vec<Value> = vec![now.0.into()];
-    values.extend(ids.map(Value::from));
-    let ids: Vec<_> = (2..=values.len()).map(|n| format!("${n}")).collect();
-    let sql = sql.replace("HOLDS", HOLDS).replace("BUILD_KEEPS", BUILD_KEEPS).replace("IDS", &ids.join(", "));
-    Statement::from_sql_and_values(conn.get_database_backend(), sql, values)
+    let backend = conn.get_database_backend();
+    let sql = sql.replace("HOLDS", HOLDS).replace("BUILD_KEEPS", BUILD_KEEPS);
+    let sql =
+        format!("WITH ids AS ({}) {}", ids::query(backend, 2), sql.replace("IDS", "SELECT id FROM ids"));
+    Statement::from_sql_and_values(backend, sql, [now.0.into(), ids::value(backend, ids)])
 }
 
-/// What is known of artifacts, by their id.
+/// What is read of an artifact that is judged.
+#[derive(Debug, Clone, Copy, FromQueryResult)]
+pub(crate) struct JudgedArtifact {
+    pub(crate) artifact_id: Uuid,
+    created_at: i64,
+    had_owner: bool,
+    kept_until: Option<i64>,
+    pub(crate) look_at: Option<i64>,
+    pub(crate) size_bytes: i64,
+    pub(crate) state: ArtifactState,
+}
+
+impl JudgedArtifact {
+    /// Its columns.
+    pub(crate) const COLUMNS: &str =
+        "artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state";
+}
+
+impl From<&artifact::Model> for JudgedArtifact {
+    fn from(row: &artifact::Model) -> Self {
+        let artifact::Model { artifact_id, created_at, had_owner, kept_until, .. } = *row;
+        let artifact::Model { look_at, size_bytes, state, .. } = *row;
+        Self { artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state }
+    }
+}
+
+/// What is known of artifacts, in their order.
 pub(crate) async fn artifacts(
     conn: &impl ConnectionTrait,
-    rows: &[artifact::Model],
+    rows: &[JudgedArtifact],
     now: Timestamp,
-) -> Result<HashMap<Uuid, ArtifactFacts>, DbErr> {
+) -> Result<Vec<ArtifactFacts>, DbErr> {
     #[derive(FromQueryResult)]
     struct Hold {
         artifact_id: Uuid,
         kind: String,
     }
 
-    let mut facts: HashMap<_, _> = rows.iter().map(|row| (row.artifact_id, unheld(row))).collect();
     if rows.is_empty() {
-        return Ok(facts);
+        return Ok(Vec::new());
     }
+    let mut held: HashMap<Uuid, Held> = HashMap::new();
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h";
     for hold in Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await? {
-        let Some(facts) = facts.get_mut(&hold.artifact_id) else { continue };
+        let held = held.entry(hold.artifact_id).or_default();
         match hold.kind.as_str() {
-            "pin" => facts.held.pinned = true,
-            "volume" => facts.held.used = true,
-            "transfer" => facts.held.transferred = true,
-            _ => facts.held.owned = true,
+            "pin" => held.pinned = true,
+            "volume" => held.used = true,
+            "transfer" => held.transferred = true,
+            _ => held.owned = true,
         }
     }
-    Ok(facts)
+    let facts = rows.iter().map(|row| ArtifactFacts {
+        held: held.get(&row.artifact_id).copied().unwrap_or_default(),
+        ..unheld(row)
+    });
+    Ok(facts.collect())
 }
 
 /// What an artifact's own row says.
-pub(crate) fn unheld(row: &artifact::Model) -> ArtifactFacts {
+pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
     ArtifactFacts {
         created_at: Timestamp(row.created_at),
         had_owner: row.had_owner,
@@ -246,49 +274,101 @@ pub(crate) async fn forget_ended_uses(
     txn.execute_raw(statement(txn, sql, now, caches.iter().copied())).await.map(drop)
 }
 
+/// A statement whose only value is these ids: `IDS` is the query of them.
+fn of_ids(conn: &impl ConnectionTrait, sql: &str, ids: impl IntoIterator<Item = Uuid>) -> Statement {
+    let backend = conn.get_database_backend();
+    let sql = sql.replace("IDS", &ids::query(backend, 1));
+    Statement::from_sql_and_values(backend, sql, [ids::value(backend, ids)])
+}
+
+/// The ids that a statement answers, as `id`.
+async fn answered(conn: &impl ConnectionTrait, statement: Statement) -> Result<HashSet<Uuid>, DbErr> {
+    let rows = conn.query_all_raw(statement).await?;
+    rows.into_iter().map(|row| row.try_get("", "id")).collect()
+}
+
 /// When attempts ended, of those that have.
 pub(crate) async fn ended_attempts(
     conn: &impl ConnectionTrait,
-    attempts: impl Iterator<Item = Uuid>,
+    attempts: impl IntoIterator<Item = Uuid>,
 ) -> Result<HashMap<Uuid, Timestamp>, DbErr> {
-    let attempts: HashSet<_> = attempts.collect();
+    let attempts: HashSet<_> = attempts.into_iter().collect();
     if attempts.is_empty() {
         return Ok(HashMap::new());
     }
-    let rows = attempt::Entity::find().filter(attempt::Column::AttemptId.is_in(attempts)).all(conn).await?;
-    Ok(rows.into_iter().filter_map(|row| Some((row.attempt_id, Timestamp(row.ended_at?)))).collect())
+    let sql = "SELECT attempt_id, ended_at FROM attempts WHERE attempt_id IN (IDS) AND ended_at IS NOT NULL";
+    let rows = conn.query_all_raw(of_ids(conn, sql, attempts)).await?;
+    let ended =
+        |row: QueryResult| Ok((row.try_get("", "attempt_id")?, Timestamp(row.try_get("", "ended_at")?)));
+    rows.into_iter().map(ended).collect()
+}
+
+/// What is read of a volume that is judged.
+#[derive(Debug, FromQueryResult)]
+pub(crate) struct JudgedVolume {
+    pub(crate) handle: Uuid,
+    pub(crate) purpose: Purpose,
+    pub(crate) artifact_id: Option<Uuid>,
+    pub(crate) from_artifact_id: Option<Uuid>,
+    pub(crate) parent: Option<Uuid>,
+    pub(crate) attempt_id: Option<Uuid>,
+    claimed_until: Option<i64>,
+    complete: bool,
+    pub(crate) size_bytes: i64,
+}
+
+impl JudgedVolume {
+    /// Its columns.
+    pub(crate) const COLUMNS: &str = "handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, claimed_until, complete, size_bytes";
+}
+
+impl From<&volume::Model> for JudgedVolume {
+    fn from(row: &volume::Model) -> Self {
+        let volume::Model { handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, .. } = *row;
+        let volume::Model { claimed_until, complete, size_bytes, .. } = *row;
+        Self {
+            handle,
+            purpose,
+            artifact_id,
+            from_artifact_id,
+            parent,
+            attempt_id,
+            claimed_until,
+            complete,
+            size_bytes,
+        }
+    }
 }
 
 /// What is known of volumes, in their order.
 pub(crate) async fn volumes(
     conn: &impl ConnectionTrait,
-    rows: &[volume::Model],
+    rows: &[JudgedVolume],
 ) -> Result<Vec<VolumeFacts>, DbErr> {
     if rows.is_empty() {
         return Ok(Vec::new());
     }
-    let with_children = parents_in_use(conn, rows).await?;
+    let handles = rows.iter().map(|row| row.handle);
+    // A replica may have very many children: one row for each parent.
+    let with_children = "SELECT DISTINCT parent AS id FROM volumes
+        WHERE parent IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
+    let with_children = answered(conn, of_ids(conn, with_children, handles)).await?;
     let ended = ended_attempts(conn, rows.iter().filter_map(|row| row.attempt_id)).await?;
-    let with_container: HashSet<Uuid> = if ended.is_empty() {
+    let with_container = if ended.is_empty() {
         HashSet::new()
     } else {
-        let rows = container::Entity::find()
-            .select_only()
-            .column(container::Column::AttemptId)
-            .filter(container::Column::AttemptId.is_in(ended.keys().copied()))
-            .filter(container::Column::State.is_not_in(State::GARBAGE));
-        rows.into_tuple::<Uuid>().all(conn).await?.into_iter().collect()
+        let sql = "SELECT attempt_id AS id FROM containers
+            WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
+        answered(conn, of_ids(conn, sql, ended.keys().copied())).await?
     };
-    let live_artifacts: HashSet<Uuid> = artifact::Entity::find()
-        .select_only()
-        .column(artifact::Column::ArtifactId)
-        .filter(artifact::Column::ArtifactId.is_in(rows.iter().filter_map(|row| row.artifact_id)))
-        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
-        .into_tuple()
-        .all(conn)
-        .await?
-        .into_iter()
-        .collect();
+    let artifacts: HashSet<_> = rows.iter().filter_map(|row| row.artifact_id).collect();
+    let live_artifacts = if artifacts.is_empty() {
+        HashSet::new()
+    } else {
+        let sql =
+            "SELECT artifact_id AS id FROM artifacts WHERE artifact_id IN (IDS) AND state <> 'deleting'";
+        answered(conn, of_ids(conn, sql, artifacts)).await?
+    };
 
     let facts = rows.iter().map(|row| VolumeFacts {
         has_live_child: with_children.contains(&row.handle),
@@ -304,18 +384,4 @@ pub(crate) async fn volumes(
         },
     });
     Ok(facts.collect())
-}
-
-/// Those of `rows` of which live children are made. A replica may have very many: one row for each parent.
-async fn parents_in_use(conn: &impl ConnectionTrait, rows: &[volume::Model]) -> Result<HashSet<Uuid>, DbErr> {
-    let parents: Vec<Uuid> = volume::Entity::find()
-        .select_only()
-        .column(volume::Column::Parent)
-        .distinct()
-        .filter(volume::Column::Parent.is_in(rows.iter().map(|row| row.handle)))
-        .filter(volume::Column::State.is_not_in(State::GARBAGE))
-        .into_tuple()
-        .all(conn)
-        .await?;
-    Ok(parents.into_iter().collect())
 }

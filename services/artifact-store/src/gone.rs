@@ -13,7 +13,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{State, artifact, container, volume, worker};
-use crate::facts;
+use crate::facts::{self, JudgedArtifact};
 use crate::losses::{self, Lost};
 use crate::mark::{self, Policy, Verdict};
 
@@ -106,12 +106,14 @@ async fn kept_here_only(
         let Some(last) = ids.last() else { return Ok(None) };
         after = *last;
         let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(txn).await?;
+        let rows: Vec<_> = rows.iter().map(JudgedArtifact::from).collect();
         let facts = facts::artifacts(txn, &rows, now).await?;
-        let kept = rows.iter().map(|row| row.artifact_id).find(|id| {
-            facts.get(id).is_some_and(|facts| matches!(mark::artifact(facts, now, policy), Verdict::Keep(_)))
-        });
-        if let Some(kept) = kept {
-            return Ok(Some(ArtifactId::from_uuid(kept)));
+        let kept = rows
+            .iter()
+            .zip(&facts)
+            .find(|(_, facts)| matches!(mark::artifact(facts, now, policy), Verdict::Keep(_)));
+        if let Some((kept, _)) = kept {
+            return Ok(Some(ArtifactId::from_uuid(kept.artifact_id)));
         }
     }
 }

@@ -54,6 +54,17 @@ const ALL: [Reference; 6] = [
     Reference::TaskCache,
 ];
 
+/// Who marks it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Marker {
+    /// Who looks at artifacts that are due.
+    OfArtifacts,
+    /// Who takes it from a build that has let go.
+    OfBuilds,
+}
+
+const MARKERS: [Marker; 2] = [Marker::OfArtifacts, Marker::OfBuilds];
+
 /// An artifact that nobody needs, with its replica, and a build that may own it.
 struct Target {
     artifact: ArtifactId,
@@ -87,7 +98,7 @@ async fn count(db: &Database, sql: &str, values: Vec<Value>) -> i64 {
 }
 
 impl Target {
-    async fn new(db: &Database) -> Self {
+    async fn new(db: &Database, marker: Marker) -> Self {
         let (artifact, build, worker) = (ArtifactId::new(), BuildId::new(), WorkerId::new());
         let digest = artifact.uuid().as_bytes().repeat(2);
         let digest = Digest::try_from(&digest[..]).expect("32 bytes");
@@ -112,6 +123,21 @@ impl Target {
             vec![build.uuid().into()],
         )
         .await;
+        if marker == Marker::OfBuilds {
+            // It is due because of its owner only.
+            let ended = BuildId::new();
+            execute(
+                db,
+                "INSERT INTO builds (build_id, team, keep, bound, status, ended_at, kept_until, created_at, look_at)
+                 VALUES ($1, 'main', 0, FALSE, 'succeeded', 0, 0, 0, 0)",
+                vec![ended.uuid().into()],
+            )
+            .await;
+            let owned = vec![artifact.uuid().into(), ended.uuid().into()];
+            execute(db, "INSERT INTO owners (artifact_id, build_id) VALUES ($1, $2)", owned).await;
+            let told = "UPDATE artifacts SET had_owner = TRUE, look_at = NULL WHERE artifact_id = $1";
+            execute(db, told, vec![artifact.uuid().into()]).await;
+        }
         let claims = SessionClaims {
             worker,
             incarnation: Incarnation(1),
@@ -127,7 +153,7 @@ impl Target {
             Reference::Pin => {
                 pins::pin(txn, WorkloadId::new(), TEAM, &[self.artifact], None, NOW).await.is_err()
             }
-            Reference::Owner => owners::own(txn, TEAM, self.artifact, self.build).await.is_err(),
+            Reference::Owner => owners::own(txn, TEAM, &[self.artifact], self.build).await.is_err(),
             Reference::Adoption => {
                 let adopted = artifacts::adopt_by_digest(txn, TEAM, self.digest, Some(self.build), &[]).await;
                 adopted.is_ok_and(|adopted| adopted.is_none())
@@ -243,9 +269,10 @@ async fn interleave(
     watching: &Database,
     working: &Database,
     reference: Reference,
+    marker: Marker,
     mark_first: bool,
 ) -> (bool, bool) {
-    let target = Arc::new(Target::new(watching).await);
+    let target = Arc::new(Target::new(watching, marker).await);
     let policy = Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO };
     let forever = Duration::MAX;
     let settings = Settings {
@@ -255,6 +282,7 @@ async fn interleave(
         remember: forever,
         resource_cache_ttl: forever,
         lost_grace: forever,
+        batch: 500,
     };
     let (refers, marks) = (Party::default(), Party::default());
     let mut both = JoinSet::new();
@@ -273,7 +301,10 @@ async fn interleave(
         let (party, db) = (marks.clone(), working.clone());
         both.spawn(async move {
             let part = |txn: db::Transaction| async move {
-                collect::artifacts::look(&txn, &settings).await?;
+                match marker {
+                    Marker::OfArtifacts => collect::artifacts::look(&txn, &settings).await?,
+                    Marker::OfBuilds => collect::builds::look(&txn, &settings).await?,
+                };
                 Ok(())
             };
             party.run(db, part).await.expect("marked what it could");
@@ -302,11 +333,11 @@ async fn interleave(
 async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_used() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
-    for reference in ALL {
-        let kept = interleave(&db, &db, reference, false).await;
-        assert_eq!(kept, (false, true), "{reference:?}, and a mark while it goes on");
-        let gone = interleave(&db, &db, reference, true).await;
-        assert_eq!(gone, (true, false), "{reference:?} while a mark goes on");
+    for (reference, marker) in ALL.into_iter().flat_map(|it| MARKERS.map(|marker| (it, marker))) {
+        let kept = interleave(&db, &db, reference, marker, false).await;
+        assert_eq!(kept, (false, true), "{reference:?}, and a mark {marker:?} while it goes on");
+        let gone = interleave(&db, &db, reference, marker, true).await;
+        assert_eq!(gone, (true, false), "{reference:?} while a mark {marker:?} goes on");
     }
 }
 
@@ -317,13 +348,13 @@ async fn without_the_locks_it_would_be() {
     let mut proxy = JoinSet::new();
     let unlocked = blank_locks(&database, &mut proxy).await;
     let unlocked = Database::connect::<Schema>(&unlocked).await.expect("the database, by the proxy");
-    for reference in ALL {
+    for (reference, marker) in ALL.into_iter().flat_map(|it| MARKERS.map(|marker| (it, marker))) {
         for mark_first in [false, true] {
-            let both = interleave(&db, &unlocked, reference, mark_first).await;
+            let both = interleave(&db, &unlocked, reference, marker, mark_first).await;
             assert_eq!(
                 both,
                 (true, true),
-                "{reference:?}, the mark first: {mark_first}: the locks are not what keeps them apart"
+                "{reference:?}, the mark {marker:?} first: {mark_first}: the locks are not what keeps them apart"
             );
         }
     }
@@ -334,7 +365,7 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     for undelete_first in [false, true] {
-        let target = Arc::new(Target::new(&db).await);
+        let target = Arc::new(Target::new(&db, Marker::OfArtifacts).await);
         let id = || vec![target.artifact.uuid().into()];
         let artifact = "UPDATE artifacts SET state = 'deleting', marked_at = 0 WHERE artifact_id = $1";
         execute(&db, artifact, id()).await;
@@ -424,7 +455,8 @@ async fn forward(
         from.read_exact(&mut body).await?;
         started |= body[..] != SSL_REQUEST;
         if matches!(kind, Some(b'P' | b'Q')) {
-            for lock in [&b" FOR UPDATE SKIP LOCKED"[..], b" FOR UPDATE", b" FOR SHARE"] {
+            const SKIPPING: [&[u8]; 2] = [b" FOR UPDATE SKIP LOCKED", b" FOR SHARE SKIP LOCKED"];
+            for lock in SKIPPING.into_iter().chain([&b" FOR UPDATE"[..], b" FOR SHARE"]) {
                 while let Some(at) = body.windows(lock.len()).position(|window| window == lock) {
                     body[at..at + lock.len()].fill(b' ');
                 }

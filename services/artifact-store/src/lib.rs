@@ -18,6 +18,7 @@
 //! rules         when owners let go: pure
 //! mark          what is garbage, and why: pure
 //! facts         what is known of things before they are judged
+//! ids           many ids as one value of a statement
 //! collect       carries out what `mark` decides
 //! collections   tells who looks on what was marked
 //! undelete      brings deleted artifacts back while their bytes are there
@@ -44,6 +45,7 @@ mod gauges;
 mod gone;
 mod graves;
 mod grpc;
+mod ids;
 #[cfg(test)]
 mod interleavings;
 mod inventory;
@@ -90,7 +92,7 @@ pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()
         let db = db.clone();
         async move { db.answers().await }
     });
-    gauges::add(store.db.clone(), host);
+    gauges::add(&store, host);
     Ok(())
 }
 

@@ -9,17 +9,19 @@
 //! *Latest of its job* is the build with the highest number that was ever reported, in whatever order that was. Whoever puts a build of a job
 //! or ends one holds the job's row, and locks it before any build: so that two of them never both count as the latest.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use domain::{ArtifactId, BuildId, Timestamp, WorkloadId};
 use sea_orm::sea_query::{CaseStatement, Expr, ExprTrait, OnConflict};
 use sea_orm::{
-    ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
-    QuerySelect,
+    ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
+    QueryOrder, QuerySelect, Statement,
 };
 use uuid::Uuid;
 
-use crate::entity::{ArtifactState, BuildStatus, artifact, build, holder, job, owner};
+use crate::entity::{BuildStatus, artifact, build, holder, job, owner};
+use crate::ids;
 use crate::units::micros;
 
 /// A build cannot own anything: the team has no such build, or it has ended.
@@ -293,44 +295,66 @@ pub(crate) enum OwnError {
     Database(#[from] DbErr),
 }
 
-/// Makes a build own an artifact.
+/// Makes a build own artifacts, all or none.
 pub(crate) async fn own(
     txn: &DatabaseTransaction,
     team: &str,
-    artifact: ArtifactId,
+    artifacts: &[ArtifactId],
     build: BuildId,
 ) -> Result<(), OwnError> {
     lock_live(txn, build, team).await?;
-    lock_artifact(txn, team, artifact).await?;
-    add(txn, build, [artifact.uuid()]).await?;
+    lock_artifacts(txn, team, artifacts).await?;
+    add(txn, build, artifacts.iter().map(|artifact| artifact.uuid())).await?;
     Ok(())
 }
 
-/// Takes an artifact from a build. What nothing else keeps is collected.
+/// Takes artifacts from a build, all or none. What nothing else keeps is collected.
 pub(crate) async fn disown(
     txn: &DatabaseTransaction,
     team: &str,
-    artifact: ArtifactId,
+    artifacts: &[ArtifactId],
     build: BuildId,
     now: Timestamp,
 ) -> Result<(), OwnError> {
-    lock_artifact(txn, team, artifact).await?;
-    let gone = owner::Entity::delete_by_id((artifact.uuid(), build.uuid())).exec(txn).await?;
-    if gone.rows_affected > 0 {
-        artifact::Entity::update_many()
-            .col_expr(artifact::Column::LookAt, Expr::value(now.0))
-            .filter(artifact::Column::ArtifactId.eq(artifact.uuid()))
-            .exec(txn)
-            .await?;
+    lock_artifacts(txn, team, artifacts).await?;
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "DELETE FROM owners WHERE artifact_id IN ({}) AND build_id = $2 RETURNING artifact_id",
+        ids::query(backend, 1)
+    );
+    let values = [ids::value(backend, artifacts.iter().map(|id| id.uuid())), build.uuid().into()];
+    let owned = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    let let_go: Vec<Uuid> =
+        owned.iter().map(|row| row.try_get("", "artifact_id")).collect::<Result<_, _>>()?;
+    if let_go.is_empty() {
+        return Ok(());
     }
+    let sql = format!("UPDATE artifacts SET look_at = $2 WHERE artifact_id IN ({})", ids::query(backend, 1));
+    let values = [ids::value(backend, let_go), now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
     Ok(())
 }
 
-async fn lock_artifact(txn: &DatabaseTransaction, team: &str, id: ArtifactId) -> Result<(), OwnError> {
-    let row = artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
-    match row {
-        Some(row) if row.team == team && row.state != ArtifactState::Deleting => Ok(()),
-        _ => Err(OwnError::ArtifactNotFound(id)),
+async fn lock_artifacts(
+    txn: &DatabaseTransaction,
+    team: &str,
+    artifacts: &[ArtifactId],
+) -> Result<(), OwnError> {
+    let backend = txn.get_database_backend();
+    // In one order, so that nobody waits for another who waits for him.
+    let sql = format!(
+        "SELECT artifact_id FROM artifacts WHERE artifact_id IN ({}) AND team = $2 AND state <> 'deleting'
+         ORDER BY artifact_id{}",
+        ids::query(backend, 1),
+        ids::lock(backend, " FOR UPDATE"),
+    );
+    let values = [ids::value(backend, artifacts.iter().map(|id| id.uuid())), team.into()];
+    let locked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    let locked: HashSet<Uuid> =
+        locked.iter().map(|row| row.try_get("", "artifact_id")).collect::<Result<_, _>>()?;
+    match artifacts.iter().find(|id| !locked.contains(&id.uuid())) {
+        Some(missing) => Err(OwnError::ArtifactNotFound(*missing)),
+        None => Ok(()),
     }
 }
 

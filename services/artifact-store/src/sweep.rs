@@ -20,7 +20,7 @@ use rand::RngExt;
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
-    QuerySelect, QueryTrait, Statement,
+    QuerySelect, QueryTrait, Statement, Value,
 };
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -28,6 +28,7 @@ use uuid::Uuid;
 
 use crate::entity::{GraveKind, State, container, volume, worker};
 use crate::graves::Epitaph;
+use crate::ids;
 use crate::mark;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
@@ -68,23 +69,24 @@ async fn mark_rows<E: Sweepable>(
     if handles.is_empty() {
         return Ok(Vec::new());
     }
-    let of_handles = || E::HANDLE.is_in(handles.iter().copied());
-    let of_rows = E::find().select_only().column(E::WORKER_ID).filter(of_handles());
-    lock_workers(txn, of_rows.into_query()).await?;
-    let sequence = format!("{SEQUENCE}{}.worker_id)", E::default().table_name());
-    let mut mark = E::update_many()
-        .col_expr(E::STATE, Expr::value(State::Destroying))
-        .col_expr(E::JUDGED_AFTER, Expr::cust(sequence))
-        .col_expr(E::MARKED_WHY, Expr::value(why.to_string()))
-        .col_expr(E::MARKED_AT, Expr::value(now.0));
-    if let Some(marked_from) = E::MARKED_FROM {
-        // What it was before this statement.
-        mark = mark.col_expr(marked_from, Expr::col(E::STATE));
-    }
-    let marked =
-        mark.filter(of_handles()).filter(E::STATE.is_not_in(State::GARBAGE)).exec_with_returning(txn).await?;
-    let workers: HashSet<_> = marked.iter().map(E::worker).collect();
-    Ok(workers.into_iter().collect())
+    let backend = txn.get_database_backend();
+    let table = E::default();
+    let table = table.table_name();
+    let of_handles = format!("handle IN ({})", ids::query(backend, 1));
+    let of_rows = format!("SELECT worker_id FROM {table} WHERE {of_handles}");
+    let handles = ids::value(backend, handles.iter().copied());
+    lock_workers(txn, &of_rows, [handles.clone()], Wait::Long).await?;
+    let marked_from = if E::REMEMBERS_STATE { ", marked_from = state" } else { "" };
+    let sql = format!(
+        "UPDATE {table} SET state = 'destroying', judged_after = {SEQUENCE}{table}.worker_id),
+                            marked_why = $2, marked_at = $3{marked_from}
+         WHERE {of_handles} AND state NOT IN ('destroying', 'sweeping')
+         RETURNING worker_id"
+    );
+    let values = [handles, why.to_string().into(), now.0.into()];
+    let marked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    let workers: Result<HashSet<_>, _> = marked.iter().map(|row| row.try_get("", "worker_id")).collect();
+    Ok(workers?.into_iter().map(WorkerId::from_uuid).collect())
 }
 
 /// Takes back marks of volumes that no gateway was told of. No report that began before now judges them. The transfer that made one is
@@ -114,36 +116,25 @@ pub(crate) trait Sweepable: EntityTrait {
     const WORKER_ID: Self::Column;
     const STATE: Self::Column;
     const JUDGED_AFTER: Self::Column;
-    const MARKED_WHY: Self::Column;
-    const MARKED_AT: Self::Column;
-    /// Where it is remembered what a row was before its mark.
-    const MARKED_FROM: Option<Self::Column>;
+    /// Whether it is remembered, in `marked_from`, what state a row was in before its mark.
+    const REMEMBERS_STATE: bool;
     const LOST_AT: Self::Column;
     const LOSS_NOTICED: Self::Column;
-
-    /// Where the thing is.
-    fn worker(row: &Self::Model) -> WorkerId;
 
     /// What to remember of it once it is gone.
     fn epitaph(row: Self::Model) -> Epitaph;
 }
 
 macro_rules! sweepable {
-    ($($table:ident: $kind:ident, $marked_from:expr;)+) => {$(
+    ($($table:ident: $kind:ident, $remembers_state:literal;)+) => {$(
         impl Sweepable for $table::Entity {
             const HANDLE: Self::Column = $table::Column::Handle;
             const WORKER_ID: Self::Column = $table::Column::WorkerId;
             const STATE: Self::Column = $table::Column::State;
             const JUDGED_AFTER: Self::Column = $table::Column::JudgedAfter;
-            const MARKED_WHY: Self::Column = $table::Column::MarkedWhy;
-            const MARKED_AT: Self::Column = $table::Column::MarkedAt;
-            const MARKED_FROM: Option<Self::Column> = $marked_from;
+            const REMEMBERS_STATE: bool = $remembers_state;
             const LOST_AT: Self::Column = $table::Column::LostAt;
             const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
-
-            fn worker(row: &Self::Model) -> WorkerId {
-                WorkerId::from_uuid(row.worker_id)
-            }
 
             fn epitaph(row: Self::Model) -> Epitaph {
                 let $table::Model { handle: id, marked_why, marked_at, .. } = row;
@@ -154,21 +145,34 @@ macro_rules! sweepable {
 }
 
 sweepable! {
-    volume: Volume, Some(volume::Column::MarkedFrom);
-    container: Container, None;
+    volume: Volume, true;
+    container: Container, false;
 }
 
-/// Holds the workers' sequences still, so that no report begins between a mark and its commit.
+/// Whether rows that somebody has locked are waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    Long,
+    Not,
+}
+
+/// Holds the sequences of workers still, so that no report begins between a mark and its commit. `workers` is a query of their ids. Answers which
+/// it holds.
 pub(crate) async fn lock_workers(
     txn: &DatabaseTransaction,
-    workers: sea_orm::sea_query::SelectStatement,
-) -> Result<(), DbErr> {
-    worker::Entity::find()
-        .filter(worker::Column::WorkerId.in_subquery(workers))
-        .lock_shared()
-        .all(txn)
-        .await
-        .map(|_| ())
+    workers: &str,
+    values: impl IntoIterator<Item = Value>,
+    wait: Wait,
+) -> Result<HashSet<Uuid>, DbErr> {
+    let backend = txn.get_database_backend();
+    let lock = match wait {
+        Wait::Long => " FOR SHARE",
+        Wait::Not => " FOR SHARE SKIP LOCKED",
+    };
+    let lock = ids::lock(backend, lock);
+    let sql = format!("SELECT worker_id FROM workers WHERE worker_id IN ({workers}){lock}");
+    let locked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    locked.iter().map(|row| row.try_get("", "worker_id")).collect()
 }
 
 /// What a gateway shall destroy: first the containers, then the volumes in this order.

@@ -10,13 +10,11 @@ use std::time::Duration;
 
 use domain::{ArtifactId, BuildId, Timestamp};
 use sea_orm::sea_query::Expr;
-use sea_orm::{
-    ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect, QueryTrait,
-};
+use sea_orm::{ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect};
 
 use crate::entity::{ArtifactState, Purpose, State, artifact, volume};
 use crate::owners::{self, OwnerEnded};
-use crate::sweep;
+use crate::sweep::{self, Wait};
 
 /// What keeps an artifact that comes back.
 #[derive(Debug, Clone, Copy)]
@@ -46,11 +44,8 @@ pub(crate) async fn undelete(
     kept_by: KeptBy,
     now: Timestamp,
 ) -> Result<(), UndeleteError> {
-    let workers = volume::Entity::find()
-        .select_only()
-        .column(volume::Column::WorkerId)
-        .filter(volume::Column::ArtifactId.eq(id.uuid()));
-    sweep::lock_workers(txn, workers.into_query()).await?;
+    let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
+    sweep::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
     if let KeptBy::Build(build) = kept_by {
         owners::lock_live(txn, build, team).await?;
     }

@@ -1,48 +1,91 @@
-//! Artifacts that nothing may keep any more.
+//! Artifacts that nothing may keep any more: marked, and their replicas with them.
 
-use sea_orm::sea_query::Expr;
-use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
+use std::collections::BTreeMap;
 
-use super::{Batch, Collected, Kind, Settings, by_reason, lock_due, look_next};
-use crate::entity::{ArtifactState, artifact};
-use crate::facts;
-use crate::mark::{self, Verdict};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, FromQueryResult, Statement};
+use uuid::Uuid;
+
+use super::deleted::{self, Replicas};
+use super::{Batch, Collected, Kind, Look, Settings, look_next};
+use crate::entity::artifact;
+use crate::facts::{self, JudgedArtifact};
+use crate::ids;
+use crate::mark::{self, Verdict, Why};
+use crate::sweep::Wait;
 use crate::units::size;
 
 pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
-    let query = artifact::Entity::find().filter(Expr::cust("state <> 'deleting'"));
-    let rows = lock_due(txn, query, settings).await?;
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "SELECT {} FROM artifacts WHERE look_at <= $1 AND state <> 'deleting' ORDER BY look_at LIMIT $2{}",
+        JudgedArtifact::COLUMNS,
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let most = i64::try_from(settings.batch).unwrap_or(i64::MAX);
+    let due = Statement::from_sql_and_values(backend, sql, [settings.now.0.into(), most.into()]);
+    let rows = JudgedArtifact::find_by_statement(due).all(txn).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
     }
-    let facts = facts::artifacts(txn, &rows, settings.now).await?;
     let mut batch = Batch { looked: true, ..Batch::default() };
+    judge(txn, settings, &rows, &mut batch).await?;
+    Ok(batch)
+}
+
+/// Judges artifacts that are locked and not marked: marks them, with their replicas, or says when to look at them again.
+pub(super) async fn judge(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    rows: &[JudgedArtifact],
+    batch: &mut Batch,
+) -> Result<(), DbErr> {
+    let facts = facts::artifacts(txn, rows, settings.now).await?;
     let mut looks = Vec::new();
-    for row in &rows {
-        let Some(facts) = facts.get(&row.artifact_id) else { continue };
+    let mut marked = Vec::new();
+    for (row, facts) in rows.iter().zip(&facts) {
         match mark::artifact(facts, settings.now, &settings.policy) {
+            Verdict::Keep(look) if settings.column(look) == row.look_at => {}
             Verdict::Keep(look) => looks.push((row.artifact_id, look)),
             Verdict::Mark(why) => {
-                let size_bytes = size(row.size_bytes);
-                batch.collected.push(Collected {
-                    kind: Kind::Artifact,
-                    id: row.artifact_id,
-                    why,
-                    size_bytes,
-                });
+                let (id, size_bytes) = (row.artifact_id, size(row.size_bytes));
+                marked.push(Collected { kind: Kind::Artifact, id, why, size_bytes });
             }
         }
     }
-    // Those that are marked stay due, for their replicas.
-    for (why, ids) in by_reason(&batch.collected) {
-        artifact::Entity::update_many()
-            .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
-            .col_expr(artifact::Column::MarkedAt, Expr::value(settings.now.0))
-            .col_expr(artifact::Column::MarkedWhy, Expr::value(why.to_string()))
-            .filter(artifact::Column::ArtifactId.is_in(ids))
-            .exec(txn)
-            .await?;
-    }
     look_next::<artifact::Entity>(txn, settings, &looks).await?;
-    Ok(batch)
+    if marked.is_empty() {
+        return Ok(());
+    }
+    batch.collected.extend(marked.iter().cloned());
+    let ids: Vec<_> = marked.iter().map(|marked| marked.id).collect();
+    // Whoever holds a worker may wait for one of these artifacts: what is there is left to the next step, which holds none that is not marked.
+    let Replicas { left, .. } = deleted::mark_replicas(txn, settings, &ids, Wait::Not, batch).await?;
+    let tombstone_over = Look::At(settings.now + settings.tombstone);
+    let mut alike: BTreeMap<_, Vec<Uuid>> = BTreeMap::new();
+    for Collected { id, why, .. } in &marked {
+        let look = if left.contains(id) { Look::At(settings.now) } else { tombstone_over };
+        alike.entry((*why, settings.column(look))).or_default().push(*id);
+    }
+    for ((why, look_at), ids) in alike {
+        write_marks(txn, settings, &ids, why, look_at).await?;
+    }
+    Ok(())
+}
+
+async fn write_marks(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    artifacts: &[Uuid],
+    why: Why,
+    look_at: Option<i64>,
+) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "UPDATE artifacts SET state = 'deleting', marked_at = $2, marked_why = $3, look_at = $4
+         WHERE artifact_id IN ({})",
+        ids::query(backend, 1)
+    );
+    let artifacts = ids::value(backend, artifacts.iter().copied());
+    let values = [artifacts, settings.now.0.into(), why.to_string().into(), look_at.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }

@@ -3,22 +3,23 @@
 use std::collections::{BTreeMap, HashSet};
 
 use domain::Timestamp;
-use sea_orm::sea_query::{LockBehavior, LockType};
 use sea_orm::{
-    ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect, QueryTrait,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    QuerySelect, Statement, Value,
 };
 use uuid::Uuid;
 
 use super::{Batch, Collected, Kind, Look, Settings, by_reason, lock_due, look_next};
 use crate::due::make_due;
-use crate::entity::{Purpose, State, attempt, container, volume};
-use crate::facts;
+use crate::entity::{Purpose, attempt, container, volume};
+use crate::facts::{self, JudgedVolume};
+use crate::ids;
 use crate::mark::{self, ContainerFacts, Verdict};
-use crate::sweep;
+use crate::sweep::{self, Wait};
 use crate::units::size;
 
 /// How many volumes are judged at a time: an attempt may have thousands.
-pub(super) const VOLUMES: usize = 1000;
+const VOLUMES: usize = 1000;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, attempt::Entity::find(), settings).await?;
@@ -62,6 +63,14 @@ impl Looks {
     }
 }
 
+/// A container that is judged.
+#[derive(FromQueryResult)]
+struct Container {
+    handle: Uuid,
+    attempt_id: Uuid,
+    touched_at: Option<i64>,
+}
+
 async fn containers(
     txn: &DatabaseTransaction,
     settings: &Settings,
@@ -69,15 +78,17 @@ async fn containers(
     batch: &mut Batch,
     looks: &mut Looks,
 ) -> Result<(), DbErr> {
-    let of_attempts = || {
-        container::Entity::find()
-            .filter(container::Column::AttemptId.is_in(attempts.iter().copied()))
-            .filter(container::Column::State.is_not_in(State::GARBAGE))
-    };
-    sweep::lock_workers(txn, of_attempts().select_only().column(container::Column::WorkerId).into_query())
-        .await?;
-    let locked =
-        of_attempts().lock_with_behavior(LockType::Update, LockBehavior::SkipLocked).all(txn).await?;
+    let backend = txn.get_database_backend();
+    let of_attempts = format!(
+        "FROM containers WHERE attempt_id IN ({}) AND state NOT IN ('destroying', 'sweeping')",
+        ids::query(backend, 1)
+    );
+    let values = || [ids::value(backend, attempts.iter().copied())];
+    sweep::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
+    let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
+    let sql = format!("SELECT handle, attempt_id, touched_at {of_attempts}{lock}");
+    let locked = Statement::from_sql_and_values(backend, sql, values());
+    let locked = Container::find_by_statement(locked).all(txn).await?;
     let ended = facts::ended_attempts(txn, attempts.iter().copied()).await?;
     let mut collected = Vec::new();
     for row in &locked {
@@ -97,14 +108,24 @@ async fn containers(
     }
     batch.collected.extend(collected);
     // What others have locked is looked at again.
-    let left: Vec<Uuid> =
-        of_attempts().select_only().column(container::Column::AttemptId).into_tuple().all(txn).await?;
-    for attempt in left {
+    for attempt in attempts_of(txn, &of_attempts, values()).await? {
         if !looks.0.contains_key(&attempt) {
             looks.add(attempt, Look::Later);
         }
     }
     Ok(())
+}
+
+/// The attempts of rows.
+async fn attempts_of(
+    txn: &DatabaseTransaction,
+    rows: &str,
+    values: [Value; 1],
+) -> Result<HashSet<Uuid>, DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!("SELECT DISTINCT attempt_id {rows}");
+    let rows = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    rows.iter().map(|row| row.try_get("", "attempt_id")).collect()
 }
 
 async fn volumes(
@@ -114,19 +135,17 @@ async fn volumes(
     batch: &mut Batch,
     looks: &mut Looks,
 ) -> Result<(), DbErr> {
-    let of_attempts = || {
-        volume::Entity::find()
-            .filter(volume::Column::AttemptId.is_in(attempts.iter().copied()))
-            .filter(volume::Column::Purpose.ne(Purpose::Replica))
-            .filter(volume::Column::State.is_not_in(State::GARBAGE))
-    };
-    sweep::lock_workers(txn, of_attempts().select_only().column(volume::Column::WorkerId).into_query())
-        .await?;
-    let locked = of_attempts()
-        .order_by_asc(volume::Column::Handle)
-        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
-        .all(txn)
-        .await?;
+    let backend = txn.get_database_backend();
+    let of_attempts = format!(
+        "FROM volumes WHERE attempt_id IN ({}) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')",
+        ids::query(backend, 1)
+    );
+    let values = || [ids::value(backend, attempts.iter().copied())];
+    sweep::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
+    let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
+    let sql = format!("SELECT {} {of_attempts} ORDER BY handle{lock}", JudgedVolume::COLUMNS);
+    let locked = Statement::from_sql_and_values(backend, sql, values());
+    let locked = JudgedVolume::find_by_statement(locked).all(txn).await?;
     let mut let_go = HashSet::new();
     let mut parents_free = false;
     // Children are younger than their parents: from the youngest on, parents are judged after them.
@@ -149,14 +168,7 @@ async fn volumes(
         }
         batch.collected.extend(collected);
     }
-    let left: Vec<(Uuid, Option<Uuid>)> = of_attempts()
-        .select_only()
-        .column(volume::Column::Handle)
-        .column(volume::Column::AttemptId)
-        .into_tuple()
-        .all(txn)
-        .await?;
-    for attempt in left.into_iter().filter_map(|(_, attempt)| attempt) {
+    for attempt in attempts_of(txn, &of_attempts, values()).await? {
         if parents_free {
             // It may have been a parent of what was just marked.
             looks.add(attempt, Look::At(settings.now));

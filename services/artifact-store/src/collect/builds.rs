@@ -3,16 +3,23 @@
 use std::collections::HashSet;
 
 use domain::Timestamp;
-use sea_orm::sea_query::{Expr, ExprTrait, LockBehavior, LockType};
-use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
+use sea_orm::sea_query::{Expr, ExprTrait};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, EntityTrait, FromQueryResult,
+    QueryFilter, Statement, Value,
+};
 use uuid::Uuid;
 
-use super::{BATCH, Batch, Look, Settings, lock_due, look_next};
-use crate::entity::{BuildStatus, artifact, build, job, owner};
+use super::{Batch, Look, Settings, artifacts, lock_due, look_next};
+use crate::entity::{ArtifactState, BuildStatus, build, job};
+use crate::facts::JudgedArtifact;
+use crate::ids;
 
-pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let now = settings.now;
-    let due = lock_due(txn, build::Entity::find(), settings).await?;
+    // Each owns some artifacts, which are what takes time.
+    let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
+    let due = lock_due(txn, build::Entity::find(), &some).await?;
     if due.is_empty() {
         return Ok(Batch::default());
     }
@@ -31,9 +38,10 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         }
     }
     end(txn, &overdue, now).await?;
-    looks.extend(release(txn, &let_go, settings).await?);
+    let mut batch = Batch { looked: true, ..Batch::default() };
+    looks.extend(release(txn, &let_go, settings, &mut batch).await?);
     look_next::<build::Entity>(txn, settings, &looks).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    Ok(batch)
 }
 
 /// Ends builds whose term is over. They stay due: some let go at once.
@@ -51,63 +59,42 @@ async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Res
         .map(|_| ())
 }
 
-/// Takes from builds that have let go what they own, or a batch of it, and makes that due. Answers when to look at which build again; one
-/// that still owns something stays due.
+/// Takes from builds that have let go what they own, or a batch of it, and judges that. Answers when to look at which build again; one that still
+/// owns something stays due.
 async fn release(
     txn: &DatabaseTransaction,
     let_go: &[&build::Model],
     settings: &Settings,
+    batch: &mut Batch,
 ) -> Result<Vec<(Uuid, Look)>, DbErr> {
     if let_go.is_empty() {
         return Ok(Vec::new());
     }
-    let ids = || let_go.iter().map(|row| row.build_id);
-    let owned: Vec<(Uuid, Uuid)> = owner::Entity::find()
-        .select_only()
-        .column(owner::Column::ArtifactId)
-        .column(owner::Column::BuildId)
-        .filter(owner::Column::BuildId.is_in(ids()))
-        .order_by_asc(owner::Column::BuildId)
-        .order_by_asc(owner::Column::ArtifactId)
-        .limit(BATCH)
-        .into_tuple()
-        .all(txn)
-        .await?;
-    let all = u64::try_from(owned.len()).is_ok_and(|len| len < BATCH);
-    let locked: HashSet<Uuid> = artifact::Entity::find()
-        .select_only()
-        .column(artifact::Column::ArtifactId)
-        .filter(artifact::Column::ArtifactId.is_in(owned.iter().map(|(artifact, _)| *artifact)))
-        .order_by_asc(artifact::Column::ArtifactId)
-        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
-        .into_tuple::<Uuid>()
-        .all(txn)
-        .await?
-        .into_iter()
-        .collect();
-    let held_up: HashSet<Uuid> =
-        owned.iter().filter(|(artifact, _)| !locked.contains(artifact)).map(|(_, build)| *build).collect();
-    if !locked.is_empty() {
-        artifact::Entity::update_many()
-            .col_expr(artifact::Column::LookAt, Expr::value(settings.now.0))
-            .filter(artifact::Column::ArtifactId.is_in(locked.iter().copied()))
-            .exec(txn)
-            .await?;
-        owner::Entity::delete_many()
-            .filter(owner::Column::BuildId.is_in(ids()))
-            .filter(owner::Column::ArtifactId.is_in(locked))
-            .exec(txn)
-            .await?;
+    let backend = txn.get_database_backend();
+    let builds = ids::value(backend, let_go.iter().map(|row| row.build_id));
+    let owned = lock_owned(txn, &builds, settings).await?;
+    if !owned.is_empty() {
+        disown(txn, &owned, settings).await?;
+        let live = |row: &&JudgedArtifact| row.state != ArtifactState::Deleting;
+        let live: Vec<_> = owned.iter().filter(live).copied().collect();
+        artifacts::judge(txn, settings, &live, batch).await?;
     }
+    let sql = format!(
+        "SELECT id FROM ({}) AS builds WHERE EXISTS (SELECT 1 FROM owners WHERE owners.build_id = builds.id)",
+        ids::query(backend, 1)
+    );
+    let owning = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, [builds])).await?;
+    let owning: HashSet<Uuid> = owning.iter().map(|row| row.try_get("", "id")).collect::<Result<_, _>>()?;
 
     let mut looks = Vec::new();
     let mut forgotten = Vec::new();
     for row in let_go {
         let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
-        if held_up.contains(&row.build_id) {
-            looks.push((row.build_id, Look::Later));
-        } else if !all {
-            // Some of it may be in the next batch.
+        if owning.contains(&row.build_id) {
+            if owned.is_empty() {
+                // Others have locked it.
+                looks.push((row.build_id, Look::Later));
+            }
         } else if forget_at > settings.now {
             looks.push((row.build_id, Look::At(forget_at)));
         } else {
@@ -122,4 +109,46 @@ async fn release(
         job::Entity::delete_many().filter(job::Column::LatestBuild.is_in(forgotten)).exec(txn).await?;
     }
     Ok(looks)
+}
+
+/// Locks artifacts that some of these builds own, as many as a batch has, without those that others have locked.
+async fn lock_owned(
+    txn: &DatabaseTransaction,
+    builds: &Value,
+    settings: &Settings,
+) -> Result<Vec<JudgedArtifact>, DbErr> {
+    let backend = txn.get_database_backend();
+    let builds_query = ids::query(backend, 1);
+    let owned = match backend {
+        // One build after the other by the index, however many artifacts PostgreSQL expects them to have.
+        DbBackend::Postgres => format!(
+            "SELECT o.artifact_id FROM ({builds_query}) AS builds
+             CROSS JOIN LATERAL (SELECT artifact_id FROM owners WHERE build_id = builds.id LIMIT $2) AS o LIMIT $2"
+        ),
+        _ => format!("SELECT artifact_id FROM owners WHERE build_id IN ({builds_query}) LIMIT $2"),
+    };
+    let sql = format!(
+        "SELECT {} FROM artifacts WHERE artifact_id IN ({owned}){}",
+        JudgedArtifact::COLUMNS,
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let values = [builds.clone(), i64::try_from(settings.batch).unwrap_or(i64::MAX).into()];
+    JudgedArtifact::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
+}
+
+/// Takes these artifacts, which are locked, from builds that have let go. That is final, so it need not be one of this batch.
+async fn disown(
+    txn: &DatabaseTransaction,
+    artifacts: &[JudgedArtifact],
+    settings: &Settings,
+) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "DELETE FROM owners WHERE artifact_id IN ({})
+         AND EXISTS (SELECT 1 FROM builds WHERE builds.build_id = owners.build_id AND builds.kept_until <= $2)",
+        ids::query(backend, 1)
+    );
+    let artifacts = ids::value(backend, artifacts.iter().map(|row| row.artifact_id));
+    let values = [artifacts, settings.now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }

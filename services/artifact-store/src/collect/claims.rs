@@ -2,18 +2,20 @@
 
 use std::collections::HashSet;
 
-use sea_orm::sea_query::{Expr, LockBehavior, LockType};
+use sea_orm::sea_query::Expr;
 use sea_orm::{
-    ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect, QueryTrait,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    QueryOrder, QuerySelect, Statement,
 };
 use uuid::Uuid;
 
-use super::{BATCH, Batch, Collected, Kind, Settings, by_reason};
+use super::{Batch, Collected, Kind, Settings, by_reason};
 use crate::due::make_due;
-use crate::entity::{State, volume};
-use crate::facts;
+use crate::entity::volume;
+use crate::facts::{self, JudgedVolume};
+use crate::ids;
 use crate::mark::{self, Verdict};
-use crate::sweep;
+use crate::sweep::{self, Wait};
 use crate::units::size;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
@@ -24,22 +26,25 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         // As its index says.
         .filter(Expr::cust("complete = FALSE AND state NOT IN ('destroying', 'sweeping')"))
         .order_by_asc(volume::Column::ClaimedUntil)
-        .limit(BATCH)
+        .limit(settings.batch)
         .into_tuple()
         .all(txn)
         .await?;
     if candidates.is_empty() {
         return Ok(Batch::default());
     }
-    let of_candidates =
-        || volume::Entity::find().filter(volume::Column::Handle.is_in(candidates.iter().copied()));
-    sweep::lock_workers(txn, of_candidates().select_only().column(volume::Column::WorkerId).into_query())
-        .await?;
-    let locked = of_candidates()
-        .filter(volume::Column::State.is_not_in(State::GARBAGE))
-        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
-        .all(txn)
-        .await?;
+    let backend = txn.get_database_backend();
+    let of_candidates = format!("FROM volumes WHERE handle IN ({})", ids::query(backend, 1));
+    let values = [ids::value(backend, candidates)];
+    let workers = format!("SELECT worker_id {of_candidates}");
+    sweep::lock_workers(txn, &workers, values.clone(), Wait::Long).await?;
+    let sql = format!(
+        "SELECT {} {of_candidates} AND state NOT IN ('destroying', 'sweeping'){}",
+        JudgedVolume::COLUMNS,
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let locked = Statement::from_sql_and_values(backend, sql, values);
+    let locked = JudgedVolume::find_by_statement(locked).all(txn).await?;
     let facts = facts::volumes(txn, &locked).await?;
     let mut batch = Batch::default();
     let mut let_go = HashSet::new();

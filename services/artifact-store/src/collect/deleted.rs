@@ -1,21 +1,20 @@
 //! Deleted artifacts: their replicas go, children first, and when no volume is left and the tombstone's time is over, their rows.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
-use domain::Timestamp;
-use sea_orm::sea_query::{Expr, LockBehavior, LockType};
+use domain::{Timestamp, WorkerId};
+use sea_orm::sea_query::Expr;
 use sea_orm::{
-    ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect, QueryTrait,
+    ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter, Statement,
 };
 use uuid::Uuid;
 
-use super::attempts::VOLUMES;
-use super::{Batch, Collected, Kind, Look, Settings, by_reason, lock_due, look_next};
+use super::{Batch, Collected, Kind, Look, Settings, lock_due, look_next};
 use crate::due::make_due;
-use crate::entity::{Purpose, State, artifact, owner, volume};
-use crate::facts;
-use crate::mark::{self, Verdict};
-use crate::sweep;
+use crate::entity::artifact;
+use crate::ids;
+use crate::mark::Why;
+use crate::sweep::{self, Wait};
 use crate::units::size;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
@@ -25,89 +24,269 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         return Ok(Batch::default());
     }
     let mut batch = Batch { looked: true, ..Batch::default() };
-    let ids: Vec<_> = rows.iter().map(|row| row.artifact_id).collect();
-    let progress = replicas(txn, settings, &ids, &mut batch).await?;
+    let artifacts: Vec<_> = rows.iter().map(|row| row.artifact_id).collect();
+    let replicas = mark_replicas(txn, settings, &artifacts, Wait::Long, &mut batch).await?;
 
-    let left: Vec<(Uuid, State)> = volume::Entity::find()
-        .select_only()
-        .column(volume::Column::ArtifactId)
-        .column(volume::Column::State)
-        .distinct()
-        .filter(volume::Column::ArtifactId.is_in(ids))
-        .filter(volume::Column::Purpose.eq(Purpose::Replica))
-        .into_tuple()
-        .all(txn)
-        .await?;
-    let mut states: HashMap<_, HashSet<_>> = HashMap::new();
-    for (artifact, state) in left {
-        states.entry(artifact).or_default().insert(state.is_garbage());
-    }
+    let over_at = |row: &artifact::Model| Timestamp(row.marked_at.unwrap_or_default()) + settings.tombstone;
+    let over = rows.iter().filter(|row| over_at(row) <= settings.now).map(|row| row.artifact_id);
+    let there = with_volumes(txn, over).await?;
     let mut looks = Vec::new();
     let mut gone = Vec::new();
     for row in &rows {
-        let over_at = Timestamp(row.marked_at.unwrap_or_default()) + settings.tombstone;
-        let left = states.get(&row.artifact_id);
-        let unmarked = left.is_some_and(|garbage| garbage.contains(&false));
-        let look = match left {
+        let look = match over_at(row) {
             // Parents may have become free.
-            _ if unmarked && progress => Look::At(settings.now),
-            _ if unmarked => Look::Later,
-            _ if over_at > settings.now => Look::At(over_at),
-            Some(_) => Look::Later,
-            None => {
+            _ if replicas.left.contains(&row.artifact_id) && replicas.progress => Look::At(settings.now),
+            _ if replicas.left.contains(&row.artifact_id) => Look::Later,
+            over_at if over_at > settings.now => Look::At(over_at),
+            _ if there.contains(&row.artifact_id) => Look::Later,
+            _ => {
                 gone.push(row.artifact_id);
                 continue;
             }
         };
         looks.push((row.artifact_id, look));
     }
-    if !gone.is_empty() {
-        let owned = owner::Column::ArtifactId.is_in(gone.iter().copied());
-        owner::Entity::delete_many().filter(owned).exec(txn).await?;
-        artifact::Entity::delete_many().filter(artifact::Column::ArtifactId.is_in(gone)).exec(txn).await?;
-    }
+    forget(txn, gone).await?;
     look_next::<artifact::Entity>(txn, settings, &looks).await?;
     Ok(batch)
 }
 
-/// Marks the replicas of deleted artifacts whose children are garbage. Answers whether any was.
-async fn replicas(
+/// Those of these artifacts of which there are replicas, marked or not.
+async fn with_volumes(
+    txn: &DatabaseTransaction,
+    artifacts: impl Iterator<Item = Uuid>,
+) -> Result<HashSet<Uuid>, DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "SELECT DISTINCT artifact_id FROM volumes WHERE artifact_id IN ({}) AND purpose = 'replica'",
+        ids::query(backend, 1)
+    );
+    let there = Statement::from_sql_and_values(backend, sql, [ids::value(backend, artifacts)]);
+    txn.query_all_raw(there).await?.iter().map(|row| row.try_get("", "artifact_id")).collect()
+}
+
+async fn forget(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), DbErr> {
+    if artifacts.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let artifacts = ids::value(backend, artifacts);
+    for table in ["owners", "artifacts"] {
+        let sql = format!("DELETE FROM {table} WHERE artifact_id IN ({})", ids::query(backend, 1));
+        txn.execute_raw(Statement::from_sql_and_values(backend, sql, [artifacts.clone()])).await?;
+    }
+    Ok(())
+}
+
+/// What became of the replicas of deleted artifacts.
+#[derive(Debug, Default)]
+pub(super) struct Replicas {
+    /// Whether any was marked.
+    pub(super) progress: bool,
+    /// The artifacts of which some are not.
+    pub(super) left: HashSet<Uuid>,
+}
+
+/// Marks the replicas of deleted artifacts, whose rows are locked, as [`crate::mark::volume`] says of them: those without a live child. None
+/// comes to have one, for whoever makes it must have locked the artifact.
+pub(super) async fn mark_replicas(
     txn: &DatabaseTransaction,
     settings: &Settings,
     artifacts: &[Uuid],
+    wait: Wait,
     batch: &mut Batch,
-) -> Result<bool, DbErr> {
-    let of_artifacts = || {
-        volume::Entity::find()
-            .filter(volume::Column::ArtifactId.is_in(artifacts.iter().copied()))
-            .filter(volume::Column::Purpose.eq(Purpose::Replica))
-            .filter(volume::Column::State.is_not_in(State::GARBAGE))
-    };
-    sweep::lock_workers(txn, of_artifacts().select_only().column(volume::Column::WorkerId).into_query())
-        .await?;
-    let locked = of_artifacts()
-        .order_by_asc(volume::Column::Handle)
-        .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
-        .all(txn)
-        .await?;
-    let mut let_go = HashSet::new();
-    let mut progress = false;
-    for rows in locked.rchunks(VOLUMES) {
-        let facts = facts::volumes(txn, rows).await?;
-        let mut collected = Vec::new();
-        for (row, facts) in rows.iter().zip(facts) {
-            if let Verdict::Mark(why) = mark::volume(&facts, settings.now, &settings.policy) {
-                let size_bytes = size(row.size_bytes);
-                collected.push(Collected { kind: Kind::Volume, id: row.handle, why, size_bytes });
-                let_go.extend(row.from_artifact_id);
+) -> Result<Replicas, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Replica {
+        handle: Uuid,
+        worker_id: Uuid,
+        artifact_id: Uuid,
+        from_artifact_id: Option<Uuid>,
+        size_bytes: i64,
+    }
+
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "SELECT handle, worker_id, artifact_id, from_artifact_id, size_bytes FROM volumes
+         WHERE artifact_id IN ({}) AND purpose = 'replica' AND state NOT IN ('destroying', 'sweeping')",
+        ids::query(backend, 1)
+    );
+    let replicas = [ids::value(backend, artifacts.iter().copied())];
+    let replicas = Statement::from_sql_and_values(backend, sql, replicas);
+    let replicas = Replica::find_by_statement(replicas).all(txn).await?;
+    if replicas.is_empty() {
+        return Ok(Replicas::default());
+    }
+    let workers: HashSet<_> = replicas.iter().map(|replica| replica.worker_id).collect();
+    let workers = [ids::value(backend, workers)];
+    let held = sweep::lock_workers(txn, &ids::query(backend, 1), workers, wait).await?;
+
+    let sql = format!(
+        "WITH free AS (
+             SELECT v.handle FROM volumes v
+             WHERE v.handle IN ({}) AND v.state NOT IN ('destroying', 'sweeping')
+               AND NOT EXISTS (SELECT 1 FROM volumes c
+                               WHERE c.parent = v.handle AND c.state NOT IN ('destroying', 'sweeping')){})
+         UPDATE volumes SET state = 'destroying', judged_after = workers.sequence, marked_why = $2, marked_at = $3,
+                            marked_from = volumes.state
+         FROM workers
+         WHERE workers.worker_id = volumes.worker_id AND volumes.handle IN (SELECT handle FROM free)
+         RETURNING handle",
+        ids::query(backend, 1),
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let why = Why::ArtifactDeleted;
+    let handles = replicas.iter().filter(|replica| held.contains(&replica.worker_id));
+    let handles = ids::value(backend, handles.map(|replica| replica.handle));
+    let values = [handles, why.to_string().into(), settings.now.0.into()];
+    let marked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    let marked: HashSet<Uuid> =
+        marked.iter().map(|row| row.try_get("", "handle")).collect::<Result<_, _>>()?;
+
+    let mut left = HashSet::new();
+    let (mut let_go, mut workers) = (HashSet::new(), HashSet::new());
+    for replica in replicas {
+        if !marked.contains(&replica.handle) {
+            left.insert(replica.artifact_id);
+            continue;
+        }
+        let size_bytes = size(replica.size_bytes);
+        batch.collected.push(Collected { kind: Kind::Volume, id: replica.handle, why, size_bytes });
+        let_go.extend(replica.from_artifact_id);
+        workers.insert(replica.worker_id);
+    }
+    batch.workers.extend(workers.into_iter().map(WorkerId::from_uuid));
+    make_due(txn, let_go, settings.now).await?;
+    Ok(Replicas { progress: !marked.is_empty(), left })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use db::Database;
+    use domain::VolumeHandle;
+    use sea_orm::{ActiveModelTrait, ActiveValue::Set, IntoActiveModel, Iterable};
+    use testing::databases::{self, TestDatabase};
+
+    use super::*;
+    use crate::entity::{Purpose, State, volume, worker};
+    use crate::facts::{self, JudgedVolume};
+    use crate::mark::{self, Policy, Verdict};
+    use crate::migrations::Schema;
+    use crate::volumes::new_volume;
+
+    const NOW: Timestamp = Timestamp(1_000_000_000);
+    const SEQUENCE: i64 = 7;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn replicas_are_marked_as_the_rule_says_on_sqlite() {
+        replicas_are_marked_as_the_rule_says(databases::sqlite()).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn replicas_are_marked_as_the_rule_says_on_postgres() {
+        replicas_are_marked_as_the_rule_says(databases::postgres().await).await;
+    }
+
+    /// The replicas of deleted artifacts in every state, complete or claimed, without a child or with one in every state.
+    fn every_replica(worker: WorkerId) -> (Vec<volume::Model>, Vec<volume::Model>) {
+        let (mut replicas, mut children) = (Vec::new(), Vec::new());
+        let new = |purpose| new_volume(VolumeHandle::new(), worker, purpose, 0, NOW);
+        for state in State::iter() {
+            for claimed_until in [None, Some(NOW.0), Some(NOW.0 + 1)] {
+                for child in std::iter::once(None).chain(State::iter().map(Some)) {
+                    let replica = volume::Model {
+                        state,
+                        artifact_id: Some(Uuid::now_v7()),
+                        claimed_until,
+                        complete: claimed_until.is_none(),
+                        digest: claimed_until.is_none().then(|| vec![0; 32]),
+                        ..new(Purpose::Replica)
+                    };
+                    children.extend(child.map(|state| volume::Model {
+                        state,
+                        parent: Some(replica.handle),
+                        attempt_id: Some(Uuid::now_v7()),
+                        ..new(Purpose::Input)
+                    }));
+                    replicas.push(replica);
+                }
             }
         }
-        progress |= !collected.is_empty();
-        for (why, handles) in by_reason(&collected) {
-            batch.workers.extend(sweep::mark_volumes(txn, &handles, why, settings.now).await?);
-        }
-        batch.collected.extend(collected);
+        (replicas, children)
     }
-    make_due(txn, let_go, settings.now).await?;
-    Ok(progress)
+
+    async fn replicas_are_marked_as_the_rule_says(database: TestDatabase) {
+        let db = Database::connect::<Schema>(&database.url).await.expect("a database");
+        let forever = Duration::MAX;
+        let policy = Policy { unowned_ttl: forever, gc_grace: Duration::ZERO };
+        let settings = &Settings {
+            now: NOW,
+            policy,
+            tombstone: forever,
+            remember: forever,
+            resource_cache_ttl: forever,
+            lost_grace: forever,
+            batch: 1,
+        };
+        let worker = WorkerId::new();
+        let (replicas, children) = &every_replica(worker);
+        let judge = |txn: db::Transaction| async move {
+            let row = worker::ActiveModel {
+                worker_id: Set(worker.uuid()),
+                incarnation: Set(1),
+                session: Set(1),
+                sequence: Set(SEQUENCE),
+                reported: Set(0),
+            };
+            worker::Entity::insert(row).exec_without_returning(&*txn).await?;
+            let rows = replicas.iter().chain(children).map(|row| row.clone().into_active_model().reset_all());
+            volume::Entity::insert_many(rows).exec_without_returning(&*txn).await?;
+
+            let judged: Vec<_> = replicas.iter().map(JudgedVolume::from).collect();
+            let facts = facts::volumes(&*txn, &judged).await?;
+            let artifacts: Vec<_> = replicas.iter().filter_map(|row| row.artifact_id).collect();
+            let mut batch = Batch::default();
+            let marked = mark_replicas(&txn, settings, &artifacts, Wait::Not, &mut batch).await?;
+            let after = volume::Entity::find().all(&*txn).await?;
+            Ok::<_, DbErr>((facts, marked, batch, after))
+        };
+        let (facts, marked, batch, after) = db.write(judge).await.expect("judged");
+
+        let (mut expected, mut left) = (HashSet::new(), HashSet::new());
+        for (row, facts) in replicas.iter().zip(&facts) {
+            if row.state.is_garbage() {
+                continue;
+            }
+            match mark::volume(facts, NOW, &policy) {
+                Verdict::Mark(why) => {
+                    assert_eq!(why, Why::ArtifactDeleted);
+                    expected.insert(row.handle);
+                }
+                Verdict::Keep(_) => _ = left.insert(row.artifact_id.expect("a replica")),
+            }
+        }
+        assert!(!expected.is_empty() && !left.is_empty());
+        assert_eq!((marked.progress, marked.left), (true, left));
+        assert_eq!(batch.collected.iter().map(|marked| marked.id).collect::<HashSet<_>>(), expected);
+        assert_eq!(batch.workers, [worker]);
+        for row in after {
+            let before = replicas.iter().chain(children).find(|before| before.handle == row.handle);
+            let before = before.expect("no other").clone();
+            let expected = if expected.contains(&row.handle) {
+                volume::Model {
+                    state: State::Destroying,
+                    judged_after: SEQUENCE,
+                    marked_why: Some(Why::ArtifactDeleted.to_string()),
+                    marked_at: Some(NOW.0),
+                    marked_from: Some(before.state),
+                    ..before
+                }
+            } else {
+                before
+            };
+            assert_eq!(row, expected);
+        }
+    }
 }

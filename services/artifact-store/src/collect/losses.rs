@@ -3,7 +3,7 @@
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
 
-use super::{BATCH, Batch, Settings};
+use super::{Batch, Settings};
 use crate::entity::{container, loss, store, volume};
 use crate::losses::{self, Lost};
 
@@ -25,7 +25,7 @@ pub(super) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Re
         .filter(Expr::cust(UNNOTICED))
         .filter(volume::Column::LostAt.lte(before.0))
         .order_by_asc(volume::Column::LostAt)
-        .limit(BATCH)
+        .limit(settings.batch)
         .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
         .all(txn)
         .await?;
@@ -33,7 +33,7 @@ pub(super) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Re
         .filter(Expr::cust(UNNOTICED))
         .filter(container::Column::LostAt.lte(before.0))
         .order_by_asc(container::Column::LostAt)
-        .limit(BATCH)
+        .limit(settings.batch)
         .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
         .all(txn)
         .await?;
@@ -64,7 +64,7 @@ pub(super) async fn forget(txn: &DatabaseTransaction, settings: &Settings) -> Re
         .column(loss::Column::Revision)
         .filter(loss::Column::NoticedAt.lte(before.0))
         .order_by_asc(loss::Column::NoticedAt)
-        .limit(BATCH)
+        .limit(settings.batch)
         .into_tuple()
         .all(txn)
         .await?;

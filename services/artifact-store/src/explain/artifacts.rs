@@ -41,7 +41,7 @@ pub(super) async fn artifact(
         explanation.why = row.marked_why.unwrap_or_default();
     } else {
         explanation.kept_by = keepers(conn, question, &row).await?;
-        let unheld = facts::unheld(&row);
+        let unheld = facts::unheld(&(&row).into());
         explanation.goes(question.now, |at| mark::artifact(&unheld, at, &question.policy));
     }
     explanation.label = row.label;
@@ -55,7 +55,7 @@ pub(super) async fn goes_at(
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
     let holds = facts::holds_until(conn, row.artifact_id, question.now).await?;
-    let unheld = facts::unheld(row);
+    let unheld = facts::unheld(&row.into());
     let last =
         (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
     let fate = last.and_then(|last| mark::fate(last, |at| mark::artifact(&unheld, at, &question.policy)));
@@ -104,7 +104,7 @@ async fn keepers(
     });
     let mut keepers =
         Keepers { first: first.collect(), total: held.total, endless: holds.endless, until: holds.until };
-    if let Some(keeper) = mark::kept_by_nobody(&facts::unheld(row), now, &question.policy) {
+    if let Some(keeper) = mark::kept_by_nobody(&facts::unheld(&row.into()), now, &question.policy) {
         keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
     }
     Ok(keepers)

@@ -44,7 +44,7 @@ pub(super) async fn volume(
         explanation.why = row.marked_why.unwrap_or_default();
         return Ok(Some(explanation));
     }
-    let Some(facts) = facts::volumes(conn, std::slice::from_ref(&row)).await?.pop() else {
+    let Some(facts) = facts::volumes(conn, &[(&row).into()]).await?.pop() else {
         return Ok(Some(explanation));
     };
     keep_for_children(conn, row.handle, &mut explanation).await?;

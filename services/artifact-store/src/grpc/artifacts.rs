@@ -1,5 +1,6 @@
 //! `gantry.artifacts.v1.Artifacts`
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use rpc::page::Page;
@@ -8,7 +9,10 @@ use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
 use super::owners::LONGEST_KEEP;
-use super::{Handlers, SERVICE, artifact, location, parse_artifacts, parse_state, parse_workers, status};
+use super::{
+    Handlers, MOST_ARTIFACTS, SERVICE, artifact, location, parse_artifacts, parse_state, parse_workers,
+    status,
+};
 use crate::artifacts::{self, NewArtifact};
 use crate::explain::{self, Question};
 use crate::facts::Keepers;
@@ -120,7 +124,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let artifact = rpc::parse_id("artifact_id", &request.artifact_id)?;
         let build = rpc::parse_id("build_id", &request.build_id)?;
 
-        self.store.db.write(|txn| async move { owners::own(&txn, team, artifact, build).await }).await?;
+        self.store.db.write(|txn| async move { owners::own(&txn, team, &[artifact], build).await }).await?;
 
         Ok(Response::new(pb::AddOwnerResponse {}))
     }
@@ -137,10 +141,68 @@ impl pb::artifacts_server::Artifacts for Handlers {
 
         self.store
             .db
-            .write(|txn| async move { owners::disown(&txn, team, artifact, build, now).await })
+            .write(|txn| async move { owners::disown(&txn, team, &[artifact], build, now).await })
             .await?;
 
         Ok(Response::new(pb::RemoveOwnerResponse {}))
+    }
+
+    async fn batch_create_artifacts(
+        &self,
+        request: Request<pb::BatchCreateArtifactsRequest>,
+    ) -> Result<Response<pb::BatchCreateArtifactsResponse>, Status> {
+        let request = request.into_inner();
+        let team = rpc::parse_team("team", request.team)?;
+        let owner = rpc::parse_optional_id("build_id", &request.build_id)?;
+        if request.artifacts.len() > MOST_ARTIFACTS {
+            return Err(rpc::invalid_field("artifacts", format!("must be at most {MOST_ARTIFACTS}")));
+        }
+        let new = request.artifacts.into_iter().map(|new| {
+            let id = rpc::parse_id("artifacts.artifact_id", &new.artifact_id)?;
+            let label = rpc::parse_label("artifacts.label", new.label)?;
+            Ok(NewArtifact { id, team: team.clone(), owner, label })
+        });
+        let new = &new.collect::<Result<Vec<_>, Status>>()?;
+        if new.iter().map(|new| new.id).collect::<HashSet<_>>().len() < new.len() {
+            return Err(rpc::invalid_field("artifacts.artifact_id", "must be another for each"));
+        }
+        let now = self.store.now();
+
+        self.store.db.write(|txn| async move { artifacts::create_all(&txn, new, now).await }).await?;
+
+        Ok(Response::new(pb::BatchCreateArtifactsResponse {}))
+    }
+
+    async fn batch_add_owner(
+        &self,
+        request: Request<pb::BatchAddOwnerRequest>,
+    ) -> Result<Response<pb::BatchAddOwnerResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let artifacts = &parse_artifacts("artifact_ids", &request.artifact_ids)?;
+        let build = rpc::parse_id("build_id", &request.build_id)?;
+
+        self.store.db.write(|txn| async move { owners::own(&txn, team, artifacts, build).await }).await?;
+
+        Ok(Response::new(pb::BatchAddOwnerResponse {}))
+    }
+
+    async fn batch_remove_owner(
+        &self,
+        request: Request<pb::BatchRemoveOwnerRequest>,
+    ) -> Result<Response<pb::BatchRemoveOwnerResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let artifacts = &parse_artifacts("artifact_ids", &request.artifact_ids)?;
+        let build = rpc::parse_id("build_id", &request.build_id)?;
+        let now = self.store.now();
+
+        self.store
+            .db
+            .write(|txn| async move { owners::disown(&txn, team, artifacts, build, now).await })
+            .await?;
+
+        Ok(Response::new(pb::BatchRemoveOwnerResponse {}))
     }
 
     async fn explain(

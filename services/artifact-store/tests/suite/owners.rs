@@ -2,19 +2,23 @@
 
 use std::time::Duration;
 
-use domain::{AttemptId, BuildId, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, WorkloadId};
 use rpc::Reason;
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::{ArtifactState, DryRun};
 use sea_orm::{ConnectionTrait, DbBackend};
 use testing::databases::TestDatabase;
+use tokio::task::JoinSet;
 
-use crate::{Suite, assert_refused, digest, on_both_databases, output};
+use crate::{Suite, TEAM, assert_refused, digest, on_both_databases, output};
 
 on_both_databases! {
     a_deleted_build_lets_go_at_once,
     what_is_used_again_and_again_gathers_no_owners,
     very_many_owners_are_no_obstacle,
+    a_batch_is_made_as_a_whole_or_not_at_all,
+    a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all,
+    batches_of_the_same_in_any_order_do_not_hold_each_other_up,
     a_holder_is_listed_as_long_as_anything_is_kept_for_it,
 }
 
@@ -162,5 +166,128 @@ async fn a_holder_is_listed_as_long_as_anything_is_kept_for_it(database: TestDat
     suite.settle(builds, None, &[], None).await.expect("settled");
     assert_eq!(listed().await, [].into());
     assert_refused(suite.put_build(build, builds, None).await, Reason::BuildEnded);
+    suite.stop().await;
+}
+
+fn batch(build: Option<BuildId>, artifacts: &[ArtifactId]) -> pb::BatchCreateArtifactsRequest {
+    let new = |artifact: &ArtifactId| pb::NewArtifact {
+        artifact_id: artifact.to_string(),
+        label: format!("the label of {artifact}"),
+    };
+    pb::BatchCreateArtifactsRequest {
+        team: TEAM.to_owned(),
+        build_id: build.map(|build| build.to_string()).unwrap_or_default(),
+        artifacts: artifacts.iter().map(new).collect(),
+    }
+}
+
+async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let mut artifacts = suite.artifacts();
+    let (build, other) = (BuildId::new(), BuildId::new());
+    suite.put_build(build, WorkloadId::new(), None).await.expect("put");
+    suite.put_build(other, WorkloadId::new(), None).await.expect("put");
+    let ids: Vec<_> = (0..1000).map(|_| ArtifactId::new()).collect();
+    suite.create(ids[3], Some(build)).await.expect("created");
+
+    // What is there already and the same is no obstacle, and a repeat changes nothing.
+    for _ in 0..2 {
+        artifacts.batch_create_artifacts(batch(Some(build), &ids)).await.expect("created");
+    }
+    for (number, id) in [(3, ids[3]), (0, ids[0]), (999, ids[999])] {
+        let made = suite.get(id).await.expect("it is there");
+        assert_eq!((made.state(), &made.kept_by), (ArtifactState::Open, &vec![format!("build {build}")]));
+        let label = if number == 3 { String::new() } else { format!("the label of {id}") };
+        assert_eq!(made.label, label);
+    }
+
+    // One that is another's: none of the others is made.
+    let fresh = ArtifactId::new();
+    let taken = [fresh, ids[5]];
+    for owner in [Some(other), None] {
+        let refused = artifacts.batch_create_artifacts(batch(owner, &taken)).await;
+        assert_refused(refused.map_err(rpc::Refusal::from), Reason::ArtifactExists);
+        assert_refused(suite.get(fresh).await, Reason::ArtifactNotFound);
+    }
+    let refused = artifacts.batch_create_artifacts(batch(Some(BuildId::new()), &[fresh])).await;
+    assert_refused(refused.map_err(rpc::Refusal::from), Reason::OwnerEnded);
+    assert_refused(suite.get(fresh).await, Reason::ArtifactNotFound);
+
+    // All go with their owner, and those of nobody stay for a while.
+    artifacts.batch_create_artifacts(batch(None, &[fresh])).await.expect("created");
+    suite.delete_build(build).await.expect("deleted");
+    let collected = suite.collect(DryRun::Off).await;
+    assert_eq!(collected.len(), ids.len());
+    assert_eq!(suite.get(fresh).await.expect("it is there").kept_by, ["nobody: it goes when it is old"]);
+    suite.stop().await;
+}
+
+async fn a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let mut artifacts = suite.artifacts();
+    let build = BuildId::new();
+    suite.put_build(build, WorkloadId::new(), None).await.expect("put");
+    let ids: Vec<_> = (0..1000).map(|_| ArtifactId::new()).collect();
+    artifacts.batch_create_artifacts(batch(None, &ids)).await.expect("created");
+    let add = |ids: &[ArtifactId]| pb::BatchAddOwnerRequest {
+        team: TEAM.to_owned(),
+        artifact_ids: ids.iter().map(ArtifactId::to_string).collect(),
+        build_id: build.to_string(),
+    };
+    let remove = |ids: &[ArtifactId]| pb::BatchRemoveOwnerRequest {
+        team: TEAM.to_owned(),
+        artifact_ids: ids.iter().map(ArtifactId::to_string).collect(),
+        build_id: build.to_string(),
+    };
+
+    let refused = artifacts.batch_add_owner(add(&[ids[0], ArtifactId::new()])).await;
+    assert_refused(refused.map_err(rpc::Refusal::from), Reason::ArtifactNotFound);
+    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, ["nobody: it goes when it is old"]);
+    for _ in 0..2 {
+        artifacts.batch_add_owner(add(&ids)).await.expect("owned");
+    }
+    for id in [ids[0], ids[999]] {
+        assert_eq!(suite.get(id).await.expect("it is there").kept_by, [format!("build {build}")]);
+    }
+
+    let refused = artifacts.batch_remove_owner(remove(&[ids[0], ArtifactId::new()])).await;
+    assert_refused(refused.map_err(rpc::Refusal::from), Reason::ArtifactNotFound);
+    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, [format!("build {build}")]);
+    for _ in 0..2 {
+        artifacts.batch_remove_owner(remove(&ids[1..])).await.expect("disowned");
+    }
+    let collected = suite.collect(DryRun::Off).await;
+    assert_eq!(collected.len(), ids.len() - 1, "what nobody owns any more, and no other");
+    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, [format!("build {build}")]);
+    suite.stop().await;
+}
+
+async fn batches_of_the_same_in_any_order_do_not_hold_each_other_up(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let build = BuildId::new();
+    suite.put_build(build, WorkloadId::new(), None).await.expect("put");
+    let ids: Vec<_> = (0..300).map(|_| ArtifactId::new()).collect();
+    let mut callers = JoinSet::new();
+    for n in 0..8 {
+        let mut artifacts = suite.artifacts();
+        let mut ids = ids.clone();
+        ids.rotate_left(n * 37);
+        if n % 2 == 0 {
+            ids.reverse();
+        }
+        callers.spawn(async move {
+            artifacts.batch_create_artifacts(batch(Some(build), &ids)).await.expect("created");
+            let add = pb::BatchAddOwnerRequest {
+                team: TEAM.to_owned(),
+                artifact_ids: ids.iter().map(ArtifactId::to_string).collect(),
+                build_id: build.to_string(),
+            };
+            artifacts.batch_add_owner(add).await.expect("owned");
+        });
+    }
+    callers.join_all().await;
+    for id in &ids {
+        assert_eq!(suite.get(*id).await.expect("it is there").kept_by, [format!("build {build}")]);
+    }
     suite.stop().await;
 }

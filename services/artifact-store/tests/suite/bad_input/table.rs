@@ -145,7 +145,12 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
 }
 
 /// What may be wrong where an artifact gets an owner or loses it. `of_another_team`: what another team is told first.
-fn owned(world: &World<'_>, of_another_team: Reason) -> [Vec<Bad>; 8] {
+fn owned(
+    world: &World<'_>,
+    of_another_team: Reason,
+    artifact: &str,
+    malformed: fn(&str) -> Vec<Bad>,
+) -> [Vec<Bad>; 8] {
     let no_build = |what: &str, build: BuildId| match of_another_team {
         OwnerEnded => but("build_id", what, build, OwnerEnded),
         // One that does not own it.
@@ -154,9 +159,9 @@ fn owned(world: &World<'_>, of_another_team: Reason) -> [Vec<Bad>; 8] {
     [
         team("team"),
         but("team", "that does not have them", OTHER, of_another_team),
-        id("artifact_id"),
-        but("artifact_id", "unknown", ArtifactId::new(), ArtifactNotFound),
-        but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
+        malformed(artifact),
+        but(artifact, "unknown", ArtifactId::new(), ArtifactNotFound),
+        but(artifact, "of another team", world.foreign_artifact, ArtifactNotFound),
         id("build_id"),
         no_build("unknown", BuildId::new()),
         no_build("of another team", world.foreign_build),
@@ -179,6 +184,25 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
     let disown = pb::RemoveOwnerRequest {
         team: TEAM.to_owned(),
         artifact_id: world.sealed.to_string(),
+        build_id: build.clone(),
+    };
+    let new = |label: usize| pb::NewArtifact {
+        artifact_id: ArtifactId::new().to_string(),
+        label: "x".repeat(label),
+    };
+    let batch_create = pb::BatchCreateArtifactsRequest {
+        team: TEAM.to_owned(),
+        build_id: build.clone(),
+        artifacts: vec![new(1024), new(0)],
+    };
+    let batch_own = pb::BatchAddOwnerRequest {
+        team: TEAM.to_owned(),
+        artifact_ids: vec![world.sealed.to_string(), world.open.to_string()],
+        build_id: build.clone(),
+    };
+    let batch_disown = pb::BatchRemoveOwnerRequest {
+        team: TEAM.to_owned(),
+        artifact_ids: vec![world.sealed.to_string(), world.open.to_string()],
         build_id: build.clone(),
     };
     let adopt = pb::AdoptByDigestRequest {
@@ -231,8 +255,31 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
                 but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
             ],
         ),
-        call("Artifacts.AddOwner", [own], owned(world, OwnerEnded)),
-        call("Artifacts.RemoveOwner", [disown], owned(world, ArtifactNotFound)),
+        call("Artifacts.AddOwner", [own], owned(world, OwnerEnded, "artifact_id", id)),
+        call("Artifacts.RemoveOwner", [disown], owned(world, ArtifactNotFound, "artifact_id", id)),
+        call(
+            "Artifacts.BatchCreateArtifacts",
+            [batch_create],
+            [
+                team("team"),
+                but("team", "that does not have the build", OTHER, OwnerEnded),
+                optional_id("build_id"),
+                but("build_id", "unknown", BuildId::new(), OwnerEnded),
+                but("build_id", "of another team", world.foreign_build, OwnerEnded),
+                many("artifacts", 1001),
+                twice("artifacts", "artifacts.artifact_id"),
+                id("artifacts.artifact_id"),
+                but("artifacts.artifact_id", "of another owner", world.open, ArtifactExists),
+                but("artifacts.artifact_id", "of another team", world.foreign_artifact, ArtifactExists),
+                label("artifacts.label"),
+            ],
+        ),
+        call("Artifacts.BatchAddOwner", [batch_own], owned(world, OwnerEnded, "artifact_ids", ids)),
+        call(
+            "Artifacts.BatchRemoveOwner",
+            [batch_disown],
+            owned(world, ArtifactNotFound, "artifact_ids", ids),
+        ),
         call(
             "Artifacts.Locate",
             [locate],
