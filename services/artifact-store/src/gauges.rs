@@ -18,6 +18,10 @@ pub(crate) fn add(db: Database, host: &server::Host) {
         "Bytes of volumes, by state; what volumes share counts for each of them."
     );
     metrics::describe_gauge!("gantry_store_containers", "Containers on all workers, by state.");
+    metrics::describe_gauge!(
+        "gantry_store_set_aside",
+        "Volumes and containers that are set aside: an operator decides about them."
+    );
     metrics::describe_gauge!("gantry_store_pins", "Pins of workloads on artifacts.");
     metrics::describe_gauge!("gantry_store_builds", "Builds that have not ended.");
     host.add_gauges(move || {
@@ -55,6 +59,11 @@ async fn set(db: &Database) -> Result<(), DbErr> {
         metrics::gauge!("gantry_store_containers", "state" => state.to_value())
             .set(of(&rows, &state.to_value())?.0);
     }
+    let rows = count(
+        "SELECT 'set aside' AS state, COUNT(*) AS n, CAST(0 AS DOUBLE PRECISION) AS bytes FROM set_aside",
+    )
+    .await?;
+    metrics::gauge!("gantry_store_set_aside").set(of(&rows, "set aside")?.0);
     let rows = count("SELECT 'pins' AS state, COUNT(*) AS n, CAST(0 AS DOUBLE PRECISION) AS bytes FROM pins")
         .await?;
     metrics::gauge!("gantry_store_pins").set(of(&rows, "pins")?.0);

@@ -14,6 +14,7 @@ mod owners;
 mod queries;
 mod races;
 mod reports;
+mod set_aside;
 mod tables;
 mod trust;
 mod why;
