@@ -166,7 +166,7 @@ impl Gateway {
     }
 
     async fn begin(&self) -> anyhow::Result<pb::ReportToken> {
-        let request = pb::BeginReportRequest { session_credential: self.credential.clone() };
+        let request = pb::BeginReportRequest { session_credential: self.credential.clone(), last: None };
         let answer = self.inventory.clone().begin_report(request).await?.into_inner();
         answer.token.context("no token")
     }
@@ -174,7 +174,9 @@ impl Gateway {
     /// Says that it holds the first `held` of its volumes.
     async fn report(&self, held: usize) -> anyhow::Result<pb::ReportResponse> {
         let token = self.begin().await?;
-        let open = pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token) };
+        let worker_life = token.store_life.clone();
+        let session_credential = self.credential.clone();
+        let open = pb::ReportOpen { session_credential, token: Some(token), worker_life };
         let mut messages = vec![Message::Open(open)];
         let handles: Vec<_> = (self.first..self.first + held).map(handle).collect();
         for some in handles.chunks(BATCH) {

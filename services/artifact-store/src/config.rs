@@ -41,9 +41,6 @@ pub struct Config {
     pub remember: Duration,
     /// How often a gateway's stream looks for marks by itself; marks of this process are streamed at once. Default: 1 s.
     pub sweep_interval: Duration,
-    /// Begin a new store life: the database was restored from a backup, and what it does not know is no garbage.
-    /// Default: no.
-    pub restored: bool,
     /// Tells the present. Default: the system's clock.
     pub clock: Clock,
 }
@@ -87,7 +84,6 @@ impl Config {
             tombstone: 24 * hour,
             remember: 24 * hour,
             sweep_interval: second,
-            restored: false,
             clock: Clock::system(),
         }
     }

@@ -56,7 +56,7 @@ pub(crate) enum BuildStatus {
     Aborted,
 }
 
-/// What is in a grave.
+/// What of a worker something is: in a grave, or set aside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum GraveKind {
@@ -317,6 +317,7 @@ entity! {
         marked_from: Option<State>,
         lost_at: Option<i64>,
         loss_noticed: bool,
+        adopted_at: Option<i64>,
     }
 }
 
@@ -351,6 +352,24 @@ entity! {
         touched_at: Option<i64>,
         lost_at: Option<i64>,
         loss_noticed: bool,
+    }
+}
+
+entity! {
+    /// What a store that came out of a backup does not know.
+    set_aside, "set_aside" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        handle: Uuid,
+        kind: GraveKind,
+        worker_id: Uuid,
+        first_seen_at: i64,
+        judged_after: i64,
+        described: bool,
+        parent: Option<Uuid>,
+        team: Option<String>,
+        artifact_id: Option<Uuid>,
+        digest: Option<Vec<u8>>,
+        size_bytes: i64,
     }
 }
 

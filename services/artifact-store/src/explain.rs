@@ -16,7 +16,9 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::entity::{GraveKind, State, artifact, attempt, build, container, grave, holder, volume};
+use crate::entity::{
+    GraveKind, State, artifact, attempt, build, container, grave, holder, set_aside, volume,
+};
 use crate::mark::{self, Policy, Verdict};
 
 /// How many things of a kind are named.
@@ -169,6 +171,9 @@ pub(crate) async fn explain(
     }
     if let Some(row) = container::Entity::find_by_id(id).one(conn).await? {
         return volumes::container(conn, question, row).await;
+    }
+    if let Some(row) = set_aside::Entity::find_by_id(id).one(conn).await? {
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| volumes::set_aside(&row)));
     }
     if let Some(row) = build::Entity::find_by_id(id).one(conn).await? {
         return if of_team(&row.team) {

@@ -37,6 +37,10 @@ pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
         "Bytes of volumes, by state; what volumes share counts for each of them."
     );
     metrics::describe_gauge!("gantry_store_containers", "Containers on all workers, by state.");
+    metrics::describe_gauge!(
+        "gantry_store_set_aside",
+        "Volumes and containers that are set aside: an operator decides about them."
+    );
     metrics::describe_gauge!("gantry_store_pins", "Pins of workloads on artifacts.");
     metrics::describe_gauge!("gantry_store_builds", "Builds that have not ended.");
     metrics::describe_gauge!(
@@ -102,6 +106,8 @@ async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
         let (n, _) = containers.get(&state).copied().unwrap_or_default();
         metrics::gauge!("gantry_store_containers", "state" => state).set(n);
     }
+    let set_aside = count(db, "set_aside", "handle", "'set aside'", "0").await?;
+    metrics::gauge!("gantry_store_set_aside").set(set_aside.get("set aside").copied().unwrap_or_default().0);
     let pins = count(db, "pins", "holder_id", "'pinned'", "0").await?;
     metrics::gauge!("gantry_store_pins").set(pins.get("pinned").copied().unwrap_or_default().0);
     let ended = "CASE WHEN ended_at IS NULL THEN 'open' ELSE 'ended' END";

@@ -12,7 +12,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::entity::{State, artifact, container, volume, worker};
+use crate::entity::{State, artifact, container, set_aside, volume, worker};
 use crate::facts::{self, JudgedArtifact};
 use crate::losses::{self, Lost};
 use crate::mark::{self, Policy, Verdict};
@@ -55,6 +55,7 @@ pub(crate) async fn forget_worker(
         volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     let containers =
         container::Entity::delete_many().filter(container::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
+    set_aside::Entity::delete_many().filter(set_aside::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
     Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
 }

@@ -358,14 +358,14 @@ pub(crate) enum CompleteError {
     Database(#[from] DbErr),
 }
 
-/// Records that a volume has its final bytes: a planned replica that arrived, or an output candidate.
+/// Records that a volume has its final bytes: a planned replica that arrived, or an output candidate. Answers whose bytes they are.
 pub(crate) async fn volume_complete(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     handle: VolumeHandle,
     bytes: &Bytes,
     now: Timestamp,
-) -> Result<(), CompleteError> {
+) -> Result<Option<ArtifactId>, CompleteError> {
     let worker = fence(txn, claims).await?;
     let of_worker = || {
         volume::Entity::find_by_id(handle.uuid()).filter(volume::Column::WorkerId.eq(claims.worker.uuid()))
@@ -385,9 +385,10 @@ pub(crate) async fn volume_complete(
     if row.state.is_garbage() {
         return Err(refusal);
     }
+    let artifact = row.artifact_id.map(ArtifactId::from_uuid);
     if row.complete {
         let same = row.digest.as_deref() == Some(bytes.digest.as_bytes());
-        return if same { Ok(()) } else { Err(CompleteError::OtherBytes(handle)) };
+        return if same { Ok(artifact) } else { Err(CompleteError::OtherBytes(handle)) };
     }
     let claim_held = row.purpose == Purpose::Output || row.claimed_until.is_some_and(|until| until > now.0);
     if !wanted || !claim_held {
@@ -403,7 +404,7 @@ pub(crate) async fn volume_complete(
         .filter(volume::Column::Handle.eq(handle.uuid()))
         .exec(txn)
         .await?;
-    Ok(())
+    Ok(artifact)
 }
 
 /// Whether the attempt of an output goes on. Holds it still.

@@ -7,10 +7,12 @@
 //! caches        and what else keeps them: resource caches, task caches, base resource types, certs
 //! pins          what workloads use; settling them
 //! replicas      copies that transfers make
+//! life          whether this database is what it was, or came out of a backup
 //! sessions      who may speak for a worker
 //! inventory     the rows of what workers hold, from before it is made until it is there
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
+//! set_aside     what a database out of a backup does not know
 //! graves        when and why what is forgotten went
 //! losses        what was lost, noticed after a grace, and told in order
 //! dispose       what gateways and operators want to be destroyed
@@ -49,6 +51,7 @@ mod ids;
 #[cfg(test)]
 mod interleavings;
 mod inventory;
+mod life;
 mod losses;
 mod mark;
 mod migrations;
@@ -58,6 +61,7 @@ mod replicas;
 mod report;
 mod rules;
 mod sessions;
+mod set_aside;
 mod store;
 mod sweep;
 mod undelete;
@@ -71,6 +75,7 @@ use anyhow::Context;
 
 pub use clock::Clock;
 pub use config::{Config, ConfigError, KeySource};
+pub use life::restored;
 
 use store::Store;
 

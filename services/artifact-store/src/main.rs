@@ -64,10 +64,10 @@ struct Arguments {
     /// How often a gateway's stream looks for marks by itself: what another replica marked is swept after that at the latest
     #[arg(long, env = "GANTRY_SWEEP_INTERVAL", value_name = "DURATION", default_value = "1s", value_parser = term)]
     sweep_interval: Duration,
-    /// Begin a new store life: the database was restored from a backup. Say it once, at the first start after
-    #[arg(long)]
-    restored: bool,
 }
+
+/// The command that says that the database came out of a backup.
+const RESTORED: &str = "restored";
 
 fn main() -> ExitCode {
     server::run::<Arguments>()
@@ -98,6 +98,23 @@ impl server::Program for Arguments {
         Ok("the artifact store's database has the schema of this version".to_owned())
     }
 
+    fn commands() -> Vec<clap::Command> {
+        let restored = clap::Command::new(RESTORED)
+            .about("Say that the database was restored from a backup: what workers made since is set aside, and not swept. Before the first start");
+        vec![db::DatabaseArgs::augment_args(restored)]
+    }
+
+    async fn carry_out(_: &str, matches: &ArgMatches) -> anyhow::Result<String> {
+        let args = db::DatabaseArgs::from_arg_matches(matches)?;
+        args.check()?;
+        let life = artifact_store::restored(&args.settings(true, false))
+            .await
+            .context("cannot begin a new life of the store's database")?;
+        Ok(format!(
+            "the artifact store's database has begun the life {life}: what workers hold and it does not know is set aside when they report"
+        ))
+    }
+
     async fn start(self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
         artifact_store::start(self.config(starting.token), host).await
     }
@@ -121,7 +138,6 @@ impl Arguments {
             tombstone: self.tombstone,
             remember: self.remember,
             sweep_interval: self.sweep_interval,
-            restored: self.restored,
             clock: Clock::system(),
         }
     }

@@ -1,8 +1,8 @@
 //! Reports: what workers say they hold, and what follows from it.
 //!
 //! The gateway takes a token ([`begin`]) *before* it lists what its worker holds, and reports the list with it. [`apply`] judges the
-//! worker's rows one by one: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage; and what is still
-//! there although its gateway was told to destroy it, is told again.
+//! worker's rows one by one: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage, or set aside where
+//! the database came out of a backup ([`crate::set_aside`]); and what is still there although its gateway was told to destroy it, is told again.
 //!
 //! Two invariants, however late a report comes, how often, and beside which others:
 //!
@@ -14,7 +14,7 @@
 //!
 //! Since every row is judged on its own, a report that is cut short has done nothing wrong, and the next one does the rest.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use domain::worker::SessionClaims;
 use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
@@ -25,12 +25,12 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::entity::{State, container, volume, worker};
+use crate::entity::{GraveKind, State, container, set_aside as aside, volume, worker};
 use crate::graves::{self, Epitaph};
-use crate::mark;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 use crate::sweep::Sweepable;
+use crate::{life, mark, set_aside};
 
 /// How many handles one report may have: 16 bytes of memory each.
 pub(crate) const MOST_HANDLES: usize = 2_000_000;
@@ -38,8 +38,14 @@ pub(crate) const MOST_HANDLES: usize = 2_000_000;
 /// How many handles of each kind that nobody knows one answer names, so that it fits into a message. The next report names the others.
 const MOST_UNKNOWN: usize = 40_000;
 
+/// How many volumes that were not described yet one answer names.
+const MOST_UNDESCRIBED: usize = 1000;
+
 /// How many rows are read by one statement, and changed in one transaction. SQLite binds 32,766 values at most.
 const PAGE: usize = 5_000;
+
+/// How many rows are written by one statement.
+const ROWS: usize = 1_000;
 
 /// Names a report, and when it began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,13 +54,28 @@ pub(crate) struct Token {
     pub(crate) life: StoreLife,
 }
 
-/// Opens a report.
+/// A report that was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Begun {
+    pub(crate) token: Token,
+    /// The life that ended with it: the worker remembers more than this database does, which came out of a backup.
+    pub(crate) ended: Option<StoreLife>,
+}
+
+/// Opens a report. `last`: the last token that the worker saw.
+///
+/// Sequences only rise, and what was answered is durable. So in one life a new token is higher than all that the worker saw.
 pub(crate) async fn begin(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
-    life: StoreLife,
-) -> Result<Token, SessionError> {
-    Ok(Token { sequence: sessions::advance(txn, claims).await?.sequence, life })
+    last: Option<Token>,
+) -> Result<Begun, SessionError> {
+    let sequence = sessions::advance(txn, claims).await?.sequence;
+    let current = life::current(txn).await?;
+    let went_back = last.is_some_and(|last| last.life == current && last.sequence >= sequence);
+    let (life, ended) =
+        if went_back { (life::begin_after(txn, current).await?, Some(current)) } else { (current, None) };
+    Ok(Begun { token: Token { sequence, life }, ended })
 }
 
 /// Everything that a worker holds, as it was listed after the token was taken.
@@ -86,6 +107,10 @@ pub(crate) struct Outcome {
     pub(crate) lost: u64,
     pub(crate) unknown_volumes: Vec<VolumeHandle>,
     pub(crate) unknown_containers: Vec<ContainerHandle>,
+    /// How much of what was reported is set aside.
+    pub(crate) set_aside: u64,
+    /// Volumes that are, and were not described yet.
+    pub(crate) undescribed: Vec<VolumeHandle>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -103,10 +128,9 @@ pub(crate) async fn check(
     conn: &impl ConnectionTrait,
     claims: &SessionClaims,
     token: Token,
-    life: StoreLife,
 ) -> Result<(), ReportError> {
     let row = worker::Entity::find_by_id(claims.worker.uuid()).one(conn).await?;
-    may_judge(&sessions::judge(claims, row)?, token, life)
+    may_judge(&sessions::judge(claims, row)?, token, life::current(conn).await?)
 }
 
 fn may_judge(row: &worker::Model, token: Token, life: StoreLife) -> Result<(), ReportError> {
@@ -114,25 +138,127 @@ fn may_judge(row: &worker::Model, token: Token, life: StoreLife) -> Result<(), R
     if may { Ok(()) } else { Err(ReportError::Stale) }
 }
 
-/// Judges every row of the worker by a complete report.
+/// Judges every row of the worker by a complete report. `worker_life`: the life of the store that its volumes are of, as it says.
 pub(crate) async fn apply(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
+    worker_life: Option<StoreLife>,
     holdings: Holdings,
 ) -> Result<Outcome, ReportError> {
-    store.db.write(|txn| async move { take_over(&txn, claims, token, store.life).await }).await?;
+    store.db.write(|txn| async move { take_over(&txn, claims, token).await }).await?;
+    // Before the tables that it is adopted and purged into, so that what is reported is found in one of them.
+    let aside = set_aside::of_worker(store.db.read(), claims.worker).await?;
     let Holdings { volumes, containers } = holdings;
     // Containers first: volumes are what they stand on.
     let of_containers = judge_all::<container::Entity>(store, claims, token, containers).await?;
     let of_volumes = judge_all::<volume::Entity>(store, claims, token, volumes).await?;
     tell_again(store, claims, token, of_containers.again, of_volumes.again).await?;
-    Ok(Outcome {
+    let mut outcome = Outcome {
         forgotten: of_containers.forgotten + of_volumes.forgotten,
         lost: of_containers.lost + of_volumes.lost,
-        unknown_containers: of_containers.unknown.into_iter().map(ContainerHandle::from_uuid).collect(),
-        unknown_volumes: of_volumes.unknown.into_iter().map(VolumeHandle::from_uuid).collect(),
-    })
+        ..Outcome::default()
+    };
+    let mut unknown = Unknown { volumes: of_volumes.unknown, containers: of_containers.unknown };
+    outcome.set_aside = keep_aside(store, claims, token, &aside, &mut unknown).await?;
+    if worker_life != Some(token.life) {
+        outcome.set_aside += put_aside(store, claims, token, std::mem::take(&mut unknown)).await?;
+    }
+    if life::current(store.db.read()).await? != token.life {
+        // What is unknown may not be garbage.
+        return Err(ReportError::Stale);
+    }
+    outcome.undescribed = undescribed(store, claims).await?;
+    let Unknown { volumes, containers } = unknown;
+    outcome.unknown_volumes = volumes.into_iter().take(MOST_UNKNOWN).map(VolumeHandle::from_uuid).collect();
+    outcome.unknown_containers =
+        containers.into_iter().take(MOST_UNKNOWN).map(ContainerHandle::from_uuid).collect();
+    Ok(outcome)
+}
+
+/// What was reported, and has no row in the inventory.
+#[derive(Debug, Default)]
+struct Unknown {
+    volumes: Vec<Uuid>,
+    containers: Vec<Uuid>,
+}
+
+/// Takes out of `unknown` what is set aside, and answers how much that is. What is set aside and was not reported is forgotten.
+async fn keep_aside(
+    store: &Store,
+    claims: &SessionClaims,
+    token: Token,
+    aside: &[aside::Model],
+    unknown: &mut Unknown,
+) -> Result<u64, ReportError> {
+    if aside.is_empty() {
+        return Ok(0);
+    }
+    let known: HashSet<_> = aside.iter().map(|row| row.handle).collect();
+    let reported: HashSet<_> = unknown.volumes.iter().chain(&unknown.containers).copied().collect();
+    unknown.volumes.retain(|handle| !known.contains(handle));
+    unknown.containers.retain(|handle| !known.contains(handle));
+    let (kept, gone): (Vec<_>, Vec<_>) = known.into_iter().partition(|handle| reported.contains(handle));
+    let now = store.now();
+    for some in gone.chunks(PAGE) {
+        let forget = |txn| async move {
+            let txn: db::Transaction = txn;
+            goes_on(&sessions::fence(&txn, claims).await?, token)?;
+            let gone = set_aside::forget(&txn, some, token.sequence, now).await?;
+            graves::dig(&txn, &gone, now, store.config.tombstone).await?;
+            Ok::<_, ReportError>(())
+        };
+        store.db.write(forget).await?;
+    }
+    Ok(u64::try_from(kept.len()).unwrap_or(u64::MAX))
+}
+
+/// Sets everything aside that is unknown, and answers how much that is.
+async fn put_aside(
+    store: &Store,
+    claims: &SessionClaims,
+    token: Token,
+    unknown: Unknown,
+) -> Result<u64, ReportError> {
+    let now = store.now();
+    let Unknown { volumes, containers } = unknown;
+    for (kind, handles) in [(GraveKind::Volume, &volumes), (GraveKind::Container, &containers)] {
+        for some in handles.chunks(ROWS) {
+            let put = |txn| async move {
+                let txn: db::Transaction = txn;
+                let worker = sessions::fence(&txn, claims).await?;
+                goes_on(&worker, token)?;
+                set_aside::put(&txn, &worker, kind, some, now).await?;
+                Ok::<_, ReportError>(())
+            };
+            store.db.write(put).await?;
+        }
+    }
+    let number = volumes.len() + containers.len();
+    if number > 0 {
+        tracing::warn!(
+            worker.id = %claims.worker,
+            volumes = volumes.len(),
+            containers = containers.len(),
+            "a worker holds what this store does not know: it is set aside, for its volumes are of another store life"
+        );
+    }
+    Ok(u64::try_from(number).unwrap_or(u64::MAX))
+}
+
+/// Volumes of a worker that are set aside, and of which its gateway has not said what they are.
+async fn undescribed(store: &Store, claims: &SessionClaims) -> Result<Vec<VolumeHandle>, DbErr> {
+    let handles: Vec<Uuid> = aside::Entity::find()
+        .select_only()
+        .column(aside::Column::Handle)
+        .filter(aside::Column::WorkerId.eq(claims.worker.uuid()))
+        .filter(aside::Column::Described.eq(false))
+        .order_by_asc(aside::Column::Handle)
+        .limit(u64::try_from(MOST_UNDESCRIBED).unwrap_or(u64::MAX))
+        .into_tuple()
+        .all(store.db.read())
+        .await?;
+    Ok(handles.into_iter().map(VolumeHandle::from_uuid).collect())
 }
 
 /// From now on nothing older than `token` judges rows of the worker. Waits for what an older report is about to commit.
@@ -140,11 +266,10 @@ async fn take_over(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     token: Token,
-    life: StoreLife,
 ) -> Result<(), ReportError> {
     let row = worker::Entity::find_by_id(claims.worker.uuid()).lock_exclusive().one(txn).await?;
     let row = sessions::judge(claims, row)?;
-    may_judge(&row, token, life)?;
+    may_judge(&row, token, life::current(txn).await?)?;
     worker::Entity::update_many()
         .col_expr(worker::Column::Reported, Expr::value(token.sequence))
         .filter(worker::Column::WorkerId.eq(row.worker_id))
@@ -217,7 +342,7 @@ async fn judge_all<E: Sweepable>(
         let mut judged: HashMap<Judgement, Vec<Uuid>> = HashMap::new();
         for (handle, state, judged_after) in page {
             while let Some(unknown) = reported.next_if(|reported| *reported < handle) {
-                note_unknown(&mut all.unknown, unknown);
+                all.unknown.push(unknown);
             }
             let is_reported = reported.next_if_eq(&handle).is_some();
             match judge(state, judged_after, is_reported, token.sequence) {
@@ -232,16 +357,8 @@ async fn judge_all<E: Sweepable>(
             all.forgotten += forgotten;
         }
     }
-    for unknown in reported {
-        note_unknown(&mut all.unknown, unknown);
-    }
+    all.unknown.extend(reported);
     Ok(all)
-}
-
-fn note_unknown(unknown: &mut Vec<Uuid>, handle: Uuid) {
-    if unknown.len() < MOST_UNKNOWN {
-        unknown.push(handle);
-    }
 }
 
 /// The next rows of a worker behind `after`, by handle: their states, and behind which token they are judged.

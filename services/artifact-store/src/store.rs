@@ -5,14 +5,13 @@ use std::sync::{Mutex, PoisonError};
 
 use db::Database;
 use domain::worker::SessionClaims;
-use domain::{StoreLife, Timestamp, WorkerId};
+use domain::{Timestamp, WorkerId};
 use rpc::token::{Keys, VerifyError};
-use sea_orm::{ActiveValue::Set, DbErr, EntityTrait, sea_query::OnConflict};
 use tokio::sync::watch;
 
 use crate::collections::Collections;
 use crate::config::{Config, KeySource};
-use crate::entity::store;
+use crate::life;
 use crate::migrations::Schema;
 use crate::sessions::{self, SessionError};
 
@@ -20,7 +19,6 @@ use crate::sessions::{self, SessionError};
 pub(crate) struct Store {
     pub(crate) db: Database,
     pub(crate) config: Config,
-    pub(crate) life: StoreLife,
     pub(crate) marks: Marks,
     pub(crate) collections: Collections,
     keys: Keys,
@@ -30,7 +28,7 @@ pub(crate) struct Store {
 impl Store {
     pub(crate) async fn open(config: Config) -> anyhow::Result<Self> {
         let db = Database::open::<Schema>(&config.database).await?;
-        let life = life(&db, config.restored).await?;
+        db.write(|txn| async move { life::mint(&txn).await }).await?;
         let keys = match &config.keys {
             KeySource::Fixed(keys) => Keys::fixed(keys),
             KeySource::Scheduler(endpoint) => {
@@ -41,7 +39,6 @@ impl Store {
         Ok(Self {
             db,
             config,
-            life,
             marks: Marks::default(),
             collections: Collections::default(),
             keys,
@@ -80,24 +77,6 @@ impl Store {
     pub(crate) fn unrecord(&self, worker: WorkerId) {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner).remove(&worker);
     }
-}
-
-/// The life of this database: minted once, and again after a backup was restored.
-async fn life(db: &Database, restored: bool) -> Result<StoreLife, DbErr> {
-    let fresh = store::ActiveModel { id: Set(1), life: Set(StoreLife::new().uuid()), ..Default::default() };
-    let mut conflict = OnConflict::column(store::Column::Id);
-    if restored {
-        conflict.update_column(store::Column::Life);
-    } else {
-        conflict.update_column(store::Column::Id);
-    }
-    let row = db
-        .write(|txn| {
-            let insert = store::Entity::insert(fresh.clone()).on_conflict(conflict.clone());
-            async move { insert.exec_with_returning(&*txn).await }
-        })
-        .await?;
-    Ok(StoreLife::from_uuid(row.life))
 }
 
 /// Tells the streams of this process that something of a worker was marked. A hint only: streams look by themselves, too.

@@ -286,7 +286,7 @@ pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) 
     Ok(())
 }
 
-/// Marked volumes of a worker whose children have all been handed out.
+/// Marked volumes of a worker whose children have all been handed out. What is set aside was not.
 async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) -> Result<Vec<Uuid>, DbErr> {
     #[derive(FromQueryResult)]
     struct Ready {
@@ -297,6 +297,7 @@ async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) ->
         "SELECT v.handle AS handle FROM volumes v
          WHERE v.worker_id = $1 AND v.state = 'destroying'
            AND NOT EXISTS (SELECT 1 FROM volumes c WHERE c.parent = v.handle AND c.state <> 'sweeping')
+           AND NOT EXISTS (SELECT 1 FROM set_aside s WHERE s.parent = v.handle)
          LIMIT $2",
         [worker.into(), i64::try_from(limit).unwrap_or(i64::MAX).into()],
     );

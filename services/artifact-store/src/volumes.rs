@@ -36,5 +36,6 @@ pub(crate) fn new_volume(
         marked_from: None,
         lost_at: None,
         loss_noticed: false,
+        adopted_at: None,
     }
 }

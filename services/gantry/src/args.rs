@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use domain::{ArtifactId, WorkloadId};
+use domain::{ArtifactId, BuildId, VolumeHandle, WorkloadId};
 
 use crate::addresses;
 use crate::values::{self, Copied, InputArg, OutputArg};
@@ -110,6 +110,10 @@ pub(crate) enum Command {
     Gc(GcArgs),
     /// Bring a deleted artifact back while its bytes are still on a worker
     Undelete(UndeleteArgs),
+    /// Make a volume that is set aside a replica of its artifact again
+    Adopt(AdoptArgs),
+    /// Make garbage of volumes and containers that are set aside
+    Purge(PurgeArgs),
 
     /// Keep a cluster on this machine in the foreground
     Up(UpArgs),
@@ -336,6 +340,43 @@ pub(crate) struct UndeleteArgs {
     pub(crate) keep: Duration,
 }
 
+/// `gantry adopt`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+After a backup of the artifact store was restored, what workers hold and the store does not know is set aside: `gantry list volumes \
+--set-aside` lists it. Nothing becomes of it before it is adopted or purged.")]
+pub(crate) struct AdoptArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub(crate) volume: VolumeHandle,
+    /// The artifact that it shall hold. Default: the one that it held, or where that is not known, a new one
+    #[arg(long, value_name = "ARTIFACT")]
+    pub(crate) artifact: Option<ArtifactId>,
+    /// The build that owns the artifact from now on
+    #[arg(long, value_name = "BUILD", conflicts_with = "keep")]
+    pub(crate) build: Option<BuildId>,
+    /// How long the artifact is kept, unless something else keeps it for longer
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = values::duration)]
+    pub(crate) keep: Duration,
+}
+
+/// `gantry purge`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+After a backup of the artifact store was restored, what workers hold and the store does not know is set aside: `gantry list volumes \
+--set-aside` and `gantry list containers --set-aside` list it. What runs in a container that is purged is killed.")]
+pub(crate) struct PurgeArgs {
+    /// Volumes and containers
+    #[arg(value_name = "HANDLE", value_parser = values::any_id)]
+    pub(crate) handles: Vec<String>,
+    /// All that is set aside, instead
+    #[arg(long, conflicts_with = "handles")]
+    pub(crate) all: bool,
+    /// Only on this worker, by its name or id
+    #[arg(long, value_name = "WORKER")]
+    pub(crate) worker: Option<String>,
+}
+
 /// `gantry cancel`
 #[derive(Debug, Args)]
 pub(crate) struct CancelArgs {
@@ -420,6 +461,9 @@ pub(crate) struct ListArgs {
     /// Only artifacts that have no replica on a worker in contact: they would be lost with those that are not
     #[arg(long)]
     pub(crate) at_risk: bool,
+    /// Only volumes or containers that are set aside: the artifact store came out of a backup, and does not know them
+    #[arg(long)]
+    pub(crate) set_aside: bool,
 }
 
 /// `gantry show`
@@ -476,6 +520,9 @@ pub(crate) struct UpArgs {
         value_parser = clap::builder::BoolishValueParser::new()
     )]
     pub(crate) hold_destruction: bool,
+    /// The database of the artifact store, artifact-store.db in the state directory, was restored from a backup: what it does not know is set aside
+    #[arg(long)]
+    pub(crate) restored: bool,
     #[command(flatten)]
     pub(crate) concourse: runtime_gateway::garden::GardenArgs,
     /// Started by another command.

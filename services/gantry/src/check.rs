@@ -34,6 +34,12 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     if args.at_risk && args.kind != Kind::Artifacts {
         bail!("--at-risk is about artifacts; see `gantry list artifacts --at-risk`");
     }
+    if args.set_aside && !matches!(args.kind, Kind::Volumes | Kind::Containers) {
+        bail!("--set-aside is about volumes and containers; see `gantry list volumes --set-aside`");
+    }
+    if args.set_aside && args.state.is_some() {
+        bail!("what is set aside has no other state; leave out --state");
+    }
     Ok(())
 }
 

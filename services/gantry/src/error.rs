@@ -213,6 +213,8 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "DISK_FULL" => "free space on the worker, or drop what nobody needs with `gantry gc`",
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
         "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and so on",
+        "NOT_SET_ASIDE" => "see `gantry explain`",
+        "NOT_ADOPTABLE" => "it can only be purged; see `gantry list volumes --set-aside`",
         "BYTES_GONE" => "upload or make it again",
         "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
         "VOLUME_NOT_FOUND" => "see `gantry list volumes`",

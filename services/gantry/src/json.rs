@@ -245,6 +245,22 @@ pub(crate) fn volume(volume: &artifacts::Volume) -> Value {
     })
 }
 
+pub(crate) fn set_aside(one: &artifacts::SetAside) -> Value {
+    let known = one.description.clone().unwrap_or_default();
+    json!({
+        "volume_handle": some(&one.volume_handle),
+        "container_handle": some(&one.container_handle),
+        "worker_id": one.worker_id,
+        "first_seen_at": one.first_seen_at.as_ref().map(words::instant),
+        "described": one.description.is_some(),
+        "parent_handle": some(&known.parent_handle),
+        "team": some(&known.team),
+        "artifact_id": some(&known.artifact_id),
+        "digest": some(&words::hex(&known.digest)),
+        "size_bytes": known.size_bytes,
+    })
+}
+
 pub(crate) fn container(container: &artifacts::Container) -> Value {
     json!({
         "container_handle": container.container_handle,

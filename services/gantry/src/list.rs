@@ -18,7 +18,7 @@ use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, fields, plain, render};
-use crate::words;
+use crate::{set_aside, words};
 
 /// `gantry list`
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
@@ -34,6 +34,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             let workloads = workloads(connection, state("workloads", wanted, words::workload_state)?);
             table(workloads, limit, as_json, json::workload, WORKLOADS, workload_row).await
         }
+        kind if args.set_aside => set_aside::list(connection, kind, limit, as_json).await,
         Kind::Artifacts if args.at_risk => {
             let at_risk = at_risk(connection, out_of_contact(connection).await?);
             table(at_risk, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
@@ -144,7 +145,7 @@ fn collected_row(collected: &Collected) -> Vec<String> {
 
 // How things are listed: page by page, as far as they are wanted.
 
-async fn table<T>(
+pub(crate) async fn table<T>(
     items: impl Stream<Item = anyhow::Result<T>>,
     limit: usize,
     as_json: bool,
@@ -177,7 +178,7 @@ fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
 }
 
 /// All items of a list, page after page.
-fn pages<T>(
+pub(crate) fn pages<T>(
     next: impl AsyncFn(String) -> anyhow::Result<(Vec<T>, String)>,
 ) -> impl Stream<Item = anyhow::Result<T>> {
     stream::try_unfold((next, Some(String::new())), async |(next, token)| {
@@ -260,7 +261,7 @@ fn containers(connection: &Connection, state: i32) -> impl Stream<Item = anyhow:
     })
 }
 
-async fn worker(connection: &Connection, worker: &str) -> anyhow::Result<Worker> {
+pub(crate) async fn worker(connection: &Connection, worker: &str) -> anyhow::Result<Worker> {
     let request = GetWorkerRequest { worker: worker.to_owned() };
     let client = connection.workers();
     let doing = format!("cannot show worker {worker}");

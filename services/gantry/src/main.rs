@@ -29,6 +29,7 @@ mod progress;
 mod rules;
 mod run;
 mod screen;
+mod set_aside;
 mod signals;
 mod status;
 mod stdin;
@@ -199,6 +200,8 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::List(args) => list::list(connection, args, as_json).await?,
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::Gc(args) => list::gc(connection, args, as_json).await?,
+        Command::Adopt(args) => set_aside::adopt(connection, args, as_json).await?,
+        Command::Purge(args) => set_aside::purge(connection, args, as_json).await?,
         Command::Undelete(args) => why::undelete(connection, args, as_json).await?,
         Command::Attach(_) | Command::Logs(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}

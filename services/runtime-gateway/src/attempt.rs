@@ -541,7 +541,7 @@ async fn publish(
     Ok(())
 }
 
-/// Tells the artifact store that a volume has its final bytes.
+/// Tells the artifact store that a volume has its final bytes. Whose they are is noted with the volume, and nobody waits for that.
 pub(crate) async fn complete(
     worker: &Worker,
     volume: VolumeHandle,
@@ -559,7 +559,16 @@ pub(crate) async fn complete(
         };
         async move { inventory.volume_complete(request).await }
     };
-    until_answered("say that a volume is complete", call).await.map(|_| ())
+    let answer = until_answered("say that a volume is complete", call).await?;
+    if let Ok(artifact) = answer.artifact_id.parse() {
+        let runtime = worker.runtime.clone();
+        worker.tasks.spawn(async move {
+            if let Err(error) = runtime.note_artifact(volume, artifact).await {
+                tracing::debug!(volume.handle = %volume, error = chain(&error), "cannot note whose a volume is");
+            }
+        });
+    }
+    Ok(())
 }
 
 /// `wished`: somebody wanted it to stop. One that was stopped though nobody did was out of contact for too long.

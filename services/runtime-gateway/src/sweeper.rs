@@ -1,17 +1,18 @@
 //! Sweeping and reporting: what the artifact store has marked is destroyed, and what the worker holds is told.
 //!
 //! Invariant: nothing is destroyed that the store did not hand out under our session, or that it does not know at all. A row comes before
-//! the thing it stands for, so a handle that the store does not know is garbage, as long as it is the same store: a store that came out of a
-//! backup has another life, and then nothing unknown is touched. Where the operator holds destruction, nothing is destroyed at all, and
+//! the thing it stands for, so a handle that the store does not know is garbage, as long as it is the same store. One that came out of a
+//! backup has another life than the one that is kept beside the worker's marker: then it sets aside what it does not know, nothing unknown is touched,
+//! and only after that is the new life kept. Where the operator holds destruction, nothing is destroyed at all, and
 //! nobody asks what should be; it goes with the first gateway that does not hold it. Nor is anything destroyed while another
 //! gateway may have been let in.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use domain::worker::StoreMark;
 use domain::{ContainerHandle, VolumeHandle, chain};
 use futures::StreamExt;
 use rpc::Refusal;
@@ -19,10 +20,14 @@ use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::report_request::Message as Part;
 use runtime::{Holdings, RuntimeError};
 
+use crate::trees::Kept;
 use crate::worker::{OpenSession, Worker};
 
 /// Handles in one message of a report.
 const BATCH: usize = 5_000;
+
+/// Volumes that are set aside, in one message.
+const DESCRIBED_AT_ONCE: usize = 500;
 
 /// Sweeping or reporting went wrong. It is tried again.
 #[derive(Debug, thiserror::Error)]
@@ -37,8 +42,6 @@ enum SweepError {
     Closed,
     #[error("some of what is marked could not be destroyed")]
     Incomplete,
-    #[error("cannot remember the life of the artifact store")]
-    StoreLife(#[source] std::io::Error),
 }
 
 /// Destroys what is marked, for as long as the gateway runs.
@@ -178,11 +181,15 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
 
 async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), SweepError> {
     let mut client = worker.inventory.clone();
-    let begin = pb::BeginReportRequest { session_credential: session.credential.clone() };
+    let mark = worker.runtime.store_mark().await?;
+    let last =
+        mark.map(|mark| pb::ReportToken { sequence: mark.sequence, store_life: mark.life.to_string() });
+    let begin = pb::BeginReportRequest { session_credential: session.credential.clone(), last };
     // The token comes before the listing: what is made in between is younger than the report, and not judged by it.
     let token =
         client.begin_report(begin).await.map_err(Refusal::from)?.into_inner().token.unwrap_or_default();
-    let store_life = token.store_life.clone();
+    let now = StoreMark { life: token.store_life.parse()?, sequence: token.sequence };
+    let is_same = mark.is_some_and(|mark| mark.life == now.life);
     let mut holdings = worker.runtime.list().await?;
     *worker.kept.lock().unwrap_or_else(PoisonError::into_inner) =
         (length(&holdings.containers), length(&holdings.volumes));
@@ -190,22 +197,29 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
     // To the store they are lost: it looks for other replicas of what they held, and has nothing made from them.
     let damaged = worker.trees.damaged();
     holdings.volumes.retain(|volume| !damaged.contains(volume));
-    let parts = parts(session, token, &holdings);
+    let parts = parts(session, token, mark, &holdings);
     let answer = client.report(tokio_stream::iter(parts)).await.map_err(Refusal::from)?.into_inner();
     if answer.lost > 0 {
         tracing::warn!(volumes.lost = answer.lost, "things are missing on the worker");
     }
     let containers = parse(&answer.unknown_container_handles)?;
     let mut volumes = parse(&answer.unknown_volume_handles)?;
-    volumes.extend(unlisted(worker, session, damaged).await?);
-    if volumes.is_empty() && containers.is_empty() {
-        return remember_store_life(worker, &store_life).await.map(|_| ());
-    }
-    if !remember_store_life(worker, &store_life).await? {
+    if !is_same && !(volumes.is_empty() && containers.is_empty()) {
         tracing::error!(
-            store.life = store_life,
+            store.life = %now.life,
             "the artifact store is another one than before: what it does not know is left alone"
         );
+        return Ok(());
+    }
+    if !is_same {
+        tracing::warn!(store.life = %now.life, set_aside = answer.set_aside, "the worker belongs to a new life of the artifact store");
+    }
+    worker.runtime.set_store_mark(now).await?;
+    describe(worker, session, &parse(&answer.undescribed_volume_handles)?).await?;
+    if is_same {
+        volumes.extend(unlisted(worker, session, damaged).await?);
+    }
+    if volumes.is_empty() && containers.is_empty() {
         return Ok(());
     }
     if held(worker, containers.len(), volumes.len()) {
@@ -217,6 +231,46 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
         "destroying what the store does not know"
     );
     if destroy(worker, containers, volumes).await { Ok(()) } else { Err(SweepError::Incomplete) }
+}
+
+/// Tells the store what the worker knows of volumes that are set aside. There may be more: then the next report comes at once.
+async fn describe(
+    worker: &Worker,
+    session: &OpenSession,
+    undescribed: &[VolumeHandle],
+) -> Result<(), SweepError> {
+    for some in undescribed.chunks(DESCRIBED_AT_ONCE) {
+        let mut volumes = Vec::with_capacity(some.len());
+        for volume in some {
+            match description(worker, *volume).await {
+                Ok(description) => volumes.push(description),
+                // It went meanwhile, and so will be what is set aside.
+                Err(RuntimeError::VolumeNotFound(_)) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let session_credential = session.credential.clone();
+        let request = pb::DescribeSetAsideRequest { session_credential, volumes };
+        worker.inventory.clone().describe_set_aside(request).await.map_err(Refusal::from)?;
+    }
+    if !undescribed.is_empty() {
+        worker.report_due.notify_one();
+    }
+    Ok(())
+}
+
+/// What the worker knows of a volume: what is kept with it, and of one that is complete, its manifest.
+async fn description(worker: &Worker, volume: VolumeHandle) -> Result<pb::VolumeDescription, RuntimeError> {
+    let notes = worker.runtime.notes(volume).await?;
+    let kept = worker.trees.kept_of(&*worker.runtime, volume).await?;
+    Ok(pb::VolumeDescription {
+        volume_handle: volume.to_string(),
+        parent_handle: notes.parent.map(|parent| parent.to_string()).unwrap_or_default(),
+        team: kept.as_ref().map(|kept| kept.team().to_owned()).unwrap_or_default(),
+        artifact_id: notes.artifact.map(|artifact| artifact.to_string()).unwrap_or_default(),
+        digest: kept.as_ref().map(|kept| kept.tree_digest().as_bytes().to_vec()).unwrap_or_default().into(),
+        size_bytes: kept.as_ref().map(Kept::size_bytes).unwrap_or_default(),
+    })
 }
 
 /// Which of `volumes`, that are left out of reports, the store has forgotten.
@@ -242,8 +296,17 @@ async fn unlisted(
     Ok(volumes)
 }
 
-fn parts(session: &OpenSession, token: pb::ReportToken, holdings: &Holdings) -> Vec<pb::ReportRequest> {
-    let open = pb::ReportOpen { session_credential: session.credential.clone(), token: Some(token) };
+fn parts(
+    session: &OpenSession,
+    token: pb::ReportToken,
+    mark: Option<StoreMark>,
+    holdings: &Holdings,
+) -> Vec<pb::ReportRequest> {
+    let open = pb::ReportOpen {
+        session_credential: session.credential.clone(),
+        token: Some(token),
+        worker_life: mark.map(|mark| mark.life.to_string()).unwrap_or_default(),
+    };
     let mut parts = vec![Part::Open(open)];
     for batch in holdings.volumes.chunks(BATCH) {
         let volume_handles = batch.iter().map(ToString::to_string).collect();
@@ -260,21 +323,6 @@ fn parts(session: &OpenSession, token: pb::ReportToken, holdings: &Holdings) -> 
 
 fn length<T>(items: &[T]) -> u64 {
     u64::try_from(items.len()).unwrap_or(u64::MAX)
-}
-
-/// Keeps, beside the worker's manifests, which store this worker belongs to. Answers whether it is the one that it belonged to before.
-async fn remember_store_life(worker: &Worker, life: &str) -> Result<bool, SweepError> {
-    let path: PathBuf = worker.config.manifest_dir.join("store-life");
-    match tokio::fs::read_to_string(&path).await {
-        Ok(known) => Ok(known == life),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            let whole = path.with_extension("new");
-            tokio::fs::write(&whole, life).await.map_err(SweepError::StoreLife)?;
-            tokio::fs::rename(&whole, &path).await.map_err(SweepError::StoreLife)?;
-            Ok(true)
-        }
-        Err(error) => Err(SweepError::StoreLife(error)),
-    }
 }
 
 #[cfg(test)]

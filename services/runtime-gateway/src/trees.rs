@@ -70,6 +70,16 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
+    /// Whose it is.
+    pub(crate) fn team(&self) -> &str {
+        &self.team
+    }
+
+    /// Bytes of its files.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.manifest.size_bytes()
+    }
+
     /// What the volume held when it was complete.
     pub(crate) fn tree_digest(&self) -> Digest {
         self.manifest.tree_digest()

@@ -1,9 +1,13 @@
 //! What a worker is, and who may speak for it.
 
+use std::fmt;
+use std::str::FromStr;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    AttemptId, ContainerHandle, GatewayInstance, LeaseId, MarkerId, VolumeHandle, WorkerId, WorkloadId,
+    AttemptId, ContainerHandle, GatewayInstance, LeaseId, MarkerId, StoreLife, VolumeHandle, WorkerId,
+    WorkloadId,
 };
 
 /// One life of what a worker *holds*. Rises when its marker is new.
@@ -21,6 +25,39 @@ pub struct Marker {
     pub id: MarkerId,
     /// The boot that its processes live in.
     pub boot: String,
+}
+
+/// What a worker keeps beside its marker of the artifact store: of which life of it the worker's volumes are, and how far that was. As text
+/// it is both, with a space between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreMark {
+    /// The life.
+    pub life: StoreLife,
+    /// The sequence number of the last report that was judged in it.
+    pub sequence: u64,
+}
+
+impl fmt::Display for StoreMark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.life, self.sequence)
+    }
+}
+
+/// The text is no mark of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("it does not name a life of an artifact store, and a number")]
+pub struct ParseStoreMarkError;
+
+impl FromStr for StoreMark {
+    type Err = ParseStoreMarkError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (life, sequence) = text.trim().split_once(' ').ok_or(ParseStoreMarkError)?;
+        Ok(Self {
+            life: life.parse().map_err(|_| ParseStoreMarkError)?,
+            sequence: sequence.parse().map_err(|_| ParseStoreMarkError)?,
+        })
+    }
 }
 
 /// What a worker is.
@@ -127,4 +164,18 @@ pub enum Handle {
     Container(ContainerHandle),
     /// A volume.
     Volume(VolumeHandle),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mark_of_a_store_comes_back_from_its_text_and_nothing_else_does() {
+        let mark = StoreMark { life: StoreLife::new(), sequence: u64::MAX };
+        assert_eq!(format!("{mark}\n").parse(), Ok(mark));
+        for text in ["", " ", &mark.life.to_string(), &format!("{} x", mark.life), "x 1", "1"] {
+            assert_eq!(text.parse::<StoreMark>(), Err(ParseStoreMarkError), "{text:?}");
+        }
+    }
 }

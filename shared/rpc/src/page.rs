@@ -43,6 +43,7 @@ lists! {
     artifacts::ListPinsRequest,
     artifacts::ListResourceCachesRequest,
     artifacts::ListResourceCertsRequest,
+    artifacts::ListSetAsideRequest,
     artifacts::ListTaskCachesRequest,
     artifacts::ListVolumesRequest,
     scheduler::ListRequest,

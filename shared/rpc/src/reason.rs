@@ -82,6 +82,8 @@ reasons! {
     NoReplica = "NO_REPLICA", DataLoss;
     BytesGone = "BYTES_GONE", FailedPrecondition;
     UnknownId = "UNKNOWN_ID", NotFound;
+    NotSetAside = "NOT_SET_ASIDE", FailedPrecondition;
+    NotAdoptable = "NOT_ADOPTABLE", FailedPrecondition;
 
     NotAttended = "NOT_ATTENDED", FailedPrecondition;
     ProcessNotFound = "PROCESS_NOT_FOUND", NotFound;

@@ -25,9 +25,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use domain::worker::{Marker, ResourceType};
+use domain::worker::{Marker, ResourceType, StoreMark};
 use domain::workload::{Bytes, Limits, Network};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
 
 pub use contents::{Archive, Contents, Inlet, RemoteVolume};
 pub use error::RuntimeError;
@@ -128,6 +128,15 @@ pub struct Holdings {
     pub volumes: Vec<VolumeHandle>,
 }
 
+/// What a worker keeps with a volume, so that it can be known again by whoever lost all else about it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Notes {
+    /// The volume that it is a copy-on-write child of, and needs.
+    pub parent: Option<VolumeHandle>,
+    /// The artifact whose bytes it holds, as was noted.
+    pub artifact: Option<ArtifactId>,
+}
+
 /// The file system that holds a worker's volumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Disk {
@@ -146,6 +155,12 @@ pub trait Runtime: Send + Sync + 'static {
     /// What identifies this life of what the worker holds. Made, durably, when it is missing.
     async fn marker(&self) -> Result<Marker, RuntimeError>;
 
+    /// What is kept beside the marker of the artifact store that the volumes belong to. `None`: nothing, or nothing that makes sense.
+    async fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError>;
+
+    /// Keeps that, durably and for as long as the marker.
+    async fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError>;
+
     /// The file system that holds the volumes. `None`: the worker does not say.
     async fn disk(&self) -> Result<Option<Disk>, RuntimeError>;
 
@@ -162,6 +177,16 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Errors: [`RuntimeError::VolumeNotFound`].
     async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError>;
+
+    /// Notes whose bytes a volume holds. It is kept with the volume; a crash of the machine may lose it.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`].
+    async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError>;
+
+    /// What is kept with a volume.
+    ///
+    /// Errors: [`RuntimeError::VolumeNotFound`].
+    async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError>;
 
     /// Makes these directories (relative, with those above them) in a volume. What exists stays.
     ///

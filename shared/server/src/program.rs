@@ -5,6 +5,7 @@
 //! SERVICE --print-config     say what the settings are, and where each comes from
 //! SERVICE migrate            bring the database to the schema of this program, where there is one
 //! SERVICE health             ask one that runs whether it is ready
+//! SERVICE ...                what the service has beside these
 //! ```
 
 use std::process::ExitCode;
@@ -41,6 +42,17 @@ pub trait Program: CommandFactory + FromArgMatches + Send + Sync + 'static {
         async { anyhow::bail!("it has no database") }
     }
 
+    /// What else may be asked of it, each with the settings that are needed for it.
+    fn commands() -> Vec<clap::Command> {
+        Vec::new()
+    }
+
+    /// Carries out one of [`Program::commands`], and says how it went.
+    fn carry_out(name: &str, matches: &ArgMatches) -> impl Future<Output = anyhow::Result<String>> + Send {
+        let (_, name) = (matches, name.to_owned());
+        async move { anyhow::bail!("there is no command {name}") }
+    }
+
     /// Adds the service to `host`. Dropped when the process is told to end meanwhile.
     fn start(self, starting: Starting, host: &mut Host) -> impl Future<Output = anyhow::Result<()>> + Send;
 }
@@ -69,10 +81,11 @@ pub fn command<P: Program>() -> clap::Command {
         .subcommand(health.about("Ask a service whether it is ready: exits 0 when it is, else 1, and says why"));
     let migrate =
         clap::Command::new("migrate").about("Bring the database to the schema of this program, and exit");
-    match P::migrate_command(migrate) {
+    let command = match P::migrate_command(migrate) {
         Some(migrate) => command.subcommand(migrate),
         None => command,
-    }
+    };
+    command.subcommands(P::commands())
 }
 
 /// Runs a service to its end.
@@ -111,7 +124,8 @@ fn carry_out<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyho
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start")?;
     match matches.subcommand() {
         Some(("health", matches)) => say(&runtime.block_on(ask(HealthArgs::from_arg_matches(matches)?))?),
-        Some((_, matches)) => say(&runtime.block_on(P::migrate(matches))?),
+        Some(("migrate", matches)) => say(&runtime.block_on(P::migrate(matches))?),
+        Some((name, matches)) => say(&runtime.block_on(P::carry_out(name, matches))?),
         None => {
             let program = P::from_arg_matches(matches)?;
             if program.listen().print_config {

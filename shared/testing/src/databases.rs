@@ -29,6 +29,37 @@ pub struct TestDatabase {
     _directory: Option<TempDir>,
 }
 
+impl TestDatabase {
+    /// What a backup that is taken now has. Nobody may use the database meanwhile.
+    pub async fn copy(&self) -> Self {
+        if let Some(path) = self.url.strip_prefix("sqlite://") {
+            let copy = sqlite();
+            let to = copy.url.strip_prefix("sqlite://").expect("a file");
+            // What was written last may be beside it.
+            for file in ["", "-wal"].map(|more| (format!("{path}{more}"), format!("{to}{more}"))) {
+                if Path::new(&file.0).exists() {
+                    std::fs::copy(file.0, file.1).expect("copy a database");
+                }
+            }
+            return copy;
+        }
+        let (_, from) = self.url.rsplit_once('/').expect("a database");
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let port = SERVER.get_or_init(start_server).await;
+        let admin = sea_orm::Database::connect(url(*port, "postgres")).await.expect("the server answers");
+        let name = format!("test_{}", NEXT.fetch_add(1, Ordering::Relaxed));
+        // Connections that were closed may still be there for a moment.
+        while let Err(error) =
+            admin.execute_unprepared(&format!("CREATE DATABASE {name} TEMPLATE {from}")).await
+        {
+            assert!(Instant::now() < deadline, "cannot copy {from}: {error}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        admin.close().await.expect("close");
+        Self { url: url(*port, &name), _directory: None }
+    }
+}
+
 /// A fresh SQLite file.
 #[must_use]
 pub fn sqlite() -> TestDatabase {

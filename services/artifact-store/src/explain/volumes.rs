@@ -7,7 +7,7 @@ use uuid::Uuid;
 use super::{
     Explanation, Keeper, Question, Relation, Thing, artifacts, inventory_state, is_of_team, related,
 };
-use crate::entity::{Purpose, State, artifact, attempt, container, volume};
+use crate::entity::{GraveKind, Purpose, State, artifact, attempt, container, set_aside, volume};
 use crate::facts;
 use crate::mark::{self, Belongs, ContainerFacts, VolumeFacts};
 use crate::units::size;
@@ -80,6 +80,22 @@ pub(super) async fn volume(
     Ok(Some(explanation))
 }
 
+/// What nobody but an operator decides about.
+pub(super) fn set_aside(row: &set_aside::Model) -> Explanation {
+    let thing = match row.kind {
+        GraveKind::Volume => Thing::Volume,
+        GraveKind::Container => Thing::Container,
+    };
+    let mut explanation =
+        Explanation { size_bytes: size(row.size_bytes), ..Explanation::of(thing, row.handle, "set aside") };
+    let text = "nobody has decided about it: the store came out of a backup and does not know it".to_owned();
+    explanation.kept_by.add(Keeper { thing: None, text, until: None });
+    explanation.relate_one("held", Thing::Artifact, row.artifact_id);
+    explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
+    explanation.relate_one("parent", Thing::Volume, row.parent);
+    explanation
+}
+
 /// What a volume is for, and how it is called there.
 fn label(row: &volume::Model) -> String {
     let purpose = match row.purpose {
@@ -88,9 +104,10 @@ fn label(row: &volume::Model) -> String {
         Purpose::Output => "output",
         Purpose::Scratch => "scratch",
     };
-    match &row.name {
-        Some(name) => format!("{purpose} {name}"),
-        None => purpose.to_owned(),
+    match (&row.name, row.adopted_at) {
+        (Some(name), _) => format!("{purpose} {name}"),
+        (None, Some(_)) => format!("{purpose}, adopted after it had been set aside"),
+        (None, None) => purpose.to_owned(),
     }
 }
 
@@ -139,8 +156,10 @@ pub(super) async fn container(
         ..Explanation::of(Thing::Container, row.handle, inventory_state(row.state))
     };
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
-    explanation.relate_one("attempt", Thing::Attempt, Some(row.attempt_id));
-    explanation.relate_one("workload", Thing::Workload, Some(row.holder_id));
+    // Whose it was that was purged nobody knows.
+    let known = |id: Uuid| (!id.is_nil()).then_some(id);
+    explanation.relate_one("attempt", Thing::Attempt, known(row.attempt_id));
+    explanation.relate_one("workload", Thing::Workload, known(row.holder_id));
     if row.state.is_garbage() {
         explanation.marked_at = row.marked_at.map(Timestamp);
         explanation.why = row.marked_why.unwrap_or_default();

@@ -20,7 +20,7 @@ use crate::owners;
 use crate::undelete::{self, KeptBy};
 
 /// How long an artifact that comes back is kept when its caller does not say.
-const DEFAULT_REPRIEVE: Duration = Duration::from_secs(3600);
+pub(super) const DEFAULT_REPRIEVE: Duration = Duration::from_secs(3600);
 
 #[tonic::async_trait]
 impl pb::artifacts_server::Artifacts for Handlers {
@@ -240,10 +240,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
                 KeptBy::Build(rpc::parse_id("build_id", &build)?)
             }
             Some(pb::undelete_request::KeptBy::Keep(keep)) => {
-                match rpc::parse_duration("keep", Some(keep))? {
-                    Some(keep) if keep <= LONGEST_KEEP => KeptBy::Nobody(keep),
-                    _ => return Err(rpc::invalid_field("keep", "must be at most ten years")),
-                }
+                parse_reprieve(rpc::parse_duration("keep", Some(keep))?)?
             }
         };
         let now = self.store.now();
@@ -258,5 +255,13 @@ impl pb::artifacts_server::Artifacts for Handlers {
             .map_err(|error| status::database("look for an artifact", &error))?;
         let (located, keepers) = found.ok_or_else(|| status::artifact_not_found(id))?;
         Ok(Response::new(pb::UndeleteResponse { artifact: Some(artifact(located, &keepers)) }))
+    }
+}
+
+/// For how long nobody keeps an artifact that comes back.
+pub(super) fn parse_reprieve(keep: Option<Duration>) -> Result<KeptBy, Status> {
+    match keep {
+        Some(keep) if keep <= LONGEST_KEEP => Ok(KeptBy::Nobody(keep)),
+        _ => Err(rpc::invalid_field("keep", "must be at most ten years")),
     }
 }

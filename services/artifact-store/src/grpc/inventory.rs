@@ -13,7 +13,7 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 use uuid::Uuid;
 
-use super::{Handlers, SERVICE, parse_why, status};
+use super::{Handlers, SERVICE, parse_why, set_aside, status};
 use crate::entity::{Purpose, State, container, volume};
 use crate::inventory::{self, Bytes, NeededVolume, Needs};
 use crate::losses::{self, Told};
@@ -111,13 +111,14 @@ impl pb::inventory_server::Inventory for Handlers {
         let claims = &self.session(&request.session_credential).await?;
         let now = self.store.now();
 
-        self.store
+        let artifact = self
+            .store
             .db
             .write(|txn| async move { inventory::volume_complete(&txn, claims, handle, bytes, now).await })
             .await
             .map_err(|error| self.noticing(error))?;
 
-        Ok(Response::new(pb::VolumeCompleteResponse {}))
+        Ok(Response::new(pb::VolumeCompleteResponse { artifact_id: text(artifact) }))
     }
 
     async fn failed(
@@ -209,16 +210,26 @@ impl pb::inventory_server::Inventory for Handlers {
         &self,
         request: Request<pb::BeginReportRequest>,
     ) -> Result<Response<pb::BeginReportResponse>, Status> {
-        let claims = &self.session(&request.into_inner().session_credential).await?;
-        let life = self.store.life;
+        let request = request.into_inner();
+        let last = request.last.as_ref().map(|last| parse_token("last", last)).transpose()?;
+        let claims = &self.session(&request.session_credential).await?;
 
-        let token = self
+        let begun = self
             .store
             .db
-            .write(|txn| async move { report::begin(&txn, claims, life).await })
+            .write(|txn| async move { report::begin(&txn, claims, last).await })
             .await
             .map_err(|error| self.noticing(error))?;
 
+        let token = begun.token;
+        if let Some(ended) = begun.ended {
+            tracing::error!(
+                worker.id = %claims.worker,
+                store.life = %token.life,
+                store.ended_life = %ended,
+                "a worker remembers more than this database, which came out of a backup: it has begun a new life"
+            );
+        }
         let token = pb::ReportToken {
             sequence: u64::try_from(token.sequence).unwrap_or(0),
             store_life: token.life.to_string(),
@@ -231,10 +242,10 @@ impl pb::inventory_server::Inventory for Handlers {
         request: Request<Streaming<pb::ReportRequest>>,
     ) -> Result<Response<pb::ReportResponse>, Status> {
         let mut messages = request.into_inner();
-        let (claims, token) = self.open_report(&mut messages).await?;
+        let (claims, token, worker_life) = self.open_report(&mut messages).await?;
         let holdings = receive_holdings(&mut messages).await?;
 
-        let outcome = report::apply(&self.store, &claims, token, holdings)
+        let outcome = report::apply(&self.store, &claims, token, worker_life, holdings)
             .await
             .map_err(|error| self.noticing(error))?;
 
@@ -243,6 +254,8 @@ impl pb::inventory_server::Inventory for Handlers {
             lost: outcome.lost,
             unknown_volume_handles: texts(&outcome.unknown_volumes),
             unknown_container_handles: texts(&outcome.unknown_containers),
+            set_aside: outcome.set_aside,
+            undescribed_volume_handles: texts(&outcome.undescribed),
         }))
     }
 
@@ -267,6 +280,38 @@ impl pb::inventory_server::Inventory for Handlers {
 
         let answers = ReceiverStream::new(stream).map(|sweep| Ok(answer(&sweep?)));
         Ok(Response::new(Box::pin(answers)))
+    }
+
+    async fn describe_set_aside(
+        &self,
+        request: Request<pb::DescribeSetAsideRequest>,
+    ) -> Result<Response<pb::DescribeSetAsideResponse>, Status> {
+        let request = request.into_inner();
+        let descriptions = &set_aside::parse_descriptions(request.volumes)?;
+        let claims = &self.session(&request.session_credential).await?;
+
+        self.store
+            .db
+            .write(|txn| async move { crate::set_aside::describe(&txn, claims, descriptions).await })
+            .await
+            .map_err(|error| self.noticing(error))?;
+
+        Ok(Response::new(pb::DescribeSetAsideResponse {}))
+    }
+
+    async fn list_set_aside(
+        &self,
+        request: Request<pb::ListSetAsideRequest>,
+    ) -> Result<Response<pb::ListSetAsideResponse>, Status> {
+        self.list_aside(&request.into_inner()).await.map(Response::new)
+    }
+
+    async fn adopt(&self, request: Request<pb::AdoptRequest>) -> Result<Response<pb::AdoptResponse>, Status> {
+        self.adopt_aside(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn purge(&self, request: Request<pb::PurgeRequest>) -> Result<Response<pb::PurgeResponse>, Status> {
+        self.purge_aside(&request.into_inner()).await.map(Response::new)
     }
 
     async fn get_volume(
@@ -413,21 +458,22 @@ impl Handlers {
     async fn open_report(
         &self,
         messages: &mut Streaming<pb::ReportRequest>,
-    ) -> Result<(SessionClaims, Token), Status> {
+    ) -> Result<(SessionClaims, Token, Option<StoreLife>), Status> {
         let Some(pb::report_request::Message::Open(open)) = next_message(messages).await? else {
             return Err(rpc::invalid_field("message", "a report begins with `open`"));
         };
         let claims = self.session(&open.session_credential).await?;
-        let token = rpc::required("open.token", open.token)?;
-        let token = Token {
-            sequence: i64::try_from(token.sequence).unwrap_or(i64::MAX),
-            life: rpc::parse_id::<StoreLife>("open.token.store_life", &token.store_life)?,
-        };
-        report::check(self.store.db.read(), &claims, token, self.store.life)
-            .await
-            .map_err(|error| self.noticing(error))?;
-        Ok((claims, token))
+        let token = parse_token("open.token", &rpc::required("open.token", open.token)?)?;
+        let worker_life = rpc::parse_optional_id("open.worker_life", &open.worker_life)?;
+        report::check(self.store.db.read(), &claims, token).await.map_err(|error| self.noticing(error))?;
+        Ok((claims, token, worker_life))
     }
+}
+
+fn parse_token(field: &str, token: &pb::ReportToken) -> Result<Token, Status> {
+    let sequence = i64::try_from(token.sequence)
+        .map_err(|_| rpc::invalid_field(&format!("{field}.sequence"), "must be less than 2^63"))?;
+    Ok(Token { sequence, life: rpc::parse_id(&format!("{field}.store_life"), &token.store_life)? })
 }
 
 async fn next_message(
@@ -593,8 +639,8 @@ fn listed_container(row: container::Model) -> pb::Container {
         container_handle: row.handle.to_string(),
         worker_id: row.worker_id.to_string(),
         state: state(row.state).into(),
-        attempt_id: row.attempt_id.to_string(),
-        workload_id: row.holder_id.to_string(),
+        attempt_id: text(known(row.attempt_id)),
+        workload_id: text(known(row.holder_id)),
         created_at: Some(rpc::timestamp(Timestamp(row.created_at))),
         lost_at: lost_since(row.state, row.lost_at).map(rpc::timestamp),
         touched_at: row.touched_at.map(|at| rpc::timestamp(Timestamp(at))),
@@ -602,11 +648,16 @@ fn listed_container(row: container::Model) -> pb::Container {
     }
 }
 
+/// Whose a container is, unless it was purged: then nobody knows.
+fn known(id: Uuid) -> Option<Uuid> {
+    (!id.is_nil()).then_some(id)
+}
+
 /// An id that may be absent, which the empty string says.
-fn text(id: Option<impl ToString>) -> String {
+pub(super) fn text(id: Option<impl ToString>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
 }
 
-fn texts(ids: &[impl ToString]) -> Vec<String> {
+pub(super) fn texts(ids: &[impl ToString]) -> Vec<String> {
     ids.iter().map(ToString::to_string).collect()
 }

@@ -8,6 +8,7 @@ mod inventory;
 mod owners;
 mod pins;
 mod replicas;
+mod set_aside;
 mod status;
 
 use std::sync::Arc;

@@ -21,6 +21,7 @@ use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
 use crate::replicas::{PlanError, ProgressError, SealError};
 use crate::report::ReportError;
 use crate::sessions::SessionError;
+use crate::set_aside::{AdoptionError, PurgeError};
 use crate::undelete::UndeleteError;
 
 pub(super) fn verify(error: VerifyError) -> Status {
@@ -380,6 +381,35 @@ impl From<WatchError> for Status {
         match error {
             WatchError::Compacted { .. } => Reason::Compacted.status(SERVICE, error.to_string()),
             WatchError::Database(source) => database("look for losses", &source),
+        }
+    }
+}
+
+impl From<AdoptionError> for Status {
+    fn from(error: AdoptionError) -> Self {
+        let message = error.to_string();
+        match error {
+            AdoptionError::NotFound(handle) => volume(Reason::VolumeNotFound, message, handle),
+            AdoptionError::NotSetAside(handle) => volume(Reason::NotSetAside, message, handle),
+            AdoptionError::NotAdoptable(handle) => volume(Reason::NotAdoptable, message, handle),
+            AdoptionError::ArtifactNotFound(id) => artifact(Reason::ArtifactNotFound, message, id),
+            AdoptionError::OtherBytes(id) => artifact(Reason::ArtifactSealed, message, id),
+            AdoptionError::Undelete(error) => error.into(),
+            AdoptionError::Owner(error) => error.into(),
+            AdoptionError::Database(source) => database("adopt a volume", &source),
+        }
+    }
+}
+
+impl From<PurgeError> for Status {
+    fn from(error: PurgeError) -> Self {
+        let about = |reason: Reason, id: Uuid| {
+            reason.status_about(SERVICE, error.to_string(), [("id", id.to_string())])
+        };
+        match &error {
+            PurgeError::NotFound(id) => about(Reason::UnknownId, *id),
+            PurgeError::NotSetAside(id) => about(Reason::NotSetAside, *id),
+            PurgeError::Database(source) => database("purge what is set aside", source),
         }
     }
 }

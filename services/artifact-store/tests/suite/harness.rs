@@ -147,7 +147,7 @@ impl Callers {
             instance: GatewayInstance::new(),
         };
         let credential = signer().sign(&claims);
-        Gateway { worker, credential, inventory: self.inventory() }
+        Gateway { worker, credential, life: None, inventory: self.inventory() }
     }
 
     pub(crate) async fn put_build(
@@ -352,6 +352,8 @@ impl Callers {
 pub(crate) struct Gateway {
     pub(crate) worker: WorkerId,
     pub(crate) credential: String,
+    /// The store life that its worker's volumes are of. `None`: whichever the store is in.
+    pub(crate) life: Option<String>,
     inventory: pb::inventory_client::InventoryClient<Peer>,
 }
 
@@ -410,7 +412,12 @@ impl Gateway {
     }
 
     pub(crate) async fn begin_report(&self) -> Answer<pb::ReportToken> {
-        let request = pb::BeginReportRequest { session_credential: self.credential.clone() };
+        self.begin_report_after(None).await
+    }
+
+    /// The same, of a worker that saw this token last.
+    pub(crate) async fn begin_report_after(&self, last: Option<pb::ReportToken>) -> Answer<pb::ReportToken> {
+        let request = pb::BeginReportRequest { session_credential: self.credential.clone(), last };
         let answer = self.inventory().begin_report(request).await?.into_inner();
         Ok(answer.token.expect("a token"))
     }
@@ -424,8 +431,7 @@ impl Gateway {
         count: Option<u64>,
     ) -> Answer<pb::ReportResponse> {
         use pb::report_request::Message;
-        let open = pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token) };
-        let mut messages = vec![Message::Open(open)];
+        let mut messages = vec![Message::Open(self.opened(token))];
         for chunk in volumes.chunks(10_000) {
             let holdings = pb::Holdings { volume_handles: chunk.to_vec(), container_handles: Vec::new() };
             messages.push(Message::Holdings(holdings));
@@ -448,9 +454,14 @@ impl Gateway {
         #[expect(clippy::disallowed_methods, reason = "the report's end waits for it")]
         let answer = tokio::spawn(async move { Ok(inventory.report(sent).await?.into_inner()) });
         let report = OpenReport { messages, answer };
-        let open = pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token) };
-        report.say(Message::Open(open)).await;
+        report.say(Message::Open(self.opened(token))).await;
         report
+    }
+
+    /// How a report with this token begins.
+    fn opened(&self, token: pb::ReportToken) -> pb::ReportOpen {
+        let worker_life = self.life.clone().unwrap_or_else(|| token.store_life.clone());
+        pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token), worker_life }
     }
 
     pub(crate) async fn report_with(

@@ -22,7 +22,6 @@ on_both_databases! {
     a_mark_is_streamed_when_it_comes,
     what_is_reported_although_it_was_handed_out_is_streamed_again,
     a_store_that_comes_back_knows_everything,
-    a_restored_store_begins_a_new_life,
 }
 
 async fn only_what_the_scheduler_signed_is_believed(database: TestDatabase) {
@@ -280,16 +279,5 @@ async fn a_store_that_comes_back_knows_everything(database: TestDatabase) {
         again.report_with(token, std::slice::from_ref(&replica), &[]).await.expect("the same life");
     assert_eq!((reported.forgotten, reported.lost), (1, 0));
     assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 1);
-    suite.stop().await;
-}
-
-async fn a_restored_store_begins_a_new_life(database: TestDatabase) {
-    let suite = Suite::start(database).await;
-    let gateway = suite.gateway().await;
-    let token = gateway.begin_report().await.expect("begun");
-    let suite = Suite::start_with(suite.stop().await, |config| config.restored = true).await;
-    let again = suite.silent_gateway(gateway.worker, 1, 1);
-    assert_refused(again.report_with(token, &[], &[]).await, Reason::StaleReport);
-    again.report(&[], &[]).await.expect("reported");
     suite.stop().await;
 }

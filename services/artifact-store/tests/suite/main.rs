@@ -15,6 +15,7 @@ mod queries;
 mod races;
 mod reports;
 mod restarts;
+mod set_aside;
 mod tables;
 mod trust;
 mod why;

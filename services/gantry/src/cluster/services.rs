@@ -36,6 +36,11 @@ pub(super) async fn start(
         gc_grace: args.gc_grace,
         ..artifact_store::Config::new(paths.database("artifact-store"), keys)
     };
+    if args.restored {
+        let begun = artifact_store::restored(&store.database).await;
+        let life = begun.map_err(|error| of_other_build(error, paths))?;
+        tracing::info!(store.life = %life, "the artifact store begins a new life");
+    }
     artifact_store::start(store, host).await.map_err(|error| of_other_build(error, paths))?;
     let streamer =
         streamer::Config { scheduler: endpoint.clone(), artifact_store: endpoint.clone(), token: None };

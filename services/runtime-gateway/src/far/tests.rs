@@ -56,7 +56,7 @@ fn tree(root: &Path) -> Arc<Manifest> {
 async fn acknowledge(store: &mut Store, volume: VolumeHandle) {
     let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(pb::VolumeCompleteResponse {})).expect("it waits");
+    answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("it waits");
 }
 
 async fn fill(worker: &Arc<Worker>, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> Filling {

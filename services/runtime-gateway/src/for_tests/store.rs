@@ -26,16 +26,25 @@ pub(crate) enum Asked {
     VolumeComplete(pb::VolumeCompleteRequest, Answer<pb::VolumeCompleteResponse>),
     /// The volumes that a worker reported, by the credential.
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
+    DescribeSetAside(pb::DescribeSetAsideRequest, Answer<pb::DescribeSetAsideResponse>),
     ListVolumes(Answer<pb::ListVolumesResponse>),
 }
 
 /// The life that a store begins with.
-pub(crate) const LIFE: &str = "life";
+pub(crate) const LIFE: &str = "0197c1a2-0000-7000-8000-000000000001";
 
 #[derive(Clone)]
 struct Script {
     ask: mpsc::Sender<Asked>,
     life: Arc<Mutex<String>>,
+    said: Arc<Mutex<Said>>,
+}
+
+/// What was said when the last report was begun and opened.
+#[derive(Default)]
+struct Said {
+    begun: Option<pb::BeginReportRequest>,
+    opened: Option<pb::ReportOpen>,
 }
 
 impl Script {
@@ -108,6 +117,28 @@ impl Inventory for Script {
         no_part()
     }
 
+    async fn describe_set_aside(
+        &self,
+        request: Request<pb::DescribeSetAsideRequest>,
+    ) -> Result<Response<pb::DescribeSetAsideResponse>, Status> {
+        self.ask(|answer| Asked::DescribeSetAside(request.into_inner(), answer)).await
+    }
+
+    async fn list_set_aside(
+        &self,
+        _: Request<pb::ListSetAsideRequest>,
+    ) -> Result<Response<pb::ListSetAsideResponse>, Status> {
+        no_part()
+    }
+
+    async fn adopt(&self, _: Request<pb::AdoptRequest>) -> Result<Response<pb::AdoptResponse>, Status> {
+        no_part()
+    }
+
+    async fn purge(&self, _: Request<pb::PurgeRequest>) -> Result<Response<pb::PurgeResponse>, Status> {
+        no_part()
+    }
+
     async fn watch_lost(
         &self,
         _: Request<pb::WatchLostRequest>,
@@ -138,8 +169,9 @@ impl Inventory for Script {
 
     async fn begin_report(
         &self,
-        _: Request<pb::BeginReportRequest>,
+        request: Request<pb::BeginReportRequest>,
     ) -> Result<Response<pb::BeginReportResponse>, Status> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).begun = Some(request.into_inner());
         let token = pb::ReportToken { sequence: 1, store_life: noted(&self.life) };
         Ok(Response::new(pb::BeginReportResponse { token: Some(token) }))
     }
@@ -152,7 +184,10 @@ impl Inventory for Script {
         let (mut credential, mut volumes) = (String::new(), Vec::new());
         while let Some(part) = parts.message().await? {
             match part.message {
-                Some(Part::Open(open)) => credential = open.session_credential,
+                Some(Part::Open(open)) => {
+                    credential.clone_from(&open.session_credential);
+                    self.said.lock().unwrap_or_else(PoisonError::into_inner).opened = Some(open);
+                }
                 Some(Part::Holdings(holdings)) => {
                     volumes.extend(
                         holdings.volume_handles.iter().flat_map(|volume| volume.parse::<VolumeHandle>()),
@@ -192,6 +227,7 @@ pub(crate) struct Store {
     pub(crate) endpoint: String,
     asked: mpsc::Receiver<Asked>,
     life: Arc<Mutex<String>>,
+    said: Arc<Mutex<Said>>,
     served: Served,
 }
 
@@ -199,14 +235,26 @@ impl Store {
     pub(crate) async fn start() -> Self {
         let (ask, asked) = mpsc::channel(64);
         let life = Arc::new(Mutex::new(LIFE.to_owned()));
-        let script = Script { ask, life: life.clone() };
+        let said = Arc::<Mutex<Said>>::default();
+        let script = Script { ask, life: life.clone(), said: said.clone() };
         let served = Served::start(|host| host.add_service(InventoryServer::new(script))).await;
-        Self { endpoint: served.endpoint.clone(), asked, life, served }
+        Self { endpoint: served.endpoint.clone(), asked, life, said, served }
     }
 
     /// From now on it is a store of this life.
     pub(crate) fn begin_life(&self, life: &str) {
         life.clone_into(&mut self.life.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// How the last report was opened.
+    pub(crate) fn opened(&self) -> Option<pb::ReportOpen> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).opened.clone()
+    }
+
+    /// The token that was shown when the last report was begun, if one was.
+    pub(crate) fn last(&self) -> Option<Option<pb::ReportToken>> {
+        let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        said.begun.as_ref().map(|begun| begun.last.clone())
     }
 
     /// What it is asked next.

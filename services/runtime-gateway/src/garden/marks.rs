@@ -19,6 +19,10 @@ pub(super) const SIDECAR: &str = "sidecar";
 
 /// Of the marker volume: the marker.
 pub(super) const MARKER_ID: &str = "gantry.marker";
+/// Of the marker volume: of which life of the artifact store the volumes are.
+pub(super) const STORE: &str = "gantry.store";
+/// Of a volume: the artifact whose bytes it holds.
+pub(super) const ARTIFACT: &str = "gantry.artifact";
 /// Of a volume: its parent.
 pub(super) const PARENT: &str = "gantry.parent";
 /// Of a volume: the one with the image of a resource type that it is a child of.

@@ -5,7 +5,7 @@
 //!                   <handle>.manifest beside it, once its manifest is kept
 //! container handle  a Garden container of that handle, root `raw://<path of a volume>/rootfs`
 //! process           the one process of its container, under the attempt's id
-//! gantry-marker     a volume whose property identifies this life of what the worker holds
+//! gantry-marker     a volume whose properties identify this life of what the worker holds, and that of its artifact store
 //! gantry-certs-…    a volume with the worker's certificates
 //! gantry-image-…    a volume with the image of a resource type that the worker brings along, made when it is first asked for
 //! ```
@@ -46,10 +46,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use concourse::{baggageclaim, garden};
-use domain::worker::{Marker, ResourceType};
-use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use domain::worker::{Marker, ResourceType, StoreMark};
+use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
     ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -245,6 +245,14 @@ impl Runtime for GardenRuntime {
         Ok(Marker { id, boot: format!("garden/{id}") })
     }
 
+    async fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
+        volumes::store_mark(&self.worker.volumes).await
+    }
+
+    async fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError> {
+        volumes::set_store_mark(&self.worker.volumes, mark).await
+    }
+
     async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
         Ok(None)
     }
@@ -263,6 +271,15 @@ impl Runtime for GardenRuntime {
     async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError> {
         self.worker.volume(handle).await?;
         Ok(Contents::Remote(Arc::new(remote::Volume::new(Arc::clone(&self.worker), handle))))
+    }
+
+    async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError> {
+        let _turn = self.worker.locks.lock(handle.uuid()).await;
+        self.worker.note_artifact(handle, artifact).await
+    }
+
+    async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        self.worker.notes(handle).await
     }
 
     async fn make_directories(

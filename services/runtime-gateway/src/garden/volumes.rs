@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use concourse::baggageclaim::{self, Client, Encoding, Error, Strategy, StreamIn, VolumeRequest};
-use domain::{MarkerId, VolumeHandle};
-use runtime::{RuntimeError, VolumeSource};
+use domain::worker::StoreMark;
+use domain::{ArtifactId, MarkerId, VolumeHandle};
+use runtime::{Notes, RuntimeError, VolumeSource};
 use uuid::Uuid;
 
 use crate::locks::held;
@@ -76,6 +77,20 @@ pub(super) async fn make_marker(client: &Client) -> Result<MarkerId, RuntimeErro
     }
     let marker = read().await?.flatten();
     marker.ok_or_else(|| RuntimeError::Other("the worker's marker does not stay".to_owned()))
+}
+
+/// Of which life of the artifact store the volumes of a worker are, as its marker says.
+pub(super) async fn store_mark(client: &Client) -> Result<Option<StoreMark>, RuntimeError> {
+    match client.get(&name(MARKER_VOLUME)?).await {
+        Ok(volume) => Ok(volume.properties.get(marks::STORE).and_then(|mark| mark.parse().ok())),
+        Err(Error::NotFound) => Ok(None),
+        Err(error) => Err(failed("read its marker")(error)),
+    }
+}
+
+pub(super) async fn set_store_mark(client: &Client, mark: StoreMark) -> Result<(), RuntimeError> {
+    let set = client.set_property(&name(MARKER_VOLUME)?, marks::STORE, &mark.to_string()).await;
+    set.map_err(failed("set its marker"))
 }
 
 /// A volume with what is at `path` on the worker, made unless there is one.
@@ -188,6 +203,23 @@ impl Worker {
             }
             (Err(error), _) => Err(refusals::volume("make a volume", handle, error)),
         }
+    }
+
+    pub(super) async fn note_artifact(
+        &self,
+        handle: VolumeHandle,
+        artifact: ArtifactId,
+    ) -> Result<(), RuntimeError> {
+        let (volume, artifact) = (name(handle.to_string())?, artifact.to_string());
+        let set = self.volumes.set_property(&volume, marks::ARTIFACT, &artifact).await;
+        set.map_err(|error| refusals::volume("note whose a volume is", handle, error))
+    }
+
+    pub(super) async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        let properties = self.volume(handle).await?.properties;
+        let parent = properties.get(marks::PARENT).and_then(|parent| parent.parse().ok());
+        let artifact = properties.get(marks::ARTIFACT).and_then(|artifact| artifact.parse().ok());
+        Ok(Notes { parent, artifact })
     }
 
     /// The volume with the image that the worker brings along for a resource type.

@@ -3,10 +3,11 @@
 //! Everything is kept below one state directory, which one runtime at a time may hold:
 //!
 //! ```text
-//! lock  marker
+//! lock  marker  store-mark
 //! volumes/<handle>/contents            what is in it, or where it is mounted
 //!                 /upper work parent   a copy-on-write child
 //!                 /taken               its contents were a directory of another
+//!                 /artifact            whose bytes it holds
 //! containers/<handle>/container.json   what it is
 //!                    /upper work       what it wrote to its root
 //!                    /run              where its supervisor mounts
@@ -51,11 +52,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use domain::worker::Marker;
+use domain::worker::{Marker, StoreMark};
 use domain::workload::Limits;
-use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
+use domain::{ArtifactId, AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
     ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 
@@ -339,6 +340,18 @@ impl Host {
         Ok(host)
     }
 
+    /// Of which life of the artifact store the volumes are, as it stands beside the marker.
+    fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
+        let path = self.config.state_dir.join(STORE_MARK);
+        let found = files::read_if_there(&path).map_err(at("read", &path))?;
+        Ok(found.and_then(|text| String::from_utf8(text).ok()?.parse().ok()))
+    }
+
+    fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError> {
+        let path = self.config.state_dir.join(STORE_MARK);
+        files::write_durably(&path, format!("{mark}\n").as_bytes()).map_err(at("write", &path))
+    }
+
     /// What is hidden from containers because it is ours, or because the operator says so.
     fn hidden(&self) -> Vec<PathBuf> {
         let own = [&self.config.state_dir, &self.config.runtime_dir];
@@ -365,6 +378,9 @@ fn disk(path: &Path) -> Result<Disk, RuntimeError> {
         free_bytes: found.f_bavail.saturating_mul(found.f_frsize),
     })
 }
+
+/// What stands beside the marker of the state directory.
+const STORE_MARK: &str = "store-mark";
 
 /// The marker of the state directory.
 fn find_marker(state_dir: &Path) -> Result<Option<MarkerId>, RuntimeError> {
@@ -394,6 +410,20 @@ impl Runtime for HostRuntime {
         Ok(Marker { id: self.host.marker, boot: self.host.boot.clone() })
     }
 
+    async fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || host.store_mark()).await
+    }
+
+    async fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || {
+            host.hold.check()?;
+            host.set_store_mark(mark)
+        })
+        .await
+    }
+
     async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
         let path = &self.host.config.state_dir;
         disk(path).map(Some)
@@ -420,6 +450,25 @@ impl Runtime for HostRuntime {
         blocking(move || {
             let _turn = turn;
             host.volumes.directory(handle).map(Contents::Directory)
+        })
+        .await
+    }
+
+    async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            host.volumes.note_artifact(handle, artifact)
+        })
+        .await
+    }
+
+    async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.volumes.notes(handle)
         })
         .await
     }

@@ -15,8 +15,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use domain::VolumeHandle;
-use runtime::{RuntimeError, VolumeSource};
+use domain::{ArtifactId, VolumeHandle};
+use runtime::{Notes, RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
 
@@ -193,6 +193,29 @@ impl Volumes {
         let parent = String::from_utf8(text).ok().and_then(|text| text.parse().ok());
         // Written before the volume had its name; only a crash of the machine can have cut it.
         parent.map(Some).ok_or_else(|| RuntimeError::Other(format!("{} names no volume", path.display())))
+    }
+
+    /// Notes whose bytes a volume holds, beside them.
+    pub(super) fn note_artifact(
+        &self,
+        handle: VolumeHandle,
+        artifact: ArtifactId,
+    ) -> Result<(), RuntimeError> {
+        let path = self.existing(handle)?.join("artifact");
+        fs::write(&path, artifact.to_string()).map_err(at("write", &path))
+    }
+
+    pub(super) fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        let path = self.existing(handle)?.join("artifact");
+        let artifact = files::read_if_there(&path).map_err(at("read", &path))?;
+        let artifact = artifact.and_then(|text| String::from_utf8(text).ok()?.parse().ok());
+        Ok(Notes { parent: self.parent(handle)?, artifact })
+    }
+
+    fn existing(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        let volume = self.volume(handle);
+        let exists = files::exists(&volume).map_err(at("look for", &volume))?;
+        exists.then_some(volume).ok_or(RuntimeError::VolumeNotFound(handle))
     }
 
     pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {

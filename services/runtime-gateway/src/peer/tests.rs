@@ -165,7 +165,7 @@ async fn acknowledge(store: &tokio::sync::Mutex<Store>, volume: VolumeHandle) {
         panic!("something else")
     };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(artifacts::VolumeCompleteResponse {})).expect("it waits");
+    answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("it waits");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

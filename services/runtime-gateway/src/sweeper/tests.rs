@@ -66,38 +66,105 @@ async fn so_many_containers_are_destroyed_at_once_and_volumes_one_after_the_othe
     assert_eq!(machine.faults.destroys().borrow().most, 1, "children go before their parents");
 }
 
+/// Answers the next report, which must name all that is there. Where the store knows it, or has set it aside, nothing is unknown.
+async fn answer_report(
+    store: &mut Store,
+    machine: &Arc<FakeWorker>,
+    response: pb::ReportResponse,
+) -> pb::ReportOpen {
+    let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+    assert_eq!(volumes, machine.runtime().list().await.expect("listed").volumes);
+    answer.send(Ok(response)).expect("it waits");
+    store.opened().expect("it was opened")
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_store_of_another_life_does_not_know_is_left_alone() {
+async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_life_is_learned() {
+    const OTHER: &str = "0197c1a2-0000-7000-8000-000000000002";
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
     let volume = machine.volume("made before the backup was restored").await;
     let container = container(&machine).await;
-    // The first one is the store that it belongs to; then comes one that came out of a backup, for good; and the first one again.
-    for (life, knows_it, stays) in [
-        (LIFE, true, true),
-        ("out of a backup", false, true),
-        ("out of a backup", false, true),
-        (LIFE, false, false),
+    let unknown = pb::ReportResponse {
+        unknown_volume_handles: vec![volume.to_string()],
+        unknown_container_handles: vec![container.to_string()],
+        ..pb::ReportResponse::default()
+    };
+    let aside = pb::ReportResponse { set_aside: 2, ..pb::ReportResponse::default() };
+    // The store that the worker belongs to; one that came out of a backup, and first says what no store says; and again, as it should.
+    for (life, response, before, after) in [
+        (LIFE, pb::ReportResponse::default(), "", LIFE),
+        (OTHER, unknown.clone(), LIFE, LIFE),
+        (OTHER, aside.clone(), LIFE, OTHER),
+        (OTHER, aside, OTHER, OTHER),
     ] {
         store.begin_life(life);
         let session = session("credential");
-        let (reported, ()) = tokio::join!(report(&worker, &session), async {
-            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
-            assert_eq!(volumes, [volume]);
-            let unknown = |handle: String| if knows_it { Vec::new() } else { vec![handle] };
-            let response = pb::ReportResponse {
-                unknown_volume_handles: unknown(volume.to_string()),
-                unknown_container_handles: unknown(container.to_string()),
-                ..pb::ReportResponse::default()
+        let (reported, opened) =
+            tokio::join!(report(&worker, &session), answer_report(&mut store, &machine, response));
+        reported.expect("reported");
+        assert_eq!(opened.worker_life, before, "{life}");
+        let last = store.last().expect("it was begun");
+        assert_eq!(last.map(|last| last.store_life).unwrap_or_default(), before, "the last token is shown");
+        let mark = machine.runtime().store_mark().await.expect("a mark").expect("kept");
+        assert_eq!(mark.life.to_string(), after, "{life}");
+        let left = machine.runtime().list().await.expect("listed");
+        assert_eq!((&left.volumes[..], &left.containers[..]), (&[volume][..], &[container][..]));
+    }
+    // From now on what is unknown is garbage as ever.
+    let session = session("credential");
+    let (reported, _) = tokio::join!(report(&worker, &session), answer_report(&mut store, &machine, unknown));
+    reported.expect("reported");
+    assert_eq!(machine.runtime().list().await.expect("listed"), Holdings::default());
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
+    for machine in [FakeWorker::near(), FakeWorker::far()] {
+        let mut store = Store::start().await;
+        let worker = machine.attended(NOBODY, &store.endpoint);
+        let (complete, artifact) = (machine.volume("complete").await, domain::ArtifactId::new());
+        let runtime = machine.runtime();
+        let manifest = worker.trees.scan(&*runtime, complete, "main").await.expect("scanned");
+        runtime.note_artifact(complete, artifact).await.expect("noted");
+        let child = VolumeHandle::new();
+        let source = runtime::VolumeSource::CopyOnWrite { parent: complete };
+        runtime.create_volume(child, source).await.expect("made");
+        let gone = VolumeHandle::new();
+        let response = pb::ReportResponse {
+            set_aside: 2,
+            undescribed_volume_handles: [complete, gone, child].map(|volume| volume.to_string()).to_vec(),
+            ..pb::ReportResponse::default()
+        };
+        let session = session("credential");
+        let (reported, described) = tokio::join!(report(&worker, &session), async {
+            answer_report(&mut store, &machine, response).await;
+            let Asked::DescribeSetAside(described, answer) = store.asked().await else {
+                panic!("nothing said")
             };
-            answer.send(Ok(response)).expect("it waits");
+            answer.send(Ok(pb::DescribeSetAsideResponse {})).expect("it waits");
+            described
         });
         reported.expect("reported");
-        let left = machine.runtime().list().await.expect("listed");
-        assert_eq!((left.volumes == [volume], left.containers == [container]), (stays, stays), "{life}");
+        let complete = pb::VolumeDescription {
+            volume_handle: complete.to_string(),
+            parent_handle: String::new(),
+            team: "main".to_owned(),
+            artifact_id: artifact.to_string(),
+            digest: manifest.tree_digest().as_bytes().to_vec().into(),
+            size_bytes: manifest.size_bytes(),
+        };
+        let child = pb::VolumeDescription {
+            volume_handle: child.to_string(),
+            parent_handle: complete.volume_handle.clone(),
+            ..pb::VolumeDescription::default()
+        };
+        assert_eq!(described.session_credential, "credential");
+        assert_eq!(described.volumes, [complete, child]);
+        store.end().await;
     }
-    store.end().await;
 }
 
 /// A worker with a volume that does not hold what the store says.

@@ -439,7 +439,7 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
         std::fs::write(machine.path(volume).join(file), "line\nline\n").expect("write");
         let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
         assert_eq!(request.volume_handle, attempt.volumes["output/out"].to_string());
-        answer.send(Ok(artifacts::VolumeCompleteResponse {})).expect("it waits");
+        answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("it waits");
         let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
         assert_eq!(finish.failure, None);
         assert_eq!(finish.exit, Some(rpc::exit(domain::workload::Exit::Code(7))));

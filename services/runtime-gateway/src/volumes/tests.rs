@@ -86,7 +86,10 @@ async fn what_a_killed_gateway_had_whole_is_told_again_and_not_written_again() {
     let filling = begin(&worker, volume, &wanted).await.expect("the same again");
     assert_eq!(filling.missing_bytes(), 0);
     let (committed, ()) = tokio::join!(filling.commit(&worker), async {
-        completed(&mut store, volume).await.send(Ok(pb::VolumeCompleteResponse {})).expect("it waits");
+        completed(&mut store, volume)
+            .await
+            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .expect("it waits");
     });
     committed.expect("the store has heard");
     assert_eq!(machine.read(volume), "CONTENTS", "it was not touched");
@@ -110,7 +113,10 @@ async fn the_store_hears_nothing_of_a_volume_whose_manifest_cannot_be_kept() {
     let filling = fill(&worker, volume, &wanted, "contents").await;
     let (committed, ()) = tokio::join!(filling.commit(&worker), async {
         // The first that it hears.
-        completed(&mut store, volume).await.send(Ok(pb::VolumeCompleteResponse {})).expect("it waits");
+        completed(&mut store, volume)
+            .await
+            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .expect("it waits");
     });
     committed.expect("the store has heard");
     store.end().await;

@@ -79,7 +79,7 @@ impl Place {
         let session_credential = signer().sign(&claims);
         let (mut replicas, mut inventory) =
             (ReplicasClient::new(self.peer()), InventoryClient::new(self.peer()));
-        let begin = store::BeginReportRequest { session_credential: session_credential.clone() };
+        let begin = store::BeginReportRequest { session_credential: session_credential.clone(), last: None };
         inventory.begin_report(begin).await?;
         let (artifact, digest, team) = (ArtifactId::new(), vec![7; 32], "main".to_owned());
         let create = store::CreateArtifactRequest {

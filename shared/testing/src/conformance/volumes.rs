@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use domain::VolumeHandle;
-use runtime::{Contents, RuntimeError, VolumeSource};
+use domain::worker::StoreMark;
+use domain::{ArtifactId, StoreLife, VolumeHandle};
+use runtime::{Contents, Notes, RuntimeError, VolumeSource};
 
 use super::{RuntimeExt, Subject, get, is_directory, put, volumes};
 
@@ -75,6 +76,40 @@ pub async fn manifests_are_kept(mut subject: impl Subject) {
     runtime.destroy_volume(volume).await.expect("destroy");
     runtime.create_volume(volume, VolumeSource::Empty).await.expect("make another of this name");
     assert_eq!(remote.kept_manifest().await.expect("none"), None);
+}
+
+/// Of which life of the artifact store the volumes are, and whose each of them is, survives the gateway.
+pub async fn what_a_store_must_know_again_is_kept(mut subject: impl Subject) {
+    let runtime = subject.runtime();
+    assert_eq!(runtime.store_mark().await.expect("none yet"), None);
+    let mut mark = StoreMark { life: StoreLife::new(), sequence: 1 };
+    runtime.set_store_mark(mark).await.expect("keep");
+    let marker = runtime.marker().await.expect("a marker");
+    let (parent, artifact) = (runtime.volume().await, ArtifactId::new());
+    let child = runtime.child(parent).await;
+    runtime.note_artifact(parent, ArtifactId::new()).await.expect("note");
+    runtime.note_artifact(parent, artifact).await.expect("note another");
+    mark = StoreMark { life: StoreLife::new(), sequence: u64::MAX };
+    runtime.set_store_mark(mark).await.expect("keep another");
+    drop(runtime);
+    subject.reopen().await;
+    let runtime = subject.runtime();
+    assert_eq!(runtime.store_mark().await.expect("kept"), Some(mark));
+    assert_eq!(runtime.marker().await.expect("a marker").id, marker.id);
+    let notes = runtime.notes(parent).await.expect("notes");
+    assert_eq!(notes, Notes { parent: None, artifact: Some(artifact) });
+    // A child that needs its parent says so; what was made from it holds other bytes soon.
+    let notes = runtime.notes(child).await.expect("notes");
+    assert!(notes.artifact.is_none() && notes.parent.is_none_or(|found| found == parent), "{notes:?}");
+    let kept = runtime.destroy_volume(parent).await;
+    assert_eq!(matches!(kept, Err(RuntimeError::HasChildren(_))), notes.parent.is_some(), "{kept:?}");
+    let missing = VolumeHandle::new();
+    for missed in [runtime.note_artifact(missing, artifact).await, runtime.notes(missing).await.map(|_| ())] {
+        assert!(
+            matches!(missed, Err(RuntimeError::VolumeNotFound(handle)) if handle == missing),
+            "{missed:?}"
+        );
+    }
 }
 
 /// A child, and a child of a child, see what was there before them and change nothing of it.

@@ -22,10 +22,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use domain::worker::Marker;
-use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
+use domain::worker::{Marker, StoreMark};
+use domain::{ArtifactId, AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Offsets, ProcessSpec,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
     ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use tempfile::TempDir;
@@ -62,6 +62,7 @@ const FEATURES: [&str; 10] = [
 /// What it holds.
 struct State {
     boot: u32,
+    store: Option<StoreMark>,
     volumes: BTreeMap<VolumeHandle, Volume>,
     containers: BTreeMap<ContainerHandle, Arc<Container>>,
     processes: BTreeMap<AttemptId, (ContainerHandle, Arc<Process>)>,
@@ -110,6 +111,7 @@ impl FakeWorker {
         };
         let state = State {
             boot: 1,
+            store: None,
             volumes: BTreeMap::new(),
             containers: BTreeMap::new(),
             processes: BTreeMap::new(),
@@ -288,6 +290,17 @@ impl Runtime for FakeRuntime {
         Ok(Marker { id: self.worker.marker, boot: format!("boot {}", self.worker.state().boot) })
     }
 
+    async fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
+        self.worker.faults.reach()?;
+        Ok(self.worker.state().store)
+    }
+
+    async fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError> {
+        self.worker.faults.reach()?;
+        self.worker.state().store = Some(mark);
+        Ok(())
+    }
+
     async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
         self.worker.faults.reach()?;
         Ok(Some(Disk { total_bytes: 100 << 30, free_bytes: 50 << 30 }))
@@ -313,6 +326,22 @@ impl Runtime for FakeRuntime {
             return Ok(Contents::Directory(path));
         }
         Ok(Contents::Remote(Arc::new(far::Tarred { handle, path, kept })))
+    }
+
+    async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError> {
+        self.worker.faults.reach()?;
+        let mut state = self.worker.state();
+        let found = state.volumes.get_mut(&handle).filter(|volume| volume.made);
+        found.ok_or(RuntimeError::VolumeNotFound(handle))?.artifact = Some(artifact);
+        Ok(())
+    }
+
+    async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        self.worker.faults.reach()?;
+        let state = self.worker.state();
+        let found = state.volumes.get(&handle).filter(|volume| volume.made);
+        let found = found.ok_or(RuntimeError::VolumeNotFound(handle))?;
+        Ok(Notes { parent: found.parent, artifact: found.artifact })
     }
 
     async fn make_directories(

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Component, Path};
 
-use domain::VolumeHandle;
+use domain::{ArtifactId, VolumeHandle};
 use runtime::{RuntimeError, VolumeSource};
 use rustix::fs::OFlags;
 
@@ -17,6 +17,7 @@ pub(super) struct Volume {
     /// It is no volume before that, and occupies the worker all the same.
     pub(super) made: bool,
     pub(super) parent: Option<VolumeHandle>,
+    pub(super) artifact: Option<ArtifactId>,
     /// Its contents were the directory of another.
     taken: bool,
 }
@@ -80,7 +81,12 @@ impl FakeWorker {
             if let Some(parent) = parent.filter(|parent| !state.is_made(*parent)) {
                 return Err(RuntimeError::VolumeNotFound(parent));
             }
-            state.volumes.entry(handle).or_insert(Volume { made: false, parent, taken: false });
+            state.volumes.entry(handle).or_insert(Volume {
+                made: false,
+                parent,
+                artifact: None,
+                taken: false,
+            });
         }
         self.faults.volumes.open().await;
         let (new, path) = (tempfile::tempdir_in(self.directory("new")), self.path(handle));

@@ -2,6 +2,7 @@
 
 mod caches;
 mod disposal;
+mod set_aside;
 
 use std::time::Duration;
 
@@ -139,6 +140,7 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
     calls.push(call("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []));
+    calls.extend(set_aside::calls(&world).await);
     // The last: some of these end what the others are about.
     calls.extend(disposal::calls(&world));
     calls
@@ -548,6 +550,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
         Message::Open(pb::ReportOpen {
             session_credential: reporter.credential.clone(),
             token: Some(token.clone()),
+            worker_life: token.store_life.clone(),
         }),
         Message::Holdings(pb::Holdings {
             volume_handles: vec![WorkloadId::new().to_string()],
@@ -556,7 +559,8 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
         Message::Commit(pb::ReportCommit { count: 2 }),
     ];
     let report = whole.map(|message| pb::ReportRequest { message: Some(message) });
-    let begin = pb::BeginReportRequest { session_credential: session_credential.clone() };
+    let last = Some(pb::ReportToken { sequence: 1, ..token.clone() });
+    let begin = pb::BeginReportRequest { session_credential: session_credential.clone(), last };
     let watch = pb::WatchDestroyingRequest { session_credential };
     vec![
         call(
@@ -628,7 +632,15 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                 choice("verification"),
             ],
         ),
-        call("Inventory.BeginReport", [begin], [credential("session_credential", world.suite, &world.here)]),
+        call(
+            "Inventory.BeginReport",
+            [begin],
+            [
+                credential("session_credential", world.suite, &world.here),
+                invalid("last.sequence", "absurd", Value::U64(u64::MAX), "last.sequence"),
+                id("last.store_life"),
+            ],
+        ),
         call(
             "Inventory.WatchDestroying",
             [watch],
@@ -640,12 +652,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
             [
                 credential("open.session_credential", world.suite, &reporter),
                 vec![cleared("open.token", "open.token")],
-                change(
-                    "open.token.sequence",
-                    "absurd",
-                    Value::U64(u64::MAX),
-                    Expected::Refused(StaleReport, String::new()),
-                ),
+                invalid("open.token.sequence", "absurd", Value::U64(u64::MAX), "open.token.sequence"),
                 change(
                     "open.token.sequence",
                     "that was not minted yet",
@@ -654,6 +661,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                 ),
                 id("open.token.store_life"),
                 but("open.token.store_life", "of another store", WorkloadId::new(), StaleReport),
+                malformed("open.worker_life"),
                 malformed("holdings.volume_handles"),
                 malformed("holdings.container_handles"),
                 change(

@@ -1,0 +1,59 @@
+//! The life of this database: what handles may be unknown because it came out of a backup.
+//!
+//! It is minted with the database. A copy that is restored has the life that the original had; whoever restores it says so ([`restored`]),
+//! and it begins another. Where nobody says so, a worker may prove it ([`crate::report::begin`]).
+//!
+//! It is read in the transaction that goes by it, so that all replicas of the store have the same.
+
+use domain::StoreLife;
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
+};
+
+use crate::entity::store;
+use crate::migrations::Schema;
+
+/// The one row.
+const ROW: i64 = 1;
+
+/// Mints the life of a new database. One that has a life keeps it.
+pub(crate) async fn mint(txn: &DatabaseTransaction) -> Result<(), DbErr> {
+    let fresh = store::ActiveModel { id: Set(ROW), life: Set(StoreLife::new().uuid()), ..Default::default() };
+    store::Entity::insert(fresh)
+        .on_conflict_do_nothing_on([store::Column::Id])
+        .exec_without_returning(txn)
+        .await
+        .map(|_| ())
+}
+
+/// The life of this database.
+pub(crate) async fn current(conn: &impl ConnectionTrait) -> Result<StoreLife, DbErr> {
+    let row = store::Entity::find_by_id(ROW).one(conn).await?;
+    let row = row.ok_or_else(|| DbErr::RecordNotFound("the life of the store".to_owned()))?;
+    Ok(StoreLife::from_uuid(row.life))
+}
+
+/// Ends the life `old`, and answers the one that follows it. Of all who end one, the first begins the next.
+pub(crate) async fn begin_after(txn: &DatabaseTransaction, old: StoreLife) -> Result<StoreLife, DbErr> {
+    store::Entity::update_many()
+        .col_expr(store::Column::Life, Expr::value(StoreLife::new().uuid()))
+        .filter(store::Column::Id.eq(ROW))
+        .filter(store::Column::Life.eq(old.uuid()))
+        .exec(txn)
+        .await?;
+    current(txn).await
+}
+
+/// Begins a new life of a database that was restored from a backup, and answers it.
+pub async fn restored(database: &db::Settings) -> anyhow::Result<StoreLife> {
+    let db = db::Database::open::<Schema>(database).await?;
+    let life = db
+        .write(|txn| async move {
+            mint(&txn).await?;
+            let old = current(&*txn).await?;
+            begin_after(&txn, old).await
+        })
+        .await?;
+    Ok(life)
+}

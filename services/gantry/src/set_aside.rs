@@ -1,0 +1,157 @@
+//! `gantry list … --set-aside`, `gantry adopt` and `gantry purge`: what becomes of what a store out of a backup does not know.
+
+use anyhow::bail;
+use futures::TryStreamExt;
+use rpc::pb::artifacts::{
+    AdoptRequest, Artifact, ListSetAsideRequest, PurgeRequest, PurgeResponse, SetAside, adopt_request::KeptBy,
+};
+use serde_json::json;
+
+use crate::args::{AdoptArgs, Kind, PurgeArgs};
+use crate::connect::{Connection, repeat};
+use crate::list::{pages, table, worker};
+use crate::stdout::{print, print_json};
+use crate::table::{bytes, count, duration, plain};
+use crate::{json, words};
+
+/// How many handles one call names.
+const AT_ONCE: usize = 1000;
+
+/// `gantry list volumes --set-aside`, and of containers.
+pub(crate) async fn list(
+    connection: &Connection,
+    kind: Kind,
+    limit: usize,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let of_kind = |one: &SetAside| one.volume_handle.is_empty() == (kind == Kind::Containers);
+    let aside = all(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
+    table(aside, limit, as_json, json::set_aside, HEADERS, row).await
+}
+
+fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item = anyhow::Result<SetAside>> {
+    pages(async move |page_token| {
+        let request = ListSetAsideRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
+        let client = connection.inventory();
+        let doing = "cannot list what is set aside";
+        let page = repeat(doing, async || client.clone().list_set_aside(request.clone()).await);
+        page.await.map(|page| (page.set_aside, page.next_page_token))
+    })
+}
+
+const HEADERS: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
+
+fn row(one: &SetAside) -> Vec<String> {
+    let known = one.description.clone().unwrap_or_default();
+    vec![
+        handle(one).to_owned(),
+        one.worker_id.clone(),
+        words::ago(one.first_seen_at.as_ref()),
+        words::size(known.size_bytes),
+        plain(&known.team, 30),
+        known.artifact_id,
+        if known.digest.is_empty() { "no".to_owned() } else { "yes".to_owned() },
+    ]
+}
+
+fn handle(one: &SetAside) -> &str {
+    if one.volume_handle.is_empty() { &one.container_handle } else { &one.volume_handle }
+}
+
+/// `gantry adopt`
+pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bool) -> anyhow::Result<()> {
+    let request = AdoptRequest {
+        team: connection.team.clone(),
+        volume_handle: args.volume.to_string(),
+        worker_id: String::new(),
+        artifact_id: args.artifact.map(|artifact| artifact.to_string()).unwrap_or_default(),
+        kept_by: Some(match args.build {
+            Some(build) => KeptBy::BuildId(build.to_string()),
+            None => KeptBy::Keep(rpc::duration(args.keep)),
+        }),
+    };
+    let client = connection.inventory();
+    let doing = format!("cannot adopt volume {}", args.volume);
+    let response = repeat(&doing, async || client.clone().adopt(request.clone()).await).await?;
+    let artifact = response.artifact.unwrap_or_default();
+    if as_json {
+        return print_json(&json::artifact(&artifact));
+    }
+    print(&adopted(&artifact, args))
+}
+
+fn adopted(artifact: &Artifact, args: &AdoptArgs) -> String {
+    let kept = match args.build {
+        Some(build) => format!("kept by build {build}"),
+        None => format!("kept for {} at least", duration(args.keep)),
+    };
+    let id = &artifact.artifact_id;
+    format!("volume {} holds artifact {id}: {}, {kept}\n", args.volume, bytes(artifact.size_bytes))
+}
+
+/// `gantry purge`
+pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bool) -> anyhow::Result<()> {
+    let worker_id = match &args.worker {
+        Some(name) => worker(connection, name).await?.worker_id,
+        None => String::new(),
+    };
+    let handles = if args.all {
+        let all = all(connection, worker_id.clone()).map_ok(|one| handle(&one).to_owned());
+        all.try_collect().await?
+    } else {
+        args.handles.clone()
+    };
+    if handles.is_empty() && !args.all {
+        bail!("name what to purge, or say --all; see `gantry list volumes --set-aside`");
+    }
+    let mut purged = PurgeResponse::default();
+    for some in handles.chunks(AT_ONCE) {
+        let request = PurgeRequest { handles: some.to_vec(), worker_id: worker_id.clone() };
+        let client = connection.inventory();
+        let doing = "cannot purge what is set aside";
+        let response = repeat(doing, async || client.clone().purge(request.clone()).await).await?;
+        purged.volumes += response.volumes;
+        purged.containers += response.containers;
+    }
+    if as_json {
+        return print_json(&json!({ "volumes": purged.volumes, "containers": purged.containers }));
+    }
+    print(&format!("{}\n", summary(&purged)))
+}
+
+fn summary(purged: &PurgeResponse) -> String {
+    let PurgeResponse { volumes, containers } = *purged;
+    format!("{} and {} are garbage now", count(volumes, "volume"), count(containers, "container"))
+}
+
+#[cfg(test)]
+mod tests {
+    use domain::{ArtifactId, VolumeHandle};
+    use rpc::pb::artifacts::VolumeDescription;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_row_says_whether_a_volume_can_be_adopted() {
+        let mut one = SetAside { container_handle: "7".to_owned(), ..SetAside::default() };
+        assert_eq!((row(&one).len(), row(&one)[0].as_str()), (HEADERS.len(), "7"));
+        assert_eq!(row(&one).last().map(String::as_str), Some("no"));
+        one.volume_handle = "8".to_owned();
+        let description = VolumeDescription { digest: vec![1; 32].into(), ..Default::default() };
+        one.description = Some(description);
+        assert_eq!((row(&one)[0].as_str(), row(&one).last().map(String::as_str)), ("8", Some("yes")));
+    }
+
+    #[test]
+    fn what_was_done_is_said() {
+        let purged = PurgeResponse { volumes: 1, containers: 2 };
+        assert_eq!(summary(&purged), "1 volume and 2 containers are garbage now");
+        let volume = VolumeHandle::new();
+        let artifact = Artifact { artifact_id: ArtifactId::new().to_string(), ..Artifact::default() };
+        let args = AdoptArgs { volume, artifact: None, build: None, keep: Duration::from_secs(5400) };
+        let id = &artifact.artifact_id;
+        let said = format!("volume {volume} holds artifact {id}: 0 B, kept for 90 min at least\n");
+        assert_eq!(adopted(&artifact, &args), said);
+    }
+}
