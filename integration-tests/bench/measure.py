@@ -17,10 +17,14 @@ def timed(action, runs, before=lambda: None):
     return figures
 
 
+def in_words(ratio):
+    return f"{ratio:.2f} ×" if ratio > 0.1 else f"{ratio:.3f} ×"
+
+
 def row(name, figures, reference=None, unit="ms"):
     median = statistics.median(figures)
     digits = 1 if median < 100 else 0
-    ratio = f"{median / statistics.median(reference):.2f} ×" if reference else ""
+    ratio = in_words(median / statistics.median(reference)) if reference else ""
     cells = [name, f"{median:.{digits}f} {unit}", f"{min(figures):.{digits}f} – {max(figures):.{digits}f}", ratio]
     line = "| " + " | ".join(cells) + " |"
     print(line, flush=True)
