@@ -100,7 +100,7 @@ impl server::Program for Arguments {
 
     fn commands() -> Vec<clap::Command> {
         let restored = clap::Command::new(RESTORED)
-            .about("Say that the database was restored from a backup: what workers made since is set aside, and not swept. Before the first start");
+            .about("Say that the database was restored from a backup, before it is started: what workers made since is set aside, and not swept");
         vec![db::DatabaseArgs::augment_args(restored)]
     }
 

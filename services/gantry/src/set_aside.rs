@@ -5,7 +5,6 @@ use futures::TryStreamExt;
 use rpc::pb::artifacts::{
     AdoptRequest, Artifact, ListSetAsideRequest, PurgeRequest, PurgeResponse, SetAside, adopt_request::KeptBy,
 };
-use serde_json::json;
 
 use crate::args::{AdoptArgs, Kind, PurgeArgs};
 use crate::connect::{Connection, repeat};
@@ -114,7 +113,9 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         purged.containers += response.containers;
     }
     if as_json {
-        return print_json(&json!({ "volumes": purged.volumes, "containers": purged.containers }));
+        return print_json(
+            &serde_json::json!({ "volumes": purged.volumes, "containers": purged.containers }),
+        );
     }
     print(&format!("{}\n", summary(&purged)))
 }

@@ -211,8 +211,13 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
         );
         return Ok(());
     }
-    if !is_same {
-        tracing::warn!(store.life = %now.life, set_aside = answer.set_aside, "the worker belongs to a new life of the artifact store");
+    if let Some(before) = mark.filter(|_| !is_same) {
+        tracing::warn!(
+            store.life = %now.life,
+            store.ended_life = %before.life,
+            set_aside = answer.set_aside,
+            "the artifact store came out of a backup: from now on the worker belongs to its new life"
+        );
     }
     worker.runtime.set_store_mark(now).await?;
     describe(worker, session, &parse(&answer.undescribed_volume_handles)?).await?;

@@ -167,9 +167,16 @@ async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
     }
 }
 
+/// The volumes of a worker are of the life that a store begins with.
+async fn belongs_to_the_store(machine: &Arc<FakeWorker>) {
+    let mark = StoreMark { life: LIFE.parse().expect("a life"), sequence: 1 };
+    machine.runtime().set_store_mark(mark).await.expect("kept");
+}
+
 /// A worker with a volume that does not hold what the store says.
 async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, Arc<Worker>, VolumeHandle) {
     let machine = FakeWorker::near();
+    belongs_to_the_store(&machine).await;
     let worker = machine.attended(NOBODY, &store.endpoint);
     let damaged = machine.volume("not what it should be").await;
     worker
@@ -212,6 +219,7 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
 async fn what_is_held_stays_though_the_store_does_not_know_it() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
+    belongs_to_the_store(&machine).await;
     let (held, free) = (machine.holding(NOBODY, &store.endpoint), machine.attended(NOBODY, &store.endpoint));
     let unknown = machine.volume("unknown").await;
     for (worker, stays) in [(held, true), (free, false)] {

@@ -1,0 +1,146 @@
+//! A backup of the artifact store is restored: what was made since is set aside, survives, and is adopted or purged.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+
+use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+use serde_json::Value;
+
+/// The cluster's database, and what may be beside it.
+const FILES: [&str; 3] = ["artifact-store.db", "artifact-store.db-wal", "artifact-store.db-shm"];
+
+fn json<const N: usize>(cluster: &Cluster, line: [&str; N]) -> Value {
+    let said = cluster.succeed(line.iter().chain(&["--json"]));
+    serde_json::from_slice(said.trim_ascii()).expect("JSON")
+}
+
+fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
+    String::from_utf8(cluster.succeed(line)).expect("text")
+}
+
+/// What is set aside, one object a line.
+fn aside(cluster: &Cluster, kind: &str) -> Vec<Value> {
+    let said = cluster.succeed(["list", kind, "--set-aside", "--json"]);
+    let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    lines.map(|line| serde_json::from_slice(line).expect("JSON")).collect()
+}
+
+/// Runs something that leaves the output `label`, and answers the id of its artifact.
+fn make(cluster: &Cluster, label: &str) -> String {
+    let script = format!("echo {label} > {label}/made");
+    cluster.succeed(["run", "--keep", "1h", "-o", label, "--", "sh", "-c", &script]);
+    let artifacts = cluster.list("artifacts");
+    let made = artifacts.iter().find(|artifact| artifact["label"] == label).expect("the output");
+    made["artifact_id"].as_str().expect("an id").to_owned()
+}
+
+/// Where the volume of an artifact is.
+fn volume(cluster: &Cluster, artifact: &str) -> String {
+    let shown = json(cluster, ["show", "artifact", artifact]);
+    shown["replicas"][0]["volume_handle"].as_str().expect("a replica").to_owned()
+}
+
+/// Starts the cluster in the foreground, and tells it that its database came out of a backup.
+fn up_restored(cluster: &Cluster) -> Child {
+    let mut command = cluster.gantry(["up", "--restored"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("gantry");
+    let mut line = String::new();
+    let mut stdout = BufReader::new(child.stdout.take().expect("stdout"));
+    stdout.read_line(&mut line).expect("a line");
+    assert!(line.starts_with("listening on "), "{line:?}");
+    child.stdout = Some(stdout.into_inner());
+    child
+}
+
+#[test]
+fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
+    if !may_run_containers() {
+        return;
+    }
+    // One is told that its database came out of a backup, the other finds out.
+    for told in [true, false] {
+        let cluster = Cluster::new();
+        let state = cluster.state();
+        let before = make(&cluster, "before");
+        cluster.succeed(["down"]);
+        let copy = |from: &std::path::Path, to: &std::path::Path| {
+            for file in FILES {
+                _ = fs::remove_file(to.join(file));
+                if from.join(file).exists() {
+                    fs::copy(from.join(file), to.join(file)).expect("copy a database");
+                }
+            }
+        };
+        let backup = cluster.path("backup");
+        fs::create_dir(&backup).expect("a directory");
+        copy(&state, &backup);
+        let mark = || fs::read_to_string(state.join("worker/store-mark")).expect("the worker's mark");
+        let at_backup = mark();
+
+        let (wanted, unwanted) = (make(&cluster, "wanted"), make(&cluster, "unwanted"));
+        let (good, bad) = (volume(&cluster, &wanted), volume(&cluster, &unwanted));
+        let path = |volume: &str| state.join("worker/volumes").join(volume);
+        // Whose it is, is noted when nobody waits for it any more.
+        wait_for("the notes of the outputs", || {
+            [&good, &bad].iter().all(|volume| path(volume).join("artifact").exists()).then_some(())
+        });
+        wait_for("another report", || (mark() != at_backup).then_some(()));
+        cluster.succeed(["down"]);
+        copy(&backup, &state);
+        let up = told.then(|| up_restored(&cluster));
+
+        let listed = wait_for("what is set aside, described", || {
+            let listed = aside(&cluster, "volumes");
+            let described = |wanted: &String| {
+                listed.iter().any(|one| one["volume_handle"] == **wanted && one["digest"].is_string())
+            };
+            [&good, &bad].into_iter().all(described).then_some(listed)
+        });
+        let of = |volume: &str| listed.iter().find(|one| one["volume_handle"] == volume).expect("listed");
+        assert_eq!(of(&good)["artifact_id"], *wanted);
+        assert_eq!(of(&good)["team"], "main");
+        let containers = aside(&cluster, "containers");
+        assert_eq!(containers.len(), 2, "{containers:?}");
+        assert!(text(&cluster, ["list", "volumes", "--set-aside"]).contains(&good));
+        let refused = cluster.output(["download", &wanted, "out"]);
+        assert_eq!(code(&refused), 125, "{}", describe(&refused));
+        assert_eq!(json(&cluster, ["explain", &good])["state"], "set aside");
+
+        // Rounds of collection, and reports: something else is made, collected and swept meanwhile.
+        for _ in 0..3 {
+            cluster.succeed(["run", "--keep", "0s", "-o", "out", "--", "sh", "-c", "echo > out/x"]);
+            cluster.succeed(["gc"]);
+        }
+        wait_for("a sweep", || {
+            let volumes = cluster.list("volumes");
+            volumes.iter().all(|volume| volume["state"] == "created").then_some(())
+        });
+        assert!([&good, &bad].iter().all(|volume| path(volume).exists()), "nothing was swept");
+
+        let said = text(&cluster, ["adopt", &good, "--keep", "2h"]);
+        assert_eq!(said, format!("volume {good} holds artifact {wanted}: 7 B, kept for 2 h at least\n"));
+        cluster.succeed(["adopt", &good]);
+        cluster.succeed(["download", &wanted, "out"]);
+        assert_eq!(fs::read_to_string(cluster.path("out/made")).expect("a file"), "wanted\n");
+        cluster.succeed(["download", &before, "earlier"]);
+
+        assert_eq!(text(&cluster, ["purge", &bad]), "1 volume and 0 containers are garbage now\n");
+        wait_for("the end of what was purged", || (!path(&bad).exists()).then_some(()));
+        let explained = wait_for("its grave", || {
+            let explained = json(&cluster, ["explain", &bad]);
+            (explained["state"] == "gone").then_some(explained)
+        });
+        assert!(explained["why"].as_str().is_some_and(|why| why.contains("purged")), "{explained}");
+        let refused = cluster.output(["adopt", &bad]);
+        assert!(String::from_utf8_lossy(&refused.stderr).contains("NOT_SET_ASIDE"), "{}", describe(&refused));
+        cluster.succeed(["purge", "--all"]);
+        for kind in ["volumes", "containers"] {
+            assert_eq!(aside(&cluster, kind), Vec::<Value>::new(), "of {kind}");
+        }
+        cluster.succeed(["down"]);
+        if let Some(mut up) = up {
+            assert!(up.wait().expect("it ends").success());
+        }
+    }
+}
