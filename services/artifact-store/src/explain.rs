@@ -4,6 +4,7 @@
 //! only, in as many statements however much there is; of everything that may be much, the first few things and how many there are.
 
 mod artifacts;
+mod caches;
 mod holders;
 mod volumes;
 
@@ -17,7 +18,8 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{
-    GraveKind, State, artifact, attempt, build, container, grave, holder, set_aside, volume,
+    GraveKind, State, artifact, attempt, base_resource_type, build, container, grave, holder, resource_cache,
+    set_aside, task_cache, volume,
 };
 use crate::mark::{self, Policy, Verdict};
 
@@ -35,6 +37,9 @@ pub(crate) enum Thing {
     Attempt,
     Worker,
     Transfer,
+    ResourceCache,
+    TaskCache,
+    BaseResourceType,
 }
 
 /// What something is, and why it is there or went.
@@ -150,6 +155,7 @@ pub(crate) struct Question<'a> {
     pub(crate) now: Timestamp,
     pub(crate) policy: Policy,
     pub(crate) tombstone: Duration,
+    pub(crate) resource_cache_ttl: Duration,
 }
 
 /// Explains whatever has this id. `None`: the team has no such thing, or nobody remembers it.
@@ -187,6 +193,15 @@ pub(crate) async fn explain(
     }
     if let Some(row) = attempt::Entity::find_by_id(id).one(conn).await? {
         return holders::attempt(conn, question, &row).await;
+    }
+    if let Some(row) = resource_cache::Entity::find_by_id(id).one(conn).await? {
+        return caches::resource_cache(conn, question, &row).await;
+    }
+    if let Some(row) = task_cache::Entity::find_by_id(id).one(conn).await? {
+        return Ok(caches::task_cache(question, &row));
+    }
+    if let Some(row) = base_resource_type::Entity::find_by_id(id).one(conn).await? {
+        return Ok(Some(caches::base_resource_type(&row)));
     }
     let grave = grave::Entity::find_by_id(id).one(conn).await?;
     Ok(grave.map(|row| buried(question, row)))

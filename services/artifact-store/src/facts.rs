@@ -255,6 +255,42 @@ pub(crate) async fn uses(
     Ok(uses.collect())
 }
 
+/// Who uses a resource cache: the first `most`, and how many there are. A workload is answered as what pins.
+pub(crate) async fn users(
+    conn: &impl ConnectionTrait,
+    cache: Uuid,
+    now: Timestamp,
+    most: u64,
+) -> Result<Keepers, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Use {
+        kind: String,
+        id: Uuid,
+        until: Option<i64>,
+        total: i64,
+    }
+
+    let sql = format!(
+        "SELECT u.user_kind AS kind, u.user_id AS id, b.kept_until AS until, COUNT(*) OVER () AS total
+         FROM cache_uses u
+         LEFT JOIN builds b ON u.user_kind = 'build' AND b.build_id = u.user_id
+         LEFT JOIN holders h ON u.user_kind = 'workload' AND h.holder_id = u.user_id
+         WHERE u.cache_id IN (IDS)
+           AND ((b.build_id IS NOT NULL AND BUILD_KEEPS) OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL))
+         ORDER BY u.user_kind, u.user_id LIMIT {most}"
+    );
+    let mut users = Keepers::default();
+    for row in Use::find_by_statement(statement(conn, &sql, now, std::iter::once(cache))).all(conn).await? {
+        users.total = u64::try_from(row.total).unwrap_or(0);
+        let what = match row.kind.as_str() {
+            "workload" => Keeping::Pin(WorkloadId::from_uuid(row.id)),
+            _ => Keeping::Build(BuildId::from_uuid(row.id)),
+        };
+        users.first.push(Keeper { what, until: row.until.map(Timestamp) });
+    }
+    Ok(users)
+}
+
 /// Forgets the uses of resource caches that have ended.
 pub(crate) async fn forget_ended_uses(
     txn: &impl ConnectionTrait,

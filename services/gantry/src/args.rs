@@ -317,11 +317,12 @@ pub(crate) struct WorkloadArgs {
 /// `gantry explain`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Of a workload that waits: what each worker says to it, and what would have it placed. Of an artifact, volume or container: everything \
+Of a workload that waits: what each worker says to it, and what would have it placed; of one that does not: where it runs and since when, or how \
+it ended. Of an artifact, volume or container: everything \
 that keeps it and until when, or the rule by which it went or will go, and when; for a day after it is gone, too. Of a build: what it owns, and \
-when it lets go. Of an attempt: what was made for it.")]
+when it lets go. Of an attempt: what was made for it. Of a cache or a base resource type: what it owns, who uses it, and when it goes.")]
 pub(crate) struct ExplainArgs {
-    /// The id of a workload, artifact, volume, container, build or attempt
+    /// The id of a workload, artifact, volume, container, build, attempt, cache or base resource type
     #[arg(value_name = "ID", value_parser = values::any_id)]
     pub(crate) id: String,
 }

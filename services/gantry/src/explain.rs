@@ -1,32 +1,70 @@
 //! `gantry explain` and `gantry run --explain`: where a workload would be placed, or why it is not. [`crate::why`] explains the rest.
 
+use prost_types::Timestamp;
 use rpc::Reason;
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::{
-    ExplainRequest, ExplainResponse, Verdict, WaitingWorkload, WorkerExplanation, WorkloadSpec,
+    ExplainRequest, ExplainResponse, Verdict, WaitingWorkload, WorkerExplanation, Workload, WorkloadSpec,
+    WorkloadState,
 };
 
 use crate::connect::{Connection, repeat};
-use crate::error;
-use crate::json;
 use crate::stdout::{print, print_json};
-use crate::table::{plain, render};
-use crate::why;
+use crate::table::{fields, plain, render};
+use crate::{error, json, list, why, words};
 
 /// How wide a cell is at most.
 const WIDTH: usize = 100;
 
-/// `gantry explain`: the scheduler says why a workload waits, and what it does not know the artifact store may.
+/// `gantry explain`: the scheduler says why a workload waits, or what became of it, and what it does not know the artifact store may.
 pub(crate) async fn whatever(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
     let waiting = WaitingWorkload { team: connection.team.clone(), workload_id: id.to_owned() };
     match explain(connection, Subject::Workload(waiting), as_json).await {
-        Err(error) if is_no_workload(&error) => why::explain(connection, id, as_json).await,
+        Err(error) if is_for(&error, Reason::WorkloadNotFound) => why::explain(connection, id, as_json).await,
+        Err(error) if is_for(&error, Reason::WorkloadNotQueued) => placed(connection, id, as_json).await,
         answered => answered,
     }
 }
 
-fn is_no_workload(error: &anyhow::Error) -> bool {
-    error::refusal(error).is_some_and(|refusal| refusal.is(Reason::WorkloadNotFound))
+fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
+    error::refusal(error).is_some_and(|refusal| refusal.is(reason))
+}
+
+/// A workload that waits no more: where it runs, or how it ended.
+async fn placed(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
+    let workload = list::workload(connection, "explain", id).await?;
+    if as_json { print_json(&json::workload(&workload)) } else { print(&waits_no_more(&workload)) }
+}
+
+fn waits_no_more(workload: &Workload) -> String {
+    let there = workload.whereabouts.clone().unwrap_or_default();
+    let on = match there.worker_name.as_str() {
+        "" => String::new(),
+        name => format!(" on {}", plain(name, WIDTH)),
+    };
+    let said = match (words::outcome(workload.outcome()), workload.state()) {
+        (Some(outcome), _) => format!("it has ended{on}: {outcome}"),
+        (None, WorkloadState::Assigned | WorkloadState::Starting) => {
+            format!("it was placed{on}, and is being started")
+        }
+        (None, WorkloadState::Running) => format!("it runs{on}"),
+        (None, WorkloadState::Settling) => format!("it has ended{on}, and its outputs are being published"),
+        (None, state) => format!("it is {}{on}", words::workload_state(state)),
+    };
+    let since = |at: &Option<Timestamp>| {
+        at.as_ref().map(|at| format!("{} ({} ago)", words::instant(at), words::ago(Some(at))))
+    };
+    let failure = workload.failure.as_ref().map(|failure| plain(&failure.message, WIDTH));
+    let shown = [
+        ("worker", there.worker_id),
+        ("attempt", there.attempt_id),
+        ("submitted", since(&workload.submitted_at).unwrap_or_default()),
+        ("started", since(&workload.started_at).unwrap_or_default()),
+        ("finished", since(&workload.finished_at).unwrap_or_default()),
+        ("end", words::end(workload)),
+        ("failure", failure.unwrap_or_default()),
+    ];
+    format!("{said}\n\n{}", fields(&shown))
 }
 
 /// `gantry run --explain`
@@ -72,9 +110,34 @@ fn row(worker: &WorkerExplanation) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::scheduler::PlacementRefusal;
+    use rpc::pb::scheduler::{Failure, Outcome, PlacementRefusal, Whereabouts};
 
     use super::*;
+
+    #[test]
+    fn what_waits_no_more_says_where_it_runs_or_how_it_ended() {
+        let there = Whereabouts {
+            worker_id: "w".to_owned(),
+            worker_name: "big".to_owned(),
+            attempt_id: "a".to_owned(),
+            ..Default::default()
+        };
+        let mut workload = Workload {
+            state: WorkloadState::Running.into(),
+            whereabouts: Some(there),
+            started_at: Some(Timestamp { seconds: 60, nanos: 0 }),
+            ..Default::default()
+        };
+        let said = waits_no_more(&workload);
+        assert!(said.starts_with("it runs on big\n"), "{said}");
+        assert!(said.contains("attempt") && said.contains("1970-01-01"), "{said}");
+        workload.state = WorkloadState::Finished.into();
+        workload.outcome = Outcome::Errored.into();
+        workload.failure = Some(Failure { reason: "RUN_TIMEOUT".to_owned(), message: "too long".to_owned() });
+        let said = waits_no_more(&workload);
+        assert!(said.starts_with("it has ended on big: errored\n"), "{said}");
+        assert!(said.contains("RUN_TIMEOUT") && said.contains("too long"), "{said}");
+    }
 
     #[test]
     fn each_worker_says_why_not_and_what_would_help() {

@@ -15,7 +15,7 @@ use crate::words;
 /// How long a line is at most.
 const WIDTH: usize = 200;
 
-/// Explains an artifact, volume, container, build, workload or attempt.
+/// Explains an artifact, volume, container, build, workload, attempt, cache or base resource type.
 pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
     let request = ExplainRequest { team: connection.team.clone(), id: id.to_owned() };
     let client = connection.artifacts();

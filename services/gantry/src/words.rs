@@ -107,6 +107,9 @@ pub(crate) fn thing(thing: Thing) -> &'static str {
         Thing::Attempt => "attempt",
         Thing::Worker => "worker",
         Thing::Transfer => "transfer",
+        Thing::ResourceCache => "resource cache",
+        Thing::TaskCache => "task cache",
+        Thing::BaseResourceType => "base resource type",
     }
 }
 

@@ -93,12 +93,11 @@ async fn keepers(
             }
             Keeping::Volume(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
             Keeping::Transfer(id) => (Some((Thing::Transfer, id.uuid())), keeper.what.to_string()),
-            Keeping::ResourceCache(_)
-            | Keeping::TaskCache(_)
-            | Keeping::BaseResourceType(_)
-            | Keeping::ResourceCerts(_)
-            | Keeping::Youth
-            | Keeping::Reprieve => (None, keeper.what.to_string()),
+            Keeping::ResourceCache(id) => (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string()),
+            Keeping::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
+            Keeping::BaseResourceType(id) => (Some((Thing::BaseResourceType, id)), keeper.what.to_string()),
+            Keeping::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
+            Keeping::Youth | Keeping::Reprieve => (None, keeper.what.to_string()),
         };
         Keeper { thing, text, until: keeper.until }
     });

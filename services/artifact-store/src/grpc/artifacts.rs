@@ -217,6 +217,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
             now: self.store.now(),
             policy: self.policy(),
             tombstone: self.store.config.tombstone,
+            resource_cache_ttl: self.store.config.resource_cache_ttl,
         };
 
         let explained = explain::explain(self.store.db.read(), &question, id)

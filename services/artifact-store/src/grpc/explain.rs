@@ -54,5 +54,8 @@ fn thing(thing: Thing) -> pb::Thing {
         Thing::Attempt => pb::Thing::Attempt,
         Thing::Worker => pb::Thing::Worker,
         Thing::Transfer => pb::Thing::Transfer,
+        Thing::ResourceCache => pb::Thing::ResourceCache,
+        Thing::TaskCache => pb::Thing::TaskCache,
+        Thing::BaseResourceType => pb::Thing::BaseResourceType,
     }
 }

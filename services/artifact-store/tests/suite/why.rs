@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use domain::{ArtifactId, AttemptId, BuildId, Timestamp, TransferId, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, ClaimId, Timestamp, TransferId, WorkloadId};
 use rpc::Reason;
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState, Thing};
@@ -18,6 +18,7 @@ on_both_databases! {
     what_an_attempt_made_says_when_it_will_go_and_goes_then,
     a_replica_says_what_keeps_it,
     a_build_says_when_it_lets_go,
+    a_cache_says_who_uses_it_and_until_when,
     nothing_is_said_to_another_team,
     what_keeps_much_is_counted,
     a_deleted_artifact_comes_back_while_its_bytes_are_there,
@@ -329,6 +330,106 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
     suite.delete_build(build).await.expect("deleted");
     let explained = suite.explain(build).await.expect("explained");
     assert_eq!((explained.goes(), explained.kept_by_total), (suite.after(Duration::ZERO), 0));
+    suite.stop().await;
+}
+
+async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
+    let suite = Suite::start_with(database, |config| config.resource_cache_ttl = HOUR).await;
+    let gateway = suite.gateway().await;
+    let (artifact, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let claim = ClaimId::new();
+    let ask = pb::FindOrCreateResourceCacheRequest {
+        team: TEAM.to_owned(),
+        key_digest: digest(1).as_bytes().to_vec().into(),
+        claim_id: claim.to_string(),
+        r#type: "git".to_owned(),
+        version: "v1".to_owned(),
+        ..Default::default()
+    };
+    let asked = suite.caches().find_or_create_resource_cache(ask).await.expect("asked").into_inner();
+    let cache = asked.cache_id;
+    let explained = suite.explain(&cache).await.expect("explained");
+    assert_eq!(
+        (explained.thing(), explained.state.as_str(), explained.label.as_str()),
+        (Thing::ResourceCache, "being made", "git v1")
+    );
+    assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", suite.after(MINUTE))]);
+    assert_eq!(explained.goes(), suite.after(MINUTE), "unless its maker goes on");
+
+    let put = pb::PutResourceCacheRequest {
+        team: TEAM.to_owned(),
+        claim_id: claim.to_string(),
+        artifact_id: artifact.to_string(),
+    };
+    suite.caches().put_resource_cache(put).await.expect("put");
+    let explained = suite.explain(&cache).await.expect("explained");
+    assert_eq!((explained.state.as_str(), explained.goes()), ("ready", suite.after(HOUR)));
+    assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
+    // What keeps the artifact names it.
+    let keeper = suite.explain(artifact).await.expect("explained");
+    assert_eq!(kept_by(&keeper), [(Thing::ResourceCache, cache.as_str(), None)]);
+
+    let (build, workload) = (BuildId::new(), WorkloadId::new());
+    suite.put_build(build, WorkloadId::new(), None).await.expect("put");
+    for user in [
+        pb::cache_user::User::BuildId(build.to_string()),
+        pb::cache_user::User::WorkloadId(workload.to_string()),
+    ] {
+        let user = Some(pb::CacheUser { user: Some(user) });
+        let request = pb::UseResourceCacheRequest { team: TEAM.to_owned(), cache_id: cache.clone(), user };
+        suite.caches().use_resource_cache(request).await.expect("used");
+    }
+    let explained = suite.explain(&cache).await.expect("explained");
+    let users = [(Thing::Build, build.to_string(), None), (Thing::Workload, workload.to_string(), None)];
+    let said: Vec<_> =
+        kept_by(&explained).into_iter().map(|(thing, id, at)| (thing, id.to_owned(), at)).collect();
+    assert_eq!((said, explained.kept_by_total), (users.to_vec(), 2));
+    assert_eq!((explained.goes(), explained.why.as_str()), (None, ""));
+    assert_refused(suite.explain_to("other", &cache).await, Reason::UnknownId);
+    // When their uses have ended, it goes when it says, and not before.
+    suite.delete_build(build).await.expect("deleted");
+    suite.settle(workload, None, &[], None).await.expect("settled");
+    let goes = suite.explain(&cache).await.expect("explained").goes();
+    assert_eq!(goes, suite.after(HOUR));
+    suite.clock.advance(HOUR - Duration::from_secs(1));
+    suite.collect(DryRun::Off).await;
+    suite.explain(&cache).await.expect("it is there");
+    suite.clock.advance(Duration::from_secs(1));
+    suite.collect(DryRun::Off).await;
+    assert_refused(suite.explain(&cache).await, Reason::UnknownId);
+
+    let ask = pb::FindOrCreateTaskCacheRequest {
+        team: TEAM.to_owned(),
+        job: "job".to_owned(),
+        step: "step".to_owned(),
+        path: "path".to_owned(),
+        ttl: Some(rpc::duration(MINUTE)),
+    };
+    let asked = suite.caches().find_or_create_task_cache(ask).await.expect("asked").into_inner();
+    let explained = suite.explain(&asked.cache_id).await.expect("explained");
+    assert_eq!(
+        (explained.thing(), explained.state.as_str(), explained.label.as_str(), explained.goes()),
+        (Thing::TaskCache, "empty", "job step path", suite.after(MINUTE))
+    );
+    assert_refused(suite.explain_to("other", &asked.cache_id).await, Reason::UnknownId);
+
+    let (image, _) = suite.upload(&gateway, None, 2).await.expect("uploaded");
+    let put = pb::PutBaseResourceTypeRequest {
+        team: TEAM.to_owned(),
+        r#type: "git".to_owned(),
+        version: "v2".to_owned(),
+        worker_id: gateway.worker.to_string(),
+        artifact_id: image.to_string(),
+    };
+    suite.caches().put_base_resource_type(put).await.expect("put");
+    let keeper = suite.explain(image).await.expect("explained");
+    let [(Thing::BaseResourceType, id, None)] = kept_by(&keeper)[..] else { panic!("{keeper:?}") };
+    let explained = suite.explain_to("other", id).await.expect("it is every team's");
+    assert_eq!(
+        (explained.thing(), explained.label.as_str(), explained.goes()),
+        (Thing::BaseResourceType, "git v2", None)
+    );
+    assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
     suite.stop().await;
 }
 

@@ -7,6 +7,7 @@
 
 mod accept;
 mod caches;
+mod owners;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -118,9 +119,9 @@ pub(crate) enum Standing {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Build {
-    ends_with: u16,
-    keep: i64,
+pub(crate) struct Build {
+    pub(crate) ends_with: u16,
+    pub(crate) keep: i64,
     term_ends_at: i64,
     bound: bool,
     /// When its workload was settled, or its caller ended it, and how.
@@ -128,7 +129,7 @@ struct Build {
     /// Its caller was told that it had not ended before.
     ended_by_caller: bool,
     deleted: bool,
-    job: Option<(u8, u16)>,
+    pub(crate) job: Option<(u8, u16)>,
 }
 
 impl Build {
@@ -513,9 +514,9 @@ impl State {
         self.containers.values().find(is_of).map(|container| container.worker)
     }
 
-    /// What a build was put with: the workload that ends it, how long it keeps, its job.
-    pub(crate) fn build(&self, build: u16) -> Option<(u16, i64, Option<(u8, u16)>)> {
-        self.builds.get(&build).map(|build| (build.ends_with, build.keep, build.job))
+    /// A build, as it was put.
+    pub(crate) fn build(&self, build: u16) -> Option<&Build> {
+        self.builds.get(&build)
     }
 
     /// What a worker holds: volumes and containers.

@@ -24,8 +24,8 @@ use uuid::Uuid;
 use super::check::{SeenArtifact, SeenVolume, View};
 use super::operations::{Artifact, Operation, Outputs, REPLICAS, Status, WORKERS, Way};
 use super::state::{
-    CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, State, UNOWNED_TTL, artifact_id, attempt_id,
-    build_id, transfer_id, worker_id, workload_id,
+    Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, State, UNOWNED_TTL, artifact_id,
+    attempt_id, build_id, transfer_id, worker_id, workload_id,
 };
 use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, digest, input, output};
 
@@ -190,7 +190,7 @@ impl World {
                 done(self.ask(|callers| put_build(callers, put())).await)
             }
             O::EndBuild { build, status } => match state.build(build) {
-                Some((ends_with, keep, job)) => {
+                Some(&Build { ends_with, keep, job, .. }) => {
                     let end = || pb::PutBuildRequest {
                         status: build_status(status).into(),
                         ..build_request(build, ends_with, keep, job)

@@ -5,8 +5,8 @@ use rpc::{Reason, Refusal};
 use uuid::Uuid;
 
 use super::{
-    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Restored, Standing, State, Violation, Volume,
-    artifact_id, must,
+    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Standing, State, Violation, Volume, artifact_id,
+    must,
 };
 use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Status, Way};
 
@@ -122,65 +122,6 @@ impl State {
             O::Together(_) => {
                 Err(Violation("operations at the same time are accepted one by one".to_owned()))
             }
-        }
-    }
-
-    fn put_build(&mut self, id: u16, fresh: Build, outcome: &Outcome) -> Accepted {
-        let settled = self.is_settled(fresh.ends_with);
-        let mut others = self.builds.iter().filter(|(other, _)| **other != id).map(|(_, other)| other);
-        let taken = fresh.job.is_some() && others.any(|other| other.job == fresh.job);
-        if let Outcome::Refused(refusal) = outcome {
-            let may = (refusal.is(Reason::BuildEnded)
-                && (settled || (self.builds.contains_key(&id) && !self.is_live(id))))
-                || (refusal.is(Reason::BuildExists) && taken);
-            must!(may, "nothing has ended it");
-            return Ok(());
-        }
-        must!(!settled, "its workload was settled");
-        must!(!taken, "its number is that of another build");
-        must!(!self.builds.contains_key(&id) || self.may_be_live(id), "it has ended");
-        if let Some((job, number)) = fresh.job {
-            let latest = self.jobs.entry(job).or_insert(number);
-            *latest = Ord::max(*latest, number);
-        }
-        let (keep, term_ends_at) = (fresh.keep, fresh.term_ends_at);
-        let build = self.builds.entry(id).or_insert(fresh);
-        (build.keep, build.term_ends_at) = (keep, term_ends_at);
-        Ok(())
-    }
-
-    fn end_build(&mut self, id: u16, status: Status, outcome: &Outcome) -> Accepted {
-        let (live, now) = (self.is_live(id), self.now);
-        let Some(build) = self.builds.get_mut(&id) else {
-            return Err(Violation("it was never put".to_owned()));
-        };
-        if let Outcome::Refused(refusal) = outcome {
-            must!(refusal.is(Reason::BuildEnded) && !live, "nothing has ended it");
-            return Ok(());
-        }
-        let same = build.ended.is_none_or(|(_, before)| before == status) && !build.deleted;
-        // What a term or a deletion made of it is not known.
-        must!(same || status == Status::Aborted || !build.bound, "it has ended otherwise");
-        if build.ended.is_none() && !build.deleted {
-            build.ended = Some((now, status));
-            // One that its term ends is aborted.
-            build.ended_by_caller = status != Status::Aborted;
-        }
-        Ok(())
-    }
-
-    fn delete_build(&mut self, id: u16, outcome: &Outcome) -> Accepted {
-        match (self.builds.get_mut(&id), outcome) {
-            (None, Outcome::Refused(refusal)) => {
-                must!(refusal.is(Reason::BuildNotFound), "another reason");
-                Ok(())
-            }
-            (Some(build), Outcome::Done) => {
-                build.deleted = true;
-                Ok(())
-            }
-            (Some(_), _) => Err(Violation("it is known".to_owned())),
-            (None, _) => Err(Violation("it was never put".to_owned())),
         }
     }
 
@@ -421,69 +362,6 @@ impl State {
             }
             _ => Err(Violation("no answer".to_owned())),
         }
-    }
-
-    fn undelete(&mut self, artifact: Artifact, owner: Option<u16>, keep: i64, outcome: &Outcome) -> Accepted {
-        let kept = self.is_kept(artifact);
-        if let Outcome::Refused(refusal) = outcome {
-            let may = (refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build)))
-                || (refusal.is(Reason::ArtifactNotFound) && !kept)
-                || (refusal.is(Reason::BytesGone) && !kept);
-            must!(may, "there is nothing in its way");
-            return Ok(());
-        }
-        must!(owner.is_none_or(|build| self.may_be_live(build)), "its owner has ended");
-        let now = self.now;
-        let Some(record) = self.artifacts.get_mut(&artifact) else {
-            return Err(Violation("it was never made".to_owned()));
-        };
-        must!(!record.gone || record.sealed.is_some(), "it came back, and was never sealed");
-        record.restored = match record.gone {
-            true => Some(Restored::Certainly),
-            false if kept => record.restored,
-            false => record.restored.or(Some(Restored::Perhaps)),
-        };
-        record.gone = false;
-        record.came_back |= !kept;
-        match owner {
-            Some(build) => {
-                record.owners.insert(build);
-                record.had_owner = true;
-            }
-            None => record.kept_until = Ord::max(record.kept_until, now + keep),
-        }
-        Ok(())
-    }
-
-    fn drop_replica(&mut self, artifact: Artifact, worker: u8, force: bool, outcome: &Outcome) -> Accepted {
-        let kept = self.is_kept(artifact);
-        let sealed = self.sealed(artifact);
-        let certain = |state: &Self, here: bool| {
-            sealed.is_some_and(|content| {
-                let mut replicas = state.replicas(artifact, content);
-                replicas.any(|(_, on)| (on == worker) == here && !state.workers[usize::from(on)].unconfirmed)
-            })
-        };
-        if let Outcome::Refused(refusal) = outcome {
-            let may = (refusal.is(Reason::ArtifactNotFound) && !kept)
-                || (refusal.is(Reason::LastReplica) && !force && !certain(self, false));
-            must!(may, "there is nothing in its way");
-            return Ok(());
-        }
-        let may_be_elsewhere = self.volumes.values().any(|it| {
-            it.artifact == Some(artifact)
-                && it.worker != worker
-                && it.complete.is_some()
-                && it.complete == sealed
-        });
-        let last = kept && certain(self, true) && !may_be_elsewhere;
-        must!(force || !last, "it was the last that is kept");
-        for volume in self.volumes.values_mut() {
-            if volume.is_of(artifact) && volume.worker == worker && volume.is_replica() {
-                volume.revoked |= volume.complete.is_some();
-            }
-        }
-        Ok(())
     }
 
     fn touch(&mut self, attempt: (u16, u8), outcome: &Outcome) -> Accepted {

@@ -1,0 +1,116 @@
+//! What caches and base resource types are, what they own, and who keeps them.
+
+use std::collections::HashMap;
+
+use domain::Timestamp;
+use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
+use uuid::Uuid;
+
+use super::{Explanation, Keeper, MOST, Question, Thing, holders};
+use crate::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
+use crate::facts;
+use crate::mark::Keeping;
+use crate::rules::LetsGo;
+
+/// A resource cache, to a team to which it is answered.
+pub(super) async fn resource_cache(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: &resource_cache::Model,
+) -> Result<Option<Explanation>, DbErr> {
+    if row.scope != question.team && row.scope != ALL_TEAMS {
+        return Ok(None);
+    }
+    let state = if row.claimed_until.is_some() { "being made" } else { "ready" };
+    let mut explanation = Explanation {
+        label: format!("{} {}", row.resource_type, row.version).trim().to_owned(),
+        created_at: Some(Timestamp(row.created_at)),
+        ..Explanation::of(Thing::ResourceCache, row.cache_id, state)
+    };
+    explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
+    let mut uses = facts::uses(conn, &[row.cache_id], question.now).await?;
+    let uses = uses.remove(&row.cache_id).unwrap_or_default();
+    match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
+        (_, LetsGo::NotYet) => users(conn, question, row.cache_id, &mut explanation).await?,
+        (true, LetsGo::At(at)) => {
+            explanation.lets_go(question.now, at, "whoever makes it", "who made it stopped without an end");
+        }
+        (false, LetsGo::At(at)) => {
+            explanation.lets_go(question.now, at, "its last use", "nobody used it for long");
+        }
+    }
+    Ok(Some(explanation))
+}
+
+/// Names who uses a cache: what becomes of it after that is not known before they end.
+async fn users(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    cache: Uuid,
+    explanation: &mut Explanation,
+) -> Result<(), DbErr> {
+    let users = facts::users(conn, cache, question.now, MOST).await?;
+    let builds = users.first.iter().filter_map(|user| match user.what {
+        Keeping::Build(build) => Some(build.uuid()),
+        _ => None,
+    });
+    let builds = build::Entity::find().filter(build::Column::BuildId.is_in(builds)).all(conn).await?;
+    let builds: HashMap<Uuid, build::Model> = builds.into_iter().map(|row| (row.build_id, row)).collect();
+    for user in users.first {
+        let (thing, text) = match user.what {
+            Keeping::Build(id) => {
+                // Another team's build, where the cache is shared, is named and no more.
+                let row = builds.get(&id.uuid()).filter(|row| row.team == question.team);
+                let which = row.map(holders::which_build).unwrap_or_default();
+                ((Thing::Build, id.uuid()), format!("build {id}{which}, which uses it"))
+            }
+            Keeping::Pin(id) => ((Thing::Workload, id.uuid()), format!("workload {id}, which uses it")),
+            _ => continue,
+        };
+        explanation.kept_by.add(Keeper { thing: Some(thing), text, until: user.until });
+    }
+    explanation.kept_by.total = users.total;
+    Ok(())
+}
+
+/// A task cache of the team.
+pub(super) fn task_cache(question: &Question<'_>, row: &task_cache::Model) -> Option<Explanation> {
+    if row.team != question.team {
+        return None;
+    }
+    let state = if row.artifact_id.is_some() { "published" } else { "empty" };
+    let mut explanation = Explanation {
+        label: format!("{} {} {}", row.job, row.step, row.path),
+        created_at: Some(Timestamp(row.created_at)),
+        ..Explanation::of(Thing::TaskCache, row.cache_id, state)
+    };
+    explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
+    if let LetsGo::At(at) = row.lets_go() {
+        explanation.lets_go(question.now, at, "its last use", "nobody used it for long");
+    }
+    Some(explanation)
+}
+
+/// A base resource type, which is every team's.
+pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation {
+    let mut explanation = Explanation {
+        label: format!("{} {}", row.resource_type, row.version).trim().to_owned(),
+        ..Explanation::of(Thing::BaseResourceType, row.base_type_id, "in place")
+    };
+    explanation.relate_one("owns", Thing::Artifact, Some(row.artifact_id));
+    explanation.relate_one("worker", Thing::Worker, row.worker_id);
+    let text = "its place, until another version is put there".to_owned();
+    explanation.kept_by.add(Keeper { thing: None, text, until: None });
+    explanation
+}
+
+impl Explanation {
+    /// Says when it goes by itself: it is kept by something until then.
+    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: &str) {
+        if at > now {
+            self.kept_by.add(Keeper { thing: None, text: kept_by.to_owned(), until: Some(at) });
+        }
+        self.goes_at = Some(at);
+        self.why = why.to_owned();
+    }
+}
