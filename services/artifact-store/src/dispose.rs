@@ -178,7 +178,7 @@ pub(crate) async fn drop_replica(
     if here.is_empty() {
         return Ok(Vec::new());
     }
-    let is_last = !elsewhere.iter().any(|row| row.state == State::Created);
+    let is_last = !artifact.in_store && !elsewhere.iter().any(|row| row.state == State::Created);
     if is_last && !drop.force && artifact.state == ArtifactState::Sealed {
         let facts = facts::artifacts(txn, std::slice::from_ref(&artifact), now).await?;
         let kept = facts

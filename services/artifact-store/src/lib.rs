@@ -11,6 +11,7 @@
 //! inventory     the rows of what workers hold, from before it is made until it is there
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
+//! trees         bytes that callers handed over, of which artifacts were made without a worker
 //! graves        when and why what is forgotten went
 //! losses        what was lost, noticed after a grace, and told in order
 //! dispose       what gateways and operators want to be destroyed
@@ -58,6 +59,7 @@ mod rules;
 mod sessions;
 mod store;
 mod sweep;
+mod trees;
 mod undelete;
 mod units;
 mod volumes;

@@ -16,6 +16,7 @@ use crate::entity::{Purpose, State, artifact, owner, volume};
 use crate::facts;
 use crate::mark::{self, Verdict};
 use crate::sweep;
+use crate::trees;
 use crate::units::size;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
@@ -64,6 +65,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
     if !gone.is_empty() {
         let owned = owner::Column::ArtifactId.is_in(gone.iter().copied());
         owner::Entity::delete_many().filter(owned).exec(txn).await?;
+        trees::forget(txn, &gone).await?;
         artifact::Entity::delete_many().filter(artifact::Column::ArtifactId.is_in(gone)).exec(txn).await?;
     }
     look_next::<artifact::Entity>(txn, settings, &looks).await?;

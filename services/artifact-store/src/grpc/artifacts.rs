@@ -13,6 +13,7 @@ use crate::artifacts::{self, NewArtifact};
 use crate::explain::{self, Question};
 use crate::facts::Keepers;
 use crate::owners;
+use crate::trees::{self, NewTree};
 use crate::undelete::{self, KeptBy};
 
 /// How long an artifact that comes back is kept when its caller does not say.
@@ -30,12 +31,33 @@ impl pb::artifacts_server::Artifacts for Handlers {
             team: rpc::parse_team("team", request.team)?,
             owner: rpc::parse_optional_id("build_id", &request.build_id)?,
             label: rpc::parse_label("label", request.label)?,
+            tree: request.tree.as_ref().map(parse_tree).transpose()?,
         };
         let now = self.store.now();
 
         self.store.db.write(|txn| async move { artifacts::create(&txn, new, now).await }).await?;
 
-        Ok(Response::new(pb::CreateArtifactResponse {}))
+        let tree = new.tree.as_ref();
+        Ok(Response::new(pb::CreateArtifactResponse {
+            digest: tree.map(|tree| tree.digest.as_bytes().to_vec().into()).unwrap_or_default(),
+            size_bytes: tree.map_or(0, |tree| tree.size_bytes),
+        }))
+    }
+
+    async fn read_tree(
+        &self,
+        request: Request<pb::ReadTreeRequest>,
+    ) -> Result<Response<pb::ReadTreeResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let id = rpc::parse_id("artifact_id", &request.artifact_id)?;
+
+        let encoded = trees::read(self.store.db.read(), team, id).await?;
+
+        let decoded = encoded.map(rpc::small_tree::decode).transpose();
+        let tree =
+            decoded.map_err(|error| rpc::unavailable(SERVICE, "read what is kept of a tree", &error))?;
+        Ok(Response::new(pb::ReadTreeResponse { tree }))
     }
 
     async fn adopt_by_digest(
@@ -197,4 +219,13 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let (located, keepers) = found.ok_or_else(|| status::artifact_not_found(id))?;
         Ok(Response::new(pb::UndeleteResponse { artifact: Some(artifact(located, &keepers)) }))
     }
+}
+
+fn parse_tree(tree: &pb::SmallTree) -> Result<NewTree, Status> {
+    let parsed = rpc::small_tree::parse("tree", tree)?;
+    Ok(NewTree {
+        digest: parsed.digest(),
+        size_bytes: parsed.size_bytes(),
+        encoded: rpc::small_tree::encode(tree),
+    })
 }

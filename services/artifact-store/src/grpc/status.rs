@@ -21,6 +21,7 @@ use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
 use crate::replicas::{PlanError, ProgressError, SealError};
 use crate::report::ReportError;
 use crate::sessions::SessionError;
+use crate::trees::ReadError;
 use crate::undelete::UndeleteError;
 
 pub(super) fn verify(error: VerifyError) -> Status {
@@ -104,6 +105,15 @@ impl From<OwnError> for Status {
             OwnError::ArtifactNotFound(id) => artifact_not_found(id),
             OwnError::Owner(error) => error.into(),
             OwnError::Database(source) => database("change the owners of an artifact", &source),
+        }
+    }
+}
+
+impl From<ReadError> for Status {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::NotFound(id) => artifact_not_found(id),
+            ReadError::Database(source) => database("read a tree", &source),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Caches: who makes them, who may have them, what they keep and until when.
 
 mod resource;
+mod settled;
 mod task;
 mod trust;
 

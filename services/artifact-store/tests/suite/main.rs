@@ -15,6 +15,7 @@ mod queries;
 mod races;
 mod reports;
 mod tables;
+mod trees;
 mod trust;
 mod why;
 
