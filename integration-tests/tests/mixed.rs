@@ -1,6 +1,7 @@
 //! Host workers and Concourse workers in one cluster: what one of them made is an input on the other, and stays what it is.
 
 use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use integration_tests::concourse::{Pair, make_image};
@@ -119,6 +120,54 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
     // What was copied to a Concourse worker is as it was, parts of seconds and holes included, though its maker is gone.
     scene.kill("host");
     tree::assert_same(&data, &scene.download(&by_host, "kept"));
+}
+
+#[test]
+fn what_was_handed_over_before_there_was_a_worker_comes_to_all_kinds_of_them() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut scene = Scene::start();
+    let (data, image) = (scene.suite.path("data"), scene.suite.path("image"));
+    write(&data.join("sub/file"), "handed over\n");
+    fs::set_permissions(data.join("sub/file"), PermissionsExt::from_mode(0o751)).expect("permitted");
+    fs::write(data.join("some"), vec![b'x'; 700_000]).expect("write");
+    symlink("sub/file", data.join("link")).expect("linked");
+    make_image(&image);
+
+    let hand_over =
+        |path: &Path| scene.suite.gantry(&["upload", "--inline", path.to_str().expect("UTF-8")]).output();
+    let handed = hand_over(&data).expect("gantry runs");
+    assert!(handed.status.success(), "{}", describe(&handed));
+    let handed = String::from_utf8(handed.stdout).expect("text").trim().to_owned();
+    let artifact = format!("artifact:{handed}");
+    let explained = scene.suite.succeed(&["explain", &handed]);
+    assert!(explained.contains("in the artifact store itself"), "{explained}");
+    let listed = scene.suite.succeed(&["list", "artifacts", "--at-risk", "--json"]);
+    assert_eq!(listed, "");
+
+    // What is too large, or none of what a small tree has, is not.
+    let large = scene.suite.path("large");
+    write(&large.join("file"), &"x".repeat(1 << 20));
+    let refused = hand_over(&large).expect("gantry runs");
+    assert!(!refused.status.success(), "{}", describe(&refused));
+    assert!(describe(&refused).contains("--inline"), "{}", describe(&refused));
+
+    scene.host("host");
+    let image = scene.upload(&image);
+    let by_host = scene.run("host", "host", &artifact, COPY);
+    tree::assert_same(&data, &scene.download(&by_host, "by-host"));
+    scene.concourse("garden", (Manner::Containerd, Driver::Overlay));
+    let by_garden = scene.run("garden", &image, &artifact, COPY);
+    tree::assert_same_through_tar(&data, &scene.download(&by_garden, "by-garden"));
+
+    // The bytes come from the store also where all who had them are gone.
+    scene.kill("host");
+    scene.kill("garden");
+    scene.host("late");
+    let by_late = scene.run("late", "host", &artifact, COPY);
+    tree::assert_same(&data, &scene.download(&by_late, "by-late"));
+    tree::assert_same(&data, &scene.download(&artifact, "itself"));
 }
 
 /// How often a worker was asked to send volumes to others, and how often to hand them out: not what is kept beside them.

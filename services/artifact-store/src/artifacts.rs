@@ -6,7 +6,7 @@
 //!                               └──volumes forgotten, tombstone over──▶ (gone)
 //! ```
 //!
-//! A settled output begins sealed. Invariant: a sealed artifact's digest and size never change; every UPDATE that seals is guarded by
+//! A settled output begins sealed, and so does what is made from a small tree ([`crate::trees`]). Invariant: a sealed artifact's digest and size never change; every UPDATE that seals is guarded by
 //! `state = 'open'`.
 
 use std::collections::{HashMap, HashSet};
@@ -27,6 +27,7 @@ use crate::facts::{self, Keepers};
 use crate::ids;
 use crate::mark::{self, Policy};
 use crate::owners::{self, OwnerEnded};
+use crate::trees::{self, NewTree};
 use crate::units;
 
 /// How many of the things that keep an artifact are named.
@@ -38,6 +39,13 @@ pub(crate) struct Located {
     pub(crate) artifact: artifact::Model,
     /// The complete replicas, the oldest first.
     pub(crate) replicas: Vec<Replica>,
+}
+
+impl Located {
+    /// Whether its bytes are somewhere, as far as we know.
+    pub(crate) fn has_bytes(&self) -> bool {
+        !self.replicas.is_empty() || self.artifact.in_store
+    }
 }
 
 /// A volume that holds an artifact's bytes.
@@ -66,9 +74,11 @@ pub(crate) struct NewArtifact {
     pub(crate) team: String,
     pub(crate) label: String,
     pub(crate) owner: Option<BuildId>,
+    /// What it is. `None`: not known yet.
+    pub(crate) tree: Option<NewTree>,
 }
 
-/// Makes an artifact, open and without bytes. The same again changes nothing.
+/// Makes an artifact: open, or sealed with its tree. The same again changes nothing.
 pub(crate) async fn create(
     txn: &DatabaseTransaction,
     new: &NewArtifact,
@@ -80,7 +90,7 @@ pub(crate) async fn create(
     if let Some(build) = new.owner {
         owners::lock_live(txn, build, &new.team).await?;
     }
-    let row = open_row(new, now);
+    let row = first_row(new, now);
     let inserted = artifact::Entity::insert(row.clone().into_active_model().reset_all())
         .on_conflict_do_nothing_on([artifact::Column::ArtifactId])
         .exec_without_returning(txn)
@@ -92,6 +102,9 @@ pub(crate) async fn create(
             Some(row) => repeated(txn, new, &row).await,
             None => Err(CreateError::Exists(new.id)),
         };
+    }
+    if let Some(tree) = &new.tree {
+        trees::keep(txn, new.id.uuid(), tree).await?;
     }
     if let Some(build) = new.owner {
         owners::add(txn, build, [new.id.uuid()]).await?;
@@ -111,7 +124,7 @@ pub(crate) async fn create_all(
     let known: HashSet<_> =
         with_ids(txn, all.clone()).await?.into_iter().map(|row| row.artifact_id).collect();
     let mut rows: Vec<_> =
-        new.iter().filter(|new| !known.contains(&new.id.uuid())).map(|new| open_row(new, now)).collect();
+        new.iter().filter(|new| !known.contains(&new.id.uuid())).map(|new| first_row(new, now)).collect();
     if !rows.is_empty() {
         if let Some(build) = first.owner {
             owners::lock_live(txn, build, &first.team).await?;
@@ -160,19 +173,25 @@ async fn repeated(
         None => !row.had_owner,
         Some(build) => owner::Entity::find_by_id((new.id.uuid(), build.uuid())).one(txn).await?.is_some(),
     };
-    let same = row.team == new.team && row.state != ArtifactState::Deleting && owned;
+    // What was made open may have become anything since.
+    let of_same_tree = match &new.tree {
+        None => !row.in_store,
+        Some(tree) => row.in_store && row.digest.as_deref() == Some(tree.digest.as_bytes()),
+    };
+    let same = row.team == new.team && row.state != ArtifactState::Deleting && owned && of_same_tree;
     if same { Ok(()) } else { Err(CreateError::Exists(new.id)) }
 }
 
-fn open_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
+fn first_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
+    let tree = new.tree.as_ref();
     artifact::Model {
         artifact_id: new.id.uuid(),
         ordinal: Uuid::now_v7(),
         team: new.team.clone(),
         label: new.label.clone(),
-        state: ArtifactState::Open,
-        digest: None,
-        size_bytes: 0,
+        state: if tree.is_some() { ArtifactState::Sealed } else { ArtifactState::Open },
+        digest: tree.map(|tree| tree.digest.as_bytes().to_vec()),
+        size_bytes: tree.map_or(0, |tree| units::size_column(tree.size_bytes)),
         had_owner: new.owner.is_some(),
         created_at: now.0,
         marked_at: None,
@@ -180,6 +199,7 @@ fn open_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
         kept_until: None,
         // An owner says when it lets go.
         look_at: new.owner.is_none().then_some(now.0),
+        in_store: tree.is_some(),
     }
 }
 
@@ -191,8 +211,8 @@ pub(crate) enum AdoptError {
     Database(#[from] DbErr),
 }
 
-/// Looks for a sealed artifact of `team` with these bytes and a replica that was not lost, on none of the workers `without`, and gives it
-/// `owner`.
+/// Looks for a sealed artifact of `team` with these bytes, which are in the store or in a replica that was not lost, on none of the workers
+/// `without`, and gives it `owner`.
 pub(crate) async fn adopt_by_digest(
     txn: &DatabaseTransaction,
     team: &str,
@@ -219,13 +239,14 @@ pub(crate) async fn adopt_by_digest(
     for row in candidates {
         let mut replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
         replicas.retain(|replica| !without.contains(&replica.worker));
-        if replicas.is_empty() {
+        let located = Located { artifact: row, replicas };
+        if !located.has_bytes() {
             continue;
         }
         if let Some(build) = owner {
-            owners::add(txn, build, [row.artifact_id]).await?;
+            owners::add(txn, build, [located.artifact.artifact_id]).await?;
         }
-        return Ok(Some(Located { artifact: row, replicas }));
+        return Ok(Some(located));
     }
     Ok(None)
 }
@@ -262,8 +283,8 @@ pub(crate) async fn list(
     describe(conn, rows, now, policy).await
 }
 
-/// A page of the sealed artifacts of `team` that something keeps and that have no replica on any other worker than these, the newest first; and the
-/// ordinals of all that were looked at.
+/// A page of the sealed artifacts of `team` that something keeps and that have their bytes neither in the store nor on any other worker than these,
+/// the newest first; and the ordinals of all that were looked at.
 pub(crate) async fn list_at_risk(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -286,6 +307,7 @@ pub(crate) async fn list_at_risk(
         .into_query();
     let mut query = of_team(team)
         .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .filter(artifact::Column::InStore.eq(false))
         .filter(Expr::exists(elsewhere).not())
         .order_by_desc(artifact::Column::Ordinal)
         .limit(page.size);

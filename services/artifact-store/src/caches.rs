@@ -9,7 +9,7 @@
 //!
 //! What one of them owns stands in its row. Whoever changes that holds the row, then locks the artifacts, the new one and the one before, in the order of
 //! their ids ([`hand_over`]): so the collector either sees the owner, or has marked the artifact before it is owned, and what is let go of is
-//! looked at again in the same transaction.
+//! looked at again in the same transaction. What a workload made is owned from the moment in which it is sealed ([`outputs`]).
 //!
 //! Invariants: of a resource cache one claim is valid at a time, and only what is put under it counts. A use is worth as much as its user: it ends
 //! with the build or the workload, whoever forgets to say so ([`crate::facts::uses`]).
@@ -18,6 +18,7 @@
 //! their artifacts every team may locate, pin and copy ([`crate::artifacts::usable_by`]).
 
 pub(crate) mod base;
+pub(crate) mod outputs;
 pub(crate) mod resource;
 pub(crate) mod task;
 
@@ -80,6 +81,10 @@ async fn let_go(
     artifacts: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
 ) -> Result<(), DbErr> {
+    let artifacts: Vec<_> = artifacts.into_iter().collect();
+    if artifacts.is_empty() {
+        return Ok(());
+    }
     let locked: Vec<Uuid> = artifact::Entity::find()
         .select_only()
         .column(artifact::Column::ArtifactId)
@@ -118,7 +123,7 @@ async fn with_bytes(conn: &impl ConnectionTrait, artifact: Option<Uuid>) -> Resu
         .one(conn)
         .await?;
     let located = artifacts::locate_rows(conn, row.into_iter().collect()).await?.pop();
-    Ok(located.filter(|located| !located.replicas.is_empty()))
+    Ok(located.filter(Located::has_bytes))
 }
 
 /// Where the bytes of caches are that are answered to `team`, in the order asked. Unknown ones and those without bytes are left out.
@@ -161,7 +166,7 @@ pub(crate) async fn locate(
     let located: HashMap<_, _> = artifacts::locate_rows(conn, rows)
         .await?
         .into_iter()
-        .filter(|located| !located.replicas.is_empty())
+        .filter(Located::has_bytes)
         .map(|located| (located.artifact.artifact_id, located))
         .collect();
     // Two caches may own one artifact.

@@ -178,7 +178,7 @@ pub(crate) async fn drop_replica(
     if here.is_empty() {
         return Ok(Vec::new());
     }
-    let is_last = !elsewhere.iter().any(|row| row.state == State::Created);
+    let is_last = !artifact.in_store && !elsewhere.iter().any(|row| row.state == State::Created);
     if is_last && !drop.force && artifact.state == ArtifactState::Sealed {
         let facts = facts::artifacts(txn, &[(&artifact).into()], now).await?;
         if facts.iter().any(|facts| matches!(mark::artifact(facts, now, policy), Verdict::Keep(_))) {

@@ -139,6 +139,16 @@ entity! {
         marked_why: Option<String>,
         kept_until: Option<i64>,
         look_at: Option<i64>,
+        in_store: bool,
+    }
+}
+
+entity! {
+    /// Small trees, from which artifacts were made.
+    tree, "trees" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        artifact_id: Uuid,
+        tree: Vec<u8>,
     }
 }
 

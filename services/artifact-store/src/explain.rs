@@ -59,6 +59,8 @@ pub(crate) struct Explanation {
     pub(crate) why: String,
     pub(crate) remembered_until: Option<Timestamp>,
     pub(crate) can_be_undeleted: bool,
+    /// Whether the store itself has its bytes.
+    pub(crate) in_store: bool,
 }
 
 impl Explanation {
@@ -78,6 +80,7 @@ impl Explanation {
             why: String::new(),
             remembered_until: None,
             can_be_undeleted: false,
+            in_store: false,
         }
     }
 

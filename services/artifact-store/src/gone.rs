@@ -84,7 +84,7 @@ async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
     Id::find_by_statement(statement).all(txn).await.map(|_| ())
 }
 
-/// An artifact that is kept, and of which no replica is on another worker for sure.
+/// An artifact that is kept, and whose bytes are neither in the store nor on another worker for sure.
 async fn kept_here_only(
     txn: &DatabaseTransaction,
     id: WorkerId,
@@ -93,7 +93,7 @@ async fn kept_here_only(
 ) -> Result<Option<ArtifactId>, DbErr> {
     let sql = format!(
         "SELECT a.artifact_id AS artifact_id FROM artifacts a
-         WHERE a.artifact_id > $2 AND a.state = 'sealed' AND a.artifact_id IN ({ARTIFACTS_HERE})
+         WHERE a.artifact_id > $2 AND a.state = 'sealed' AND a.in_store = FALSE AND a.artifact_id IN ({ARTIFACTS_HERE})
            AND NOT EXISTS (SELECT 1 FROM volumes o WHERE o.artifact_id = a.artifact_id AND o.worker_id <> $1
                            AND o.purpose = 'replica' AND o.complete = TRUE AND o.state = 'created')
          ORDER BY a.artifact_id LIMIT {PAGE}"

@@ -13,6 +13,7 @@
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
 //! set_aside     what a database out of a backup does not know
+//! trees         bytes that callers handed over, of which artifacts were made without a worker
 //! graves        when and why what is forgotten went
 //! losses        what was lost, noticed after a grace, and told in order
 //! dispose       what gateways and operators want to be destroyed
@@ -64,6 +65,7 @@ mod sessions;
 mod set_aside;
 mod store;
 mod sweep;
+mod trees;
 mod undelete;
 mod units;
 mod volumes;

@@ -108,6 +108,8 @@ pub(crate) struct Told {
     pub(crate) builds: Vec<BuildId>,
     /// What is left of the artifact.
     pub(crate) replicas: Vec<Replica>,
+    /// Whether the store itself has its bytes.
+    pub(crate) in_store: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -185,7 +187,7 @@ async fn describe(
     let artifacts = artifacts::of_ids(conn, ids, now, policy).await?;
     let artifacts: HashMap<_, _> = artifacts
         .into_iter()
-        .map(|(located, keepers)| (located.artifact.artifact_id, (located.replicas, keepers)))
+        .map(|(located, keepers)| (located.artifact.artifact_id, (located, keepers)))
         .collect();
     let going_on: HashMap<Uuid, Uuid> = attempt::Entity::find()
         .select_only()
@@ -199,8 +201,9 @@ async fn describe(
         .into_iter()
         .collect();
     let told = rows.into_iter().map(|row| {
-        let (replicas, keepers) =
-            row.artifact_id.and_then(|id| artifacts.get(&id)).cloned().unwrap_or_default();
+        let known = row.artifact_id.and_then(|id| artifacts.get(&id));
+        let located = known.map(|(located, _)| located);
+        let keepers = known.map(|(_, keepers)| keepers.clone()).unwrap_or_default();
         let of_attempt = row.attempt_id.and_then(|id| going_on.get(&id));
         let mut workloads: Vec<_> = of_attempt.copied().map(WorkloadId::from_uuid).into_iter().collect();
         let mut builds = Vec::new();
@@ -222,7 +225,8 @@ async fn describe(
             keepers,
             workloads,
             builds,
-            replicas,
+            replicas: located.map(|located| located.replicas.clone()).unwrap_or_default(),
+            in_store: located.is_some_and(|located| located.artifact.in_store),
         }
     });
     Ok(told.collect())

@@ -14,5 +14,6 @@ impl Migrations for Schema {
         SqlMigration { name: "0006_inventory", sql: include_str!("migrations/0006_inventory.sql") },
         SqlMigration { name: "0007_why", sql: include_str!("migrations/0007_why.sql") },
         SqlMigration { name: "0009_set_aside", sql: include_str!("migrations/0009_set_aside.sql") },
+        SqlMigration { name: "0010_trees", sql: include_str!("migrations/0010_trees.sql") },
     ];
 }

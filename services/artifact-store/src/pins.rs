@@ -9,8 +9,10 @@
 //! holder has no pins and is never pinned again; an ended attempt makes and settles nothing. An attempt may end before anybody prepared
 //! it: its row is made then, so that a late Prepare finds it ended.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::time::Duration;
 
+use domain::workload::OutputOwner;
 use domain::{ArtifactId, AttemptId, BuildId, Digest, Timestamp, WorkloadId};
 use sea_orm::sea_query::{Expr, Func, OnConflict};
 use sea_orm::{
@@ -20,6 +22,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::artifacts::{self, Located};
+use crate::caches::outputs::{self, Owned};
 use crate::due::make_due;
 use crate::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, volume,
@@ -65,7 +68,7 @@ pub(crate) enum PinError {
     Holder(#[from] HolderError),
     #[error("workload {0} was settled before")]
     Settled(WorkloadId),
-    #[error("artifact {0} is unknown to this team, not sealed, or has no replica left")]
+    #[error("artifact {0} is unknown to this team, not sealed, or its bytes are nowhere any more")]
     Unavailable(ArtifactId),
     #[error(transparent)]
     Owner(#[from] OwnerEnded),
@@ -98,7 +101,7 @@ pub(crate) async fn pin(
         return Err(PinError::Unavailable(*missing));
     }
     let located = artifacts::locate(txn, team, artifacts).await?;
-    if let Some(missing) = located.iter().find(|located| located.replicas.is_empty()) {
+    if let Some(missing) = located.iter().find(|located| !located.has_bytes()) {
         return Err(PinError::Unavailable(ArtifactId::from_uuid(missing.artifact.artifact_id)));
     }
     let rows = sealed.iter().map(|artifact| pin::ActiveModel {
@@ -162,12 +165,24 @@ pub(crate) struct Settlement {
     pub(crate) status: BuildStatus,
 }
 
+impl Settlement {
+    /// What comes to own single outputs.
+    fn owned(&self) -> impl Iterator<Item = Owned> {
+        let of_output = |output: &SettledOutput| {
+            output.owners.iter().map(|owner| (*owner, output.artifact)).collect::<Vec<_>>()
+        };
+        self.outputs.iter().flat_map(of_output)
+    }
+}
+
 /// An output that is settled.
 #[derive(Debug, Clone)]
 pub(crate) struct SettledOutput {
     pub(crate) artifact: ArtifactId,
     pub(crate) digest: Digest,
     pub(crate) label: String,
+    /// What comes to own it besides the build of the settlement.
+    pub(crate) owners: Vec<OutputOwner>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -182,20 +197,23 @@ pub(crate) enum SettleError {
     Database(#[from] DbErr),
 }
 
-/// Ends a holder for good: seals its outputs, gives them their owner, drops its pins, ends its attempts and the builds that end
-/// with it. The first call counts; a repeat changes nothing.
+/// Ends a holder for good: seals its outputs, gives them their owners, drops its pins, ends its attempts and the builds that end
+/// with it. The first call counts; a repeat changes nothing. Answers the owners that are not to be had, each with its output.
 pub(crate) async fn settle(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
     now: Timestamp,
-) -> Result<(), SettleError> {
+    resource_cache_ttl: Duration,
+) -> Result<Vec<Owned>, SettleError> {
     let holder = settlement.holder;
     let row = lock_holder(txn, holder, &settlement.team, now).await?;
     if row.settled_at.is_some() {
-        return Ok(());
+        return Ok(Vec::new());
     }
+    let mut missing = Vec::new();
     if !settlement.outputs.is_empty() {
         seal_outputs(txn, settlement, now).await?;
+        missing = give_to_builds(txn, settlement).await?;
     }
 
     let pinned: Vec<Uuid> = pin::Entity::find()
@@ -220,9 +238,11 @@ pub(crate) async fn settle(
         .filter(holder::Column::HolderId.eq(holder.uuid()))
         .exec(txn)
         .await?;
+    let owned = settlement.owned();
+    missing.extend(outputs::give(txn, &settlement.team, owned, now, resource_cache_ttl).await?);
     // Last: whoever holds one of them may wait for what is locked above.
     make_due(txn, pinned, now).await?;
-    Ok(())
+    Ok(missing)
 }
 
 /// Makes each output's artifact, sealed, and its candidate the replica.
@@ -255,6 +275,7 @@ async fn seal_outputs(
             kept_until: None,
             // Until it is owned, below.
             look_at: Some(now.0),
+            in_store: false,
         });
     }
     let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id).collect();
@@ -270,15 +291,39 @@ async fn seal_outputs(
         .filter(volume::Column::Handle.is_in(handles))
         .exec(txn)
         .await?;
+    Ok(())
+}
+
+/// Gives builds the outputs that were sealed. Answers the owners of single outputs that have ended; nobody owns what comes too late.
+async fn give_to_builds(
+    txn: &DatabaseTransaction,
+    settlement: &Settlement,
+) -> Result<Vec<Owned>, SettleError> {
+    let mut by_build: BTreeMap<BuildId, Vec<ArtifactId>> = BTreeMap::new();
+    for (owner, artifact) in settlement.owned() {
+        if let OutputOwner::Build(build) = owner {
+            by_build.entry(build).or_default().push(artifact);
+        }
+    }
+    let all = settlement.outputs.iter().map(|output| output.artifact);
     if let Some(build) = settlement.build {
+        by_build.entry(build).or_default().extend(all);
+    }
+    let mut missing = Vec::new();
+    for (build, artifacts) in by_build {
         match owners::lock_live(txn, build, &settlement.team).await {
-            Ok(_) => owners::add(txn, build, ids).await?,
-            // It ended before: nobody owns what comes too late.
-            Err(OwnerEnded::Ended(_)) => {}
+            Ok(_) => {
+                let artifacts: BTreeSet<_> = artifacts.into_iter().map(ArtifactId::uuid).collect();
+                owners::add(txn, build, artifacts).await?;
+            }
+            Err(OwnerEnded::Ended(_)) => {
+                let owner = OutputOwner::Build(build);
+                missing.extend(settlement.owned().filter(|(other, _)| *other == owner));
+            }
             Err(OwnerEnded::Database(error)) => return Err(error.into()),
         }
     }
-    Ok(())
+    Ok(missing)
 }
 
 /// The complete candidates of an attempt that goes on, by the artifact that they may become.

@@ -268,7 +268,13 @@ async fn find_or_make(
     let found = match locked().await? {
         Some(found) => Some(found),
         None => {
-            let new = NewArtifact { id, team: adoption.team.clone(), label: String::new(), owner: None };
+            let new = NewArtifact {
+                id,
+                team: adoption.team.clone(),
+                label: String::new(),
+                owner: None,
+                tree: None,
+            };
             match artifacts::create(txn, &new, now).await {
                 // Whoever was faster made another one; then it is that.
                 Ok(()) | Err(CreateError::Exists(_)) => {}

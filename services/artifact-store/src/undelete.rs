@@ -80,7 +80,7 @@ async fn restore(
     id: ArtifactId,
 ) -> Result<(), UndeleteError> {
     let replicas = restorable(row).lock_exclusive().all(txn).await?;
-    if replicas.is_empty() {
+    if replicas.is_empty() && !row.in_store {
         return Err(UndeleteError::BytesGone(id));
     }
     let marked = replicas.iter().filter(|replica| replica.state == State::Destroying);

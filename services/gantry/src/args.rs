@@ -331,7 +331,7 @@ pub(crate) struct ExplainArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 `gantry list artifacts --state deleting` shows what was deleted, and `gantry explain` whether it can come back: the bytes go when their \
-worker's gateway was told to destroy them, which is soon.")]
+worker's gateway was told to destroy them, which is soon. Those of `gantry upload --inline` stay as long as somebody remembers them, a day.")]
 pub(crate) struct UndeleteArgs {
     /// The artifact
     #[arg(value_name = "ARTIFACT")]
@@ -398,6 +398,10 @@ pub(crate) struct UploadArgs {
     /// A name, for people. Default: that of the directory. Bytes that the cluster has already keep theirs
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub(crate) label: String,
+    /// Have the cluster keep the bytes in its database: no worker is needed until somebody uses them, and none is lost with them. At most 1 MiB,
+    /// and 1000 files, directories and symbolic links
+    #[arg(long)]
+    pub(crate) inline: bool,
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
 }

@@ -174,6 +174,7 @@ pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {
         "kept_by": artifact.kept_by,
         "marked_at": artifact.marked_at.as_ref().map(words::instant),
         "marked_why": some(&artifact.marked_why),
+        "in_store": artifact.in_store,
         "replicas": artifact.replicas.iter().map(|replica| json!({
             "volume_handle": replica.volume_handle,
             "worker_id": replica.worker_id,
@@ -223,6 +224,7 @@ pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
         "marked_at": instant(&explained.marked_at),
         "gone_at": instant(&explained.gone_at),
         "goes_at": instant(&explained.goes_at),
+        "in_store": explained.in_store,
         "why": some(&explained.why),
         "remembered_until": instant(&explained.remembered_until),
         "can_be_undeleted": explained.can_be_undeleted,

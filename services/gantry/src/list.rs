@@ -5,7 +5,7 @@ use futures::stream::{self, Stream, TryStreamExt};
 use rpc::pb::artifacts::{
     Artifact, CollectRequest, CollectResponse, Collected, Container, DryRun, GetArtifactRequest,
     GetContainerRequest, GetVolumeRequest, ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest,
-    ListVolumesRequest, Volume,
+    ListVolumesRequest, Replica, Volume,
 };
 use rpc::pb::scheduler::{
     Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Worker,
@@ -423,7 +423,11 @@ fn artifact_row(artifact: &Artifact) -> Vec<String> {
         words::artifact_state(artifact.state()).to_owned(),
         bytes(artifact.size_bytes),
         words::ago(artifact.created_at.as_ref()),
-        artifact.replicas.len().to_string(),
+        if artifact.in_store {
+            format!("{} + store", artifact.replicas.len())
+        } else {
+            artifact.replicas.len().to_string()
+        },
         plain(&artifact.label, 30),
         match artifact.marked_at {
             Some(at) => {
@@ -435,10 +439,10 @@ fn artifact_row(artifact: &Artifact) -> Vec<String> {
 }
 
 fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)> {
-    let replicas = artifact
-        .replicas
-        .iter()
-        .map(|replica| format!("volume {} on worker {}", replica.volume_handle, replica.worker_id));
+    let of_replica =
+        |replica: &Replica| format!("volume {} on worker {}", replica.volume_handle, replica.worker_id);
+    let in_store = artifact.in_store.then(|| words::IN_STORE.to_owned());
+    let bytes_are = in_store.into_iter().chain(artifact.replicas.iter().map(of_replica));
     vec![
         ("id", artifact.artifact_id.clone()),
         ("label", plain(&artifact.label, 255)),
@@ -449,7 +453,7 @@ fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)> {
         ("kept by", artifact.kept_by.join("\n")),
         ("deleted", artifact.marked_at.as_ref().map(words::instant).unwrap_or_default()),
         ("why", plain(&artifact.marked_why, 255)),
-        ("replicas", replicas.collect::<Vec<_>>().join("\n")),
+        ("bytes", bytes_are.collect::<Vec<_>>().join("\n")),
     ]
 }
 

@@ -260,7 +260,7 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
         outputs: args
             .outputs
             .iter()
-            .map(|output| Output { name: output.name.clone(), path: Bytes::new() })
+            .map(|output| Output { name: output.name.clone(), ..Output::default() })
             .collect(),
         limits: Some(Limits {
             cpu_millis: args.cpu.unwrap_or(0),

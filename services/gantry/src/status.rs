@@ -419,6 +419,7 @@ fn route(progress: &TransferProgress) -> &'static str {
         Route::Peer => "gateways",
         Route::Workers => "workers",
         Route::Elsewhere => "elsewhere",
+        Route::Store => "store",
     }
 }
 

@@ -15,6 +15,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use domain::{ArtifactId, BuildId};
 use rpc::Reason;
+use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::{
     WriteCommit, WriteOpen, WriteRequest, WriteResponse, write_request::Message as Write,
@@ -23,6 +24,7 @@ use rpc::pb::runtime::{
 use rpc::pb::streamer::{
     GoTo, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request, upload_response,
 };
+use rpc::small_tree::NotSmall;
 use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -33,7 +35,7 @@ use transfer::{
 
 use crate::args::ScanArgs;
 use crate::cluster::Paths;
-use crate::connect::{Connection, Pause};
+use crate::connect::{Connection, Pause, repeat};
 use crate::error::{Refused, is_transient, refusal, refused};
 use crate::progress::Progress;
 use crate::rules::Rules;
@@ -109,6 +111,28 @@ impl Uploader<'_> {
             }
         }
         unreachable!("the loop returns")
+    }
+
+    /// Makes an artifact of a small directory within one call, without a worker.
+    async fn hand_over(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
+        let Directory { name, path, .. } = directory;
+        let left_out = directory.left_out.iter().cloned().chain(own_state(path)).collect();
+        let directory = &Directory { left_out, ..*directory };
+        let doing = format!("cannot hand over {path:?}");
+        let scanned = self.scan(directory).await.with_context(|| doing.clone())?;
+        self.check(name, &scanned.problems)?;
+        let tree = small_tree(path.to_path_buf(), scanned.manifest).await.with_context(|| doing.clone())?;
+        let artifact = ArtifactId::new();
+        let request = CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: self.connection.team.clone(),
+            build_id: self.build.map(|build| build.to_string()).unwrap_or_default(),
+            label: (*name).to_owned(),
+            tree: Some(tree),
+        };
+        let client = self.connection.artifacts();
+        repeat(&doing, async || client.clone().create_artifact(request.clone()).await).await?;
+        Ok(artifact)
     }
 
     async fn scan(&self, directory: &Directory<'_>) -> anyhow::Result<Scanned> {
@@ -423,6 +447,18 @@ async fn send_tree(
     Ok(())
 }
 
+/// Reads all of a small directory.
+async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<SmallTree> {
+    let read = tokio::task::spawn_blocking(move || {
+        let mut reader = TreeReader::new(&root, manifest.clone(), ReadOptions::default())?;
+        rpc::small_tree::from_manifest(&manifest, |ordinal| Ok::<_, anyhow::Error>(reader.read(ordinal)?))
+    });
+    match read.await.context("reading ended unexpectedly")? {
+        Err(error) if error.is::<NotSmall>() => Err(error.context("it is too much for --inline")),
+        read => read,
+    }
+}
+
 /// Stops a scan that nobody waits for any more.
 struct StopOnDrop(Arc<AtomicBool>);
 
@@ -472,6 +508,9 @@ pub(crate) async fn command(
     let progress = ui.progress("uploading");
     let uploader = Uploader { connection, ui, scan: &args.scan, build: None, progress };
     let directory = Directory { name: &name, path: &args.directory, left_out: Vec::new() };
+    if args.inline {
+        return uploader.hand_over(&directory).await;
+    }
     let artifact = uploader.upload(&directory).await?;
     drop(uploader);
     if !args.label.is_empty() {

@@ -48,6 +48,7 @@ fn text(explained: &ExplainResponse) -> String {
         (_, None) => ("goes", endless(explained)),
     });
     shown.push(("remembered", explained.remembered_until.as_ref().map(until).unwrap_or_default()));
+    shown.push(("bytes", if explained.in_store { words::IN_STORE.to_owned() } else { String::new() }));
     let relations: Vec<_> = explained.relations.iter().map(related).collect();
     shown.extend(relations.iter().map(|(relation, ids)| (relation.as_str(), ids.clone())));
     let mut text = fields(&shown);
@@ -146,11 +147,15 @@ pub(crate) async fn undelete(
 
 fn back(artifact: &Artifact, args: &UndeleteArgs) -> String {
     let replicas = u64::try_from(artifact.replicas.len()).unwrap_or(u64::MAX);
+    let whereabouts = match (artifact.in_store, replicas) {
+        (true, 0) => words::IN_STORE.to_owned(),
+        (true, replicas) => format!("{} and on {}", words::IN_STORE, count(replicas, "worker")),
+        (false, replicas) => format!("on {}", count(replicas, "worker")),
+    };
     format!(
-        "artifact {} is there: {} on {}, kept for {} at least\n",
+        "artifact {} is there: {} {whereabouts}, kept for {} at least\n",
         artifact.artifact_id,
         bytes(artifact.size_bytes),
-        count(replicas, "worker"),
         duration(args.keep)
     )
 }
@@ -175,6 +180,7 @@ mod tests {
             state: "sealed".to_owned(),
             kept_by: vec![keeper("build 8, which goes on", None), keeper("\u{1b}nobody", LONG_AGO)],
             kept_by_total: 5,
+            in_store: true,
             relations: vec![Relation {
                 relation: "replicas".to_owned(),
                 thing: Thing::Volume.into(),
@@ -192,6 +198,7 @@ mod tests {
                 "?nobody, until the next collection",
                 "and 3 more",
                 "goes: not before something happens to what keeps it",
+                "bytes: in the artifact store itself",
                 "replicas: volume 9",
                 "and 2 more",
             ]

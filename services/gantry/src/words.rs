@@ -9,6 +9,9 @@ use rpc::pb::scheduler::{Outcome, Verdict, Worker, WorkerState, Workload, Worklo
 
 use crate::table::{bytes, duration};
 
+/// Where the bytes are of what was made from a small tree.
+pub(crate) const IN_STORE: &str = "in the artifact store itself";
+
 pub(crate) fn worker_state(state: WorkerState) -> &'static str {
     match state {
         WorkerState::Unspecified => "unknown",

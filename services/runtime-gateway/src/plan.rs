@@ -137,7 +137,8 @@ mod tests {
             path: path.into(),
             read_only: false,
         };
-        let output = |name: &str, path: &str| Output { name: name.to_owned(), path: path.into() };
+        let output =
+            |name: &str, path: &str| Output { name: name.to_owned(), path: path.into(), owners: Vec::new() };
         WorkloadSpec {
             team: "main".to_owned(),
             image: Image::Artifact(ArtifactId::new()),

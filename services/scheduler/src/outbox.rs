@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-use domain::workload::{Outcome, PublishedOutput};
-use domain::{AttemptId, BuildId, Timestamp, WorkloadId};
+use domain::workload::{Outcome, OutputOwner, PublishedOutput};
+use domain::{ArtifactId, AttemptId, BuildId, Timestamp, WorkloadId};
 use rpc::Reason;
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{
@@ -49,12 +49,15 @@ pub(crate) struct Settlement {
     pub(crate) outputs: Vec<PublishedOutput>,
     pub(crate) build: Option<BuildId>,
     pub(crate) outcome: Outcome,
+    /// What comes to own single outputs.
+    #[serde(default)]
+    pub(crate) owners: Vec<(ArtifactId, OutputOwner)>,
 }
 
 impl Settlement {
     /// Of a workload that nobody remembers: nothing is kept of it.
     pub(crate) fn unknown(team: String) -> Self {
-        Self { team, attempt: None, outputs: vec![], build: None, outcome: Outcome::Errored }
+        Self { team, attempt: None, outputs: vec![], build: None, outcome: Outcome::Errored, owners: vec![] }
     }
 }
 

@@ -69,8 +69,9 @@ impl Store {
             artifact_ids: artifacts.iter().map(ToString::to_string).collect(),
         };
         let answer = self.artifacts.clone().locate(within(request)).await?.into_inner();
-        let usable =
-            |found: &&pb::Location| found.state() == pb::ArtifactState::Sealed && !found.replicas.is_empty();
+        let usable = |found: &&pb::Location| {
+            found.state() == pb::ArtifactState::Sealed && (found.in_store || !found.replicas.is_empty())
+        };
         let located = answer.locations.iter().filter(usable);
         Ok(located.filter_map(|found| Some((found.artifact_id.parse().ok()?, location(found)))).collect())
     }
@@ -81,6 +82,12 @@ impl Store {
             artifact_id: output.artifact.to_string(),
             digest: output.digest.as_bytes().to_vec().into(),
             label: output.name.clone(),
+            owners: settlement
+                .owners
+                .iter()
+                .filter(|(artifact, _)| *artifact == output.artifact)
+                .map(|(_, owner)| rpc::owner::settled(*owner))
+                .collect(),
         });
         let status = match settlement.outcome {
             Outcome::Succeeded => pb::BuildStatus::Succeeded,
@@ -96,7 +103,15 @@ impl Store {
             build_id: settlement.build.map(|build| build.to_string()).unwrap_or_default(),
             status: status.into(),
         };
-        self.pins.clone().settle(within(request)).await?;
+        let answer = self.pins.clone().settle(within(request)).await?.into_inner();
+        for missing in answer.missing {
+            tracing::warn!(
+                workload.id = %workload,
+                artifact.id = missing.artifact_id,
+                owner = ?missing.owner,
+                "an output has one owner less than it should: that is gone"
+            );
+        }
         Ok(())
     }
 

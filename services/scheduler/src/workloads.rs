@@ -282,6 +282,7 @@ pub(crate) async fn conclude(
             outputs: ending.outputs.clone(),
             build: spec.build,
             outcome: ending.outcome,
+            owners: spec.owners_of(&ending.outputs),
         };
         outbox::put(txn, id, Message::Settle(settlement), now, effects).await?;
     } else if let Some(attempt) = attempt {
@@ -708,6 +709,7 @@ pub(crate) fn settlement_of_finished(row: &Model) -> Result<Option<Settlement>, 
         outputs: vec![],
         build: spec(row)?.build,
         outcome: ending.outcome,
+        owners: vec![],
     }))
 }
 

@@ -72,8 +72,9 @@ impl Streamer for Handler {
         let request = request.into_inner();
         let team = parse_team("team", request.team)?;
         let artifact: ArtifactId = parse_id("artifact_id", &request.artifact_id)?;
-        let avoid = &request.avoid_gateway_endpoints;
-        let answer = download::locate(&mut self.peers.clone(), team, artifact, avoid).await?;
+        let wanted = download::Wanted { team, artifact, avoid: request.avoid_gateway_endpoints };
+        let bring = |wanted| self.bring(wanted);
+        let answer = download::locate(&mut self.peers.clone(), wanted, bring).await?;
         Ok(Response::new(answer))
     }
 
@@ -92,10 +93,7 @@ impl Streamer for Handler {
         if !request.lease_token.is_empty() {
             self.check_lease(&request.lease_token, &wanted).await?;
         }
-        let waiting = self.transfers.join(wanted, |task| {
-            let work = materialize::carry_out(self.peers.clone(), task, self.stopping.clone());
-            self.tasks.spawn(work.in_current_span());
-        });
+        let waiting = self.bring(wanted);
         let (answers, stream) = mpsc::channel(4);
         // A task of its own, which leaves as soon as the caller does.
         self.tasks.spawn(async move {
@@ -132,6 +130,14 @@ impl Streamer for Handler {
 }
 
 impl Handler {
+    /// Begins a copy, or joins the one that is under way.
+    fn bring(&self, wanted: transfers::Wanted) -> transfers::Waiting {
+        self.transfers.join(wanted, |task| {
+            let work = materialize::carry_out(self.peers.clone(), task, self.stopping.clone());
+            self.tasks.spawn(work.in_current_span());
+        })
+    }
+
     /// Whether a lease token is one for the worker and the team.
     async fn check_lease(&self, token: &str, wanted: &transfers::Wanted) -> Result<(), Status> {
         let claims: LeaseClaims = self.peers.keys.verify(token).await.map_err(|error| match &error {
@@ -177,6 +183,7 @@ fn progress(now: transfers::Progress) -> pb::TransferProgress {
         transfers::Route::Unknown => pb::Route::Unspecified,
         transfers::Route::Peer => pb::Route::Peer,
         transfers::Route::Workers => pb::Route::Workers,
+        transfers::Route::Store => pb::Route::Store,
         transfers::Route::Elsewhere => pb::Route::Elsewhere,
     };
     pb::TransferProgress {
@@ -196,9 +203,11 @@ impl From<CopyError> for Status {
             CopyError::NoReplica(_) => Reason::NoReplica,
             CopyError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             CopyError::Cancelled => Reason::TransferCancelled,
-            CopyError::Cut(_) | CopyError::Nonsense(_) | CopyError::Left | CopyError::Stopping => {
-                Reason::Unavailable
-            }
+            CopyError::Cut(_)
+            | CopyError::Nonsense(_)
+            | CopyError::OtherBytes(_)
+            | CopyError::Left
+            | CopyError::Stopping => Reason::Unavailable,
         };
         reason.status(SERVICE, error.to_string())
     }
@@ -311,6 +320,8 @@ impl From<DownloadError> for Status {
             DownloadError::NotFound(_) => Reason::ArtifactNotFound,
             DownloadError::NoReplica(_) => Reason::NoReplica,
             DownloadError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
+            DownloadError::NotBrought(error) => return error.clone().into(),
+            DownloadError::Nonsense(_) => Reason::Unavailable,
         };
         reason.status(SERVICE, error.to_string())
     }

@@ -4,24 +4,27 @@
 //! plan ──the bytes are there──▶ done
 //!   │ ◀──a while later── another transfer makes it
 //!   └──mine──▶ sources, tickets ──▶ Volumes.Fetch on the worker's gateway ──committed──▶ done
-//!                                        └──anything else──▶ abandon
+//!         │                              └──anything else──▶ abandon
+//!         └──made from a small tree──▶ Artifacts.ReadTree, Volumes.WriteArchive there ──▶ done
 //! ```
 //!
-//! The artifact store decides who makes a copy; this streamer keeps the claim alive while it does. Invariant: nothing counts before the
+//! What the store has itself always comes from there, so that it depends on no other worker. The artifact store decides who makes a copy; this streamer keeps the claim alive while it does. Invariant: nothing counts before the
 //! gateway of the worker has told the store that the volume holds what the artifact was sealed with. Whatever ends a copy before that
 //! abandons it: by a call here, or, when this process dies, by the claim running out.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use domain::{VolumeHandle, WorkerId};
 use rpc::client::Outgoing;
 use rpc::pb::artifacts as store;
 use rpc::pb::runtime as gateway;
 use rpc::pb::runtime::fetch_response::Message as Fetched;
 use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::write_archive_request::Message as Archive;
 use rpc::pb::scheduler;
-use rpc::{Reason, Refusal};
+use rpc::{Peer, Reason, Refusal};
 use tokio_util::sync::CancellationToken;
 
 use crate::transfers::{Progress, Route, Task, Wish};
@@ -31,6 +34,8 @@ use crate::upload::{Peers, settle_down, shortest};
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// The time over which the rate of a copy is measured.
 const WINDOW: Duration = Duration::from_secs(5);
+/// How much of an archive goes in one message.
+const PIECE: usize = 1 << 20;
 /// Most sources that are tried.
 const MOST_SOURCES: usize = 100;
 
@@ -60,6 +65,9 @@ pub(crate) enum CopyError {
     /// A peer's answer makes no sense.
     #[error("the artifact store answered a malformed {0}")]
     Nonsense(&'static str),
+    /// The worker has written something else than it was sent.
+    #[error("worker {0} has unpacked something else than it was sent")]
+    OtherBytes(WorkerId),
     /// Somebody said so.
     #[error("the transfer was cancelled")]
     Cancelled,
@@ -130,9 +138,78 @@ async fn copy(peers: &mut Peers, task: &mut Task) -> Result<Copied, CopyError> {
     task.tell(Progress { total: planned.size_bytes, ..Progress::default() });
     let renewed = keep_claim(peers.clone(), claim_of(task), shortest(planned.term, planned.term));
     tokio::select! {
-        copied = fetch(peers, task, &planned) => copied,
+        copied = fill(peers, task, &planned) => copied,
         lost = renewed => Err(lost.into()),
     }
+}
+
+/// Fills the volume that is planned, from wherever the bytes are.
+async fn fill(
+    peers: &mut Peers,
+    task: &Task,
+    planned: &store::PlanReplicaResponse,
+) -> Result<Copied, CopyError> {
+    let (team, artifact) = (&task.wanted.team, task.wanted.artifact);
+    let locate = store::LocateRequest { team: team.clone(), artifact_ids: vec![artifact.to_string()] };
+    let located = peers.artifacts.locate(locate).await.map_err(Refusal::from)?.into_inner();
+    let location = located.locations.into_iter().next().ok_or(CopyError::NotFound(artifact))?;
+    if location.in_store {
+        return unpack(peers, task, planned).await;
+    }
+    let sources = sources(peers, task, location).await?;
+    fetch(peers, task, planned, &sources).await
+}
+
+/// The way to the volume that is planned.
+async fn destination(
+    peers: &mut Peers,
+    task: &Task,
+    planned: &store::PlanReplicaResponse,
+) -> Result<(VolumesClient<Peer>, String), CopyError> {
+    let write = scheduler::IssueTicketRequest {
+        team: task.wanted.team.clone(),
+        worker_id: task.wanted.worker.to_string(),
+        volume_handle: planned.volume_handle.clone(),
+        operation: scheduler::TicketOperation::Write.into(),
+    };
+    let ticket = peers.workers.issue_ticket(write).await.map_err(Refusal::from)?.into_inner();
+    let outgoing = Outgoing::internal().with_ticket(&ticket.ticket);
+    let nowhere = |_| CopyError::Nonsense("address of a gateway");
+    let destination = rpc::client::peer(&ticket.gateway_endpoint, outgoing).map_err(nowhere)?;
+    Ok((VolumesClient::new(destination), ticket.ticket))
+}
+
+/// Has the worker unpack the small tree that the store has.
+async fn unpack(
+    peers: &mut Peers,
+    task: &Task,
+    planned: &store::PlanReplicaResponse,
+) -> Result<Copied, CopyError> {
+    let volume = volume(planned)?;
+    let read = store::ReadTreeRequest {
+        team: task.wanted.team.clone(),
+        artifact_id: task.wanted.artifact.to_string(),
+    };
+    let answer = peers.artifacts.read_tree(read).await.map_err(Refusal::from)?.into_inner();
+    let tree = answer.tree.ok_or(CopyError::NoReplica(task.wanted.artifact))?;
+    let tree = rpc::small_tree::parse("tree", &tree).map_err(|_| CopyError::Nonsense("tree"))?;
+    let archive = Bytes::from(tree.archive().map_err(|_| CopyError::Nonsense("tree"))?);
+
+    let total = tree.size_bytes();
+    let progress = Progress { total, route: Route::Store, ..Progress::default() };
+    task.tell(progress);
+    let (mut gateway, ticket) = destination(peers, task, planned).await?;
+    let open = Archive::Open(gateway::WriteOpen { ticket });
+    let pieces = (0..archive.len()).step_by(PIECE);
+    let data =
+        pieces.map(|at| Archive::Data(archive.slice(at..archive.len().min(at + PIECE)))).collect::<Vec<_>>();
+    let said = std::iter::once(open).chain(data).chain([Archive::Commit(gateway::WriteCommit {})]);
+    let said = said.map(|message| gateway::WriteArchiveRequest { message: Some(message) });
+    let written = gateway.write_archive(tokio_stream::iter(said)).await.map_err(Refusal::from)?.into_inner();
+    if written.digest != planned.digest {
+        return Err(CopyError::OtherBytes(task.wanted.worker));
+    }
+    Ok(Copied { volume, progress: Some(Progress { done: total, ..progress }) })
 }
 
 async fn plan(peers: &Peers, task: &Task) -> Result<store::PlanReplicaResponse, Refusal> {
@@ -185,26 +262,16 @@ async fn fetch(
     peers: &mut Peers,
     task: &Task,
     planned: &store::PlanReplicaResponse,
+    sources: &[Source],
 ) -> Result<Copied, CopyError> {
     let volume = volume(planned)?;
-    let sources = sources(peers, task).await?;
-    let write = scheduler::IssueTicketRequest {
-        team: task.wanted.team.clone(),
-        worker_id: task.wanted.worker.to_string(),
-        volume_handle: planned.volume_handle.clone(),
-        operation: scheduler::TicketOperation::Write.into(),
-    };
-    let ticket = peers.workers.issue_ticket(write).await.map_err(Refusal::from)?.into_inner();
-    let outgoing = Outgoing::internal().with_ticket(&ticket.ticket);
-    let nowhere = |_| CopyError::Nonsense("address of a gateway");
-    let destination = rpc::client::peer(&ticket.gateway_endpoint, outgoing).map_err(nowhere)?;
+    let (mut gateway, ticket) = destination(peers, task, planned).await?;
     let request = gateway::FetchRequest {
-        ticket: ticket.ticket,
+        ticket,
         digest: planned.digest.clone(),
         sources: sources.iter().map(|source| source.fetch.clone()).collect(),
     };
-    let mut answers =
-        VolumesClient::new(destination).fetch(request).await.map_err(Refusal::from)?.into_inner();
+    let mut answers = gateway.fetch(request).await.map_err(Refusal::from)?.into_inner();
     let mut rate = Rate::default();
     let mut progress = Progress { total: planned.size_bytes, route: Route::Peer, ..Progress::default() };
     while let Some(answer) = answers.message().await.map_err(Refusal::from)? {
@@ -232,12 +299,12 @@ async fn fetch(
 }
 
 /// The replicas that can be read now, the best first.
-async fn sources(peers: &mut Peers, task: &Task) -> Result<Vec<Source>, CopyError> {
+async fn sources(
+    peers: &mut Peers,
+    task: &Task,
+    location: store::Location,
+) -> Result<Vec<Source>, CopyError> {
     let (team, artifact) = (&task.wanted.team, task.wanted.artifact);
-    let locate = store::LocateRequest { team: team.clone(), artifact_ids: vec![artifact.to_string()] };
-    let located = peers.artifacts.locate(locate).await.map_err(Refusal::from)?.into_inner();
-    let location = located.locations.into_iter().next().ok_or(CopyError::NotFound(artifact))?;
-
     let mut sources = Vec::new();
     let mut unreachable = None;
     for (worker, replica) in in_order(location.replicas, task.wanted.worker, &task.readers()) {

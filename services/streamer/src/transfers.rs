@@ -29,6 +29,8 @@ pub(crate) enum Route {
     Peer,
     /// From one worker to the other, past their gateways.
     Workers,
+    /// From the artifact store, by way of this streamer.
+    Store,
     /// Another streamer knows.
     Elsewhere,
 }

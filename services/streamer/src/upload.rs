@@ -97,7 +97,7 @@ pub(crate) async fn adopt(peers: &mut Peers, wanted: &Wanted) -> Result<Option<S
         let Some(artifact) = answer.artifact else { return Ok(None) };
         let mut holders: Vec<_> = artifact.replicas.into_iter().map(|replica| replica.worker_id).collect();
         holders.retain(|worker| !silent.contains(worker));
-        if any_there(peers, &holders, deadline).await? {
+        if artifact.in_store || any_there(peers, &holders, deadline).await? {
             return Ok(Some(artifact.artifact_id));
         }
         silent.extend(holders.iter().cloned());
@@ -144,18 +144,7 @@ pub(crate) struct Upload {
 impl Upload {
     /// Finds a worker, makes the artifact and plans its first replica. What was done is undone when a later step is refused.
     pub(crate) async fn plan(peers: &mut Peers, wanted: Wanted) -> Result<Self, Refusal> {
-        let place = scheduler::PlaceRequest {
-            lease_id: LeaseId::new().to_string(),
-            team: wanted.team.clone(),
-            kind: scheduler::PlacementKind::Transfer.into(),
-            tags: Vec::new(),
-            platform: String::new(),
-        };
-        let lease = settle_down(|| {
-            let (mut placements, place) = (peers.placements.clone(), place.clone());
-            async move { placements.place(place).await }
-        })
-        .await?;
+        let lease = place(peers, &wanted.team).await?;
         let mut upload = Self {
             wanted,
             transfer: TransferId::new(),
@@ -181,6 +170,7 @@ impl Upload {
             team: self.wanted.team.clone(),
             build_id: self.wanted.build_id(),
             label: self.wanted.label.clone(),
+            tree: None,
         };
         peers.artifacts.create_artifact(create).await?;
         let plan = store::PlanReplicaRequest {
@@ -240,10 +230,7 @@ impl Upload {
 
     /// Gives the worker back.
     pub(crate) async fn release(&self, peers: &mut Peers) {
-        let release = scheduler::ReleaseRequest { lease_token: self.lease_token.clone() };
-        if let Err(status) = peers.placements.release(release).await {
-            tracing::debug!(error = %Refusal::from(status), "a transfer's lease is left to run out");
-        }
+        release(peers, self.lease_token.clone()).await;
     }
 
     /// Throws away what arrived.
@@ -256,6 +243,29 @@ impl Upload {
             tracing::debug!(error = %Refusal::from(status), "an upload's claim is left to run out");
         }
         self.release(peers).await;
+    }
+}
+
+/// A worker for a transfer.
+pub(crate) async fn place(peers: &Peers, team: &str) -> Result<scheduler::PlaceResponse, Refusal> {
+    let place = scheduler::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: team.to_owned(),
+        kind: scheduler::PlacementKind::Transfer.into(),
+        tags: Vec::new(),
+        platform: String::new(),
+    };
+    settle_down(|| {
+        let (mut placements, place) = (peers.placements.clone(), place.clone());
+        async move { placements.place(place).await }
+    })
+    .await
+}
+
+/// Gives the worker of a transfer back.
+pub(crate) async fn release(peers: &mut Peers, lease_token: String) {
+    if let Err(status) = peers.placements.release(scheduler::ReleaseRequest { lease_token }).await {
+        tracing::debug!(error = %Refusal::from(status), "a transfer's lease is left to run out");
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{ArtifactId, BuildId, Digest};
+use crate::{ArtifactId, BuildId, CacheId, ClaimId, Digest};
 
 /// A file path or other text of the system below, which need not be UTF-8.
 pub type Bytes = Vec<u8>;
@@ -54,6 +54,17 @@ pub struct WorkloadSpec {
 }
 
 impl WorkloadSpec {
+    /// What comes to own single outputs of those that were published.
+    #[must_use]
+    pub fn owners_of(&self, published: &[PublishedOutput]) -> Vec<(ArtifactId, OutputOwner)> {
+        let of_output = |output: &PublishedOutput| {
+            let known = self.outputs.iter().find(|known| known.name == output.name);
+            let owners = known.map(|known| known.owners.as_slice()).unwrap_or_default();
+            owners.iter().map(|owner| (output.artifact, *owner)).collect::<Vec<_>>()
+        };
+        published.iter().flat_map(of_output).collect()
+    }
+
     /// The artifacts that it uses, each once.
     #[must_use]
     pub fn artifacts(&self) -> BTreeSet<ArtifactId> {
@@ -141,6 +152,28 @@ pub struct Output {
     pub name: String,
     /// Where it is, absolute.
     pub path: Bytes,
+    /// What comes to own it, besides the build of the workload. No cache twice within a spec.
+    pub owners: Vec<OutputOwner>,
+}
+
+/// What comes to own an output, if it is there by then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OutputOwner {
+    /// A build.
+    Build(BuildId),
+    /// A task cache, whose latest version the output is then.
+    TaskCache(CacheId),
+    /// The resource cache that is made under this claim, which is ready then.
+    ResourceCache(ClaimId),
+}
+
+impl OutputOwner {
+    /// Whether it may own one thing only.
+    #[must_use]
+    pub fn is_cache(self) -> bool {
+        matches!(self, Self::TaskCache(_) | Self::ResourceCache(_))
+    }
 }
 
 /// What a workload may use at most.

@@ -6,8 +6,10 @@
 
 pub mod client;
 mod convert;
+pub mod owner;
 pub mod page;
 mod reason;
+pub mod small_tree;
 pub mod spec;
 pub mod token;
 pub mod trace;

@@ -10,7 +10,8 @@ use tonic::Status;
 
 use crate::pb::scheduler as pb;
 use crate::{
-    duration, invalid_field, parse_duration, parse_enum, parse_id, parse_optional_id, parse_team, required,
+    duration, invalid_field, owner, parse_duration, parse_enum, parse_id, parse_optional_id, parse_team,
+    required,
 };
 
 /// Where processes start unless the spec says otherwise.
@@ -150,7 +151,11 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         outputs: spec
             .outputs
             .iter()
-            .map(|output| pb::Output { name: output.name.clone(), path: bytes(&output.path) })
+            .map(|output| pb::Output {
+                name: output.name.clone(),
+                path: bytes(&output.path),
+                owners: output.owners.iter().copied().map(owner::submitted).collect(),
+            })
             .collect(),
         limits: Some(pb::Limits {
             cpu_millis: spec.limits.cpu_millis.unwrap_or(0),
@@ -228,13 +233,14 @@ fn parse_inputs(inputs: Vec<pb::Input>, directory: &[u8]) -> Result<Vec<Input>, 
 }
 
 fn parse_outputs(outputs: Vec<pb::Output>, directory: &[u8]) -> Result<Vec<Output>, Status> {
-    let mut names = HashSet::new();
+    let (mut names, mut caches) = (HashSet::new(), HashSet::new());
     let mut parsed = Vec::with_capacity(outputs.len());
     for (index, output) in outputs.into_iter().enumerate() {
         let field = format!("spec.outputs[{index}]");
         check_name(&field, &output.name, &mut names)?;
         parsed.push(Output {
             path: mount_path(&field, &output.path, &output.name, directory)?,
+            owners: owner::parse_submitted(&format!("{field}.owners"), output.owners, &mut caches)?,
             name: output.name,
         });
     }
@@ -384,7 +390,7 @@ mod tests {
     }
 
     fn output(name: &str, path: &[u8]) -> pb::Output {
-        pb::Output { name: name.to_owned(), path: bytes::Bytes::copy_from_slice(path) }
+        pb::Output { name: name.to_owned(), path: bytes::Bytes::copy_from_slice(path), owners: Vec::new() }
     }
 
     fn refusal(spec: pb::WorkloadSpec) -> String {
@@ -393,15 +399,20 @@ mod tests {
 
     #[test]
     fn paths_are_seen_from_the_working_directory_and_kept_specs_come_back_equal() {
+        let owner = domain::workload::OutputOwner::TaskCache(domain::CacheId::new());
         let given = pb::WorkloadSpec {
             inputs: vec![
                 input("src", b"", pb::Access::CopyOnWrite),
                 input("lib", b"/opt//lib/.", pb::Access::ReadOnly),
             ],
-            outputs: vec![output("src", b"src"), output("report", b"")],
+            outputs: vec![
+                output("src", b"src"),
+                pb::Output { owners: vec![owner::submitted(owner)], ..output("report", b"") },
+            ],
             ..spec()
         };
         let parsed = parse(given).expect("valid");
+        assert_eq!(parsed.outputs[1].owners, [owner]);
         assert_eq!(parsed.directory, b"/workspace");
         assert_eq!(parsed.inputs[0].path, b"/workspace/src");
         assert_eq!(parsed.inputs[1].path, b"/opt/lib");

@@ -81,7 +81,11 @@ fn spec() -> scheduler::WorkloadSpec {
             path: bytes(b"sub/\xff"),
             access: Access::CopyOnWrite.into(),
         }],
-        outputs: vec![Output { name: text("gr\u{fc}n \u{1f7e2}"), path: Bytes::new() }],
+        outputs: vec![Output {
+            name: text("gr\u{fc}n \u{1f7e2}"),
+            path: Bytes::new(),
+            owners: vec![OutputOwner { owner: Some(output_owner::Owner::TaskCacheId(text(ID))) }],
+        }],
         limits: Some(Limits { cpu_millis: 1500, memory_bytes: LARGE, pids: 0 }),
         privilege: Privilege::Confined.into(),
         network: Network::Loopback.into(),

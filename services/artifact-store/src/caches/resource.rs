@@ -256,6 +256,11 @@ async fn lock_claimed(
     row.ok_or(ClaimError::Lost(claim))
 }
 
+/// Whether who made the claim of a cache may still put something.
+fn is_being_made(row: &resource_cache::Model, now: Timestamp) -> bool {
+    row.artifact_id.is_none() && row.claimed_until.is_some_and(|until| until > now.0)
+}
+
 /// Renews a claim. One under which the cache was made needs no more renewing.
 pub(crate) async fn renew(
     txn: &DatabaseTransaction,
@@ -290,21 +295,48 @@ pub(crate) async fn put(
 ) -> Result<CacheId, ClaimError> {
     let row = lock_claimed(txn, team, claim).await?;
     let cache = CacheId::from_uuid(row.cache_id);
-    match (row.artifact_id, row.claimed_until) {
-        (Some(artifact), _) if artifact == id.uuid() => return Ok(cache),
-        (None, Some(until)) if until > now.0 => {}
-        _ => return Err(ClaimError::Lost(claim)),
+    if row.artifact_id == Some(id.uuid()) {
+        return Ok(cache);
+    }
+    if !is_being_made(&row, now) {
+        return Err(ClaimError::Lost(claim));
     }
     hand_over(txn, team, id, None, now).await?;
+    make_ready(txn, row.cache_id, id, now, ttl).await?;
+    Ok(cache)
+}
+
+/// The cache that is being made under a claim of `team` that is valid, locked.
+pub(super) async fn lock_being_made(
+    txn: &DatabaseTransaction,
+    team: &str,
+    claim: ClaimId,
+    now: Timestamp,
+) -> Result<Option<resource_cache::Model>, DbErr> {
+    match lock_claimed(txn, team, claim).await {
+        Ok(row) => Ok(Some(row).filter(|row| is_being_made(row, now))),
+        Err(ClaimError::Lost(_) | ClaimError::Artifact(HandOverError::NotSealed(_))) => Ok(None),
+        Err(ClaimError::Database(error) | ClaimError::Artifact(HandOverError::Database(error))) => Err(error),
+    }
+}
+
+/// Makes a cache ready that is locked and being made.
+pub(super) async fn make_ready(
+    txn: &DatabaseTransaction,
+    cache: Uuid,
+    artifact: ArtifactId,
+    now: Timestamp,
+    ttl: Duration,
+) -> Result<(), DbErr> {
     resource_cache::Entity::update_many()
-        .col_expr(resource_cache::Column::ArtifactId, Expr::value(id.uuid()))
+        .col_expr(resource_cache::Column::ArtifactId, Expr::value(artifact.uuid()))
         .col_expr(resource_cache::Column::ClaimedUntil, Expr::value(None::<i64>))
         .col_expr(resource_cache::Column::LastUsed, Expr::value(now.0))
         .col_expr(resource_cache::Column::LookAt, Expr::value((now + ttl).0))
-        .filter(resource_cache::Column::CacheId.eq(row.cache_id))
+        .filter(resource_cache::Column::CacheId.eq(cache))
         .exec(txn)
-        .await?;
-    Ok(cache)
+        .await
+        .map(drop)
 }
 
 /// A cache cannot be used.

@@ -79,20 +79,39 @@ pub(crate) async fn publish(
     artifact: ArtifactId,
     now: Timestamp,
 ) -> Result<(), PublishError> {
-    let row = task_cache::Entity::find_by_id(cache.uuid())
+    let row = lock(txn, team, cache).await?.ok_or(PublishError::NotFound(cache))?;
+    hand_over(txn, team, artifact, row.artifact_id, now).await?;
+    set_version(txn, cache, artifact, now).await?;
+    Ok(())
+}
+
+/// A cache of `team`, locked.
+pub(super) async fn lock(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+) -> Result<Option<task_cache::Model>, DbErr> {
+    task_cache::Entity::find_by_id(cache.uuid())
         .filter(task_cache::Column::Team.eq(team))
         .lock_exclusive()
         .one(txn)
-        .await?
-        .ok_or(PublishError::NotFound(cache))?;
-    hand_over(txn, team, artifact, row.artifact_id, now).await?;
+        .await
+}
+
+/// Writes down the next version of a cache that is locked.
+pub(super) async fn set_version(
+    txn: &DatabaseTransaction,
+    cache: CacheId,
+    artifact: ArtifactId,
+    now: Timestamp,
+) -> Result<(), DbErr> {
     task_cache::Entity::update_many()
         .col_expr(task_cache::Column::ArtifactId, Expr::value(artifact.uuid()))
         .col_expr(task_cache::Column::LastUsed, Expr::value(now.0))
         .filter(task_cache::Column::CacheId.eq(cache.uuid()))
         .exec(txn)
-        .await?;
-    Ok(())
+        .await
+        .map(drop)
 }
 
 /// Which caches of a team are meant.

@@ -71,7 +71,7 @@ async fn forget(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), D
     }
     let backend = txn.get_database_backend();
     let artifacts = ids::value(backend, artifacts);
-    for table in ["owners", "artifacts"] {
+    for table in ["owners", "trees", "artifacts"] {
         let sql = format!("DELETE FROM {table} WHERE artifact_id IN ({})", ids::query(backend, 1));
         txn.execute_raw(Statement::from_sql_and_values(backend, sql, [artifacts.clone()])).await?;
     }

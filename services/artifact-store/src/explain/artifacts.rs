@@ -30,12 +30,13 @@ pub(super) async fn artifact(
     let mut explanation = Explanation {
         size_bytes: size(row.size_bytes),
         created_at: Some(Timestamp(row.created_at)),
+        in_store: row.in_store,
         ..Explanation::of(Thing::Artifact, row.artifact_id, state)
     };
     explanation.relate(replicas);
     if row.state == ArtifactState::Deleting {
         let restorable = undelete::restorable(&row).one(conn).await?;
-        explanation.can_be_undeleted = row.digest.is_some() && restorable.is_some();
+        explanation.can_be_undeleted = row.digest.is_some() && (row.in_store || restorable.is_some());
         explanation.marked_at = row.marked_at.map(Timestamp);
         explanation.remembered_until = explanation.marked_at.map(|at| at + question.tombstone);
         explanation.why = row.marked_why.unwrap_or_default();

@@ -17,6 +17,7 @@ use crate::artifacts::{self, NewArtifact};
 use crate::explain::{self, Question};
 use crate::facts::Keepers;
 use crate::owners;
+use crate::trees::{self, NewTree};
 use crate::undelete::{self, KeptBy};
 
 /// How long an artifact that comes back is kept when its caller does not say.
@@ -34,12 +35,33 @@ impl pb::artifacts_server::Artifacts for Handlers {
             team: rpc::parse_team("team", request.team)?,
             owner: rpc::parse_optional_id("build_id", &request.build_id)?,
             label: rpc::parse_label("label", request.label)?,
+            tree: request.tree.as_ref().map(parse_tree).transpose()?,
         };
         let now = self.store.now();
 
         self.store.db.write(|txn| async move { artifacts::create(&txn, new, now).await }).await?;
 
-        Ok(Response::new(pb::CreateArtifactResponse {}))
+        let tree = new.tree.as_ref();
+        Ok(Response::new(pb::CreateArtifactResponse {
+            digest: tree.map(|tree| tree.digest.as_bytes().to_vec().into()).unwrap_or_default(),
+            size_bytes: tree.map_or(0, |tree| tree.size_bytes),
+        }))
+    }
+
+    async fn read_tree(
+        &self,
+        request: Request<pb::ReadTreeRequest>,
+    ) -> Result<Response<pb::ReadTreeResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let id = rpc::parse_id("artifact_id", &request.artifact_id)?;
+
+        let encoded = trees::read(self.store.db.read(), team, id).await?;
+
+        let decoded = encoded.map(rpc::small_tree::decode).transpose();
+        let tree =
+            decoded.map_err(|error| rpc::unavailable(SERVICE, "read what is kept of a tree", &error))?;
+        Ok(Response::new(pb::ReadTreeResponse { tree }))
     }
 
     async fn adopt_by_digest(
@@ -160,7 +182,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let new = request.artifacts.into_iter().map(|new| {
             let id = rpc::parse_id("artifacts.artifact_id", &new.artifact_id)?;
             let label = rpc::parse_label("artifacts.label", new.label)?;
-            Ok(NewArtifact { id, team: team.clone(), owner, label })
+            Ok(NewArtifact { id, team: team.clone(), owner, label, tree: None })
         });
         let new = &new.collect::<Result<Vec<_>, Status>>()?;
         if new.iter().map(|new| new.id).collect::<HashSet<_>>().len() < new.len() {
@@ -265,4 +287,13 @@ pub(super) fn parse_reprieve(keep: Option<Duration>) -> Result<KeptBy, Status> {
         Some(keep) if keep <= LONGEST_KEEP => Ok(KeptBy::Nobody(keep)),
         _ => Err(rpc::invalid_field("keep", "must be at most ten years")),
     }
+}
+
+fn parse_tree(tree: &pb::SmallTree) -> Result<NewTree, Status> {
+    let parsed = rpc::small_tree::parse("tree", tree)?;
+    Ok(NewTree {
+        digest: parsed.digest(),
+        size_bytes: parsed.size_bytes(),
+        encoded: rpc::small_tree::encode(tree),
+    })
 }

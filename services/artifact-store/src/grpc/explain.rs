@@ -22,6 +22,7 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
         goes_at: instant(explanation.goes_at),
         remembered_until: instant(explanation.remembered_until),
         can_be_undeleted: explanation.can_be_undeleted,
+        in_store: explanation.in_store,
         label: explanation.label,
         why: explanation.why,
     }

@@ -631,6 +631,7 @@ fn lost(told: Told) -> pb::WatchLostResponse {
         workload_ids: texts(&told.workloads),
         build_ids: texts(&told.builds),
         replicas: told.replicas.iter().map(super::replica).collect(),
+        in_store: told.in_store,
     }
 }
 

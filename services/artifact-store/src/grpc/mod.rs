@@ -124,6 +124,7 @@ fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
         replicas: replicas.iter().map(replica).collect(),
         marked_at: artifact.marked_at.map(|at| rpc::timestamp(domain::Timestamp(at))),
         marked_why: artifact.marked_why.unwrap_or_default(),
+        in_store: artifact.in_store,
         team: artifact.team,
         label: artifact.label,
     }
@@ -147,6 +148,7 @@ fn location(located: Located) -> pb::Location {
         size_bytes: units::size(artifact.size_bytes),
         digest: artifact.digest.unwrap_or_default().into(),
         replicas: replicas.iter().map(replica).collect(),
+        in_store: artifact.in_store,
     }
 }
 

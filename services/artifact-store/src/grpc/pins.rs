@@ -43,11 +43,16 @@ impl pb::pins_server::Pins for Handlers {
             build: rpc::parse_optional_id("build_id", &request.build_id)?,
             status: parse_build_status("status", request.status)?,
         };
-        let now = self.store.now();
+        let (now, ttl) = (self.store.now(), self.store.config.resource_cache_ttl);
 
-        self.store.db.write(|txn| async move { pins::settle(&txn, settlement, now).await }).await?;
+        let missing =
+            self.store.db.write(|txn| async move { pins::settle(&txn, settlement, now, ttl).await }).await?;
 
-        Ok(Response::new(pb::SettleResponse {}))
+        let missing = missing.into_iter().map(|(owner, artifact)| pb::OwnerMissing {
+            artifact_id: artifact.to_string(),
+            owner: Some(rpc::owner::settled(owner)),
+        });
+        Ok(Response::new(pb::SettleResponse { missing: missing.collect() }))
     }
 
     async fn end_attempt(
@@ -92,7 +97,7 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
     if outputs.len() > MOST_ARTIFACTS {
         return Err(rpc::invalid_field("outputs", format!("must be at most {MOST_ARTIFACTS}")));
     }
-    let mut seen = HashSet::new();
+    let (mut seen, mut caches) = (HashSet::new(), HashSet::new());
     outputs
         .into_iter()
         .map(|output| {
@@ -102,7 +107,8 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
             }
             let digest = rpc::parse_digest("outputs.digest", &output.digest)?;
             let label = rpc::parse_label("outputs.label", output.label)?;
-            Ok(SettledOutput { artifact, digest, label })
+            let owners = rpc::owner::parse_settled("outputs.owners", output.owners, &mut caches)?;
+            Ok(SettledOutput { artifact, digest, label, owners })
         })
         .collect()
 }

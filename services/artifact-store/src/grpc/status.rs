@@ -22,6 +22,7 @@ use crate::replicas::{PlanError, ProgressError, SealError};
 use crate::report::ReportError;
 use crate::sessions::SessionError;
 use crate::set_aside::{AdoptionError, PurgeError};
+use crate::trees::ReadError;
 use crate::undelete::UndeleteError;
 
 pub(super) fn verify(error: VerifyError) -> Status {
@@ -105,6 +106,15 @@ impl From<OwnError> for Status {
             OwnError::ArtifactNotFound(id) => artifact_not_found(id),
             OwnError::Owner(error) => error.into(),
             OwnError::Database(source) => database("change the owners of an artifact", &source),
+        }
+    }
+}
+
+impl From<ReadError> for Status {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::NotFound(id) => artifact_not_found(id),
+            ReadError::Database(source) => database("read a tree", &source),
         }
     }
 }

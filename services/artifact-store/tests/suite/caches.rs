@@ -2,6 +2,7 @@
 
 mod every_owner;
 mod resource;
+mod settled;
 mod task;
 mod trust;
 

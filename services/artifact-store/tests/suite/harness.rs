@@ -178,7 +178,7 @@ impl Callers {
             artifact_id: artifact.to_string(),
             team: TEAM.to_owned(),
             build_id: text(build),
-            label: String::new(),
+            ..Default::default()
         };
         self.artifacts().create_artifact(request).await?;
         Ok(())
@@ -298,6 +298,7 @@ impl Callers {
             artifact_id: artifact.to_string(),
             digest: digest.as_bytes().to_vec().into(),
             label: "out".to_owned(),
+            ..Default::default()
         };
         let request = pb::SettleRequest {
             holder_id: workload.to_string(),

@@ -17,6 +17,7 @@ mod reports;
 mod restarts;
 mod set_aside;
 mod tables;
+mod trees;
 mod trust;
 mod why;
 

@@ -66,7 +66,7 @@ async fn another_team_sees_and_changes_nothing(database: TestDatabase) {
         artifact_id: ArtifactId::new().to_string(),
         team: team(),
         build_id: build.to_string(),
-        label: String::new(),
+        ..Default::default()
     };
     assert_refused(answer(suite.artifacts().create_artifact(create).await), Reason::OwnerEnded);
 

@@ -18,7 +18,11 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
         inputs: vec![],
         outputs: outputs
             .iter()
-            .map(|name| Output { name: (*name).to_owned(), path: format!("/workspace/{name}").into() })
+            .map(|name| Output {
+                name: (*name).to_owned(),
+                path: format!("/workspace/{name}").into(),
+                owners: Vec::new(),
+            })
             .collect(),
         limits: Limits::default(),
         privileged: false,

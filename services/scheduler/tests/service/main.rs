@@ -20,8 +20,9 @@ use rpc::token::Keys;
 use rpc::{Reason, Refusal};
 use store::{
     a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
-    inputs_that_cannot_be_pinned_are_refused, outputs_that_the_store_lacks_are_no_success,
-    pins_of_workloads_that_nobody_knows_are_released, settling_belongs_to_the_trace_of_the_workload,
+    an_output_goes_to_the_caches_that_its_spec_names, inputs_that_cannot_be_pinned_are_refused,
+    outputs_that_the_store_lacks_are_no_success, pins_of_workloads_that_nobody_knows_are_released,
+    settling_belongs_to_the_trace_of_the_workload,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
 use terms::{
@@ -752,6 +753,7 @@ on_both! {
     inputs_that_cannot_be_pinned_are_refused,
     pins_of_workloads_that_nobody_knows_are_released,
     outputs_that_the_store_lacks_are_no_success,
+    an_output_goes_to_the_caches_that_its_spec_names,
     settling_belongs_to_the_trace_of_the_workload,
     a_store_that_is_away_delays_the_end_and_nothing_else,
     a_spec_is_explained_and_nothing_comes_of_it,

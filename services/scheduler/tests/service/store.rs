@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use artifact_store::KeySource;
 use domain::worker::{Incarnation, Session, SessionClaims};
-use domain::{ArtifactId, BuildId, GatewayInstance, TransferId, WorkerId, WorkloadId};
+use domain::{ArtifactId, BuildId, ClaimId, GatewayInstance, TransferId, WorkerId, WorkloadId};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
@@ -105,6 +105,50 @@ impl Place {
         let artifact_id = artifact.to_string();
         replicas.seal_upload(store::SealUploadRequest { team, artifact_id, digest: digest.into() }).await?;
         Ok(artifact)
+    }
+
+    /// The bytes of an output, as the gateway of some worker would publish them. Answers their digest.
+    async fn candidate(
+        &self,
+        workload: WorkloadId,
+        attempt: &str,
+        artifact: ArtifactId,
+    ) -> Result<Vec<u8>, Refusal> {
+        let claims = SessionClaims {
+            worker: WorkerId::new(),
+            incarnation: Incarnation(1),
+            session: Session(1),
+            instance: GatewayInstance::new(),
+        };
+        let session_credential = signer().sign(&claims);
+        let mut inventory = InventoryClient::new(self.peer());
+        let volume = store::PrepareVolume {
+            name: "out".to_owned(),
+            purpose: store::VolumePurpose::Output.into(),
+            from_artifact_id: String::new(),
+            output_artifact_id: artifact.to_string(),
+        };
+        let prepare = store::PrepareRequest {
+            session_credential: session_credential.clone(),
+            holder_id: workload.to_string(),
+            attempt_id: attempt.to_owned(),
+            team: "main".to_owned(),
+            volumes: vec![volume],
+        };
+        let prepared = inventory.prepare(prepare).await?.into_inner();
+        let attempt_id = attempt.to_owned();
+        let made = store::PreparedRequest { session_credential: session_credential.clone(), attempt_id };
+        inventory.prepared(made).await?;
+        let digest = vec![9; 32];
+        let complete = store::VolumeCompleteRequest {
+            session_credential,
+            volume_handle: prepared.volumes[0].volume_handle.clone(),
+            size_bytes: 1,
+            digest: digest.clone().into(),
+            verification: store::Verification::Verified.into(),
+        };
+        inventory.volume_complete(complete).await?;
+        Ok(digest)
     }
 
     /// Pins an artifact for a workload, as a scheduler would.
@@ -242,7 +286,7 @@ pub(crate) async fn outputs_that_the_store_lacks_are_no_success(database: TestDa
     let store = place.start();
     let scheduler = Running::start(place.config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let output = pb::Output { name: "out".to_owned(), path: bytes::Bytes::new() };
+    let output = pb::Output { name: "out".to_owned(), ..pb::Output::default() };
     let id = scheduler.submit(pb::WorkloadSpec { outputs: vec![output], ..spec() }).await.expect("accepted");
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
@@ -269,11 +313,77 @@ pub(crate) async fn outputs_that_the_store_lacks_are_no_success(database: TestDa
     store.stop().await;
 }
 
+pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: TestDatabase) {
+    use pb::output_owner::Owner;
+
+    let place = Place::new();
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut caches = store::caches_client::CachesClient::new(place.peer());
+    let task = store::FindOrCreateTaskCacheRequest {
+        team: "main".to_owned(),
+        job: "job".to_owned(),
+        step: "step".to_owned(),
+        path: "/cache".to_owned(),
+        ttl: None,
+    };
+    let task = caches.find_or_create_task_cache(task).await.expect("asked").into_inner().cache_id;
+    let claim = ClaimId::new().to_string();
+    let resource = store::FindOrCreateResourceCacheRequest {
+        team: "main".to_owned(),
+        key_digest: vec![1; 32].into(),
+        claim_id: claim.clone(),
+        r#type: "git".to_owned(),
+        version: "1".to_owned(),
+        ..Default::default()
+    };
+    let resource = caches.find_or_create_resource_cache(resource).await.expect("asked").into_inner().cache_id;
+    let owner = |owner| pb::OutputOwner { owner: Some(owner) };
+    let output = pb::Output {
+        name: "out".to_owned(),
+        owners: vec![owner(Owner::TaskCacheId(task.clone())), owner(Owner::ResourceCacheClaimId(claim))],
+        ..pb::Output::default()
+    };
+    let twice = pb::WorkloadSpec {
+        outputs: vec![output.clone(), pb::Output { name: "another".to_owned(), ..output.clone() }],
+        ..spec()
+    };
+    let refused = scheduler.submit(twice).await.expect_err("a cache is named twice");
+    assert!(refused.is(Reason::InvalidField), "{refused}");
+
+    let spec = pb::WorkloadSpec { outputs: vec![output], ..spec() };
+    let id = scheduler.submit(spec.clone()).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let artifact = id.output_artifact("out");
+    let digest = place.candidate(id, &run.attempt_id, artifact).await.expect("a candidate");
+    let published = pb::PublishedOutput {
+        name: "out".to_owned(),
+        artifact_id: artifact.to_string(),
+        size_bytes: 1,
+        digest: digest.into(),
+        entries: 1,
+    };
+    let request = pb::FinishAttemptRequest {
+        lease_token: run.lease_token,
+        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        outputs: vec![published],
+        ..pb::FinishAttemptRequest::default()
+    };
+    scheduler.workloads().finish_attempt(request).await.expect("finished");
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
+    let kept_by = [format!("resource cache {resource}"), format!("task cache {task}")];
+    assert_eq!(place.kept_by(artifact).await, kept_by);
+    scheduler.stop().await;
+    store.stop().await;
+}
+
 pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(database: TestDatabase) {
     let place = Place::new();
     let scheduler = Running::start(place.config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let output = pb::Output { name: "out".to_owned(), path: bytes::Bytes::new() };
+    let output = pb::Output { name: "out".to_owned(), ..pb::Output::default() };
     let spec = pb::WorkloadSpec { outputs: vec![output], ..spec() };
     let id = scheduler.submit(spec).await.expect("accepted");
     let (_, run) = gateway.run(id).await;

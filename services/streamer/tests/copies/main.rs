@@ -12,6 +12,7 @@ mod proxy;
 mod suite;
 mod tickets;
 mod tree;
+mod trees;
 
 use suite::{Brought, Suite, may_be_a_worker, until};
 

@@ -781,7 +781,7 @@ async fn settle(
         Outputs::With(content) => vec![pb::SettledOutput {
             artifact_id: artifact_id(Artifact::Output(workload)).to_string(),
             digest: digest(content.into()).as_bytes().to_vec().into(),
-            label: "out".to_owned(),
+            ..Default::default()
         }],
     };
     let mut request = pb::SettleRequest {
