@@ -401,7 +401,7 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
         let mut store = Store::start().await;
         let (lease, workload) = (LeaseId::new(), WorkloadId::new());
         let command = programs::append_and_wait_for_another("/workspace/out/file");
-        let output = pb::Output { name: "out".to_owned(), path: "out".into() };
+        let output = pb::Output { name: "out".to_owned(), path: "out".into(), owners: vec![] };
         let run = pb::RunAttempt {
             lease_token: "token".to_owned(),
             workload_id: workload.to_string(),
