@@ -14,6 +14,7 @@ use uuid::Uuid;
 
 use crate::entity::{State, artifact, container, set_aside, volume, worker};
 use crate::facts::{self, JudgedArtifact};
+use crate::ids;
 use crate::losses::{self, Lost};
 use crate::mark::{self, Policy, Verdict};
 
@@ -50,6 +51,7 @@ pub(crate) async fn forget_worker(
     if !force && let Some(artifact) = kept_here_only(txn, id, now, policy).await? {
         return Err(ForgetError::LastReplica(id, artifact));
     }
+    lock_unnoticed(txn, id).await?;
     note_losses(txn, id, now).await?;
     let volumes =
         volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
@@ -117,6 +119,19 @@ async fn kept_here_only(
             return Ok(Some(ArtifactId::from_uuid(kept.artifact_id)));
         }
     }
+}
+
+/// Waits for who notices what is lost on a worker, and keeps him out: each loss is noted once.
+async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    for table in ["volumes", "containers"] {
+        let sql = format!(
+            "SELECT handle FROM {table} WHERE worker_id = $1 AND state = 'lost' AND loss_noticed = FALSE{}",
+            ids::lock(backend, " FOR UPDATE")
+        );
+        txn.query_all_raw(Statement::from_sql_and_values(backend, sql, [id.uuid().into()])).await?;
+    }
+    Ok(())
 }
 
 /// Notes as lost what was there as far as we knew, and what is lost and was not noticed yet.
