@@ -204,7 +204,8 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
     }
     let containers = parse(&answer.unknown_container_handles)?;
     let mut volumes = parse(&answer.unknown_volume_handles)?;
-    if !is_same && !(volumes.is_empty() && containers.is_empty()) {
+    let names_unknown = !volumes.is_empty() || !containers.is_empty();
+    if names_unknown && !is_same {
         tracing::error!(
             store.life = %now.life,
             "the artifact store is another one than before: what it does not know is left alone"

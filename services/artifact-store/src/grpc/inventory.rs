@@ -472,7 +472,7 @@ impl Handlers {
 
 fn parse_token(field: &str, token: &pb::ReportToken) -> Result<Token, Status> {
     let sequence = i64::try_from(token.sequence)
-        .map_err(|_| rpc::invalid_field(&format!("{field}.sequence"), "must be less than 2^63"))?;
+        .map_err(|_| rpc::invalid_field(format!("{field}.sequence"), "must be less than 2^63"))?;
     Ok(Token { sequence, life: rpc::parse_id(&format!("{field}.store_life"), &token.store_life)? })
 }
 

@@ -210,7 +210,7 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
     let of = |volume: &str| listed.iter().find(|one| one.volume_handle == volume).expect("listed").clone();
     let newer = of(&restored.newer.1).description.expect("described");
     assert_eq!((newer.artifact_id, newer.size_bytes), (restored.newer.0.to_string(), 10));
-    assert_eq!((newer.team.as_str(), &newer.digest[..]), (TEAM, &digest(2).as_bytes()[..]));
+    assert_eq!((newer.team.as_str(), &newer.digest[..]), (TEAM, digest(2).as_bytes()));
     assert_eq!(of(restored.input()).description.expect("described").parent_handle, restored.known.1);
     let explained = explain(suite, &restored.newer.1).await.expect("explained");
     assert_eq!((explained.thing(), explained.state.as_str()), (pb::Thing::Volume, "set aside"));
@@ -298,7 +298,7 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
     let adopted =
         adopt(suite, pb::AdoptRequest { kept_by: build_id(), ..adoption(&volume) }).await.expect("adopted");
     assert_eq!((adopted.artifact_id.clone(), adopted.state()), (id.to_string(), pb::ArtifactState::Sealed));
-    assert_eq!((adopted.size_bytes, &adopted.digest[..]), (10, &digest(2).as_bytes()[..]));
+    assert_eq!((adopted.size_bytes, &adopted.digest[..]), (10, digest(2).as_bytes()));
     assert_eq!(adopted.replicas[0].volume_handle, volume);
 
     // The output of an attempt that this store never heard of, kept by nobody for a while.
@@ -379,10 +379,7 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
     let output = restored.output_volume();
     let adopted = adopt(suite, pb::AdoptRequest { artifact_id: open.to_string(), ..adoption(output) }).await;
     let adopted = adopted.expect("adopted");
-    assert_eq!(
-        (adopted.state(), &adopted.digest[..]),
-        (pb::ArtifactState::Sealed, &digest(3).as_bytes()[..])
-    );
+    assert_eq!((adopted.state(), &adopted.digest[..]), (pb::ArtifactState::Sealed, digest(3).as_bytes()));
     assert_eq!(suite.volume_state(&candidate).await, Some(InventoryState::Destroying), "it has other bytes");
     restored.suite.stop().await;
 }
