@@ -101,6 +101,7 @@ mod tests {
                 team: "main".to_owned(),
                 label: String::new(),
                 owner: None,
+                tree: None,
             };
             let create =
                 |txn: db::Transaction| async move { artifacts::create(&txn, new, Timestamp(1)).await };
