@@ -148,7 +148,7 @@ fn what_was_handed_over_before_there_was_a_worker_comes_to_all_kinds_of_them() {
 
     // What is too large, or none of what a small tree has, is not.
     let large = scene.suite.path("large");
-    write(&large.join("file"), &"x".repeat(1 << 20));
+    write(&large.join("file"), "x".repeat(1 << 20));
     let refused = hand_over(&large).expect("gantry runs");
     assert!(!refused.status.success(), "{}", describe(&refused));
     assert!(describe(&refused).contains("--inline"), "{}", describe(&refused));

@@ -56,7 +56,7 @@ impl Suite {
     }
 
     /// A new artifact, and its digest.
-    async fn from_tree(&self, build: Option<BuildId>, content: u8) -> (ArtifactId, Digest) {
+    async fn handed_over(&self, build: Option<BuildId>, content: u8) -> (ArtifactId, Digest) {
         let (artifact, tree) = (ArtifactId::new(), tree(content));
         self.create_from(artifact, build, Some(tree.clone())).await.expect("created");
         (artifact, digest_of(&tree))
@@ -152,7 +152,7 @@ async fn a_tree_makes_a_sealed_artifact_without_a_worker(database: TestDatabase)
 async fn a_tree_counts_as_bytes_wherever_bytes_are_asked_for(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = suite.build().await;
-    let (artifact, digest) = suite.from_tree(Some(build), 1).await;
+    let (artifact, digest) = suite.handed_over(Some(build), 1).await;
     assert_eq!(suite.at_risk().await, [""; 0], "no worker can take it along");
     let pinned = suite.pin(WorkloadId::new(), &[artifact], None).await.expect("no replica is needed");
     assert!(pinned[0].in_store && pinned[0].replicas.is_empty(), "{pinned:?}");
@@ -184,7 +184,7 @@ async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestD
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let build = suite.build().await;
-    let (artifact, tree_digest) = suite.from_tree(Some(build), 1).await;
+    let (artifact, tree_digest) = suite.handed_over(Some(build), 1).await;
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
     let needs = [input("in", artifact)];
     let missing = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
@@ -236,8 +236,8 @@ async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestD
 async fn a_tree_stays_until_its_tombstone_is_over(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.tombstone = HOUR).await;
     let build = suite.build().await;
-    let (owned, _) = suite.from_tree(Some(build), 1).await;
-    let (unowned, _) = suite.from_tree(None, 2).await;
+    let (owned, _) = suite.handed_over(Some(build), 1).await;
+    let (unowned, _) = suite.handed_over(None, 2).await;
     let kept = suite.why(unowned).await.expect("explained");
     assert!(kept.in_store && kept.relations.is_empty() && kept.goes_at.is_some(), "{kept:?}");
     suite.clock.advance(12 * HOUR);

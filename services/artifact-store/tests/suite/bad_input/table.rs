@@ -3,6 +3,7 @@
 mod caches;
 mod disposal;
 mod set_aside;
+mod trees;
 
 use std::time::Duration;
 
@@ -49,13 +50,6 @@ struct World<'a> {
     foreign_workload: WorkloadId,
     /// Made from a tree, for the build.
     of_tree: ArtifactId,
-}
-
-/// A tree that is fine.
-fn tree() -> pb::SmallTree {
-    let file = pb::small_tree_entry::What::File("content".into());
-    let entry = pb::SmallTreeEntry { path: "a".into(), what: Some(file), ..Default::default() };
-    pb::SmallTree { entries: vec![entry] }
 }
 
 impl<'a> World<'a> {
@@ -115,7 +109,7 @@ impl<'a> World<'a> {
             team: TEAM.to_owned(),
             build_id: build.to_string(),
             label: String::new(),
-            tree: Some(tree()),
+            tree: Some(trees::tree()),
         };
         suite.artifacts().create_artifact(create).await.expect("created");
         Self {
@@ -196,7 +190,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
         team: TEAM.to_owned(),
         build_id: build.clone(),
         label: "x".repeat(1024),
-        tree: Some(tree()),
+        tree: Some(trees::tree()),
     };
     let read = pb::ReadTreeRequest { team: TEAM.to_owned(), artifact_id: world.of_tree.to_string() };
     let own = pb::AddOwnerRequest {
@@ -250,7 +244,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
                 but("build_id", "unknown", BuildId::new(), OwnerEnded),
                 but("build_id", "of another team", world.foreign_build, OwnerEnded),
                 label("label"),
-                trees(world),
+                trees::bad(world),
             ],
         ),
         call(
@@ -327,54 +321,6 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
             ],
         ),
     ]
-}
-
-/// What may be wrong with a tree, and trees that an artifact was not made from.
-fn trees(world: &World<'_>) -> Vec<Bad> {
-    let bytes = |bytes: &[u8]| Value::Bytes(bytes.to_vec().into());
-    let mut bad = Vec::new();
-    for path in ["..", "../a", "/a", "a//b", "a/", "a\0", &"a".repeat(256), &"a/".repeat(3000)] {
-        let named = "tree.entries[0].path";
-        bad.extend(invalid("tree.entries.path", "unsafe", bytes(path.as_bytes()), named));
-    }
-    bad.extend(invalid("tree.entries.path", "of the root", bytes(b""), "tree.entries[0].path"));
-    bad.extend(invalid("tree.entries.mode", "impossible", Value::U32(0o10000), "tree.entries[0].mode"));
-    bad.extend(invalid("tree.entries.file", "too large", bytes(&[7; 1 << 20]), "tree.entries"));
-    for target in [&b""[..], b"a\0b", &[b'x'; 4096]] {
-        let named = "tree.entries[0].symlink";
-        bad.extend(invalid("tree.entries.symlink", "impossible", bytes(target), named));
-    }
-    let twice = |messages: &mut Vec<DynamicMessage>| {
-        let field = messages[0].get_field_by_name("tree").expect("a field").into_owned();
-        let mut tree = field.as_message().expect("a message").clone();
-        let entries = tree.get_field_by_name("entries").expect("a field").into_owned();
-        let entry = entries.as_list().expect("a list")[0].clone();
-        tree.set_field_by_name("entries", Value::List(vec![entry; 2]));
-        messages[0].set_field_by_name("tree", Value::Message(tree));
-    };
-    let expected = Expected::Refused(InvalidField, "tree.entries.path".to_owned());
-    let (field, what) = ("tree.entries".to_owned(), "twice".to_owned());
-    bad.push(Bad { field, what, change: Box::new(twice), expected });
-    for nanos in [-1, 1_000_000_000] {
-        let change = move |messages: &mut Vec<DynamicMessage>| {
-            let path = ["tree", "entries", "modified_at", "nanos"];
-            set(&mut messages[0], &path, Some(&Value::I32(nanos)));
-        };
-        let expected = Expected::Refused(InvalidField, "tree.entries[0].modified_at".to_owned());
-        let (field, what) = ("tree.entries.modified_at".to_owned(), format!("{nanos} ns"));
-        bad.push(Bad { field, what, change: Box::new(change), expected });
-    }
-    for name in ["uid", "gid"] {
-        let made = text(world.of_tree);
-        let change = move |messages: &mut Vec<DynamicMessage>| {
-            set(&mut messages[0], &["artifact_id"], Some(&made));
-            set(&mut messages[0], &["tree", "entries", name], Some(&Value::U32(1)));
-        };
-        let expected = Expected::Refused(ArtifactExists, String::new());
-        let what = "that the artifact was not made with".to_owned();
-        bad.push(Bad { field: format!("tree.entries.{name}"), what, change: Box::new(change), expected });
-    }
-    bad
 }
 
 /// An instant at which a build ended of which is not said how.
