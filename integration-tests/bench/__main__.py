@@ -42,7 +42,7 @@ def sections(quick):
         "trees": lambda: bench_trees(DISK, few),
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
-        "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 3),
+        "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),
         "compose": bench_compose,
     }
 

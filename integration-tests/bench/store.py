@@ -78,6 +78,7 @@ def of_marking(name, said):
         one("the floor", "floor_ms", same),
         one("a pass with nothing to do, median of 20", "idle_ms"),
         one("a pass with nothing to do, the slowest", "idle_max_ms"),
+        one("a pass that marks nothing, while all of the above waits to be swept, median of 20", "waiting_ms"),
         one("CreateArtifact, median of 200", "create_ms"),
         one(f"CreateArtifact beside a pass, median of {said['create_beside']}", "create_beside_ms"),
         one("CreateArtifact beside a pass, the slowest", "create_beside_max_ms"),

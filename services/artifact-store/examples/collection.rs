@@ -9,7 +9,8 @@
 //!   artifacts as fast as it can. `scattered_ms`: of a lot that is spread evenly, so that each row is on a page of its own. `attempts_ms`: a pass that
 //!   marks a lot of volumes of attempts that ended.
 //! - `floor_ms`: two bare UPDATEs and a DELETE that write the same to a lot, in one transaction: what no pass can be faster than in these tables.
-//! - `idle_ms`: passes with nothing to do. `create_…`, `locate_…`, `…_per_second`: other calls, before, beside and after.
+//! - `idle_ms`: passes with nothing to do; `waiting_ms`: the same, while all that was marked waits for gateways.
+//!   `create_…`, `locate_…`, `…_per_second`: other calls, before, beside and after.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -402,6 +403,15 @@ impl Store {
         Ok((CALLERS * calls * each) as f64 / begin.elapsed().as_secs_f64())
     }
 
+    /// Passes that find nothing to mark.
+    async fn idle(&self) -> Result<Vec<Duration>> {
+        let mut took = Vec::new();
+        for _ in 0..20 {
+            took.push(self.caller.collect().await?.0);
+        }
+        Ok(took)
+    }
+
     async fn stop(self) -> Result<()> {
         self.stop.send(()).ok();
         self.served.await?
@@ -494,6 +504,7 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
         anyhow::ensure!(marked == most, "{marked} things were marked instead of {most}");
         Result::<_>::Ok(millis(took))
     };
+    let mut idle = store.idle().await?;
     database.end(Lot::Alone).await?;
     let alone = pass(Ord::min(2 * marks, MOST_NAMED)).await?;
     database.end(Lot::Scattered).await?;
@@ -519,10 +530,8 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
             created = store.caller.create() => beside.push(created?),
         }
     };
-    let mut idle = Vec::new();
-    for _ in 0..20 {
-        idle.push(store.caller.collect().await?.0);
-    }
+    // Whatever was marked is there still: no gateway sweeps here.
+    let mut waiting = store.idle().await?;
     let mut locate = Vec::new();
     for n in 0..2000 {
         locate.push(store.caller.locate(n * 104_729, database.artifacts).await?);
@@ -530,10 +539,11 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
     let rates = rates(store).await?;
     let most = |figures: &[Duration]| figures.iter().max().copied().map_or(0.0, millis);
     Ok(format!(
-        r#""alone_ms": {alone:.1}, "scattered_ms": {scattered:.1}, "attempts_ms": {attempts:.1}, "beside_ms": {:.1}, "idle_ms": {:.2}, "idle_max_ms": {:.2}, "create_ms": {:.2}, "create_max_ms": {:.2}, "create_beside": {}, "create_beside_ms": {:.2}, "create_beside_max_ms": {:.2}, "locate_p50_ms": {:.2}, "locate_p99_ms": {:.2}, {rates}"#,
+        r#""alone_ms": {alone:.1}, "scattered_ms": {scattered:.1}, "attempts_ms": {attempts:.1}, "beside_ms": {:.1}, "idle_ms": {:.2}, "idle_max_ms": {:.2}, "waiting_ms": {:.2}, "create_ms": {:.2}, "create_max_ms": {:.2}, "create_beside": {}, "create_beside_ms": {:.2}, "create_beside_max_ms": {:.2}, "locate_p50_ms": {:.2}, "locate_p99_ms": {:.2}, {rates}"#,
         millis(marking),
         quantile(&mut idle, 0.5),
         most(&idle),
+        quantile(&mut waiting, 0.5),
         quantile(&mut quiet, 0.5),
         most(&quiet),
         beside.len(),

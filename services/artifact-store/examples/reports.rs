@@ -230,6 +230,8 @@ async fn timed<T>(call: impl Future<Output = anyhow::Result<T>>) -> anyhow::Resu
 
 #[tokio::main]
 async fn measure(arguments: Arguments) -> anyhow::Result<()> {
+    // Before anybody opens it: SQLite has no database until then.
+    artifact_store::migrate(&arguments.database_url.as_str().into()).await?;
     let store = Store::start(&arguments.database_url)?;
     let database = sea_orm::Database::connect(&arguments.database_url).await?;
     let one = one_worker(&arguments, &store, &database).await?;
