@@ -501,9 +501,17 @@ impl World {
         use pb::InventoryState::{Destroying, Sweeping};
         let mut marked = BTreeSet::new();
         let of_worker = worker_id(worker).to_string();
-        for volume in self.volumes(&of_worker).await {
-            if matches!(volume.state(), Destroying | Sweeping) {
+        let mut volumes = self.volumes(&of_worker).await;
+        // The youngest first. What a child that came back is made from is not handed out, nor what that is made from.
+        volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
+        let mut needed = BTreeSet::new();
+        for volume in volumes {
+            if volume.state() == Sweeping
+                || (volume.state() == Destroying && !needed.contains(&volume.volume_handle))
+            {
                 marked.insert(volume.volume_handle.parse().expect("a handle"));
+            } else {
+                needed.insert(volume.parent_handle);
             }
         }
         for container in self.containers(&of_worker).await {
