@@ -476,11 +476,12 @@ pub(crate) async fn container(
     container::Entity::find_by_id(handle.uuid()).one(conn).await
 }
 
-/// A page of volumes, the newest first.
+/// A page of volumes, the newest first. `only`: of these, unless there are none.
 pub(crate) async fn list_volumes(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
     state: Option<State>,
+    only: &[VolumeHandle],
     page: rpc::page::Page,
 ) -> Result<Vec<volume::Model>, DbErr> {
     let mut query = volume::Entity::find().order_by_desc(volume::Column::Handle).limit(page.size);
@@ -489,6 +490,9 @@ pub(crate) async fn list_volumes(
     }
     if let Some(state) = state {
         query = query.filter(volume::Column::State.eq(state));
+    }
+    if !only.is_empty() {
+        query = query.filter(volume::Column::Handle.is_in(only.iter().map(|handle| handle.uuid())));
     }
     if let Some(after) = page.after {
         query = query.filter(volume::Column::Handle.lt(after));

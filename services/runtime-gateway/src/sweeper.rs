@@ -26,6 +26,9 @@ use crate::worker::{OpenSession, Worker};
 /// Handles in one message of a report.
 const BATCH: usize = 5_000;
 
+/// Volumes that the store is asked for in one message: its largest page.
+const LISTED_AT_ONCE: usize = 1_000;
+
 /// Volumes that are set aside, in one message.
 const DESCRIBED_AT_ONCE: usize = 500;
 
@@ -285,19 +288,19 @@ async fn unlisted(
     session: &OpenSession,
     mut volumes: BTreeSet<VolumeHandle>,
 ) -> Result<BTreeSet<VolumeHandle>, SweepError> {
-    let mut request =
-        pb::ListVolumesRequest { worker_id: session.worker.to_string(), ..pb::ListVolumesRequest::default() };
-    request.page_size = 1_000;
-    while !volumes.is_empty() {
-        let mut client = worker.inventory.clone();
-        let page = client.list_volumes(request.clone()).await.map_err(Refusal::from)?.into_inner();
+    let all: Vec<_> = volumes.iter().map(ToString::to_string).collect();
+    for some in all.chunks(LISTED_AT_ONCE) {
+        let request = pb::ListVolumesRequest {
+            worker_id: session.worker.to_string(),
+            volume_handles: some.to_vec(),
+            page_size: 1_000,
+            ..pb::ListVolumesRequest::default()
+        };
+        // As many as a page has.
+        let page = worker.inventory.clone().list_volumes(request).await.map_err(Refusal::from)?.into_inner();
         for listed in &page.volumes {
             volumes.remove(&listed.volume_handle.parse()?);
         }
-        if page.next_page_token.is_empty() {
-            break;
-        }
-        request.page_token = page.next_page_token;
     }
     Ok(volumes)
 }

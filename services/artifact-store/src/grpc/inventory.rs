@@ -22,6 +22,9 @@ use crate::sweep::{self, Sweep};
 use crate::units;
 use crate::{artifacts, dispose, gone};
 
+/// How many volumes a list may be asked for by their handles: a page.
+const MOST_LISTED: usize = 1000;
+
 /// How many volumes a container may need.
 const MOST_VOLUMES: usize = 1000;
 
@@ -349,9 +352,10 @@ impl pb::inventory_server::Inventory for Handlers {
         let request = request.into_inner();
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let state = parse_state("state", request.state)?;
+        let only = parse_handles(&request.volume_handles)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let rows = inventory::list_volumes(self.store.db.read(), worker, state, page)
+        let rows = inventory::list_volumes(self.store.db.read(), worker, state, &only, page)
             .await
             .map_err(|error| status::database("list volumes", &error))?;
 
@@ -555,6 +559,13 @@ fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, S
             Ok(NeededVolume { name: volume.name, purpose, from, output })
         })
         .collect()
+}
+
+fn parse_handles(handles: &[String]) -> Result<Vec<VolumeHandle>, Status> {
+    if handles.len() > MOST_LISTED {
+        return Err(rpc::invalid_field("volume_handles", format!("must be at most {MOST_LISTED}")));
+    }
+    handles.iter().map(|handle| rpc::parse_id("volume_handles", handle)).collect()
 }
 
 fn parse_state(field: &str, value: i32) -> Result<Option<State>, Status> {

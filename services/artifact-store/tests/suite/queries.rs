@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use domain::{ArtifactId, AttemptId, BuildId, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, VolumeHandle, WorkerId, WorkloadId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::{ArtifactState, DryRun, InventoryState};
 use rpc::{Reason, Refusal};
@@ -54,6 +54,7 @@ async fn lists_are_paged_the_newest_first(database: TestDatabase) {
         state: InventoryState::Created.into(),
         page_size: 2,
         page_token: String::new(),
+        volume_handles: Vec::new(),
     };
     loop {
         let page = suite.inventory().list_volumes(request.clone()).await.expect("listed").into_inner();
@@ -63,7 +64,17 @@ async fn lists_are_paged_the_newest_first(database: TestDatabase) {
         }
         request.page_token = page.next_page_token;
     }
-    assert_eq!(listed, uploaded.into_iter().map(|(_, handle)| handle).collect::<Vec<_>>());
+    assert_eq!(listed, uploaded.iter().map(|(_, handle)| handle.clone()).collect::<Vec<_>>());
+
+    let missing = VolumeHandle::new().to_string();
+    request.volume_handles = vec![uploaded[1].1.clone(), missing, uploaded[0].1.clone()];
+    request.page_token.clear();
+    let page = suite.inventory().list_volumes(request.clone()).await.expect("listed").into_inner();
+    let listed: Vec<_> = page.volumes.into_iter().map(|volume| volume.volume_handle).collect();
+    assert_eq!(listed, [uploaded[0].1.clone(), uploaded[1].1.clone()]);
+    request.worker_id = WorkerId::new().to_string();
+    let page = suite.inventory().list_volumes(request).await.expect("listed").into_inner();
+    assert_eq!(page.volumes, [], "of these, those on that worker");
     suite.stop().await;
 }
 

@@ -27,7 +27,7 @@ pub(crate) enum Asked {
     /// The volumes that a worker reported, by the credential.
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
     DescribeSetAside(pb::DescribeSetAsideRequest, Answer<pb::DescribeSetAsideResponse>),
-    ListVolumes(Answer<pb::ListVolumesResponse>),
+    ListVolumes(pb::ListVolumesRequest, Answer<pb::ListVolumesResponse>),
 }
 
 /// The life that a store begins with.
@@ -209,9 +209,9 @@ impl Inventory for Script {
 
     async fn list_volumes(
         &self,
-        _: Request<pb::ListVolumesRequest>,
+        request: Request<pb::ListVolumesRequest>,
     ) -> Result<Response<pb::ListVolumesResponse>, Status> {
-        self.ask(Asked::ListVolumes).await
+        self.ask(|answer| Asked::ListVolumes(request.into_inner(), answer)).await
     }
 
     async fn list_containers(

@@ -199,11 +199,10 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
             let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
             assert_eq!(volumes, [whole], "to the store the damaged one is lost");
             answer.send(Ok(pb::ReportResponse::default())).expect("it waits");
-            let Asked::ListVolumes(answer) = store.asked().await else { panic!("no list") };
-            let listed = [Some(whole), known.then_some(damaged)].into_iter().flatten();
-            let volumes = listed
-                .map(|handle| pb::Volume { volume_handle: handle.to_string(), ..pb::Volume::default() })
-                .collect();
+            let Asked::ListVolumes(asked, answer) = store.asked().await else { panic!("no list") };
+            assert_eq!(asked.volume_handles, [damaged.to_string()], "what is reported needs no question");
+            let volume = pb::Volume { volume_handle: damaged.to_string(), ..pb::Volume::default() };
+            let volumes = known.then_some(volume).into_iter().collect();
             let page = pb::ListVolumesResponse { volumes, ..pb::ListVolumesResponse::default() };
             answer.send(Ok(page)).expect("it waits");
         });

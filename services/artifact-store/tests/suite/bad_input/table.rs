@@ -757,6 +757,12 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
         }
         bad
     };
+    let listed = |what, handle: &str, count| {
+        let handles = Value::List(vec![Value::String(handle.to_owned()); count]);
+        invalid("volume_handles", what, handles, "volume_handles")
+    };
+    let mut handles = listed("malformed", "x", 1);
+    handles.extend(listed("too many", &world.here.worker.to_string(), 1001));
     let token = |own: usize| tokens[own].clone();
     let mut calls = caches::lists(&tokens, 8, page);
     calls.extend([
@@ -773,7 +779,7 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
         call(
             "Inventory.ListVolumes",
             [pb::ListVolumesRequest { page_token: token(3), ..volumes }],
-            [malformed("worker_id"), filter("state"), page(3)],
+            [malformed("worker_id"), filter("state"), handles, page(3)],
         ),
         call(
             "Inventory.ListContainers",
