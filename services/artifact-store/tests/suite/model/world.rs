@@ -4,33 +4,28 @@
 //! await. Whoever was not answered asks another replica, until one answers; that is what all callers do.
 
 mod caches;
+mod gateways;
+mod shown;
 
-use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use artifact_store::{Clock, Config};
-use domain::ArtifactId;
 use rpc::pb::artifacts as pb;
-use rpc::{Reason, Refusal};
-use sea_orm::{ConnectionTrait, DbBackend, Statement};
+use sea_orm::ConnectionTrait;
 use testing::databases::TestDatabase;
 use tokio::runtime::Runtime;
-use tonic::Streaming;
 use uuid::Uuid;
 
-use super::check::{SeenArtifact, SeenVolume, View};
-use super::operations::{Artifact, Operation, Outputs, REPLICAS, Status, WORKERS, Way};
+use self::gateways::{Marks, Reports};
+use super::operations::{Artifact, Operation, Outputs, REPLICAS, Status, WORKERS};
 use super::state::{
-    Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, State, UNOWNED_TTL, artifact_id,
-    attempt_id, build_id, transfer_id, worker_id, workload_id,
+    Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, State, UNOWNED_TTL, artifact_id, attempt_id,
+    build_id, transfer_id, worker_id, workload_id,
 };
 use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, digest, input, output};
-
-/// Tables in which something is left when nothing is kept any more.
-const LASTING: [&str; 5] = ["store", "workers", "seaql_migrations", "migration_digests", "sqlite_sequence"];
 
 /// One process that serves the store, as far as it can be killed.
 struct Replica {
@@ -72,33 +67,6 @@ struct Speaker {
     session: u64,
     former: Option<Gateway>,
 }
-
-/// What a gateway is told to destroy.
-#[derive(Default)]
-struct Marks {
-    stream: Option<Streaming<pb::WatchDestroyingResponse>>,
-    /// What came from this stream.
-    received: BTreeSet<Uuid>,
-}
-
-/// Reports of a worker that were begun.
-#[derive(Default)]
-struct Reports {
-    begun: Vec<Begun>,
-    /// The highest token that was judged.
-    judged: u64,
-}
-
-#[derive(Clone)]
-struct Begun {
-    token: pb::ReportToken,
-    volumes: Vec<String>,
-    containers: Vec<String>,
-    speaker: Speaker,
-}
-
-/// How many reports of a worker may be on their way.
-const REPORTS: usize = 6;
 
 pub(crate) struct World {
     database: TestDatabase,
@@ -402,155 +370,6 @@ impl World {
         done(self.ask(complete).await)
     }
 
-    async fn begin_report(&self, state: &State, worker: u8) -> Outcome {
-        let mut reports = self.reports[usize::from(worker)].lock().await;
-        let speaker = self.speaker(worker);
-        let begin = |callers: Callers| {
-            let gateway = speaker.gateway.by_way_of(&callers);
-            async move { gateway.begin_report().await }
-        };
-        let token = match self.ask(begin).await {
-            Ok(token) => token,
-            Err(refusal) => return Outcome::Refused(refusal),
-        };
-        let (volumes, containers) = state.holdings(worker);
-        reports.begun.push(Begun { token, volumes, containers, speaker });
-        if reports.begun.len() > REPORTS {
-            reports.begun.remove(0);
-        }
-        Outcome::Done
-    }
-
-    async fn report(&self, worker: u8, which: u8, way: Way) -> Outcome {
-        let mut reports = self.reports[usize::from(worker)].lock().await;
-        let Some(last) = reports.begun.len().checked_sub(1) else { return Outcome::Skipped };
-        let which = usize::from(which).min(last);
-        let begun = match way {
-            Way::Once => reports.begun.remove(which),
-            Way::Repeatedly | Way::Cut => reports.begun[which].clone(),
-        };
-        let now = self.speaker(worker);
-        let standing = if (begun.speaker.incarnation, begun.speaker.session) != (now.incarnation, now.session)
-        {
-            Standing::OfFormerSession
-        } else if begun.token.sequence < reports.judged {
-            Standing::Overtaken
-        } else {
-            Standing::Good
-        };
-        let begun = &begun;
-        let count = u64::try_from(begun.volumes.len() + begun.containers.len()).expect("few");
-        let count = (way != Way::Cut).then_some(count);
-        let report = |callers: Callers| async move {
-            let gateway = begun.speaker.gateway.by_way_of(&callers);
-            gateway.report_counted(begun.token.clone(), &begun.volumes, &begun.containers, count).await
-        };
-        match self.ask(report).await {
-            Ok(response) => {
-                reports.judged = reports.judged.max(begun.token.sequence);
-                Outcome::Reported { response, standing }
-            }
-            Err(refusal) => Outcome::NotReported { refusal, standing },
-        }
-    }
-
-    /// Takes everything that is marked now from the stream of a gateway, and whatever else it has.
-    async fn sweep(&self, worker: u8) -> Outcome {
-        let mut marks = self.marks[usize::from(worker)].lock().await;
-        let Marks { stream, received } = &mut *marks;
-        let mut handles = Vec::new();
-        let deadline = Instant::now() + PATIENCE;
-        let mut marked = self.marked(worker).await;
-        loop {
-            let waits = marked.iter().any(|id| !received.contains(id));
-            if waits && Instant::now() > deadline {
-                return refused(format!("{marked:?} are marked and not handed out"));
-            }
-            let opened = match stream.take() {
-                Some(open) => open,
-                None => {
-                    received.clear();
-                    let gateway = &self.speaker(worker).gateway;
-                    let watch = |callers: Callers| async move { gateway.by_way_of(&callers).watch().await };
-                    match self.ask(watch).await {
-                        Ok(open) => open,
-                        Err(refusal) => return Outcome::Refused(refusal),
-                    }
-                }
-            };
-            let open = stream.insert(opened);
-            let patience = Duration::from_millis(if waits { 1000 } else { 0 });
-            match tokio::time::timeout(patience, open.message()).await {
-                Ok(Ok(Some(sweep))) => {
-                    for text in sweep.container_handles.iter().chain(&sweep.volume_handles) {
-                        let id = text.parse().expect("a handle");
-                        received.insert(id);
-                        handles.push(id);
-                    }
-                }
-                // Its replica is gone.
-                Ok(Ok(None) | Err(_)) => *stream = None,
-                Err(_) if waits => marked = self.marked(worker).await,
-                Err(_) => return Outcome::Swept(handles),
-            }
-        }
-    }
-
-    /// What is marked on a worker.
-    async fn marked(&self, worker: u8) -> BTreeSet<Uuid> {
-        use pb::InventoryState::{Destroying, Sweeping};
-        let mut marked = BTreeSet::new();
-        let of_worker = worker_id(worker).to_string();
-        let mut volumes = self.volumes(&of_worker).await;
-        // The youngest first. What a child that came back is made from is not handed out, nor what that is made from.
-        volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
-        let mut needed = BTreeSet::new();
-        for volume in volumes {
-            if volume.state() == Sweeping
-                || (volume.state() == Destroying && !needed.contains(&volume.volume_handle))
-            {
-                marked.insert(volume.volume_handle.parse().expect("a handle"));
-            } else {
-                needed.insert(volume.parent_handle);
-            }
-        }
-        for container in self.containers(&of_worker).await {
-            if matches!(container.state(), Destroying | Sweeping) {
-                marked.insert(container.container_handle.parse().expect("a handle"));
-            }
-        }
-        marked
-    }
-
-    async fn speak_anew(&self, worker: u8, incarnations: u64, sessions: u64) -> Outcome {
-        let callers = self.callers(0);
-        let gateway = {
-            let mut speakers = self.speakers.lock().unwrap_or_else(PoisonError::into_inner);
-            let speaker = &mut speakers[usize::from(worker)];
-            speaker.incarnation += incarnations;
-            speaker.session += sessions;
-            let new = callers.silent_gateway(worker_id(worker), speaker.incarnation, speaker.session);
-            speaker.former = Some(std::mem::replace(&mut speaker.gateway, new.clone()));
-            new
-        };
-        *self.marks[usize::from(worker)].lock().await = Marks::default();
-        let gateway = &gateway;
-        let begin = |callers: Callers| async move { gateway.by_way_of(&callers).begin_report().await };
-        done(self.ask(begin).await)
-    }
-
-    async fn former(&self, worker: u8) -> Outcome {
-        let Some(former) = self.speaker(worker).former else { return Outcome::Skipped };
-        let former = &former;
-        let nobody = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
-        let begun = self.ask(|callers| async move { former.by_way_of(&callers).begin_report().await });
-        let prepared = self
-            .ask(|callers| async move { former.by_way_of(&callers).prepare(nobody.0, nobody.1, &[]).await });
-        let made = self.ask(|callers| async move { former.by_way_of(&callers).prepared(nobody.1).await });
-        let answers = [begun.await.err(), prepared.await.err(), made.await.err()];
-        Outcome::Former(answers.into())
-    }
-
     async fn kill(&self, index: u8) {
         let index = usize::from(index);
         let runtime = {
@@ -564,119 +383,6 @@ impl World {
         let index_of = u8::try_from(index).expect("few");
         let started = Replica::start(settings(&self.database.url, &self.clock, index_of));
         self.replicas.lock().unwrap_or_else(PoisonError::into_inner)[index] = started;
-    }
-
-    // What the store shows.
-
-    pub(crate) async fn view(&self) -> View {
-        let (artifacts, volumes, containers) =
-            tokio::join!(self.artifacts(), self.volumes(""), self.containers(""));
-        let mut view = View::default();
-        for artifact in artifacts {
-            let id: ArtifactId = artifact.artifact_id.parse().expect("an id");
-            let replicas = artifact.replicas.iter();
-            let seen = SeenArtifact {
-                state: artifact.state(),
-                size_bytes: artifact.size_bytes,
-                replicas: replicas.map(|replica| replica.volume_handle.parse().expect("a handle")).collect(),
-                digest: artifact.digest.into(),
-                kept_by: artifact.kept_by,
-            };
-            view.artifacts.insert(id, seen);
-        }
-        for volume in volumes {
-            let parent = Some(&volume.parent_handle).filter(|parent| !parent.is_empty());
-            let parent = parent.map(|parent| parent.parse().expect("a handle"));
-            let artifact = Some(&volume.artifact_id).filter(|artifact| !artifact.is_empty());
-            let artifact = artifact.map(|artifact| artifact.parse().expect("an id"));
-            let seen = SeenVolume { state: volume.state(), parent, artifact };
-            view.volumes.insert(volume.volume_handle.parse().expect("a handle"), seen);
-        }
-        for container in containers {
-            let id = container.container_handle.parse().expect("a handle");
-            view.containers.insert(id, container.state());
-        }
-        view
-    }
-
-    async fn artifacts(&self) -> Vec<pb::Artifact> {
-        let page = |token: String| {
-            self.ask(move |callers| {
-                let request = pb::ListArtifactsRequest {
-                    team: TEAM.to_owned(),
-                    page_size: 1000,
-                    page_token: token.clone(),
-                    ..Default::default()
-                };
-                async move {
-                    let page = callers.artifacts().list_artifacts(request).await?.into_inner();
-                    Ok((page.artifacts, page.next_page_token))
-                }
-            })
-        };
-        all(page).await
-    }
-
-    async fn volumes(&self, worker: &str) -> Vec<pb::Volume> {
-        let page = |token: String| {
-            self.ask(move |callers| {
-                let request = pb::ListVolumesRequest {
-                    worker_id: worker.to_owned(),
-                    page_size: 1000,
-                    page_token: token.clone(),
-                    ..Default::default()
-                };
-                async move {
-                    let page = callers.inventory().list_volumes(request).await?.into_inner();
-                    Ok((page.volumes, page.next_page_token))
-                }
-            })
-        };
-        all(page).await
-    }
-
-    async fn containers(&self, worker: &str) -> Vec<pb::Container> {
-        let page = |token: String| {
-            self.ask(move |callers| {
-                let request = pb::ListContainersRequest {
-                    worker_id: worker.to_owned(),
-                    page_size: 1000,
-                    page_token: token.clone(),
-                    ..Default::default()
-                };
-                async move {
-                    let page = callers.inventory().list_containers(request).await?.into_inner();
-                    Ok((page.containers, page.next_page_token))
-                }
-            })
-        };
-        all(page).await
-    }
-
-    /// How many rows are left in tables in which none may be left when nothing is kept.
-    pub(crate) async fn rows_left(&self) -> Vec<(String, i64)> {
-        let database = sea_orm::Database::connect(&self.database.url).await.expect("the database answers");
-        let backend = database.get_database_backend();
-        let tables = match backend {
-            DbBackend::Sqlite => "SELECT name FROM sqlite_master WHERE type = 'table'",
-            _ => "SELECT tablename AS name FROM pg_tables WHERE schemaname = 'public'",
-        };
-        let mut left = Vec::new();
-        let tables = database.query_all_raw(Statement::from_string(backend, tables)).await;
-        for row in tables.expect("the tables") {
-            let table: String = row.try_get("", "name").expect("a name");
-            if LASTING.contains(&table.as_str()) {
-                continue;
-            }
-            let count = Statement::from_string(backend, format!("SELECT COUNT(*) AS n FROM {table}"));
-            let count = database.query_one_raw(count).await.expect("a count").expect("a row");
-            let count: i64 = count.try_get("", "n").expect("a number");
-            if count > 0 {
-                left.push((table, count));
-            }
-        }
-        database.close().await.expect("closed");
-        left
     }
 }
 
@@ -721,33 +427,11 @@ async fn remove(url: &str) {
     admin.close().await.expect("closed");
 }
 
-/// All pages.
-async fn all<T, F>(page: impl Fn(String) -> F) -> Vec<T>
-where
-    F: Future<Output = Answer<(Vec<T>, String)>>,
-{
-    let (mut all, mut token) = (Vec::new(), String::new());
-    loop {
-        let (items, next) = page(token).await.expect("listed");
-        all.extend(items);
-        if next.is_empty() {
-            return all;
-        }
-        token = next;
-    }
-}
-
 fn done<T>(answer: Answer<T>) -> Outcome {
     match answer {
         Ok(_) => Outcome::Done,
         Err(refusal) => Outcome::Refused(refusal),
     }
-}
-
-fn refused(message: String) -> Outcome {
-    let reason = Reason::Unavailable;
-    let about = Default::default();
-    Outcome::Refused(Refusal { code: reason.code(), reason: None, message, about })
 }
 
 fn build_request(build: u16, ends_with: u16, keep: i64, job: Option<(u8, u16)>) -> pb::PutBuildRequest {

@@ -1,0 +1,199 @@
+//! What gateways do: they report, sweep, and are followed by others.
+
+use std::collections::BTreeSet;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use rpc::pb::artifacts as pb;
+use rpc::{Reason, Refusal};
+use tonic::Streaming;
+use uuid::Uuid;
+
+use super::{Speaker, World, done};
+use crate::model::operations::Way;
+use crate::model::state::{Outcome, Standing, State, attempt_id, worker_id, workload_id};
+use crate::{Callers, PATIENCE};
+
+/// What a gateway is told to destroy.
+#[derive(Default)]
+pub(super) struct Marks {
+    stream: Option<Streaming<pb::WatchDestroyingResponse>>,
+    /// What came from this stream.
+    received: BTreeSet<Uuid>,
+}
+
+/// Reports of a worker that were begun.
+#[derive(Default)]
+pub(super) struct Reports {
+    begun: Vec<Begun>,
+    /// The highest token that was judged.
+    judged: u64,
+}
+
+#[derive(Clone)]
+pub(super) struct Begun {
+    token: pb::ReportToken,
+    volumes: Vec<String>,
+    containers: Vec<String>,
+    speaker: Speaker,
+}
+
+/// How many reports of a worker may be on their way.
+const REPORTS: usize = 6;
+
+impl World {
+    pub(super) async fn begin_report(&self, state: &State, worker: u8) -> Outcome {
+        let mut reports = self.reports[usize::from(worker)].lock().await;
+        let speaker = self.speaker(worker);
+        let begin = |callers: Callers| {
+            let gateway = speaker.gateway.by_way_of(&callers);
+            async move { gateway.begin_report().await }
+        };
+        let token = match self.ask(begin).await {
+            Ok(token) => token,
+            Err(refusal) => return Outcome::Refused(refusal),
+        };
+        let (volumes, containers) = state.holdings(worker);
+        reports.begun.push(Begun { token, volumes, containers, speaker });
+        if reports.begun.len() > REPORTS {
+            reports.begun.remove(0);
+        }
+        Outcome::Done
+    }
+
+    pub(super) async fn report(&self, worker: u8, which: u8, way: Way) -> Outcome {
+        let mut reports = self.reports[usize::from(worker)].lock().await;
+        let Some(last) = reports.begun.len().checked_sub(1) else { return Outcome::Skipped };
+        let which = usize::from(which).min(last);
+        let begun = match way {
+            Way::Once => reports.begun.remove(which),
+            Way::Repeatedly | Way::Cut => reports.begun[which].clone(),
+        };
+        let now = self.speaker(worker);
+        let standing = if (begun.speaker.incarnation, begun.speaker.session) != (now.incarnation, now.session)
+        {
+            Standing::OfFormerSession
+        } else if begun.token.sequence < reports.judged {
+            Standing::Overtaken
+        } else {
+            Standing::Good
+        };
+        let begun = &begun;
+        let count = u64::try_from(begun.volumes.len() + begun.containers.len()).expect("few");
+        let count = (way != Way::Cut).then_some(count);
+        let report = |callers: Callers| async move {
+            let gateway = begun.speaker.gateway.by_way_of(&callers);
+            gateway.report_counted(begun.token.clone(), &begun.volumes, &begun.containers, count).await
+        };
+        match self.ask(report).await {
+            Ok(response) => {
+                reports.judged = reports.judged.max(begun.token.sequence);
+                Outcome::Reported { response, standing }
+            }
+            Err(refusal) => Outcome::NotReported { refusal, standing },
+        }
+    }
+
+    /// Takes everything that is marked now from the stream of a gateway, and whatever else it has.
+    pub(super) async fn sweep(&self, worker: u8) -> Outcome {
+        let mut marks = self.marks[usize::from(worker)].lock().await;
+        let Marks { stream, received } = &mut *marks;
+        let mut handles = Vec::new();
+        let deadline = Instant::now() + PATIENCE;
+        let mut marked = self.marked(worker).await;
+        loop {
+            let waits = marked.iter().any(|id| !received.contains(id));
+            if waits && Instant::now() > deadline {
+                return refused(format!("{marked:?} are marked and not handed out"));
+            }
+            let opened = match stream.take() {
+                Some(open) => open,
+                None => {
+                    received.clear();
+                    let gateway = &self.speaker(worker).gateway;
+                    let watch = |callers: Callers| async move { gateway.by_way_of(&callers).watch().await };
+                    match self.ask(watch).await {
+                        Ok(open) => open,
+                        Err(refusal) => return Outcome::Refused(refusal),
+                    }
+                }
+            };
+            let open = stream.insert(opened);
+            let patience = Duration::from_millis(if waits { 1000 } else { 0 });
+            match tokio::time::timeout(patience, open.message()).await {
+                Ok(Ok(Some(sweep))) => {
+                    for text in sweep.container_handles.iter().chain(&sweep.volume_handles) {
+                        let id = text.parse().expect("a handle");
+                        received.insert(id);
+                        handles.push(id);
+                    }
+                }
+                // Its replica is gone.
+                Ok(Ok(None) | Err(_)) => *stream = None,
+                Err(_) if waits => marked = self.marked(worker).await,
+                Err(_) => return Outcome::Swept(handles),
+            }
+        }
+    }
+
+    /// What is marked on a worker.
+    pub(super) async fn marked(&self, worker: u8) -> BTreeSet<Uuid> {
+        use pb::InventoryState::{Destroying, Sweeping};
+        let mut marked = BTreeSet::new();
+        let of_worker = worker_id(worker).to_string();
+        let mut volumes = self.volumes(&of_worker).await;
+        // The youngest first. What a child that came back is made from is not handed out, nor what that is made from.
+        volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
+        let mut needed = BTreeSet::new();
+        for volume in volumes {
+            if volume.state() == Sweeping
+                || (volume.state() == Destroying && !needed.contains(&volume.volume_handle))
+            {
+                marked.insert(volume.volume_handle.parse().expect("a handle"));
+            } else {
+                needed.insert(volume.parent_handle);
+            }
+        }
+        for container in self.containers(&of_worker).await {
+            if matches!(container.state(), Destroying | Sweeping) {
+                marked.insert(container.container_handle.parse().expect("a handle"));
+            }
+        }
+        marked
+    }
+
+    pub(super) async fn speak_anew(&self, worker: u8, incarnations: u64, sessions: u64) -> Outcome {
+        let callers = self.callers(0);
+        let gateway = {
+            let mut speakers = self.speakers.lock().unwrap_or_else(PoisonError::into_inner);
+            let speaker = &mut speakers[usize::from(worker)];
+            speaker.incarnation += incarnations;
+            speaker.session += sessions;
+            let new = callers.silent_gateway(worker_id(worker), speaker.incarnation, speaker.session);
+            speaker.former = Some(std::mem::replace(&mut speaker.gateway, new.clone()));
+            new
+        };
+        *self.marks[usize::from(worker)].lock().await = Marks::default();
+        let gateway = &gateway;
+        let begin = |callers: Callers| async move { gateway.by_way_of(&callers).begin_report().await };
+        done(self.ask(begin).await)
+    }
+
+    pub(super) async fn former(&self, worker: u8) -> Outcome {
+        let Some(former) = self.speaker(worker).former else { return Outcome::Skipped };
+        let former = &former;
+        let nobody = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
+        let begun = self.ask(|callers| async move { former.by_way_of(&callers).begin_report().await });
+        let prepared = self
+            .ask(|callers| async move { former.by_way_of(&callers).prepare(nobody.0, nobody.1, &[]).await });
+        let made = self.ask(|callers| async move { former.by_way_of(&callers).prepared(nobody.1).await });
+        let answers = [begun.await.err(), prepared.await.err(), made.await.err()];
+        Outcome::Former(answers.into())
+    }
+}
+
+fn refused(message: String) -> Outcome {
+    let reason = Reason::Unavailable;
+    let about = Default::default();
+    Outcome::Refused(Refusal { code: reason.code(), reason: None, message, about })
+}
