@@ -120,6 +120,7 @@ mod tests {
             state: state.into(),
             page_size,
             page_token: page_token.to_owned(),
+            volume_handles: Vec::new(),
         }
     }
 
