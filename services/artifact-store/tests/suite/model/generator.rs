@@ -7,7 +7,7 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::operations::{
-    Artifact, CONTENTS, Left, Make, Operation, Outputs, REPLICAS, Status, User, WORKERS, Way,
+    Artifact, CONTENTS, Left, Make, Operation, Outputs, Owner, REPLICAS, Status, TREES, User, WORKERS, Way,
 };
 
 /// How many resource caches there are, task caches, and jobs.
@@ -80,13 +80,19 @@ impl Generator {
 
     fn together(&mut self) -> Operation {
         let mut parts = vec![Operation::Collect];
-        if self.chance(10) {
+        let kills = self.chance(10);
+        if kills {
             parts.push(Operation::Kill { replica: self.below(REPLICAS) });
         }
+        // Who has to ask again is not told which owners were missing.
+        let may_be_joined = |operation: &Operation| {
+            let tells = matches!(operation, Operation::Settle { outputs: Outputs::Given(..), .. });
+            operation.may_be_joined() && !(kills && tells)
+        };
         while parts.len() < 4 {
             let next = if self.chance(25) { self.repeat() } else { Some(self.script_goes_on()) };
             match next {
-                Some(next) if next.may_be_joined() => parts.push(next),
+                Some(next) if may_be_joined(&next) => parts.push(next),
                 // It comes by itself.
                 Some(next) => self.scripts.push(VecDeque::from([next])),
                 None => parts.push(Operation::Collect),
@@ -162,8 +168,12 @@ impl Generator {
         };
         match &next {
             Operation::Seal { upload, content } => self.sealed.push((Artifact::Upload(*upload), *content)),
-            Operation::Settle { workload, outputs: Outputs::With(content), .. } => {
-                self.sealed.push((Artifact::Output(*workload), *content));
+            Operation::HandOver { upload, content, .. } => {
+                self.sealed.push((Artifact::Upload(*upload), *content));
+            }
+            Operation::Settle { workload, outputs, .. } => {
+                let candidate = outputs.candidate();
+                self.sealed.extend(candidate.map(|(content, _)| (Artifact::Output(*workload), content)));
             }
             Operation::DeleteBuild { build } => self.builds.retain(|other| other != build),
             _ => {}
@@ -190,7 +200,10 @@ impl Generator {
             0..12 => self.build(),
             12..38 => self.upload(),
             38..46 => self.copy(),
-            46..52 => vec![Operation::Adopt { content: self.content(), owner: self.some_build() }],
+            46..52 => {
+                let tree = if self.chance(20) { TREES } else { 0 };
+                vec![Operation::Adopt { content: tree + self.content(), owner: self.some_build() }]
+            }
             52..62 => self.cache(),
             62..67 => self.task(),
             67..71 => self.undelete(),
@@ -236,6 +249,11 @@ impl Generator {
 
     fn upload(&mut self) -> Vec<Operation> {
         let owner = self.some_build();
+        if self.chance(20) {
+            let (upload, content) = (self.uploads_made, TREES + self.content());
+            self.uploads_made += 1;
+            return vec![Operation::HandOver { upload, owner, content }];
+        }
         self.upload_for(owner)
     }
 
@@ -415,25 +433,53 @@ impl Generator {
             candidate = None;
         }
         let status = self.status();
+        let owners = self.owners(&mut script);
         let outputs = match candidate {
             Some(content) if matches!(status, Status::Succeeded | Status::Failed) || self.chance(10) => {
-                Outputs::With(content)
+                if owners.is_empty() {
+                    Outputs::With(content)
+                } else {
+                    Outputs::Given(content, owners)
+                }
             }
             // The scheduler would never name it, and must be refused.
             None if self.chance(10) => Outputs::With(0),
             _ => Outputs::NoOutput,
         };
+        let leaves_something = outputs != Outputs::NoOutput;
         script.push(Operation::Settle { workload, attempt, status, outputs, build });
         if self.chance(15) {
             // It has ended, and somebody looks around in it.
             script.push(Operation::Touch { workload, attempt });
         }
-        if outputs != Outputs::NoOutput && self.chance(50) {
+        if leaves_something && self.chance(50) {
             // It was refused: without outputs then, as the scheduler does.
             let (status, outputs) = (Status::Errored, Outputs::NoOutput);
             script.push(Operation::Settle { workload, attempt, status, outputs, build });
         }
         script
+    }
+
+    /// What is to own an output, some of which is made before.
+    fn owners(&mut self, script: &mut Vec<Operation>) -> Vec<Owner> {
+        let mut owners = Vec::new();
+        if let Some(build) = self.some_build().filter(|_| self.chance(20)) {
+            owners.push(Owner::ForBuild(build));
+        }
+        if self.chance(25) {
+            let task = self.below(TASKS);
+            if self.chance(80) {
+                script.push(Operation::AskTask { task });
+            }
+            owners.push(Owner::ForTask(task));
+        }
+        if self.chance(25) {
+            let (cache, claim) = (self.below(CACHES), self.claims_made);
+            self.claims_made += 1;
+            script.push(Operation::AskCache { cache, claim, user: self.user().filter(|_| self.chance(50)) });
+            owners.push(Owner::UnderClaim(claim));
+        }
+        owners
     }
 
     fn chance(&mut self, percent: u32) -> bool {
@@ -510,6 +556,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 40, "{made:?}");
+        assert_eq!(made.len(), 41, "{made:?}");
     }
 }

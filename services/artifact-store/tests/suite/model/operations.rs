@@ -13,6 +13,9 @@ pub(crate) const REPLICAS: u8 = 2;
 /// How many different contents there are.
 pub(crate) const CONTENTS: u8 = 20;
 
+/// From this one on, contents are trees that the store keeps itself.
+pub(crate) const TREES: u8 = 100;
+
 /// An artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Artifact {
@@ -47,12 +50,34 @@ pub(crate) enum User {
     OfWorkload(u16),
 }
 
-/// What a settlement names as outputs.
+/// What comes to own an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Owner {
+    ForBuild(u16),
+    ForTask(u8),
+    /// The resource cache that is made under this claim.
+    UnderClaim(u16),
+}
+
+/// What a settlement names as outputs.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outputs {
     NoOutput,
     /// The candidate with this content.
     With(u8),
+    /// The same, and what is to own it besides the build.
+    Given(u8, Vec<Owner>),
+}
+
+impl Outputs {
+    /// The candidate that is named, and what is to own it.
+    pub(crate) fn candidate(&self) -> Option<(u8, &[Owner])> {
+        match self {
+            Self::NoOutput => None,
+            Self::With(content) => Some((*content, &[])),
+            Self::Given(content, owners) => Some((*content, owners)),
+        }
+    }
 }
 
 /// What is still on a worker when a new incarnation begins.
@@ -96,6 +121,12 @@ pub(crate) enum Operation {
     Create {
         upload: u16,
         owner: Option<u16>,
+    },
+    /// A tree that is an artifact at once.
+    HandOver {
+        upload: u16,
+        owner: Option<u16>,
+        content: u8,
     },
     /// A transfer fills an open artifact, or copies a sealed one.
     Plan {
@@ -264,6 +295,7 @@ impl Operation {
                 | Self::EndBuild { .. }
                 | Self::DeleteBuild { .. }
                 | Self::Create { .. }
+                | Self::HandOver { .. }
                 | Self::Plan { .. }
                 | Self::Progress { .. }
                 | Self::Arrive { .. }

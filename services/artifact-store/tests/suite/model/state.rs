@@ -12,14 +12,16 @@ mod owners;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use domain::{ArtifactId, AttemptId, BuildId, ClaimId, TransferId, WorkerId, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, ClaimId, Digest, TransferId, WorkerId, WorkloadId};
 use rpc::Refusal;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
 pub(crate) use self::caches::task_cache_ttl;
 use self::caches::{ResourceCache, TaskCache};
-use super::operations::{Artifact, Status};
+use super::check::SIZE;
+use super::operations::{Artifact, Owner, Status, TREES};
+use crate::digest;
 
 /// An artifact that nobody ever owned goes after this many seconds.
 pub(crate) const UNOWNED_TTL: i64 = 300;
@@ -80,6 +82,10 @@ pub(crate) enum Outcome {
     Task {
         cache: Uuid,
         artifact: Option<ArtifactId>,
+    },
+    /// What did not come to own an output.
+    Settled {
+        missing: Vec<Owner>,
     },
     /// With the inputs that were asked for, in their order.
     Prepared {
@@ -300,6 +306,21 @@ pub(crate) fn artifact_id(artifact: Artifact) -> ArtifactId {
     }
 }
 
+/// A tree that is handed over, of as many bytes as anything else has.
+pub(crate) fn tree(content: u8) -> pb::SmallTree {
+    let what = pb::small_tree_entry::What::File(vec![content; usize::try_from(SIZE).expect("few")].into());
+    let file = pb::SmallTreeEntry { path: "file".into(), what: Some(what), ..Default::default() };
+    pb::SmallTree { entries: vec![file] }
+}
+
+/// The digest of a content.
+pub(crate) fn digest_of(content: u8) -> Digest {
+    match content {
+        TREES.. => rpc::small_tree::parse("tree", &tree(content)).expect("a tree").digest(),
+        _ => digest(content.into()),
+    }
+}
+
 impl State {
     pub(crate) fn new(workers: u8) -> Self {
         Self {
@@ -435,6 +456,13 @@ impl State {
 
     pub(crate) fn sealed(&self, artifact: Artifact) -> Option<u8> {
         self.artifacts.get(&artifact)?.sealed
+    }
+
+    /// Whether an artifact has bytes that are certainly answered: the store has them itself, or a worker whose volumes are known.
+    pub(super) fn has_bytes(&self, artifact: Artifact) -> bool {
+        let Some(content) = self.sealed(artifact) else { return false };
+        let confirmed = |(_, worker): (Uuid, u8)| !self.workers[usize::from(worker)].unconfirmed;
+        content >= TREES || self.replicas(artifact, content).any(confirmed)
     }
 
     /// The volumes that certainly hold `content` for an artifact.

@@ -20,12 +20,12 @@ use tokio::runtime::Runtime;
 use uuid::Uuid;
 
 use self::gateways::{Marks, Reports};
-use super::operations::{Artifact, Operation, Outputs, REPLICAS, Status, WORKERS};
+use super::operations::{Artifact, Operation, Owner, REPLICAS, Status, WORKERS};
 use super::state::{
     Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, State, UNOWNED_TTL, artifact_id, attempt_id,
-    build_id, transfer_id, worker_id, workload_id,
+    build_id, claim_id, digest_of, transfer_id, tree, worker_id, workload_id,
 };
-use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, digest, input, output};
+use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, input, output};
 
 /// One process that serves the store, as far as it can be killed.
 struct Replica {
@@ -175,6 +175,19 @@ impl World {
                 let owner = owner.map(build_id);
                 done(self.ask(|callers| async move { callers.create(artifact, owner).await }).await)
             }
+            O::HandOver { upload, owner, content } => {
+                let request = || pb::CreateArtifactRequest {
+                    artifact_id: artifact_id(Artifact::Upload(upload)).to_string(),
+                    team: TEAM.to_owned(),
+                    build_id: owner.map(|build| build_id(build).to_string()).unwrap_or_default(),
+                    label: String::new(),
+                    tree: Some(tree(content)),
+                };
+                let create = |callers: Callers| async move {
+                    Ok(callers.artifacts().create_artifact(request()).await.map(drop)?)
+                };
+                done(self.ask(create).await)
+            }
             O::Plan { transfer, artifact, worker, .. } => self.plan(transfer, artifact, worker).await,
             O::Progress { transfer } => {
                 let request = || pb::ProgressRequest {
@@ -198,11 +211,11 @@ impl World {
             }
             O::Seal { upload, content } => {
                 let artifact = artifact_id(Artifact::Upload(upload));
-                let digest = digest(content.into());
+                let digest = digest_of(content);
                 done(self.ask(|callers| async move { callers.seal(artifact, digest).await }).await)
             }
             O::Adopt { content, owner } => {
-                let (digest, owner) = (digest(content.into()), owner.map(build_id));
+                let (digest, owner) = (digest_of(content), owner.map(build_id));
                 let asked = AtomicUsize::new(0);
                 let adopt = |callers: Callers| {
                     asked.fetch_add(1, Ordering::Relaxed);
@@ -286,8 +299,30 @@ impl World {
                 Some((worker, output)) => self.complete(worker, output, content).await,
                 None => Outcome::Skipped,
             },
-            O::Settle { workload, attempt, status, outputs, build } => {
-                done(self.ask(|callers| settle(callers, workload, attempt, status, outputs, build)).await)
+            O::Settle { workload, attempt, status, ref outputs, build } => {
+                let candidate = outputs.candidate();
+                let owners = candidate.map(|(_, owners)| owners).unwrap_or_default();
+                let said: Vec<_> = owners.iter().map(|owner| output_owner(state, *owner)).collect();
+                let output = |(content, _): (u8, &[Owner])| pb::SettledOutput {
+                    artifact_id: artifact_id(Artifact::Output(workload)).to_string(),
+                    digest: digest_of(content).as_bytes().to_vec().into(),
+                    owners: said.clone(),
+                    ..Default::default()
+                };
+                let request = pb::SettleRequest {
+                    holder_id: workload_id(workload).to_string(),
+                    attempt_id: attempt_id(workload, attempt).to_string(),
+                    outputs: candidate.map(output).into_iter().collect(),
+                    status: build_status(status).into(),
+                    build_id: build.map(|build| build_id(build).to_string()).unwrap_or_default(),
+                    ..Default::default()
+                };
+                let settled = self.ask(|callers| settle(callers, request.clone())).await;
+                let missing = |missing: Vec<pb::OutputOwner>| {
+                    let is_missing = |(_, said): &(_, &_)| missing.contains(said);
+                    owners.iter().zip(&said).filter(is_missing).map(|(owner, _)| *owner).collect()
+                };
+                settled.map_or_else(Outcome::Refused, |them| Outcome::Settled { missing: missing(them) })
             }
             O::EndAttempt { workload, attempt } => {
                 let (workload, attempt) = (workload_id(workload), attempt_id(workload, attempt));
@@ -365,7 +400,7 @@ impl World {
     async fn complete(&self, worker: u8, handle: Uuid, content: u8) -> Outcome {
         let gateway = &self.speaker(worker).gateway;
         let complete = |callers: Callers| async move {
-            gateway.by_way_of(&callers).complete(&handle.to_string(), digest(content.into())).await
+            gateway.by_way_of(&callers).complete(&handle.to_string(), digest_of(content)).await
         };
         done(self.ask(complete).await)
     }
@@ -460,31 +495,21 @@ fn build_status(status: Status) -> pb::BuildStatus {
     }
 }
 
-async fn settle(
-    callers: Callers,
-    workload: u16,
-    attempt: u8,
-    status: Status,
-    outputs: Outputs,
-    build: Option<u16>,
-) -> Answer<()> {
-    let outputs = match outputs {
-        Outputs::NoOutput => Vec::new(),
-        Outputs::With(content) => vec![pb::SettledOutput {
-            artifact_id: artifact_id(Artifact::Output(workload)).to_string(),
-            digest: digest(content.into()).as_bytes().to_vec().into(),
-            ..Default::default()
-        }],
+async fn settle(callers: Callers, mut request: pb::SettleRequest) -> Answer<Vec<pb::OutputOwner>> {
+    request.team = TEAM.to_owned();
+    let missing = callers.pins().settle(request).await?.into_inner().missing;
+    Ok(missing.into_iter().map(|missing| missing.owner.expect("an owner")).collect())
+}
+
+/// What comes to own an output, as it is said. A task cache that nobody asked for is none.
+fn output_owner(state: &State, owner: Owner) -> pb::OutputOwner {
+    use pb::output_owner::Owner as Said;
+    let said = match owner {
+        Owner::ForBuild(build) => Said::BuildId(build_id(build).to_string()),
+        Owner::ForTask(task) => Said::TaskCacheId(
+            state.task_cache(task).unwrap_or_else(|| Uuid::from_u128(task.into())).to_string(),
+        ),
+        Owner::UnderClaim(claim) => Said::ResourceCacheClaimId(claim_id(claim).to_string()),
     };
-    let mut request = pb::SettleRequest {
-        holder_id: workload_id(workload).to_string(),
-        team: TEAM.to_owned(),
-        attempt_id: attempt_id(workload, attempt).to_string(),
-        outputs,
-        status: build_status(status).into(),
-        ..Default::default()
-    };
-    request.build_id = build.map(|build| build_id(build).to_string()).unwrap_or_default();
-    callers.pins().settle(request).await?;
-    Ok(())
+    pb::OutputOwner { owner: Some(said) }
 }

@@ -8,7 +8,7 @@ use super::{
     Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Standing, State, Violation, Volume, artifact_id,
     must,
 };
-use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Status, Way};
+use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Status, TREES, Way};
 
 /// The handle in an answer.
 fn handle(text: &str) -> Result<Uuid, Violation> {
@@ -45,7 +45,10 @@ impl State {
             }
             O::EndBuild { build, status } => self.end_build(build, status, outcome),
             O::DeleteBuild { build } => self.delete_build(build, outcome),
-            O::Create { upload, owner } => self.create(Artifact::Upload(upload), owner, outcome),
+            O::Create { upload, owner } => self.create(Artifact::Upload(upload), owner, None, outcome),
+            O::HandOver { upload, owner, content } => {
+                self.create(Artifact::Upload(upload), owner, Some(content), outcome)
+            }
             O::Plan { transfer, artifact, worker, make } => {
                 self.plan(transfer, artifact, worker, make, outcome)
             }
@@ -72,7 +75,7 @@ impl State {
             }
             O::Prepared { workload, attempt } => self.prepared((workload, attempt), outcome),
             O::Finish { workload, attempt, content } => self.finish((workload, attempt), content, outcome),
-            O::Settle { workload, attempt, status, outputs, build } => {
+            O::Settle { workload, attempt, status, ref outputs, build } => {
                 self.settle(workload, attempt, status, outputs, build, outcome)
             }
             O::EndAttempt { workload, attempt } => {
@@ -125,7 +128,14 @@ impl State {
         }
     }
 
-    fn create(&mut self, artifact: Artifact, owner: Option<u16>, outcome: &Outcome) -> Accepted {
+    /// `content`: it is made from a tree, and sealed at once.
+    fn create(
+        &mut self,
+        artifact: Artifact,
+        owner: Option<u16>,
+        content: Option<u8>,
+        outcome: &Outcome,
+    ) -> Accepted {
         let record = self.artifacts.get(&artifact);
         if let Outcome::Refused(refusal) = outcome {
             let owner_ended = owner.is_some_and(|build| !self.is_live(build));
@@ -149,7 +159,7 @@ impl State {
             return Ok(());
         }
         must!(owner.is_none_or(|build| self.may_be_live(build)), "its owner has ended");
-        self.artifacts.insert(artifact, self.open(owner));
+        self.artifacts.insert(artifact, Record { sealed: content, ..self.open(owner) });
         Ok(())
     }
 
@@ -171,7 +181,9 @@ impl State {
     /// What was made once more had gone: it is another now.
     pub(crate) fn reopen(&mut self, artifact: Artifact) {
         if let Some(record) = self.artifacts.get_mut(&artifact) {
-            (record.sealed, record.gone) = (None, false);
+            // A tree is made with its bytes.
+            record.sealed = record.sealed.filter(|content| *content >= TREES);
+            record.gone = false;
             // Which of the calls made it is not known, and so nothing keeps it for certain.
             record.owners.clear();
             record.kept_until = i64::MIN;
@@ -349,12 +361,8 @@ impl State {
                 let kept = self.kept();
                 let all = self.artifacts.iter().filter(|(_, record)| record.sealed == Some(content));
                 let all: Vec<_> = all.map(|(artifact, _)| *artifact).collect();
-                let is_there = |artifact: &&Artifact| {
-                    kept.contains_key(artifact)
-                        && self
-                            .replicas(**artifact, content)
-                            .any(|(_, worker)| !self.workers[usize::from(worker)].unconfirmed)
-                };
+                let is_there =
+                    |artifact: &&Artifact| kept.contains_key(artifact) && self.has_bytes(**artifact);
                 // The store looks at the newest few.
                 let found = all.iter().find(is_there).filter(|_| all.len() <= 10);
                 must!(found.is_none(), "{found:?} holds it");
@@ -384,7 +392,9 @@ impl State {
             let kept = self.kept();
             let is_there = |artifact: &Artifact| {
                 let content = self.sealed(*artifact).filter(|_| kept.contains_key(artifact));
-                content.is_some_and(|content| self.replicas(*artifact, content).next().is_some())
+                content.is_some_and(|content| {
+                    content >= TREES || self.replicas(*artifact, content).next().is_some()
+                })
             };
             let may = (refusal.is(Reason::HolderSettled) && self.is_settled(workload))
                 || (refusal.is(Reason::OwnerEnded) && build.is_some_and(|build| !self.is_live(build)))
@@ -567,17 +577,20 @@ impl State {
         workload: u16,
         attempt: u8,
         status: Status,
-        outputs: Outputs,
+        outputs: &Outputs,
         build: Option<u16>,
         outcome: &Outcome,
     ) -> Accepted {
         if self.is_settled(workload) {
-            must!(matches!(outcome, Outcome::Done), "a repeat is answered as the first call was");
+            let Outcome::Settled { missing } = outcome else {
+                return Err(Violation("a repeat is answered".to_owned()));
+            };
+            must!(missing.is_empty(), "a repeat changes nothing");
             return Ok(());
         }
-        let candidate = match outputs {
-            Outputs::NoOutput => None,
-            Outputs::With(content) => {
+        let candidate = match outputs.candidate() {
+            None => None,
+            Some((content, owners)) => {
                 let output = self.output((workload, attempt)).filter(|_| self.goes_on((workload, attempt)));
                 let output = output.filter(|output| self.volumes[output].complete == Some(content));
                 if let Outcome::Refused(refusal) = outcome {
@@ -586,11 +599,13 @@ impl State {
                     return Ok(());
                 }
                 must!(output.is_some(), "it has no such candidate");
-                output.map(|output| (output, content))
+                output.map(|output| (output, content, owners))
             }
         };
-        must!(matches!(outcome, Outcome::Done), "there is nothing in its way");
-        if let Some((output, content)) = candidate {
+        let Outcome::Settled { missing } = outcome else {
+            return Err(Violation("there is nothing in its way".to_owned()));
+        };
+        if let Some((output, content, owners)) = candidate {
             let owner = build.filter(|build| self.is_live(*build));
             let mut record = self.open(owner);
             // Whether one that may have ended owns it is not known, and so it is not known to be young.
@@ -600,6 +615,7 @@ impl State {
             if let Some(volume) = self.volumes.get_mut(&output) {
                 volume.settled = true;
             }
+            self.own_output(Artifact::Output(workload), owners, missing)?;
         }
         let now = self.now;
         let holder = self.holders.entry(workload).or_default();

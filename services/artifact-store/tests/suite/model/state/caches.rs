@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::{
     Accepted, CLAIM_TERM, Found, Outcome, RESOURCE_CACHE_TTL, State, Violation, artifact_id, claim_id, must,
 };
-use crate::model::operations::{Artifact, User};
+use crate::model::operations::{Artifact, Owner, User};
 
 /// A resource cache, as it was last answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -106,13 +106,6 @@ impl State {
         if let User::OfWorkload(workload) = user {
             self.holders.entry(workload).or_default();
         }
-    }
-
-    /// Whether an artifact has bytes that are certainly answered.
-    fn has_bytes(&self, artifact: Artifact) -> bool {
-        let Some(content) = self.sealed(artifact) else { return false };
-        let confirmed = |(_, worker): (Uuid, u8)| !self.workers[usize::from(worker)].unconfirmed;
-        self.replicas(artifact, content).any(confirmed)
     }
 
     /// The artifact with this id, which a cache has, or shall have.
@@ -225,14 +218,55 @@ impl State {
             must!(may, "there is nothing in its way");
             return Ok(());
         }
-        must!(before.is_none() || before == Some(artifact), "it has {before:?}");
+        self.is_made(claim, artifact)
+    }
+
+    /// The cache that is made under a claim has this artifact.
+    fn is_made(&mut self, claim: u16, artifact: Artifact) -> Accepted {
         let now = self.now;
+        let key = self.of_claim(claim);
         let Some(cache) = key.and_then(|key| self.resource_caches.get_mut(&key)) else {
             return Err(Violation("its claim was lost".to_owned()));
         };
-        if before.is_none() {
-            (cache.artifact, cache.last_used) = (Some(artifact), now);
-            self.hand_over(artifact)?;
+        match cache.artifact {
+            None => {
+                (cache.artifact, cache.last_used) = (Some(artifact), now);
+                self.hand_over(artifact)
+            }
+            Some(has) => {
+                must!(has == artifact, "it has {has:?}");
+                Ok(())
+            }
+        }
+    }
+
+    /// The owners that an output got, and those that it did not.
+    pub(super) fn own_output(&mut self, output: Artifact, owners: &[Owner], missing: &[Owner]) -> Accepted {
+        for owner in owners {
+            let is_missing = missing.contains(owner);
+            match *owner {
+                Owner::ForBuild(build) if is_missing => {
+                    must!(!self.is_live(build), "build {build} goes on");
+                }
+                Owner::ForBuild(build) => {
+                    must!(self.may_be_live(build), "build {build} has ended");
+                    self.hand_over(output)?;
+                    let record = self.artifacts.get_mut(&output);
+                    record.map(|record| record.owners.insert(build));
+                }
+                Owner::ForTask(task) if is_missing => {
+                    let there =
+                        self.task_caches.get(&task).is_some_and(|cache| self.is_task_there(task, cache));
+                    must!(!there, "task cache {task} is there");
+                }
+                Owner::ForTask(task) => self.publish(task, output)?,
+                Owner::UnderClaim(claim) if is_missing => {
+                    let cache = self.of_claim(claim).map(|key| &self.resource_caches[&key]);
+                    let valid = cache.is_some_and(|cache| cache.artifact.is_none() && self.is_there(cache));
+                    must!(!valid, "claim {claim} is valid");
+                }
+                Owner::UnderClaim(claim) => self.is_made(claim, output)?,
+            }
         }
         Ok(())
     }
@@ -331,9 +365,14 @@ impl State {
             must!(may, "there is nothing in its way");
             return Ok(());
         }
+        self.publish(task, artifact)
+    }
+
+    /// An artifact is the latest version of a task cache.
+    fn publish(&mut self, task: u8, artifact: Artifact) -> Accepted {
         let now = self.now;
         let Some(cache) = self.task_caches.get_mut(&task) else {
-            return Err(Violation("it was deleted".to_owned()));
+            return Err(Violation(format!("task cache {task} was deleted")));
         };
         (cache.artifact, cache.last_used) = (Some(artifact), now);
         self.hand_over(artifact)

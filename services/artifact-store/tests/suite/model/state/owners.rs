@@ -3,7 +3,7 @@
 use rpc::Reason;
 
 use super::{Accepted, Build, Outcome, Restored, State, Violation, must};
-use crate::model::operations::{Artifact, Status};
+use crate::model::operations::{Artifact, Status, TREES};
 
 impl State {
     pub(super) fn put_build(&mut self, id: u16, fresh: Build, outcome: &Outcome) -> Accepted {
@@ -112,6 +112,7 @@ impl State {
     ) -> Accepted {
         let kept = self.is_kept(artifact);
         let sealed = self.sealed(artifact);
+        let in_store = sealed.is_some_and(|content| content >= TREES);
         let certain = |state: &Self, here: bool| {
             sealed.is_some_and(|content| {
                 let mut replicas = state.replicas(artifact, content);
@@ -120,7 +121,7 @@ impl State {
         };
         if let Outcome::Refused(refusal) = outcome {
             let may = (refusal.is(Reason::ArtifactNotFound) && !kept)
-                || (refusal.is(Reason::LastReplica) && !force && !certain(self, false));
+                || (refusal.is(Reason::LastReplica) && !force && !certain(self, false) && !in_store);
             must!(may, "there is nothing in its way");
             return Ok(());
         }
@@ -130,7 +131,7 @@ impl State {
                 && it.complete.is_some()
                 && it.complete == sealed
         });
-        let last = kept && certain(self, true) && !may_be_elsewhere;
+        let last = kept && certain(self, true) && !may_be_elsewhere && !in_store;
         must!(force || !last, "it was the last that is kept");
         for volume in self.volumes.values_mut() {
             if volume.is_of(artifact) && volume.worker == worker && volume.is_replica() {
