@@ -85,7 +85,7 @@ pub(crate) async fn create(
     now: Timestamp,
 ) -> Result<(), CreateError> {
     if let Some(row) = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await? {
-        return repeated(txn, new, &row).await;
+        return repeated(new, &row, is_owned(txn, new).await?);
     }
     if let Some(build) = new.owner {
         owners::lock_live(txn, build, &new.team).await?;
@@ -99,7 +99,7 @@ pub(crate) async fn create(
         // Somebody made it since we looked.
         let row = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await?;
         return match row {
-            Some(row) => repeated(txn, new, &row).await,
+            Some(row) => repeated(new, &row, is_owned(txn, new).await?),
             None => Err(CreateError::Exists(new.id)),
         };
     }
@@ -142,9 +142,13 @@ pub(crate) async fn create_all(
     let (made, known): (Vec<_>, Vec<_>) =
         with_ids(txn, all).await?.into_iter().partition(|row| ours.contains(&row.ordinal));
     let by_id: HashMap<_, _> = new.iter().map(|new| (new.id.uuid(), new)).collect();
+    let owned = match first.owner {
+        Some(build) => owned_by(txn, build, &known).await?,
+        None => HashSet::new(),
+    };
     for row in &known {
         if let Some(new) = by_id.get(&row.artifact_id) {
-            repeated(txn, new, row).await?;
+            repeated(new, row, owned.contains(&row.artifact_id))?;
         }
     }
     if let Some(build) = first.owner {
@@ -163,15 +167,34 @@ async fn with_ids(
     artifact::Model::find_by_statement(statement).all(txn).await
 }
 
-/// Whether a repeated call says the same as the first.
-async fn repeated(
+/// Which of some artifacts a build owns.
+async fn owned_by(
     txn: &DatabaseTransaction,
-    new: &NewArtifact,
-    row: &artifact::Model,
-) -> Result<(), CreateError> {
+    build: BuildId,
+    rows: &[artifact::Model],
+) -> Result<HashSet<Uuid>, DbErr> {
+    let owned: Vec<Uuid> = owner::Entity::find()
+        .select_only()
+        .column(owner::Column::ArtifactId)
+        .filter(owner::Column::BuildId.eq(build.uuid()))
+        .filter(owner::Column::ArtifactId.is_in(rows.iter().map(|row| row.artifact_id)))
+        .into_tuple()
+        .all(txn)
+        .await?;
+    Ok(owned.into_iter().collect())
+}
+
+/// Whether the build that a new artifact names owns it.
+async fn is_owned(txn: &DatabaseTransaction, new: &NewArtifact) -> Result<bool, DbErr> {
+    let Some(build) = new.owner else { return Ok(false) };
+    Ok(owner::Entity::find_by_id((new.id.uuid(), build.uuid())).one(txn).await?.is_some())
+}
+
+/// Whether a repeated call says the same as the first. `is_owned`: by the build that it names.
+fn repeated(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<(), CreateError> {
     let owned = match new.owner {
         None => !row.had_owner,
-        Some(build) => owner::Entity::find_by_id((new.id.uuid(), build.uuid())).one(txn).await?.is_some(),
+        Some(_) => is_owned,
     };
     // What was made open may have become anything since.
     let of_same_tree = match &new.tree {

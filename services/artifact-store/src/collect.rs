@@ -95,7 +95,7 @@ impl Settings {
 
 /// Runs rounds until the store stops.
 pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationToken) {
-    // When the last round began that came to its end, and after how long nobody's silence proves anything.
+    // When a round last got to those who must renew something, and after how long nobody's silence proves anything.
     let mut looked = store.now();
     let blindness = Ord::max(store.config.claim_term, store.config.collect_interval * 3);
     loop {
@@ -104,21 +104,16 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
             () = stopping.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        let now = store.now();
         let collected = async {
-            if now.since(looked) > blindness {
+            if store.now().since(looked) > blindness {
                 tracing::warn!(
                     "could not look for a while: transfers, builds and makers of caches get a full term"
                 );
                 be_patient(&store).await?;
             }
-            round(&store, &stopping).await
+            round_noting(&store, &stopping, &mut looked).await
         };
-        let collected = collected.await;
-        if collected.is_ok() {
-            looked = now;
-        }
-        match collected {
+        match collected.await {
             Ok(collected) if collected.is_empty() => {}
             Ok(collected) => {
                 let sizes = collected.iter().map(|collected| collected.size_bytes);
@@ -175,9 +170,21 @@ async fn wait_no_longer(txn: &DatabaseTransaction, settings: &Settings) -> Resul
 ///
 /// A round that is told to stop ends after the batch it is at.
 pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
+    round_noting(store, stopping, &mut store.now()).await
+}
+
+/// The same, and notes when all steps were done that end what nobody renewed.
+async fn round_noting(
+    store: &Store,
+    stopping: &CancellationToken,
+    looked: &mut Timestamp,
+) -> Result<Vec<Collected>, DbErr> {
     let settings = Settings::of(store);
     let mut collected = Vec::new();
     for step in Step::ALL {
+        if step == Step::AFTER_TERMS {
+            *looked = store.now();
+        }
         let mut pace = Pace::of(store);
         // Rows that are looked at are not due any more, unless there is more to do about them: this ends.
         while step.is_due(store.db.read(), &settings).await? {
@@ -276,6 +283,9 @@ impl Step {
         Self::Losses,
         Self::OldLosses,
     ];
+
+    /// The first after those that end what nobody renewed.
+    const AFTER_TERMS: Self = Self::Artifacts;
 
     /// Whether anything is to be looked at. Reads an index: without an order PostgreSQL may hope to find a first row sooner in the table, and where
     /// there is none reads all of it.

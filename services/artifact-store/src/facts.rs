@@ -42,13 +42,9 @@ const HOLDS: &str = "
         WHERE v.artifact_id IN (IDS) AND v.complete = FALSE AND v.claimed_until > $1
           AND v.state NOT IN ('destroying', 'sweeping')";
 
-/// Whether a build `b` keeps what it owns and uses at the instant `$1`. One that is overdue and was not ended yet keeps as long as it will when
-/// it is.
-const BUILD_KEEPS: &str = "
-    (b.kept_until > $1
-     OR (b.kept_until IS NULL
-         AND NOT (b.ended_at IS NULL AND b.bound = FALSE AND b.keep = 0
-                  AND b.term_ends_at IS NOT NULL AND b.term_ends_at <= $1)))";
+/// Whether a build `b` keeps what it owns and uses at the instant `$1`. One whose term is over does so until somebody ends it: until then, its
+/// caller may renew it.
+const BUILD_KEEPS: &str = "(b.kept_until IS NULL OR b.kept_until > $1)";
 
 /// `sql` with its `IDS`, which are the value `$2`.
 fn statement(

@@ -1,6 +1,6 @@
 //! Workers that are gone for good: all that they held is forgotten.
 //!
-//! Invariant: unless forced, nothing that somebody keeps loses its last replica. Whoever forgets a worker holds its row, so that nobody speaks for it
+//! Invariant: unless forced, nothing that somebody keeps loses its last replica, and nothing that is set aside goes undecided. Whoever forgets a worker holds its row, so that nobody speaks for it
 //! meanwhile, and the rows of the artifacts that have replicas there, so that nobody drops another replica, or forgets another worker, and counts
 //! on these.
 
@@ -32,6 +32,8 @@ pub(crate) struct Held {
 pub(crate) enum ForgetError {
     #[error("worker {0} has the last replica of artifact {1}, which is kept")]
     LastReplica(WorkerId, ArtifactId),
+    #[error("volumes or containers of worker {0} are set aside, and nobody has decided what becomes of them")]
+    HoldsSetAside(WorkerId),
     #[error("database failed while forgetting a worker")]
     Database(#[from] DbErr),
 }
@@ -47,6 +49,9 @@ pub(crate) async fn forget_worker(
     if worker::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?.is_none() {
         return Ok(Held::default());
     }
+    if !force && holds_set_aside(txn, id).await? {
+        return Err(ForgetError::HoldsSetAside(id));
+    }
     lock_artifacts(txn, id).await?;
     if !force && let Some(artifact) = kept_here_only(txn, id, now, policy).await? {
         return Err(ForgetError::LastReplica(id, artifact));
@@ -60,6 +65,11 @@ pub(crate) async fn forget_worker(
     set_aside::Entity::delete_many().filter(set_aside::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
     Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
+}
+
+async fn holds_set_aside(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, DbErr> {
+    let row = set_aside::Entity::find().filter(set_aside::Column::WorkerId.eq(id.uuid())).one(txn).await?;
+    Ok(row.is_some())
 }
 
 /// Artifacts that have a replica on worker `$1`.

@@ -263,6 +263,20 @@ async fn reached_or_held_up(party: &Party, watching: &Database) {
     tokio::time::timeout(PATIENCE, either).await.expect("it goes on, or waits for a lock");
 }
 
+/// What nothing keeps goes at once.
+fn settings() -> Settings {
+    let forever = Duration::MAX;
+    Settings {
+        now: NOW,
+        policy: Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO },
+        tombstone: forever,
+        remember: forever,
+        resource_cache_ttl: forever,
+        lost_grace: forever,
+        batch: 500,
+    }
+}
+
 /// Runs a reference and a mark of its target so that the first waits in its middle for the second, and answers what came of them:
 /// whether the target is marked, and whether it is used.
 async fn interleave(
@@ -273,17 +287,7 @@ async fn interleave(
     mark_first: bool,
 ) -> (bool, bool) {
     let target = Arc::new(Target::new(watching, marker).await);
-    let policy = Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO };
-    let forever = Duration::MAX;
-    let settings = Settings {
-        now: NOW,
-        policy,
-        tombstone: forever,
-        remember: forever,
-        resource_cache_ttl: forever,
-        lost_grace: forever,
-        batch: 500,
-    };
+    let settings = settings();
     let (refers, marks) = (Party::default(), Party::default());
     let mut both = JoinSet::new();
     let refer = |both: &mut JoinSet<_>| {
@@ -339,6 +343,38 @@ async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_use
         let gone = interleave(&db, &db, reference, marker, true).await;
         assert_eq!(gone, (true, false), "{reference:?} while a mark {marker:?} goes on");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_build_owns_that_is_renewed_at_last_is_not_marked_with_another_that_lets_go() {
+    let database = databases::postgres().await;
+    let db = Database::connect::<Schema>(&database.url).await.expect("the database");
+    let target = Target::new(&db, Marker::OfBuilds).await;
+    let overdue = "UPDATE builds SET term_ends_at = 1, look_at = 1 WHERE build_id = $1";
+    execute(&db, overdue, vec![target.build.uuid().into()]).await;
+    let owned = vec![target.artifact.uuid().into(), target.build.uuid().into()];
+    execute(&db, "INSERT INTO owners (artifact_id, build_id) VALUES ($1, $2)", owned).await;
+
+    let renews = Party::default();
+    let mut renewal = JoinSet::new();
+    let (party, renewing, build) = (renews.clone(), db.clone(), target.build);
+    renewal.spawn(async move {
+        let part = |txn: db::Transaction| async move {
+            let sql = "UPDATE builds SET term_ends_at = $1, look_at = $1 WHERE build_id = $2";
+            let values = [(NOW + PATIENCE).0.into(), build.uuid().into()];
+            txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await?;
+            Ok(())
+        };
+        party.run(renewing, part).await.expect("renewed");
+    });
+    tokio::time::timeout(PATIENCE, renews.reached.notified()).await.expect("nothing holds it up");
+    let settings = settings();
+    db.write(|txn| async move { collect::builds::look(&txn, &settings).await.map(drop) })
+        .await
+        .expect("looked");
+    renews.go.notify_one();
+    renewal.join_all().await;
+    assert!(target.is_used(&db).await && !target.is_marked(&db).await);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -195,7 +195,7 @@ pub(crate) enum ProgressError {
     Database(#[from] DbErr),
 }
 
-/// Renews the claim of a transfer of `team` that goes on.
+/// Renews the claim of a transfer that goes on, of an artifact that `team` may use.
 pub(crate) async fn progress(
     txn: &DatabaseTransaction,
     team: &str,
@@ -205,11 +205,11 @@ pub(crate) async fn progress(
 ) -> Result<(), ProgressError> {
     let its_artifact = Expr::col((artifact::Entity, artifact::Column::ArtifactId))
         .equals((volume::Entity, volume::Column::ArtifactId));
-    let of_team = artifact::Entity::find()
+    let usable = artifact::Entity::find()
         .select_only()
         .column(artifact::Column::ArtifactId)
         .filter(its_artifact)
-        .filter(artifact::Column::Team.eq(team))
+        .filter(artifacts::usable_by(team))
         .into_query();
     let holds = Condition::any()
         .add(volume::Column::ClaimedUntil.gt(now.0))
@@ -219,7 +219,7 @@ pub(crate) async fn progress(
         .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
         .filter(volume::Column::TransferId.eq(transfer.uuid()))
         .filter(volume::Column::State.is_not_in(State::GARBAGE))
-        .filter(Expr::exists(of_team))
+        .filter(Expr::exists(usable))
         .filter(holds)
         .exec(txn)
         .await?;
@@ -305,8 +305,8 @@ pub(crate) async fn seal(
     Ok((located.ok_or(SealError::ArtifactNotFound(id))?, marked))
 }
 
-/// Abandons a transfer of `team`: its volume is garbage unless it is a replica, and so is the artifact that was made for it. Answers the
-/// workers concerned.
+/// Abandons a transfer of an artifact that `team` may use: its volume is garbage unless it is a replica, and so is the artifact that was made
+/// for it, if it is this team's. Answers the workers concerned.
 pub(crate) async fn abandon(
     txn: &DatabaseTransaction,
     team: &str,
@@ -321,10 +321,11 @@ pub(crate) async fn abandon(
     let Some((planned, id)) = planned.and_then(|planned| planned.artifact_id.map(|id| (planned, id))) else {
         return Ok(Vec::new());
     };
-    let artifact = artifact::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
-    match artifact.filter(|artifact| artifact.team == team).map(|artifact| artifact.state) {
-        Some(ArtifactState::Open) => {}
-        Some(ArtifactState::Sealed) => {
+    let artifact =
+        artifact::Entity::find_by_id(id).filter(artifacts::usable_by(team)).lock_exclusive().one(txn).await?;
+    match artifact.map(|artifact| (artifact.state, artifact.team == team)) {
+        Some((ArtifactState::Open, true)) => {}
+        Some((ArtifactState::Sealed, _)) => {
             // What arrived is a replica. Who completes a volume holds the artifact's row, too, so that this cannot change now.
             let unfinished = volume::Entity::find_by_id(planned.handle)
                 .filter(volume::Column::Complete.eq(false))
@@ -333,8 +334,8 @@ pub(crate) async fn abandon(
             let unfinished: Vec<_> = unfinished.into_iter().map(|row| row.handle).collect();
             return sweep::mark_volumes(txn, &unfinished, Why::TransferAbandoned, now).await;
         }
-        // So will be the volume; or it is none of this team's.
-        Some(ArtifactState::Deleting) | None => return Ok(Vec::new()),
+        // So will be the volume; or it is nothing that this team may use, or change.
+        Some((ArtifactState::Deleting | ArtifactState::Open, _)) | None => return Ok(Vec::new()),
     }
     if !others_need(txn, id, planned.handle).await? {
         artifact::Entity::update_many()

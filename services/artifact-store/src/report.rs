@@ -62,17 +62,18 @@ pub(crate) struct Begun {
     pub(crate) ended: Option<StoreLife>,
 }
 
-/// Opens a report. `last`: the last token that the worker saw.
+/// Opens a report. `last`: the token of the last report of the worker that was answered.
 ///
-/// Sequences only rise, and what was answered is durable. So in one life a new token is higher than all that the worker saw.
+/// Before a report is answered, that it was judged is durable. So in one life no report that a worker remembers is younger than the last that is
+/// on record.
 pub(crate) async fn begin(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     last: Option<Token>,
 ) -> Result<Begun, SessionError> {
-    let sequence = sessions::advance(txn, claims).await?.sequence;
+    let worker::Model { sequence, reported, .. } = sessions::advance(txn, claims).await?;
     let current = life::current(txn).await?;
-    let went_back = last.is_some_and(|last| last.life == current && last.sequence >= sequence);
+    let went_back = last.is_some_and(|last| last.life == current && last.sequence > reported);
     let (life, ended) =
         if went_back { (life::begin_after(txn, current).await?, Some(current)) } else { (current, None) };
     Ok(Begun { token: Token { sequence, life }, ended })

@@ -15,6 +15,7 @@
 //! | planned replica, `creating` | left to its claim | marked |
 //! | container, otherwise | | marked: its processes are gone |
 //! | volume, `created` | | unconfirmed until the first complete report |
+//! | what is set aside | | described anew before it can be adopted |
 
 use domain::Timestamp;
 use domain::worker::SessionClaims;
@@ -23,7 +24,7 @@ use sea_orm::{
     ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
 };
 
-use crate::entity::{Purpose, State, container, volume, worker};
+use crate::entity::{Purpose, State, container, set_aside, volume, worker};
 
 /// A call of a gateway is refused, or could not be judged.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +80,8 @@ pub(crate) async fn record(
         incarnation: Set(column(claims.incarnation.0)),
         session: Set(column(claims.session.0)),
         sequence: Set(now.0),
-        reported: Set(0),
+        // What a worker remembers that was forgotten proves nothing.
+        reported: Set(now.0),
     };
     worker::Entity::insert(first)
         .on_conflict_do_nothing_on([worker::Column::WorkerId])
@@ -132,6 +134,13 @@ pub(crate) async fn record(
             .col_expr(volume::Column::JudgedAfter, Expr::value(sequence))
             .filter(volume::Column::WorkerId.eq(id))
             .filter(volume::Column::State.eq(State::Created))
+            .exec(txn)
+            .await?;
+        // Nor is it known what is left of what is set aside: its gateway says so again, after it was reported.
+        set_aside::Entity::update_many()
+            .col_expr(set_aside::Column::Described, Expr::value(false))
+            .col_expr(set_aside::Column::Digest, Expr::value(None::<Vec<u8>>))
+            .filter(set_aside::Column::WorkerId.eq(id))
             .exec(txn)
             .await?;
         // What comes back from its mark is no surer than what was not marked.

@@ -206,7 +206,7 @@ pub(crate) async fn adopt(
     };
     let elsewhere = adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id);
     let of_others = row.team.as_ref().is_some_and(|team| *team != adoption.team);
-    if elsewhere || of_others {
+    if elsewhere || (of_others && !holds_of(txn, &row, adoption).await?) {
         return Err(AdoptionError::NotFound(handle));
     }
     let Some(digest) = row.digest.as_deref().and_then(|digest| digest.try_into().ok()).map(Digest) else {
@@ -254,6 +254,21 @@ pub(crate) async fn adopt(
     };
     undelete::undelete(txn, &adoption.team, id, adoption.kept_by, now).await?;
     Ok((id, marked))
+}
+
+/// Whether a volume that was made for another team holds what belongs to the one that adopts it: a copy of something that both may use.
+async fn holds_of(
+    txn: &DatabaseTransaction,
+    row: &set_aside::Model,
+    adoption: &Adoption,
+) -> Result<bool, DbErr> {
+    let Some(noted) = row.artifact_id else { return Ok(false) };
+    let known = artifact::Entity::find_by_id(noted)
+        .filter(artifact::Column::Team.eq(&adoption.team))
+        .filter(artifact::Column::Digest.eq(row.digest.clone()))
+        .one(txn)
+        .await?;
+    Ok(known.is_some() && adoption.artifact.is_none_or(|wanted| wanted.uuid() == noted))
 }
 
 /// Locks the artifact that a volume becomes a replica of, made where it is unknown, and answers in which state it is.

@@ -197,16 +197,17 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
     *worker.kept.lock().unwrap_or_else(PoisonError::into_inner) =
         (length(&holdings.containers), length(&holdings.volumes));
 
-    // To the store they are lost: it looks for other replicas of what they held, and has nothing made from them.
-    let damaged = worker.trees.damaged();
-    holdings.volumes.retain(|volume| !damaged.contains(volume));
+    // What is damaged is lost to a store that counts on it: it looks for other replicas of what that held, and has nothing made from it. One that
+    // does not is told of it as of anything else.
+    let counted_on = listed(worker, session, &worker.trees.damaged()).await?;
+    holdings.volumes.retain(|volume| !counted_on.contains(volume));
     let parts = parts(session, token, mark, &holdings);
     let answer = client.report(tokio_stream::iter(parts)).await.map_err(Refusal::from)?.into_inner();
     if answer.lost > 0 {
         tracing::warn!(volumes.lost = answer.lost, "things are missing on the worker");
     }
     let containers = parse(&answer.unknown_container_handles)?;
-    let mut volumes = parse(&answer.unknown_volume_handles)?;
+    let volumes = parse(&answer.unknown_volume_handles)?;
     let names_unknown = !volumes.is_empty() || !containers.is_empty();
     if names_unknown && !is_same {
         tracing::error!(
@@ -225,9 +226,6 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
     }
     worker.runtime.set_store_mark(now).await?;
     describe(worker, session, &parse(&answer.undescribed_volume_handles)?).await?;
-    if is_same {
-        volumes.extend(unlisted(worker, session, damaged).await?);
-    }
     if volumes.is_empty() && containers.is_empty() {
         return Ok(());
     }
@@ -255,7 +253,12 @@ async fn describe(
                 Ok(description) => volumes.push(description),
                 // It went meanwhile, and so will be what is set aside.
                 Err(RuntimeError::VolumeNotFound(_)) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => {
+                    tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot tell what a volume holds");
+                    // It can be purged, and is in nobody's way.
+                    let volume_handle = volume.to_string();
+                    volumes.push(pb::VolumeDescription { volume_handle, ..Default::default() });
+                }
             }
         }
         let session_credential = session.credential.clone();
@@ -282,13 +285,14 @@ async fn description(worker: &Worker, volume: VolumeHandle) -> Result<pb::Volume
     })
 }
 
-/// Which of `volumes`, that are left out of reports, the store has forgotten.
-async fn unlisted(
+/// Which of `volumes` the store counts among those that it knows to be here.
+async fn listed(
     worker: &Worker,
     session: &OpenSession,
-    mut volumes: BTreeSet<VolumeHandle>,
+    volumes: &BTreeSet<VolumeHandle>,
 ) -> Result<BTreeSet<VolumeHandle>, SweepError> {
     let all: Vec<_> = volumes.iter().map(ToString::to_string).collect();
+    let mut listed = BTreeSet::new();
     for some in all.chunks(LISTED_AT_ONCE) {
         let request = pb::ListVolumesRequest {
             worker_id: session.worker.to_string(),
@@ -298,11 +302,11 @@ async fn unlisted(
         };
         // As many as a page has.
         let page = worker.inventory.clone().list_volumes(request).await.map_err(Refusal::from)?.into_inner();
-        for listed in &page.volumes {
-            volumes.remove(&listed.volume_handle.parse()?);
+        for volume in &page.volumes {
+            listed.insert(volume.volume_handle.parse()?);
         }
     }
-    Ok(volumes)
+    Ok(listed)
 }
 
 fn parts(

@@ -68,13 +68,12 @@ pub(crate) async fn locate(
             Err(refusal) => return Err(refusal.into()),
         }
     }
-    if let Some(response) = avoided {
-        return Ok(response);
-    }
-    if location.in_store {
-        return from_store(peers, &team, artifact, &location, bring).await;
-    }
-    Err(unreachable.map_or(DownloadError::NoReplica(artifact), DownloadError::Refused))
+    let brought = match location.in_store {
+        true => from_store(peers, &team, artifact, &location, bring).await,
+        false => Err(unreachable.map_or(DownloadError::NoReplica(artifact), DownloadError::Refused)),
+    };
+    // One that did not work may work now.
+    brought.or_else(|error| avoided.ok_or(error))
 }
 
 /// Brings what the store has to a worker, and answers where it is then.

@@ -35,6 +35,7 @@ pub(crate) fn service(
     StreamerServer::new(Handler { peers, transfers: Transfers::default(), tasks, stopping })
 }
 
+#[derive(Clone)]
 pub(crate) struct Handler {
     peers: Peers,
     transfers: Transfers,
@@ -73,9 +74,17 @@ impl Streamer for Handler {
         let team = parse_team("team", request.team)?;
         let artifact: ArtifactId = parse_id("artifact_id", &request.artifact_id)?;
         let wanted = download::Wanted { team, artifact, avoid: request.avoid_gateway_endpoints };
-        let bring = |wanted| self.bring(wanted);
-        let answer = download::locate(&mut self.peers.clone(), wanted, bring).await?;
-        Ok(Response::new(answer))
+        let handler = self.clone();
+        // A task of its own: what is placed has to be released even when the caller is gone and this future dropped.
+        let located = self.tasks.spawn(
+            async move {
+                download::locate(&mut handler.peers.clone(), wanted, |wanted| handler.bring(wanted)).await
+            }
+            .in_current_span(),
+        );
+        let located =
+            located.await.map_err(|error| rpc::unavailable(SERVICE, "locate an artifact", &error))?;
+        Ok(Response::new(located?))
     }
 
     type MaterializeStream = ReceiverStream<Result<pb::MaterializeResponse, Status>>;

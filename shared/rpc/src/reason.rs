@@ -76,6 +76,7 @@ reasons! {
     VolumeInUse = "VOLUME_IN_USE", FailedPrecondition;
     ContainerNotFound = "CONTAINER_NOT_FOUND", NotFound;
     LastReplica = "LAST_REPLICA", FailedPrecondition;
+    HoldsSetAside = "HOLDS_SET_ASIDE", FailedPrecondition;
     Compacted = "COMPACTED", OutOfRange;
     StaleReport = "STALE_REPORT", FailedPrecondition;
     ReportTruncated = "REPORT_TRUNCATED", InvalidArgument;

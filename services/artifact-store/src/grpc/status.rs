@@ -381,6 +381,7 @@ impl From<ForgetError> for Status {
     fn from(error: ForgetError) -> Self {
         match error {
             ForgetError::LastReplica(_, id) => artifact(Reason::LastReplica, error.to_string(), id),
+            ForgetError::HoldsSetAside(_) => Reason::HoldsSetAside.status(SERVICE, error.to_string()),
             ForgetError::Database(source) => database("forget a worker", &source),
         }
     }

@@ -12,7 +12,10 @@ use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both
 on_both_databases! {
     what_a_restored_store_does_not_know_is_set_aside_and_survives,
     a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it,
+    what_happens_before_a_worker_says_what_it_remembers_hides_nothing,
     what_a_worker_without_a_life_holds_is_set_aside,
+    a_worker_that_began_anew_describes_what_is_set_aside_again,
+    a_copy_for_another_team_is_adopted_by_whose_it_is,
     what_is_adopted_is_a_replica_of_what_it_was,
     a_volume_is_adopted_for_whatever_has_its_bytes,
     what_is_purged_is_swept,
@@ -264,6 +267,22 @@ async fn a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it(dat
     suite.stop().await;
 }
 
+async fn what_happens_before_a_worker_says_what_it_remembers_hides_nothing(database: TestDatabase) {
+    let mut restored = restored(database, false).await;
+    let (last, life) = (restored.last.clone(), restored.last.store_life.clone());
+    // Tokens are made for whoever asks, and marks are handed out: soon there are as many as the worker saw.
+    restored.gateway = restored.suite.silent_gateway(restored.gateway.worker, 1, 2);
+    let mut sequence = 0;
+    while sequence <= last.sequence {
+        let token = restored.gateway.begin_report().await.expect("begun");
+        assert_eq!(token.store_life, life);
+        sequence = token.sequence;
+    }
+    let token = restored.gateway.begin_report_after(Some(last)).await.expect("begun");
+    assert_ne!(token.store_life, life, "no such report was ever judged");
+    restored.suite.stop().await;
+}
+
 async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut gateway = suite.gateway().await;
@@ -275,10 +294,47 @@ async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase)
     gateway.life = None;
     let reported = gateway.report(std::slice::from_ref(&stray), &[]).await.expect("reported");
     assert_nothing_unknown(&reported);
-    let forget = pb::ForgetWorkerRequest { worker_id: gateway.worker.to_string(), force: false };
-    suite.inventory().forget_worker(forget).await.expect("forgotten");
+    let forget = |force| pb::ForgetWorkerRequest { worker_id: gateway.worker.to_string(), force };
+    let refused = suite.inventory().forget_worker(forget(false)).await.map_err(rpc::Refusal::from);
+    assert_refused(refused, Reason::HoldsSetAside);
+    assert_eq!(list(&suite, None, 0).await.len(), 1, "nothing was decided");
+    suite.inventory().forget_worker(forget(true)).await.expect("forgotten");
     assert_eq!(list(&suite, None, 0).await, []);
     suite.stop().await;
+}
+
+async fn a_worker_that_began_anew_describes_what_is_set_aside_again(database: TestDatabase) {
+    let mut restored = restored(database, true).await;
+    restored.describe().await;
+    let volume = restored.newer.1.clone();
+    restored.gateway = restored.suite.silent_gateway(restored.gateway.worker, 2, 1);
+    restored.gateway.begin_report().await.expect("begun");
+    let refused = adopt(&restored.suite, adoption(&volume)).await;
+    assert_refused(refused, Reason::NotAdoptable);
+    let reported = restored.report().await;
+    assert!(reported.undescribed_volume_handles.contains(&volume), "what is left of it is not known");
+    restored.suite.stop().await;
+}
+
+async fn a_copy_for_another_team_is_adopted_by_whose_it_is(database: TestDatabase) {
+    let mut restored = restored(database, true).await;
+    restored.learn().await;
+    let copy = pb::VolumeDescription {
+        volume_handle: restored.newer.1.clone(),
+        team: "other".to_owned(),
+        artifact_id: restored.known.0.to_string(),
+        digest: digest(1).as_bytes().to_vec().into(),
+        size_bytes: 10,
+        ..Default::default()
+    };
+    restored.describe_as(vec![copy]).await;
+    let of_other = pb::AdoptRequest { team: "other".to_owned(), ..adoption(&restored.newer.1) };
+    assert_refused(adopt(&restored.suite, of_other).await, Reason::ArtifactNotFound);
+    let of_third = pb::AdoptRequest { team: "third".to_owned(), ..adoption(&restored.newer.1) };
+    assert_refused(adopt(&restored.suite, of_third).await, Reason::VolumeNotFound);
+    let adopted = adopt(&restored.suite, adoption(&restored.newer.1)).await.expect("adopted");
+    assert_eq!((adopted.artifact_id, adopted.replicas.len()), (restored.known.0.to_string(), 2));
+    restored.suite.stop().await;
 }
 
 async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {

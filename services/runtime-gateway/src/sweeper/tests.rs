@@ -132,10 +132,12 @@ async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
         let child = VolumeHandle::new();
         let source = runtime::VolumeSource::CopyOnWrite { parent: complete };
         runtime.create_volume(child, source).await.expect("made");
-        let gone = VolumeHandle::new();
+        let (gone, illegible) = (VolumeHandle::new(), machine.volume("illegible").await);
+        machine.faults.set_illegible(illegible);
+        let undescribed = [complete, gone, illegible, child];
         let response = pb::ReportResponse {
-            set_aside: 2,
-            undescribed_volume_handles: [complete, gone, child].map(|volume| volume.to_string()).to_vec(),
+            set_aside: 3,
+            undescribed_volume_handles: undescribed.map(|volume| volume.to_string()).to_vec(),
             ..pb::ReportResponse::default()
         };
         let session = session("credential");
@@ -162,7 +164,11 @@ async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
             ..pb::VolumeDescription::default()
         };
         assert_eq!(described.session_credential, "credential");
-        assert_eq!(described.volumes, [complete, child]);
+        let illegible = pb::VolumeDescription {
+            volume_handle: illegible.to_string(),
+            ..pb::VolumeDescription::default()
+        };
+        assert_eq!(described.volumes, [complete, illegible, child], "it is in nobody's way");
         store.end().await;
     }
 }
@@ -196,15 +202,21 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
 
     for known in [true, false] {
         let (reported, ()) = tokio::join!(report(&worker, &session), async {
-            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
-            assert_eq!(volumes, [whole], "to the store the damaged one is lost");
-            answer.send(Ok(pb::ReportResponse::default())).expect("it waits");
             let Asked::ListVolumes(asked, answer) = store.asked().await else { panic!("no list") };
             assert_eq!(asked.volume_handles, [damaged.to_string()], "what is reported needs no question");
             let volume = pb::Volume { volume_handle: damaged.to_string(), ..pb::Volume::default() };
             let volumes = known.then_some(volume).into_iter().collect();
             let page = pb::ListVolumesResponse { volumes, ..pb::ListVolumesResponse::default() };
             answer.send(Ok(page)).expect("it waits");
+            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+            let mut reported = pb::ReportResponse::default();
+            if known {
+                assert_eq!(volumes, [whole], "to the store the damaged one is lost");
+            } else {
+                assert!(volumes.contains(&damaged), "as anything that it may not know");
+                reported.unknown_volume_handles = vec![damaged.to_string()];
+            }
+            answer.send(Ok(reported)).expect("it waits");
         });
         reported.expect("reported");
         assert_eq!(machine.has(damaged), known);

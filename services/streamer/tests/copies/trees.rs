@@ -86,11 +86,19 @@ async fn who_downloads_a_small_tree_is_sent_to_a_worker_that_gets_it_first() {
     assert_eq!(suite.read_at(artifact, &[]).await, endpoint);
     assert_eq!(suite.replicas(artifact).await.len(), 1, "once is enough");
 
-    // With the only worker that has it gone, it is brought to another.
-    suite.remove_worker(one).await;
+    // Who could not read there is sent to another, which gets it, too.
     let two = suite.add_worker("two").await;
     until("another worker is named", async || {
-        (suite.read_at(artifact, &[]).await == suite.link(two).endpoint).then_some(())
+        (suite.read_at(artifact, std::slice::from_ref(&endpoint)).await == suite.link(two).endpoint)
+            .then_some(())
+    })
+    .await;
+    // With all workers that have it gone, it is brought to another.
+    suite.remove_worker(one).await;
+    suite.remove_worker(two).await;
+    let three = suite.add_worker("three").await;
+    until("another worker is named", async || {
+        (suite.read_at(artifact, &[]).await == suite.link(three).endpoint).then_some(())
     })
     .await;
     suite.stop().await;

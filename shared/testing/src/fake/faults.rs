@@ -74,6 +74,7 @@ struct What {
     unstoppable: usize,
     stuck_volumes: BTreeSet<VolumeHandle>,
     stuck_containers: BTreeSet<ContainerHandle>,
+    illegible: BTreeSet<VolumeHandle>,
 }
 
 fn fault(what: &str) -> RuntimeError {
@@ -159,6 +160,16 @@ impl Faults {
     pub fn set_stuck_container(&self, container: ContainerHandle, stuck: bool) {
         let containers = &mut self.what().stuck_containers;
         _ = if stuck { containers.insert(container) } else { containers.remove(&container) };
+    }
+
+    /// What is kept with a volume cannot be read.
+    pub fn set_illegible(&self, volume: VolumeHandle) {
+        self.what().illegible.insert(volume);
+    }
+
+    pub(super) fn read_notes(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
+        self.reach()?;
+        if self.what().illegible.contains(&volume) { Err(fault("the notes are illegible")) } else { Ok(()) }
     }
 
     pub(super) fn reach(&self) -> Result<(), RuntimeError> {

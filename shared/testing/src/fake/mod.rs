@@ -337,7 +337,7 @@ impl Runtime for FakeRuntime {
     }
 
     async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
-        self.worker.faults.reach()?;
+        self.worker.faults.read_notes(handle)?;
         let state = self.worker.state();
         let found = state.volumes.get(&handle).filter(|volume| volume.made);
         let found = found.ok_or(RuntimeError::VolumeNotFound(handle))?;

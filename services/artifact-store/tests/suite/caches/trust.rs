@@ -2,18 +2,19 @@
 
 use std::time::Duration;
 
-use domain::{AttemptId, WorkerId, WorkloadId};
+use domain::{AttemptId, TransferId, WorkerId, WorkloadId};
 use rpc::Reason;
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::DryRun;
 use testing::databases::TestDatabase;
 
 use super::{Caller, OTHER, by_workload};
-use crate::{Suite, TEAM, assert_refused, input, on_both_databases};
+use crate::{Suite, TEAM, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
     a_team_is_answered_no_cache_of_another,
     a_shared_cache_is_for_every_team_as_long_as_it_is_there,
+    a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so,
     a_base_type_and_certs_stay_until_others_take_their_place,
 }
 
@@ -104,6 +105,51 @@ async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestD
     };
     suite.pins().settle(settle).await.expect("settled");
     assert_eq!(other.locates(artifact).await, 0);
+    suite.stop().await;
+}
+
+async fn a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
+    let (main, other) = (Caller::of(&suite, TEAM).sharing(), Caller::of(&suite, OTHER).sharing());
+    let artifact = suite.uploaded(&gateway, 1).await;
+    main.make(1, artifact).await;
+    let plan = async |transfer: TransferId| {
+        let request = pb::PlanReplicaRequest {
+            team: OTHER.to_owned(),
+            artifact_id: artifact.to_string(),
+            worker_id: elsewhere.worker.to_string(),
+            transfer_id: transfer.to_string(),
+        };
+        suite.replicas().plan_replica(request).await.expect("planned").into_inner()
+    };
+    let progress = async |transfer: TransferId, team: &str| {
+        let request = pb::ProgressRequest { transfer_id: transfer.to_string(), team: team.to_owned() };
+        suite.replicas().progress(request).await.map_err(rpc::Refusal::from)
+    };
+    let given_up = TransferId::new();
+    let first = plan(given_up).await;
+    progress(given_up, OTHER).await.expect("it goes on");
+    assert_refused(progress(given_up, "third").await, Reason::ClaimLost);
+    let abandon =
+        |team: &str| pb::AbandonUploadRequest { transfer_id: given_up.to_string(), team: team.to_owned() };
+    suite.replicas().abandon_upload(abandon("third")).await.expect("said");
+    progress(given_up, OTHER).await.expect("that was no matter of a third team's");
+    suite.replicas().abandon_upload(abandon(OTHER)).await.expect("abandoned");
+    assert!(other.ready(1, None).await.is_some(), "what it was a copy of is there");
+
+    // Another one begins at once, and takes longer than a term.
+    let transfer = TransferId::new();
+    let second = plan(transfer).await;
+    assert_eq!(second.outcome(), pb::PlanOutcome::Yours);
+    assert_ne!(second.volume_handle, first.volume_handle);
+    for _ in 0..5 {
+        suite.clock.advance(Duration::from_secs(15));
+        suite.collect(DryRun::Off).await;
+        progress(transfer, OTHER).await.expect("it goes on");
+    }
+    elsewhere.complete(&second.volume_handle, digest(1)).await.expect("complete");
+    assert_eq!(main.ready(1, None).await.expect("ready").replicas.len(), 2);
     suite.stop().await;
 }
 
