@@ -12,7 +12,7 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::{ArtifactId, BuildId, Digest, Timestamp, VolumeHandle, WorkerId};
-use sea_orm::sea_query::{Condition, Expr, ExprTrait, LockType};
+use sea_orm::sea_query::{Condition, Expr, ExprTrait};
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult,
     IntoActiveModel, QueryFilter, QueryOrder, QuerySelect, QueryTrait, Statement,
@@ -236,25 +236,28 @@ pub(crate) enum AdoptError {
 
 /// Looks for a sealed artifact of `team` with these bytes, which are in the store or in a replica that was not lost, on none of the workers
 /// `without`, and gives it `owner`.
+///
+/// Nobody who has its id loses by that: what nobody owned stays as long as it would have, and without an owner it stays as long as one that is made now.
 pub(crate) async fn adopt_by_digest(
     txn: &DatabaseTransaction,
     team: &str,
     digest: Digest,
     owner: Option<BuildId>,
     without: &[WorkerId],
+    now: Timestamp,
+    policy: &Policy,
 ) -> Result<Option<Located>, AdoptError> {
     if let Some(build) = owner {
         owners::lock_live(txn, build, team).await?;
     }
-    // The newest few: they are the likeliest to have a replica left. Locked as a writer where the row may change.
-    let lock = if owner.is_some() { LockType::Update } else { LockType::Share };
+    // The newest few: they are the likeliest to have a replica left.
     let candidates = artifact::Entity::find()
         .filter(artifact::Column::Team.eq(team))
         .filter(artifact::Column::Digest.eq(digest.as_bytes()))
         .filter(artifact::Column::State.eq(ArtifactState::Sealed))
         .order_by_desc(artifact::Column::Ordinal)
         .limit(10)
-        .lock(lock)
+        .lock_exclusive()
         .all(txn)
         .await?;
     let mut replicas =
@@ -266,8 +269,21 @@ pub(crate) async fn adopt_by_digest(
         if !located.has_bytes() {
             continue;
         }
+        let row = &located.artifact;
+        let stays = match owner {
+            None => Some(now + policy.unowned_ttl),
+            Some(_) if row.had_owner => None,
+            Some(_) => Some(Timestamp(row.created_at) + policy.unowned_ttl),
+        };
+        if let Some(until) = stays.filter(|until| row.kept_until.is_none_or(|kept| kept < until.0)) {
+            artifact::Entity::update_many()
+                .col_expr(artifact::Column::KeptUntil, Expr::value(until.0))
+                .filter(artifact::Column::ArtifactId.eq(row.artifact_id))
+                .exec(txn)
+                .await?;
+        }
         if let Some(build) = owner {
-            owners::add(txn, build, [located.artifact.artifact_id]).await?;
+            owners::add(txn, build, [row.artifact_id]).await?;
         }
         return Ok(Some(located));
     }

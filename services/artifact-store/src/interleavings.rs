@@ -155,7 +155,16 @@ impl Target {
             }
             Reference::Owner => owners::own(txn, TEAM, &[self.artifact], self.build).await.is_err(),
             Reference::Adoption => {
-                let adopted = artifacts::adopt_by_digest(txn, TEAM, self.digest, Some(self.build), &[]).await;
+                let adopted = artifacts::adopt_by_digest(
+                    txn,
+                    TEAM,
+                    self.digest,
+                    Some(self.build),
+                    &[],
+                    NOW,
+                    &settings().policy,
+                )
+                .await;
                 adopted.is_ok_and(|adopted| adopted.is_none())
             }
             Reference::ChildVolume => {
@@ -350,7 +359,8 @@ async fn what_a_build_owns_that_is_renewed_at_last_is_not_marked_with_another_th
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     let target = Target::new(&db, Marker::OfBuilds).await;
-    let overdue = "UPDATE builds SET term_ends_at = 1, look_at = 1 WHERE build_id = $1";
+    let overdue =
+        "UPDATE builds SET ends_with = build_id, term = 1, term_ends_at = 1, look_at = 1 WHERE build_id = $1";
     execute(&db, overdue, vec![target.build.uuid().into()]).await;
     let owned = vec![target.artifact.uuid().into(), target.build.uuid().into()];
     execute(&db, "INSERT INTO owners (artifact_id, build_id) VALUES ($1, $2)", owned).await;

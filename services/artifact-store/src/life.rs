@@ -5,6 +5,7 @@
 //!
 //! It is read in the transaction that goes by it, so that all replicas of the store have the same.
 
+use anyhow::{Context, bail};
 use domain::StoreLife;
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -45,15 +46,22 @@ pub(crate) async fn begin_after(txn: &DatabaseTransaction, old: StoreLife) -> Re
     current(txn).await
 }
 
-/// Begins a new life of a database that was restored from a backup, and answers it.
+/// Begins a new life of a database that was restored from a backup, and answers it. A database without a store in it is refused.
 pub async fn restored(database: &db::Settings) -> anyhow::Result<StoreLife> {
+    // Opening one that is not there would make it.
+    if let Some(file) = database.file()
+        && !file.exists()
+    {
+        bail!("there is no {}: put the backup in its place first", database.place());
+    }
     let db = db::Database::open::<Schema>(database).await?;
     let life = db
         .write(|txn| async move {
-            mint(&txn).await?;
-            let old = current(&*txn).await?;
-            begin_after(&txn, old).await
+            let Some(row) = store::Entity::find_by_id(ROW).one(&*txn).await? else { return Ok(None) };
+            let life = begin_after(&txn, StoreLife::from_uuid(row.life)).await?;
+            Ok::<_, DbErr>(Some(life))
         })
-        .await?;
-    Ok(life)
+        .await;
+    db.close().await;
+    life?.with_context(|| format!("there is no artifact store in {}: it was not restored", database.place()))
 }

@@ -2,7 +2,7 @@
 //!
 //! | Owner | Lets go |
 //! |---|---|
-//! | nobody, ever | the artifact goes when it is old ([`crate::mark`]); one that ever had an owner goes when the last one lets go |
+//! | nobody, ever | the artifact goes when it is old ([`crate::mark`]); one that ever had an owner goes when the last one lets go, though not before its time if it was found by its bytes ([`crate::artifacts::adopt_by_digest`]) |
 //! | build that goes on | not before its end |
 //! | build that succeeded or was aborted | at its end, and not before `keep` is over |
 //! | build that failed or errored | the same, unless it is the latest build of its job: then when a later one is reported |

@@ -345,7 +345,9 @@ async fn adopted(
     let id = ArtifactId::from_uuid(id.ok_or(refused)?);
     match undelete::undelete(txn, &adoption.team, id, adoption.kept_by, now).await {
         Ok(()) => Ok((id, Vec::new())),
-        Err(UndeleteError::NotFound(_)) => Err(AdoptionError::NotFound(adoption.volume)),
+        Err(UndeleteError::NotFound(_) | UndeleteError::Open(_)) => {
+            Err(AdoptionError::NotFound(adoption.volume))
+        }
         Err(error) => Err(error.into()),
     }
 }

@@ -28,6 +28,8 @@ pub(crate) enum KeptBy {
 pub(crate) enum UndeleteError {
     #[error("no artifact {0} in this team")]
     NotFound(ArtifactId),
+    #[error("artifact {0} is not sealed: there is nothing to bring back")]
+    Open(ArtifactId),
     #[error("every copy of the bytes of artifact {0} is gone or going")]
     BytesGone(ArtifactId),
     #[error(transparent)]
@@ -55,8 +57,11 @@ pub(crate) async fn undelete(
     let mut keep = artifact::Entity::update_many()
         .col_expr(artifact::Column::LookAt, Expr::value(now.0))
         .filter(artifact::Column::ArtifactId.eq(id.uuid()));
+    if row.state == ArtifactState::Open {
+        return Err(UndeleteError::Open(id));
+    }
+    restore(txn, &row, id).await?;
     if row.state == ArtifactState::Deleting {
-        restore(txn, &row, id).await?;
         keep = keep
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Sealed))
             .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))
@@ -73,7 +78,7 @@ pub(crate) async fn undelete(
     Ok(())
 }
 
-/// Takes back the marks of an artifact's replicas that are there.
+/// Takes back the marks of an artifact's replicas that are there. Of one that is not deleted, that is none.
 async fn restore(
     txn: &DatabaseTransaction,
     row: &artifact::Model,

@@ -392,7 +392,7 @@ pub(crate) struct CancelArgs {
 /// `gantry upload`
 #[derive(Debug, Args)]
 pub(crate) struct UploadArgs {
-    /// The directory
+    /// The directory. What is uploaded is kept for 12 hours (as the artifact store is set), and longer while something owns it
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
     /// A name, for people. Default: that of the directory. Bytes that the cluster has already keep theirs

@@ -114,6 +114,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         features: Vec::new(),
         limits: vec![("message_bytes", MESSAGE_LIMIT as u64)],
     });
+    host.at_last(scheduler.db.clone().close());
     let db = scheduler.db.clone();
     host.add_check("database", move || {
         let db = db.clone();

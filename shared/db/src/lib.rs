@@ -87,12 +87,34 @@ pub enum ConnectError {
         /// What is different.
         what: String,
     },
+    /// The database is damaged.
+    #[error(
+        "{place} is damaged, or the files beside it (-wal, -shm) are not its own: where it was copied from elsewhere, remove those that \
+         did not come with it"
+    )]
+    Malformed {
+        /// The database.
+        place: String,
+        /// What it said.
+        #[source]
+        source: DbErr,
+    },
     /// The database does not answer, or refused.
     #[error("cannot open the database")]
     Database(#[from] DbErr),
 }
 
 impl ConnectError {
+    /// The same, as what it is for the database of `settings`.
+    fn of(self, settings: &Settings) -> Self {
+        match self {
+            Self::Database(source) if is_malformed(&source) => {
+                Self::Malformed { place: settings.place(), source }
+            }
+            other => other,
+        }
+    }
+
     /// Whether nobody answered, or only to say that it is too early, or too many called: later it may be another.
     #[must_use]
     pub fn is_no_answer(&self) -> bool {
@@ -115,6 +137,15 @@ impl ConnectError {
     }
 }
 
+/// Whether a file is no SQLite database, or a broken one.
+fn is_malformed(error: &DbErr) -> bool {
+    let (DbErr::Conn(cause) | DbErr::Exec(cause) | DbErr::Query(cause)) = error else { return false };
+    let RuntimeErr::SqlxError(cause) = cause else { return false };
+    // SQLITE_CORRUPT, SQLITE_NOTADB.
+    let is_one = |code: &str| code.parse().is_ok_and(|code: i32| matches!(code & 0xff, 11 | 26));
+    cause.as_database_error().and_then(|error| error.code()).is_some_and(|code| is_one(&code))
+}
+
 impl Database {
     /// Opens `url` (`postgres://…`, or `sqlite:///path`, made when it is missing) and brings it to the schema of `M`.
     pub async fn connect<M: Migrations>(url: &str) -> Result<Self, ConnectError> {
@@ -125,7 +156,8 @@ impl Database {
     pub async fn open<M: Migrations>(settings: &Settings) -> Result<Self, ConnectError> {
         let mut said = None;
         loop {
-            match Self::open_once::<M>(settings).await {
+            let opened = Self::open_once::<M>(settings).await;
+            match opened.map_err(|error| error.of(settings)) {
                 Err(error) if settings.wait && error.is_no_answer() => {
                     let error = domain::chain(&error);
                     // Once for each thing that is wrong.
@@ -188,6 +220,13 @@ impl Database {
     pub async fn answers(&self) -> Result<(), String> {
         let asked = self.connection.execute_unprepared("SELECT 1").await;
         asked.map(drop).map_err(|error| domain::chain(&error))
+    }
+
+    /// Closes it once nobody uses it any more. Of SQLite, what was written is in the file then, and none is beside it.
+    pub async fn close(self) {
+        if let Err(error) = self.connection.close().await {
+            tracing::warn!(%error, "the database cannot be closed");
+        }
     }
 
     /// For what changes nothing: each statement sees what was committed before it.

@@ -1,5 +1,6 @@
 //! Where a service's database is, and how it is used.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Where a database is, and how it is used.
@@ -27,15 +28,27 @@ impl Settings {
     /// The database, for people, and without what opens it.
     #[must_use]
     pub fn place(&self) -> String {
-        let url = self.url.split('?').next().unwrap_or_default();
-        if let Some(path) = url.strip_prefix("sqlite:") {
-            let path = path.strip_prefix("//").unwrap_or(path);
-            return path.replace("%3F", "?").replace("%25", "%");
+        if let Some(file) = self.path() {
+            return file;
         }
+        let url = self.url.split('?').next().unwrap_or_default();
         let (_, rest) = url.split_once("://").unwrap_or_default();
         let (_, database) = rest.rsplit_once('@').unwrap_or(("", rest));
         let schema = self.schema.as_ref().map_or_else(String::new, |schema| format!("schema {schema} of "));
         format!("{schema}database {database}")
+    }
+}
+
+impl Settings {
+    /// The file of a SQLite database.
+    #[must_use]
+    pub fn file(&self) -> Option<PathBuf> {
+        self.path().map(PathBuf::from)
+    }
+
+    fn path(&self) -> Option<String> {
+        let path = self.url.split('?').next().unwrap_or_default().strip_prefix("sqlite:")?;
+        Some(path.strip_prefix("//").unwrap_or(path).replace("%3F", "?").replace("%25", "%"))
     }
 }
 

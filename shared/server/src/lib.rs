@@ -49,6 +49,9 @@ use crate::gate::Gate;
 use crate::operators::{Gathers, Recorder};
 use crate::readiness::Readiness;
 
+/// How long closing may take, once everything has ended.
+const CLOSING: Duration = Duration::from_secs(5);
+
 /// How long operators who are being answered when everything else has ended are waited for.
 const LAST_PAGE: Duration = Duration::from_secs(1);
 
@@ -99,6 +102,7 @@ pub struct Host {
     drain: Drain,
     probe_interval: Duration,
     metrics: Option<(TcpListener, Recorder)>,
+    last: Vec<BoxFuture<'static, ()>>,
 }
 
 impl Default for Host {
@@ -120,6 +124,7 @@ impl Host {
             drain: Drain::default(),
             probe_interval: Duration::from_secs(2),
             metrics: None,
+            last: Vec::new(),
             routes: RoutesBuilder::default(),
             services: Vec::new(),
             ticketed: Ticketed::default(),
@@ -211,6 +216,11 @@ impl Host {
         self.described = self.services.len();
     }
 
+    /// Runs `last` once everything else has ended, for some seconds at most: what is closed then is used by nobody any more.
+    pub fn at_last(&mut self, last: impl Future<Output = ()> + Send + 'static) {
+        self.last.push(Box::pin(last));
+    }
+
     /// The process is ready only while `check` succeeds, which says why not for people, within three seconds.
     pub fn add_check<F>(&self, name: &'static str, check: impl Fn() -> F + Send + Sync + 'static)
     where
@@ -293,7 +303,8 @@ impl Host {
             () = &mut shutdown => None,
             started = started => Some(started?),
         };
-        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, failure, .. }) = started
+        let Some(Self { routes, services, tasks, readiness, probe_interval, drain, failure, last, .. }) =
+            started
         else {
             tracing::info!("told to end before it had started");
             return Ok(());
@@ -315,14 +326,14 @@ impl Host {
         tracing::info!("told to end");
         readiness.drain();
         tell(&health, &services, ServingStatus::NotServing).await;
-        let last = async {
+        let rest = async {
             tokio::time::sleep(drain.delay).await;
             stopping.cancel();
             forget(health, &services).await;
             tasks.close();
             tasks.wait().await;
         };
-        let drained = async { tokio::join!(served, last) };
+        let drained = async { tokio::join!(served, rest) };
         if tokio::time::timeout(drain.delay + drain.timeout, drained).await.is_err() {
             tracing::warn!("some calls did not end in time and are cut");
         }
@@ -330,6 +341,9 @@ impl Host {
         ended.cancel();
         pages.close();
         tokio::time::timeout(LAST_PAGE, pages.wait()).await.ok();
+        if tokio::time::timeout(CLOSING, futures::future::join_all(last)).await.is_err() {
+            tracing::warn!("something could not be closed in time");
+        }
         Ok(())
     }
 }

@@ -73,11 +73,14 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let digest = rpc::parse_digest("digest", &request.digest)?;
         let owner = rpc::parse_optional_id("build_id", &request.build_id)?;
         let without = &parse_workers("without_worker_ids", &request.without_worker_ids)?;
+        let (now, policy) = (self.store.now(), &self.policy());
 
         let adopted = self
             .store
             .db
-            .write(|txn| async move { artifacts::adopt_by_digest(&txn, team, digest, owner, without).await })
+            .write(|txn| async move {
+                artifacts::adopt_by_digest(&txn, team, digest, owner, without, now, policy).await
+            })
             .await?;
 
         let artifact = adopted.map(|located| artifact(located, &Keepers::default()));

@@ -123,6 +123,7 @@ impl From<UndeleteError> for Status {
     fn from(error: UndeleteError) -> Self {
         match error {
             UndeleteError::NotFound(id) => artifact_not_found(id),
+            UndeleteError::Open(id) => artifact(Reason::ArtifactNotFound, error.to_string(), id),
             UndeleteError::BytesGone(id) => artifact(Reason::BytesGone, error.to_string(), id),
             UndeleteError::Owner(error) => error.into(),
             UndeleteError::Database(source) => database("bring an artifact back", &source),

@@ -17,6 +17,7 @@ on_both_databases! {
     an_input_that_is_not_here_is_missing_until_it_was_brought,
     an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing,
     bytes_are_adopted_only_within_a_team_and_while_a_replica_lives,
+    who_has_an_id_loses_nothing_by_others_with_the_same_bytes,
     what_only_workers_have_that_do_not_count_is_not_adopted,
     an_attempt_that_ended_makes_and_settles_nothing,
     a_settled_workload_is_settled_for_good,
@@ -236,6 +237,34 @@ async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database
     gateway.report(std::slice::from_ref(&handle), &[]).await.expect("reported");
     assert_eq!(suite.volume_state(&handle).await, Some(InventoryState::Created));
     assert!(suite.adopt(digest(1), None).await.expect("asked").is_some());
+    suite.stop().await;
+}
+
+async fn who_has_an_id_loses_nothing_by_others_with_the_same_bytes(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (build, workload) = (BuildId::new(), WorkloadId::new());
+    suite.put_build(build, workload, None).await.expect("put");
+    suite.pin(workload, &[], Some(build)).await.expect("bound");
+    let (of_nobody, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    suite.adopt(digest(1), Some(build)).await.expect("asked").expect("adopted");
+    let (of_build, _) = suite.upload(&gateway, Some(build), 2).await.expect("uploaded");
+    let (gone, _) = suite.upload(&gateway, Some(build), 3).await.expect("uploaded");
+    suite.settle(workload, None, &[], Some(build)).await.expect("settled");
+    suite.adopt(digest(2), None).await.expect("asked").expect("found");
+
+    let hour = Duration::from_secs(3600);
+    suite.clock.advance(11 * hour);
+    suite.collect(DryRun::Off).await;
+    for kept in [of_nobody, of_build] {
+        assert_eq!(suite.get(kept).await.expect("kept").state(), ArtifactState::Sealed);
+    }
+    assert_eq!(suite.get(gone).await.expect("its tombstone").state(), ArtifactState::Deleting);
+    suite.clock.advance(2 * hour);
+    suite.collect(DryRun::Off).await;
+    for gone in [of_nobody, of_build] {
+        assert_eq!(suite.get(gone).await.expect("its tombstone").state(), ArtifactState::Deleting);
+    }
     suite.stop().await;
 }
 

@@ -536,9 +536,15 @@ async fn what_a_gateway_was_told_to_destroy_does_not_come_back(database: TestDat
     assert_refused(suite.undelete(artifact, None).await, Reason::BytesGone);
     assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
 
+    // What is there and has lost its bytes does not come back either.
+    let (lost, _) = suite.upload(&one, None, 3).await.expect("uploaded");
+    one.report(&[], &[]).await.expect("reported");
+    assert_refused(suite.undelete(lost, None).await, Reason::BytesGone);
+
     // What never had final bytes has none to come back with.
     let (open, transfer) = (ArtifactId::new(), TransferId::new());
     suite.create(open, None).await.expect("created");
+    assert_refused(suite.undelete(open, None).await, Reason::ArtifactNotFound);
     let handle = suite.plan(open, one.worker, transfer).await.expect("planned");
     one.complete(&handle, digest(2)).await.expect("complete");
     suite.abandon(transfer).await.expect("abandoned");

@@ -75,8 +75,8 @@ impl State {
         let kept = self.is_kept(artifact);
         if let Outcome::Refused(refusal) = outcome {
             let may = (refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build)))
-                || (refusal.is(Reason::ArtifactNotFound) && !kept)
-                || (refusal.is(Reason::BytesGone) && !kept);
+                || (refusal.is(Reason::ArtifactNotFound) && (!kept || self.sealed(artifact).is_none()))
+                || (refusal.is(Reason::BytesGone) && !(kept && self.has_bytes(artifact)));
             must!(may, "there is nothing in its way");
             return Ok(());
         }
