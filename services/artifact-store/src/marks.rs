@@ -6,12 +6,49 @@
 //! of the worker's row: shared, or alone to hand out.
 
 use domain::WorkerId;
-use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, FromQueryResult, Statement, Value};
 use uuid::Uuid;
 
 use crate::ids;
 
-/// Adds volumes, which were just marked.
+/// Something that was marked.
+#[derive(Debug, FromQueryResult)]
+pub(crate) struct Marked {
+    pub(crate) worker_id: Uuid,
+    pub(crate) handle: Uuid,
+}
+
+/// Marks volumes by an UPDATE of theirs, and adds them.
+///
+/// `with`: the queries by which the UPDATE finds them, as they stand before it, or nothing.
+pub(crate) async fn mark(
+    txn: &DatabaseTransaction,
+    with: &str,
+    update: &str,
+    values: impl IntoIterator<Item = Value>,
+) -> Result<Vec<Marked>, DbErr> {
+    let backend = txn.get_database_backend();
+    let and = if with.is_empty() { "" } else { "," };
+    let sql = match backend {
+        DbBackend::Postgres => format!(
+            "WITH {with}{and} marked AS ({update} RETURNING volumes.worker_id, volumes.handle),
+                  added AS (INSERT INTO marks (worker_id, handle) SELECT worker_id, handle FROM marked)
+             SELECT worker_id, handle FROM marked"
+        ),
+        _ => {
+            let with = if with.is_empty() { String::new() } else { format!("WITH {with}") };
+            format!("{with} {update} RETURNING worker_id, handle")
+        }
+    };
+    let marked = Statement::from_sql_and_values(backend, sql, values);
+    let marked = Marked::find_by_statement(marked).all(txn).await?;
+    if backend != DbBackend::Postgres {
+        add(txn, marked.iter().map(|row| row.handle)).await?;
+    }
+    Ok(marked)
+}
+
+/// Adds volumes that were just marked.
 pub(crate) async fn add(
     txn: &DatabaseTransaction,
     volumes: impl IntoIterator<Item = Uuid>,

@@ -30,7 +30,7 @@ use crate::entity::{GraveKind, State, container, volume, worker};
 use crate::graves::Epitaph;
 use crate::ids;
 use crate::mark;
-use crate::marks;
+use crate::marks::{self, Marked};
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 
@@ -88,20 +88,20 @@ async fn mark_rows<E: Sweepable>(
     let of_rows = format!("SELECT worker_id FROM {table} WHERE {of_handles}");
     let handles = ids::value(backend, handles.iter().copied());
     lock_workers(txn, &of_rows, [handles.clone()], Wait::Long).await?;
-    let sql = format!(
+    let update = format!(
         "UPDATE {table} SET state = 'destroying', judged_after = {SEQUENCE}{table}.worker_id),
                             marked_why = $2, marked_at = $3{besides}
-         WHERE {of_handles} AND state NOT IN ('destroying', 'sweeping')
-         RETURNING handle, worker_id"
+         WHERE {of_handles} AND state NOT IN ('destroying', 'sweeping')"
     );
     let values = [handles, why.to_string().into(), now.0.into()];
-    let marked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
-    if E::HAS_QUEUE && !marked.is_empty() {
-        let handles: Result<Vec<_>, _> = marked.iter().map(|row| row.try_get("", "handle")).collect();
-        marks::add(txn, handles?).await?;
-    }
-    let workers: Result<HashSet<_>, _> = marked.iter().map(|row| row.try_get("", "worker_id")).collect();
-    Ok(workers?.into_iter().map(WorkerId::from_uuid).collect())
+    let marked = if E::HAS_QUEUE {
+        marks::mark(txn, "", &update, values).await?
+    } else {
+        let update = format!("{update} RETURNING worker_id, handle");
+        Marked::find_by_statement(Statement::from_sql_and_values(backend, update, values)).all(txn).await?
+    };
+    let workers: HashSet<_> = marked.into_iter().map(|row| row.worker_id).collect();
+    Ok(workers.into_iter().map(WorkerId::from_uuid).collect())
 }
 
 /// Takes back marks of volumes that no gateway was told of. No report that began before now judges them. The transfer that made one is

@@ -139,28 +139,24 @@ pub(super) async fn mark_replicas(
     let workers = [ids::value(backend, workers)];
     let held = sweep::lock_workers(txn, &ids::query(backend, 1), workers, wait).await?;
 
-    let sql = format!(
-        "WITH free AS (
-             SELECT v.handle FROM volumes v
-             WHERE v.handle IN ({}) AND v.state NOT IN ('destroying', 'sweeping')
-               AND NOT EXISTS (SELECT 1 FROM volumes c
-                               WHERE c.parent = v.handle AND c.state NOT IN ('destroying', 'sweeping')){})
-         UPDATE volumes SET state = 'destroying', judged_after = workers.sequence, marked_why = $2, marked_at = $3,
-                            marked_from = volumes.state, given_up = (volumes.complete = FALSE)
-         FROM workers
-         WHERE workers.worker_id = volumes.worker_id AND volumes.handle IN (SELECT handle FROM free)
-         RETURNING handle",
+    let free = format!(
+        "free AS (SELECT v.handle FROM volumes v
+                  WHERE v.handle IN ({}) AND v.state NOT IN ('destroying', 'sweeping')
+                    AND NOT EXISTS (SELECT 1 FROM volumes c
+                                    WHERE c.parent = v.handle AND c.state NOT IN ('destroying', 'sweeping')){})",
         ids::query(backend, 1),
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
+    let mark = "UPDATE volumes SET state = 'destroying', judged_after = workers.sequence, marked_why = $2, marked_at = $3,
+                            marked_from = volumes.state, given_up = (volumes.complete = FALSE)
+         FROM workers
+         WHERE workers.worker_id = volumes.worker_id AND volumes.handle IN (SELECT handle FROM free)";
     let why = Why::ArtifactDeleted;
     let handles = replicas.iter().filter(|replica| held.contains(&replica.worker_id));
     let handles = ids::value(backend, handles.map(|replica| replica.handle));
     let values = [handles, why.to_string().into(), settings.now.0.into()];
-    let marked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
-    let marked: HashSet<Uuid> =
-        marked.iter().map(|row| row.try_get("", "handle")).collect::<Result<_, _>>()?;
-    marks::add(txn, marked.iter().copied()).await?;
+    let marked = marks::mark(txn, &free, mark, values).await?;
+    let marked: HashSet<_> = marked.into_iter().map(|row| row.handle).collect();
 
     let mut left = HashSet::new();
     let (mut let_go, mut workers) = (HashSet::new(), HashSet::new());
