@@ -110,6 +110,7 @@ async fn look_at_locked(
     artifact::Entity::update_many()
         .col_expr(artifact::Column::LookAt, Expr::value(now.0))
         .filter(artifact::Column::ArtifactId.is_in(artifacts))
+        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
         .exec(txn)
         .await
         .map(drop)

@@ -147,18 +147,11 @@ pub(crate) async fn full_round(store: &Store, stopping: &CancellationToken) -> R
 
 /// Makes due what is looked at after a while.
 async fn wait_no_longer(txn: &DatabaseTransaction, settings: &Settings) -> Result<(), DbErr> {
-    // What is due is found by indexes that say the same of the state.
-    let tables = [
-        ("attempts", ""),
-        ("artifacts", "state <> 'deleting' AND "),
-        ("artifacts", "state = 'deleting' AND "),
-        ("builds", ""),
-        ("holders", ""),
-        ("resource_caches", ""),
-        ("task_caches", ""),
-    ];
-    for (table, of_them) in tables {
-        let sql = format!("UPDATE {table} SET look_at = $1 WHERE {of_them}look_at > $1 AND look_at <= $2");
+    // Tombstones come last: see there.
+    for table in
+        ["attempts", "artifacts", "builds", "holders", "resource_caches", "task_caches", "tombstones"]
+    {
+        let sql = format!("UPDATE {table} SET look_at = $1 WHERE look_at > $1 AND look_at <= $2");
         let values = [settings.now.0.into(), (settings.now + LATER).0.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values);
         txn.execute_raw(statement).await?;
@@ -300,14 +293,14 @@ impl Step {
             }
             Self::Attempts => "SELECT 1 AS due FROM attempts WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Claims => {
-                "SELECT 1 AS due FROM volumes WHERE claimed_until <= $1 AND complete = FALSE
+                "SELECT 1 AS due FROM volumes WHERE claimed_until <= $1 AND complete = FALSE AND given_up = FALSE
                      AND state NOT IN ('destroying', 'sweeping') ORDER BY claimed_until LIMIT 1"
             }
             Self::Artifacts => {
                 "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state <> 'deleting' ORDER BY look_at LIMIT 1"
             }
             Self::Deleted => {
-                "SELECT 1 AS due FROM artifacts WHERE look_at <= $1 AND state = 'deleting' ORDER BY look_at LIMIT 1"
+                "SELECT 1 AS due FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
@@ -362,7 +355,8 @@ looked!(
     grave: Id,
     holder: HolderId,
     resource_cache: CacheId,
-    task_cache: CacheId
+    task_cache: CacheId,
+    tombstone: ArtifactId
 );
 
 /// Locks the rows that are due longest, as many as a batch has, without those that others have locked.

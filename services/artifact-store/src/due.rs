@@ -20,12 +20,16 @@ pub(crate) async fn make_due(
         return Ok(());
     }
     let backend = txn.get_database_backend();
-    let sql = format!(
-        "WITH waiting AS (SELECT artifact_id FROM artifacts WHERE artifact_id IN ({}) AND look_at > $2{})
-         UPDATE artifacts SET look_at = $2 WHERE artifact_id IN (SELECT artifact_id FROM waiting)",
-        ids::query(backend, 1),
-        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
-    );
     let values = [ids::value(backend, artifacts), now.0.into()];
-    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
+    // Deleted ones may have waited for the end of what was made from their replicas.
+    for table in ["artifacts", "tombstones"] {
+        let sql = format!(
+            "WITH waiting AS (SELECT artifact_id FROM {table} WHERE artifact_id IN ({}) AND look_at > $2{})
+             UPDATE {table} SET look_at = $2 WHERE artifact_id IN (SELECT artifact_id FROM waiting)",
+            ids::query(backend, 1),
+            ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+        );
+        txn.execute_raw(Statement::from_sql_and_values(backend, sql, values.clone())).await?;
+    }
+    Ok(())
 }

@@ -144,6 +144,15 @@ entity! {
 }
 
 entity! {
+    /// Artifacts that are deleted.
+    tombstone, "tombstones" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        artifact_id: Uuid,
+        look_at: i64,
+    }
+}
+
+entity! {
     /// Small trees, from which artifacts were made.
     tree, "trees" {
         #[sea_orm(primary_key, auto_increment = false)]
@@ -328,6 +337,7 @@ entity! {
         lost_at: Option<i64>,
         loss_noticed: bool,
         adopted_at: Option<i64>,
+        given_up: bool,
     }
 }
 

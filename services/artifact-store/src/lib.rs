@@ -21,6 +21,8 @@
 //! rules         when owners let go: pure
 //! mark          what is garbage, and why: pure
 //! facts         what is known of things before they are judged
+//! marks         the volumes that are garbage, by their workers
+//! tombstones    the artifacts that are deleted, by when they are looked at
 //! ids           many ids as one value of a statement
 //! collect       carries out what `mark` decides
 //! collections   tells who looks on what was marked
@@ -55,6 +57,7 @@ mod inventory;
 mod life;
 mod losses;
 mod mark;
+mod marks;
 mod migrations;
 mod owners;
 mod pins;
@@ -65,6 +68,7 @@ mod sessions;
 mod set_aside;
 mod store;
 mod sweep;
+mod tombstones;
 mod trees;
 mod undelete;
 mod units;

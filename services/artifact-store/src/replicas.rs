@@ -24,7 +24,7 @@ use uuid::Uuid;
 use crate::artifacts::{self, Located};
 use crate::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
 use crate::mark::Why;
-use crate::{sweep, units, volumes};
+use crate::{sweep, tombstones, units, volumes};
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PlanError {
@@ -74,6 +74,9 @@ pub(crate) enum Outcome {
     Complete,
 }
 
+/// As the indexes of what transfers fill have it.
+const NOT_GIVEN_UP: &str = "given_up = FALSE";
+
 /// Mints the handle of the volume that a transfer fills, claimed until `now + term`. The same transfer gets the same handle. Of a sealed
 /// artifact, answers also what is there, or who brings it.
 pub(crate) async fn plan(
@@ -101,11 +104,19 @@ pub(crate) async fn plan(
 
     let mine = volume::Entity::find()
         .filter(volume::Column::TransferId.eq(plan.transfer.uuid()))
-        .filter(volume::Column::State.is_not_in(State::GARBAGE))
+        .filter(Expr::cust(NOT_GIVEN_UP))
         .lock_exclusive()
         .one(txn)
         .await?;
-    if let Some(mine) = mine {
+    if let Some(garbage) = mine.as_ref().filter(|mine| mine.state.is_garbage()) {
+        // It arrived, and was marked with its artifact, which came back without it.
+        volume::Entity::update_many()
+            .col_expr(volume::Column::GivenUp, Expr::value(true))
+            .filter(volume::Column::Handle.eq(garbage.handle))
+            .exec(txn)
+            .await?;
+    }
+    if let Some(mine) = mine.filter(|mine| !mine.state.is_garbage()) {
         if mine.artifact_id != Some(plan.artifact.uuid()) || mine.worker_id != plan.worker.uuid() {
             return Err(PlanError::TransferTaken(plan.transfer));
         }
@@ -218,6 +229,7 @@ pub(crate) async fn progress(
     let renewed = volume::Entity::update_many()
         .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
         .filter(volume::Column::TransferId.eq(transfer.uuid()))
+        .filter(Expr::cust(NOT_GIVEN_UP))
         .filter(volume::Column::State.is_not_in(State::GARBAGE))
         .filter(Expr::exists(usable))
         .filter(holds)
@@ -237,6 +249,7 @@ pub(crate) async fn be_patient(
         .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
         .filter(volume::Column::Complete.eq(false))
         .filter(volume::Column::ClaimedUntil.lt((now + term).0))
+        .filter(Expr::cust(NOT_GIVEN_UP))
         .filter(volume::Column::State.is_not_in(State::GARBAGE))
         .exec(txn)
         .await
@@ -341,12 +354,13 @@ pub(crate) async fn abandon(
         artifact::Entity::update_many()
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
             .col_expr(artifact::Column::MarkedAt, Expr::value(now.0))
-            .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+            .col_expr(artifact::Column::LookAt, Expr::value(None::<i64>))
             .col_expr(artifact::Column::MarkedWhy, Expr::value(Why::TransferAbandoned.to_string()))
             .filter(artifact::Column::ArtifactId.eq(id))
             .filter(artifact::Column::State.eq(ArtifactState::Open))
             .exec(txn)
             .await?;
+        tombstones::add(txn, [id], now.0).await?;
     }
     sweep::mark_volumes(txn, &[planned.handle], Why::TransferAbandoned, now).await
 }

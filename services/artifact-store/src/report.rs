@@ -17,7 +17,7 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::worker::SessionClaims;
-use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
+use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle, WorkerId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
@@ -30,7 +30,7 @@ use crate::graves::{self, Epitaph};
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 use crate::sweep::Sweepable;
-use crate::{life, mark, set_aside};
+use crate::{life, mark, marks, set_aside};
 
 /// How many handles one report may have: 16 bytes of memory each.
 pub(crate) const MOST_HANDLES: usize = 2_000_000;
@@ -399,7 +399,7 @@ async fn carry_out<E: Sweepable>(
             let missing = [State::Unconfirmed, State::Lost];
             set::<E>(&txn, found, &missing, (State::Created, None), token).await?;
             let lost = set::<E>(&txn, lost, &State::PRESENT, (State::Lost, Some(now)), token).await?;
-            let gone = forget::<E>(&txn, forgotten, token).await?;
+            let gone = forget::<E>(&txn, claims.worker, forgotten, token).await?;
             let forgotten = u64::try_from(gone.len()).unwrap_or(u64::MAX);
             graves::dig(&txn, &gone, now, store.config.tombstone).await?;
             Ok((lost, forgotten))
@@ -433,6 +433,7 @@ async fn set<E: Sweepable>(
 /// Deletes rows that were marked before the token, and answers what to remember of them.
 async fn forget<E: Sweepable>(
     txn: &DatabaseTransaction,
+    worker: WorkerId,
     handles: &[Uuid],
     token: Token,
 ) -> Result<Vec<Epitaph>, DbErr> {
@@ -445,7 +446,11 @@ async fn forget<E: Sweepable>(
         .filter(E::JUDGED_AFTER.lt(token.sequence))
         .exec_with_returning(txn)
         .await?;
-    Ok(forgotten.into_iter().map(E::epitaph).collect())
+    let epitaphs: Vec<_> = forgotten.into_iter().map(E::epitaph).collect();
+    if E::HAS_QUEUE {
+        marks::remove(txn, worker, epitaphs.iter().map(|epitaph| epitaph.id)).await?;
+    }
+    Ok(epitaphs)
 }
 
 /// Makes what was handed out before the token, and is there, news again for [`crate::sweep`]: containers, and then children before their
@@ -494,13 +499,17 @@ async fn renew<E: Sweepable>(
 ) -> Result<(), ReportError> {
     let row = sessions::advance(txn, claims).await?;
     goes_on(&row, token)?;
-    E::update_many()
+    let renewed = E::update_many()
         .col_expr(E::JUDGED_AFTER, Expr::value(row.sequence))
         .filter(E::HANDLE.is_in(handles.iter().copied()))
         .filter(E::STATE.eq(State::Sweeping))
         .filter(E::JUDGED_AFTER.lt(token.sequence))
-        .exec(txn)
+        .exec_with_returning(txn)
         .await?;
+    if E::HAS_QUEUE {
+        let handles = renewed.into_iter().map(|row| E::epitaph(row).id);
+        marks::tell(txn, claims.worker, handles, row.sequence).await?;
+    }
     Ok(())
 }
 

@@ -25,6 +25,7 @@ use sea_orm::{
 };
 
 use crate::entity::{Purpose, State, container, set_aside, volume, worker};
+use crate::marks;
 
 /// A call of a gateway is refused, or could not be judged.
 #[derive(Debug, thiserror::Error)]
@@ -121,13 +122,16 @@ pub(crate) async fn record(
         .col_expr(volume::Column::MarkedWhy, Expr::value(why))
         .col_expr(volume::Column::MarkedAt, Expr::value(now.0))
         .col_expr(volume::Column::MarkedFrom, Expr::value(State::Creating))
+        .col_expr(volume::Column::GivenUp, Expr::value(true))
         .filter(volume::Column::WorkerId.eq(id))
         .filter(volume::Column::State.eq(State::Creating));
     if !new_incarnation {
         containers = containers.filter(container::Column::State.eq(State::Creating));
         creating = creating.filter(volume::Column::Purpose.ne(Purpose::Replica));
     }
-    let marked = containers.exec(txn).await?.rows_affected + creating.exec(txn).await?.rows_affected;
+    let containers = containers.exec(txn).await?.rows_affected;
+    let volumes = creating.exec_with_returning(txn).await?;
+    marks::add(txn, volumes.iter().map(|row| row.handle)).await?;
     if new_incarnation {
         volume::Entity::update_many()
             .col_expr(volume::Column::State, Expr::value(State::Unconfirmed))
@@ -152,7 +156,7 @@ pub(crate) async fn record(
             .exec(txn)
             .await?;
     }
-    Ok(marked > 0)
+    Ok(containers > 0 || !volumes.is_empty())
 }
 
 /// Holds the worker's row still, and answers it, if the session of `claims` is the one that may speak.

@@ -35,7 +35,7 @@ use crate::replicas::{self, SealError};
 use crate::sessions::{SessionError, fence};
 use crate::sweep::Wait;
 use crate::undelete::{self, KeptBy, UndeleteError};
-use crate::{ids, sweep, volumes};
+use crate::{ids, marks, sweep, volumes};
 
 /// Why what is purged is garbage.
 const PURGED: &str = "an operator purged it: it was set aside after a backup had been restored";
@@ -408,6 +408,7 @@ pub(crate) async fn purge(
                 purged.volumes += 1;
                 let garbage = garbage_volume(row, sequence(row), now).into_active_model().reset_all();
                 volume::Entity::insert(garbage).exec_without_returning(txn).await?;
+                marks::add(txn, [row.handle]).await?;
             }
             GraveKind::Container => {
                 purged.containers += 1;
@@ -445,6 +446,7 @@ fn garbage_volume(row: &set_aside::Model, sequence: i64, now: Timestamp) -> volu
         size_bytes: row.size_bytes,
         marked_why: Some(PURGED.to_owned()),
         marked_at: Some(now.0),
+        given_up: true,
         ..volumes::new_volume(handle, worker, Purpose::Scratch, sequence, now)
     }
 }

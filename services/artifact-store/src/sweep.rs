@@ -30,6 +30,7 @@ use crate::entity::{GraveKind, State, container, volume, worker};
 use crate::graves::Epitaph;
 use crate::ids;
 use crate::mark;
+use crate::marks::{self, Marked};
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 
@@ -39,14 +40,24 @@ const BATCH: u64 = 1000;
 /// The sequence of the worker that a row belongs to, read behind a lock on the worker's row.
 const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = ";
 
-/// Marks volumes that are not marked yet, and answers their workers.
+/// Marks volumes that are not marked yet, and answers their workers. Others may be made in their places.
 pub(crate) async fn mark_volumes(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    mark_rows::<volume::Entity>(txn, handles, why, now).await
+    mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = state, given_up = TRUE").await
+}
+
+/// The same of volumes of attempts that have ended: nobody makes another in the place of one.
+pub(crate) async fn mark_volumes_of_ended(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<WorkerId>, DbErr> {
+    mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = state").await
 }
 
 /// Marks containers that are not marked yet, and answers their workers.
@@ -56,15 +67,16 @@ pub(crate) async fn mark_containers(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    mark_rows::<container::Entity>(txn, handles, why, now).await
+    mark_rows::<container::Entity>(txn, handles, why, now, "").await
 }
 
-/// Marks rows of one of the two tables.
+/// Marks rows of one of the two tables, and sets `besides`.
 async fn mark_rows<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
     now: Timestamp,
+    besides: &str,
 ) -> Result<Vec<WorkerId>, DbErr> {
     if handles.is_empty() {
         return Ok(Vec::new());
@@ -76,17 +88,20 @@ async fn mark_rows<E: Sweepable>(
     let of_rows = format!("SELECT worker_id FROM {table} WHERE {of_handles}");
     let handles = ids::value(backend, handles.iter().copied());
     lock_workers(txn, &of_rows, [handles.clone()], Wait::Long).await?;
-    let marked_from = if E::REMEMBERS_STATE { ", marked_from = state" } else { "" };
-    let sql = format!(
+    let update = format!(
         "UPDATE {table} SET state = 'destroying', judged_after = {SEQUENCE}{table}.worker_id),
-                            marked_why = $2, marked_at = $3{marked_from}
-         WHERE {of_handles} AND state NOT IN ('destroying', 'sweeping')
-         RETURNING worker_id"
+                            marked_why = $2, marked_at = $3{besides}
+         WHERE {of_handles} AND state NOT IN ('destroying', 'sweeping')"
     );
     let values = [handles, why.to_string().into(), now.0.into()];
-    let marked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
-    let workers: Result<HashSet<_>, _> = marked.iter().map(|row| row.try_get("", "worker_id")).collect();
-    Ok(workers?.into_iter().map(WorkerId::from_uuid).collect())
+    let marked = if E::HAS_QUEUE {
+        marks::mark(txn, "", &update, values).await?
+    } else {
+        let update = format!("{update} RETURNING worker_id, handle");
+        Marked::find_by_statement(Statement::from_sql_and_values(backend, update, values)).all(txn).await?
+    };
+    let workers: HashSet<_> = marked.into_iter().map(|row| row.worker_id).collect();
+    Ok(workers.into_iter().map(WorkerId::from_uuid).collect())
 }
 
 /// Takes back marks of volumes that no gateway was told of. No report that began before now judges them. The transfer that made one is
@@ -95,8 +110,10 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
     if handles.is_empty() {
         return Ok(());
     }
+    marks::take_back(txn, handles.iter().copied()).await?;
     volume::Entity::update_many()
         .col_expr(volume::Column::State, Expr::col(volume::Column::MarkedFrom))
+        .col_expr(volume::Column::GivenUp, Expr::value(false))
         .col_expr(volume::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}volumes.worker_id)")))
         .col_expr(volume::Column::MarkedWhy, Expr::value(None::<String>))
         .col_expr(volume::Column::MarkedAt, Expr::value(None::<i64>))
@@ -116,8 +133,8 @@ pub(crate) trait Sweepable: EntityTrait {
     const WORKER_ID: Self::Column;
     const STATE: Self::Column;
     const JUDGED_AFTER: Self::Column;
-    /// Whether it is remembered, in `marked_from`, what state a row was in before its mark.
-    const REMEMBERS_STATE: bool;
+    /// Whether what is marked is in a queue, too: [`marks`].
+    const HAS_QUEUE: bool;
     const LOST_AT: Self::Column;
     const LOSS_NOTICED: Self::Column;
 
@@ -126,13 +143,13 @@ pub(crate) trait Sweepable: EntityTrait {
 }
 
 macro_rules! sweepable {
-    ($($table:ident: $kind:ident, $remembers_state:literal;)+) => {$(
+    ($($table:ident: $kind:ident, $has_queue:literal;)+) => {$(
         impl Sweepable for $table::Entity {
             const HANDLE: Self::Column = $table::Column::Handle;
             const WORKER_ID: Self::Column = $table::Column::WorkerId;
             const STATE: Self::Column = $table::Column::State;
             const JUDGED_AFTER: Self::Column = $table::Column::JudgedAfter;
-            const REMEMBERS_STATE: bool = $remembers_state;
+            const HAS_QUEUE: bool = $has_queue;
             const LOST_AT: Self::Column = $table::Column::LostAt;
             const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
 
@@ -237,8 +254,7 @@ async fn is_marked(conn: &impl ConnectionTrait, claims: &SessionClaims) -> Resul
         "SELECT w.worker_id, w.incarnation, w.session, w.sequence, w.reported,
                 EXISTS (SELECT 1 FROM containers c
                         WHERE c.worker_id = w.worker_id AND c.state IN ('destroying', 'sweeping'))
-                OR EXISTS (SELECT 1 FROM volumes v
-                           WHERE v.worker_id = w.worker_id AND v.state IN ('destroying', 'sweeping')) AS marked
+                OR EXISTS (SELECT 1 FROM marks m WHERE m.worker_id = w.worker_id) AS marked
          FROM workers w WHERE w.worker_id = $1",
         [claims.worker.uuid().into()],
     );
@@ -275,8 +291,10 @@ pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) 
         .await?;
     let volumes = ready_volumes(txn, worker, BATCH).await?;
     if !volumes.is_empty() {
+        marks::tell(txn, claims.worker, volumes.iter().copied(), sequence).await?;
         volume::Entity::update_many()
             .col_expr(volume::Column::State, Expr::value(State::Sweeping))
+            .col_expr(volume::Column::GivenUp, Expr::value(true))
             .col_expr(volume::Column::JudgedAfter, Expr::value(sequence))
             .filter(volume::Column::Handle.is_in(volumes))
             .filter(volume::Column::State.eq(State::Destroying))
@@ -294,10 +312,10 @@ async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) ->
     }
     let statement = Statement::from_sql_and_values(
         conn.get_database_backend(),
-        "SELECT v.handle AS handle FROM volumes v
-         WHERE v.worker_id = $1 AND v.state = 'destroying'
-           AND NOT EXISTS (SELECT 1 FROM volumes c WHERE c.parent = v.handle AND c.state <> 'sweeping')
-           AND NOT EXISTS (SELECT 1 FROM set_aside s WHERE s.parent = v.handle)
+        "SELECT m.handle AS handle FROM marks m
+         WHERE m.worker_id = $1 AND m.number IS NULL
+           AND NOT EXISTS (SELECT 1 FROM volumes c WHERE c.parent = m.handle AND c.state <> 'sweeping')
+           AND NOT EXISTS (SELECT 1 FROM set_aside s WHERE s.parent = m.handle)
          LIMIT $2",
         [worker.into(), i64::try_from(limit).unwrap_or(i64::MAX).into()],
     );
@@ -315,8 +333,8 @@ struct Sent {
 /// What is sweeping on a worker and was not sent yet. `sent` is behind it then.
 async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) -> Result<Vec<Sweep>, DbErr> {
     // Volumes first: of what is handed out meanwhile, only containers come early.
-    let volumes = behind(conn, worker, "volumes", "parent", &mut sent.volumes).await?;
-    let containers = behind(conn, worker, "containers", "NULL", &mut sent.containers).await?;
+    let volumes = behind(conn, worker, TOLD_VOLUMES, &mut sent.volumes).await?;
+    let containers = behind(conn, worker, TOLD_CONTAINERS, &mut sent.containers).await?;
     let containers: Vec<_> = containers.into_iter().map(|(handle, _)| handle).collect();
 
     let batch = usize::try_from(BATCH).unwrap_or(usize::MAX);
@@ -336,25 +354,31 @@ async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) 
     Ok(sweeps)
 }
 
-/// What is sweeping in a table behind `last`, which is the last of it then: handles, and what `parent` says.
+/// Volumes of worker `$1` of which its gateway was told, behind the number `$2` and the handle `$3`.
+const TOLD_VOLUMES: &str = "SELECT m.number AS number, m.handle AS handle, v.parent AS parent
+    FROM marks m JOIN volumes v ON v.handle = m.handle
+    WHERE m.worker_id = $1 AND m.number IS NOT NULL AND (m.number, m.handle) > ($2, $3)
+    ORDER BY m.number, m.handle";
+
+/// The same of containers.
+const TOLD_CONTAINERS: &str = "SELECT judged_after AS number, handle, NULL AS parent FROM containers
+    WHERE worker_id = $1 AND state = 'sweeping' AND (judged_after, handle) > ($2, $3)
+    ORDER BY judged_after, handle";
+
+/// What of `told` is behind `last`, which is the last of it then: handles, and their parents.
 async fn behind(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
-    table: &str,
-    parent: &str,
+    told: &str,
     last: &mut (i64, Uuid),
 ) -> Result<Vec<(Uuid, Option<Uuid>)>, DbErr> {
     #[derive(FromQueryResult)]
     struct Row {
-        judged_after: i64,
+        number: i64,
         handle: Uuid,
         parent: Option<Uuid>,
     }
-    let sql = format!(
-        "SELECT judged_after, handle, {parent} AS parent FROM {table}
-         WHERE worker_id = $1 AND state = 'sweeping' AND (judged_after, handle) > ($2, $3)
-         ORDER BY judged_after, handle LIMIT {BATCH}"
-    );
+    let sql = format!("{told} LIMIT {BATCH}");
     let mut found = Vec::new();
     loop {
         let values = [worker.uuid().into(), last.0.into(), last.1.into()];
@@ -362,7 +386,7 @@ async fn behind(
         let page = Row::find_by_statement(statement).all(conn).await?;
         let is_last = u64::try_from(page.len()).unwrap_or(u64::MAX) < BATCH;
         if let Some(row) = page.last() {
-            *last = (row.judged_after, row.handle);
+            *last = (row.number, row.handle);
         }
         found.extend(page.into_iter().map(|row| (row.handle, row.parent)));
         if is_last {

@@ -15,6 +15,7 @@ use sea_orm::{ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, Q
 use crate::entity::{ArtifactState, Purpose, State, artifact, volume};
 use crate::owners::{self, OwnerEnded};
 use crate::sweep::{self, Wait};
+use crate::tombstones;
 
 /// What keeps an artifact that comes back.
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +63,7 @@ pub(crate) async fn undelete(
     }
     restore(txn, &row, id).await?;
     if row.state == ArtifactState::Deleting {
+        tombstones::take_back(txn, row.artifact_id).await?;
         keep = keep
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Sealed))
             .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))

@@ -37,5 +37,6 @@ pub(crate) fn new_volume(
         lost_at: None,
         loss_noticed: false,
         adopted_at: None,
+        given_up: false,
     }
 }

@@ -1,4 +1,5 @@
-//! Migrations are commented SQL files that run alike on PostgreSQL and SQLite. A released one is never edited.
+//! Migrations are commented SQL files that run alike on PostgreSQL and SQLite. A released one is never edited. A line that begins with
+//! `-- postgres: ` is a comment to SQLite, and run by PostgreSQL: what says how a table is stored, and not what is in it.
 //!
 //! Invariant: no service works on a schema that is not what its migrations make. The digest of each applied migration is kept beside it, and
 //! compared at each start. Of a database from before digests were kept the tables and columns are compared, with those that the same SQL makes
@@ -7,6 +8,7 @@
 //! Invariant: one process migrates at a time. PostgreSQL: an advisory lock held by a transaction of its own. SQLite: a lock
 //! file beside the database, taken before the first connection, for turning a fresh file to WAL from two processes fails as well.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::marker::PhantomData;
@@ -73,7 +75,11 @@ impl MigrationName for SqlMigration {
 impl MigrationTrait for SqlMigration {
     async fn up(&self, manager: &SchemaManager) -> Result<(), DbErr> {
         let connection = manager.get_connection();
-        connection.execute_unprepared(self.sql).await?;
+        let sql = match connection.get_database_backend() {
+            DbBackend::Postgres => self.sql.replace("\n-- postgres: ", "\n").into(),
+            _ => Cow::Borrowed(self.sql),
+        };
+        connection.execute_unprepared(&sql).await?;
         connection.execute_unprepared(DIGESTS).await?;
         keep_digest(connection, self.name, &digest(self.sql)).await
     }

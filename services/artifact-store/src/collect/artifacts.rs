@@ -6,12 +6,13 @@ use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, FromQueryResult, Stat
 use uuid::Uuid;
 
 use super::deleted::{self, Replicas};
-use super::{Batch, Collected, Kind, Look, Settings, look_next};
+use super::{Batch, Collected, Kind, Settings, look_next};
 use crate::entity::artifact;
 use crate::facts::{self, JudgedArtifact};
 use crate::ids;
 use crate::mark::{self, Verdict, Why};
 use crate::sweep::Wait;
+use crate::tombstones;
 use crate::units::size;
 
 pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
@@ -60,14 +61,15 @@ pub(super) async fn judge(
     let ids: Vec<_> = marked.iter().map(|marked| marked.id).collect();
     // Whoever holds a worker may wait for one of these artifacts: what is there is left to the next step, which holds none that is not marked.
     let Replicas { left, .. } = deleted::mark_replicas(txn, settings, &ids, Wait::Not, batch).await?;
-    let tombstone_over = Look::At(settings.now + settings.tombstone);
+    let tombstone_over = settings.now + settings.tombstone;
     let mut alike: BTreeMap<_, Vec<Uuid>> = BTreeMap::new();
     for Collected { id, why, .. } in &marked {
-        let look = if left.contains(id) { Look::At(settings.now) } else { tombstone_over };
-        alike.entry((*why, settings.column(look))).or_default().push(*id);
+        let look_at = if left.contains(id) { settings.now } else { tombstone_over };
+        alike.entry((*why, look_at)).or_default().push(*id);
     }
     for ((why, look_at), ids) in alike {
-        write_marks(txn, settings, &ids, why, look_at).await?;
+        write_marks(txn, settings, &ids, why).await?;
+        tombstones::add(txn, ids, look_at.0).await?;
     }
     Ok(())
 }
@@ -77,15 +79,14 @@ async fn write_marks(
     settings: &Settings,
     artifacts: &[Uuid],
     why: Why,
-    look_at: Option<i64>,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
-        "UPDATE artifacts SET state = 'deleting', marked_at = $2, marked_why = $3, look_at = $4
+        "UPDATE artifacts SET state = 'deleting', marked_at = $2, marked_why = $3, look_at = NULL
          WHERE artifact_id IN ({})",
         ids::query(backend, 1)
     );
     let artifacts = ids::value(backend, artifacts.iter().copied());
-    let values = [artifacts, settings.now.0.into(), why.to_string().into(), look_at.into()];
+    let values = [artifacts, settings.now.0.into(), why.to_string().into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }

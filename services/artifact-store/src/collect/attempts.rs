@@ -166,7 +166,7 @@ async fn volumes(
             }
         }
         for (why, handles) in by_reason(&collected) {
-            batch.workers.extend(sweep::mark_volumes(txn, &handles, why, settings.now).await?);
+            batch.workers.extend(sweep::mark_volumes_of_ended(txn, &handles, why, settings.now).await?);
         }
         batch.collected.extend(collected);
     }

@@ -24,7 +24,9 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .column(volume::Column::Handle)
         .filter(volume::Column::ClaimedUntil.lte(settings.now.0))
         // As its index says.
-        .filter(Expr::cust("complete = FALSE AND state NOT IN ('destroying', 'sweeping')"))
+        .filter(Expr::cust(
+            "complete = FALSE AND given_up = FALSE AND state NOT IN ('destroying', 'sweeping')",
+        ))
         .order_by_asc(volume::Column::ClaimedUntil)
         .limit(settings.batch)
         .into_tuple()

@@ -3,23 +3,20 @@
 use std::collections::HashSet;
 
 use domain::{Timestamp, WorkerId};
-use sea_orm::sea_query::Expr;
-use sea_orm::{
-    ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter, Statement,
-};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, FromQueryResult, Statement};
 use uuid::Uuid;
 
-use super::{Batch, Collected, Kind, Look, Settings, lock_due, look_next};
+use super::{Batch, Collected, Kind, Look, Settings, look_next};
 use crate::due::make_due;
-use crate::entity::artifact;
+use crate::entity::tombstone;
 use crate::ids;
 use crate::mark::Why;
+use crate::marks;
 use crate::sweep::{self, Wait};
 use crate::units::size;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
-    let query = artifact::Entity::find().filter(Expr::cust("state = 'deleting'"));
-    let rows = lock_due(txn, query, settings).await?;
+    let rows = lock_due(txn, settings).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
     }
@@ -27,7 +24,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
     let artifacts: Vec<_> = rows.iter().map(|row| row.artifact_id).collect();
     let replicas = mark_replicas(txn, settings, &artifacts, Wait::Long, &mut batch).await?;
 
-    let over_at = |row: &artifact::Model| Timestamp(row.marked_at.unwrap_or_default()) + settings.tombstone;
+    let over_at = |row: &Deleted| Timestamp(row.marked_at.unwrap_or_default()) + settings.tombstone;
     let over = rows.iter().filter(|row| over_at(row) <= settings.now).map(|row| row.artifact_id);
     let there = with_volumes(txn, over).await?;
     let mut looks = Vec::new();
@@ -47,8 +44,29 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         looks.push((row.artifact_id, look));
     }
     forget(txn, gone).await?;
-    look_next::<artifact::Entity>(txn, settings, &looks).await?;
+    look_next::<tombstone::Entity>(txn, settings, &looks).await?;
     Ok(batch)
+}
+
+/// A deleted artifact.
+#[derive(FromQueryResult)]
+struct Deleted {
+    artifact_id: Uuid,
+    marked_at: Option<i64>,
+}
+
+/// Locks the deleted artifacts that are due longest, as many as a batch has, without those that others have locked.
+async fn lock_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Vec<Deleted>, DbErr> {
+    let backend = txn.get_database_backend();
+    let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
+    // The queue by itself: whatever PostgreSQL expects to be in it, artifacts are found by their ids then.
+    let sql = format!(
+        "WITH due AS (SELECT artifact_id FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT $2{lock})
+         SELECT artifact_id, marked_at FROM artifacts
+         WHERE artifact_id IN (SELECT artifact_id FROM due) AND state = 'deleting'{lock}"
+    );
+    let values = [settings.now.0.into(), i64::try_from(settings.batch).unwrap_or(i64::MAX).into()];
+    Deleted::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
 }
 
 /// Those of these artifacts of which there are replicas, marked or not.
@@ -71,7 +89,7 @@ async fn forget(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), D
     }
     let backend = txn.get_database_backend();
     let artifacts = ids::value(backend, artifacts);
-    for table in ["owners", "trees", "artifacts"] {
+    for table in ["owners", "trees", "tombstones", "artifacts"] {
         let sql = format!("DELETE FROM {table} WHERE artifact_id IN ({})", ids::query(backend, 1));
         txn.execute_raw(Statement::from_sql_and_values(backend, sql, [artifacts.clone()])).await?;
     }
@@ -121,27 +139,24 @@ pub(super) async fn mark_replicas(
     let workers = [ids::value(backend, workers)];
     let held = sweep::lock_workers(txn, &ids::query(backend, 1), workers, wait).await?;
 
-    let sql = format!(
-        "WITH free AS (
-             SELECT v.handle FROM volumes v
-             WHERE v.handle IN ({}) AND v.state NOT IN ('destroying', 'sweeping')
-               AND NOT EXISTS (SELECT 1 FROM volumes c
-                               WHERE c.parent = v.handle AND c.state NOT IN ('destroying', 'sweeping')){})
-         UPDATE volumes SET state = 'destroying', judged_after = workers.sequence, marked_why = $2, marked_at = $3,
-                            marked_from = volumes.state
-         FROM workers
-         WHERE workers.worker_id = volumes.worker_id AND volumes.handle IN (SELECT handle FROM free)
-         RETURNING handle",
+    let free = format!(
+        "free AS (SELECT v.handle FROM volumes v
+                  WHERE v.handle IN ({}) AND v.state NOT IN ('destroying', 'sweeping')
+                    AND NOT EXISTS (SELECT 1 FROM volumes c
+                                    WHERE c.parent = v.handle AND c.state NOT IN ('destroying', 'sweeping')){})",
         ids::query(backend, 1),
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
+    let mark = "UPDATE volumes SET state = 'destroying', judged_after = workers.sequence, marked_why = $2, marked_at = $3,
+                            marked_from = volumes.state, given_up = (volumes.complete = FALSE)
+         FROM workers
+         WHERE workers.worker_id = volumes.worker_id AND volumes.handle IN (SELECT handle FROM free)";
     let why = Why::ArtifactDeleted;
     let handles = replicas.iter().filter(|replica| held.contains(&replica.worker_id));
     let handles = ids::value(backend, handles.map(|replica| replica.handle));
     let values = [handles, why.to_string().into(), settings.now.0.into()];
-    let marked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
-    let marked: HashSet<Uuid> =
-        marked.iter().map(|row| row.try_get("", "handle")).collect::<Result<_, _>>()?;
+    let marked = marks::mark(txn, &free, mark, values).await?;
+    let marked: HashSet<_> = marked.into_iter().map(|row| row.handle).collect();
 
     let mut left = HashSet::new();
     let (mut let_go, mut workers) = (HashSet::new(), HashSet::new());
@@ -166,7 +181,7 @@ mod tests {
 
     use db::Database;
     use domain::VolumeHandle;
-    use sea_orm::{ActiveModelTrait, ActiveValue::Set, IntoActiveModel, Iterable};
+    use sea_orm::{ActiveModelTrait, ActiveValue::Set, EntityTrait, IntoActiveModel, Iterable};
     use testing::databases::{self, TestDatabase};
 
     use super::*;
@@ -281,6 +296,7 @@ mod tests {
                     marked_why: Some(Why::ArtifactDeleted.to_string()),
                     marked_at: Some(NOW.0),
                     marked_from: Some(before.state),
+                    given_up: !before.complete,
                     ..before
                 }
             } else {

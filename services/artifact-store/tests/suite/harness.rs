@@ -14,6 +14,7 @@ use rpc::client::Outgoing;
 use rpc::pb::artifacts as pb;
 use rpc::token::TokenSigner;
 use rpc::{Peer, Reason, Refusal};
+use sea_orm::{ConnectionTrait, Statement};
 use testing::databases::TestDatabase;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -67,6 +68,7 @@ impl Suite {
     pub(crate) async fn stop(self) -> TestDatabase {
         self.stop.send(()).expect("the store runs");
         self.served.await.expect("no panic").expect("the store served");
+        queues_are_true(&self.database.url).await;
         self.database
     }
 
@@ -74,6 +76,28 @@ impl Suite {
     pub(crate) fn url(&self) -> String {
         self.database.url.clone()
     }
+}
+
+/// What is marked is in its queue, and nothing else, whatever was done.
+async fn queues_are_true(url: &str) {
+    const FALSE: &str = "
+        SELECT 'volume' AS what FROM volumes v LEFT JOIN marks m ON m.worker_id = v.worker_id AND m.handle = v.handle
+            WHERE (v.state IN ('destroying', 'sweeping')) <> (m.handle IS NOT NULL)
+               OR (v.state = 'sweeping') <> (m.number IS NOT NULL) OR m.number <> v.judged_after
+               OR (v.given_up = TRUE AND v.state NOT IN ('destroying', 'sweeping'))
+        UNION ALL
+        SELECT 'mark' FROM marks m WHERE NOT EXISTS (SELECT 1 FROM volumes v WHERE v.handle = m.handle)
+        UNION ALL
+        SELECT 'artifact' FROM artifacts a LEFT JOIN tombstones t ON t.artifact_id = a.artifact_id
+            WHERE (a.state = 'deleting') <> (t.artifact_id IS NOT NULL) OR (a.state = 'deleting' AND a.look_at IS NOT NULL)
+        UNION ALL
+        SELECT 'tombstone' FROM tombstones t WHERE NOT EXISTS (SELECT 1 FROM artifacts a WHERE a.artifact_id = t.artifact_id)";
+    let connection = sea_orm::Database::connect(url).await.expect("the database");
+    let found = Statement::from_string(connection.get_database_backend(), FALSE);
+    let found = connection.query_all_raw(found).await.expect("asked");
+    let found: Vec<String> = found.iter().map(|row| row.try_get("", "what").expect("a text")).collect();
+    connection.close().await.expect("closed");
+    assert!(found.is_empty(), "{} rows and queues do not agree: {:?}", found.len(), found.first());
 }
 
 /// What signs for gateways, as the scheduler would.

@@ -127,7 +127,12 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     let (build, of_build, user, attempt) =
         (BuildId::new(), WorkloadId::new(), WorkloadId::new(), AttemptId::new());
     suite.put_build(build, of_build, Some(MINUTE)).await.expect("put");
-    suite.adopt(digest(1), Some(build)).await.expect("asked").expect("adopted");
+    let own = pb::AddOwnerRequest {
+        team: TEAM.to_owned(),
+        artifact_id: artifact.to_string(),
+        build_id: build.to_string(),
+    };
+    suite.artifacts().add_owner(own).await.expect("owned");
     suite.pin(of_build, &[artifact], Some(build)).await.expect("pinned");
     let planned = gateway.prepare(user, attempt, &[input("in", artifact)]).await.expect("prepared");
     let transfer = TransferId::new();
