@@ -36,6 +36,14 @@ pub(crate) struct OutputArg {
     pub(crate) directory: Option<PathBuf>,
 }
 
+/// `--cache`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CacheArg {
+    pub(crate) name: String,
+    /// Where it appears, absolute.
+    pub(crate) path: OsString,
+}
+
 /// `--env`
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Copied {
@@ -50,6 +58,10 @@ pub(crate) fn input_parser() -> impl TypedValueParser<Value = InputArg> {
 
 pub(crate) fn output_parser() -> impl TypedValueParser<Value = OutputArg> {
     OsStringValueParser::new().try_map(|text| output(&text))
+}
+
+pub(crate) fn cache_parser() -> impl TypedValueParser<Value = CacheArg> {
+    OsStringValueParser::new().try_map(|text| cache(&text))
 }
 
 pub(crate) fn environment_parser() -> impl TypedValueParser<Value = Copied> {
@@ -108,6 +120,18 @@ fn output(text: &OsStr) -> Result<OutputArg, String> {
             Ok(OutputArg { name: check_name(name)?, directory: Some(path(directory)) })
         }
     }
+}
+
+/// Parses `NAME=PATH`.
+fn cache(text: &OsStr) -> Result<CacheArg, String> {
+    let Some((name, path)) = split(text) else {
+        return Err("write NAME=PATH, such as cargo=/root/.cargo".to_owned());
+    };
+    if !path.starts_with(b"/") {
+        let path = String::from_utf8_lossy(path);
+        return Err(format!("{path:?} is not absolute: it is a path that the command sees"));
+    }
+    Ok(CacheArg { name: check_name(name)?, path: OsString::from_vec(path.to_vec()) })
 }
 
 /// Parses `K=V` or `K`.

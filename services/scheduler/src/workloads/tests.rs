@@ -32,6 +32,7 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
         queue_timeout: None,
         run_timeout: None,
         build: None,
+        caches: vec![],
     }
 }
 

@@ -127,6 +127,7 @@ impl Place {
             purpose: store::VolumePurpose::Output.into(),
             from_artifact_id: String::new(),
             output_artifact_id: artifact.to_string(),
+            from_task_cache_id: String::new(),
         };
         let prepare = store::PrepareRequest {
             session_credential: session_credential.clone(),
@@ -134,6 +135,7 @@ impl Place {
             attempt_id: attempt.to_owned(),
             team: "main".to_owned(),
             volumes: vec![volume],
+            unreachable_artifact_ids: Vec::new(),
         };
         let prepared = inventory.prepare(prepare).await?.into_inner();
         let attempt_id = attempt.to_owned();
@@ -158,6 +160,7 @@ impl Place {
             team: "main".to_owned(),
             artifact_ids: vec![artifact.to_string()],
             build_id: String::new(),
+            task_cache_ids: Vec::new(),
         };
         PinsClient::new(self.peer()).pin(request).await?;
         Ok(())
