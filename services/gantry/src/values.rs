@@ -275,6 +275,16 @@ mod tests {
     }
 
     #[test]
+    fn caches_have_a_name_and_an_absolute_path() {
+        let parse = |text: &str| cache(OsStr::new(text));
+        let there = CacheArg { name: "cargo".to_owned(), path: OsString::from("/root/.cargo=x") };
+        assert_eq!(parse("cargo=/root/.cargo=x"), Ok(there));
+        for wrong in ["", "cargo", "=/x", "cargo=", "cargo=target", "a/b=/x", ".=/x"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
     fn outputs_may_stay_in_the_cluster() {
         let parse = |text: &str| output(OsStr::new(text));
         assert_eq!(parse("out"), Ok(OutputArg { name: "out".to_owned(), directory: None }));
