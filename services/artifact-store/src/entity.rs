@@ -254,6 +254,16 @@ entity! {
 }
 
 entity! {
+    /// Which workloads find which task caches as directories.
+    task_cache_use, "task_cache_uses" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        cache_id: Uuid,
+        #[sea_orm(primary_key, auto_increment = false)]
+        holder_id: Uuid,
+    }
+}
+
+entity! {
     /// Images of the types of resources that come with the system.
     base_resource_type, "base_resource_types" {
         #[sea_orm(primary_key, auto_increment = false)]

@@ -201,7 +201,7 @@ pub(crate) async fn explain(
         return caches::resource_cache(conn, question, &row).await;
     }
     if let Some(row) = task_cache::Entity::find_by_id(id).one(conn).await? {
-        return Ok(caches::task_cache(question, &row));
+        return caches::task_cache(conn, question, &row).await;
     }
     if let Some(row) = base_resource_type::Entity::find_by_id(id).one(conn).await? {
         return Ok(Some(caches::base_resource_type(&row)));

@@ -5,10 +5,13 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
-use sea_orm::{ConnectionTrait, DbErr, FromQueryResult, QueryResult, Statement};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter,
+    QueryOrder, QueryResult, QuerySelect, Statement,
+};
 use uuid::Uuid;
 
-use crate::entity::{ArtifactState, Purpose, artifact, volume};
+use crate::entity::{ArtifactState, Purpose, artifact, task_cache_use, volume};
 use crate::ids;
 use crate::mark::{ArtifactFacts, Belongs, Held, Keeper, Keeping, VolumeFacts};
 use crate::rules::Uses;
@@ -22,7 +25,9 @@ const HOLDS: &str = "
     SELECT c.artifact_id, 'resource cache', c.cache_id, CAST(NULL AS BIGINT)
         FROM resource_caches c WHERE c.artifact_id IN (IDS)
     UNION ALL
-    SELECT c.artifact_id, 'task cache', c.cache_id, c.last_used + c.ttl
+    SELECT c.artifact_id, 'task cache', c.cache_id,
+           CASE WHEN EXISTS (SELECT 1 FROM task_cache_uses u WHERE u.cache_id = c.cache_id)
+                THEN CAST(NULL AS BIGINT) ELSE c.last_used + c.ttl END
         FROM task_caches c WHERE c.artifact_id IN (IDS)
     UNION ALL
     SELECT t.artifact_id, 'base resource type', t.base_type_id, CAST(NULL AS BIGINT)
@@ -285,6 +290,25 @@ pub(crate) async fn users(
         users.first.push(Keeper { what, until: row.until.map(Timestamp) });
     }
     Ok(users)
+}
+
+/// Which workloads use a task cache: the first `most`, and how many there are. They are answered as what pins.
+pub(crate) async fn users_of_task_cache(
+    conn: &impl ConnectionTrait,
+    cache: Uuid,
+    most: u64,
+) -> Result<Keepers, DbErr> {
+    let of_cache = || {
+        task_cache_use::Entity::find()
+            .select_only()
+            .column(task_cache_use::Column::HolderId)
+            .filter(task_cache_use::Column::CacheId.eq(cache))
+    };
+    let first = of_cache().order_by_asc(task_cache_use::Column::HolderId).limit(most);
+    let first: Vec<Uuid> = first.into_tuple().all(conn).await?;
+    let keeper = |id| Keeper { what: Keeping::Pin(WorkloadId::from_uuid(id)), until: None };
+    let total = of_cache().count(conn).await?;
+    Ok(Keepers { first: first.into_iter().map(keeper).collect(), total })
 }
 
 /// Forgets the uses of resource caches that have ended.

@@ -3,6 +3,7 @@
 //! Each kind of reference is tried in both orders on PostgreSQL. Then once more with the locks taken out: between the store and its database
 //! stands a proxy that blanks every `FOR SHARE` and `FOR UPDATE`. Then it must go wrong; else this would prove nothing about the locks.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,11 +24,12 @@ use crate::caches::resource::{self, Ask, Found};
 use crate::caches::task::{self, Key};
 use crate::collect::{self, Settings};
 use crate::entity::Purpose;
-use crate::inventory::{self, NeededVolume, Needs};
+use crate::inventory::{self, NeededVolume, Needs, StartsWith};
 use crate::mark::Policy;
 use crate::migrations::Schema;
+use crate::pins::{self, Used};
 use crate::undelete::{self, KeptBy};
-use crate::{artifacts, owners, pins, sweep};
+use crate::{artifacts, owners, sweep};
 
 const TEAM: &str = "main";
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -151,7 +153,14 @@ impl Target {
     async fn refer(&self, txn: &DatabaseTransaction, reference: Reference) -> Result<(), Failed> {
         let refused = match reference {
             Reference::Pin => {
-                pins::pin(txn, WorkloadId::new(), TEAM, &[self.artifact], None, NOW).await.is_err()
+                let used = Used {
+                    holder: WorkloadId::new(),
+                    team: TEAM.to_owned(),
+                    artifacts: vec![self.artifact],
+                    build: None,
+                    task_caches: Vec::new(),
+                };
+                pins::pin(txn, &used, NOW).await.is_err()
             }
             Reference::Owner => owners::own(txn, TEAM, &[self.artifact], self.build).await.is_err(),
             Reference::Adoption => {
@@ -175,9 +184,10 @@ impl Target {
                     volumes: vec![NeededVolume {
                         name: "in".to_owned(),
                         purpose: Purpose::Input,
-                        from: Some(self.artifact),
+                        from: Some(StartsWith::Artifact(self.artifact)),
                         output: None,
                     }],
+                    unreachable: HashSet::new(),
                 };
                 inventory::prepare(txn, &self.claims, &needs, NOW).await.is_err()
             }

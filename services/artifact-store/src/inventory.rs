@@ -14,7 +14,9 @@
 use std::collections::{HashMap, HashSet};
 
 use domain::worker::SessionClaims;
-use domain::{ArtifactId, AttemptId, ContainerHandle, Digest, Timestamp, VolumeHandle, WorkerId, WorkloadId};
+use domain::{
+    ArtifactId, AttemptId, CacheId, ContainerHandle, Digest, Timestamp, VolumeHandle, WorkerId, WorkloadId,
+};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
@@ -22,6 +24,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
+use crate::caches::task;
 use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
 use crate::pins::{self, HolderError};
 use crate::sessions::{SessionError, fence};
@@ -34,6 +37,8 @@ pub(crate) struct Needs {
     pub(crate) attempt: AttemptId,
     pub(crate) team: String,
     pub(crate) volumes: Vec<NeededVolume>,
+    /// Versions of task caches that cannot be brought to the worker.
+    pub(crate) unreachable: HashSet<ArtifactId>,
 }
 
 /// A volume that a container needs. Names are unique within an attempt.
@@ -41,10 +46,18 @@ pub(crate) struct Needs {
 pub(crate) struct NeededVolume {
     pub(crate) name: String,
     pub(crate) purpose: Purpose,
-    /// The artifact whose bytes it starts with.
-    pub(crate) from: Option<ArtifactId>,
+    pub(crate) from: Option<StartsWith>,
     /// The artifact that it may become.
     pub(crate) output: Option<ArtifactId>,
+}
+
+/// What a volume starts with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StartsWith {
+    /// The bytes of an artifact.
+    Artifact(ArtifactId),
+    /// The latest version of a task cache, if there is one.
+    LatestOf(CacheId),
 }
 
 /// The handles of what an attempt needs.
@@ -102,21 +115,26 @@ pub(crate) async fn prepare(
     let (mut container, existing) = find_or_begin_attempt(txn, claims.worker, needs).await?;
     let mut existing: HashMap<_, _> =
         existing.into_iter().filter_map(|row| Some((row.name.clone()?, row))).collect();
-    let sources = lock_sources(txn, claims.worker, needs).await?;
+    let from = decide_sources(txn, needs, &existing).await?;
+    let sources = lock_sources(txn, claims.worker, &needs.team, &from).await?;
 
     let mut planned: Vec<PlannedVolume> = Vec::with_capacity(needs.volumes.len());
     let mut made = Vec::new();
-    for need in &needs.volumes {
-        let source = need.from.and_then(|from| sources.get(&from.uuid()).copied());
+    for (need, from) in needs.volumes.iter().zip(from) {
+        let source = from.and_then(|from| sources.get(&from.uuid()).copied());
+        let from = from.map(ArtifactId::uuid);
         let row = match existing.remove(&need.name) {
-            Some(row) if row.state == State::Creating && row.parent != source => {
-                // It arrived since the first call, or what was there is not any more.
+            Some(row)
+                if row.state == State::Creating && (row.parent != source || row.from_artifact_id != from) =>
+            {
+                // It arrived since the first call, or what was there is not any more, or it cannot be brought here.
                 volume::Entity::update_many()
                     .col_expr(volume::Column::Parent, Expr::value(source))
+                    .col_expr(volume::Column::FromArtifactId, Expr::value(from))
                     .filter(volume::Column::Handle.eq(row.handle))
                     .exec(txn)
                     .await?;
-                volume::Model { parent: source, ..row }
+                volume::Model { parent: source, from_artifact_id: from, ..row }
             }
             Some(row) => row,
             None => {
@@ -124,7 +142,7 @@ pub(crate) async fn prepare(
                 let row = volume::Model {
                     name: Some(need.name.clone()),
                     artifact_id: need.output.map(ArtifactId::uuid),
-                    from_artifact_id: need.from.map(ArtifactId::uuid),
+                    from_artifact_id: from,
                     parent: source,
                     attempt_id: Some(needs.attempt.uuid()),
                     ..volumes::new_volume(handle, claims.worker, need.purpose, worker.sequence, now)
@@ -227,18 +245,44 @@ async fn digests_of(
     Ok(rows.into_iter().filter_map(|row| Some((row.handle, row.digest?))).collect())
 }
 
+/// What each volume starts with, in their order. What a volume of a task cache starts with was decided when its row was made, and is kept by it.
+async fn decide_sources(
+    txn: &DatabaseTransaction,
+    needs: &Needs,
+    existing: &HashMap<String, volume::Model>,
+) -> Result<Vec<Option<ArtifactId>>, DbErr> {
+    let undecided = needs.volumes.iter().filter(|need| !existing.contains_key(&need.name));
+    let caches = undecided.filter_map(|need| match need.from {
+        Some(StartsWith::LatestOf(cache)) => Some(cache),
+        _ => None,
+    });
+    let latest = task::latest(txn, &needs.team, &caches.collect::<Vec<_>>()).await?;
+    let decide = |need: &NeededVolume| match need.from? {
+        StartsWith::Artifact(artifact) => Some(artifact),
+        StartsWith::LatestOf(cache) => {
+            let (version, made) = match existing.get(&need.name) {
+                Some(row) => (row.from_artifact_id.map(ArtifactId::from_uuid), row.state != State::Creating),
+                None => (latest.get(&cache).copied(), false),
+            };
+            version.filter(|version| made || !needs.unreachable.contains(version))
+        }
+    };
+    Ok(needs.volumes.iter().map(decide).collect())
+}
+
 /// Locks the artifacts that volumes start with, and a replica of each on this worker: they become parents. Answers the replicas.
 async fn lock_sources(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    needs: &Needs,
+    team: &str,
+    from: &[Option<ArtifactId>],
 ) -> Result<HashMap<Uuid, Uuid>, PrepareError> {
-    let from: HashSet<_> = needs.volumes.iter().filter_map(|need| need.from).collect();
+    let from: HashSet<_> = from.iter().copied().flatten().collect();
     if from.is_empty() {
         return Ok(HashMap::new());
     }
     let from: Vec<_> = from.into_iter().collect();
-    let sealed = pins::lock_sealed(txn, &needs.team, &from).await?;
+    let sealed = pins::lock_sealed(txn, team, &from).await?;
     if let Some(missing) = from.iter().find(|id| !sealed.contains(&id.uuid())) {
         return Err(PrepareError::InputUnavailable(*missing));
     }

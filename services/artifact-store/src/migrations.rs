@@ -16,6 +16,10 @@ impl Migrations for Schema {
         SqlMigration { name: "0009_set_aside", sql: include_str!("migrations/0009_set_aside.sql") },
         SqlMigration { name: "0010_trees", sql: include_str!("migrations/0010_trees.sql") },
         SqlMigration { name: "0011_marks", sql: include_str!("migrations/0011_marks.sql") },
+        SqlMigration {
+            name: "0012_task_cache_uses",
+            sql: include_str!("migrations/0012_task_cache_uses.sql"),
+        },
     ];
 }
 

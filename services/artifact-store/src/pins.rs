@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::Duration;
 
 use domain::workload::OutputOwner;
-use domain::{ArtifactId, AttemptId, BuildId, Digest, Timestamp, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, CacheId, Digest, Timestamp, WorkloadId};
 use sea_orm::sea_query::{Expr, Func, OnConflict};
 use sea_orm::{
     ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
@@ -23,6 +23,7 @@ use uuid::Uuid;
 
 use crate::artifacts::{self, Located};
 use crate::caches::outputs::{self, Owned};
+use crate::caches::task;
 use crate::due::make_due;
 use crate::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, volume,
@@ -72,26 +73,53 @@ pub(crate) enum PinError {
     Unavailable(ArtifactId),
     #[error(transparent)]
     Owner(#[from] OwnerEnded),
+    #[error(transparent)]
+    Cache(#[from] task::UseError),
     #[error("database failed while pinning")]
     Database(#[from] DbErr),
 }
 
-/// Pins `artifacts` for `holder`, all or none, and binds the holder to its build.
-pub(crate) async fn pin(
-    txn: &DatabaseTransaction,
-    id: WorkloadId,
-    team: &str,
-    artifacts: &[ArtifactId],
-    build: Option<BuildId>,
-    now: Timestamp,
-) -> Result<Vec<Located>, PinError> {
+/// What a holder uses.
+#[derive(Debug, Clone)]
+pub(crate) struct Used {
+    pub(crate) holder: WorkloadId,
+    pub(crate) team: String,
+    pub(crate) artifacts: Vec<ArtifactId>,
+    /// The build that it is to end.
+    pub(crate) build: Option<BuildId>,
+    pub(crate) task_caches: Vec<CacheId>,
+}
+
+/// Where the bytes are of what a holder uses.
+#[derive(Debug, Clone)]
+pub(crate) struct Pinned {
+    pub(crate) artifacts: Vec<Located>,
+    /// The latest versions of task caches, of those that have bytes.
+    pub(crate) task_caches: Vec<Located>,
+}
+
+/// Pins what a holder uses, all or none, and binds the holder to its build.
+pub(crate) async fn pin(txn: &DatabaseTransaction, used: &Used, now: Timestamp) -> Result<Pinned, PinError> {
+    let (id, team) = (used.holder, &*used.team);
     let holder = lock_holder(txn, id, team, now).await?;
     if holder.settled_at.is_some() {
         return Err(PinError::Settled(id));
     }
-    if let Some(build) = build {
+    if let Some(build) = used.build {
         bind(txn, build, id, team).await?;
     }
+    let task_caches = task::use_them(txn, team, id, &used.task_caches, now).await?;
+    let artifacts = pin_artifacts(txn, id, team, &used.artifacts, now).await?;
+    Ok(Pinned { artifacts, task_caches })
+}
+
+async fn pin_artifacts(
+    txn: &DatabaseTransaction,
+    id: WorkloadId,
+    team: &str,
+    artifacts: &[ArtifactId],
+    now: Timestamp,
+) -> Result<Vec<Located>, PinError> {
     if artifacts.is_empty() {
         return Ok(Vec::new());
     }
@@ -183,6 +211,8 @@ pub(crate) struct SettledOutput {
     pub(crate) label: String,
     /// What comes to own it besides the build of the settlement.
     pub(crate) owners: Vec<OutputOwner>,
+    /// Nothing else does, and where there is no candidate it is left out.
+    pub(crate) for_owners_only: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -210,10 +240,11 @@ pub(crate) async fn settle(
     if row.settled_at.is_some() {
         return Ok(Vec::new());
     }
-    let mut missing = Vec::new();
+    let (mut missing, mut owned) = (Vec::new(), Vec::new());
     if !settlement.outputs.is_empty() {
-        seal_outputs(txn, settlement, now).await?;
-        missing = give_to_builds(txn, settlement).await?;
+        let left_out = seal_outputs(txn, settlement, now).await?;
+        (missing, owned) = settlement.owned().partition(|(_, artifact)| left_out.contains(artifact));
+        missing.extend(give_to_builds(txn, settlement, &owned).await?);
     }
 
     let pinned: Vec<Uuid> = pin::Entity::find()
@@ -238,27 +269,34 @@ pub(crate) async fn settle(
         .filter(holder::Column::HolderId.eq(holder.uuid()))
         .exec(txn)
         .await?;
-    let owned = settlement.owned();
-    missing.extend(outputs::give(txn, &settlement.team, owned, now, resource_cache_ttl).await?);
+    missing.extend(outputs::give(txn, &settlement.team, holder, owned, now, resource_cache_ttl).await?);
     // Last: whoever holds one of them may wait for what is locked above.
     make_due(txn, pinned, now).await?;
     Ok(missing)
 }
 
-/// Makes each output's artifact, sealed, and its candidate the replica.
+/// Makes each output's artifact, sealed, and its candidate the replica. Answers those that are left out.
 async fn seal_outputs(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
     now: Timestamp,
-) -> Result<(), SettleError> {
+) -> Result<HashSet<ArtifactId>, SettleError> {
     let candidates = lock_candidates(txn, settlement).await?;
     let mut artifacts = Vec::with_capacity(settlement.outputs.len());
     let mut handles = Vec::with_capacity(settlement.outputs.len());
+    let mut left_out = HashSet::new();
     for output in &settlement.outputs {
         let candidate = candidates
             .get(&output.artifact.uuid())
-            .filter(|candidate| candidate.digest.as_deref() == Some(output.digest.as_bytes()))
-            .ok_or(SettleError::CandidateMissing(output.artifact))?;
+            .filter(|candidate| candidate.digest.as_deref() == Some(output.digest.as_bytes()));
+        let candidate = match candidate {
+            Some(candidate) => candidate,
+            None if output.for_owners_only => {
+                left_out.insert(output.artifact);
+                continue;
+            }
+            None => return Err(SettleError::CandidateMissing(output.artifact)),
+        };
         handles.push(candidate.handle);
         artifacts.push(artifact::Model {
             artifact_id: output.artifact.uuid(),
@@ -268,7 +306,8 @@ async fn seal_outputs(
             state: ArtifactState::Sealed,
             digest: candidate.digest.clone(),
             size_bytes: candidate.size_bytes,
-            had_owner: false,
+            // Those that it is for let go of it when they are not there.
+            had_owner: output.for_owners_only,
             created_at: now.0,
             marked_at: None,
             marked_why: None,
@@ -277,6 +316,9 @@ async fn seal_outputs(
             look_at: Some(now.0),
             in_store: false,
         });
+    }
+    if artifacts.is_empty() {
+        return Ok(left_out);
     }
     let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id).collect();
     if let Some(taken) =
@@ -291,22 +333,24 @@ async fn seal_outputs(
         .filter(volume::Column::Handle.is_in(handles))
         .exec(txn)
         .await?;
-    Ok(())
+    Ok(left_out)
 }
 
 /// Gives builds the outputs that were sealed. Answers the owners of single outputs that have ended; nobody owns what comes too late.
 async fn give_to_builds(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
+    owned: &[Owned],
 ) -> Result<Vec<Owned>, SettleError> {
     let mut by_build: BTreeMap<BuildId, Vec<ArtifactId>> = BTreeMap::new();
-    for (owner, artifact) in settlement.owned() {
+    for (owner, artifact) in owned {
         if let OutputOwner::Build(build) = owner {
-            by_build.entry(build).or_default().push(artifact);
+            by_build.entry(*build).or_default().push(*artifact);
         }
     }
-    let all = settlement.outputs.iter().map(|output| output.artifact);
-    if let Some(build) = settlement.build {
+    let all = settlement.outputs.iter().filter(|output| !output.for_owners_only);
+    let all: Vec<_> = all.map(|output| output.artifact).collect();
+    if let Some(build) = settlement.build.filter(|_| !all.is_empty()) {
         by_build.entry(build).or_default().extend(all);
     }
     let mut missing = Vec::new();
@@ -318,7 +362,7 @@ async fn give_to_builds(
             }
             Err(OwnerEnded::Ended(_)) => {
                 let owner = OutputOwner::Build(build);
-                missing.extend(settlement.owned().filter(|(other, _)| *other == owner));
+                missing.extend(owned.iter().filter(|(other, _)| *other == owner));
             }
             Err(OwnerEnded::Database(error)) => return Err(error.into()),
         }
@@ -407,6 +451,7 @@ pub(crate) async fn list(
            AND (EXISTS (SELECT 1 FROM pins p WHERE p.holder_id = h.holder_id)
                 OR EXISTS (SELECT 1 FROM cache_uses u
                            WHERE u.user_id = h.holder_id AND u.user_kind = 'workload')
+                OR EXISTS (SELECT 1 FROM task_cache_uses u WHERE u.holder_id = h.holder_id)
                 OR EXISTS (SELECT 1 FROM builds b
                            WHERE b.ends_with = h.holder_id AND b.bound = TRUE AND b.ended_at IS NULL)
                 OR EXISTS (SELECT 1 FROM attempts a WHERE a.holder_id = h.holder_id AND a.ended_at IS NULL))

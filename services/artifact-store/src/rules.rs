@@ -8,7 +8,7 @@
 //! | build that failed or errored | the same, unless it is the latest build of its job: then when a later one is reported |
 //! | resource cache that is being made | owns nothing; it goes when its claim runs out |
 //! | resource cache | when it is deleted, which it is not while anybody uses it; by itself when nobody used it for `resource_cache_ttl` |
-//! | task cache | when it is deleted, or given its next version; by itself when it was unused for its TTL |
+//! | task cache | when it is deleted, or given its next version; by itself when no workload uses it and it was unused for its TTL |
 //! | base resource type | never; another version on the same worker takes its place |
 //! | resource certs | never; others of the same worker take their place |
 
@@ -107,7 +107,11 @@ impl resource_cache::Model {
 }
 
 impl task_cache::Model {
-    pub(crate) fn lets_go(&self) -> LetsGo {
+    /// `used`: a workload that was not settled uses it.
+    pub(crate) fn lets_go(&self, used: bool) -> LetsGo {
+        if used {
+            return LetsGo::NotYet;
+        }
         LetsGo::At(Timestamp(self.last_used.saturating_add(self.ttl)))
     }
 }

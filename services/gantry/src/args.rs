@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use domain::{ArtifactId, BuildId, VolumeHandle, WorkloadId};
 
 use crate::addresses;
-use crate::values::{self, Copied, InputArg, OutputArg};
+use crate::values::{self, CacheArg, Copied, InputArg, OutputArg};
 
 /// Run a command in a container on a worker: your directories go there, what it made comes back.
 #[derive(Debug, Parser)]
@@ -102,10 +102,12 @@ pub(crate) enum Command {
     /// Print one file of an artifact
     Cat(CatArgs),
 
-    /// List workers, workloads, artifacts, volumes or containers
+    /// List workers, workloads, artifacts, volumes, containers or caches
     List(ListArgs),
-    /// Show one worker, workload, artifact, volume or container
+    /// Show one worker, workload, artifact, volume, container or cache
     Show(ShowArgs),
+    /// Delete caches, so that the next run finds nothing there
+    ClearCache(ClearCacheArgs),
     /// Mark as garbage what nothing keeps any more
     Gc(GcArgs),
     /// Bring a deleted artifact back while its bytes are still on a worker
@@ -152,6 +154,15 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) outputs: Vec<OutputArg>,
+    /// Let the command find at PATH what the last run with a cache of this NAME left there: nothing the first time. What it leaves there is found by
+    /// the next, unless it is stopped. The cache goes when it was unused for 7 days, or what the cluster says
+    #[arg(
+        long = "cache",
+        value_name = "NAME=PATH",
+        value_parser = values::cache_parser(),
+        help_heading = "Inputs and outputs"
+    )]
+    pub(crate) caches: Vec<CacheArg>,
     /// Outputs take the place of their directories, rather than being merged into them
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) replace: bool,
@@ -246,6 +257,9 @@ Examples:
   # What an earlier run made, limits, a variable, no network:
   gantry run -i data=artifact:0197c1a2-0000-7000-8000-000000000000:ro \\
       --memory 1G --cpu 2 -e LANG=C --hermetic -- sha256sum -b data/file
+
+  # What is downloaded or built once is there the next time:
+  gantry run -i src=. --cache cargo=/root/.cargo --cache target=/workspace/target -- sh -c 'cd src && cargo test'
 
   # In the background:
   id=$(gantry run -d -i src=. -o out -- src/long.sh)
@@ -449,6 +463,9 @@ pub(crate) enum Kind {
     /// Containers on workers
     #[value(alias = "container")]
     Containers,
+    /// What runs leave to the next ones
+    #[value(alias = "cache")]
+    Caches,
 }
 
 /// `gantry list`
@@ -480,6 +497,17 @@ pub(crate) struct ShowArgs {
     /// Its id or, for a worker, its name
     #[arg(value_name = "ID")]
     pub(crate) id: String,
+}
+
+/// `gantry clear-cache`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+`gantry list caches` shows their names. What runs with a cache goes on with what it found, and leaves nothing. A cache that something else than \
+`gantry run` made is named by its id.")]
+pub(crate) struct ClearCacheArgs {
+    /// Names of caches of `gantry run`, or ids of any
+    #[arg(value_name = "CACHE", required = true)]
+    pub(crate) caches: Vec<String>,
 }
 
 /// `gantry gc`

@@ -112,6 +112,12 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
         }
         targets.push((name, directory, resolved));
     }
+    let mut names = HashSet::new();
+    for cache in &args.caches {
+        if !names.insert(cache.name.as_str()) {
+            bail!("two caches are called {:?}; give each a name of its own", cache.name);
+        }
+    }
     if let Some(trace) = &args.trace {
         file(trace).with_context(|| format!("the trace cannot be written into {trace:?}"))?;
         let resolved = resolve(trace);

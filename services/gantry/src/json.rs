@@ -149,6 +149,10 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
             "name": output.name,
             "path": text(&output.path),
         })).collect::<Vec<_>>(),
+        "caches": spec.caches.iter().map(|mount| json!({
+            "cache_id": mount.task_cache_id,
+            "path": text(&mount.path),
+        })).collect::<Vec<_>>(),
         "limits": {
             "cpu_millis": limits.cpu_millis,
             "memory_bytes": limits.memory_bytes,

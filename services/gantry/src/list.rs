@@ -18,7 +18,7 @@ use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, fields, plain, render};
-use crate::{set_aside, words};
+use crate::{caches, set_aside, words};
 
 /// `gantry list`
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
@@ -50,6 +50,12 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         Kind::Containers => {
             let containers = containers(connection, state("containers", wanted, words::inventory_state)?);
             table(containers, limit, as_json, json::container, CONTAINERS, container_row).await
+        }
+        Kind::Caches => {
+            if wanted.is_some() {
+                bail!("caches are not listed by their state");
+            }
+            caches::list(connection, limit, as_json).await
         }
     }
 }
@@ -86,6 +92,7 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
         Kind::Containers => {
             one(&container(connection, id).await?, as_json, json::container, container_fields)
         }
+        Kind::Caches => one(&caches::find(connection, id).await?, as_json, caches::json, caches::shown),
     }
 }
 
@@ -395,6 +402,10 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
     let published = |output: &rpc::pb::scheduler::PublishedOutput| {
         format!("{}: artifact {}, {}", plain(&output.name, 255), output.artifact_id, bytes(output.size_bytes))
     };
+    let cache = |mount: &rpc::pb::scheduler::CacheMount| {
+        let path = String::from_utf8_lossy(&mount.path);
+        format!("{}: cache {}", plain(&path, 255), mount.task_cache_id)
+    };
     let failure = workload.failure.as_ref();
     vec![
         ("id", workload.workload_id.clone()),
@@ -405,6 +416,7 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
         ("failure", failure.map(|failure| plain(&failure.message, 1000)).unwrap_or_default()),
         ("command", plain(&command(Some(&spec)), 1000)),
         ("inputs", spec.inputs.iter().map(input).collect::<Vec<_>>().join("\n")),
+        ("caches", spec.caches.iter().map(cache).collect::<Vec<_>>().join("\n")),
         ("outputs", workload.outputs.iter().map(published).collect::<Vec<_>>().join("\n")),
         ("worker", workload.whereabouts.as_ref().map(|there| there.worker_name.clone()).unwrap_or_default()),
         ("attempt", workload.whereabouts.as_ref().map(|there| there.attempt_id.clone()).unwrap_or_default()),

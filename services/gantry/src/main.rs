@@ -11,6 +11,7 @@
 mod addresses;
 mod args;
 mod attach;
+mod caches;
 mod cat;
 mod check;
 mod cluster;
@@ -199,6 +200,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Cat(args) => cat::cat(args, connection, as_json).await?,
         Command::List(args) => list::list(connection, args, as_json).await?,
         Command::Show(args) => list::show(connection, args, as_json).await?,
+        Command::ClearCache(args) => caches::clear(connection, args, as_json).await?,
         Command::Gc(args) => list::gc(connection, args, as_json).await?,
         Command::Adopt(args) => set_aside::adopt(connection, args, as_json).await?,
         Command::Purge(args) => set_aside::purge(connection, args, as_json).await?,

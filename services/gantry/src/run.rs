@@ -11,14 +11,15 @@ use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::{
-    Access, EnvironmentVariable, Finished, HostImage, Image, Input, Limits, Network, Output, OutputMode,
-    Privilege, PublishedOutput, StdinMode, SubmitRequest, WorkloadKind, WorkloadSpec,
+    Access, CacheMount, EnvironmentVariable, Finished, HostImage, Image, Input, Limits, Network, Output,
+    OutputMode, Privilege, PublishedOutput, StdinMode, SubmitRequest, WorkloadKind, WorkloadSpec,
     image::Source as ImageSource,
 };
 use serde_json::json;
 use tracing::{Instrument, info_span};
 
 use crate::args::RunArgs;
+use crate::caches;
 use crate::connect::{Connection, repeat};
 use crate::download::Downloader;
 use crate::error::Interrupted;
@@ -47,6 +48,8 @@ pub(crate) async fn run(
     }
     let spec = spec(args, &connection.team, ui)?;
     if args.explain {
+        let known = caches::known(connection, &args.caches).await?;
+        let spec = WorkloadSpec { caches: known, ..spec };
         // A directory is uploaded before it is known where it is, and makes no difference to who could run it.
         let there = args.inputs.iter().filter_map(|input| Some((input, taken(&input.source)?)));
         let spec = WorkloadSpec { inputs: there.map(spec_input).collect(), ..spec };
@@ -55,13 +58,14 @@ pub(crate) async fn run(
     let workload = WorkloadId::new();
 
     // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.
-    let (inputs, build) = tokio::select! {
+    let (inputs, build, caches) = tokio::select! {
         prepared = prepare(args, connection, ui, workload) => prepared?,
         code = signals.next() => return Err(Interrupted(code).into()),
     };
     let spec = WorkloadSpec {
         inputs: spec_inputs(args, &inputs),
         build_id: build.map(|build| build.to_string()).unwrap_or_default(),
+        caches,
         ..spec
     };
     tokio::select! {
@@ -125,8 +129,18 @@ fn forwards_stdin(args: &RunArgs) -> bool {
     !args.no_stdin && !args.detach && stdin::is_readable()
 }
 
-/// What is uploaded or taken, for each input; and the build that owns it, where there is anything to own.
+/// What is uploaded or taken, for each input; the build that owns it, where there is anything to own; and the caches, just asked for.
 async fn prepare(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    workload: WorkloadId,
+) -> anyhow::Result<(Vec<ArtifactId>, Option<BuildId>, Vec<CacheMount>)> {
+    let (inputs, build) = prepare_inputs(args, connection, ui, workload).await?;
+    Ok((inputs, build, caches::mounts(connection, &args.caches).await?))
+}
+
+async fn prepare_inputs(
     args: &RunArgs,
     connection: &Connection,
     ui: &Ui,
@@ -274,6 +288,7 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
         queue_timeout: args.queue_timeout.map(rpc::duration),
         run_timeout: args.timeout.map(rpc::duration),
         build_id: String::new(),
+        caches: Vec::new(),
     })
 }
 

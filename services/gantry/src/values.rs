@@ -36,6 +36,14 @@ pub(crate) struct OutputArg {
     pub(crate) directory: Option<PathBuf>,
 }
 
+/// `--cache`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CacheArg {
+    pub(crate) name: String,
+    /// Where it appears, absolute.
+    pub(crate) path: OsString,
+}
+
 /// `--env`
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Copied {
@@ -50,6 +58,10 @@ pub(crate) fn input_parser() -> impl TypedValueParser<Value = InputArg> {
 
 pub(crate) fn output_parser() -> impl TypedValueParser<Value = OutputArg> {
     OsStringValueParser::new().try_map(|text| output(&text))
+}
+
+pub(crate) fn cache_parser() -> impl TypedValueParser<Value = CacheArg> {
+    OsStringValueParser::new().try_map(|text| cache(&text))
 }
 
 pub(crate) fn environment_parser() -> impl TypedValueParser<Value = Copied> {
@@ -108,6 +120,18 @@ fn output(text: &OsStr) -> Result<OutputArg, String> {
             Ok(OutputArg { name: check_name(name)?, directory: Some(path(directory)) })
         }
     }
+}
+
+/// Parses `NAME=PATH`.
+fn cache(text: &OsStr) -> Result<CacheArg, String> {
+    let Some((name, path)) = split(text) else {
+        return Err("write NAME=PATH, such as cargo=/root/.cargo".to_owned());
+    };
+    if !path.starts_with(b"/") {
+        let path = String::from_utf8_lossy(path);
+        return Err(format!("{path:?} is not absolute: it is a path that the command sees"));
+    }
+    Ok(CacheArg { name: check_name(name)?, path: OsString::from_vec(path.to_vec()) })
 }
 
 /// Parses `K=V` or `K`.
@@ -248,6 +272,16 @@ mod tests {
         let odd = input(OsStr::from_bytes(b"src=\xff\n")).expect("any directory");
         assert_eq!(odd.source, Source::Directory(PathBuf::from(OsStr::from_bytes(b"\xff\n"))));
         assert!(input(OsStr::from_bytes(b"\xff=.")).is_err());
+    }
+
+    #[test]
+    fn caches_have_a_name_and_an_absolute_path() {
+        let parse = |text: &str| cache(OsStr::new(text));
+        let there = CacheArg { name: "cargo".to_owned(), path: OsString::from("/root/.cargo=x") };
+        assert_eq!(parse("cargo=/root/.cargo=x"), Ok(there));
+        for wrong in ["", "cargo", "=/x", "cargo=", "cargo=target", "a/b=/x", ".=/x"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@
 //! exists is found, what runs is waited for, and a process that was started is not started again, for its id is the attempt's. So does one
 //! that was refused because another session had begun, once it is let in again.
 //!
-//! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs are published only after the
+//! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs and caches are published only after the
 //! process has exited by itself and everything in its container is dead.
 
 use std::panic::AssertUnwindSafe;
@@ -16,7 +16,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::workload::{EnvironmentVariable, Exit, Failure, FailureReason, PublishedOutput, WorkloadSpec};
+use domain::workload::{
+    EnvironmentVariable, Exit, Failure, FailureReason, PublishedCache, PublishedOutput, WorkloadSpec,
+};
 use domain::{ArtifactId, AttemptId, Digest, LeaseId, VolumeHandle, WorkloadId, chain};
 use futures::FutureExt;
 use rpc::pb::artifacts as store;
@@ -33,6 +35,7 @@ use crate::retry::until_answered;
 use crate::trees::TreeError;
 use crate::worker::{StopWish, Worker};
 
+mod caches;
 mod inputs;
 
 use inputs::Prepared;
@@ -66,6 +69,7 @@ struct Finish {
     exit: Option<Exit>,
     failure: Option<Failure>,
     outputs: Vec<PublishedOutput>,
+    caches: Vec<PublishedCache>,
     started: Option<domain::Timestamp>,
 }
 
@@ -319,10 +323,11 @@ async fn carry_out(
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
     let mut finish = ended_finish(ended, Some(started), stop.borrow().is_some());
-    if publishable && !plan.outputs.is_empty() {
+    if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.set_phase(task.lease, pb::LeasePhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
-        let published = publish(worker, task, &plan, &prepared, &mut finish).instrument(publishing).await;
+        let published =
+            publish(worker, task, &plan, &prepared, &mut finish).instrument(publishing.clone()).await;
         match published {
             Ok(()) => {}
             // How the process ended is known all the same.
@@ -333,6 +338,7 @@ async fn carry_out(
             }
             Err(stopped) => return Err(stopped),
         }
+        finish.caches = caches::publish(worker, task, &plan, &prepared).instrument(publishing).await?;
     }
     Ok(finish)
 }
@@ -593,6 +599,7 @@ async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Fi
         failure: finish.failure.as_ref().map(rpc::failure),
         outputs: finish.outputs.iter().map(rpc::published_output).collect(),
         started_at: finish.started.map(rpc::timestamp),
+        caches: finish.caches.iter().map(rpc::published_cache).collect(),
     };
     let call = || {
         let (mut workloads, request) = (worker.workloads.clone(), request.clone());

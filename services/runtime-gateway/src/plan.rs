@@ -5,13 +5,14 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
 use domain::workload::{Bytes, Image, WorkloadSpec};
-use domain::{ArtifactId, WorkloadId};
+use domain::{ArtifactId, CacheId, WorkloadId};
 use rpc::pb::artifacts as store;
 
 /// What volumes an attempt needs, and where they appear.
 pub(crate) struct Plan {
     pub(crate) volumes: Vec<PlannedVolume>,
     pub(crate) outputs: Vec<PlannedOutput>,
+    pub(crate) caches: Vec<PlannedCache>,
     /// Index of the volume with the root file system. `None`: it is the worker's own.
     pub(crate) image: Option<usize>,
 }
@@ -20,6 +21,8 @@ pub(crate) struct PlannedVolume {
     pub(crate) name: String,
     pub(crate) purpose: store::VolumePurpose,
     pub(crate) from: Option<ArtifactId>,
+    /// The task cache with whose latest version it starts.
+    pub(crate) from_cache: Option<CacheId>,
     /// Whose image it starts with, of those that the worker brings along.
     pub(crate) resource_type: Option<String>,
     pub(crate) becomes: Option<ArtifactId>,
@@ -27,6 +30,30 @@ pub(crate) struct PlannedVolume {
     pub(crate) mount: Option<(Bytes, bool)>,
     /// Directories made in it before the start.
     pub(crate) directories: Vec<PathBuf>,
+}
+
+impl PlannedVolume {
+    /// One that starts empty, becomes nothing and appears nowhere.
+    pub(crate) fn new(name: impl Into<String>, purpose: store::VolumePurpose) -> Self {
+        Self {
+            name: name.into(),
+            purpose,
+            from: None,
+            from_cache: None,
+            resource_type: None,
+            becomes: None,
+            mount: None,
+            directories: Vec::new(),
+        }
+    }
+}
+
+pub(crate) struct PlannedCache {
+    pub(crate) cache: CacheId,
+    /// What it becomes, if it is changed.
+    pub(crate) artifact: ArtifactId,
+    /// Index of its volume.
+    pub(crate) volume: usize,
 }
 
 pub(crate) struct PlannedOutput {
@@ -48,28 +75,22 @@ impl Plan {
             let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
             Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
         };
-        let everything =
-            spec.inputs.iter().map(|input| &input.path).chain(spec.outputs.iter().map(|o| &o.path));
-        let workspace = everything.clone().any(|path| in_workspace(path).is_some());
-        if workspace {
+        let mut everything = spec
+            .inputs
+            .iter()
+            .map(|input| &input.path)
+            .chain(spec.outputs.iter().map(|output| &output.path))
+            .chain(spec.caches.iter().map(|cache| &cache.path));
+        if everything.any(|path| in_workspace(path).is_some()) {
             volumes.push(PlannedVolume {
-                name: "workspace".to_owned(),
-                purpose: store::VolumePurpose::Scratch,
-                from: None,
-                resource_type: None,
-                becomes: None,
                 mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
-                directories: Vec::new(),
+                ..PlannedVolume::new("workspace", store::VolumePurpose::Scratch)
             });
         }
         let image = |purpose, from, resource_type| PlannedVolume {
-            name: "image".to_owned(),
-            purpose,
             from,
             resource_type,
-            becomes: None,
-            mount: None,
-            directories: Vec::new(),
+            ..PlannedVolume::new("image", purpose)
         };
         let image = match &spec.image {
             Image::Host => None,
@@ -85,13 +106,9 @@ impl Plan {
                 continue;
             }
             volumes.push(PlannedVolume {
-                name: format!("input/{}", input.name),
-                purpose: store::VolumePurpose::Input,
                 from: Some(input.artifact),
-                resource_type: None,
-                becomes: None,
                 mount: Some((input.path.clone(), input.read_only)),
-                directories: Vec::new(),
+                ..PlannedVolume::new(format!("input/{}", input.name), store::VolumePurpose::Input)
             });
         }
         for output in &spec.outputs {
@@ -111,16 +128,24 @@ impl Plan {
                 taken_from: taken_from.clone(),
             });
             volumes.push(PlannedVolume {
-                name: format!("output/{}", output.name),
-                purpose: store::VolumePurpose::Output,
                 from: input.map(|input| input.artifact),
-                resource_type: None,
                 becomes: Some(artifact),
                 mount: taken_from.is_none().then(|| (output.path.clone(), false)),
-                directories: Vec::new(),
+                ..PlannedVolume::new(format!("output/{}", output.name), store::VolumePurpose::Output)
             });
         }
-        Self { volumes, outputs, image }
+        let mut caches = Vec::with_capacity(spec.caches.len());
+        for mount in &spec.caches {
+            let artifact = workload.cache_artifact(mount.cache);
+            caches.push(PlannedCache { cache: mount.cache, artifact, volume: volumes.len() });
+            volumes.push(PlannedVolume {
+                from_cache: Some(mount.cache),
+                becomes: Some(artifact),
+                mount: Some((mount.path.clone(), false)),
+                ..PlannedVolume::new(format!("cache/{}", mount.cache), store::VolumePurpose::Output)
+            });
+        }
+        Self { volumes, outputs, caches, image }
     }
 }
 
@@ -162,6 +187,7 @@ mod tests {
             queue_timeout: None,
             run_timeout: None,
             build: None,
+            caches: Vec::new(),
         }
     }
 
@@ -187,6 +213,25 @@ mod tests {
                 assert!(scratch.directories.is_empty());
             }
         }
+    }
+
+    #[test]
+    fn a_cache_is_a_mount_that_starts_with_its_latest_version_and_becomes_the_next() {
+        let (workload, [near, far]) = (WorkloadId::new(), [CacheId::new(), CacheId::new()]);
+        let mount = |cache, path: &str| domain::workload::CacheMount { cache, path: path.into() };
+        let caches = vec![mount(near, "/workspace/target"), mount(far, "/root/.cargo")];
+        let plan =
+            Plan::new(&WorkloadSpec { inputs: vec![], outputs: vec![], caches, ..spec() }, workload, true);
+        assert_eq!(plan.volumes[0].name, "workspace", "one of them is in it");
+        for (planned, (cache, path)) in
+            plan.caches.iter().zip([(near, "/workspace/target"), (far, "/root/.cargo")])
+        {
+            let volume = &plan.volumes[planned.volume];
+            assert_eq!((volume.from_cache, volume.from, planned.cache), (Some(cache), None, cache));
+            assert_eq!(volume.becomes, Some(workload.cache_artifact(cache)));
+            assert_eq!(volume.mount, Some((path.into(), false)));
+        }
+        assert_ne!(plan.caches[0].artifact, plan.caches[1].artifact);
     }
 
     #[test]

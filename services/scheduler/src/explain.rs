@@ -81,7 +81,12 @@ pub(crate) async fn spec(
     let locations = artifacts
         .into_iter()
         .map(|artifact| located.remove(&artifact).ok_or(ExplainError::InputUnavailable(artifact)));
-    let locations = locations.collect::<Result<Vec<_>, _>>()?;
+    let mut locations = locations.collect::<Result<Vec<_>, _>>()?;
+    if !spec.caches.is_empty() {
+        let caches = spec.caches.iter().map(|mount| mount.cache);
+        let found = store.locate_caches(&spec.team, caches).await.map_err(ExplainError::NotLocated)?;
+        locations.extend(found);
+    }
 
     let mut known = workers::for_placement(db).await?;
     let ahead = dispatch::ahead(db, None, &mut known).await?;

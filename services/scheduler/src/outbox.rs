@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use domain::workload::{Outcome, OutputOwner, PublishedOutput};
+use domain::workload::{Outcome, OutputOwner, PublishedCache, PublishedOutput};
 use domain::{ArtifactId, AttemptId, BuildId, Timestamp, WorkloadId};
 use rpc::Reason;
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
@@ -52,12 +52,16 @@ pub(crate) struct Settlement {
     /// What comes to own single outputs.
     #[serde(default)]
     pub(crate) owners: Vec<(ArtifactId, OutputOwner)>,
+    /// What was left in task caches, which alone come to own it.
+    #[serde(default)]
+    pub(crate) caches: Vec<PublishedCache>,
 }
 
 impl Settlement {
     /// Of a workload that nobody remembers: nothing is kept of it.
     pub(crate) fn unknown(team: String) -> Self {
-        Self { team, attempt: None, outputs: vec![], build: None, outcome: Outcome::Errored, owners: vec![] }
+        let outcome = Outcome::Errored;
+        Self { team, attempt: None, outputs: vec![], build: None, outcome, owners: vec![], caches: vec![] }
     }
 }
 
@@ -210,10 +214,12 @@ async fn deliver_once(scheduler: &Scheduler, parcel: &mut Parcel) -> Result<(), 
         match (answer, &mut parcel.message) {
             (Ok(()), _) => break,
             (Err(refusal), Message::Settle(settlement))
-                if refusal.is(Reason::CandidateMissing) && !settlement.outputs.is_empty() =>
+                if refusal.is(Reason::CandidateMissing)
+                    && !(settlement.outputs.is_empty() && settlement.caches.is_empty()) =>
             {
                 tracing::warn!(workload.id = %parcel.workload, error = %refusal, "settling without outputs");
                 settlement.outputs.clear();
+                settlement.caches.clear();
                 settlement.outcome = Outcome::Errored;
                 let parcel = &*parcel;
                 scheduler.db.write(async |txn| workloads::lose_outputs(&txn, parcel).await).await?;

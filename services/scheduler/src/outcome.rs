@@ -1,7 +1,7 @@
 //! Outcomes: what an attempt's end means for its workload. Pure.
 
 use domain::Timestamp;
-use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedOutput};
+use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput};
 use serde::{Deserialize, Serialize};
 
 use crate::entity::lease::StopReason;
@@ -13,6 +13,9 @@ pub(crate) struct Ending {
     pub(crate) exit: Option<Exit>,
     pub(crate) failure: Option<Failure>,
     pub(crate) outputs: Vec<PublishedOutput>,
+    /// What was left in task caches.
+    #[serde(default)]
+    pub(crate) caches: Vec<PublishedCache>,
 }
 
 /// How an attempt ended.
@@ -32,6 +35,7 @@ pub(crate) struct Report {
     pub(crate) exit: Option<Exit>,
     pub(crate) failure: Option<Failure>,
     pub(crate) outputs: Vec<PublishedOutput>,
+    pub(crate) caches: Vec<PublishedCache>,
     pub(crate) started_at: Option<Timestamp>,
 }
 
@@ -53,7 +57,13 @@ impl Ending {
     /// It could not be run.
     pub(crate) fn errored(reason: FailureReason, message: &str) -> Self {
         let failure = Failure { reason, message: message.to_owned() };
-        Self { outcome: Outcome::Errored, exit: None, failure: Some(failure), outputs: vec![] }
+        Self {
+            outcome: Outcome::Errored,
+            exit: None,
+            failure: Some(failure),
+            outputs: vec![],
+            caches: vec![],
+        }
     }
 
     /// It waited for too long.
@@ -87,7 +97,7 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
             Some((FailureReason::StartUnknown, "its worker does not know whether it started")),
         ),
     };
-    let Report { exit, failure, outputs, started_at: _ } = report;
+    let Report { exit, failure, outputs, caches, started_at: _ } = report;
 
     match stop {
         Some(StopReason::Cancelled) => return Next::End(Ending { exit, ..Ending::aborted() }),
@@ -109,7 +119,8 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
         (Some(Exit::Code(0)), Some(_)) => Outcome::Errored,
         (Some(_), _) => Outcome::Failed,
         (None, Some(_)) => {
-            return Next::End(Ending { outcome: Outcome::Errored, exit, failure, outputs: vec![] });
+            let (outputs, caches) = (vec![], vec![]);
+            return Next::End(Ending { outcome: Outcome::Errored, exit, failure, outputs, caches });
         }
         (None, None) => {
             return Next::End(Ending::errored(
@@ -118,13 +129,13 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
             ));
         }
     };
-    Next::End(Ending { outcome, exit, failure, outputs })
+    Next::End(Ending { outcome, exit, failure, outputs, caches })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use domain::{Digest, WorkloadId};
+    use domain::{CacheId, Digest, WorkloadId};
 
     fn report(exit: Option<Exit>, failure: Option<FailureReason>) -> AttemptEnd {
         let output = PublishedOutput {
@@ -134,10 +145,13 @@ mod tests {
             digest: Digest([0; 32]),
             entries: 1,
         };
+        let cache =
+            PublishedCache { cache: CacheId::new(), artifact: output.artifact, digest: output.digest };
         AttemptEnd::Reported(Report {
             exit,
             failure: failure.map(|reason| Failure { reason, message: String::new() }),
             outputs: vec![output],
+            caches: vec![cache],
             started_at: None,
         })
     }
@@ -151,6 +165,7 @@ mod tests {
             Next::Again => (None, None, 0),
             Next::End(ending) => {
                 let reason = ending.failure.map(|failure| failure.reason);
+                assert_eq!(ending.outputs.len(), ending.caches.len(), "caches are kept as outputs are");
                 (Some(ending.outcome), reason, ending.outputs.len())
             }
         }

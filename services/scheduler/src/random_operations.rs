@@ -111,6 +111,7 @@ fn spec() -> WorkloadSpec {
         queue_timeout: Some(Duration::from_secs(3600)),
         run_timeout: Some(Duration::from_secs(5)),
         build: None,
+        caches: vec![],
     }
 }
 

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use domain::workload::Outcome;
-use domain::{ArtifactId, AttemptId, Timestamp, WorkloadId};
+use domain::workload::{Outcome, OutputOwner};
+use domain::{ArtifactId, AttemptId, CacheId, Timestamp, WorkloadId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::artifacts::pins_client::PinsClient;
 use rpc::{Peer, Refusal};
 use tonic::Request;
@@ -23,6 +24,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 pub(crate) struct Store {
     pins: PinsClient<Peer>,
     artifacts: ArtifactsClient<Peer>,
+    caches: CachesClient<Peer>,
 }
 
 /// A workload that the store keeps something for.
@@ -42,10 +44,14 @@ fn within<T>(message: T) -> Request<T> {
 impl Store {
     /// The store behind `peer`.
     pub(crate) fn new(peer: Peer) -> Self {
-        Self { pins: PinsClient::new(peer.clone()), artifacts: ArtifactsClient::new(peer) }
+        Self {
+            pins: PinsClient::new(peer.clone()),
+            artifacts: ArtifactsClient::new(peer.clone()),
+            caches: CachesClient::new(peer),
+        }
     }
 
-    /// Pins what a workload uses, and answers where they are.
+    /// Pins what a workload uses, and answers where that is, and the latest versions of its caches.
     pub(crate) async fn pin(&self, submission: &Submission) -> Result<Vec<Location>, Refusal> {
         let spec = &submission.spec;
         let request = pb::PinRequest {
@@ -53,9 +59,10 @@ impl Store {
             team: spec.team.clone(),
             artifact_ids: spec.artifacts().iter().map(ToString::to_string).collect(),
             build_id: spec.build.map(|build| build.to_string()).unwrap_or_default(),
+            task_cache_ids: spec.caches.iter().map(|mount| mount.cache.to_string()).collect(),
         };
         let answer = self.pins.clone().pin(within(request)).await?.into_inner();
-        Ok(answer.locations.iter().map(location).collect())
+        Ok(answer.locations.iter().chain(&answer.task_cache_locations).map(location).collect())
     }
 
     /// Where these artifacts are, without pinning them. Those that could not be pinned are left out.
@@ -76,6 +83,20 @@ impl Store {
         Ok(located.filter_map(|found| Some((found.artifact_id.parse().ok()?, location(found)))).collect())
     }
 
+    /// Where the latest versions of these caches are, of those that have some and are the team's.
+    pub(crate) async fn locate_caches(
+        &self,
+        team: &str,
+        caches: impl Iterator<Item = CacheId>,
+    ) -> Result<Vec<Location>, Refusal> {
+        let request = pb::LocateCachesRequest {
+            team: team.to_owned(),
+            cache_ids: caches.map(|cache| cache.to_string()).collect(),
+        };
+        let answer = self.caches.clone().locate_caches(within(request)).await?.into_inner();
+        Ok(answer.locations.iter().filter_map(|found| Some(location(found.location.as_ref()?))).collect())
+    }
+
     /// Ends a workload for good.
     pub(crate) async fn settle(&self, workload: WorkloadId, settlement: &Settlement) -> Result<(), Refusal> {
         let outputs = settlement.outputs.iter().map(|output| pb::SettledOutput {
@@ -88,6 +109,14 @@ impl Store {
                 .filter(|(artifact, _)| *artifact == output.artifact)
                 .map(|(_, owner)| rpc::owner::settled(*owner))
                 .collect(),
+            for_owners_only: false,
+        });
+        let caches = settlement.caches.iter().map(|left| pb::SettledOutput {
+            artifact_id: left.artifact.to_string(),
+            digest: left.digest.as_bytes().to_vec().into(),
+            label: "task cache".to_owned(),
+            owners: vec![rpc::owner::settled(OutputOwner::TaskCache(left.cache))],
+            for_owners_only: true,
         });
         let status = match settlement.outcome {
             Outcome::Succeeded => pb::BuildStatus::Succeeded,
@@ -99,7 +128,7 @@ impl Store {
             holder_id: workload.to_string(),
             team: settlement.team.clone(),
             attempt_id: settlement.attempt.map(|attempt| attempt.to_string()).unwrap_or_default(),
-            outputs: outputs.collect(),
+            outputs: outputs.chain(caches).collect(),
             build_id: settlement.build.map(|build| build.to_string()).unwrap_or_default(),
             status: status.into(),
         };

@@ -93,7 +93,7 @@ impl Submission {
 
     /// Whether something must be pinned in the artifact store before it may be queued.
     pub(crate) fn pins(&self) -> bool {
-        !self.spec.artifacts().is_empty() || self.spec.build.is_some()
+        !self.spec.artifacts().is_empty() || !self.spec.caches.is_empty() || self.spec.build.is_some()
     }
 
     /// Its row, which is in no database yet.
@@ -274,8 +274,9 @@ pub(crate) async fn conclude(
     let mut awaited = false;
     if row.settles {
         let spec = spec(&row)?;
-        // Nobody waits for outputs of what never ran, nor for pins to be dropped.
-        awaited = attempt.is_some() && (!spec.outputs.is_empty() || spec.build.is_some());
+        // Nobody waits for outputs of what never ran, nor for pins to be dropped. Who runs next finds what was left in a cache.
+        awaited = attempt.is_some()
+            && (!spec.outputs.is_empty() || spec.build.is_some() || !ending.caches.is_empty());
         let settlement = Settlement {
             team: row.team.clone(),
             attempt,
@@ -283,6 +284,7 @@ pub(crate) async fn conclude(
             build: spec.build,
             outcome: ending.outcome,
             owners: spec.owners_of(&ending.outputs),
+            caches: ending.caches.clone(),
         };
         outbox::put(txn, id, Message::Settle(settlement), now, effects).await?;
     } else if let Some(attempt) = attempt {
@@ -320,7 +322,7 @@ pub(crate) async fn settled(
     finish(txn, row, ending, now, effects).await
 }
 
-/// The artifact store lacks an output: the workload and its parcel go on without outputs.
+/// The artifact store lacks an output: the workload and its parcel go on without outputs, and leave nothing in caches.
 pub(crate) async fn lose_outputs(txn: &DatabaseTransaction, parcel: &Parcel) -> Result<(), DbErr> {
     outbox::replace(txn, parcel.id, &parcel.message).await?;
     let row = lock(txn, parcel.workload).await?.filter(|row| row.state == State::Settling);
@@ -445,6 +447,14 @@ async fn end_attempt(
                     && output.artifact == id.output_artifact(&output.name);
                 if !known {
                     tracing::warn!(workload.id = %id, output = output.name, "dropping an output that was not asked for");
+                }
+                known
+            });
+            report.caches.retain(|left| {
+                let known = spec.caches.iter().any(|mount| mount.cache == left.cache)
+                    && left.artifact == id.cache_artifact(left.cache);
+                if !known {
+                    tracing::warn!(workload.id = %id, cache.id = %left.cache, "dropping what was left in a cache that it does not use");
                 }
                 known
             });
@@ -710,6 +720,7 @@ pub(crate) fn settlement_of_finished(row: &Model) -> Result<Option<Settlement>, 
         build: spec(row)?.build,
         outcome: ending.outcome,
         owners: vec![],
+        caches: vec![],
     }))
 }
 

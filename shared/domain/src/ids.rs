@@ -97,6 +97,13 @@ impl WorkloadId {
     pub fn output_artifact(self, name: &str) -> ArtifactId {
         ArtifactId(Uuid::new_v5(&self.0, name.as_bytes()))
     }
+
+    /// The artifact that what it leaves in a task cache becomes. The same for every attempt.
+    #[must_use]
+    pub fn cache_artifact(self, cache: CacheId) -> ArtifactId {
+        // No output has a slash in its name.
+        self.output_artifact(&format!("cache/{cache}"))
+    }
 }
 
 #[cfg(test)]

@@ -51,6 +51,8 @@ pub struct WorkloadSpec {
     pub run_timeout: Option<Duration>,
     /// The build that comes to own its outputs.
     pub build: Option<BuildId>,
+    /// Task caches that it finds as directories, each once; paths are absolute.
+    pub caches: Vec<CacheMount>,
 }
 
 impl WorkloadSpec {
@@ -156,6 +158,23 @@ pub struct Output {
     pub owners: Vec<OutputOwner>,
 }
 
+/// A task cache that a workload finds as a directory, and leaves to the next one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheMount {
+    /// The cache.
+    pub cache: CacheId,
+    /// Where it appears, absolute.
+    pub path: Bytes,
+}
+
+impl CacheMount {
+    /// What it is called, for people.
+    #[must_use]
+    pub fn name(&self) -> String {
+        format!("cache {}", String::from_utf8_lossy(&self.path))
+    }
+}
+
 /// What comes to own an output, if it is there by then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -242,6 +261,17 @@ pub struct PublishedOutput {
     pub digest: Digest,
     /// Entries, the root not counted.
     pub entries: u64,
+}
+
+/// What a process left in a task cache, whose bytes are final.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PublishedCache {
+    /// The cache.
+    pub cache: CacheId,
+    /// The artifact.
+    pub artifact: ArtifactId,
+    /// Digest of its tree.
+    pub digest: Digest,
 }
 
 macro_rules! failure_reasons {

@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedOutput};
+use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput};
 use domain::{Digest, Timestamp};
 use tonic::Status;
 
@@ -162,6 +162,25 @@ pub fn published_output(output: &PublishedOutput) -> pb::PublishedOutput {
         digest: output.digest.as_bytes().to_vec().into(),
         entries: output.entries,
     }
+}
+
+/// What was left in a task cache, on the wire.
+#[must_use]
+pub fn published_cache(cache: &PublishedCache) -> pb::PublishedCache {
+    pb::PublishedCache {
+        task_cache_id: cache.cache.to_string(),
+        artifact_id: cache.artifact.to_string(),
+        digest: cache.digest.as_bytes().to_vec().into(),
+    }
+}
+
+/// What was left in a task cache, from the wire.
+pub fn parse_published_cache(field: &str, cache: pb::PublishedCache) -> Result<PublishedCache, Status> {
+    Ok(PublishedCache {
+        cache: parse_id(&format!("{field}.task_cache_id"), &cache.task_cache_id)?,
+        artifact: parse_id(&format!("{field}.artifact_id"), &cache.artifact_id)?,
+        digest: parse_digest(&format!("{field}.digest"), &cache.digest)?,
+    })
 }
 
 /// An output, from the wire.

@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use domain::workload::{
-    Bytes, EnvironmentVariable, Image, Input, Limits, Network, Output, OutputMode, Stdin, WorkloadSpec,
+    Bytes, CacheMount, EnvironmentVariable, Image, Input, Limits, Network, Output, OutputMode, OutputOwner,
+    Stdin, WorkloadSpec,
 };
 use prost::Message;
 use tonic::Status;
@@ -30,6 +31,8 @@ pub const MOST_PIDS: u64 = (1 << 22) - 1;
 /// Most bytes of a spec, encoded: a worker is told the specs of all its leases in one message.
 const MAX_BYTES: usize = 1 << 20;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
+/// Most task caches of a spec.
+const MOST_CACHES: usize = 100;
 
 /// Validates a spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
@@ -66,8 +69,11 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         directory => absolute("spec.directory", directory, DEFAULT_DIRECTORY)?,
     };
     let inputs = parse_inputs(spec.inputs, &directory)?;
-    let outputs = parse_outputs(spec.outputs, &directory)?;
-    check_paths(&inputs, &outputs)?;
+    // A cache is named once, whether it is found as a directory or owns an output.
+    let mut owners = HashSet::new();
+    let caches = parse_caches(spec.caches, &mut owners)?;
+    let outputs = parse_outputs(spec.outputs, &directory, &mut owners)?;
+    check_paths(&inputs, &outputs, &caches)?;
 
     Ok(WorkloadSpec {
         team: parse_team("spec.team", spec.team)?,
@@ -100,6 +106,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         queue_timeout: parse_duration("spec.queue_timeout", spec.queue_timeout)?,
         run_timeout: parse_duration("spec.run_timeout", spec.run_timeout)?,
         build: parse_optional_id("spec.build_id", &spec.build_id)?,
+        caches,
     })
 }
 
@@ -173,6 +180,11 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         queue_timeout: spec.queue_timeout.map(duration),
         run_timeout: spec.run_timeout.map(duration),
         build_id: spec.build.map(|build| build.to_string()).unwrap_or_default(),
+        caches: spec
+            .caches
+            .iter()
+            .map(|mount| pb::CacheMount { task_cache_id: mount.cache.to_string(), path: bytes(&mount.path) })
+            .collect(),
     }
 }
 
@@ -232,17 +244,44 @@ fn parse_inputs(inputs: Vec<pb::Input>, directory: &[u8]) -> Result<Vec<Input>, 
     Ok(parsed)
 }
 
-fn parse_outputs(outputs: Vec<pb::Output>, directory: &[u8]) -> Result<Vec<Output>, Status> {
-    let (mut names, mut caches) = (HashSet::new(), HashSet::new());
+/// `named`: caches that are named elsewhere.
+fn parse_outputs(
+    outputs: Vec<pb::Output>,
+    directory: &[u8],
+    named: &mut HashSet<OutputOwner>,
+) -> Result<Vec<Output>, Status> {
+    let mut names = HashSet::new();
     let mut parsed = Vec::with_capacity(outputs.len());
     for (index, output) in outputs.into_iter().enumerate() {
         let field = format!("spec.outputs[{index}]");
         check_name(&field, &output.name, &mut names)?;
         parsed.push(Output {
             path: mount_path(&field, &output.path, &output.name, directory)?,
-            owners: owner::parse_submitted(&format!("{field}.owners"), output.owners, &mut caches)?,
+            owners: owner::parse_submitted(&format!("{field}.owners"), output.owners, named)?,
             name: output.name,
         });
+    }
+    Ok(parsed)
+}
+
+fn parse_caches(
+    caches: Vec<pb::CacheMount>,
+    named: &mut HashSet<OutputOwner>,
+) -> Result<Vec<CacheMount>, Status> {
+    if caches.len() > MOST_CACHES {
+        return Err(invalid_field("spec.caches", format!("must be at most {MOST_CACHES}")));
+    }
+    let mut parsed = Vec::with_capacity(caches.len());
+    for (index, mount) in caches.into_iter().enumerate() {
+        let field = format!("spec.caches[{index}]");
+        let cache = parse_id(&format!("{field}.task_cache_id"), &mount.task_cache_id)?;
+        if !named.insert(OutputOwner::TaskCache(cache)) {
+            return Err(invalid_field(format!("{field}.task_cache_id"), "is given twice"));
+        }
+        if !mount.path.starts_with(b"/") {
+            return Err(invalid_field(format!("{field}.path"), "must be absolute"));
+        }
+        parsed.push(CacheMount { cache, path: mount_path(&field, &mount.path, "", b"/")? });
     }
     Ok(parsed)
 }
@@ -321,15 +360,17 @@ fn absolute(field: &str, path: &[u8], base: &[u8]) -> Result<Bytes, Status> {
     Ok(normal)
 }
 
-/// No path lies below another; an output may share the path of a copy-on-write input.
-fn check_paths(inputs: &[Input], outputs: &[Output]) -> Result<(), Status> {
+/// No path lies below another, and none is another's; but an output may share the path of a copy-on-write input.
+fn check_paths(inputs: &[Input], outputs: &[Output], caches: &[CacheMount]) -> Result<(), Status> {
     let below = |path: &[u8], other: &[u8]| {
         path.strip_prefix(other).is_some_and(|rest| rest.starts_with(b"/")) || other == b"/"
     };
+    let path = |mount: &CacheMount| String::from_utf8_lossy(&mount.path).into_owned();
     let all: Vec<_> = inputs
         .iter()
-        .map(|input| ("input", &input.name, &input.path, input.read_only))
-        .chain(outputs.iter().map(|output| ("output", &output.name, &output.path, false)))
+        .map(|input| ("input", input.name.clone(), &input.path, input.read_only))
+        .chain(outputs.iter().map(|output| ("output", output.name.clone(), &output.path, false)))
+        .chain(caches.iter().map(|mount| ("cache", path(mount), &mount.path, false)))
         .collect();
     for (index, (kind, name, path, _)) in all.iter().enumerate() {
         for (other_kind, other_name, other_path, other_read_only) in &all[..index] {
@@ -338,7 +379,7 @@ fn check_paths(inputs: &[Input], outputs: &[Output]) -> Result<(), Status> {
                 Err(invalid_field(format!("spec.{kind}s"), text))
             };
             if path == other_path {
-                if kind == other_kind {
+                if kind == other_kind || *kind == "cache" {
                     return clash("has the path of");
                 }
                 if *other_read_only {
@@ -450,6 +491,51 @@ mod tests {
         assert!(refusal(pb::WorkloadSpec { command: vec![], ..spec() }).contains("names no program"));
         assert!(refusal(pb::WorkloadSpec { stdin: 0, ..spec() }).contains("is required"));
         assert!(refusal(pb::WorkloadSpec { stdin: 99, ..spec() }).contains("99"));
+    }
+
+    #[test]
+    fn caches_are_absolute_and_beside_everything_else() {
+        let cache = |path: &[u8]| pb::CacheMount {
+            task_cache_id: domain::CacheId::new().to_string(),
+            path: bytes::Bytes::copy_from_slice(path),
+        };
+        let with = |caches: Vec<pb::CacheMount>| pb::WorkloadSpec {
+            inputs: vec![input("src", b"", pb::Access::CopyOnWrite)],
+            outputs: vec![output("out", b"")],
+            caches,
+            ..spec()
+        };
+        let parsed =
+            parse(with(vec![cache(b"/root//.cargo/."), cache(b"/workspace/target")])).expect("valid");
+        assert_eq!(parsed.caches[0].path, b"/root/.cargo");
+        assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+        for (path, why) in [
+            (&b""[..], "absolute"),
+            (b"target", "absolute"),
+            (b"/", "root"),
+            (b"/a/../b", ".."),
+            (b"/a\0b", "NUL"),
+            (b"/workspace/src", "has the path of input"),
+            (b"/workspace/out", "has the path of output"),
+            (b"/workspace/src/target", "lies below input"),
+            (b"/workspace", "lies above input"),
+        ] {
+            let said = refusal(with(vec![cache(path)]));
+            assert!(said.contains(why), "{said}");
+        }
+        assert!(refusal(with(vec![cache(b"/a"), cache(b"/a")])).contains("has the path of cache"));
+        assert!(refusal(with(vec![cache(b"/a"), cache(b"/a/b")])).contains("lies below cache"));
+        let one = cache(b"/a");
+        let again = pb::CacheMount { path: b"/b".as_slice().into(), ..one.clone() };
+        assert!(refusal(with(vec![one.clone(), again])).contains("given twice"));
+        let owner = domain::workload::OutputOwner::TaskCache(one.task_cache_id.parse().expect("an id"));
+        let owned = pb::Output { owners: vec![owner::submitted(owner)], ..output("out", b"") };
+        let both = pb::WorkloadSpec { outputs: vec![owned], ..with(vec![one]) };
+        assert!(refusal(both).contains("named once"));
+        let unnamed = pb::CacheMount { task_cache_id: "x".to_owned(), path: b"/a".as_slice().into() };
+        assert!(refusal(with(vec![unnamed])).contains("spec.caches[0].task_cache_id"));
+        let many = (0..=MOST_CACHES).map(|index| cache(format!("/{index}").as_bytes()));
+        assert!(refusal(with(many.collect())).contains("at most 100"));
     }
 
     #[test]

@@ -94,6 +94,7 @@ fn spec() -> scheduler::WorkloadSpec {
         queue_timeout: duration(0, 0),
         run_timeout: duration(3600, 500_000_000),
         build_id: text(ID),
+        caches: vec![CacheMount { task_cache_id: text(ID), path: bytes(b"/cache/\xff") }],
     }
 }
 

@@ -73,6 +73,11 @@ pub enum VolumeSource {
     },
     /// It starts with the image that the worker brings along for the resource type of this name.
     ResourceType(String),
+    /// It is a copy of all that is in `original` now, which nobody writes to meanwhile, and needs neither that nor its parents.
+    Copy {
+        /// The volume whose contents it has.
+        original: VolumeHandle,
+    },
 }
 
 /// A volume in a container.
@@ -169,8 +174,8 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Makes a volume.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent does not exist, [`RuntimeError::Unsupported`] without such a resource type,
-    /// [`RuntimeError::DiskFull`].
+    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent or the original does not exist, [`RuntimeError::Unsupported`] without such a
+    /// resource type, [`RuntimeError::DiskFull`].
     async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError>;
 
     /// How the bytes of a volume are reached.

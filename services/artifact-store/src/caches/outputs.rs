@@ -1,11 +1,11 @@
-//! Caches that come to own what a workload made, in the transaction that seals it.
+//! Caches that come to own what a workload made, and those that it used, in the transaction that seals it.
 //!
 //! A maker that lost its claim, and who publishes to a task cache that is gone, publish nothing; whatever else owns the output is not concerned.
 
 use std::time::Duration;
 
 use domain::workload::OutputOwner;
-use domain::{ArtifactId, Timestamp};
+use domain::{ArtifactId, Timestamp, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
@@ -16,14 +16,15 @@ use crate::entity::artifact;
 /// An output, and what shall own it.
 pub(crate) type Owned = (OutputOwner, ArtifactId);
 
-/// Gives caches of `team` their outputs, which the caller has just made, sealed. Answers those that are not to be had. Builds are the caller's
-/// business.
+/// Gives caches of `team` their outputs, which the caller has just made, sealed, and ends the uses of task caches by their maker. Answers those that
+/// are not to be had. Builds are the caller's business.
 ///
 /// The rows of caches are locked in the order of their ids, those of claims first; what they owned before, after all of them: so two who settle
 /// with the same caches do not wait for one another.
 pub(crate) async fn give(
     txn: &DatabaseTransaction,
     team: &str,
+    maker: WorkloadId,
     owned: impl IntoIterator<Item = Owned>,
     now: Timestamp,
     ttl: Duration,
@@ -34,34 +35,36 @@ pub(crate) async fn give(
         (is_task_cache, *owner)
     });
     let (mut given, mut before, mut missing) = (Vec::new(), Vec::new(), Vec::new());
+    let first_task_cache = owned.partition_point(|(owner, _)| !matches!(owner, OutputOwner::TaskCache(_)));
+    let of_task_caches = owned.split_off(first_task_cache);
     for (owner, artifact) in owned {
-        let found = match owner {
-            OutputOwner::Build(_) => continue,
-            OutputOwner::ResourceCache(claim) => {
-                match resource::lock_being_made(txn, team, claim, now).await? {
-                    Some(row) => {
-                        resource::make_ready(txn, row.cache_id, artifact, now, ttl).await?;
-                        Some(None)
-                    }
-                    None => None,
-                }
-            }
-            OutputOwner::TaskCache(cache) => match task::lock(txn, team, cache).await? {
-                Some(row) => {
-                    task::set_version(txn, cache, artifact, now).await?;
-                    Some(row.artifact_id)
-                }
-                None => None,
-            },
-        };
-        match found {
-            Some(owned_before) => {
+        let OutputOwner::ResourceCache(claim) = owner else { continue };
+        match resource::lock_being_made(txn, team, claim, now).await? {
+            Some(row) => {
+                resource::make_ready(txn, row.cache_id, artifact, now, ttl).await?;
                 given.push(artifact.uuid());
-                before.extend(owned_before);
             }
             None => missing.push((owner, artifact)),
         }
     }
+    let used = task::used_by(txn, maker).await?;
+    let named = of_task_caches.iter().filter_map(|(owner, _)| match owner {
+        OutputOwner::TaskCache(cache) => Some(cache.uuid()),
+        _ => None,
+    });
+    let known = task::lock_all(txn, team, named.chain(used.iter().copied()).collect()).await?;
+    for (owner, artifact) in of_task_caches {
+        let OutputOwner::TaskCache(cache) = owner else { continue };
+        match known.get(&cache.uuid()) {
+            Some(row) => {
+                task::set_version(txn, cache, artifact, now).await?;
+                given.push(artifact.uuid());
+                before.extend(row.artifact_id);
+            }
+            None => missing.push((owner, artifact)),
+        }
+    }
+    task::end_uses(txn, maker, &used, now).await?;
     had_owner(txn, given).await?;
     let_go(txn, before, now).await?;
     Ok(missing)

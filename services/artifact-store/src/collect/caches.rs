@@ -1,6 +1,7 @@
 //! Caches: gone when they were unused for long, or were not made.
 
 use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use domain::Timestamp;
 use sea_orm::sea_query::{CaseStatement, Expr, LockBehavior, LockType};
@@ -8,7 +9,7 @@ use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
 use uuid::Uuid;
 
 use super::{Batch, LATER, Look, Settings, lock_due, look_next};
-use crate::caches::resource;
+use crate::caches::{resource, task};
 use crate::entity::{artifact, resource_cache, task_cache};
 use crate::facts;
 use crate::rules::{LetsGo, Uses};
@@ -86,11 +87,17 @@ pub(super) async fn look_at_task_caches(
     if due.is_empty() {
         return Ok(Batch::default());
     }
+    let ids: Vec<_> = due.iter().map(|row| row.cache_id).collect();
+    let in_use = task::in_use(txn, &ids).await?;
     let mut looks = Vec::new();
     let mut over = Vec::new();
     for row in &due {
-        match row.lets_go() {
-            LetsGo::NotYet => looks.push((row.cache_id, Look::Later)),
+        match row.lets_go(in_use.contains(&row.cache_id)) {
+            // Whenever the use ends, the cache cannot be unused for long any earlier.
+            LetsGo::NotYet => {
+                let ttl = Duration::from_micros(u64::try_from(row.ttl).unwrap_or(0));
+                looks.push((row.cache_id, Look::At(now + Ord::max(ttl, LATER))));
+            }
             LetsGo::At(at) if at > now => looks.push((row.cache_id, Look::At(at))),
             LetsGo::At(_) => over.push((row.cache_id, row.artifact_id)),
         }
@@ -98,7 +105,7 @@ pub(super) async fn look_at_task_caches(
     let held_up = release(txn, &over, now).await?;
     looks.extend(held_up.iter().map(|cache| (*cache, Look::Later)));
     let gone = over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache));
-    task_cache::Entity::delete_many().filter(task_cache::Column::CacheId.is_in(gone)).exec(txn).await?;
+    task::remove(txn, &gone.collect::<Vec<_>>()).await?;
     look_next::<task_cache::Entity>(txn, settings, &looks).await?;
     Ok(Batch { looked: true, ..Batch::default() })
 }

@@ -7,7 +7,7 @@ use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
 use uuid::Uuid;
 
 use super::{Batch, LATER, Look, Settings, lock_due, look_next};
-use crate::entity::{UserKind, attempt, build, cache_use, holder, pin};
+use crate::entity::{UserKind, attempt, build, cache_use, holder, pin, task_cache_use};
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, holder::Entity::find(), settings).await?;
@@ -41,6 +41,14 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .into_tuple()
         .all(txn)
         .await?;
+    let using_task_caches: Vec<Uuid> = task_cache_use::Entity::find()
+        .select_only()
+        .column(task_cache_use::Column::HolderId)
+        .distinct()
+        .filter(task_cache_use::Column::HolderId.is_in(ids()))
+        .into_tuple()
+        .all(txn)
+        .await?;
     let ending: Vec<Uuid> = build::Entity::find()
         .select_only()
         .column(build::Column::EndsWith)
@@ -51,6 +59,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .into_tuple()
         .all(txn)
         .await?;
+    let using = using.into_iter().chain(using_task_caches);
     let needed: HashSet<_> = pinning.into_iter().chain(trying).chain(using).chain(ending).collect();
 
     let mut looks = Vec::new();

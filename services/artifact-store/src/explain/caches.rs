@@ -50,6 +50,15 @@ async fn users(
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
     let users = facts::users(conn, cache, question.now, MOST).await?;
+    name_users(conn, question, users, explanation).await
+}
+
+async fn name_users(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    users: facts::Keepers,
+    explanation: &mut Explanation,
+) -> Result<(), DbErr> {
     let builds = users.first.iter().filter_map(|user| match user.what {
         Keeping::Build(build) => Some(build.uuid()),
         _ => None,
@@ -74,9 +83,13 @@ async fn users(
 }
 
 /// A task cache of the team.
-pub(super) fn task_cache(question: &Question<'_>, row: &task_cache::Model) -> Option<Explanation> {
+pub(super) async fn task_cache(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: &task_cache::Model,
+) -> Result<Option<Explanation>, DbErr> {
     if row.team != question.team {
-        return None;
+        return Ok(None);
     }
     let state = if row.artifact_id.is_some() { "published" } else { "empty" };
     let mut explanation = Explanation {
@@ -85,10 +98,14 @@ pub(super) fn task_cache(question: &Question<'_>, row: &task_cache::Model) -> Op
         ..Explanation::of(Thing::TaskCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    if let LetsGo::At(at) = row.lets_go() {
-        explanation.lets_go(question.now, at, "its last use", "nobody used it for long");
+    let users = facts::users_of_task_cache(conn, row.cache_id, MOST).await?;
+    match row.lets_go(users.total > 0) {
+        LetsGo::NotYet => name_users(conn, question, users, &mut explanation).await?,
+        LetsGo::At(at) => {
+            explanation.lets_go(question.now, at, "its last use", "nobody used it for long");
+        }
     }
-    Some(explanation)
+    Ok(Some(explanation))
 }
 
 /// A base resource type, which is every team's.

@@ -13,9 +13,9 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 use uuid::Uuid;
 
-use super::{Handlers, SERVICE, parse_why, set_aside, status};
+use super::{Handlers, MOST_TASK_CACHES, SERVICE, parse_why, set_aside, status};
 use crate::entity::{Purpose, State, container, volume};
-use crate::inventory::{self, Bytes, NeededVolume, Needs};
+use crate::inventory::{self, Bytes, NeededVolume, Needs, StartsWith};
 use crate::losses::{self, Told};
 use crate::report::{self, Holdings, MOST_HANDLES, Token};
 use crate::sweep::{self, Sweep};
@@ -52,6 +52,7 @@ impl pb::inventory_server::Inventory for Handlers {
             attempt: rpc::parse_id("attempt_id", &request.attempt_id)?,
             team: rpc::parse_team("team", request.team)?,
             volumes: parse_volumes(request.volumes)?,
+            unreachable: parse_unreachable(&request.unreachable_artifact_ids)?,
         };
         let claims = &self.session(&request.session_credential).await?;
         let now = self.store.now();
@@ -527,6 +528,14 @@ async fn receive_holdings(messages: &mut Streaming<pb::ReportRequest>) -> Result
     }
 }
 
+fn parse_unreachable(ids: &[String]) -> Result<HashSet<domain::ArtifactId>, Status> {
+    if ids.len() > MOST_TASK_CACHES {
+        let description = format!("must be at most {MOST_TASK_CACHES}");
+        return Err(rpc::invalid_field("unreachable_artifact_ids", description));
+    }
+    ids.iter().map(|id| rpc::parse_id("unreachable_artifact_ids", id)).collect()
+}
+
 fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, Status> {
     if volumes.len() > MOST_VOLUMES {
         return Err(rpc::invalid_field("volumes", format!("must be at most {MOST_VOLUMES}")));
@@ -556,6 +565,14 @@ fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, S
                 return Err(rpc::invalid_field("volumes.name", "must be unique"));
             }
             let from = rpc::parse_optional_id("volumes.from_artifact_id", &volume.from_artifact_id)?;
+            let cache = rpc::parse_optional_id("volumes.from_task_cache_id", &volume.from_task_cache_id)?;
+            let from = match (from, cache) {
+                (Some(_), Some(_)) => {
+                    let description = "must be empty beside from_artifact_id";
+                    return Err(rpc::invalid_field("volumes.from_task_cache_id", description));
+                }
+                (artifact, cache) => artifact.map(StartsWith::Artifact).or(cache.map(StartsWith::LatestOf)),
+            };
             Ok(NeededVolume { name: volume.name, purpose, from, output })
         })
         .collect()

@@ -33,6 +33,9 @@ const SERVICE: &str = "gantry.artifacts";
 /// How many artifacts one call may name.
 const MOST_ARTIFACTS: usize = 1000;
 
+/// How many task caches a workload may use.
+const MOST_TASK_CACHES: usize = 100;
+
 /// How long a reason for people may be, in bytes.
 const LONGEST_WHY: usize = 1000;
 

@@ -8,26 +8,31 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{Handlers, MOST_ARTIFACTS, SERVICE, location, parse_artifacts, parse_build_status, status};
-use crate::pins::{self, SettledOutput, Settlement};
+use super::{
+    Handlers, MOST_ARTIFACTS, MOST_TASK_CACHES, SERVICE, location, parse_artifacts, parse_build_status,
+    status,
+};
+use crate::pins::{self, SettledOutput, Settlement, Used};
 
 #[tonic::async_trait]
 impl pb::pins_server::Pins for Handlers {
     async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<pb::PinResponse>, Status> {
         let request = request.into_inner();
-        let holder = rpc::parse_id("holder_id", &request.holder_id)?;
-        let team = &rpc::parse_team("team", request.team)?;
-        let artifacts = &distinct(parse_artifacts("artifact_ids", &request.artifact_ids)?);
-        let build = rpc::parse_optional_id("build_id", &request.build_id)?;
+        let used = &Used {
+            holder: rpc::parse_id("holder_id", &request.holder_id)?,
+            team: rpc::parse_team("team", request.team)?,
+            artifacts: distinct(parse_artifacts("artifact_ids", &request.artifact_ids)?),
+            build: rpc::parse_optional_id("build_id", &request.build_id)?,
+            task_caches: parse_task_caches(&request.task_cache_ids)?,
+        };
         let now = self.store.now();
 
-        let located = self
-            .store
-            .db
-            .write(|txn| async move { pins::pin(&txn, holder, team, artifacts, build, now).await })
-            .await?;
+        let pinned = self.store.db.write(|txn| async move { pins::pin(&txn, used, now).await }).await?;
 
-        Ok(Response::new(pb::PinResponse { locations: located.into_iter().map(location).collect() }))
+        Ok(Response::new(pb::PinResponse {
+            locations: pinned.artifacts.into_iter().map(location).collect(),
+            task_cache_locations: pinned.task_caches.into_iter().map(location).collect(),
+        }))
     }
 
     async fn settle(
@@ -108,9 +113,20 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
             let digest = rpc::parse_digest("outputs.digest", &output.digest)?;
             let label = rpc::parse_label("outputs.label", output.label)?;
             let owners = rpc::owner::parse_settled("outputs.owners", output.owners, &mut caches)?;
-            Ok(SettledOutput { artifact, digest, label, owners })
+            let for_owners_only = output.for_owners_only;
+            if for_owners_only && owners.is_empty() {
+                return Err(rpc::invalid_field("outputs.for_owners_only", "has no owners"));
+            }
+            Ok(SettledOutput { artifact, digest, label, owners, for_owners_only })
         })
         .collect()
+}
+
+fn parse_task_caches(caches: &[String]) -> Result<Vec<domain::CacheId>, Status> {
+    if caches.len() > MOST_TASK_CACHES {
+        return Err(rpc::invalid_field("task_cache_ids", format!("must be at most {MOST_TASK_CACHES}")));
+    }
+    caches.iter().map(|cache| rpc::parse_id("task_cache_ids", cache)).collect()
 }
 
 /// Each once, in their order.

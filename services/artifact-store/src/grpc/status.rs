@@ -11,7 +11,7 @@ use super::SERVICE;
 use crate::artifacts::{AdoptError, CreateError};
 use crate::caches::HandOverError;
 use crate::caches::resource::{ClaimError, DeleteError, FindError, UseError, UserError};
-use crate::caches::task::PublishError;
+use crate::caches::task::{self, PublishError};
 use crate::dispose::{DisposeError, DropError};
 use crate::gone::ForgetError;
 use crate::inventory::{CompleteError, PrepareError, PreparedError, TouchError};
@@ -233,6 +233,12 @@ impl From<PinError> for Status {
         match error {
             PinError::Holder(error) => error.into(),
             PinError::Owner(error) => error.into(),
+            PinError::Cache(task::UseError::NotFound(id)) => Reason::InputUnavailable.status_about(
+                SERVICE,
+                format!("task cache {id} is unknown to this team"),
+                [("cache_id", id.to_string())],
+            ),
+            PinError::Cache(task::UseError::Database(source)) => database("pin artifacts", &source),
             PinError::Settled(id) => Reason::HolderSettled.status_about(
                 SERVICE,
                 error.to_string(),

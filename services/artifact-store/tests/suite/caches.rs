@@ -1,6 +1,7 @@
 //! Caches: who makes them, who may have them, what they keep and until when.
 
 mod every_owner;
+mod mounted;
 mod resource;
 mod settled;
 mod task;
@@ -162,6 +163,7 @@ impl<'a> Caller<'a> {
             team: self.team.to_owned(),
             artifact_ids: vec![artifact.to_string()],
             build_id: String::new(),
+            task_cache_ids: Vec::new(),
         };
         self.suite.pins().pin(request).await?;
         Ok(())

@@ -291,6 +291,7 @@ impl Callers {
             team: TEAM.to_owned(),
             artifact_ids: artifacts.iter().map(ToString::to_string).collect(),
             build_id: text(build),
+            task_cache_ids: Vec::new(),
         };
         Ok(self.pins().pin(request).await?.into_inner().locations)
     }
@@ -404,6 +405,7 @@ impl Gateway {
             attempt_id: attempt.to_string(),
             team: TEAM.to_owned(),
             volumes: volumes.to_vec(),
+            unreachable_artifact_ids: Vec::new(),
         };
         Ok(self.inventory().prepare(request).await?.into_inner())
     }
@@ -571,6 +573,7 @@ pub(crate) fn input(name: &str, from: ArtifactId) -> pb::PrepareVolume {
         purpose: pb::VolumePurpose::Input.into(),
         from_artifact_id: from.to_string(),
         output_artifact_id: String::new(),
+        from_task_cache_id: String::new(),
     }
 }
 
@@ -581,6 +584,7 @@ pub(crate) fn output(name: &str, artifact: ArtifactId) -> pb::PrepareVolume {
         purpose: pb::VolumePurpose::Output.into(),
         from_artifact_id: String::new(),
         output_artifact_id: artifact.to_string(),
+        from_task_cache_id: String::new(),
     }
 }
 

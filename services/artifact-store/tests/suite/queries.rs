@@ -127,6 +127,7 @@ async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
         team: "other".to_owned(),
         artifact_ids: Vec::new(),
         build_id: String::new(),
+        task_cache_ids: Vec::new(),
     };
     suite.pins().pin(request.clone()).await.expect("pinned");
     request.team = team();

@@ -87,6 +87,7 @@ async fn another_team_sees_and_changes_nothing(database: TestDatabase) {
         team: team(),
         artifact_ids: vec![sealed.to_string()],
         build_id: String::new(),
+        task_cache_ids: Vec::new(),
     };
     assert_refused(answer(suite.pins().pin(pin.clone()).await), Reason::InputUnavailable);
     let bind = pb::PinRequest { artifact_ids: Vec::new(), build_id: build.to_string(), ..pin };
@@ -97,6 +98,7 @@ async fn another_team_sees_and_changes_nothing(database: TestDatabase) {
         attempt_id: AttemptId::new().to_string(),
         team: team(),
         volumes: vec![input("in", sealed)],
+        unreachable_artifact_ids: Vec::new(),
     };
     assert_refused(answer(suite.inventory().prepare(prepare).await), Reason::InputUnavailable);
 

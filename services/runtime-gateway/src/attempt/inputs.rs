@@ -1,6 +1,6 @@
 //! What an attempt needs on its worker: what the artifact store says of it, and how inputs that are elsewhere are brought here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,11 +13,14 @@ use rpc::{Reason, Refusal};
 use tonic::Code;
 
 use super::{Plan, Stopped, Task};
+use crate::plan::PlannedVolume;
 use crate::retry::until_answered;
 use crate::worker::Worker;
 
 /// For how long inputs are asked for again whose sources fail, or are out of contact: gateways are restarted.
 const SOURCES_RETURN: Duration = Duration::from_secs(120);
+/// The same for caches, without which it goes as well.
+const CACHES_RETURN: Duration = Duration::from_secs(15);
 /// How often inputs are brought that are gone again before they are used.
 const ROUNDS: usize = 8;
 
@@ -28,20 +31,36 @@ pub(super) struct Prepared {
     pub(super) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
 }
 
-/// The handles of all that an attempt needs, once its inputs are on the worker.
+/// Bytes that are not on the worker.
+pub(super) struct Missing {
+    artifact: ArtifactId,
+    /// What the spec calls it.
+    name: String,
+    /// Whether it is but the version of a cache.
+    is_cache: bool,
+}
+
+/// The handles of all that an attempt needs, once its inputs are on the worker. Caches that cannot be brought there start empty.
 pub(super) async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, Stopped> {
+    let mut unreachable = BTreeSet::new();
     for _ in 0..ROUNDS {
-        let (prepared, missing) = ask(worker, task, plan).await?;
+        let given_up: Vec<_> = unreachable.iter().copied().collect();
+        let (prepared, missing) = ask(worker, task, &plan.volumes, &given_up).await?;
         if missing.is_empty() {
             return Ok(prepared);
         }
-        bring(worker, task, missing).await?;
+        unreachable.extend(bring(worker, task, missing).await?);
     }
     Err(Stopped::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
 }
 
-/// The handles, and the artifacts that are not on the worker.
-async fn ask(worker: &Worker, task: &Task, plan: &Plan) -> Result<(Prepared, Vec<ArtifactId>), Stopped> {
+/// The handles of `asked`, and the artifacts that are not on the worker. Caches start without those that are `unreachable`.
+pub(super) async fn ask(
+    worker: &Worker,
+    task: &Task,
+    asked: &[PlannedVolume],
+    unreachable: &[ArtifactId],
+) -> Result<(Prepared, Vec<Missing>), Stopped> {
     let session = worker.wait_for_session().await;
     let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
     let request = store::PrepareRequest {
@@ -49,16 +68,17 @@ async fn ask(worker: &Worker, task: &Task, plan: &Plan) -> Result<(Prepared, Vec
         holder_id: task.workload.to_string(),
         attempt_id: task.attempt.to_string(),
         team: task.spec.team.clone(),
-        volumes: plan
-            .volumes
+        volumes: asked
             .iter()
             .map(|volume| store::PrepareVolume {
                 name: volume.name.clone(),
                 purpose: volume.purpose.into(),
                 from_artifact_id: id(volume.from),
                 output_artifact_id: id(volume.becomes),
+                from_task_cache_id: volume.from_cache.map(|cache| cache.to_string()).unwrap_or_default(),
             })
             .collect(),
+        unreachable_artifact_ids: unreachable.iter().map(ToString::to_string).collect(),
     };
     let call = || {
         let (mut inventory, request) = (worker.inventory.clone(), request.clone());
@@ -68,12 +88,17 @@ async fn ask(worker: &Worker, task: &Task, plan: &Plan) -> Result<(Prepared, Vec
 
     let nonsense = |what: &str| Stopped::Nonsense(format!("the artifact store answered a malformed {what}"));
     let mut volumes = Vec::with_capacity(answer.volumes.len());
-    let mut missing = Vec::new();
-    for volume in answer.volumes {
+    if answer.volumes.len() != asked.len() {
+        return Err(nonsense("list of volumes"));
+    }
+    let mut missing: Vec<Missing> = Vec::new();
+    for (volume, asked) in answer.volumes.into_iter().zip(asked) {
         if !volume.missing_artifact_id.is_empty() {
             let artifact = volume.missing_artifact_id.parse().map_err(|_| nonsense("artifact"))?;
-            if !missing.contains(&artifact) {
-                missing.push(artifact);
+            let is_cache = asked.from_cache.is_some();
+            match missing.iter_mut().find(|known| known.artifact == artifact) {
+                Some(known) => known.is_cache &= is_cache,
+                None => missing.push(Missing { artifact, name: name(task, artifact, asked), is_cache }),
             }
         }
         let handle = volume.volume_handle.parse().map_err(|_| nonsense("volume handle"))?;
@@ -87,17 +112,13 @@ async fn ask(worker: &Worker, task: &Task, plan: &Plan) -> Result<(Prepared, Vec
         };
         volumes.push((handle, parent));
     }
-    if volumes.len() != plan.volumes.len() {
-        return Err(nonsense("list of volumes"));
-    }
     let container = answer.container_handle.parse().map_err(|_| nonsense("container handle"))?;
     Ok((Prepared { container, volumes }, missing))
 }
 
-/// Brings artifacts to the worker, side by side, and says how far that is.
-async fn bring(worker: &Worker, task: &Task, missing: Vec<ArtifactId>) -> Result<(), Stopped> {
-    let inputs: Vec<_> = missing.into_iter().map(|artifact| (artifact, name(task, artifact))).collect();
-    let unknown = inputs.iter().map(|(_, name)| (name.clone(), pb::InputProgress::default()));
+/// Brings artifacts to the worker, side by side, and says how far that is. Answers the versions of caches that cannot be brought.
+async fn bring(worker: &Worker, task: &Task, missing: Vec<Missing>) -> Result<Vec<ArtifactId>, Stopped> {
+    let unknown = missing.iter().map(|missing| (missing.name.clone(), pb::InputProgress::default()));
     let known: Mutex<BTreeMap<String, pb::InputProgress>> = Mutex::new(unknown.collect());
     let tell = |name: &str, news: News<'_>| {
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -108,13 +129,21 @@ async fn bring(worker: &Worker, task: &Task, missing: Vec<ArtifactId>) -> Result
             known.iter().map(|(name, input)| pb::InputProgress { name: name.clone(), ..input.clone() });
         worker.set_inputs(task.lease, inputs.collect());
     };
-    let copies = inputs.iter().map(async |(artifact, name)| {
-        let brought = materialize(worker, task, *artifact, |news| tell(name, news)).await;
-        brought.map_err(|refusal| Stopped::InputMissing(name.clone(), *artifact, refusal))
+    let copies = missing.iter().map(async |Missing { artifact, name, is_cache }| {
+        let patience = if *is_cache { CACHES_RETURN } else { SOURCES_RETURN };
+        match materialize(worker, task, *artifact, patience, |news| tell(name, news)).await {
+            Ok(()) => Ok(None),
+            Err(refusal) if *is_cache => {
+                let error = refusal.to_string();
+                tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be brought, and is found empty");
+                Ok(Some(*artifact))
+            }
+            Err(refusal) => Err(Stopped::InputMissing(name.clone(), *artifact, refusal)),
+        }
     });
-    futures::future::try_join_all(copies).await?;
+    let unreachable = futures::future::try_join_all(copies).await?;
     worker.set_phase(task.lease, pb::LeasePhase::Preparing);
-    Ok(())
+    Ok(unreachable.into_iter().flatten().collect())
 }
 
 /// What is heard of an input that is brought.
@@ -138,10 +167,15 @@ fn take(input: &mut pb::InputProgress, news: News<'_>) {
     }
 }
 
-/// What the spec calls an artifact that it uses.
-fn name(task: &Task, artifact: ArtifactId) -> String {
+/// What the spec calls an artifact with which a volume starts.
+fn name(task: &Task, artifact: ArtifactId, volume: &PlannedVolume) -> String {
+    let cache = task.spec.caches.iter().find(|mount| Some(mount.cache) == volume.from_cache);
     let input = task.spec.inputs.iter().find(|input| input.artifact == artifact);
-    input.map_or_else(|| "image".to_owned(), |input| input.name.clone())
+    match (cache, input) {
+        (Some(cache), _) => cache.name(),
+        (None, Some(input)) => input.name.clone(),
+        (None, None) => "image".to_owned(),
+    }
 }
 
 /// Brings one artifact to the worker. Sources that fail are given time to come back.
@@ -149,6 +183,7 @@ async fn materialize(
     worker: &Worker,
     task: &Task,
     artifact: ArtifactId,
+    patience: Duration,
     tell: impl Fn(News<'_>),
 ) -> Result<(), Refusal> {
     let mut pause = Duration::from_millis(20);
@@ -159,7 +194,7 @@ async fn materialize(
             [Reason::SourceFailed, Reason::WorkerUnreachable, Reason::ClaimLost, Reason::NotAttended];
         if !refusal.is_transient() {
             let since = *failing_since.get_or_insert_with(Instant::now);
-            if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > SOURCES_RETURN {
+            if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > patience {
                 return Err(refusal);
             }
             tell(News::Waits(&refusal.message));

@@ -176,6 +176,11 @@ impl Worker {
                 own.insert(marks::PARENT.to_owned(), parent.to_string());
                 (Strategy::Cow { volume: name(parent.to_string())? }, Some(parent))
             }
+            VolumeSource::Copy { original } => {
+                // Where it is mounted, so that all its layers are seen.
+                let path = self.volume(original).await?.path;
+                (Strategy::Import { path, follow_symlinks: false }, None)
+            }
         };
         let mut request = VolumeRequest::new(name(handle.to_string())?, strategy);
         request.properties = own;

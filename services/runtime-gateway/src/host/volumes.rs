@@ -144,6 +144,10 @@ impl Volumes {
         let parent = match source {
             VolumeSource::Empty => return Ok(()),
             VolumeSource::CopyOnWrite { parent } => *parent,
+            VolumeSource::Copy { original } => {
+                let from = self.directory(*original)?;
+                return copy_tree(&from, &contents).map_err(at("copy", &from));
+            }
             VolumeSource::ResourceType(name) => {
                 let message = format!("it brings no image along for the resource type {name:?}");
                 return Err(RuntimeError::Unsupported(message));

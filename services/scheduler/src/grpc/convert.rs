@@ -43,7 +43,7 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
         Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
         Event::Publishing => Pb::Publishing(pb::Publishing {}),
         Event::Finished { ending, whereabouts: at } => {
-            let Ending { outcome, exit, failure, outputs } = ending;
+            let Ending { outcome, exit, failure, outputs, caches: _ } = ending;
             Pb::Finished(pb::Finished {
                 outcome: rpc::outcome(outcome).into(),
                 exit: exit.map(rpc::exit),

@@ -140,10 +140,16 @@ impl Workloads for WorkloadsService {
             .into_iter()
             .enumerate()
             .map(|(index, output)| rpc::parse_published_output(&format!("outputs[{index}]"), output));
+        let caches = request
+            .caches
+            .into_iter()
+            .enumerate()
+            .map(|(index, cache)| rpc::parse_published_cache(&format!("caches[{index}]"), cache));
         let report = Report {
             exit: request.exit.as_ref().map(|exit| rpc::parse_exit("exit", exit)).transpose()?,
             failure: request.failure.map(rpc::parse_failure),
             outputs: outputs.collect::<Result<_, _>>()?,
+            caches: caches.collect::<Result<_, _>>()?,
             started_at: request.started_at.as_ref().map(rpc::from_timestamp),
         };
 

@@ -32,6 +32,7 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
         queue_timeout: None,
         run_timeout: None,
         build: None,
+        caches: vec![],
     }
 }
 
@@ -54,8 +55,13 @@ async fn only_what_may_have_outputs_or_ends_a_build_waits_until_it_is_settled() 
                 let row = submission.row(State::Running, now);
                 save(&txn, row, Write::Insert, None, now, &mut effects).await?;
                 let row = lock(&txn, id).await?.expect("it was just written");
-                let ending =
-                    Ending { outcome: Outcome::Succeeded, exit: None, failure: None, outputs: vec![] };
+                let ending = Ending {
+                    outcome: Outcome::Succeeded,
+                    exit: None,
+                    failure: None,
+                    outputs: vec![],
+                    caches: vec![],
+                };
                 conclude(&txn, row, ending, Some(AttemptId::new()), now, &mut effects).await?;
                 Ok::<_, DbErr>(effects)
             })

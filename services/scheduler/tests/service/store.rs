@@ -127,6 +127,7 @@ impl Place {
             purpose: store::VolumePurpose::Output.into(),
             from_artifact_id: String::new(),
             output_artifact_id: artifact.to_string(),
+            from_task_cache_id: String::new(),
         };
         let prepare = store::PrepareRequest {
             session_credential: session_credential.clone(),
@@ -134,6 +135,7 @@ impl Place {
             attempt_id: attempt.to_owned(),
             team: "main".to_owned(),
             volumes: vec![volume],
+            unreachable_artifact_ids: Vec::new(),
         };
         let prepared = inventory.prepare(prepare).await?.into_inner();
         let attempt_id = attempt.to_owned();
@@ -158,6 +160,7 @@ impl Place {
             team: "main".to_owned(),
             artifact_ids: vec![artifact.to_string()],
             build_id: String::new(),
+            task_cache_ids: Vec::new(),
         };
         PinsClient::new(self.peer()).pin(request).await?;
         Ok(())
@@ -375,6 +378,99 @@ pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: T
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
     let kept_by = [format!("resource cache {resource}"), format!("task cache {task}")];
     assert_eq!(place.kept_by(artifact).await, kept_by);
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let scheduler = Running::start(place.config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let mut caches = store::caches_client::CachesClient::new(place.peer());
+    let mut cache = async |team: &str| {
+        let request = store::FindOrCreateTaskCacheRequest {
+            team: team.to_owned(),
+            job: "job".to_owned(),
+            step: "step".to_owned(),
+            path: "/cache".to_owned(),
+            ttl: None,
+        };
+        let found = caches.find_or_create_task_cache(request).await.expect("asked").into_inner();
+        (found.cache_id, found.location.map(|location| location.artifact_id))
+    };
+    let mount = |cache: &str, path: &'static str| pb::CacheMount {
+        task_cache_id: cache.to_owned(),
+        path: path.as_bytes().into(),
+    };
+    let ((ours, nothing), (foreign, _)) = (cache("main").await, cache("other").await);
+    assert_eq!(nothing, None);
+    for (unknown, path, reason) in [
+        (&*foreign, "/cache", Reason::InputUnavailable),
+        (&*WorkloadId::new().to_string(), "/cache", Reason::InputUnavailable),
+        (&*ours, "cache", Reason::InvalidField),
+        ("x", "/cache", Reason::InvalidField),
+    ] {
+        let spec = pb::WorkloadSpec { caches: vec![mount(unknown, path)], ..spec() };
+        let refused = scheduler.submit(spec).await.expect_err("it cannot be had");
+        assert!(refused.is(reason), "{refused}");
+    }
+
+    let spec = pb::WorkloadSpec { caches: vec![mount(&ours, "/cache")], ..spec() };
+    let to_move = async || {
+        let subject = pb::explain_request::Subject::Spec(spec.clone());
+        let request = pb::ExplainRequest { subject: Some(subject) };
+        let explained = scheduler.placements().explain(request).await.expect("explained").into_inner();
+        explained.workers[0].standing.clone()
+    };
+    assert!(to_move().await.starts_with("0 bytes to move"));
+    let id = scheduler.submit(spec.clone()).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let artifact = id.cache_artifact(ours.parse().expect("an id"));
+    let digest = place.candidate(id, &run.attempt_id, artifact).await.expect("a candidate");
+    let left = |cache: &str, artifact: ArtifactId| pb::PublishedCache {
+        task_cache_id: cache.to_owned(),
+        artifact_id: artifact.to_string(),
+        digest: digest.clone().into(),
+    };
+    let request = pb::FinishAttemptRequest {
+        lease_token: run.lease_token,
+        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(3)) }),
+        // What it does not use, it leaves nothing in.
+        caches: vec![left(&ours, artifact), left(&foreign, artifact)],
+        ..pb::FinishAttemptRequest::default()
+    };
+    scheduler.workloads().finish_attempt(request).await.expect("finished");
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Failed);
+    // Who saw its end finds what it left.
+    assert_eq!(cache("main").await, (ours.clone(), Some(artifact.to_string())));
+    assert_eq!(cache("other").await, (foreign.clone(), None));
+    assert_eq!(place.kept_by(artifact).await, [format!("task cache {ours}")]);
+    let standing = to_move().await;
+    assert!(standing.starts_with("1 bytes to move"), "caches count as inputs do: {standing}");
+
+    // One that is stopped leaves nothing, whatever is said of it.
+    let id = scheduler.submit(spec.clone()).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let cancel = pb::CancelRequest {
+        team: "main".to_owned(),
+        workload_id: id.to_string(),
+        grace: Some(rpc::duration(Duration::ZERO)),
+    };
+    scheduler.workloads().cancel(cancel).await.expect("cancelled");
+    let other = id.cache_artifact(ours.parse().expect("an id"));
+    place.candidate(id, &run.attempt_id, other).await.expect("a candidate");
+    let request = pb::FinishAttemptRequest {
+        lease_token: run.lease_token,
+        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        caches: vec![left(&ours, other)],
+        ..pb::FinishAttemptRequest::default()
+    };
+    scheduler.workloads().finish_attempt(request).await.expect("finished");
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Aborted);
+    assert_eq!(cache("main").await, (ours, Some(artifact.to_string())));
     scheduler.stop().await;
     store.stop().await;
 }

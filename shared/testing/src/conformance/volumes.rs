@@ -197,6 +197,52 @@ pub async fn parents_outlive_their_children(mut subject: impl Subject) {
     assert_eq!(volumes(&subject).await, []);
 }
 
+/// A copy has all that its original has, of all layers, and needs none of them; one of nothing is refused.
+pub async fn a_copy_stands_by_itself(mut subject: impl Subject) {
+    let (runtime, missing) = (subject.runtime(), VolumeHandle::new());
+    let copy = VolumeHandle::new();
+    let refused = runtime.create_volume(copy, VolumeSource::Copy { original: missing }).await;
+    assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == missing), "{refused:?}");
+    assert_eq!(volumes(&subject).await, [], "and leaves nothing behind");
+
+    let parent = runtime.volume().await;
+    for path in ["dir/below/deep", "dir/file", "gone"] {
+        put(&*runtime, parent, path, "parent").await;
+    }
+    let child = runtime.child(parent).await;
+    put(&*runtime, child, "dir/file", "child").await;
+    put(&*runtime, child, "new/file", "child").await;
+    let removed = match runtime.contents(child).await.expect("the contents") {
+        Contents::Directory(top) => {
+            std::fs::remove_file(top.join("gone")).expect("remove");
+            std::fs::rename(top.join("new"), top.join("renamed")).expect("rename");
+            true
+        }
+        Contents::Remote(_) => false,
+    };
+    let source = || VolumeSource::Copy { original: child };
+    runtime.create_volume(copy, source()).await.expect("copy");
+    assert_eq!(runtime.notes(copy).await.expect("notes"), Notes::default(), "it says that it needs nothing");
+    put(&*runtime, copy, "own", "copy").await;
+    runtime.create_volume(copy, source()).await.expect("copy again");
+    // The layers go, the topmost first.
+    for volume in [child, parent] {
+        runtime.destroy_volume(volume).await.expect("nothing needs it");
+    }
+    assert_eq!(volumes(&subject).await, [copy]);
+    drop(runtime);
+    subject.reopen().await;
+    let runtime = subject.runtime();
+    let new = if removed { "renamed/file" } else { "new/file" };
+    let cases = [("dir/below/deep", "parent"), ("dir/file", "child"), (new, "child"), ("own", "copy")];
+    for (path, contents) in cases {
+        assert_eq!(get(&*runtime, copy, path).await.as_deref(), Some(contents), "{path}");
+    }
+    assert_eq!(get(&*runtime, copy, "gone").await.is_none(), removed);
+    runtime.destroy_volume(copy).await.expect("destroy");
+    assert_eq!(volumes(&subject).await, []);
+}
+
 /// The marker is of the worker, not of the runtime.
 pub async fn the_marker_stays(mut subject: impl Subject) {
     let before = subject.runtime().marker().await.expect("the marker");

@@ -66,9 +66,10 @@ impl FakeWorker {
         handle: VolumeHandle,
         source: VolumeSource,
     ) -> Result<(), RuntimeError> {
-        let parent = match source {
-            VolumeSource::Empty => None,
-            VolumeSource::CopyOnWrite { parent } => Some(parent),
+        let (parent, copied) = match source {
+            VolumeSource::Empty => (None, None),
+            VolumeSource::CopyOnWrite { parent } => (Some(parent), Some(parent)),
+            VolumeSource::Copy { original } => (None, Some(original)),
             VolumeSource::ResourceType(name) => {
                 return Err(RuntimeError::Unsupported(format!("the fake brings no image of {name:?}")));
             }
@@ -78,8 +79,8 @@ impl FakeWorker {
             if state.is_made(handle) {
                 return Ok(());
             }
-            if let Some(parent) = parent.filter(|parent| !state.is_made(*parent)) {
-                return Err(RuntimeError::VolumeNotFound(parent));
+            if let Some(missing) = copied.filter(|copied| !state.is_made(*copied)) {
+                return Err(RuntimeError::VolumeNotFound(missing));
             }
             state.volumes.entry(handle).or_insert(Volume {
                 made: false,
@@ -92,9 +93,9 @@ impl FakeWorker {
         let (new, path) = (tempfile::tempdir_in(self.directory("new")), self.path(handle));
         let new = new.map_err(io("making a volume"))?;
         let filled = new.path().join("volume");
-        match parent {
+        match copied {
             None => fs::create_dir(&filled).map_err(io("making a volume"))?,
-            Some(parent) => copy(&self.path(parent), &filled).map_err(io("copying a volume"))?,
+            Some(copied) => copy(&self.path(copied), &filled).map_err(io("copying a volume"))?,
         }
         let mut state = self.state();
         match state.volumes.get_mut(&handle) {

@@ -2,6 +2,7 @@
 
 mod caches;
 mod disposal;
+mod pins;
 mod set_aside;
 mod trees;
 
@@ -101,6 +102,7 @@ impl<'a> World<'a> {
             team: OTHER.to_owned(),
             artifact_ids: Vec::new(),
             build_id: foreign_build.to_string(),
+            task_cache_ids: Vec::new(),
         };
         suite.pins().pin(pin).await.expect("bound");
         let of_tree = ArtifactId::new();
@@ -149,7 +151,7 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(inventory(&world).await);
     calls.extend(lists(&world).await);
     calls.extend(caches::calls(&world, &caches));
-    calls.extend(pins(&world));
+    calls.extend(pins::pins(&world).await);
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
     calls.push(call("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []));
@@ -385,99 +387,6 @@ fn owners(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-fn pins(world: &World<'_>) -> Vec<Call> {
-    let pin = pb::PinRequest {
-        holder_id: WorkloadId::new().to_string(),
-        team: TEAM.to_owned(),
-        artifact_ids: vec![world.sealed.to_string()],
-        build_id: world.build.to_string(),
-    };
-    let end = pb::EndAttemptRequest {
-        holder_id: world.other_workload.to_string(),
-        attempt_id: world.other_attempt.to_string(),
-    };
-    let settled = pb::SettledOutput {
-        artifact_id: world.workload.output_artifact("out").to_string(),
-        digest: digest(4).as_bytes().to_vec().into(),
-        label: "out".to_owned(),
-        owners: vec![pb::OutputOwner {
-            owner: Some(pb::output_owner::Owner::BuildId(world.build.to_string())),
-        }],
-    };
-    let settle = pb::SettleRequest {
-        holder_id: world.workload.to_string(),
-        team: TEAM.to_owned(),
-        attempt_id: world.attempt.to_string(),
-        outputs: vec![settled],
-        build_id: world.build.to_string(),
-        status: pb::BuildStatus::Succeeded.into(),
-    };
-    vec![
-        call(
-            "Pins.Pin",
-            [pin],
-            [
-                id("holder_id"),
-                invalid("holder_id", "of another team", text(world.foreign_workload), "team"),
-                but("holder_id", "settled", world.settled, HolderSettled),
-                team("team"),
-                but("team", "that does not have the build", OTHER, OwnerEnded),
-                ids("artifact_ids"),
-                but("artifact_ids", "unknown", ArtifactId::new(), InputUnavailable),
-                but("artifact_ids", "of another team", world.foreign_artifact, InputUnavailable),
-                but("artifact_ids", "not sealed", world.open, InputUnavailable),
-                optional_id("build_id"),
-                but("build_id", "unknown", BuildId::new(), OwnerEnded),
-                but("build_id", "of another team", world.foreign_build, OwnerEnded),
-            ],
-        ),
-        call(
-            "Pins.Settle",
-            [settle],
-            [
-                id("holder_id"),
-                invalid("holder_id", "of another team", text(world.foreign_workload), "team"),
-                but("holder_id", "that does not have the attempt", WorkloadId::new(), CandidateMissing),
-                team("team"),
-                invalid("team", "that does not have it", text(OTHER), "team"),
-                optional_id("attempt_id"),
-                but("attempt_id", "missing", "", CandidateMissing),
-                but("attempt_id", "unknown", AttemptId::new(), CandidateMissing),
-                but("attempt_id", "of another workload", world.other_attempt, CandidateMissing),
-                many("outputs", 1001),
-                twice("outputs", "outputs.artifact_id"),
-                id("outputs.artifact_id"),
-                but("outputs.artifact_id", "unknown", ArtifactId::new(), CandidateMissing),
-                but("outputs.artifact_id", "taken", world.sealed, CandidateMissing),
-                but("outputs.artifact_id", "of another team", world.foreign_artifact, CandidateMissing),
-                digests("outputs.digest"),
-                change(
-                    "outputs.digest",
-                    "that no candidate has",
-                    Value::Bytes(digest(99).as_bytes().to_vec().into()),
-                    Expected::Refused(CandidateMissing, String::new()),
-                ),
-                label("outputs.label"),
-                id("outputs.owners.build_id"),
-                id("outputs.owners.task_cache_id"),
-                id("outputs.owners.resource_cache_claim_id"),
-                optional_id("build_id"),
-                choice("status"),
-            ],
-        ),
-        call(
-            "Pins.EndAttempt",
-            [end],
-            [
-                id("holder_id"),
-                invalid("holder_id", "that does not have it", text(WorkloadId::new()), "attempt_id"),
-                id("attempt_id"),
-                invalid("attempt_id", "of another workload", text(world.attempt_there), "attempt_id"),
-            ],
-        ),
-    ]
-}
-
 fn replicas(world: &World<'_>) -> Vec<Call> {
     let plan = pb::PlanReplicaRequest {
         team: TEAM.to_owned(),
@@ -557,6 +466,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
         purpose: pb::VolumePurpose::Output.into(),
         from_artifact_id: world.sealed.to_string(),
         output_artifact_id: ArtifactId::new().to_string(),
+        from_task_cache_id: String::new(),
     };
     let prepare = pb::PrepareRequest {
         session_credential: session_credential.clone(),
@@ -564,6 +474,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
         attempt_id: AttemptId::new().to_string(),
         team: TEAM.to_owned(),
         volumes: vec![needed],
+        unreachable_artifact_ids: vec![ArtifactId::new().to_string()],
     };
     let prepared = pb::PreparedRequest {
         session_credential: session_credential.clone(),
@@ -623,6 +534,15 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                     "volumes.output_artifact_id",
                 ),
                 optional_id("volumes.from_artifact_id"),
+                malformed("volumes.from_task_cache_id"),
+                invalid(
+                    "volumes.from_task_cache_id",
+                    "beside an artifact",
+                    text(WorkloadId::new()),
+                    "volumes.from_task_cache_id",
+                ),
+                malformed("unreachable_artifact_ids"),
+                many("unreachable_artifact_ids", 101),
                 but("volumes.from_artifact_id", "unknown", ArtifactId::new(), InputUnavailable),
                 but("volumes.from_artifact_id", "of another team", world.foreign_artifact, InputUnavailable),
                 but("volumes.from_artifact_id", "not sealed", world.open, InputUnavailable),

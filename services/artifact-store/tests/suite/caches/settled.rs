@@ -64,6 +64,7 @@ impl Made {
                 digest: digest(*content).as_bytes().to_vec().into(),
                 label: "out".to_owned(),
                 owners: owners.iter().copied().map(rpc::owner::settled).collect(),
+                for_owners_only: false,
             });
         let request = pb::SettleRequest {
             holder_id: self.workload.to_string(),

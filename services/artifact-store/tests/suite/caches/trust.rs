@@ -94,6 +94,7 @@ async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestD
         attempt_id: AttemptId::new().to_string(),
         team: OTHER.to_owned(),
         volumes: vec![input("in", artifact)],
+        unreachable_artifact_ids: Vec::new(),
     };
     let prepared = suite.inventory().prepare(needs).await.expect("prepared").into_inner();
     assert_eq!(prepared.volumes[0].missing_artifact_id, "");

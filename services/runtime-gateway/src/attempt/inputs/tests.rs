@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use domain::workload::{FailureReason, Image, Input, Limits, Network, OutputMode, Stdin, WorkloadSpec};
-use domain::{AttemptId, LeaseId, WorkloadId};
+use domain::workload::{
+    CacheMount, FailureReason, Image, Input, Limits, Network, OutputMode, Stdin, WorkloadSpec,
+};
+use domain::{AttemptId, CacheId, LeaseId, WorkloadId};
 use rpc::pb::streamer::streamer_server::{Streamer, StreamerServer};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
@@ -166,6 +168,7 @@ fn task() -> Task {
         queue_timeout: None,
         run_timeout: None,
         build: None,
+        caches: Vec::new(),
     };
     Task {
         lease: LeaseId::new(),
@@ -258,6 +261,43 @@ async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_
         }
         suite.end().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cache_that_cannot_be_brought_is_found_empty() {
+    let mut suite = Suite::start().await;
+    let (cache, version) = (CacheId::new(), ArtifactId::new());
+    suite.task.spec.inputs.clear();
+    suite.task.spec.caches.push(CacheMount { cache, path: b"/cache".to_vec() });
+    suite.plan = Plan::new(&suite.task.spec, suite.task.workload, true);
+    let script = async {
+        for unreachable in [vec![], vec![version.to_string()]] {
+            let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
+            assert_eq!(request.unreachable_artifact_ids, unreachable);
+            let [volume] = &request.volumes[..] else { panic!("{request:?}") };
+            assert_eq!(volume.from_task_cache_id, cache.to_string());
+            let first = unreachable.is_empty();
+            let volume = store::PreparedVolume {
+                volume_handle: VolumeHandle::new().to_string(),
+                missing_artifact_id: if first { version.to_string() } else { String::new() },
+                ..store::PreparedVolume::default()
+            };
+            let container_handle = ContainerHandle::new().to_string();
+            let response = store::PrepareResponse { container_handle, volumes: vec![volume] };
+            answer.send(Ok(response)).expect("it waits");
+            if first {
+                let bring = within("a call to the streamer", suite.brought.recv()).await.expect("served");
+                assert_eq!(bring.0.artifact_id, version.to_string());
+                let told = suite.worker.attempts()[&suite.task.lease].inputs.clone();
+                assert!(told.is_empty() || told[0].name == "cache /cache", "{told:?}");
+                bring.refuse(Reason::NoReplica).await;
+            }
+        }
+    };
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task, &suite.plan), script);
+    let prepared = prepared.expect("it goes without");
+    assert_eq!(prepared.volumes.iter().filter(|(_, parent)| parent.is_some()).count(), 0);
+    suite.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

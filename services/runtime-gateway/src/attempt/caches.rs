@@ -1,0 +1,151 @@
+//! What a process left in the task caches that it found as directories.
+//!
+//! One that was changed becomes a volume of its own: the volume that the process wrote into where that started empty, and a copy of it where it is a
+//! child of the version before, which nothing is to be kept for. What goes wrong with a cache is no failure of the workload: it leaves nothing then.
+//!
+//! A tree that is the version before but for the time of its root was not changed, for each child has a root of its own; of a worker's archives parts of
+//! seconds and extended attributes are not asked for, which they do not hold. A tree that is taken for another one is published in vain, and no harm is done.
+
+use domain::workload::PublishedCache;
+use domain::{CacheId, VolumeHandle, chain};
+use rpc::pb::artifacts as store;
+use runtime::{Contents, VolumeSource};
+use transfer::{Entry, Manifest};
+
+use super::inputs::{self, Prepared};
+use super::{Stopped, Task, complete};
+use crate::plan::{Plan, PlannedCache, PlannedVolume};
+use crate::worker::Worker;
+
+/// Makes candidates of this attempt of those caches that were changed.
+pub(super) async fn publish(
+    worker: &Worker,
+    task: &Task,
+    plan: &Plan,
+    prepared: &Prepared,
+) -> Result<Vec<PublishedCache>, Stopped> {
+    let mut published = Vec::new();
+    for cache in &plan.caches {
+        match publish_one(worker, task, cache, prepared).await {
+            Ok(candidate) => published.extend(candidate),
+            Err(stopped) if stopped.is_superseded() => return Err(stopped),
+            Err(stopped) => tracing::warn!(
+                workload.id = %task.workload,
+                cache.id = %cache.cache,
+                error = chain(&stopped),
+                "what was left in a task cache is not kept"
+            ),
+        }
+    }
+    Ok(published)
+}
+
+/// `None`: it holds what it held.
+async fn publish_one(
+    worker: &Worker,
+    task: &Task,
+    planned: &PlannedCache,
+    prepared: &Prepared,
+) -> Result<Option<PublishedCache>, Stopped> {
+    let PlannedCache { cache, artifact, volume } = *planned;
+    let (mounted, parent) = prepared.volumes[volume];
+    let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
+    let found = worker.trees.scan(runtime, mounted, team).await?;
+    let (volume, manifest) = match parent {
+        // Nothing but its root.
+        None if found.entries().len() <= 1 => return Ok(None),
+        None => (mounted, found),
+        Some((parent, digest)) => {
+            let before = super::verify(worker, parent, team, digest).await?;
+            let exact = matches!(runtime.contents(mounted).await?, Contents::Directory(_));
+            if is_same(&before, &found, exact) {
+                return Ok(None);
+            }
+            let copy = handle_of_copy(worker, task, planned).await?;
+            runtime.create_volume(copy, VolumeSource::Copy { original: mounted }).await?;
+            // What is published is what was read of it, and not of what it was copied from.
+            (copy, worker.trees.scan(runtime, copy, team).await?)
+        }
+    };
+    complete(worker, volume, &manifest).await?;
+    Ok(Some(PublishedCache { cache, artifact, digest: manifest.tree_digest() }))
+}
+
+/// The volume for a copy of what was left in a cache. The same each time that it is asked for.
+async fn handle_of_copy(
+    worker: &Worker,
+    task: &Task,
+    planned: &PlannedCache,
+) -> Result<VolumeHandle, Stopped> {
+    let copy = PlannedVolume {
+        becomes: Some(planned.artifact),
+        ..PlannedVolume::new(name_of_copy(planned.cache), store::VolumePurpose::Output)
+    };
+    let (prepared, _) = inputs::ask(worker, task, &[copy], &[]).await?;
+    let handle = prepared.volumes.first().map(|(handle, _)| *handle);
+    handle.ok_or_else(|| Stopped::Nonsense("the artifact store answered no volume".to_owned()))
+}
+
+/// Whether nothing was changed in a child of the volume with the tree `before`.
+fn is_same(before: &Manifest, found: &Manifest, exact: bool) -> bool {
+    let (before, found) = (before.entries(), found.entries());
+    let same = |(before, found): (&Entry, &Entry)| {
+        let what = |entry: &Entry| (entry.mode, entry.uid, entry.gid);
+        let is_root = before.path.is_empty();
+        (&before.path, what(before), &before.kind) == (&found.path, what(found), &found.kind)
+            && (is_root || before.mtime_seconds == found.mtime_seconds)
+            && (is_root || !exact || before.mtime_nanos == found.mtime_nanos)
+            && (!exact || before.xattrs == found.xattrs)
+    };
+    before.len() == found.len() && before.iter().zip(found).all(same)
+}
+
+fn name_of_copy(cache: CacheId) -> String {
+    format!("cache/{cache}/copy")
+}
+
+#[cfg(test)]
+mod tests {
+    use transfer::{EntryKind, Limits};
+
+    use super::*;
+
+    fn tree(root_seconds: i64, change: impl Fn(&mut Entry)) -> Manifest {
+        let entry = |path: &[u8], kind: EntryKind, mtime_seconds| Entry {
+            path: path.to_vec(),
+            mode: 0o755,
+            uid: 0,
+            gid: 0,
+            mtime_seconds,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind,
+        };
+        let mut file = entry(b"file", EntryKind::File { size_bytes: 0, extents: Vec::new() }, 1);
+        change(&mut file);
+        Manifest::new([entry(b"", EntryKind::Directory, root_seconds), file], Limits::default())
+            .expect("a valid manifest")
+    }
+
+    #[test]
+    fn a_tree_is_the_same_whatever_the_time_of_its_root() {
+        let before = tree(1, |_| {});
+        for exact in [true, false] {
+            assert!(is_same(&before, &tree(2, |_| {}), exact));
+            for change in [
+                |file: &mut Entry| file.mtime_seconds = 2,
+                |file: &mut Entry| file.mode = 0o700,
+                |file: &mut Entry| file.uid = 1,
+                |file: &mut Entry| file.path = b"other".to_vec(),
+                |file: &mut Entry| file.kind = EntryKind::File { size_bytes: 1, extents: Vec::new() },
+            ] {
+                assert!(!is_same(&before, &tree(1, change), exact));
+            }
+        }
+        // Archives do not say.
+        let finer = tree(1, |file| file.mtime_nanos = 1);
+        assert!(!is_same(&before, &finer, true) && is_same(&before, &finer, false));
+        let root = Manifest::new(before.entries()[..1].to_vec(), Limits::default()).expect("valid");
+        assert!(!is_same(&before, &root, true) && !is_same(&root, &before, true));
+    }
+}
