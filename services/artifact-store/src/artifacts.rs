@@ -6,8 +6,9 @@
 //!                               └──volumes forgotten, tombstone over──▶ (gone)
 //! ```
 //!
-//! A settled output begins sealed, and so does what is made from a small tree ([`crate::trees`]). Invariant: a sealed artifact's digest and size never change; every UPDATE that seals is guarded by
-//! `state = 'open'`.
+//! A settled output begins sealed, and so does what is made from a small tree ([`crate::trees`]). What is uploaded is sealed by its
+//! commit ([`crate::replicas`]), what a worker brings along by its gateway ([`crate::imports`]). Invariant: a sealed artifact's digest and size
+//! never change; every UPDATE that seals is guarded by `state = 'open'`.
 
 use std::collections::{HashMap, HashSet};
 

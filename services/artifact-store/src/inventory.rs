@@ -109,7 +109,7 @@ pub(crate) async fn prepare(
     for need in &needs.volumes {
         let source = need.from.and_then(|from| sources.get(&from.uuid()).copied());
         let row = match existing.remove(&need.name) {
-            Some(row) if row.state == State::Creating && row.parent != source => {
+            Some(row) if row.state == State::Creating && need.from.is_some() && row.parent != source => {
                 // It arrived since the first call, or what was there is not any more. What a worker brings along may be another artifact by now.
                 let from = need.from.map(ArtifactId::uuid);
                 volume::Entity::update_many()

@@ -7,6 +7,7 @@ use anyhow::{Context, bail};
 use rpc::Peer;
 use rpc::client::{AddressError, Outgoing, peer};
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::artifacts::collector_client::CollectorClient;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::owners_client::OwnersClient;
@@ -164,6 +165,10 @@ impl Connection {
 
     pub(crate) fn owners(&self) -> OwnersClient<Peer> {
         OwnersClient::new(self.artifacts.clone())
+    }
+
+    pub(crate) fn caches(&self) -> CachesClient<Peer> {
+        CachesClient::new(self.artifacts.clone())
     }
 
     pub(crate) fn inventory(&self) -> InventoryClient<Peer> {

@@ -12,16 +12,37 @@ use rpc::pb::artifacts as store;
 pub(crate) struct Plan {
     pub(crate) volumes: Vec<PlannedVolume>,
     pub(crate) outputs: Vec<PlannedOutput>,
-    /// Index of the volume with the root file system. `None`: it is the worker's own.
-    pub(crate) image: Option<usize>,
+    /// The root file system.
+    pub(crate) image: PlannedImage,
 }
+
+/// The root file system of the container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PlannedImage {
+    /// The worker's own.
+    Host,
+    /// That of the image in the volume with this index.
+    Artifact(usize),
+    /// All of the volume with this index, which is what the worker brings along.
+    Brought(usize),
+}
+
+/// What the worker brings along and a container gets, once it is imported.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct BroughtAlong {
+    /// The image of the resource type that the spec names.
+    pub(crate) image: Option<ArtifactId>,
+    /// The certificates.
+    pub(crate) certs: Option<ArtifactId>,
+}
+
+/// Where containers see the certificates that their worker brings along, unless they have something of their own there.
+pub(crate) const CERTS: &[u8] = b"/etc/ssl/certs";
 
 pub(crate) struct PlannedVolume {
     pub(crate) name: String,
     pub(crate) purpose: store::VolumePurpose,
     pub(crate) from: Option<ArtifactId>,
-    /// Whose image it starts with, of those that the worker brings along.
-    pub(crate) resource_type: Option<String>,
     pub(crate) becomes: Option<ArtifactId>,
     /// Where it appears, and whether read-only. `None`: nowhere, it is filled afterwards, or is the root.
     pub(crate) mount: Option<(Bytes, bool)>,
@@ -41,7 +62,12 @@ pub(crate) struct PlannedOutput {
 impl Plan {
     /// Outputs below `/workspace` are directories of one scratch volume where they are `replaceable`, so that a process may remove or
     /// replace them like any other directory; elsewhere they are mounts.
-    pub(crate) fn new(spec: &WorkloadSpec, workload: WorkloadId, replaceable: bool) -> Self {
+    pub(crate) fn new(
+        spec: &WorkloadSpec,
+        workload: WorkloadId,
+        replaceable: bool,
+        brought: &BroughtAlong,
+    ) -> Self {
         let mut volumes = Vec::new();
         let mut outputs = Vec::new();
         let in_workspace = |path: &Bytes| {
@@ -56,30 +82,40 @@ impl Plan {
                 name: "workspace".to_owned(),
                 purpose: store::VolumePurpose::Scratch,
                 from: None,
-                resource_type: None,
                 becomes: None,
                 mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
                 directories: Vec::new(),
             });
         }
-        let image = |purpose, from, resource_type| PlannedVolume {
+        let image = |from| PlannedVolume {
             name: "image".to_owned(),
-            purpose,
+            purpose: store::VolumePurpose::Input,
             from,
-            resource_type,
             becomes: None,
             mount: None,
             directories: Vec::new(),
         };
         let image = match &spec.image {
-            Image::Host => None,
-            Image::Artifact(artifact) => Some(image(store::VolumePurpose::Input, Some(*artifact), None)),
-            Image::ResourceType(name) => Some(image(store::VolumePurpose::Scratch, None, Some(name.clone()))),
+            Image::Host => PlannedImage::Host,
+            Image::Artifact(artifact) => {
+                volumes.push(image(Some(*artifact)));
+                PlannedImage::Artifact(volumes.len() - 1)
+            }
+            Image::ResourceType(_) => {
+                volumes.push(image(brought.image));
+                PlannedImage::Brought(volumes.len() - 1)
+            }
         };
-        let image = image.map(|planned| {
-            volumes.push(planned);
-            volumes.len() - 1
-        });
+        if brought.certs.is_some() && !everything.clone().any(|path| path == CERTS) {
+            volumes.push(PlannedVolume {
+                name: "certs".to_owned(),
+                purpose: store::VolumePurpose::Input,
+                from: brought.certs,
+                becomes: None,
+                mount: Some((CERTS.to_vec(), true)),
+                directories: Vec::new(),
+            });
+        }
         for input in &spec.inputs {
             if spec.outputs.iter().any(|output| output.path == input.path) {
                 continue;
@@ -88,7 +124,6 @@ impl Plan {
                 name: format!("input/{}", input.name),
                 purpose: store::VolumePurpose::Input,
                 from: Some(input.artifact),
-                resource_type: None,
                 becomes: None,
                 mount: Some((input.path.clone(), input.read_only)),
                 directories: Vec::new(),
@@ -114,7 +149,6 @@ impl Plan {
                 name: format!("output/{}", output.name),
                 purpose: store::VolumePurpose::Output,
                 from: input.map(|input| input.artifact),
-                resource_type: None,
                 becomes: Some(artifact),
                 mount: taken_from.is_none().then(|| (output.path.clone(), false)),
                 directories: Vec::new(),
@@ -169,7 +203,7 @@ mod tests {
     fn outputs_are_mounts_where_they_cannot_be_taken() {
         let spec = spec();
         for replaceable in [true, false] {
-            let plan = Plan::new(&spec, WorkloadId::new(), replaceable);
+            let plan = Plan::new(&spec, WorkloadId::new(), replaceable, &BroughtAlong::default());
             let of = |name: &str| {
                 let output = plan.outputs.iter().find(|output| output.name == name).expect("an output");
                 (plan.volumes[output.volume].mount.clone().map(|(path, _)| path), output.taken_from.clone())
@@ -192,15 +226,38 @@ mod tests {
     #[test]
     fn an_image_is_a_child_of_its_replica_that_is_mounted_nowhere() {
         let spec = spec();
-        let plan = Plan::new(&spec, WorkloadId::new(), true);
-        let image = &plan.volumes[plan.image.expect("a volume")];
+        let brought = BroughtAlong { image: Some(ArtifactId::new()), certs: None };
+        let with = |image| {
+            let plan = Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true, &brought);
+            (plan.image, plan.volumes)
+        };
         let Image::Artifact(artifact) = spec.image.clone() else { panic!("an artifact") };
+        let (PlannedImage::Artifact(index), volumes) = with(spec.image.clone()) else { panic!("an image") };
+        let image = &volumes[index];
         assert_eq!((image.from, image.becomes, &image.mount), (Some(artifact), None, &None));
         assert!(spec.artifacts().contains(&artifact), "it is pinned");
-        let with = |image| Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true);
-        assert_eq!(with(Image::Host).image, None);
-        let plan = with(Image::ResourceType("git".to_owned()));
-        let image = &plan.volumes[plan.image.expect("a volume")];
-        assert_eq!((image.from, image.resource_type.as_deref(), &image.mount), (None, Some("git"), &None));
+        assert_eq!(with(Image::Host).0, PlannedImage::Host);
+        let (PlannedImage::Brought(index), volumes) = with(Image::ResourceType("git".to_owned())) else {
+            panic!("an image")
+        };
+        let image = &volumes[index];
+        assert_eq!((image.from, image.becomes, &image.mount), (brought.image, None, &None));
+        assert_eq!(image.purpose, store::VolumePurpose::Input);
+    }
+
+    #[test]
+    fn certs_are_seen_read_only_by_who_has_nothing_of_his_own_there() {
+        let brought = BroughtAlong { image: None, certs: Some(ArtifactId::new()) };
+        let certs = |spec: &WorkloadSpec, brought: &BroughtAlong| {
+            let plan = Plan::new(spec, WorkloadId::new(), true, brought);
+            let certs = plan.volumes.into_iter().find(|volume| volume.name == "certs");
+            certs.map(|volume| (volume.from, volume.mount))
+        };
+        let mut spec = spec();
+        let mounted = (brought.certs, Some((CERTS.to_vec(), true)));
+        assert_eq!(certs(&spec, &brought), Some(mounted));
+        assert_eq!(certs(&spec, &BroughtAlong::default()), None);
+        spec.inputs[0].path = CERTS.to_vec();
+        assert_eq!(certs(&spec, &brought), None);
     }
 }

@@ -120,7 +120,7 @@ async fn what_a_worker_brings_along_becomes_its_base_type(database: TestDatabase
     gateway.complete_import(&suite, &begun.volume_handle, digest(1)).await.expect("complete");
     let made = suite.get(artifact).await.expect("it is there");
     assert_eq!((made.state(), made.size_bytes, &*made.team), (ArtifactState::Sealed, 7, ""));
-    assert_eq!((&made.digest[..], &*made.label), (&digest(1).as_bytes()[..], "git 1"));
+    assert_eq!((made.digest.to_vec(), &*made.label), (digest(1).as_bytes().to_vec(), "git 1"));
     let [replica] = &made.replicas[..] else { panic!("{made:?}") };
     assert_eq!(replica.volume_handle, begun.volume_handle);
     assert_eq!(replica.worker_id, gateway.worker.to_string());
@@ -186,7 +186,7 @@ async fn asking_again_imports_nothing_twice(database: TestDatabase) {
     // In a new life of the worker nobody knows before it was reported.
     let reborn = suite.silent_gateway(worker, 2, 4);
     assert_refused(reborn.prepare_import(&suite, git("1")).await, Reason::Unavailable);
-    reborn.report(&[begun.volume_handle.clone()], &[]).await.expect("reported");
+    reborn.report(std::slice::from_ref(&begun.volume_handle), &[]).await.expect("reported");
     let found = reborn.prepare_import(&suite, git("1")).await.expect("found");
     assert_eq!((found.term, found.volume_handle), (None, begun.volume_handle));
     assert_eq!(suite.volumes().await.len(), 1);

@@ -144,9 +144,8 @@ impl Volumes {
         let parent = match source {
             VolumeSource::Empty => return Ok(()),
             VolumeSource::CopyOnWrite { parent } => *parent,
-            VolumeSource::ResourceType(name) => {
-                let message = format!("it brings no image along for the resource type {name:?}");
-                return Err(RuntimeError::Unsupported(message));
+            VolumeSource::Brought(what) => {
+                return Err(RuntimeError::Unsupported(format!("it brings nothing along: no {what:?}")));
             }
         };
         let layers = self.layers(parent)?;

@@ -3,10 +3,10 @@
 use std::fs;
 use std::io;
 use std::os::unix::fs::symlink;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use domain::{ArtifactId, VolumeHandle};
-use runtime::{RuntimeError, VolumeSource};
+use runtime::{Brought, RuntimeError, VolumeSource};
 use rustix::fs::OFlags;
 
 use super::programs::open_in;
@@ -66,12 +66,14 @@ impl FakeWorker {
         handle: VolumeHandle,
         source: VolumeSource,
     ) -> Result<(), RuntimeError> {
-        let parent = match source {
+        let parent = match &source {
             VolumeSource::Empty => None,
-            VolumeSource::CopyOnWrite { parent } => Some(parent),
-            VolumeSource::ResourceType(name) => {
-                return Err(RuntimeError::Unsupported(format!("the fake brings no image of {name:?}")));
-            }
+            VolumeSource::CopyOnWrite { parent } => Some(*parent),
+            VolumeSource::Brought(_) => None,
+        };
+        let brought = match &source {
+            VolumeSource::Brought(what) => Some(self.brought(what)?),
+            VolumeSource::Empty | VolumeSource::CopyOnWrite { .. } => None,
         };
         {
             let mut state = self.state();
@@ -92,9 +94,13 @@ impl FakeWorker {
         let (new, path) = (tempfile::tempdir_in(self.directory("new")), self.path(handle));
         let new = new.map_err(io("making a volume"))?;
         let filled = new.path().join("volume");
-        match parent {
-            None => fs::create_dir(&filled).map_err(io("making a volume"))?,
-            Some(parent) => copy(&self.path(parent), &filled).map_err(io("copying a volume"))?,
+        let filling = match parent.map(|parent| self.path(parent)).or(brought) {
+            None => fs::create_dir(&filled).map_err(io("making a volume")),
+            Some(source) => copy(&source, &filled).map_err(io("copying a volume")),
+        };
+        if let Err(error) = filling {
+            self.state().volumes.retain(|other, volume| *other != handle || volume.made);
+            return Err(error);
         }
         let mut state = self.state();
         match state.volumes.get_mut(&handle) {
@@ -106,6 +112,13 @@ impl FakeWorker {
             }
             None => Err(RuntimeError::Other(format!("volume {handle} was destroyed while it was made"))),
         }
+    }
+
+    /// Where something is that it brings along.
+    fn brought(&self, what: &Brought) -> Result<PathBuf, RuntimeError> {
+        let known = self.capabilities.brought.iter().find(|known| known.what == *what);
+        let known = known.map(|known| PathBuf::from(&known.path));
+        known.ok_or_else(|| RuntimeError::Unsupported(format!("the fake does not bring along {what:?}")))
     }
 
     pub(super) fn take(
