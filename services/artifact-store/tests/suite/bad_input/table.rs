@@ -153,7 +153,6 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(pins(&world));
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
-    calls.push(call("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []));
     calls.extend(set_aside::calls(&world).await);
     calls.extend(imports::calls(&world).await);
     // The last: some of these end what the others are about.
