@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, Read};
+use std::path::Path;
 use std::process::Command;
 
 use integration_tests::concourse::{Pair, make_image};
@@ -227,46 +228,129 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
     }
 }
 
+/// An archive of the root file system of the cluster's image, in which `/release` says `release`.
+fn archived(cluster: &Cluster, archive: &Path, release: &str) {
+    let root = cluster.path("image/rootfs");
+    write(&root.join("release"), release);
+    let tar = Command::new("tar").arg("-czf").arg(archive).arg("-C").arg(root).arg(".").status();
+    assert!(tar.expect("tar is installed").success());
+}
+
+/// The artifact of something that the Concourse worker brings along, once it is imported from `path`.
+fn imported(cluster: &Cluster, resource_type: Option<&str>, path: &Path) -> String {
+    wait_for("an import", || {
+        let imports = cluster.list("imports");
+        let is_it = |import: &&serde_json::Value| {
+            import["resource_type"].as_str() == resource_type
+                && import["path"] == path.display().to_string()
+                && import["state"] == "imported"
+        };
+        imports.iter().find(is_it)?["artifact_id"].as_str().map(str::to_owned)
+    })
+}
+
 #[test]
-fn what_a_concourse_worker_brings_along_is_an_image_of_commands() {
+fn what_a_concourse_worker_brings_along_becomes_artifacts() {
     if !may_run_containers() {
         return;
     }
-    let pair = Pair::start(Manner::Containerd, Driver::Overlay);
-    let mut cluster = Cluster::new();
+    let mut pair = Pair::start(Manner::Containerd, Driver::Overlay);
+    let (garden, volumes) = (pair.garden_address(), format!("http://{}", pair.volumes_address()));
+    let mut cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
     make_image(&cluster.path("image"));
-    let archive = cluster.path("rootfs.tgz");
-    let root = cluster.path("image/rootfs");
-    let tar = Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(root).arg(".").status();
-    assert!(tar.expect("tar is installed").success());
-    // As such a worker registers.
-    let worker = serde_json::json!({
-        "name": "concourse", "addr": pair.garden_address(), "baggageclaim_url": format!("http://{}", pair.volumes_address()),
-        "platform": "linux", "tags": ["garden"], "team": "", "http_proxy_url": "http://proxy:3128", "start_time": 1,
-        "resource_types": [{ "type": "git", "image": archive, "version": "4.2", "privileged": false }],
-    });
-    fs::write(cluster.path("workers.json"), worker.to_string()).expect("write");
-    let file = cluster.path("workers.json").display().to_string();
-    cluster.set("GANTRY_WORKERS_FILE", &file);
+    let [old, new, certs] = ["old.tgz", "new.tgz", "certs"].map(|name| cluster.path(name));
+    archived(&cluster, &old, "old");
+    archived(&cluster, &new, "new");
+    write(&certs.join("ca.crt"), "trusted");
+    // As such a worker registers. One of its images is not where it says.
+    let file = cluster.path("workers.json");
+    let register = |image: &Path, version: &str| {
+        let worker = serde_json::json!({
+            "name": "concourse", "addr": garden, "baggageclaim_url": volumes,
+            "platform": "linux", "tags": ["garden"], "team": "", "certs_path": certs,
+            "http_proxy_url": "http://proxy:3128", "start_time": 1,
+            "resource_types": [
+                { "type": "time", "image": "/nonexistent.tgz", "version": "1" },
+                { "type": "git", "image": image, "version": version, "privileged": false },
+            ],
+        });
+        fs::write(&file, worker.to_string()).expect("write");
+    };
+    register(&old, "4.2");
+    cluster.set("GANTRY_WORKERS_FILE", &file.display().to_string());
     write(&cluster.path("src/a"), "a");
     attended(&cluster);
     let workers = cluster.list("workers");
     let listed = workers.iter().find(|worker| worker["name"] == "concourse").expect("the worker");
-    let types = serde_json::json!([{ "name": "git", "version": "4.2" }]);
+    let types = serde_json::json!([{ "name": "time", "version": "1" }, { "name": "git", "version": "4.2" }]);
     assert_eq!(listed["labels"]["resource_types"], types, "{listed}");
 
+    // Commands run in what was imported, with its certificates, whatever could not be.
     let run = ["run", "--tag", "garden", "-i", "src=src", "-o", "out=./out", "--image"];
-    let script = "test ! -e /mine && touch /mine && echo $http_proxy > out/proxy && cp src/a out/x; exit $?";
-    for _ in 0..2 {
-        let command = ["resource-type:git", "--", "sh", "-c", script];
-        let done = cluster.output([&run[..], &command[..]].concat());
+    let script = "test ! -e /mine && touch /mine && echo $http_proxy > out/proxy && cp src/a out/x \
+        && cat /etc/ssl/certs/ca.crt release > out/y && ! touch /etc/ssl/certs/mine 2>/dev/null; exit $?";
+    let script = script.replace("release", "/release");
+    let ran = |release: &str| {
+        let done = cluster.output([&run[..], &["resource-type:git", "--", "sh", "-c", &script]].concat());
         assert_eq!(code(&done), 0, "each has a layer of its own: {}", describe(&done));
         assert_eq!(fs::read_to_string(cluster.path("out/x")).expect("the output"), "a");
         assert_eq!(fs::read_to_string(cluster.path("out/proxy")).expect("it"), "http://proxy:3128\n");
-    }
-    let images = pair.volumes.handles();
-    assert_eq!(images.iter().filter(|name| name.starts_with("gantry-image")).count(), 1, "{images:?}");
+        assert_eq!(fs::read_to_string(cluster.path("out/y")).expect("it"), format!("trusted{release}"));
+    };
+    ran("old");
+    ran("old");
+    let first = imported(&cluster, Some("git"), &old);
+    let of_certs = imported(&cluster, None, &certs);
+    let base_types = || {
+        let types = cluster.list("base-types").into_iter();
+        types.map(|known| (known["version"].clone(), known["artifact_id"].clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(base_types(), [("4.2".into(), first.clone().into())]);
+    let replicas_of = |artifact: &str| {
+        let kept = cluster.list("volumes").into_iter();
+        kept.filter(|one| one["artifact_id"] == artifact && one["purpose"] == "replica").count()
+    };
+    assert_eq!((replicas_of(&first), replicas_of(&of_certs)), (1, 1));
+    let text = String::from_utf8_lossy(&cluster.output(["explain", &first]).stdout).into_owned();
+    let worker = listed["worker_id"].as_str().expect("its id");
+    assert!(text.contains("git 4.2") && text.contains(worker), "{text}");
+    let failed = wait_for("the failure", || {
+        cluster.list("imports").into_iter().find(|import| import["state"] == "failed")
+    });
+    assert_eq!((&failed["resource_type"], &failed["path"]), (&"time".into(), &"/nonexistent.tgz".into()));
+    assert!(failed["failed_why"].as_str().is_some_and(|why| !why.is_empty()), "{failed}");
+    let refused = cluster.output([&run[..], &["resource-type:time", "--", "true"]].concat());
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(code(&refused) != 0 && said.contains("cannot be imported"), "{said}");
     let refused = cluster.output([&run[..], &["resource-type:s3", "--", "true"]].concat());
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(said.contains("concourse") && said.contains("has no image of the resource type s3"), "{said}");
+
+    // Whoever attends the worker next finds it.
+    cluster.kill();
+    ran("old");
+    assert_eq!(imported(&cluster, Some("git"), &old), first);
+    assert_eq!(imported(&cluster, None, &certs), of_certs);
+
+    // Another version takes its place, and the older one goes.
+    cluster.kill();
+    register(&new, "4.3");
+    attended(&cluster);
+    let second = imported(&cluster, Some("git"), &new);
+    assert_eq!(base_types(), [("4.3".into(), second.clone().into())]);
+    ran("new");
+    wait_for("the end of the older one", || {
+        cluster.succeed(["gc"]);
+        (replicas_of(&first) == 0).then_some(())
+    });
+    let handles = pair.volumes.handles();
+    assert!(
+        !handles.iter().any(|name| name.starts_with("gantry-") && name != "gantry-marker"),
+        "{handles:?}"
+    );
+
+    // A worker that comes back without its volumes imports again.
+    pair.replace();
+    wait_for("another import", || (imported(&cluster, Some("git"), &new) != second).then_some(()));
+    ran("new");
 }

@@ -6,8 +6,9 @@
 //!                               └──volumes forgotten, tombstone over──▶ (gone)
 //! ```
 //!
-//! A settled output begins sealed, and so does what is made from a small tree ([`crate::trees`]). Invariant: a sealed artifact's digest and size never change; every UPDATE that seals is guarded by
-//! `state = 'open'`.
+//! A settled output begins sealed, and so does what is made from a small tree ([`crate::trees`]). What is uploaded is sealed by its
+//! commit ([`crate::replicas`]), what a worker brings along by its gateway ([`crate::imports`]). Invariant: a sealed artifact's digest and size
+//! never change; every UPDATE that seals is guarded by `state = 'open'`.
 
 use std::collections::{HashMap, HashSet};
 
@@ -205,6 +206,12 @@ fn repeated(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<
     if same { Ok(()) } else { Err(CreateError::Exists(new.id)) }
 }
 
+/// The row of an artifact that nobody owns yet, open and without bytes.
+pub(crate) fn unowned(id: ArtifactId, team: &str, now: Timestamp) -> artifact::Model {
+    let new = NewArtifact { id, team: team.to_owned(), label: String::new(), owner: None, tree: None };
+    first_row(&new, now)
+}
+
 fn first_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
     let tree = new.tree.as_ref();
     artifact::Model {
@@ -290,7 +297,7 @@ pub(crate) async fn adopt_by_digest(
     Ok(None)
 }
 
-/// An artifact of `team`, with where it is and what keeps it. `None`: there is none.
+/// An artifact of `team`, or of no team, with where it is and what keeps it. `None`: there is none.
 pub(crate) async fn get(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -298,7 +305,10 @@ pub(crate) async fn get(
     now: Timestamp,
     policy: &Policy,
 ) -> Result<Option<(Located, Keepers)>, DbErr> {
-    let rows = of_team(team).filter(artifact::Column::ArtifactId.eq(id.uuid())).all(conn).await?;
+    let rows = artifact::Entity::find_by_id(id.uuid())
+        .filter(artifact::Column::Team.is_in([team, ALL_TEAMS]))
+        .all(conn)
+        .await?;
     Ok(describe(conn, rows, now, policy).await?.pop())
 }
 

@@ -76,7 +76,7 @@ async fn hand_over(
 }
 
 /// Locks what caches own that are about to go, and has it looked at.
-async fn let_go(
+pub(crate) async fn let_go(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
     now: Timestamp,

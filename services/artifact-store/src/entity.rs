@@ -285,6 +285,23 @@ entity! {
 }
 
 entity! {
+    /// What workers bring along.
+    import, "imports" {
+        #[sea_orm(primary_key, auto_increment = false)]
+        worker_id: Uuid,
+        #[sea_orm(primary_key, auto_increment = false)]
+        resource_type: String,
+        import_id: Uuid,
+        version: String,
+        path: String,
+        artifact_id: Uuid,
+        volume: Uuid,
+        failed_at: Option<i64>,
+        failed_why: Option<String>,
+    }
+}
+
+entity! {
     /// Workloads, as far as they pin artifacts or have attempts.
     holder, "holders" {
         #[sea_orm(primary_key, auto_increment = false)]

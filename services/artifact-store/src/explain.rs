@@ -18,8 +18,8 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{
-    GraveKind, State, artifact, attempt, base_resource_type, build, container, grave, holder, resource_cache,
-    set_aside, task_cache, volume,
+    ALL_TEAMS, GraveKind, State, artifact, attempt, base_resource_type, build, container, grave, holder,
+    resource_cache, set_aside, task_cache, volume,
 };
 use crate::mark::{self, Policy, Verdict};
 
@@ -167,7 +167,7 @@ pub(crate) async fn explain(
     question: &Question<'_>,
     id: Uuid,
 ) -> Result<Option<Explanation>, DbErr> {
-    let of_team = |team: &str| team == question.team;
+    let of_team = |team: &str| team == question.team || team == ALL_TEAMS;
     if let Some(row) = artifact::Entity::find_by_id(id).one(conn).await? {
         return if of_team(&row.team) {
             artifacts::artifact(conn, question, row).await.map(Some)
@@ -240,7 +240,7 @@ async fn is_of_team(
     if let Some(holder) = holder {
         teams.extend(holder::Entity::find_by_id(holder).one(conn).await?.map(|row| row.team));
     }
-    Ok(teams.iter().all(|team| team == question.team))
+    Ok(teams.iter().all(|team| team == question.team || team == ALL_TEAMS))
 }
 
 /// The first things of a query, and how many there are.

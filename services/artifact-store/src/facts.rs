@@ -42,7 +42,8 @@ const HOLDS: &str = "
         FROM volumes v
         WHERE v.from_artifact_id IN (IDS) AND v.purpose <> 'replica' AND v.state NOT IN ('destroying', 'sweeping')
     UNION ALL
-    SELECT v.artifact_id, 'transfer', v.transfer_id, v.claimed_until
+    SELECT v.artifact_id, CASE WHEN v.transfer_id IS NULL THEN 'import' ELSE 'transfer' END,
+           COALESCE(v.transfer_id, v.handle), v.claimed_until
         FROM volumes v
         WHERE v.artifact_id IN (IDS) AND v.complete = FALSE AND v.claimed_until > $1
           AND v.state NOT IN ('destroying', 'sweeping')";
@@ -114,7 +115,7 @@ pub(crate) async fn artifacts(
         match hold.kind.as_str() {
             "pin" => held.pinned = true,
             "volume" => held.used = true,
-            "transfer" => held.transferred = true,
+            "transfer" | "import" => held.transferred = true,
             _ => held.owned = true,
         }
     }
@@ -178,6 +179,7 @@ pub(crate) async fn keepers(
             "pin" => Keeping::Pin(WorkloadId::from_uuid(hold.id)),
             "volume" => Keeping::Volume(VolumeHandle::from_uuid(hold.id)),
             "transfer" => Keeping::Transfer(TransferId::from_uuid(hold.id)),
+            "import" => Keeping::Import(VolumeHandle::from_uuid(hold.id)),
             "resource cache" => Keeping::ResourceCache(CacheId::from_uuid(hold.id)),
             "task cache" => Keeping::TaskCache(CacheId::from_uuid(hold.id)),
             "base resource type" => Keeping::BaseResourceType(hold.id),

@@ -14,9 +14,9 @@ use uuid::Uuid;
 
 use crate::entity::{State, artifact, container, set_aside, volume, worker};
 use crate::facts::{self, JudgedArtifact};
-use crate::ids;
 use crate::losses::{self, Lost};
 use crate::mark::{self, Policy, Verdict};
+use crate::{caches, ids, imports};
 
 /// How many rows are looked at by one statement.
 const PAGE: u64 = 500;
@@ -52,6 +52,8 @@ pub(crate) async fn forget_worker(
     if !force && holds_set_aside(txn, id).await? {
         return Err(ForgetError::HoldsSetAside(id));
     }
+    let let_go = imports::forget_worker(txn, id).await?;
+    caches::let_go(txn, let_go, now).await?;
     lock_artifacts(txn, id).await?;
     if !force && let Some(artifact) = kept_here_only(txn, id, now, policy).await? {
         return Err(ForgetError::LastReplica(id, artifact));

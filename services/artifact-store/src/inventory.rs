@@ -125,9 +125,12 @@ pub(crate) async fn prepare(
         let from = from.map(ArtifactId::uuid);
         let row = match existing.remove(&need.name) {
             Some(row)
-                if row.state == State::Creating && (row.parent != source || row.from_artifact_id != from) =>
+                if row.state == State::Creating
+                    && need.from.is_some()
+                    && (row.parent != source || row.from_artifact_id != from) =>
             {
-                // It arrived since the first call, or what was there is not any more, or it cannot be brought here.
+                // It arrived since the first call, or what was there is not any more, or it cannot be brought here. What a worker brings along may
+                // be another artifact by now.
                 volume::Entity::update_many()
                     .col_expr(volume::Column::Parent, Expr::value(source))
                     .col_expr(volume::Column::FromArtifactId, Expr::value(from))
@@ -392,6 +395,8 @@ pub(crate) enum CompleteError {
     NotFound(VolumeHandle),
     #[error("volume {0} is an input, which has no final bytes")]
     Input(VolumeHandle),
+    #[error("volume {0} is an import, which is completed by a call of its own")]
+    Import(VolumeHandle),
     #[error("volume {0} was completed with other bytes")]
     OtherBytes(VolumeHandle),
     #[error("the attempt of volume {0} is over")]
@@ -416,6 +421,9 @@ pub(crate) async fn volume_complete(
     };
     // What the volume is made for is locked before the volume itself, as everybody else does.
     let Some(seen) = of_worker().one(txn).await? else { return Err(CompleteError::NotFound(handle)) };
+    if seen.is_import() && !seen.complete {
+        return Err(CompleteError::Import(handle));
+    }
     let (wanted, refusal) = match seen.purpose {
         Purpose::Input | Purpose::Scratch => return Err(CompleteError::Input(handle)),
         Purpose::Output => {

@@ -9,6 +9,7 @@
 //! replicas      copies that transfers make
 //! life          whether this database is what it was, or came out of a backup
 //! sessions      who may speak for a worker
+//! imports       what workers bring along, and how it comes to be artifacts
 //! inventory     the rows of what workers hold, from before it is made until it is there
 //! sweep         handing out what gateways shall destroy
 //! report        what workers say they hold: confirmed, lost, forgotten
@@ -51,6 +52,7 @@ mod gone;
 mod graves;
 mod grpc;
 mod ids;
+mod imports;
 #[cfg(test)]
 mod interleavings;
 mod inventory;

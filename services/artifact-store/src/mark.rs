@@ -111,6 +111,7 @@ pub(crate) enum Why {
     OtherBytesSealed,
     ArtifactDeleted,
     AttemptEnded,
+    ImportReplaced,
 }
 
 impl fmt::Display for Why {
@@ -123,6 +124,7 @@ impl fmt::Display for Why {
             Self::OtherBytesSealed => "its artifact was sealed with other bytes",
             Self::ArtifactDeleted => "its artifact is deleted",
             Self::AttemptEnded => "its attempt has ended",
+            Self::ImportReplaced => "its worker brings along something else now",
         })
     }
 }
@@ -162,6 +164,8 @@ pub(crate) enum Keeping {
     ResourceCerts(WorkerId),
     Volume(VolumeHandle),
     Transfer(TransferId),
+    /// What a worker brings along is imported into this volume.
+    Import(VolumeHandle),
     /// Nobody ever owned it, and it is young.
     Youth,
     /// Somebody asked for that.
@@ -179,6 +183,7 @@ impl fmt::Display for Keeping {
             Self::ResourceCerts(worker) => write!(f, "resource certs of worker {worker}"),
             Self::Volume(volume) => write!(f, "volume {volume}, which is made from it"),
             Self::Transfer(transfer) => write!(f, "transfer {transfer}, which goes on"),
+            Self::Import(volume) => write!(f, "volume {volume}, into which it is imported"),
             Self::Youth => f.write_str("nobody: it goes when it is old"),
             Self::Reprieve => f.write_str("nobody: it is kept for a while"),
         }

@@ -20,6 +20,7 @@ impl Migrations for Schema {
             name: "0012_task_cache_uses",
             sql: include_str!("migrations/0012_task_cache_uses.sql"),
         },
+        SqlMigration { name: "0013_imports", sql: include_str!("migrations/0013_imports.sql") },
     ];
 }
 

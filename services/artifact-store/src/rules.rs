@@ -9,8 +9,8 @@
 //! | resource cache that is being made | owns nothing; it goes when its claim runs out |
 //! | resource cache | when it is deleted, which it is not while anybody uses it; by itself when nobody used it for `resource_cache_ttl` |
 //! | task cache | when it is deleted, or given its next version; by itself when no workload uses it and it was unused for its TTL |
-//! | base resource type | never; another version on the same worker takes its place |
-//! | resource certs | never; others of the same worker take their place |
+//! | base resource type | never; another version on the same worker takes its place, and a worker that is forgotten has none |
+//! | resource certs | never; others of the same worker take their place, and a worker that is forgotten has none |
 
 use std::time::Duration;
 

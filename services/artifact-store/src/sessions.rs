@@ -13,13 +13,14 @@
 //! |---|---|---|
 //! | container or volume of an attempt, `creating` | marked: another handle is minted for it | marked |
 //! | planned replica, `creating` | left to its claim | marked |
+//! | volume of an import, `creating` | marked: another handle is minted for it | marked |
 //! | container, otherwise | | marked: its processes are gone |
 //! | volume, `created` | | unconfirmed until the first complete report |
 //! | what is set aside | | described anew before it can be adopted |
 
 use domain::Timestamp;
 use domain::worker::SessionClaims;
-use sea_orm::sea_query::Expr;
+use sea_orm::sea_query::{Expr, ExprTrait};
 use sea_orm::{
     ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
 };
@@ -127,7 +128,10 @@ pub(crate) async fn record(
         .filter(volume::Column::State.eq(State::Creating));
     if !new_incarnation {
         containers = containers.filter(container::Column::State.eq(State::Creating));
-        creating = creating.filter(volume::Column::Purpose.ne(Purpose::Replica));
+        // A transfer goes on, whoever speaks for the worker; an import does not.
+        let is_planned =
+            volume::Column::Purpose.eq(Purpose::Replica).and(volume::Column::TransferId.is_not_null());
+        creating = creating.filter(is_planned.not());
     }
     let containers = containers.exec(txn).await?.rows_affected;
     let volumes = creating.exec_with_returning(txn).await?;

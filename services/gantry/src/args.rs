@@ -102,7 +102,7 @@ pub(crate) enum Command {
     /// Print one file of an artifact
     Cat(CatArgs),
 
-    /// List workers, workloads, artifacts, volumes, containers or caches
+    /// List workers, workloads, artifacts, volumes, containers, caches, base types or imports
     List(ListArgs),
     /// Show one worker, workload, artifact, volume, container or cache
     Show(ShowArgs),
@@ -466,6 +466,12 @@ pub(crate) enum Kind {
     /// What runs leave to the next ones
     #[value(alias = "cache")]
     Caches,
+    /// Images of the types of resources that come with workers, or with the centre
+    #[value(alias = "base-type")]
+    BaseTypes,
+    /// What workers bring along, and whether it could be imported
+    #[value(alias = "import")]
+    Imports,
 }
 
 /// `gantry list`
@@ -474,7 +480,7 @@ pub(crate) struct ListArgs {
     /// What to list, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Only those in this state, as the list shows it: `--state deleting`. Not of workers
+    /// Only those in this state, as the list shows it: `--state deleting`. Not of workers, base types and imports
     #[arg(long, value_name = "STATE")]
     pub(crate) state: Option<String>,
     /// How many at most

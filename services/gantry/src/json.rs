@@ -251,6 +251,31 @@ pub(crate) fn volume(volume: &artifacts::Volume) -> Value {
     })
 }
 
+pub(crate) fn base_type(known: &artifacts::BaseResourceType) -> Value {
+    json!({
+        "base_type_id": known.base_type_id,
+        "type": known.r#type,
+        "version": known.version,
+        "worker_id": some(&known.worker_id),
+        "artifact_id": known.artifact_id,
+    })
+}
+
+pub(crate) fn import(import: &artifacts::Import) -> Value {
+    let brought = import.brought.clone().unwrap_or_default();
+    json!({
+        "import_id": import.import_id,
+        "worker_id": import.worker_id,
+        "resource_type": some(&brought.resource_type),
+        "version": brought.version,
+        "path": brought.path,
+        "state": words::import_state(import.state()),
+        "artifact_id": import.artifact_id,
+        "failed_why": some(&import.failed_why),
+        "failed_at": import.failed_at.as_ref().map(words::instant),
+    })
+}
+
 pub(crate) fn set_aside(one: &artifacts::SetAside) -> Value {
     let known = one.description.clone().unwrap_or_default();
     json!({

@@ -18,21 +18,27 @@ use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, fields, plain, render};
-use crate::{caches, set_aside, words};
+use crate::{caches, imports, set_aside, words};
 
 /// `gantry list`
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
     let (limit, wanted) = (args.limit, args.state.as_deref());
     match args.kind {
         Kind::Workers => {
-            if wanted.is_some() {
-                bail!("workers are not listed by their state");
-            }
+            no_state("workers", wanted)?;
             table(workers(connection), limit, as_json, json::worker, WORKERS, worker_row).await
         }
         Kind::Workloads => {
             let workloads = workloads(connection, state("workloads", wanted, words::workload_state)?);
             table(workloads, limit, as_json, json::workload, WORKLOADS, workload_row).await
+        }
+        Kind::BaseTypes => {
+            no_state("base types", wanted)?;
+            imports::list_types(connection, limit, as_json).await
+        }
+        Kind::Imports => {
+            no_state("imports", wanted)?;
+            imports::list(connection, limit, as_json).await
         }
         kind if args.set_aside => set_aside::list(connection, kind, limit, as_json).await,
         Kind::Artifacts if args.at_risk => {
@@ -58,6 +64,13 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             caches::list(connection, limit, as_json).await
         }
     }
+}
+
+fn no_state(kind: &str, wanted: Option<&str>) -> anyhow::Result<()> {
+    if wanted.is_some() {
+        bail!("{kind} are not listed by their state");
+    }
+    Ok(())
 }
 
 /// The state that a list shall be of, in the words in which it is shown. 0: any.
@@ -93,6 +106,9 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
             one(&container(connection, id).await?, as_json, json::container, container_fields)
         }
         Kind::Caches => one(&caches::find(connection, id).await?, as_json, caches::json, caches::shown),
+        Kind::BaseTypes | Kind::Imports => {
+            bail!("there is no more of these than `gantry list` shows; see `gantry explain {id}`")
+        }
     }
 }
 

@@ -22,6 +22,7 @@ mod exit;
 mod explain;
 mod follow;
 mod hint;
+mod imports;
 mod json;
 mod list;
 mod logs;

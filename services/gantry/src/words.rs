@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
-use rpc::pb::artifacts::{ArtifactState, InventoryState, Thing, VolumePurpose};
+use rpc::pb::artifacts::{ArtifactState, ImportState, InventoryState, Thing, VolumePurpose};
 use rpc::pb::scheduler::{Outcome, Verdict, Worker, WorkerState, Workload, WorkloadState, exit::How};
 
 use crate::table::{bytes, duration};
@@ -85,6 +85,15 @@ pub(crate) fn inventory_state(state: InventoryState) -> &'static str {
         InventoryState::Lost => "lost",
         InventoryState::Destroying => "destroying",
         InventoryState::Sweeping => "sweeping",
+    }
+}
+
+pub(crate) fn import_state(state: ImportState) -> &'static str {
+    match state {
+        ImportState::Unspecified => "unknown",
+        ImportState::Importing => "importing",
+        ImportState::Imported => "imported",
+        ImportState::Failed => "failed",
     }
 }
 

@@ -30,7 +30,7 @@ use tonic::Status;
 use tracing::Instrument;
 
 use crate::image::{self, Defaults};
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedImage};
 use crate::retry::until_answered;
 use crate::trees::TreeError;
 use crate::worker::{StopWish, Worker};
@@ -118,9 +118,6 @@ impl Stopped {
         }
     }
 }
-
-/// What a runtime can do whose outputs need not be mounts.
-const REPLACEABLE: &str = "replaceable-outputs";
 
 /// How long a reason may be that the artifact store keeps, in bytes.
 const LONGEST_WHY: usize = 1000;
@@ -281,18 +278,15 @@ async fn carry_out(
     task: &Task,
     stop: &mut watch::Receiver<Option<StopWish>>,
 ) -> Result<Finish, Stopped> {
-    let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
-    let plan = Plan::new(&task.spec, task.workload, replaceable);
     // Whether its process was started already does not depend on what the store says: only another gateway could start it meanwhile, and
     // the worker does not start it again.
-    let asked =
-        async { tokio::join!(inputs::prepare(worker, task, &plan), worker.runtime.process(task.attempt)) };
+    let asked = async { tokio::join!(inputs::prepare(worker, task), worker.runtime.process(task.attempt)) };
     let (prepared, known) = tokio::select! {
         asked = asked => asked,
         wish = wished(stop) => return Err(Stopped::Wished(wish)),
         () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
     };
-    let prepared = prepared?;
+    let (plan, prepared) = prepared?;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
         let defaults = match make(worker, task, &plan, &prepared).await {
             Ok(defaults) => defaults,
@@ -351,10 +345,7 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
                 verify(worker, parent, &task.spec.team, digest).await?;
                 VolumeSource::CopyOnWrite { parent }
             }
-            None => match &volume.resource_type {
-                Some(name) => VolumeSource::ResourceType(name.clone()),
-                None => VolumeSource::Empty,
-            },
+            None => VolumeSource::Empty,
         };
         worker.runtime.create_volume(*handle, source).await?;
         if !volume.directories.is_empty() {
@@ -362,20 +353,19 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         }
         Ok::<_, Stopped>(())
     });
-    let brought = |index: &usize| plan.volumes[*index].resource_type.is_some();
     // What the image says is read from its replica, which is there already.
     let image = async {
-        match plan.image.map(|index| prepared.volumes[index]) {
-            None => Ok((Root::Host, Defaults::default())),
-            Some((volume, None)) if plan.image.as_ref().is_some_and(brought) => {
-                Ok((Root::Whole(volume), Defaults::default()))
-            }
-            Some((_, None)) => Err(Stopped::Nonsense("the image has no replica".to_owned())),
-            Some((volume, Some((replica, digest)))) => {
-                let manifest = verify(worker, replica, &task.spec.team, digest).await?;
-                Ok((Root::Volume(volume), image::defaults(worker, replica, manifest).await?))
-            }
+        let (PlannedImage::Artifact(index) | PlannedImage::Brought(index)) = plan.image else {
+            return Ok((Root::Host, Defaults::default()));
+        };
+        let (volume, Some((replica, digest))) = prepared.volumes[index] else {
+            return Err(Stopped::Nonsense("the image has no replica".to_owned()));
+        };
+        if let PlannedImage::Brought(_) = plan.image {
+            return Ok((Root::Whole(volume), Defaults::default()));
         }
+        let manifest = verify(worker, replica, &task.spec.team, digest).await?;
+        Ok((Root::Volume(volume), image::defaults(worker, replica, manifest).await?))
     };
     // Each to its end: nothing is left half made.
     let (made, image) = tokio::join!(futures::future::join_all(made), image);

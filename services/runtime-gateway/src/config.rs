@@ -75,7 +75,7 @@ impl Config {
             team: self.team.clone(),
             image_kinds: capabilities.image_kinds.clone(),
             capabilities: capabilities.features.clone(),
-            resource_types: capabilities.resource_types.clone(),
+            resource_types: capabilities.resource_types(),
         }
     }
 }

@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use crate::ticketed::{OnlyFor, Ticketed};
 use crate::volumes::TransferError;
 use crate::worker::Worker;
-use crate::{Config, sweeper, synchronize};
+use crate::{Config, brought, sweeper, synchronize};
 
 /// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
 const STARTING: Duration = Duration::from_secs(5);
@@ -132,7 +132,8 @@ impl Gateway {
         self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(worker.clone());
         self.0.tasks.spawn(synchronize::forever(worker.clone(), instance));
         self.0.tasks.spawn(sweeper::sweep_forever(worker.clone()));
-        self.0.tasks.spawn(sweeper::report_forever(worker));
+        self.0.tasks.spawn(sweeper::report_forever(worker.clone()));
+        self.0.tasks.spawn(brought::import_forever(worker));
         Ok(())
     }
 

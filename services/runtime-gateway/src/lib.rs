@@ -1,7 +1,8 @@
 //! The runtime gateway: containers, volumes and processes of the workers it attends.
 //!
 //! It speaks for a worker to the scheduler ([`synchronize`]), carries out what it is told ([`attempt`]), moves bytes in and out of the
-//! worker's volumes ([`volumes`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sweeper`]). It
+//! worker's volumes ([`volumes`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sweeper`]), and makes
+//! artifacts of what the worker brings along ([`brought`]). It
 //! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
 //! repeated.
 //!
@@ -11,6 +12,7 @@
 mod archives;
 mod attempt;
 mod blocking;
+mod brought;
 mod clock;
 mod config;
 mod contact;

@@ -13,9 +13,32 @@ pub(crate) struct Plan {
     pub(crate) volumes: Vec<PlannedVolume>,
     pub(crate) outputs: Vec<PlannedOutput>,
     pub(crate) caches: Vec<PlannedCache>,
-    /// Index of the volume with the root file system. `None`: it is the worker's own.
-    pub(crate) image: Option<usize>,
+    /// The root file system.
+    pub(crate) image: PlannedImage,
 }
+
+/// The root file system of the container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PlannedImage {
+    /// The worker's own.
+    Host,
+    /// That of the image in the volume with this index.
+    Artifact(usize),
+    /// All of the volume with this index, which is what the worker brings along.
+    Brought(usize),
+}
+
+/// What the worker brings along and a container gets, once it is imported.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct BroughtAlong {
+    /// The image of the resource type that the spec names.
+    pub(crate) image: Option<ArtifactId>,
+    /// The certificates.
+    pub(crate) certs: Option<ArtifactId>,
+}
+
+/// Where containers see the certificates that their worker brings along, unless they have something of their own there.
+pub(crate) const CERTS: &[u8] = b"/etc/ssl/certs";
 
 pub(crate) struct PlannedVolume {
     pub(crate) name: String,
@@ -23,8 +46,6 @@ pub(crate) struct PlannedVolume {
     pub(crate) from: Option<ArtifactId>,
     /// The task cache with whose latest version it starts.
     pub(crate) from_cache: Option<CacheId>,
-    /// Whose image it starts with, of those that the worker brings along.
-    pub(crate) resource_type: Option<String>,
     pub(crate) becomes: Option<ArtifactId>,
     /// Where it appears, and whether read-only. `None`: nowhere, it is filled afterwards, or is the root.
     pub(crate) mount: Option<(Bytes, bool)>,
@@ -40,7 +61,6 @@ impl PlannedVolume {
             purpose,
             from: None,
             from_cache: None,
-            resource_type: None,
             becomes: None,
             mount: None,
             directories: Vec::new(),
@@ -68,39 +88,49 @@ pub(crate) struct PlannedOutput {
 impl Plan {
     /// Outputs below `/workspace` are directories of one scratch volume where they are `replaceable`, so that a process may remove or
     /// replace them like any other directory; elsewhere they are mounts.
-    pub(crate) fn new(spec: &WorkloadSpec, workload: WorkloadId, replaceable: bool) -> Self {
+    pub(crate) fn new(
+        spec: &WorkloadSpec,
+        workload: WorkloadId,
+        replaceable: bool,
+        brought: &BroughtAlong,
+    ) -> Self {
         let mut volumes = Vec::new();
         let mut outputs = Vec::new();
         let in_workspace = |path: &Bytes| {
             let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
             Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
         };
-        let mut everything = spec
+        let everything = spec
             .inputs
             .iter()
             .map(|input| &input.path)
             .chain(spec.outputs.iter().map(|output| &output.path))
             .chain(spec.caches.iter().map(|cache| &cache.path));
-        if everything.any(|path| in_workspace(path).is_some()) {
+        if everything.clone().any(|path| in_workspace(path).is_some()) {
             volumes.push(PlannedVolume {
                 mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
                 ..PlannedVolume::new("workspace", store::VolumePurpose::Scratch)
             });
         }
-        let image = |purpose, from, resource_type| PlannedVolume {
-            from,
-            resource_type,
-            ..PlannedVolume::new("image", purpose)
-        };
+        let image = |from| PlannedVolume { from, ..PlannedVolume::new("image", store::VolumePurpose::Input) };
         let image = match &spec.image {
-            Image::Host => None,
-            Image::Artifact(artifact) => Some(image(store::VolumePurpose::Input, Some(*artifact), None)),
-            Image::ResourceType(name) => Some(image(store::VolumePurpose::Scratch, None, Some(name.clone()))),
+            Image::Host => PlannedImage::Host,
+            Image::Artifact(artifact) => {
+                volumes.push(image(Some(*artifact)));
+                PlannedImage::Artifact(volumes.len() - 1)
+            }
+            Image::ResourceType(_) => {
+                volumes.push(image(brought.image));
+                PlannedImage::Brought(volumes.len() - 1)
+            }
         };
-        let image = image.map(|planned| {
-            volumes.push(planned);
-            volumes.len() - 1
-        });
+        if brought.certs.is_some() && !everything.clone().any(|path| path == CERTS) {
+            volumes.push(PlannedVolume {
+                from: brought.certs,
+                mount: Some((CERTS.to_vec(), true)),
+                ..PlannedVolume::new("certs", store::VolumePurpose::Input)
+            });
+        }
         for input in &spec.inputs {
             if spec.outputs.iter().any(|output| output.path == input.path) {
                 continue;
@@ -195,7 +225,7 @@ mod tests {
     fn outputs_are_mounts_where_they_cannot_be_taken() {
         let spec = spec();
         for replaceable in [true, false] {
-            let plan = Plan::new(&spec, WorkloadId::new(), replaceable);
+            let plan = Plan::new(&spec, WorkloadId::new(), replaceable, &BroughtAlong::default());
             let of = |name: &str| {
                 let output = plan.outputs.iter().find(|output| output.name == name).expect("an output");
                 (plan.volumes[output.volume].mount.clone().map(|(path, _)| path), output.taken_from.clone())
@@ -220,8 +250,12 @@ mod tests {
         let (workload, [near, far]) = (WorkloadId::new(), [CacheId::new(), CacheId::new()]);
         let mount = |cache, path: &str| domain::workload::CacheMount { cache, path: path.into() };
         let caches = vec![mount(near, "/workspace/target"), mount(far, "/root/.cargo")];
-        let plan =
-            Plan::new(&WorkloadSpec { inputs: vec![], outputs: vec![], caches, ..spec() }, workload, true);
+        let plan = Plan::new(
+            &WorkloadSpec { inputs: vec![], outputs: vec![], caches, ..spec() },
+            workload,
+            true,
+            &BroughtAlong::default(),
+        );
         assert_eq!(plan.volumes[0].name, "workspace", "one of them is in it");
         for (planned, (cache, path)) in
             plan.caches.iter().zip([(near, "/workspace/target"), (far, "/root/.cargo")])
@@ -237,15 +271,38 @@ mod tests {
     #[test]
     fn an_image_is_a_child_of_its_replica_that_is_mounted_nowhere() {
         let spec = spec();
-        let plan = Plan::new(&spec, WorkloadId::new(), true);
-        let image = &plan.volumes[plan.image.expect("a volume")];
+        let brought = BroughtAlong { image: Some(ArtifactId::new()), certs: None };
+        let with = |image| {
+            let plan = Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true, &brought);
+            (plan.image, plan.volumes)
+        };
         let Image::Artifact(artifact) = spec.image.clone() else { panic!("an artifact") };
+        let (PlannedImage::Artifact(index), volumes) = with(spec.image.clone()) else { panic!("an image") };
+        let image = &volumes[index];
         assert_eq!((image.from, image.becomes, &image.mount), (Some(artifact), None, &None));
         assert!(spec.artifacts().contains(&artifact), "it is pinned");
-        let with = |image| Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true);
-        assert_eq!(with(Image::Host).image, None);
-        let plan = with(Image::ResourceType("git".to_owned()));
-        let image = &plan.volumes[plan.image.expect("a volume")];
-        assert_eq!((image.from, image.resource_type.as_deref(), &image.mount), (None, Some("git"), &None));
+        assert_eq!(with(Image::Host).0, PlannedImage::Host);
+        let (PlannedImage::Brought(index), volumes) = with(Image::ResourceType("git".to_owned())) else {
+            panic!("an image")
+        };
+        let image = &volumes[index];
+        assert_eq!((image.from, image.becomes, &image.mount), (brought.image, None, &None));
+        assert_eq!(image.purpose, store::VolumePurpose::Input);
+    }
+
+    #[test]
+    fn certs_are_seen_read_only_by_who_has_nothing_of_his_own_there() {
+        let brought = BroughtAlong { image: None, certs: Some(ArtifactId::new()) };
+        let certs = |spec: &WorkloadSpec, brought: &BroughtAlong| {
+            let plan = Plan::new(spec, WorkloadId::new(), true, brought);
+            let certs = plan.volumes.into_iter().find(|volume| volume.name == "certs");
+            certs.map(|volume| (volume.from, volume.mount))
+        };
+        let mut spec = spec();
+        let mounted = (brought.certs, Some((CERTS.to_vec(), true)));
+        assert_eq!(certs(&spec, &brought), Some(mounted));
+        assert_eq!(certs(&spec, &BroughtAlong::default()), None);
+        spec.inputs[0].path = CERTS.to_vec();
+        assert_eq!(certs(&spec, &brought), None);
     }
 }

@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::Config;
+use crate::brought::Imports;
 use crate::clock::since_boot;
 use crate::image;
 use crate::trees::Trees;
@@ -63,6 +64,8 @@ pub(crate) struct Worker {
     pub(crate) trees: Trees,
     /// What the images say that were used here.
     pub(crate) images: image::Known,
+    /// What it brings along, as artifacts.
+    pub(crate) imports: Imports,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
     session: watch::Sender<Option<OpenSession>>,
@@ -99,6 +102,7 @@ impl Worker {
             streamer: StreamerClient::new(streamer),
             trees: Trees::open(&config.manifest_dir, boot)?,
             images: image::Known::default(),
+            imports: Imports::default(),
             session: watch::Sender::new(None),
             alone_until: Mutex::default(),
             attempts: Mutex::default(),

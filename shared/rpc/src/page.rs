@@ -40,6 +40,7 @@ lists! {
     artifacts::ListAtRiskRequest,
     artifacts::ListBaseResourceTypesRequest,
     artifacts::ListContainersRequest,
+    artifacts::ListImportsRequest,
     artifacts::ListPinsRequest,
     artifacts::ListResourceCachesRequest,
     artifacts::ListResourceCertsRequest,

@@ -55,10 +55,43 @@ pub struct Capabilities {
     ///   is started;
     /// - `exact-environment`: nothing is added to the environment but PATH and HOME.
     pub features: Vec<String>,
-    /// The resource types whose images it brings along.
-    pub resource_types: Vec<ResourceType>,
+    /// What it brings along: each thing once.
+    pub brought: Vec<BroughtAlong>,
     /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
     pub copy_on_write: String,
+}
+
+impl Capabilities {
+    /// The resource types whose images it brings along.
+    pub fn resource_types(&self) -> Vec<ResourceType> {
+        let of = |brought: &BroughtAlong| match &brought.what {
+            Brought::ResourceType(name) => {
+                Some(ResourceType { name: name.clone(), version: brought.version.clone() })
+            }
+            Brought::Certs => None,
+        };
+        self.brought.iter().filter_map(of).collect()
+    }
+}
+
+/// Something that a worker may bring along.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Brought {
+    /// The image of the resource type of this name: the root file system of a container, as it is.
+    ResourceType(String),
+    /// The certificates that it trusts.
+    Certs,
+}
+
+/// Something that a worker brings along. It is what it was as long as version and path are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BroughtAlong {
+    /// What it is.
+    pub what: Brought,
+    /// Its version, for people.
+    pub version: String,
+    /// Where on the worker it is.
+    pub path: String,
 }
 
 /// Where a new volume's contents come from.
@@ -71,13 +104,13 @@ pub enum VolumeSource {
         /// The volume it is a child of.
         parent: VolumeHandle,
     },
-    /// It starts with the image that the worker brings along for the resource type of this name.
-    ResourceType(String),
     /// It is a copy of all that is in `original` now, which nobody writes to meanwhile, and needs neither that nor its parents.
     Copy {
         /// The volume whose contents it has.
         original: VolumeHandle,
     },
+    /// It starts with a copy of what the worker brings along, which is made where that is.
+    Brought(Brought),
 }
 
 /// A volume in a container.
@@ -174,8 +207,8 @@ pub trait Runtime: Send + Sync + 'static {
 
     /// Makes a volume.
     ///
-    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent or the original does not exist, [`RuntimeError::Unsupported`] without such a
-    /// resource type, [`RuntimeError::DiskFull`].
+    /// Errors: [`RuntimeError::VolumeNotFound`] when the parent or the original does not exist, [`RuntimeError::Unsupported`] when nothing of the
+    /// kind is brought along, [`RuntimeError::DiskFull`]. What is brought along and cannot be read leaves no volume.
     async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError>;
 
     /// How the bytes of a volume are reached.

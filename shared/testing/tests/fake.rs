@@ -14,12 +14,16 @@ use runtime::{ContainerSpec, Ended, Holdings, Offsets, ProcessState, Runtime, Ru
 
 struct FakeSubject {
     worker: Arc<FakeWorker>,
+    /// Where that is that it brings along.
+    _brought: tempfile::TempDir,
     runtime: Arc<dyn Runtime>,
 }
 
 impl FakeSubject {
-    fn of(worker: Arc<FakeWorker>) -> Option<Self> {
-        Some(Self { runtime: worker.runtime(), worker })
+    fn new(is_far: bool) -> Option<Self> {
+        let brought = tempfile::tempdir().expect("a directory");
+        let worker = FakeWorker::bringing(conformance::brought(brought.path()), is_far);
+        Some(Self { runtime: worker.runtime(), worker, _brought: brought })
     }
 }
 
@@ -39,15 +43,15 @@ impl Subject for FakeSubject {
 }
 
 mod near {
-    use super::{FakeSubject, FakeWorker};
+    use super::FakeSubject;
 
-    gantry_testing::runtime_conformance!(FakeSubject::of(FakeWorker::near()));
+    gantry_testing::runtime_conformance!(FakeSubject::new(false));
 }
 
 mod far {
-    use super::{FakeSubject, FakeWorker};
+    use super::FakeSubject;
 
-    gantry_testing::runtime_conformance!(FakeSubject::of(FakeWorker::far()));
+    gantry_testing::runtime_conformance!(FakeSubject::new(true));
 }
 
 /// A volume and a container that sees it at `/volume`.

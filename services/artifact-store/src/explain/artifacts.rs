@@ -6,8 +6,8 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, Keepers, MOST, Question, Thing, holders, related};
-use crate::entity::{ArtifactState, Purpose, artifact, build, volume};
+use super::{Explanation, Keeper, Keepers, MOST, Question, Thing, caches, holders, related};
+use crate::entity::{ArtifactState, Purpose, artifact, base_resource_type, build, volume};
 use crate::facts;
 use crate::mark::{self, Keeping};
 use crate::undelete;
@@ -82,6 +82,17 @@ async fn keepers(
         .into_iter()
         .map(|row| (row.build_id, row))
         .collect();
+    let types = held.first.iter().filter_map(|keeper| match keeper.what {
+        Keeping::BaseResourceType(id) => Some(id),
+        _ => None,
+    });
+    let types: HashMap<Uuid, base_resource_type::Model> = base_resource_type::Entity::find()
+        .filter(base_resource_type::Column::BaseTypeId.is_in(types))
+        .all(conn)
+        .await?
+        .into_iter()
+        .map(|row| (row.base_type_id, row))
+        .collect();
     let first = held.first.iter().map(|keeper| {
         let (thing, text) = match keeper.what {
             Keeping::Build(id) => {
@@ -94,9 +105,13 @@ async fn keepers(
             }
             Keeping::Volume(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
             Keeping::Transfer(id) => (Some((Thing::Transfer, id.uuid())), keeper.what.to_string()),
+            Keeping::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
             Keeping::ResourceCache(id) => (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string()),
             Keeping::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
-            Keeping::BaseResourceType(id) => (Some((Thing::BaseResourceType, id)), keeper.what.to_string()),
+            Keeping::BaseResourceType(id) => {
+                let which = types.get(&id).map(caches::which_type).unwrap_or_default();
+                (Some((Thing::BaseResourceType, id)), format!("base resource type {id}{which}"))
+            }
             Keeping::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
             Keeping::Youth | Keeping::Reprieve => (None, keeper.what.to_string()),
         };

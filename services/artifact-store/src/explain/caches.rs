@@ -108,10 +108,21 @@ pub(super) async fn task_cache(
     Ok(Some(explanation))
 }
 
+/// Which base resource type it is, to be said after its id.
+pub(super) fn which_type(row: &base_resource_type::Model) -> String {
+    let of = row.worker_id.map_or_else(|| "the centre".to_owned(), |worker| format!("worker {worker}"));
+    format!(" ({}), of {of}", name(row))
+}
+
+/// The type and its version.
+fn name(row: &base_resource_type::Model) -> String {
+    format!("{} {}", row.resource_type, row.version).trim().to_owned()
+}
+
 /// A base resource type, which is every team's.
 pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation {
     let mut explanation = Explanation {
-        label: format!("{} {}", row.resource_type, row.version).trim().to_owned(),
+        label: name(row),
         ..Explanation::of(Thing::BaseResourceType, row.base_type_id, "in place")
     };
     explanation.relate_one("owns", Thing::Artifact, Some(row.artifact_id));

@@ -53,7 +53,7 @@ pub(super) async fn volume(
         Belongs::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
         Belongs::ToArtifact { claimed_until: Some(until), .. } => {
             let text = row.transfer_id.map_or_else(
-                || "a transfer, which fills it".to_owned(),
+                || "its gateway, by which it is imported; it renews its claim while it goes on".to_owned(),
                 |id| format!("transfer {id}, which fills it; it renews its claim while it goes on"),
             );
             let thing = row.transfer_id.map(|id| (Thing::Transfer, id));

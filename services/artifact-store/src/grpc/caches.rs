@@ -16,13 +16,13 @@ use crate::caches::task::{self, Key, Which};
 use crate::entity::{ALL_TEAMS, base_resource_type, resource_cache, task_cache};
 
 /// The longest name of a job, a step or a type, in bytes.
-const LONGEST_NAME: usize = 1024;
+pub(super) const LONGEST_NAME: usize = 1024;
 
 /// The longest path, in bytes.
-const LONGEST_PATH: usize = 4096;
+pub(super) const LONGEST_PATH: usize = 4096;
 
 /// The longest text for people, in bytes.
-const LONGEST_TEXT: usize = 65536;
+pub(super) const LONGEST_TEXT: usize = 65536;
 
 /// The longest that a task cache may stay unused: ten years.
 const LONGEST_TTL: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
@@ -379,7 +379,7 @@ impl pb::caches_server::Caches for Handlers {
     }
 }
 
-fn at_most(field: &str, text: String, bytes: usize) -> Result<String, Status> {
+pub(super) fn at_most(field: &str, text: String, bytes: usize) -> Result<String, Status> {
     if text.len() > bytes {
         return Err(rpc::invalid_field(field, format!("must be at most {bytes} bytes")));
     }
@@ -390,7 +390,7 @@ fn at_most(field: &str, text: String, bytes: usize) -> Result<String, Status> {
     Ok(text)
 }
 
-fn named(field: &str, name: String, bytes: usize) -> Result<String, Status> {
+pub(super) fn named(field: &str, name: String, bytes: usize) -> Result<String, Status> {
     if name.is_empty() {
         return Err(rpc::invalid_field(field, "is required"));
     }

@@ -210,6 +210,34 @@ impl pb::inventory_server::Inventory for Handlers {
         Ok(Response::new(pb::MarkVolumeResponse {}))
     }
 
+    async fn prepare_import(
+        &self,
+        request: Request<pb::PrepareImportRequest>,
+    ) -> Result<Response<pb::PrepareImportResponse>, Status> {
+        self.prepare_brought(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn complete_import(
+        &self,
+        request: Request<pb::CompleteImportRequest>,
+    ) -> Result<Response<pb::CompleteImportResponse>, Status> {
+        self.complete_brought(&request.into_inner()).await.map(Response::new)
+    }
+
+    async fn fail_import(
+        &self,
+        request: Request<pb::FailImportRequest>,
+    ) -> Result<Response<pb::FailImportResponse>, Status> {
+        self.fail_brought(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn list_imports(
+        &self,
+        request: Request<pb::ListImportsRequest>,
+    ) -> Result<Response<pb::ListImportsResponse>, Status> {
+        self.list_brought(&request.into_inner()).await.map(Response::new)
+    }
+
     async fn begin_report(
         &self,
         request: Request<pb::BeginReportRequest>,

@@ -4,6 +4,7 @@ mod artifacts;
 mod caches;
 mod collector;
 mod explain;
+mod imports;
 mod inventory;
 mod owners;
 mod pins;
@@ -110,6 +111,8 @@ as_session!(
     crate::inventory::PrepareError,
     crate::inventory::PreparedError,
     crate::inventory::CompleteError,
+    crate::imports::PrepareError,
+    crate::imports::EndError,
     crate::inventory::TouchError,
     crate::dispose::DisposeError,
     crate::report::ReportError

@@ -14,6 +14,7 @@ use crate::caches::resource::{ClaimError, DeleteError, FindError, UseError, User
 use crate::caches::task::{self, PublishError};
 use crate::dispose::{DisposeError, DropError};
 use crate::gone::ForgetError;
+use crate::imports::{self, EndError};
 use crate::inventory::{CompleteError, PrepareError, PreparedError, TouchError};
 use crate::losses::WatchError;
 use crate::owners::{DeleteBuildError, OwnError, OwnerEnded, PutBuildError};
@@ -335,7 +336,9 @@ impl From<CompleteError> for Status {
         let message = error.to_string();
         let (reason, handle) = match error {
             CompleteError::Session(error) => return error.into(),
-            CompleteError::Input(_) => return rpc::invalid_field("volume_handle", message),
+            CompleteError::Input(_) | CompleteError::Import(_) => {
+                return rpc::invalid_field("volume_handle", message);
+            }
             CompleteError::OtherBytes(_) => return rpc::invalid_field("digest", message),
             CompleteError::Database(source) => return database("record a volume", &source),
             CompleteError::NotFound(handle) => (Reason::VolumeNotFound, handle),
@@ -343,6 +346,31 @@ impl From<CompleteError> for Status {
             CompleteError::ClaimLost(handle) => (Reason::ClaimLost, handle),
         };
         volume(reason, message, handle)
+    }
+}
+
+impl From<imports::PrepareError> for Status {
+    fn from(error: imports::PrepareError) -> Self {
+        match error {
+            imports::PrepareError::Session(error) => error.into(),
+            imports::PrepareError::Unconfirmed(id) => artifact(Reason::Unavailable, error.to_string(), id),
+            imports::PrepareError::Database(source) => database("prepare an import", &source),
+        }
+    }
+}
+
+impl From<EndError> for Status {
+    fn from(error: EndError) -> Self {
+        let message = error.to_string();
+        match error {
+            EndError::Session(error) => error.into(),
+            EndError::NoImport(_) => rpc::invalid_field("volume_handle", message),
+            EndError::OtherBytes(_) => rpc::invalid_field("digest", message),
+            EndError::NotFound(handle) => volume(Reason::VolumeNotFound, message, handle),
+            EndError::ClaimLost(handle) => volume(Reason::ClaimLost, message, handle),
+            EndError::HandOver(error) => error.into(),
+            EndError::Database(source) => database("end an import", &source),
+        }
     }
 }
 

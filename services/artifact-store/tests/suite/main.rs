@@ -6,6 +6,7 @@ mod caches;
 mod copies;
 mod disposal;
 mod harness;
+mod imports;
 mod inventory;
 mod lifecycles;
 mod losses;

@@ -4,16 +4,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use domain::workload::Image;
 use domain::{ArtifactId, ContainerHandle, Digest, VolumeHandle};
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
 use rpc::pb::streamer;
 use rpc::pb::streamer::materialize_response::Message as Said;
 use rpc::{Reason, Refusal};
+use runtime::{Brought, RuntimeError};
 use tonic::Code;
 
 use super::{Plan, Stopped, Task};
-use crate::plan::PlannedVolume;
+use crate::plan::{BroughtAlong, PlannedVolume};
 use crate::retry::until_answered;
 use crate::worker::Worker;
 
@@ -21,6 +23,8 @@ use crate::worker::Worker;
 const SOURCES_RETURN: Duration = Duration::from_secs(120);
 /// The same for caches, without which it goes as well.
 const CACHES_RETURN: Duration = Duration::from_secs(15);
+/// What a runtime can do whose outputs need not be mounts.
+const REPLACEABLE: &str = "replaceable-outputs";
 /// How often inputs are brought that are gone again before they are used.
 const ROUNDS: usize = 8;
 
@@ -40,18 +44,71 @@ pub(super) struct Missing {
     is_cache: bool,
 }
 
-/// The handles of all that an attempt needs, once its inputs are on the worker. Caches that cannot be brought there start empty.
-pub(super) async fn prepare(worker: &Worker, task: &Task, plan: &Plan) -> Result<Prepared, Stopped> {
+/// What an attempt needs, and the handles of all that, once its inputs are on the worker. Caches that cannot be brought there start empty.
+pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepared), Stopped> {
+    let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let mut unreachable = BTreeSet::new();
     for _ in 0..ROUNDS {
         let given_up: Vec<_> = unreachable.iter().copied().collect();
-        let (prepared, missing) = ask(worker, task, &plan.volumes, &given_up).await?;
+        let brought = brought_along(worker, task).await?;
+        let plan = Plan::new(&task.spec, task.workload, replaceable, &brought);
+        let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
+            Ok(answer) => answer,
+            // Something else was put in the place of what the worker brings along.
+            Err(Stopped::Refused(refusal)) if is_about_brought(worker, &refusal) => continue,
+            Err(stopped) => return Err(stopped),
+        };
         if missing.is_empty() {
-            return Ok(prepared);
+            return Ok((plan, prepared));
         }
-        unreachable.extend(bring(worker, task, missing).await?);
+        // What the worker brings along it has itself, and nobody else.
+        let (lost, missing): (Vec<_>, Vec<_>) =
+            missing.into_iter().partition(|missing| worker.imports.lost(missing.artifact));
+        if lost.is_empty() {
+            unreachable.extend(bring(worker, task, missing).await?);
+        }
     }
     Err(Stopped::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
+}
+
+/// Whether the store refuses something that was imported, and that has to be looked at again.
+fn is_about_brought(worker: &Worker, refusal: &Refusal) -> bool {
+    let artifact = refusal.about.get("artifact_id").and_then(|id| id.parse().ok());
+    refusal.is(Reason::InputUnavailable) && artifact.is_some_and(|artifact| worker.imports.lost(artifact))
+}
+
+/// What the worker brings along for the container of an attempt, which waits until that is imported, unless it has its container already.
+async fn brought_along(worker: &Worker, task: &Task) -> Result<BroughtAlong, Stopped> {
+    let brings =
+        |what: &Brought| worker.runtime.capabilities().brought.iter().any(|known| known.what == *what);
+    let image = match &task.spec.image {
+        Image::ResourceType(name) => Some(Brought::ResourceType(name.clone())),
+        Image::Host | Image::Artifact(_) => None,
+    };
+    if let Some(what) = image.as_ref().filter(|what| !brings(what)) {
+        let message = format!("this worker does not bring along {what:?}");
+        return Err(RuntimeError::Unsupported(message).into());
+    }
+    let certs = Some(Brought::Certs).filter(brings);
+    let known =
+        |what: &Option<Brought>| what.as_ref().is_none_or(|what| worker.imports.known(what).is_some());
+    let is_there = known(&image) && known(&certs)
+        || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
+    let artifact = async |what: Option<Brought>| match what {
+        Some(what) if is_there => Ok(worker.imports.known(&what)),
+        Some(what) => worker.imports.wanted(&what).await.map(Some),
+        None => Ok(None),
+    };
+    let (image, certs) = tokio::join!(artifact(image), artifact(certs));
+    let image = image.map_err(|why| {
+        let message = format!("the image that the worker brings along cannot be imported: {why}");
+        Stopped::Worker(RuntimeError::Other(message))
+    })?;
+    let certs = certs.unwrap_or_else(|why| {
+        tracing::warn!(attempt.id = %task.attempt, why, "a container does without the certificates of its worker");
+        None
+    });
+    Ok(BroughtAlong { image, certs })
 }
 
 /// The handles of `asked`, and the artifacts that are not on the worker. Caches start without those that are `unreachable`.

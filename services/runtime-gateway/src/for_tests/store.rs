@@ -24,6 +24,9 @@ pub(crate) enum Asked {
     Failed(pb::FailedRequest, Answer<pb::FailedResponse>),
     Touch(pb::TouchRequest, Answer<pb::TouchResponse>),
     VolumeComplete(pb::VolumeCompleteRequest, Answer<pb::VolumeCompleteResponse>),
+    PrepareImport(pb::PrepareImportRequest, Answer<pb::PrepareImportResponse>),
+    CompleteImport(pb::CompleteImportRequest, Answer<pb::CompleteImportResponse>),
+    FailImport(pb::FailImportRequest, Answer<pb::FailImportResponse>),
     /// The volumes that a worker reported, by the credential.
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
     DescribeSetAside(pb::DescribeSetAsideRequest, Answer<pb::DescribeSetAsideResponse>),
@@ -165,6 +168,34 @@ impl Inventory for Script {
         request: Request<pb::VolumeCompleteRequest>,
     ) -> Result<Response<pb::VolumeCompleteResponse>, Status> {
         self.ask(|answer| Asked::VolumeComplete(request.into_inner(), answer)).await
+    }
+
+    async fn prepare_import(
+        &self,
+        request: Request<pb::PrepareImportRequest>,
+    ) -> Result<Response<pb::PrepareImportResponse>, Status> {
+        self.ask(|answer| Asked::PrepareImport(request.into_inner(), answer)).await
+    }
+
+    async fn complete_import(
+        &self,
+        request: Request<pb::CompleteImportRequest>,
+    ) -> Result<Response<pb::CompleteImportResponse>, Status> {
+        self.ask(|answer| Asked::CompleteImport(request.into_inner(), answer)).await
+    }
+
+    async fn fail_import(
+        &self,
+        request: Request<pb::FailImportRequest>,
+    ) -> Result<Response<pb::FailImportResponse>, Status> {
+        self.ask(|answer| Asked::FailImport(request.into_inner(), answer)).await
+    }
+
+    async fn list_imports(
+        &self,
+        _: Request<pb::ListImportsRequest>,
+    ) -> Result<Response<pb::ListImportsResponse>, Status> {
+        no_part()
     }
 
     async fn begin_report(

@@ -14,8 +14,6 @@ use super::{Backend, Worker, marks, refusals, volumes};
 
 /// How often a creation is tried again over what an earlier one left.
 const CREATIONS: usize = 5;
-/// Where containers see the worker's certificates.
-const CERTS: &str = "/etc/ssl/certs";
 const PAUSE: Duration = Duration::from_millis(50);
 /// How long one call for the destruction of a container is followed by others.
 const DESTRUCTIONS: usize = 600;
@@ -175,14 +173,6 @@ impl Worker {
             mode: u8::from(!read_only),
             origin: 0,
         });
-        let mut bind_mounts: Vec<_> = bind_mounts.collect();
-        // A volume of the workload's own comes first.
-        if let Some(path) = &self.config.certs_path
-            && bind_mounts.iter().all(|mount| mount.dst_path != CERTS)
-        {
-            let src_path = volumes::certs(&self.volumes, path).await?;
-            bind_mounts.push(BindMount { src_path, dst_path: CERTS.to_owned(), mode: 0, origin: 0 });
-        }
         let mut properties = BTreeMap::from([
             (marks::KIND.to_owned(), marks::CONTAINER.to_owned()),
             (marks::HANDLE.to_owned(), handle.to_string()),
@@ -202,7 +192,7 @@ impl Worker {
         let request = garden::ContainerSpec {
             handle: handle.to_string(),
             rootfs: format!("raw://{}{below}", directory(&checked.root)),
-            bind_mounts,
+            bind_mounts: bind_mounts.collect(),
             properties,
             privileged: spec.privileged,
             limits: limits(spec.limits),

@@ -2,7 +2,7 @@
 //!
 //! None is ever empty: a containerd worker loses a property with an empty value.
 
-/// Of a volume or container that is ours: [`VOLUME`], [`CONTAINER`], [`MARKER`], [`CERTS`], [`RESOURCE_TYPE`] or [`SIDECAR`].
+/// Of a volume or container that is ours: [`VOLUME`], [`CONTAINER`], [`MARKER`] or [`SIDECAR`].
 pub(super) const KIND: &str = "gantry.kind";
 /// A volume that the trait knows.
 pub(super) const VOLUME: &str = "volume";
@@ -10,10 +10,6 @@ pub(super) const VOLUME: &str = "volume";
 pub(super) const CONTAINER: &str = "container";
 /// The volume whose property [`MARKER_ID`] identifies this life of what the worker holds.
 pub(super) const MARKER: &str = "marker";
-/// The volume with the worker's certificates.
-pub(super) const CERTS: &str = "certs";
-/// A volume with the image that the worker brings along for a resource type.
-pub(super) const RESOURCE_TYPE: &str = "resource-type";
 /// A volume beside another one, which has its manifest.
 pub(super) const SIDECAR: &str = "sidecar";
 
@@ -25,8 +21,6 @@ pub(super) const STORE: &str = "gantry.store";
 pub(super) const ARTIFACT: &str = "gantry.artifact";
 /// Of a volume: its parent.
 pub(super) const PARENT: &str = "gantry.parent";
-/// Of a volume: the one with the image of a resource type that it is a child of.
-pub(super) const IMAGE: &str = "gantry.image";
 /// Of a sidecar: how long the manifest in it is, set when it is whole.
 pub(super) const MANIFEST_BYTES: &str = "gantry.manifest-bytes";
 

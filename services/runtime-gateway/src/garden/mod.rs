@@ -6,8 +6,6 @@
 //! container handle  a Garden container of that handle, root `raw://<path of a volume>/rootfs`
 //! process           the one process of its container, under the attempt's id
 //! gantry-marker     a volume whose properties identify this life of what the worker holds, and that of its artifact store
-//! gantry-certs-…    a volume with the worker's certificates
-//! gantry-image-…    a volume with the image of a resource type that the worker brings along, made when it is first asked for
 //! ```
 //!
 //! What is durable is on the worker, as properties of containers and volumes ([`marks`]): another gateway that is given the same worker
@@ -46,11 +44,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use concourse::{baggageclaim, garden};
-use domain::worker::{Marker, ResourceType, StoreMark};
+use domain::worker::{Marker, StoreMark};
 use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
-    ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, Brought, BroughtAlong, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes,
+    Offsets, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
@@ -75,7 +73,7 @@ pub struct GardenConfig {
     pub spool_bytes: u64,
     /// What every process gets in its environment, over what it was given.
     pub environment: Vec<(String, String)>,
-    /// A directory on the worker with certificates, which every container sees at `/etc/ssl/certs`. `None`: none.
+    /// A directory on the worker with certificates. `None`: none.
     pub certs_path: Option<String>,
     /// Images that the worker brings along.
     pub resource_types: Vec<BroughtImage>,
@@ -186,9 +184,6 @@ impl GardenRuntime {
             Err(error) => return Err(refusals::garden("ask what the worker has", error)),
         };
         volumes::make_marker(&volumes).await?;
-        if let Some(path) = &config.certs_path {
-            volumes::certs(&volumes, path).await?;
-        }
         let encoding = volumes::encoding(&volumes, config.encoding).await?;
         let (stopping, capabilities) = (CancellationToken::new(), capabilities(backend, &config));
         let worker = Worker {
@@ -224,12 +219,17 @@ fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     if !config.resource_types.is_empty() {
         image_kinds.push("resource-type");
     }
-    let named =
-        |known: &BroughtImage| ResourceType { name: known.name.clone(), version: known.version.clone() };
+    let image = |known: &BroughtImage| BroughtAlong {
+        what: Brought::ResourceType(known.name.clone()),
+        version: known.version.clone(),
+        path: known.path.clone(),
+    };
+    let certs =
+        |path: &String| BroughtAlong { what: Brought::Certs, version: String::new(), path: path.clone() };
     Capabilities {
         image_kinds: image_kinds.into_iter().map(str::to_owned).collect(),
         features: features.into_iter().map(str::to_owned).collect(),
-        resource_types: config.resource_types.iter().map(named).collect(),
+        brought: config.resource_types.iter().map(image).chain(config.certs_path.iter().map(certs)).collect(),
         copy_on_write: "by the worker's Baggageclaim".to_owned(),
     }
 }

@@ -6,18 +6,13 @@ use std::path::{Path, PathBuf};
 use concourse::baggageclaim::{self, Client, Encoding, Error, Strategy, StreamIn, VolumeRequest};
 use domain::worker::StoreMark;
 use domain::{ArtifactId, MarkerId, VolumeHandle};
-use runtime::{Notes, RuntimeError, VolumeSource};
-use uuid::Uuid;
+use runtime::{Brought, Notes, RuntimeError, VolumeSource};
 
 use crate::locks::held;
 
-use super::{BroughtImage, Worker, archives, marks, refusals};
+use super::{Worker, archives, marks, refusals};
 
 const MARKER_VOLUME: &str = "gantry-marker";
-/// What the names of volumes with certificates begin with.
-const CERTS_VOLUME: &str = "gantry-certs";
-/// What the names of volumes with images of resource types begin with.
-const IMAGE_VOLUME: &str = "gantry-image";
 /// What a sidecar's name has more than its volume's.
 const SIDECAR: &str = ".manifest";
 /// Most volumes that one call destroys.
@@ -93,42 +88,6 @@ pub(super) async fn set_store_mark(client: &Client, mark: StoreMark) -> Result<(
     set.map_err(failed("set its marker"))
 }
 
-/// A volume with what is at `path` on the worker, made unless there is one.
-async fn import(
-    client: &Client,
-    volume: &baggageclaim::Handle,
-    (path, follow_symlinks): (&str, bool),
-    kind: &str,
-) -> Result<baggageclaim::Volume, Error> {
-    match client.get(volume).await {
-        Err(Error::NotFound) => {}
-        found => return found,
-    }
-    let strategy = Strategy::Import { path: path.to_owned(), follow_symlinks };
-    let mut request = VolumeRequest::new(volume.clone(), strategy);
-    request.properties = properties([(marks::KIND, kind.to_owned())]);
-    match client.create(&request).await {
-        // Another gateway was faster.
-        Err(Error::AlreadyExists) => client.get(volume).await,
-        made => made,
-    }
-}
-
-/// Where a volume with the certificates that are at `path` on the worker is. Another path has another volume.
-pub(super) async fn certs(client: &Client, path: &str) -> Result<String, RuntimeError> {
-    let volume = name(format!("{CERTS_VOLUME}-{}", Uuid::new_v5(&Uuid::NAMESPACE_URL, path.as_bytes())))?;
-    // They are links to where the worker's system keeps them, often.
-    let imported = import(client, &volume, (path, true), marks::CERTS).await;
-    Ok(imported.map_err(failed("import its certificates"))?.path)
-}
-
-/// The name of the volume with the image of a resource type. Another version, or another path, has another.
-fn image_of(known: &BroughtImage) -> Result<baggageclaim::Handle, RuntimeError> {
-    let BroughtImage { name: of, version, path } = known;
-    let text = format!("{of}\0{version}\0{path}");
-    name(format!("{IMAGE_VOLUME}-{}", Uuid::new_v5(&Uuid::NAMESPACE_URL, text.as_bytes())))
-}
-
 /// How archives are moved: as was chosen, or in the best way that the worker knows. It is asked for its marker, which is empty.
 pub(super) async fn encoding(client: &Client, chosen: Option<Encoding>) -> Result<Encoding, RuntimeError> {
     let volume = name(MARKER_VOLUME)?;
@@ -167,11 +126,7 @@ impl Worker {
         let mut own = properties([(marks::KIND, marks::VOLUME.to_owned())]);
         let (strategy, parent) = match source {
             VolumeSource::Empty => (Strategy::Empty, None),
-            VolumeSource::ResourceType(name) => {
-                let image = self.image_of(&name).await?;
-                own.insert(marks::IMAGE.to_owned(), image.to_string());
-                (Strategy::Cow { volume: image }, None)
-            }
+            VolumeSource::Brought(what) => (self.import(&what)?, None),
             VolumeSource::CopyOnWrite { parent } => {
                 own.insert(marks::PARENT.to_owned(), parent.to_string());
                 (Strategy::Cow { volume: name(parent.to_string())? }, Some(parent))
@@ -210,6 +165,22 @@ impl Worker {
         }
     }
 
+    /// How the worker copies what it brings along.
+    fn import(&self, what: &Brought) -> Result<Strategy, RuntimeError> {
+        let (path, follow_symlinks) = match what {
+            Brought::ResourceType(name) => {
+                let known = self.config.resource_types.iter().find(|known| known.name == *name);
+                (known.map(|known| &known.path), false)
+            }
+            // They are links to where the worker's system keeps them, often.
+            Brought::Certs => (self.config.certs_path.as_ref(), true),
+        };
+        match path {
+            Some(path) => Ok(Strategy::Import { path: path.clone(), follow_symlinks }),
+            None => Err(RuntimeError::Unsupported(format!("it does not bring along {what:?}"))),
+        }
+    }
+
     pub(super) async fn note_artifact(
         &self,
         handle: VolumeHandle,
@@ -225,38 +196,6 @@ impl Worker {
         let parent = properties.get(marks::PARENT).and_then(|parent| parent.parse().ok());
         let artifact = properties.get(marks::ARTIFACT).and_then(|artifact| artifact.parse().ok());
         Ok(Notes { parent, artifact })
-    }
-
-    /// The volume with the image that the worker brings along for a resource type.
-    async fn image_of(&self, name: &str) -> Result<baggageclaim::Handle, RuntimeError> {
-        let Some(known) = self.config.resource_types.iter().find(|known| known.name == name) else {
-            let message = format!("it brings no image along for the resource type {name:?}");
-            return Err(RuntimeError::Unsupported(message));
-        };
-        let volume = image_of(known)?;
-        let imported = import(&self.volumes, &volume, (&known.path, false), marks::RESOURCE_TYPE).await;
-        imported.map_err(failed(&format!("import the image of the resource type {name:?}")))?;
-        Ok(volume)
-    }
-
-    /// Destroys images of versions that the worker does not bring along any more, once nothing is made from them.
-    async fn destroy_old_images(&self) -> Result<(), RuntimeError> {
-        let known = self.config.resource_types.iter().map(image_of).collect::<Result<HashSet<_>, _>>()?;
-        let old = self.volumes.list(&[(marks::KIND, marks::RESOURCE_TYPE)]).await;
-        for old in old.map_err(failed("list images"))? {
-            let image = name(old.handle)?;
-            if known.contains(&image) {
-                continue;
-            }
-            let children = self.volumes.list(&[(marks::IMAGE, image.as_str())]).await;
-            if children.map_err(failed("list children of an image"))?.is_empty() {
-                match self.volumes.destroy(&image).await {
-                    Ok(()) | Err(Error::NotFound) => {}
-                    Err(error) => return Err(failed("destroy an old image")(error)),
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Makes directories, without a change to those that are there: an empty archive is unpacked in each.
@@ -368,8 +307,7 @@ impl Worker {
         Ok(())
     }
 
-    /// All volumes that have our mark, and those that are being made. A manifest whose volume is gone goes as well, and an image that the
-    /// worker does not bring along any more.
+    /// All volumes that have our mark, and those that are being made. A manifest whose volume is gone goes as well.
     pub(super) async fn list_volumes(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
         let making: Vec<_> = held(&self.creating).keys().copied().collect();
         let list = async |kind| {
@@ -389,7 +327,6 @@ impl Worker {
                 tracing::warn!(error = domain::chain(&error), "a manifest outlives its volume");
             }
         }
-        self.destroy_old_images().await?;
         let mut handles: Vec<_> = handles.into_iter().collect();
         handles.sort_unstable();
         Ok(handles)

@@ -286,7 +286,7 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
     Capabilities {
         image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
         features: features.into_iter().map(str::to_owned).collect(),
-        resource_types: Vec::new(),
+        brought: Vec::new(),
         copy_on_write,
     }
 }

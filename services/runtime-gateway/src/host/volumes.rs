@@ -148,9 +148,8 @@ impl Volumes {
                 let from = self.directory(*original)?;
                 return copy_tree(&from, &contents).map_err(at("copy", &from));
             }
-            VolumeSource::ResourceType(name) => {
-                let message = format!("it brings no image along for the resource type {name:?}");
-                return Err(RuntimeError::Unsupported(message));
+            VolumeSource::Brought(what) => {
+                return Err(RuntimeError::Unsupported(format!("it brings nothing along: no {what:?}")));
             }
         };
         let layers = self.layers(parent)?;

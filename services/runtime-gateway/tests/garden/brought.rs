@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use domain::VolumeHandle;
 use domain::workload::EnvironmentVariable;
-use runtime::{ContainerSpec, ProcessSpec, Root, Runtime, RuntimeError, VolumeSource};
+use runtime::{Brought, ContainerSpec, ProcessSpec, Root, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::Config;
 use runtime_gateway::garden::{GardenArgs, GardenConfig, GardenWorker};
 use serde_json::{Value, json};
@@ -63,8 +63,19 @@ async fn proxies_of_the_worker_are_in_the_environment_of_every_process() {
     }
 }
 
+/// A volume with what the worker brings along.
+async fn imported(runtime: &Arc<dyn Runtime>, what: Brought) -> Result<VolumeHandle, RuntimeError> {
+    let volume = VolumeHandle::new();
+    runtime.create_volume(volume, VolumeSource::Brought(what)).await?;
+    Ok(volume)
+}
+
+fn git() -> Brought {
+    Brought::ResourceType("git".to_owned())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn certificates_of_the_worker_are_seen_and_not_changed() {
+async fn certificates_of_the_worker_are_what_links_lead_to() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     let directory = tempfile::tempdir().expect("a directory");
     let (kept, certs) = (directory.path().join("kept"), directory.path().join("certs"));
@@ -73,30 +84,23 @@ async fn certificates_of_the_worker_are_seen_and_not_changed() {
     }
     std::fs::write(kept.join("ca.crt"), "trusted\n").expect("write");
     std::os::unix::fs::symlink(kept.join("ca.crt"), certs.join("ca.crt")).expect("a link");
-    let own = json!({ "certs_path": certs });
-    let runtime = gateway(&bench, directory.path(), own.clone()).await.expect("a gateway");
+    let runtime = gateway(&bench, directory.path(), json!({ "certs_path": certs })).await.expect("a gateway");
+    let [along] = &runtime.capabilities().brought[..] else { panic!("{:?}", runtime.capabilities()) };
+    assert_eq!((&along.what, along.path.as_str()), (&Brought::Certs, certs.to_str().expect("text")));
+    assert!(!runtime.capabilities().image_kinds.contains(&"resource-type".to_owned()));
+    let volume = imported(&runtime, Brought::Certs).await.expect("imported");
+    assert!(runtime.list().await.expect("list").volumes.contains(&volume), "it is a volume like others");
     let script = "cat /etc/ssl/certs/ca.crt; touch /etc/ssl/certs/mine 2>/dev/null || echo refused";
-    let said = runtime.ran(bench.spec.clone(), shell(script)).await;
+    let spec = ContainerSpec { mounts: vec![mount(volume, "/etc/ssl/certs", true)], ..bench.spec.clone() };
+    let said = runtime.ran(spec, shell(script)).await;
     assert_eq!(lines(&said), ["trusted", "refused"], "what the link leads to, read-only");
 
-    // A workload may bring its own.
-    let own_certs = mount(bench.volume, "/etc/ssl/certs", false);
-    let spec = ContainerSpec { mounts: vec![own_certs], ..bench.spec.clone() };
-    let said = runtime.ran(spec, shell("ls /etc/ssl/certs; touch /etc/ssl/certs/mine && echo written")).await;
-    assert_eq!(lines(&said), ["written"]);
-
-    // It is copied once, and a worker that says another path has another copy.
-    let imported = || {
-        let names = bench.subject.volumes.handles();
-        names.into_iter().filter(|name| name.starts_with("gantry-certs")).collect::<Vec<_>>()
-    };
-    drop(gateway(&bench, directory.path(), own).await.expect("a gateway"));
-    assert_eq!(imported().len(), 1);
-    let runtime = gateway(&bench, directory.path(), json!({ "certs_path": kept })).await.expect("a gateway");
-    assert_eq!(imported().len(), 2);
-    assert!(!runtime.list().await.expect("list").volumes.is_empty(), "none of them is for the sweep");
+    // A path that is not there is no lack of a path, and no reason not to attend the worker.
+    let before = bench.subject.volumes.handles();
     let missing = gateway(&bench, directory.path(), json!({ "certs_path": "/nonexistent" })).await;
-    assert!(matches!(missing, Err(RuntimeError::Other(_))), "a path that is not there is no lack of a path");
+    let missing = imported(&missing.expect("a gateway"), Brought::Certs).await;
+    assert!(matches!(missing, Err(RuntimeError::Other(_))), "{missing:?}");
+    assert_eq!(bench.subject.volumes.handles(), before, "nothing is left of it");
 }
 
 /// An image as workers bring it along: a gzip'ed archive with a root file system, and this text in `/etc/release`.
@@ -130,56 +134,43 @@ async fn images_of_resource_types_are_roots_of_containers() {
         let runtime = gateway(&bench, directory.path(), advertised("1")).await.expect("a gateway");
         let capabilities = runtime.capabilities().clone();
         assert!(capabilities.image_kinds.contains(&"resource-type".to_owned()));
-        let [git] = &capabilities.resource_types[..] else { panic!("{capabilities:?}") };
-        assert_eq!((git.name.as_str(), git.version.as_str()), ("git", "1"));
-        let unknown =
-            runtime.create_volume(VolumeHandle::new(), VolumeSource::ResourceType("s3".to_owned())).await;
+        let [known] = &capabilities.resource_types()[..] else { panic!("{capabilities:?}") };
+        assert_eq!((known.name.as_str(), known.version.as_str()), ("git", "1"));
+        let unknown = imported(&runtime, Brought::ResourceType("s3".to_owned())).await;
         assert!(matches!(unknown, Err(RuntimeError::Unsupported(_))), "{unknown:?}");
-
-        let made = async |runtime: &Arc<dyn Runtime>| {
+        let parent = imported(&runtime, git()).await.expect("an image");
+        let made = async |runtime: &Arc<dyn Runtime>, parent| {
             let root = VolumeHandle::new();
-            let source = VolumeSource::ResourceType("git".to_owned());
-            runtime.create_volume(root, source).await.expect("an image");
+            runtime.create_volume(root, VolumeSource::CopyOnWrite { parent }).await.expect("a root");
             root
         };
         let release = "cat /etc/release; echo; echo changed > /etc/release; echo $HOME";
-        let mut roots = Vec::new();
         for user in [None, Some("nobody".to_owned())] {
-            let root = made(&runtime).await;
+            let root = made(&runtime, parent).await;
             let spec = ContainerSpec { root: Root::Whole(root), user, ..container() };
             let home = if spec.user.is_some() { "/home/nobody" } else { "/root" };
             let said = runtime.ran(spec, shell(release)).await;
             assert_eq!(lines(&said), ["first", home], "{manner:?}: each has a layer of its own");
-            roots.push(root);
         }
-        let imported = || {
-            let names = bench.subject.volumes.handles();
-            names.into_iter().filter(|name| name.starts_with("gantry-image")).count()
-        };
-        assert_eq!(imported(), 1, "made once");
 
         // The worker was replaced by a newer one over what it holds.
         image(&path, "second");
         drop(runtime);
         let runtime = gateway(&bench, directory.path(), advertised("2")).await.expect("a gateway");
-        let root = made(&runtime).await;
-        let said =
-            runtime.ran(ContainerSpec { root: Root::Whole(root), ..container() }, shell(release)).await;
-        assert_eq!(lines(&said), ["second", "/root"], "{manner:?}");
-        assert!(runtime.list().await.expect("list").volumes.contains(&root));
-        assert_eq!(imported(), 2, "there are children of the old one");
-        for container in runtime.list().await.expect("list").containers {
-            runtime.destroy_container(container).await.expect("destroy");
+        runtime.create_volume(parent, VolumeSource::Brought(git())).await.expect("it is there");
+        for (parent, expected) in
+            [(parent, "first"), (imported(&runtime, git()).await.expect("it"), "second")]
+        {
+            let root = made(&runtime, parent).await;
+            let spec = ContainerSpec { root: Root::Whole(root), ..container() };
+            assert_eq!(lines(&runtime.ran(spec, shell(release)).await), [expected, "/root"], "{manner:?}");
         }
-        assert!(runtime.destroy_volumes(&roots).await.is_empty());
-        runtime.list().await.expect("list");
-        assert_eq!(imported(), 1, "the new one");
 
         // What the worker does not have where it says so is told.
         std::fs::remove_file(&path).expect("remove");
-        let runtime = gateway(&bench, directory.path(), advertised("3")).await.expect("a gateway");
-        let source = VolumeSource::ResourceType("git".to_owned());
-        let missing = runtime.create_volume(VolumeHandle::new(), source).await;
-        assert!(matches!(&missing, Err(RuntimeError::Other(why)) if why.contains("\"git\"")), "{missing:?}");
+        let before = bench.subject.volumes.handles();
+        let missing = imported(&runtime, git()).await;
+        assert!(matches!(missing, Err(RuntimeError::Other(_))), "{missing:?}");
+        assert_eq!(bench.subject.volumes.handles(), before, "nothing is left of it");
     }
 }

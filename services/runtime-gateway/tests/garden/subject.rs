@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use concourse::garden::Settings;
 use domain::VolumeHandle;
-use runtime::{Contents, Root, Runtime, RuntimeError, VolumeSource};
-use runtime_gateway::garden::{GardenConfig, GardenRuntime};
+use runtime::{Brought, BroughtAlong, Contents, Root, Runtime, RuntimeError, VolumeSource};
+use runtime_gateway::garden::{BroughtImage, GardenConfig, GardenRuntime};
 use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver};
 use testing::conformance::Subject;
@@ -46,7 +46,17 @@ pub(crate) struct GardenSubject {
 /// A runtime that is patient for as long as a test is.
 pub(crate) fn config(garden: &Garden, volumes: &baggageclaim::Server, dir: &Path) -> GardenConfig {
     let config = GardenConfig::new(garden.address(), volumes.address().to_string(), dir.join("state"));
+    let mut certs_path = None;
+    let mut resource_types = Vec::new();
+    for BroughtAlong { what, version, path } in testing::conformance::brought(&dir.join("brought")) {
+        match what {
+            Brought::ResourceType(name) => resource_types.push(BroughtImage { name, version, path }),
+            Brought::Certs => certs_path = Some(path),
+        }
+    }
     GardenConfig {
+        certs_path,
+        resource_types,
         spool_bytes: SPOOL,
         start_patience: Duration::from_millis(300),
         settings: Settings { retry_for: Duration::ZERO, ..config.settings.clone() },

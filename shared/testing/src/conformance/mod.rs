@@ -57,10 +57,10 @@ pub use signals::{
 pub use terminals::terminals_have_a_size_that_changes;
 pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
-    a_child_of_nothing_is_refused, a_copy_stands_by_itself, children_leave_their_parents_alone,
+    a_child_of_nothing_is_refused, a_copy_stands_by_itself, brought, children_leave_their_parents_alone,
     children_lose_what_their_parents_keep, directories_are_made, manifests_are_kept,
     parents_outlive_their_children, the_marker_stays, volumes_are_made_and_destroyed_once,
-    what_a_store_must_know_again_is_kept,
+    what_a_store_must_know_again_is_kept, what_is_brought_along_is_copied,
 };
 
 /// How long anything may take.
@@ -347,7 +347,7 @@ macro_rules! runtime_conformance {
         $crate::runtime_conformance! { @each ($subject)
             volumes_are_made_and_destroyed_once a_child_of_nothing_is_refused children_leave_their_parents_alone
             children_lose_what_their_parents_keep parents_outlive_their_children a_copy_stands_by_itself directories_are_made
-            manifests_are_kept what_a_store_must_know_again_is_kept
+            manifests_are_kept what_a_store_must_know_again_is_kept what_is_brought_along_is_copied
             the_marker_stays containers_are_made_and_destroyed_once impossible_containers_are_refused
             only_known_images_are_run
             volumes_are_mounted volumes_appear_in_volumes directories_are_taken a_volume_is_mounted_twice

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use domain::worker::StoreMark;
 use domain::{ArtifactId, StoreLife, VolumeHandle};
-use runtime::{Contents, Notes, RuntimeError, VolumeSource};
+use runtime::{Brought, BroughtAlong, Contents, Notes, RuntimeError, VolumeSource};
 
 use super::{RuntimeExt, Subject, get, is_directory, put, volumes};
 
@@ -34,6 +34,66 @@ pub async fn a_child_of_nothing_is_refused(subject: impl Subject) {
     let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::CopyOnWrite { parent }).await;
     assert!(matches!(refused, Err(RuntimeError::VolumeNotFound(handle)) if handle == parent), "{refused:?}");
     assert_eq!(volumes(&subject).await, [], "and leaves nothing behind");
+}
+
+/// What a worker brings along is copied into a volume, which is there from then on whatever becomes of the original. What is not brought along is
+/// refused, and what cannot be read leaves nothing behind.
+pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let unknown = Brought::ResourceType("nobody-brings-it".to_owned());
+    let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::Brought(unknown)).await;
+    assert!(matches!(refused, Err(RuntimeError::Unsupported(_))), "{refused:?}");
+    assert_eq!(volumes(&subject).await, []);
+    let brought = runtime.capabilities().brought.clone();
+    if brought.is_empty() {
+        eprintln!("not applicable: this runtime brings nothing along");
+        return;
+    }
+    for BroughtAlong { what, path, .. } in brought {
+        let original = Path::new(&path).join(BROUGHT_FILE);
+        let volume = VolumeHandle::new();
+        let make = || runtime.create_volume(volume, VolumeSource::Brought(what.clone()));
+        if what == Brought::ResourceType(MISSING.to_owned()) {
+            make().await.expect_err("it is not there");
+            assert_eq!(volumes(&subject).await, [], "and nothing is left of it");
+            continue;
+        }
+        let text = std::fs::read_to_string(&original).expect("the original");
+        make().await.expect("make a volume");
+        assert_eq!(volumes(&subject).await, [volume]);
+        std::fs::write(&original, "changed since").expect("write");
+        make().await.expect("make it again");
+        assert_eq!(get(&*runtime, volume, BROUGHT_FILE).await.as_deref(), Some(text.as_str()), "{what:?}");
+        std::fs::write(&original, text).expect("write");
+        let child = runtime.child(volume).await;
+        put(&*runtime, child, BROUGHT_FILE, "of the child").await;
+        assert_eq!(std::fs::read_to_string(&original).expect("the original").len(), 8);
+        for volume in [child, volume] {
+            runtime.destroy_volume(volume).await.expect("destroy");
+        }
+        assert_eq!(volumes(&subject).await, []);
+    }
+}
+
+/// The file in what a subject brings along.
+const BROUGHT_FILE: &str = "brought";
+/// The resource type whose image a subject does not have where it says so.
+const MISSING: &str = "missing";
+
+/// What a subject brings along, made in `directory`: an image, certificates, and an image that is not there.
+#[must_use]
+pub fn brought(directory: &Path) -> Vec<BroughtAlong> {
+    let along = |what, name: &str| {
+        let path = directory.join(name).display().to_string();
+        BroughtAlong { what, version: "1".to_owned(), path }
+    };
+    let image = |name: &str| along(Brought::ResourceType(name.to_owned()), name);
+    let brought = vec![image("brought"), along(Brought::Certs, "certs"), image(MISSING)];
+    for along in &brought[..2] {
+        std::fs::create_dir_all(&along.path).expect("make a directory");
+        std::fs::write(Path::new(&along.path).join(BROUGHT_FILE), "original").expect("write");
+    }
+    brought
 }
 
 /// Directories are made with those above them, and what is there stays.

@@ -25,8 +25,8 @@ use async_trait::async_trait;
 use domain::worker::{Marker, StoreMark};
 use domain::{ArtifactId, AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
-    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
-    ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, BroughtAlong, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
+    ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
 };
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -85,16 +85,22 @@ impl FakeWorker {
     /// One whose volumes are directories of this machine.
     #[must_use]
     pub fn near() -> Arc<Self> {
-        Self::new(false)
+        Self::new(false, Vec::new())
+    }
+
+    /// One that brings these along.
+    #[must_use]
+    pub fn bringing(brought: Vec<BroughtAlong>, is_far: bool) -> Arc<Self> {
+        Self::new(is_far, brought)
     }
 
     /// One as on another machine, whose bytes go through tar.
     #[must_use]
     pub fn far() -> Arc<Self> {
-        Self::new(true)
+        Self::new(true, Vec::new())
     }
 
-    fn new(is_far: bool) -> Arc<Self> {
+    fn new(is_far: bool, brought: Vec<BroughtAlong>) -> Arc<Self> {
         let directory = tempfile::tempdir().expect("a temporary directory");
         for name in ["volumes", "kept", "new", "containers", "image/etc", "image/tmp", "gateway"] {
             fs::create_dir_all(directory.path().join(name)).expect("make a directory");
@@ -104,9 +110,9 @@ impl FakeWorker {
         }
         let features = FEATURES.into_iter().chain((!is_far).then_some(NEAR));
         let capabilities = Capabilities {
-            image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
+            image_kinds: ["host", "artifact", "resource-type"].map(str::to_owned).to_vec(),
             features: features.map(str::to_owned).collect(),
-            resource_types: Vec::new(),
+            brought,
             copy_on_write: "copy, as it is a fake".to_owned(),
         };
         let state = State {

@@ -3,10 +3,10 @@
 use std::fs;
 use std::io;
 use std::os::unix::fs::symlink;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use domain::{ArtifactId, VolumeHandle};
-use runtime::{RuntimeError, VolumeSource};
+use runtime::{Brought, RuntimeError, VolumeSource};
 use rustix::fs::OFlags;
 
 use super::programs::open_in;
@@ -66,13 +66,11 @@ impl FakeWorker {
         handle: VolumeHandle,
         source: VolumeSource,
     ) -> Result<(), RuntimeError> {
-        let (parent, copied) = match source {
-            VolumeSource::Empty => (None, None),
-            VolumeSource::CopyOnWrite { parent } => (Some(parent), Some(parent)),
-            VolumeSource::Copy { original } => (None, Some(original)),
-            VolumeSource::ResourceType(name) => {
-                return Err(RuntimeError::Unsupported(format!("the fake brings no image of {name:?}")));
-            }
+        let (parent, copied, brought) = match source {
+            VolumeSource::Empty => (None, None, None),
+            VolumeSource::CopyOnWrite { parent } => (Some(parent), Some(parent), None),
+            VolumeSource::Copy { original } => (None, Some(original), None),
+            VolumeSource::Brought(what) => (None, None, Some(self.brought(&what)?)),
         };
         {
             let mut state = self.state();
@@ -93,9 +91,13 @@ impl FakeWorker {
         let (new, path) = (tempfile::tempdir_in(self.directory("new")), self.path(handle));
         let new = new.map_err(io("making a volume"))?;
         let filled = new.path().join("volume");
-        match copied {
-            None => fs::create_dir(&filled).map_err(io("making a volume"))?,
-            Some(copied) => copy(&self.path(copied), &filled).map_err(io("copying a volume"))?,
+        let filling = match copied.map(|copied| self.path(copied)).or(brought) {
+            None => fs::create_dir(&filled).map_err(io("making a volume")),
+            Some(source) => copy(&source, &filled).map_err(io("copying a volume")),
+        };
+        if let Err(error) = filling {
+            self.state().volumes.retain(|other, volume| *other != handle || volume.made);
+            return Err(error);
         }
         let mut state = self.state();
         match state.volumes.get_mut(&handle) {
@@ -107,6 +109,13 @@ impl FakeWorker {
             }
             None => Err(RuntimeError::Other(format!("volume {handle} was destroyed while it was made"))),
         }
+    }
+
+    /// Where something is that it brings along.
+    fn brought(&self, what: &Brought) -> Result<PathBuf, RuntimeError> {
+        let known = self.capabilities.brought.iter().find(|known| known.what == *what);
+        let known = known.map(|known| PathBuf::from(&known.path));
+        known.ok_or_else(|| RuntimeError::Unsupported(format!("the fake does not bring along {what:?}")))
     }
 
     pub(super) fn take(

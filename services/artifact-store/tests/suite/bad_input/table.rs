@@ -2,6 +2,7 @@
 
 mod caches;
 mod disposal;
+mod imports;
 mod pins;
 mod set_aside;
 mod trees;
@@ -154,8 +155,8 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(pins::pins(&world).await);
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
-    calls.push(call("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []));
     calls.extend(set_aside::calls(&world).await);
+    calls.extend(imports::calls(&world).await);
     // The last: some of these end what the others are about.
     calls.extend(disposal::calls(&world));
     calls

@@ -89,7 +89,6 @@ impl Streamer for Script {
 struct Suite {
     worker: Arc<Worker>,
     task: Task,
-    plan: Plan,
     store: Store,
     brought: mpsc::Receiver<Bring>,
     streamer: Served,
@@ -97,19 +96,20 @@ struct Suite {
 
 impl Suite {
     async fn start() -> Self {
+        Self::with(FakeWorker::near(), task()).await
+    }
+
+    async fn with(machine: Arc<FakeWorker>, task: Task) -> Self {
         let store = Store::start().await;
         let (bring, brought) = mpsc::channel(4);
         let streamer = Served::start(|host| host.add_service(StreamerServer::new(Script(bring)))).await;
 
-        let machine = FakeWorker::near();
         let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer.endpoint);
         worker.set_session(Some(session("credential")));
-        let task = task();
         let (stop_wish, _) = watch::channel(None);
         let attempt = Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop: stop_wish };
         worker.attempts().insert(task.lease, attempt);
-        let plan = Plan::new(&task.spec, task.workload, true);
-        Self { worker, task, plan, store, brought, streamer }
+        Self { worker, task, store, brought, streamer }
     }
 
     /// Answers a call of Prepare, in which these of the inputs are missing. Answers the answer.
@@ -227,8 +227,8 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         bring.say(Said::Materialized(streamer::Materialized::default())).await;
         Suite::prepared(&mut suite.store, &[]).await;
     };
-    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task, &suite.plan), script);
-    let prepared = prepared.expect("everything is here");
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task), script);
+    let (_, prepared) = prepared.expect("everything is here");
     assert_eq!(prepared.volumes.len(), 2);
     assert!(prepared.volumes.iter().all(|(_, parent)| parent.is_some()));
     assert_eq!(phase(&worker, lease), (pb::LeasePhase::Preparing, Vec::new()));
@@ -253,7 +253,7 @@ async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_
                 bring.refuse(reason).await;
             }
         };
-        let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task, &suite.plan), script);
+        let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task), script);
         let failure = failure(&prepared.map(|_| ()).expect_err("it cannot be had"));
         assert_eq!(failure.reason, expected);
         for part in ["\"far\"", &far.to_string(), "as the test asked for", last.as_str()] {
@@ -269,7 +269,6 @@ async fn a_cache_that_cannot_be_brought_is_found_empty() {
     let (cache, version) = (CacheId::new(), ArtifactId::new());
     suite.task.spec.inputs.clear();
     suite.task.spec.caches.push(CacheMount { cache, path: b"/cache".to_vec() });
-    suite.plan = Plan::new(&suite.task.spec, suite.task.workload, true);
     let script = async {
         for unreachable in [vec![], vec![version.to_string()]] {
             let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
@@ -294,8 +293,8 @@ async fn a_cache_that_cannot_be_brought_is_found_empty() {
             }
         }
     };
-    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task, &suite.plan), script);
-    let prepared = prepared.expect("it goes without");
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task), script);
+    let (_, prepared) = prepared.expect("it goes without");
     assert_eq!(prepared.volumes.iter().filter(|(_, parent)| parent.is_some()).count(), 0);
     suite.end().await;
 }
@@ -319,5 +318,59 @@ async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
     let handles: Vec<_> = planned.volumes.iter().map(|volume| &volume.volume_handle).collect();
     assert_eq!(told.volume_handles.iter().collect::<Vec<_>>(), handles);
     assert_eq!(told.why, format!("it could not be made: {stopped}"));
+    suite.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_brought_from_elsewhere() {
+    let what = Brought::ResourceType("git".to_owned());
+    let along = |what| runtime::BroughtAlong { what, version: "1".to_owned(), path: "/opt".to_owned() };
+    let machine = FakeWorker::bringing(vec![along(what.clone()), along(Brought::Certs)], false);
+    let mut git = task();
+    git.spec.image = Image::ResourceType("git".to_owned());
+    git.spec.inputs.clear();
+    let mut suite = Suite::with(machine, git).await;
+    suite.worker.tasks.spawn(crate::brought::import_forever(suite.worker.clone()));
+    let [first, second, certs] = [(); 3].map(|()| ArtifactId::new());
+    let imported = async |store: &mut Store, resource_type: &str, artifact: ArtifactId| {
+        let Asked::PrepareImport(asked, answer) = store.asked().await else { panic!("something else") };
+        assert_eq!(asked.brought.expect("something").resource_type, resource_type);
+        let response = store::PrepareImportResponse {
+            artifact_id: artifact.to_string(),
+            volume_handle: VolumeHandle::new().to_string(),
+            term: None,
+        };
+        answer.send(Ok(response)).expect("it waits");
+    };
+    let script = async {
+        imported(&mut suite.store, "git", first).await;
+        imported(&mut suite.store, "", certs).await;
+        // It was lost since.
+        Suite::prepared(&mut suite.store, &[first]).await;
+        imported(&mut suite.store, "git", second).await;
+        // Somebody put something else in its place.
+        let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
+        let about = [("artifact_id", second.to_string())];
+        let refusal =
+            Reason::InputUnavailable.status_about("gantry.test", "not every team's".to_owned(), about);
+        answer.send(Err(refusal)).expect("it waits");
+        let from: Vec<_> = request.volumes.iter().map(|volume| volume.from_artifact_id.clone()).collect();
+        assert_eq!(from, [second.to_string(), certs.to_string()]);
+        imported(&mut suite.store, "git", first).await;
+        Suite::prepared(&mut suite.store, &[]).await
+    };
+    let both = async { tokio::join!(prepare(&suite.worker, &suite.task), script) };
+    let (prepared, told) = within("the handles", both).await;
+    let (plan, prepared) = prepared.expect("everything is here");
+    assert_eq!(plan.image, crate::plan::PlannedImage::Brought(0));
+    assert_eq!((plan.volumes[0].from, plan.volumes[1].from), (Some(first), Some(certs)));
+    assert_eq!(prepared.volumes[0].0.to_string(), told.volumes[0].volume_handle);
+    assert!(suite.brought.try_recv().is_err(), "the streamer was not asked");
+
+    // What it does not bring along it says at once.
+    suite.task.spec.image = Image::ResourceType("s3".to_owned());
+    let refused = failure(&prepare(&suite.worker, &suite.task).await.map(drop).expect_err("there is none"));
+    assert_eq!(refused.reason, FailureReason::Unsupported);
+    suite.worker.stopping.cancel();
     suite.end().await;
 }

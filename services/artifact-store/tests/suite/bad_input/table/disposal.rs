@@ -51,6 +51,7 @@ fn looks(world: &World<'_>) -> Vec<Call> {
             // Its answer is in the stream.
             [nothing("after_revision", "absurd", Value::U64(u64::MAX))],
         ),
+        call("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []),
         call(
             "Inventory.ListAtRisk",
             [at_risk],

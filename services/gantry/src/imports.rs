@@ -1,0 +1,60 @@
+//! `gantry list base-types` and `gantry list imports`: what workers bring along, and what it became.
+
+use futures::Stream;
+use rpc::pb::artifacts::{BaseResourceType, Import, ListBaseResourceTypesRequest, ListImportsRequest};
+
+use crate::connect::{Connection, repeat};
+use crate::list::{pages, table};
+use crate::table::plain;
+use crate::{json, words};
+
+/// `gantry list base-types`
+pub(crate) async fn list_types(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
+    let headers = ["TYPE", "VERSION", "WORKER", "ARTIFACT"];
+    table(types(connection), limit, as_json, json::base_type, &headers, type_row).await
+}
+
+fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResourceType>> {
+    pages(async |page_token| {
+        let request = ListBaseResourceTypesRequest { page_size: 0, page_token };
+        let client = connection.caches();
+        let doing = "cannot list base types";
+        let page = repeat(doing, async || client.clone().list_base_resource_types(request.clone()).await);
+        page.await.map(|page| (page.types, page.next_page_token))
+    })
+}
+
+fn type_row(known: &BaseResourceType) -> Vec<String> {
+    let worker = if known.worker_id.is_empty() { "(centre)" } else { &known.worker_id };
+    vec![plain(&known.r#type, 40), plain(&known.version, 30), worker.to_owned(), known.artifact_id.clone()]
+}
+
+/// `gantry list imports`
+pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
+    let headers = ["WORKER", "WHAT", "VERSION", "STATE", "PATH", "ARTIFACT", "WHY"];
+    table(imports(connection), limit, as_json, json::import, &headers, row).await
+}
+
+fn imports(connection: &Connection) -> impl Stream<Item = anyhow::Result<Import>> {
+    pages(async |page_token| {
+        let request = ListImportsRequest { worker_id: String::new(), page_size: 0, page_token };
+        let client = connection.inventory();
+        let doing = "cannot list what workers bring along";
+        let page = repeat(doing, async || client.clone().list_imports(request.clone()).await);
+        page.await.map(|page| (page.imports, page.next_page_token))
+    })
+}
+
+fn row(import: &Import) -> Vec<String> {
+    let brought = import.brought.clone().unwrap_or_default();
+    let what = if brought.resource_type.is_empty() { "(certs)" } else { &brought.resource_type };
+    vec![
+        import.worker_id.clone(),
+        plain(what, 40),
+        plain(&brought.version, 30),
+        words::import_state(import.state()).to_owned(),
+        plain(&brought.path, 60),
+        import.artifact_id.clone(),
+        plain(&import.failed_why, 100),
+    ]
+}
