@@ -15,5 +15,6 @@ impl Migrations for Schema {
         SqlMigration { name: "0007_why", sql: include_str!("migrations/0007_why.sql") },
         SqlMigration { name: "0009_set_aside", sql: include_str!("migrations/0009_set_aside.sql") },
         SqlMigration { name: "0010_trees", sql: include_str!("migrations/0010_trees.sql") },
+        SqlMigration { name: "0014_graves", sql: include_str!("migrations/0014_graves.sql") },
     ];
 }

@@ -12,6 +12,8 @@ use sea_orm::{
 use super::{HandOverError, hand_over, let_go, with_bytes};
 use crate::artifacts::Located;
 use crate::entity::task_cache;
+use crate::graves::{self, Epitaph};
+use crate::rules::CacheWent;
 use crate::units::micros;
 
 /// How many are deleted in one transaction.
@@ -132,6 +134,7 @@ pub(crate) async fn delete(
     team: &str,
     which: &Which,
     now: Timestamp,
+    tombstone: Duration,
 ) -> Result<u64, DbErr> {
     let mut query = task_cache::Entity::find().filter(task_cache::Column::Team.eq(team));
     query = match which {
@@ -156,6 +159,8 @@ pub(crate) async fn delete(
         .filter(task_cache::Column::CacheId.is_in(rows.iter().map(|row| row.cache_id)))
         .exec(txn)
         .await?;
+    let epitaphs: Vec<_> = rows.iter().map(|row| Epitaph::of_task_cache(row, CacheWent::Deleted)).collect();
+    graves::dig(txn, &epitaphs, now, tombstone).await?;
     Ok(gone.rows_affected)
 }
 
