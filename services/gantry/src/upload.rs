@@ -36,7 +36,7 @@ use transfer::{
 use crate::args::ScanArgs;
 use crate::cluster::Paths;
 use crate::connect::{Connection, Pause, repeat};
-use crate::error::{Refused, is_transient, refusal, refused};
+use crate::error::{Refused, advised, is_transient, refusal, refused};
 use crate::progress::Progress;
 use crate::rules::Rules;
 use crate::table::{bytes, count, duration};
@@ -462,6 +462,9 @@ fn amount(manifest: &Manifest) -> String {
     format!("{entries}, {}", bytes(manifest.size_bytes()))
 }
 
+/// What to do about what is not small.
+const WITHOUT: &str = "upload it without --inline";
+
 /// Reads all of a small directory.
 async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<SmallTree> {
     let amount = amount(&manifest);
@@ -471,9 +474,9 @@ async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<Sm
     });
     match read.await.context("reading ended unexpectedly")? {
         Err(error) => Err(match error.downcast_ref() {
-            Some(NotSmall::Kind(..)) => error.context("--inline cannot take it, upload it without"),
+            Some(NotSmall::Kind(..)) => advised(error.context("--inline cannot take it"), WITHOUT),
             Some(NotSmall::Entries | NotSmall::Bytes) => {
-                error.context(format!("it is too much for --inline ({amount}), upload it without"))
+                advised(error.context(format!("it is too much for --inline ({amount})")), WITHOUT)
             }
             None => error,
         }),
