@@ -98,6 +98,36 @@ fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
         assert_eq!(of(&good)["team"], "main");
         let containers = aside(&cluster, "containers");
         assert_eq!(containers.len(), 2, "{containers:?}");
+        let listed = text(&cluster, ["list", "containers", "--set-aside"]);
+        assert!(listed.starts_with("HANDLE") && !listed.contains("ADOPTABLE"), "{listed}");
+        // Whoever asks for it is told that it is set aside, and what can be done.
+        let adopt = format!("`gantry adopt {good}`");
+        let explained = text(&cluster, ["explain", &good]);
+        assert!(
+            explained.contains(&adopt) && explained.contains("team:") && explained.contains("main"),
+            "{explained}"
+        );
+        assert!(text(&cluster, ["explain", &wanted]).contains(&adopt));
+        let lines =
+            [["show", "artifact", &wanted], ["show", "volume", &good], ["adopt", "--keep=1h", &wanted]];
+        for line in lines {
+            let refused = cluster.output(line);
+            assert_eq!(code(&refused), 125, "{}", describe(&refused));
+            assert!(String::from_utf8_lossy(&refused.stderr).contains(&adopt), "{}", describe(&refused));
+        }
+        let unknown = cluster.output(["adopt", "01980000-0000-7000-8000-00000000002a"]);
+        assert!(
+            String::from_utf8_lossy(&unknown.stderr).contains("list volumes --set-aside`"),
+            "{}",
+            describe(&unknown)
+        );
+        let nowhere = cluster.output(["purge", "--worker", "nowhere", "--all"]);
+        assert!(String::from_utf8_lossy(&nowhere.stderr).contains("cannot purge"), "{}", describe(&nowhere));
+        let status = text(&cluster, ["status"]);
+        assert!(
+            status.contains("set aside after a backup was restored: ") && status.contains("2 containers"),
+            "{status}"
+        );
         assert!(text(&cluster, ["list", "volumes", "--set-aside"]).contains(&good));
         let refused = cluster.output(["download", &wanted, "out"]);
         assert_eq!(code(&refused), 125, "{}", describe(&refused));

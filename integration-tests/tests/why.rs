@@ -120,9 +120,18 @@ fn what_was_deleted_comes_back_with_its_bytes() {
     let cluster = cluster().with("GANTRY_HOLD_DESTRUCTION", "true");
     let made = make(&cluster, "0s");
     cluster.succeed(["gc"]);
-    let refused = cluster.output(["download", &made, "back"]);
-    assert_eq!(code(&refused), 125, "{}", describe(&refused));
+    let used = format!("in=artifact:{made}");
+    for line in [vec!["download", &made, "back"], vec!["run", "-i", &used, "--", "true"]] {
+        let refused = cluster.output(&line);
+        assert_eq!(code(&refused), 125, "{}", describe(&refused));
+        let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(
+            stderr.contains(&format!("it was deleted: `gantry undelete {made}` brings it back")),
+            "{stderr}"
+        );
+    }
     let said = text(&cluster, ["explain", &made]);
+    assert!(said.contains("deleting (garbage; its bytes are still on a worker)"), "{said}");
     assert!(said.ends_with(&format!("`gantry undelete {made}` brings it back.\n")), "{said}");
 
     let said = text(&cluster, ["undelete", &made, "--keep", "90m"]);
@@ -137,6 +146,66 @@ fn what_was_deleted_comes_back_with_its_bytes() {
     assert_eq!(explained["kept_by"][0]["text"], "nobody: it is kept for a while");
     cluster.succeed(["download", &made, "back"]);
     assert_eq!(fs::read_to_string(cluster.path("back/made")).expect("a file"), "content");
-    let used = format!("in=artifact:{made}");
     assert_eq!(cluster.succeed(["run", "-i", &used, "--", "cat", "in/made"]), b"content");
+}
+
+#[test]
+fn an_input_says_when_it_goes_and_lost_bytes_that_they_are() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = cluster().with("GANTRY_GC_GRACE", "1h");
+    cluster.succeed(["run", "--keep", "30m", "-i", "src=src", "--", "true"]);
+    let artifacts = cluster.list("artifacts");
+    let source =
+        id(artifacts.iter().find(|artifact| artifact["label"] == "src").expect("the input"), "artifact_id");
+    let explained = json(&cluster, ["explain", &source]);
+    let until: Vec<_> =
+        explained["kept_by"].as_array().expect("keepers").iter().map(|one| &one["until"]).collect();
+    assert!(until.len() == 2 && until.iter().all(|until| until.is_string()), "{explained}");
+    assert_eq!(
+        Some(&explained["goes_at"]),
+        until.into_iter().max_by_key(|until| until.to_string()),
+        "{explained}"
+    );
+    let said = text(&cluster, ["explain", &source]);
+    assert!(said.contains("for an attempt that has ended, until"), "{said}");
+
+    // A transfer and a worker that it names are known, too.
+    let replica = id(&json(&cluster, ["show", "artifact", &source])["replicas"][0], "volume_handle");
+    let explained = json(&cluster, ["explain", &replica]);
+    let relations = explained["relations"].as_array().expect("relations");
+    for kind in ["transfer", "worker"] {
+        let related = relations
+            .iter()
+            .find(|one| one["thing"] == kind)
+            .unwrap_or_else(|| panic!("no {kind}: {explained}"));
+        let said = text(&cluster, ["explain", related["ids"][0].as_str().expect("an id")]);
+        assert!(said.starts_with(&format!("{kind}:")), "{said}");
+        let what = if kind == "worker" { "volume" } else { source.as_str() };
+        assert!(said.contains(what), "{said}");
+    }
+
+    // What was lost just now nobody knows yet.
+    let path = cluster.state().join("worker/volumes").join(&replica);
+    fs::remove_dir_all(&path).expect("taken away");
+    let refused = cluster.output(["download", &source, "back"]);
+    assert_eq!(code(&refused), 125, "{}", describe(&refused));
+    let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(stderr.contains(&format!("see `gantry explain {source}`")), "{stderr}");
+}
+
+#[test]
+fn what_is_handed_over_says_how_much_it_is() {
+    let cluster = cluster();
+    let handed_over = cluster.output(["upload", "--inline", "src"]);
+    assert_eq!(code(&handed_over), 0, "{}", describe(&handed_over));
+    let stderr = String::from_utf8_lossy(&handed_over.stderr).into_owned();
+    assert!(stderr.contains("src: 1 entry, 7 B, kept in the artifact store itself"), "{stderr}");
+    fs::write(cluster.path("src/file"), vec![b'x'; 2 << 20]).expect("written");
+    let refused = cluster.output(["upload", "--inline", "src"]);
+    assert_eq!(code(&refused), 125, "{}", describe(&refused));
+    let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(stderr.contains("it is too much for --inline (1 entry, 2.0 MiB)"), "{stderr}");
+    assert!(stderr.contains("; upload it without --inline"), "{stderr}");
 }

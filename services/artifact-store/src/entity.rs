@@ -56,12 +56,31 @@ pub(crate) enum BuildStatus {
     Aborted,
 }
 
-/// What of a worker something is: in a grave, or set aside.
+/// What of a worker is set aside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum AsideKind {
+    Volume,
+    Container,
+}
+
+/// What is in a grave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum GraveKind {
     Volume,
     Container,
+    ResourceCache,
+    TaskCache,
+}
+
+impl From<AsideKind> for GraveKind {
+    fn from(kind: AsideKind) -> Self {
+        match kind {
+            AsideKind::Volume => Self::Volume,
+            AsideKind::Container => Self::Container,
+        }
+    }
 }
 
 /// Who uses a resource cache.
@@ -82,7 +101,7 @@ macro_rules! entity {
         $(#[$doc])*
         pub(crate) mod $module {
             #[allow(unused_imports, reason = "not every table has every kind of column")]
-            use super::{ArtifactState, BuildStatus, GraveKind, Purpose, State, UserKind};
+            use super::{ArtifactState, AsideKind, BuildStatus, GraveKind, Purpose, State, UserKind};
             use sea_orm::entity::prelude::*;
 
             #[derive(Debug, Clone, PartialEq, Eq, DeriveEntityModel)]
@@ -407,7 +426,7 @@ entity! {
     set_aside, "set_aside" {
         #[sea_orm(primary_key, auto_increment = false)]
         handle: Uuid,
-        kind: GraveKind,
+        kind: AsideKind,
         worker_id: Uuid,
         first_seen_at: i64,
         judged_after: i64,
@@ -421,11 +440,13 @@ entity! {
 }
 
 entity! {
-    /// Volumes and containers that are gone.
+    /// Volumes, containers and caches that are gone.
     grave, "graves" {
         #[sea_orm(primary_key, auto_increment = false)]
         id: Uuid,
         kind: GraveKind,
+        team: Option<String>,
+        label: String,
         marked_why: Option<String>,
         marked_at: Option<i64>,
         gone_at: i64,

@@ -11,6 +11,7 @@ mod volumes;
 use std::time::Duration;
 
 use domain::Timestamp;
+use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, PaginatorTrait, QueryFilter, QueryOrder, QuerySelect,
     Select,
@@ -19,8 +20,9 @@ use uuid::Uuid;
 
 use crate::entity::{
     ALL_TEAMS, GraveKind, State, artifact, attempt, base_resource_type, build, container, grave, holder,
-    resource_cache, set_aside, task_cache, volume,
+    resource_cache, set_aside, task_cache, volume, worker,
 };
+use crate::facts::{HoldsUntil, Terms};
 use crate::mark::{self, Policy, Verdict};
 
 /// How many things of a kind are named.
@@ -59,6 +61,14 @@ pub(crate) struct Explanation {
     pub(crate) why: String,
     pub(crate) remembered_until: Option<Timestamp>,
     pub(crate) can_be_undeleted: bool,
+    /// Whether no worker has the bytes of a sealed artifact any more, nor the store.
+    pub(crate) bytes_lost: bool,
+    /// Since when something is missing on its worker.
+    pub(crate) lost_at: Option<Timestamp>,
+    /// Whose it is that is set aside. Empty: that is not known.
+    pub(crate) team: String,
+    /// Whether what is set aside has final bytes that are known.
+    pub(crate) can_be_adopted: bool,
     /// Whether the store itself has its bytes.
     pub(crate) in_store: bool,
 }
@@ -80,6 +90,10 @@ impl Explanation {
             why: String::new(),
             remembered_until: None,
             can_be_undeleted: false,
+            bytes_lost: false,
+            lost_at: None,
+            team: String::new(),
+            can_be_adopted: false,
             in_store: false,
         }
     }
@@ -126,6 +140,14 @@ impl Keepers {
         self.first.push(keeper);
     }
 
+    /// Adds things of which the first are named, and says how long all of them keep it.
+    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, total: u64, holds: HoldsUntil) {
+        self.total += total;
+        self.endless |= holds.endless;
+        self.until = Ord::max(self.until, holds.until);
+        self.first.extend(first);
+    }
+
     /// When nothing of it is left, if all of it ends by itself.
     fn last(&self, now: Timestamp) -> Option<Timestamp> {
         (!self.endless).then(|| self.until.map_or(now, |until| Ord::max(until, now)))
@@ -159,6 +181,12 @@ pub(crate) struct Question<'a> {
     pub(crate) policy: Policy,
     pub(crate) tombstone: Duration,
     pub(crate) resource_cache_ttl: Duration,
+}
+
+impl Question<'_> {
+    fn terms(&self) -> Terms {
+        Terms { gc_grace: self.policy.gc_grace, resource_cache_ttl: self.resource_cache_ttl }
+    }
 }
 
 /// Explains whatever has this id. `None`: the team has no such thing, or nobody remembers it.
@@ -206,8 +234,20 @@ pub(crate) async fn explain(
     if let Some(row) = base_resource_type::Entity::find_by_id(id).one(conn).await? {
         return Ok(Some(caches::base_resource_type(&row)));
     }
-    let grave = grave::Entity::find_by_id(id).one(conn).await?;
-    Ok(grave.map(|row| buried(question, row)))
+    // Nothing that is garbage is in its index.
+    let transfer = volume::Entity::find()
+        .filter(volume::Column::TransferId.eq(id))
+        .filter(Expr::cust("given_up = FALSE"));
+    if let Some(row) = transfer.one(conn).await? {
+        return holders::transfer(conn, question, &row).await;
+    }
+    if let Some(row) = worker::Entity::find_by_id(id).one(conn).await? {
+        return holders::worker(conn, &row).await.map(Some);
+    }
+    if let Some(row) = grave::Entity::find_by_id(id).one(conn).await? {
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| buried(question, row)));
+    }
+    artifacts::set_aside(conn, question, id).await
 }
 
 /// What is gone, as far as it is remembered.
@@ -215,11 +255,14 @@ fn buried(question: &Question<'_>, row: grave::Model) -> Explanation {
     let thing = match row.kind {
         GraveKind::Volume => Thing::Volume,
         GraveKind::Container => Thing::Container,
+        GraveKind::ResourceCache => Thing::ResourceCache,
+        GraveKind::TaskCache => Thing::TaskCache,
     };
     Explanation {
         marked_at: row.marked_at.map(Timestamp),
         gone_at: Some(Timestamp(row.gone_at)),
         why: row.marked_why.unwrap_or_default(),
+        label: row.label,
         remembered_until: Some(Timestamp(row.gone_at) + question.tombstone),
         ..Explanation::of(thing, row.id, "gone")
     }

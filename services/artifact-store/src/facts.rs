@@ -1,8 +1,10 @@
 //! What is known of things before they are judged, in as many statements however many they are.
 //!
-//! What holds an artifact stands in one query, [`HOLDS`]: the collector and whoever asks why something is kept read the same.
+//! What holds an artifact stands in one query, [`HOLDS`]: the collector and whoever asks why something is kept read the same. Until when
+//! that is, only who asks needs to know: [`Terms`].
 
 use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use sea_orm::{
@@ -22,7 +24,7 @@ const HOLDS: &str = "
         FROM owners o JOIN builds b ON b.build_id = o.build_id
         WHERE o.artifact_id IN (IDS) AND BUILD_KEEPS
     UNION ALL
-    SELECT c.artifact_id, 'resource cache', c.cache_id, CAST(NULL AS BIGINT)
+    SELECT c.artifact_id, 'resource cache', c.cache_id, CACHE_UNTIL
         FROM resource_caches c WHERE c.artifact_id IN (IDS)
     UNION ALL
     SELECT c.artifact_id, 'task cache', c.cache_id,
@@ -38,7 +40,7 @@ const HOLDS: &str = "
     UNION ALL
     SELECT p.artifact_id, 'pin', p.holder_id, CAST(NULL AS BIGINT) FROM pins p WHERE p.artifact_id IN (IDS)
     UNION ALL
-    SELECT v.from_artifact_id, 'volume', v.handle, CAST(NULL AS BIGINT)
+    SELECT v.from_artifact_id, 'volume', v.handle, VOLUME_UNTIL
         FROM volumes v
         WHERE v.from_artifact_id IN (IDS) AND v.purpose <> 'replica' AND v.state NOT IN ('destroying', 'sweeping')
     UNION ALL
@@ -52,15 +54,61 @@ const HOLDS: &str = "
 /// caller may renew it.
 const BUILD_KEEPS: &str = "(b.kept_until IS NULL OR b.kept_until > $1)";
 
-/// `sql` with its `IDS`, which are the value `$2`.
+/// Until when a resource cache `c` owns its artifact, if all that uses it ends by itself: `TTL` after its last use. As [`crate::rules`] has it.
+const CACHE_UNTIL: &str = "(
+    SELECT CASE WHEN COUNT(CASE WHEN (b.build_id IS NOT NULL AND b.kept_until IS NULL)
+                                  OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL) THEN 1 END) = 0
+                THEN (CASE WHEN MAX(COALESCE(b.kept_until, h.settled_at, $1)) > c.last_used
+                           THEN MAX(COALESCE(b.kept_until, h.settled_at, $1)) ELSE c.last_used END) + TTL END
+        FROM cache_uses u
+        LEFT JOIN builds b ON u.user_kind = 'build' AND b.build_id = u.user_id
+        LEFT JOIN holders h ON u.user_kind = 'workload' AND h.holder_id = u.user_id
+        WHERE u.cache_id = c.cache_id)";
+
+/// Until when a volume `v` of an attempt that has ended is kept, if nothing is made from it: as long as its container, or a grace after that end.
+/// As [`crate::mark`] has it.
+const VOLUME_UNTIL: &str = "(
+    SELECT COALESCE(MAX(t.touched_at), a.ended_at) + GRACE
+        FROM attempts a
+        LEFT JOIN containers t ON t.attempt_id = a.attempt_id AND t.state NOT IN ('destroying', 'sweeping')
+                              AND t.touched_at > a.ended_at
+        WHERE a.attempt_id = v.attempt_id AND a.ended_at IS NOT NULL AND v.purpose <> 'replica'
+          AND NOT EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND w.state NOT IN ('destroying', 'sweeping'))
+        GROUP BY a.ended_at)";
+
+/// The settings that say until when something is kept that ends by itself.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Terms {
+    pub(crate) gc_grace: Duration,
+    pub(crate) resource_cache_ttl: Duration,
+}
+
+impl Terms {
+    /// `sql` with what it needs to know of them.
+    fn fill(&self, sql: &str) -> String {
+        let micros = |duration: Duration| i64::try_from(duration.as_micros()).unwrap_or(i64::MAX).to_string();
+        sql.replace("CACHE_UNTIL", CACHE_UNTIL)
+            .replace("VOLUME_UNTIL", VOLUME_UNTIL)
+            .replace("TTL", &micros(self.resource_cache_ttl))
+            .replace("GRACE", &micros(self.gc_grace))
+    }
+}
+
+/// `sql` with its `IDS`, which are the value `$2`. Without `terms` nothing says until when it is kept that would first have to be worked out.
 fn statement(
     conn: &impl ConnectionTrait,
     sql: &str,
     now: Timestamp,
+    terms: Option<&Terms>,
     ids: impl IntoIterator<Item = Uuid>,
 ) -> Statement {
+    const UNKNOWN: &str = "CAST(NULL AS BIGINT)";
     let backend = conn.get_database_backend();
     let sql = sql.replace("HOLDS", HOLDS).replace("BUILD_KEEPS", BUILD_KEEPS);
+    let sql = match terms {
+        Some(terms) => terms.fill(&sql),
+        None => sql.replace("CACHE_UNTIL", UNKNOWN).replace("VOLUME_UNTIL", UNKNOWN),
+    };
     let sql =
         format!("WITH ids AS ({}) {}", ids::query(backend, 2), sql.replace("IDS", "SELECT id FROM ids"));
     Statement::from_sql_and_values(backend, sql, [now.0.into(), ids::value(backend, ids)])
@@ -110,7 +158,7 @@ pub(crate) async fn artifacts(
     let mut held: HashMap<Uuid, Held> = HashMap::new();
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h";
-    for hold in Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await? {
+    for hold in Hold::find_by_statement(statement(conn, sql, now, None, ids)).all(conn).await? {
         let held = held.entry(hold.artifact_id).or_default();
         match hold.kind.as_str() {
             "pin" => held.pinned = true,
@@ -150,6 +198,17 @@ pub(crate) async fn keepers(
     now: Timestamp,
     most: u64,
 ) -> Result<HashMap<Uuid, Keepers>, DbErr> {
+    keepers_until(conn, artifacts, now, None, most).await
+}
+
+/// The same, and with `terms` until when each does that ends by itself.
+pub(crate) async fn keepers_until(
+    conn: &impl ConnectionTrait,
+    artifacts: &[Uuid],
+    now: Timestamp,
+    terms: Option<&Terms>,
+    most: u64,
+) -> Result<HashMap<Uuid, Keepers>, DbErr> {
     #[derive(FromQueryResult)]
     struct Hold {
         artifact_id: Uuid,
@@ -170,7 +229,7 @@ pub(crate) async fn keepers(
                FROM (HOLDS) h) n
          WHERE n.place <= {most} ORDER BY n.artifact_id, n.place"
     );
-    let statement = statement(conn, &sql, now, artifacts.iter().copied());
+    let statement = statement(conn, &sql, now, terms, artifacts.iter().copied());
     let mut keepers: HashMap<_, Keepers> = HashMap::new();
     for hold in Hold::find_by_statement(statement).all(conn).await? {
         let of_artifact = keepers.entry(hold.artifact_id).or_default();
@@ -205,6 +264,7 @@ pub(crate) async fn holds_until(
     conn: &impl ConnectionTrait,
     artifact: Uuid,
     now: Timestamp,
+    terms: &Terms,
 ) -> Result<HoldsUntil, DbErr> {
     #[derive(FromQueryResult)]
     struct Row {
@@ -214,7 +274,8 @@ pub(crate) async fn holds_until(
     }
 
     let sql = "SELECT COUNT(*) AS holds, COUNT(h.until) AS limited, MAX(h.until) AS until FROM (HOLDS) h";
-    let row = Row::find_by_statement(statement(conn, sql, now, std::iter::once(artifact))).one(conn).await?;
+    let statement = statement(conn, sql, now, Some(terms), std::iter::once(artifact));
+    let row = Row::find_by_statement(statement).one(conn).await?;
     Ok(row.map_or_else(HoldsUntil::default, |row| HoldsUntil {
         endless: row.holds > row.limited,
         until: row.until.map(Timestamp),
@@ -251,7 +312,8 @@ pub(crate) async fn uses(
               LEFT JOIN holders h ON u.user_kind = 'workload' AND h.holder_id = u.user_id
               WHERE u.cache_id IN (IDS)) n
         GROUP BY n.cache_id";
-    let rows = Row::find_by_statement(statement(conn, sql, now, caches.iter().copied())).all(conn).await?;
+    let rows =
+        Row::find_by_statement(statement(conn, sql, now, None, caches.iter().copied())).all(conn).await?;
     let uses = rows
         .into_iter()
         .map(|row| (row.cache_id, Uses { used: row.used > 0, ended: row.ended.map(Timestamp) }));
@@ -283,7 +345,8 @@ pub(crate) async fn users(
          ORDER BY u.user_kind, u.user_id LIMIT {most}"
     );
     let mut users = Keepers::default();
-    for row in Use::find_by_statement(statement(conn, &sql, now, std::iter::once(cache))).all(conn).await? {
+    let statement = statement(conn, &sql, now, None, std::iter::once(cache));
+    for row in Use::find_by_statement(statement).all(conn).await? {
         users.total = u64::try_from(row.total).unwrap_or(0);
         let what = match row.kind.as_str() {
             "workload" => Keeping::Pin(WorkloadId::from_uuid(row.id)),
@@ -313,6 +376,64 @@ pub(crate) async fn users_of_task_cache(
     Ok(Keepers { first: first.into_iter().map(keeper).collect(), total })
 }
 
+/// When a resource cache goes that is used by nothing but what ends by itself. `None`: something else uses it.
+pub(crate) async fn cache_until(
+    conn: &impl ConnectionTrait,
+    cache: Uuid,
+    now: Timestamp,
+    terms: &Terms,
+) -> Result<Option<Timestamp>, DbErr> {
+    let sql = "SELECT CACHE_UNTIL AS until FROM resource_caches c WHERE c.cache_id IN (IDS)";
+    let row = conn.query_one_raw(statement(conn, sql, now, Some(terms), std::iter::once(cache))).await?;
+    let until: Option<i64> = row.map(|row| row.try_get("", "until")).transpose()?.flatten();
+    Ok(until.map(Timestamp))
+}
+
+/// Until when a volume of an attempt that has ended is kept, if nothing is made from it. `None`: something is, or its attempt goes on.
+pub(crate) async fn volume_until(
+    conn: &impl ConnectionTrait,
+    volume: Uuid,
+    terms: &Terms,
+) -> Result<Option<Timestamp>, DbErr> {
+    let sql = terms.fill("SELECT VOLUME_UNTIL AS until FROM volumes v WHERE v.handle IN (IDS)");
+    let row = conn.query_one_raw(of_ids(conn, &sql, [volume])).await?;
+    let until: Option<i64> = row.map(|row| row.try_get("", "until")).transpose()?.flatten();
+    Ok(until.map(Timestamp))
+}
+
+/// What is made from a volume and is no garbage: the first `most`, each with how long it is kept, and how long all of it is.
+pub(crate) async fn children_until(
+    conn: &impl ConnectionTrait,
+    parent: Uuid,
+    terms: &Terms,
+    most: u64,
+) -> Result<(Keepers, HoldsUntil), DbErr> {
+    #[derive(FromQueryResult)]
+    struct Child {
+        id: Uuid,
+        until: Option<i64>,
+        total: i64,
+        limited: i64,
+        last: Option<i64>,
+    }
+
+    let sql = format!(
+        "SELECT n.id AS id, n.until AS until, COUNT(*) OVER () AS total, COUNT(n.until) OVER () AS limited,
+                MAX(n.until) OVER () AS last
+         FROM (SELECT v.handle AS id, VOLUME_UNTIL AS until FROM volumes v
+               WHERE v.parent IN (IDS) AND v.state NOT IN ('destroying', 'sweeping')) n
+         ORDER BY n.id LIMIT {most}"
+    );
+    let (mut children, mut holds) = (Keepers::default(), HoldsUntil::default());
+    for row in Child::find_by_statement(of_ids(conn, &terms.fill(&sql), [parent])).all(conn).await? {
+        children.total = u64::try_from(row.total).unwrap_or(0);
+        holds = HoldsUntil { endless: row.total > row.limited, until: row.last.map(Timestamp) };
+        let what = Keeping::Volume(VolumeHandle::from_uuid(row.id));
+        children.first.push(Keeper { what, until: row.until.map(Timestamp) });
+    }
+    Ok((children, holds))
+}
+
 /// Forgets the uses of resource caches that have ended.
 pub(crate) async fn forget_ended_uses(
     txn: &impl ConnectionTrait,
@@ -329,7 +450,7 @@ pub(crate) async fn forget_ended_uses(
           AND NOT EXISTS (SELECT 1 FROM holders h
                           WHERE cache_uses.user_kind = 'workload' AND h.holder_id = cache_uses.user_id
                             AND h.settled_at IS NULL)";
-    txn.execute_raw(statement(txn, sql, now, caches.iter().copied())).await.map(drop)
+    txn.execute_raw(statement(txn, sql, now, None, caches.iter().copied())).await.map(drop)
 }
 
 /// A statement whose only value is these ids: `IDS` is the query of them.

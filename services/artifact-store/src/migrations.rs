@@ -21,6 +21,7 @@ impl Migrations for Schema {
             sql: include_str!("migrations/0012_task_cache_uses.sql"),
         },
         SqlMigration { name: "0013_imports", sql: include_str!("migrations/0013_imports.sql") },
+        SqlMigration { name: "0014_graves", sql: include_str!("migrations/0014_graves.sql") },
     ];
 }
 

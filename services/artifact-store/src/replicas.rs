@@ -326,11 +326,12 @@ pub(crate) async fn abandon(
     transfer: TransferId,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    let planned = volume::Entity::find()
-        .filter(volume::Column::TransferId.eq(transfer.uuid()))
-        .order_by_desc(volume::Column::Handle)
-        .one(txn)
-        .await?;
+    let of_transfer = || volume::Entity::find().filter(volume::Column::TransferId.eq(transfer.uuid()));
+    // Nothing that is garbage is in the index of transfers.
+    let planned = match of_transfer().filter(Expr::cust("given_up = FALSE")).one(txn).await? {
+        Some(planned) => Some(planned),
+        None => of_transfer().order_by_desc(volume::Column::Handle).one(txn).await?,
+    };
     let Some((planned, id)) = planned.and_then(|planned| planned.artifact_id.map(|id| (planned, id))) else {
         return Ok(Vec::new());
     };

@@ -25,7 +25,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::entity::{GraveKind, State, container, set_aside as aside, volume, worker};
+use crate::entity::{AsideKind, State, container, set_aside as aside, volume, worker};
 use crate::graves::{self, Epitaph};
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
@@ -223,7 +223,7 @@ async fn put_aside(
 ) -> Result<u64, ReportError> {
     let now = store.now();
     let Unknown { volumes, containers } = unknown;
-    for (kind, handles) in [(GraveKind::Volume, &volumes), (GraveKind::Container, &containers)] {
+    for (kind, handles) in [(AsideKind::Volume, &volumes), (AsideKind::Container, &containers)] {
         for some in handles.chunks(ROWS) {
             let put = |txn| async move {
                 let txn: db::Transaction = txn;

@@ -12,6 +12,7 @@
 //! | base resource type | never; another version on the same worker takes its place, and a worker that is forgotten has none |
 //! | resource certs | never; others of the same worker take their place, and a worker that is forgotten has none |
 
+use std::fmt;
 use std::time::Duration;
 
 use domain::Timestamp;
@@ -92,7 +93,35 @@ impl ResourceCache {
     }
 }
 
+/// Why a cache went, for people.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CacheWent {
+    Deleted,
+    Unused,
+    NotMade,
+}
+
+impl fmt::Display for CacheWent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Deleted => "somebody deleted it",
+            Self::Unused => "nobody used it for long",
+            Self::NotMade => "who made it stopped without an end",
+        })
+    }
+}
+
 impl resource_cache::Model {
+    /// What it is called, for people.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.resource_type, self.version).trim().to_owned()
+    }
+
+    /// Why it goes when it goes by itself.
+    pub(crate) fn goes(&self) -> CacheWent {
+        if self.claimed_until.is_some() { CacheWent::NotMade } else { CacheWent::Unused }
+    }
+
     /// What the rule needs to know of it.
     pub(crate) fn standing(&self, uses: Uses) -> ResourceCache {
         match self.claimed_until {
@@ -107,6 +136,11 @@ impl resource_cache::Model {
 }
 
 impl task_cache::Model {
+    /// What it is called, for people.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {} {}", self.job, self.step, self.path)
+    }
+
     /// `used`: a workload that was not settled uses it.
     pub(crate) fn lets_go(&self, used: bool) -> LetsGo {
         if used {

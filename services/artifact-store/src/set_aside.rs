@@ -14,6 +14,7 @@
 //! transaction; what is here is not garbage, and a volume that has a child here is not handed out ([`crate::sweep`]).
 
 use std::collections::HashSet;
+use std::fmt;
 
 use domain::worker::SessionClaims;
 use domain::{ArtifactId, Digest, Timestamp, VolumeHandle, WorkerId};
@@ -27,7 +28,7 @@ use uuid::Uuid;
 
 use crate::artifacts::{self, CreateError, NewArtifact};
 use crate::entity::{
-    ArtifactState, GraveKind, Purpose, State, artifact, container, grave, set_aside, volume, worker,
+    ArtifactState, AsideKind, Purpose, State, artifact, container, grave, set_aside, volume, worker,
 };
 use crate::graves::Epitaph;
 use crate::owners::{self, OwnerEnded};
@@ -56,7 +57,7 @@ pub(crate) async fn of_worker(
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
     worker: &worker::Model,
-    kind: GraveKind,
+    kind: AsideKind,
     handles: &[Uuid],
     now: Timestamp,
 ) -> Result<(), DbErr> {
@@ -69,7 +70,7 @@ pub(crate) async fn put(
         worker_id: Set(worker.worker_id),
         first_seen_at: Set(now.0),
         judged_after: Set(worker.sequence),
-        described: Set(kind == GraveKind::Container),
+        described: Set(kind == AsideKind::Container),
         parent: Set(None),
         team: Set(None),
         artifact_id: Set(None),
@@ -98,11 +99,8 @@ pub(crate) async fn forget(
         .filter(set_aside::Column::JudgedAfter.lt(sequence))
         .exec_with_returning(txn)
         .await?;
-    let epitaph = |row: set_aside::Model| Epitaph {
-        id: row.handle,
-        kind: row.kind,
-        marked_why: Some(VANISHED.to_owned()),
-        marked_at: Some(now.0),
+    let epitaph = |row: set_aside::Model| {
+        Epitaph::of(row.handle, row.kind.into(), Some(VANISHED.to_owned()), Some(now.0))
     };
     Ok(gone.into_iter().map(epitaph).collect())
 }
@@ -138,7 +136,7 @@ pub(crate) async fn describe(
             .col_expr(set_aside::Column::SizeBytes, Expr::value(description.size_bytes))
             .filter(set_aside::Column::Handle.eq(description.volume.uuid()))
             .filter(set_aside::Column::WorkerId.eq(claims.worker.uuid()))
-            .filter(set_aside::Column::Kind.eq(GraveKind::Volume))
+            .filter(set_aside::Column::Kind.eq(AsideKind::Volume))
             .exec(txn)
             .await?;
     }
@@ -173,10 +171,20 @@ pub(crate) struct Adoption {
     pub(crate) kept_by: KeptBy,
 }
 
+/// Where something was looked for: anywhere, or on one worker.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Where(Option<WorkerId>);
+
+impl fmt::Display for Where {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |worker| write!(f, " on worker {worker}"))
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdoptionError {
-    #[error("no volume {0} is set aside for this team, or not on that worker")]
-    NotFound(VolumeHandle),
+    #[error("no volume {0} is set aside for this team{1}")]
+    NotFound(VolumeHandle, Where),
     #[error("volume {0} is not set aside: it was adopted or purged, or the store knew it all along")]
     NotSetAside(VolumeHandle),
     #[error("{0} cannot be adopted: it is a container, or nobody knows what it shall hold")]
@@ -207,7 +215,7 @@ pub(crate) async fn adopt(
     let elsewhere = adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id);
     let of_others = row.team.as_ref().is_some_and(|team| *team != adoption.team);
     if elsewhere || (of_others && !holds_of(txn, &row, adoption).await?) {
-        return Err(AdoptionError::NotFound(handle));
+        return Err(AdoptionError::NotFound(handle, Where(adoption.worker)));
     }
     let Some(digest) = row.digest.as_deref().and_then(|digest| digest.try_into().ok()).map(Digest) else {
         return Err(AdoptionError::NotAdoptable(handle));
@@ -218,7 +226,7 @@ pub(crate) async fn adopt(
     let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
     sweep::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
     let worker = worker::Entity::find_by_id(row.worker_id).lock_shared().one(txn).await?;
-    let worker = worker.ok_or(AdoptionError::NotFound(handle))?;
+    let worker = worker.ok_or(AdoptionError::NotFound(handle, Where(adoption.worker)))?;
     if let KeptBy::Build(build) = adoption.kept_by {
         owners::lock_live(txn, build, &adoption.team).await?;
     }
@@ -320,7 +328,9 @@ async fn seal(
         Ok((_, marked)) => Ok(marked),
         Err(SealError::ArtifactNotFound(id)) => Err(AdoptionError::ArtifactNotFound(id)),
         Err(SealError::OtherBytes(id)) => Err(AdoptionError::OtherBytes(id)),
-        Err(SealError::CandidateMissing(_)) => Err(AdoptionError::NotFound(adoption.volume)),
+        Err(SealError::CandidateMissing(_)) => {
+            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
+        }
         Err(SealError::Database(error)) => Err(error.into()),
     }
 }
@@ -335,10 +345,14 @@ async fn adopted(
     let Some(row) = volume::Entity::find_by_id(handle).one(txn).await? else {
         let known = grave::Entity::find_by_id(handle).one(txn).await?.is_some()
             || container::Entity::find_by_id(handle).one(txn).await?.is_some();
-        return Err(if known { refused } else { AdoptionError::NotFound(adoption.volume) });
+        return Err(if known {
+            refused
+        } else {
+            AdoptionError::NotFound(adoption.volume, Where(adoption.worker))
+        });
     };
     if adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id) {
-        return Err(AdoptionError::NotFound(adoption.volume));
+        return Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)));
     }
     let id = row.artifact_id.filter(|_| row.adopted_at.is_some() && !row.state.is_garbage());
     let id = id.filter(|id| adoption.artifact.is_none_or(|wanted| wanted.uuid() == *id));
@@ -346,7 +360,7 @@ async fn adopted(
     match undelete::undelete(txn, &adoption.team, id, adoption.kept_by, now).await {
         Ok(()) => Ok((id, Vec::new())),
         Err(UndeleteError::NotFound(_) | UndeleteError::Open(_)) => {
-            Err(AdoptionError::NotFound(adoption.volume))
+            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
         }
         Err(error) => Err(error.into()),
     }
@@ -362,8 +376,8 @@ pub(crate) struct Purged {
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PurgeError {
-    #[error("nothing has the handle {0}, or not on that worker")]
-    NotFound(Uuid),
+    #[error("nothing has the handle {0}{1}")]
+    NotFound(Uuid, Where),
     #[error("{0} is not set aside: it was adopted, or the store knew it all along")]
     NotSetAside(Uuid),
     #[error("database failed while purging what is set aside")]
@@ -384,7 +398,7 @@ pub(crate) async fn purge(
     sweep::lock_workers(txn, &workers, values, Wait::Long).await?;
     let rows = of_handles().order_by_asc(set_aside::Column::Handle).lock_exclusive().all(txn).await?;
     if let Some(row) = rows.iter().find(|row| on.is_some_and(|on| on.uuid() != row.worker_id)) {
-        return Err(PurgeError::NotFound(row.handle));
+        return Err(PurgeError::NotFound(row.handle, Where(on)));
     }
     let found: HashSet<_> = rows.iter().map(|row| row.handle).collect();
     for other in handles.iter().filter(|handle| !found.contains(handle)) {
@@ -404,13 +418,13 @@ pub(crate) async fn purge(
     for row in &rows {
         purged.workers.insert(WorkerId::from_uuid(row.worker_id));
         match row.kind {
-            GraveKind::Volume => {
+            AsideKind::Volume => {
                 purged.volumes += 1;
                 let garbage = garbage_volume(row, sequence(row), now).into_active_model().reset_all();
                 volume::Entity::insert(garbage).exec_without_returning(txn).await?;
                 marks::add(txn, [row.handle]).await?;
             }
-            GraveKind::Container => {
+            AsideKind::Container => {
                 purged.containers += 1;
                 let garbage = garbage_container(row, sequence(row), now).into_active_model().reset_all();
                 container::Entity::insert(garbage).exec_without_returning(txn).await?;
@@ -430,11 +444,13 @@ async fn must_be_garbage(
     let container =
         container::Entity::find_by_id(handle).one(txn).await?.map(|row| (row.worker_id, row.state));
     match volume.or(container) {
-        Some((worker, _)) if on.is_some_and(|on| on.uuid() != worker) => Err(PurgeError::NotFound(handle)),
+        Some((worker, _)) if on.is_some_and(|on| on.uuid() != worker) => {
+            Err(PurgeError::NotFound(handle, Where(on)))
+        }
         Some((_, state)) if state.is_garbage() => Ok(()),
         Some(_) => Err(PurgeError::NotSetAside(handle)),
         None if grave::Entity::find_by_id(handle).one(txn).await?.is_some() => Ok(()),
-        None => Err(PurgeError::NotFound(handle)),
+        None => Err(PurgeError::NotFound(handle, Where(on))),
     }
 }
 

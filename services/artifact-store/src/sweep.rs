@@ -155,7 +155,7 @@ macro_rules! sweepable {
 
             fn epitaph(row: Self::Model) -> Epitaph {
                 let $table::Model { handle: id, marked_why, marked_at, .. } = row;
-                Epitaph { id, kind: GraveKind::$kind, marked_why, marked_at }
+                Epitaph::of(id, GraveKind::$kind, marked_why, marked_at)
             }
         }
     )+};

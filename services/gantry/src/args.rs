@@ -334,9 +334,10 @@ pub(crate) struct WorkloadArgs {
 Of a workload that waits: what each worker says to it, and what would have it placed; of one that does not: where it runs and since when, or how \
 it ended. Of an artifact, volume or container: everything \
 that keeps it and until when, or the rule by which it went or will go, and when; for a day after it is gone, too. Of a build: what it owns, and \
-when it lets go. Of an attempt: what was made for it. Of a cache or a base resource type: what it owns, who uses it, and when it goes.")]
+when it lets go. Of an attempt: what was made for it. Of a cache or a base resource type: what it owns, who uses it, and when it goes. Of a \
+transfer: what it brings where, and until when it has to say that it goes on. Of a worker: its state, and what it holds.")]
 pub(crate) struct ExplainArgs {
-    /// The id of a workload, artifact, volume, container, build, attempt, cache or base resource type
+    /// The id of a workload, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker
     #[arg(value_name = "ID", value_parser = values::any_id)]
     pub(crate) id: String,
 }
@@ -379,12 +380,13 @@ pub(crate) struct AdoptArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 After a backup of the artifact store was restored, what workers hold and the store does not know is set aside: `gantry list volumes \
---set-aside` and `gantry list containers --set-aside` list it. What runs in a container that is purged is killed.")]
+--set-aside` and `gantry list containers --set-aside` list it, and `gantry explain HANDLE` says what it is. What runs in a container that is \
+purged is killed. This is about all teams, whichever --team names.")]
 pub(crate) struct PurgeArgs {
     /// Volumes and containers
     #[arg(value_name = "HANDLE", value_parser = values::any_id)]
     pub(crate) handles: Vec<String>,
-    /// All that is set aside, instead
+    /// All that is set aside, instead: of all teams
     #[arg(long, conflicts_with = "handles")]
     pub(crate) all: bool,
     /// Only on this worker, by its name or id
@@ -409,7 +411,8 @@ pub(crate) struct UploadArgs {
     /// The directory. What is uploaded is kept for 12 hours (as the artifact store is set), and longer while something owns it
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// A name, for people. Default: that of the directory. Bytes that the cluster has already keep theirs
+    /// A name, for people. Default: that of the directory. Bytes that the cluster has already keep theirs, except with --inline, which makes
+    /// another artifact each time
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub(crate) label: String,
     /// Have the cluster keep the bytes in its database: no worker is needed until somebody uses them, and none is lost with them. At most 1 MiB,
@@ -489,7 +492,7 @@ pub(crate) struct ListArgs {
     /// Only artifacts that have no replica on a worker in contact: they would be lost with those that are not
     #[arg(long)]
     pub(crate) at_risk: bool,
-    /// Only volumes or containers that are set aside: the artifact store came out of a backup, and does not know them
+    /// Only volumes or containers that are set aside, of all teams: the artifact store came out of a backup, and does not know them
     #[arg(long)]
     pub(crate) set_aside: bool,
 }

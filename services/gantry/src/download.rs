@@ -30,6 +30,7 @@ use crate::progress::Progress;
 use crate::table::{bytes, count, duration};
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
+use crate::why;
 
 /// How often an artifact is read when calls break.
 pub(crate) const TRIES: usize = 4;
@@ -59,6 +60,7 @@ impl Downloader<'_> {
                 Err(error) if is_transient(&error) && attempt < TRIES => pause.wait().await,
                 result => {
                     self.progress.done(name);
+                    let result = why::or_why(self.connection, &artifact.to_string(), result).await;
                     return result.with_context(|| format!("cannot download {name} into {directory:?}"));
                 }
             }

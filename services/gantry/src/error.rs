@@ -16,6 +16,21 @@ use tonic::{Code, Status};
 #[error("interrupted")]
 pub(crate) struct Interrupted(pub(crate) u8);
 
+/// What to do about an error, where its reason alone does not say it. Nothing of it stands among the causes.
+#[derive(Debug, Clone)]
+struct Advice(String);
+
+impl fmt::Display for Advice {
+    fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Ok(())
+    }
+}
+
+/// The same error, and what to do about it.
+pub(crate) fn advised(error: anyhow::Error, advice: impl Into<String>) -> anyhow::Error {
+    error.context(Advice(advice.into()))
+}
+
 /// How the library says that what came from the other side is not HTTP/2.
 const NO_HTTP2: [&str; 2] = ["frame with invalid size", "invalid preface"];
 
@@ -37,6 +52,11 @@ pub(crate) struct Refused {
 impl Refused {
     pub(crate) fn is(&self, reason: Reason) -> bool {
         self.refusal.is(reason)
+    }
+
+    /// Whether what was said of it names this id.
+    pub(crate) fn names(&self, id: &str) -> bool {
+        self.refusal.message.contains(id)
     }
 
     /// Whether the same call may succeed later and may be repeated blindly.
@@ -194,7 +214,8 @@ pub(crate) fn describe_told(told: Told<'_>, error: &anyhow::Error) -> String {
         }
         text.push_str(&cause);
     }
-    if let Some(advice) = told.advice(&reason(error)) {
+    let advice = error.downcast_ref().map(|Advice(text)| text.clone());
+    if let Some(advice) = advice.or_else(|| told.advice(&reason(error))) {
         text.push_str("; ");
         text.push_str(&advice);
     }
@@ -314,6 +335,14 @@ mod tests {
         assert!(describe(&error).ends_with("with --token-file"));
         let told = Told { token_file: Some(Path::new("old")), ..Told::default() };
         assert!(describe_told(told, &error).contains("what old holds is not that"));
+    }
+
+    #[test]
+    fn what_is_known_to_help_stands_in_the_place_of_what_mostly_does() {
+        let status = Reason::VolumeNotFound.status("gantry.artifacts", "no volume 7");
+        let error = advised(refused("cannot adopt 7")(status), "look there").context("sorry");
+        assert_eq!(describe(&error), "sorry: cannot adopt 7: no volume 7 (VOLUME_NOT_FOUND); look there");
+        assert_eq!(reason(&error), "VOLUME_NOT_FOUND");
     }
 
     #[test]

@@ -232,6 +232,10 @@ pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
         "why": some(&explained.why),
         "remembered_until": instant(&explained.remembered_until),
         "can_be_undeleted": explained.can_be_undeleted,
+        "bytes_lost": explained.bytes_lost,
+        "lost_at": instant(&explained.lost_at),
+        "team": some(&explained.team),
+        "can_be_adopted": explained.can_be_adopted,
     })
 }
 

@@ -3,9 +3,9 @@
 use anyhow::bail;
 use futures::stream::{self, Stream, TryStreamExt};
 use rpc::pb::artifacts::{
-    Artifact, CollectRequest, CollectResponse, Collected, Container, DryRun, GetArtifactRequest,
-    GetContainerRequest, GetVolumeRequest, ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest,
-    ListVolumesRequest, Replica, Volume,
+    Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, Container, DryRun,
+    GetArtifactRequest, GetContainerRequest, GetVolumeRequest, ListArtifactsRequest, ListAtRiskRequest,
+    ListContainersRequest, ListVolumesRequest, Replica, Volume,
 };
 use rpc::pb::scheduler::{
     Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Worker,
@@ -18,7 +18,7 @@ use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, fields, plain, render};
-use crate::{caches, imports, set_aside, words};
+use crate::{caches, imports, set_aside, why, words};
 
 /// `gantry list`
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
@@ -96,14 +96,21 @@ fn state<S: TryFrom<i32>>(
 pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool) -> anyhow::Result<()> {
     let id = &args.id;
     match args.kind {
-        Kind::Workers => one(&worker(connection, id).await?, as_json, json::worker, worker_fields),
+        Kind::Workers => one(&worker(connection, "show", id).await?, as_json, json::worker, worker_fields),
         Kind::Workloads => {
             one(&workload(connection, "show", id).await?, as_json, json::workload, workload_fields)
         }
-        Kind::Artifacts => one(&artifact(connection, id).await?, as_json, json::artifact, artifact_fields),
-        Kind::Volumes => one(&volume(connection, id).await?, as_json, json::volume, volume_fields),
+        Kind::Artifacts => {
+            let shown = why::or_why(connection, id, artifact(connection, id).await).await?;
+            one(&shown, as_json, json::artifact, artifact_fields)
+        }
+        Kind::Volumes => {
+            let shown = why::or_why(connection, id, volume(connection, id).await).await?;
+            one(&shown, as_json, json::volume, volume_fields)
+        }
         Kind::Containers => {
-            one(&container(connection, id).await?, as_json, json::container, container_fields)
+            let shown = why::or_why(connection, id, container(connection, id).await).await?;
+            one(&shown, as_json, json::container, container_fields)
         }
         Kind::Caches => one(&caches::find(connection, id).await?, as_json, caches::json, caches::shown),
         Kind::BaseTypes | Kind::Imports => {
@@ -284,10 +291,11 @@ fn containers(connection: &Connection, state: i32) -> impl Stream<Item = anyhow:
     })
 }
 
-pub(crate) async fn worker(connection: &Connection, worker: &str) -> anyhow::Result<Worker> {
+/// One worker, for a command that does `doing` with it.
+pub(crate) async fn worker(connection: &Connection, doing: &str, worker: &str) -> anyhow::Result<Worker> {
     let request = GetWorkerRequest { worker: worker.to_owned() };
     let client = connection.workers();
-    let doing = format!("cannot show worker {worker}");
+    let doing = format!("cannot {doing} worker {worker}");
     let response = repeat(&doing, async || client.clone().get_worker(request.clone()).await).await?;
     known(response.worker, "worker", worker)
 }
@@ -470,7 +478,11 @@ fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)> {
     let of_replica =
         |replica: &Replica| format!("volume {} on worker {}", replica.volume_handle, replica.worker_id);
     let in_store = artifact.in_store.then(|| words::IN_STORE.to_owned());
-    let bytes_are = in_store.into_iter().chain(artifact.replicas.iter().map(of_replica));
+    let mut bytes_are: Vec<_> =
+        in_store.into_iter().chain(artifact.replicas.iter().map(of_replica)).collect();
+    if bytes_are.is_empty() && artifact.state() == ArtifactState::Sealed {
+        bytes_are.push(format!("lost: it must be made again; see `gantry explain {}`", artifact.artifact_id));
+    }
     vec![
         ("id", artifact.artifact_id.clone()),
         ("label", plain(&artifact.label, 255)),
@@ -481,7 +493,7 @@ fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)> {
         ("kept by", artifact.kept_by.join("\n")),
         ("deleted", artifact.marked_at.as_ref().map(words::instant).unwrap_or_default()),
         ("why", plain(&artifact.marked_why, 255)),
-        ("bytes", bytes_are.collect::<Vec<_>>().join("\n")),
+        ("bytes", bytes_are.join("\n")),
     ]
 }
 
@@ -584,6 +596,19 @@ mod tests {
             said,
             "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more than is listed here"
         );
+    }
+
+    #[test]
+    fn a_sealed_artifact_without_bytes_says_that_they_are_lost() {
+        let bytes = |artifact: &Artifact| {
+            artifact_fields(artifact).into_iter().find(|(name, _)| *name == "bytes").expect("the field").1
+        };
+        let mut artifact = Artifact { state: ArtifactState::Sealed.into(), ..Artifact::default() };
+        assert!(bytes(&artifact).starts_with("lost: it must be made again"), "{}", bytes(&artifact));
+        artifact.in_store = true;
+        assert_eq!(bytes(&artifact), words::IN_STORE);
+        artifact = Artifact { state: ArtifactState::Open.into(), ..Artifact::default() };
+        assert_eq!(bytes(&artifact), "");
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::args::RunArgs;
 use crate::caches;
 use crate::connect::{Connection, repeat};
 use crate::download::Downloader;
-use crate::error::Interrupted;
+use crate::error::{Interrupted, Refused, refusal};
 use crate::exit;
 use crate::explain;
 use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
@@ -34,6 +34,7 @@ use crate::stdout;
 use crate::ui::Ui;
 use crate::upload::{Directory, Uploader, inside, renew};
 use crate::values::{Copied, InputArg, Source};
+use crate::why;
 
 /// Runs. Answers the exit code.
 pub(crate) async fn run(
@@ -206,10 +207,17 @@ fn taken(source: &Source) -> Option<ArtifactId> {
 async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpec) -> anyhow::Result<()> {
     let request = SubmitRequest { workload_id: workload.to_string(), spec: Some(spec) };
     let workloads = connection.workloads();
-    repeat("cannot submit the workload", async || workloads.clone().submit(request.clone()).await)
-        .instrument(info_span!(target: "gantry", "submit", service = "gantry"))
-        .await
-        .map(drop)
+    let submitted =
+        repeat("cannot submit the workload", async || workloads.clone().submit(request.clone()).await)
+            .instrument(info_span!(target: "gantry", "submit", service = "gantry"))
+            .await
+            .map(drop);
+    let inputs = request.spec.iter().flat_map(|spec| &spec.inputs).map(|input| &input.artifact_id);
+    let named = |refused: &Refused| inputs.clone().find(|id| refused.names(id)).cloned();
+    match submitted.as_ref().err().and_then(refusal).and_then(named) {
+        Some(input) => why::or_why(connection, &input, submitted).await,
+        None => submitted,
+    }
 }
 
 /// Brings back the outputs that have a directory.

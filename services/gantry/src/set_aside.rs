@@ -2,16 +2,18 @@
 
 use anyhow::bail;
 use futures::TryStreamExt;
+use rpc::Reason;
 use rpc::pb::artifacts::{
     AdoptRequest, Artifact, ListSetAsideRequest, PurgeRequest, PurgeResponse, SetAside, adopt_request::KeptBy,
 };
 
 use crate::args::{AdoptArgs, Kind, PurgeArgs};
 use crate::connect::{Connection, repeat};
+use crate::error::{advised, refusal};
 use crate::list::{pages, table, worker};
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, duration, plain};
-use crate::{json, words};
+use crate::{json, why, words};
 
 /// How many handles one call names.
 const AT_ONCE: usize = 1000;
@@ -25,7 +27,10 @@ pub(crate) async fn list(
 ) -> anyhow::Result<()> {
     let of_kind = |one: &SetAside| one.volume_handle.is_empty() == (kind == Kind::Containers);
     let aside = all(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
-    table(aside, limit, as_json, json::set_aside, HEADERS, row).await
+    match kind {
+        Kind::Containers => table(aside, limit, as_json, json::set_aside, CONTAINERS, container_row).await,
+        _ => table(aside, limit, as_json, json::set_aside, VOLUMES, volume_row).await,
+    }
 }
 
 fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item = anyhow::Result<SetAside>> {
@@ -38,9 +43,15 @@ fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item 
     })
 }
 
-const HEADERS: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
+const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];
 
-fn row(one: &SetAside) -> Vec<String> {
+fn container_row(one: &SetAside) -> Vec<String> {
+    vec![handle(one).to_owned(), one.worker_id.clone(), words::ago(one.first_seen_at.as_ref())]
+}
+
+const VOLUMES: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
+
+fn volume_row(one: &SetAside) -> Vec<String> {
     let known = one.description.clone().unwrap_or_default();
     vec![
         handle(one).to_owned(),
@@ -49,7 +60,7 @@ fn row(one: &SetAside) -> Vec<String> {
         words::size(known.size_bytes),
         plain(&known.team, 30),
         known.artifact_id,
-        if known.digest.is_empty() { "no".to_owned() } else { "yes".to_owned() },
+        words::yes_or_no(!known.digest.is_empty()).to_owned(),
     ]
 }
 
@@ -71,7 +82,8 @@ pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bo
     };
     let client = connection.inventory();
     let doing = format!("cannot adopt volume {}", args.volume);
-    let response = repeat(&doing, async || client.clone().adopt(request.clone()).await).await?;
+    let answered = repeat(&doing, async || client.clone().adopt(request.clone()).await).await;
+    let response = listed(connection, &args.volume.to_string(), Reason::VolumeNotFound, answered).await?;
     let artifact = response.artifact.unwrap_or_default();
     if as_json {
         return print_json(&json::artifact(&artifact));
@@ -88,10 +100,27 @@ fn adopted(artifact: &Artifact, args: &AdoptArgs) -> String {
     format!("volume {} holds artifact {id}: {}, {kept}\n", args.volume, bytes(artifact.size_bytes))
 }
 
+/// What was answered about something that should be set aside. Of what is not, the list says what is.
+async fn listed<T>(
+    connection: &Connection,
+    id: &str,
+    unknown: Reason,
+    answered: anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    match answered {
+        Err(error) if refusal(&error).is_some_and(|refused| refused.is(unknown)) => {
+            let list = "see `gantry list volumes --set-aside`, and `gantry list containers --set-aside`";
+            let known = why::set_aside(connection, id).await;
+            Err(advised(error, known.unwrap_or_else(|| list.to_owned())))
+        }
+        answered => answered,
+    }
+}
+
 /// `gantry purge`
 pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bool) -> anyhow::Result<()> {
     let worker_id = match &args.worker {
-        Some(name) => worker(connection, name).await?.worker_id,
+        Some(name) => worker(connection, "purge what is set aside on", name).await?.worker_id,
         None => String::new(),
     };
     let handles = if args.all {
@@ -108,7 +137,12 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         let request = PurgeRequest { handles: some.to_vec(), worker_id: worker_id.clone() };
         let client = connection.inventory();
         let doing = "cannot purge what is set aside";
-        let response = repeat(doing, async || client.clone().purge(request.clone()).await).await?;
+        let answered = repeat(doing, async || client.clone().purge(request.clone()).await).await;
+        let named = |error: &anyhow::Error| {
+            refusal(error).and_then(|refused| some.iter().find(|handle| refused.names(handle)).cloned())
+        };
+        let id = answered.as_ref().err().and_then(named).unwrap_or_default();
+        let response = listed(connection, &id, Reason::UnknownId, answered).await?;
         purged.volumes += response.volumes;
         purged.containers += response.containers;
     }
@@ -136,12 +170,14 @@ mod tests {
     #[test]
     fn a_row_says_whether_a_volume_can_be_adopted() {
         let mut one = SetAside { container_handle: "7".to_owned(), ..SetAside::default() };
-        assert_eq!((row(&one).len(), row(&one)[0].as_str()), (HEADERS.len(), "7"));
-        assert_eq!(row(&one).last().map(String::as_str), Some("no"));
+        assert_eq!((container_row(&one).len(), container_row(&one)[0].as_str()), (CONTAINERS.len(), "7"));
+        assert_eq!(volume_row(&one).last().map(String::as_str), Some("no"));
+        assert_eq!(volume_row(&one).len(), VOLUMES.len());
         one.volume_handle = "8".to_owned();
         let description = VolumeDescription { digest: vec![1; 32].into(), ..Default::default() };
         one.description = Some(description);
-        assert_eq!((row(&one)[0].as_str(), row(&one).last().map(String::as_str)), ("8", Some("yes")));
+        let row = volume_row(&one);
+        assert_eq!((row[0].as_str(), row.last().map(String::as_str)), ("8", Some("yes")));
     }
 
     #[test]

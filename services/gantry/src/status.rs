@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use rpc::Peer;
 use rpc::client::{Outgoing, peer};
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::{ListSetAsideRequest, SetAside};
 use rpc::pb::capabilities::GetCapabilitiesRequest;
 use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
@@ -138,6 +140,7 @@ pub(crate) struct Glance {
     workers: Vec<Worker>,
     unfinished: Vec<Workload>,
     transfers: Vec<Transfer>,
+    aside: Aside,
     /// What cannot be seen, and why.
     unseen: Vec<(&'static str, String)>,
 }
@@ -156,9 +159,12 @@ impl Glance {
         let mut hidden = |what, status| unseen.push((what, Refused::from(status).why()));
         let workers = workers.map_err(|status| hidden("workers", status)).unwrap_or_default();
         let unfinished = unfinished.map_err(|status| hidden("workloads", status)).unwrap_or_default();
-        let (services, transfers) =
-            tokio::join!(services(addresses, &workers, outgoing), transfers(addresses, outgoing));
-        Ok(Self { services, workers, unfinished, transfers, unseen })
+        let (services, transfers, aside) = tokio::join!(
+            services(addresses, &workers, outgoing),
+            transfers(addresses, outgoing),
+            aside(addresses, outgoing)
+        );
+        Ok(Self { services, workers, unfinished, transfers, aside, unseen })
     }
 
     /// The exit code: whether everything was seen, and is ready.
@@ -176,6 +182,8 @@ impl Glance {
             states.into_iter().map(|(state, count)| (state, Value::from(count))).collect();
         document["queue"] = queue_document(&self.unfinished).into();
         document["transfers"] = self.transfers.iter().map(transfer_document).collect();
+        let Aside { volumes, containers, more } = self.aside;
+        document["set_aside"] = json!({ "volumes": volumes, "containers": containers, "more": more });
         document["unseen"] =
             self.unseen.iter().map(|(what, why)| json!({ "what": what, "error": why })).collect();
     }
@@ -196,7 +204,49 @@ impl Glance {
             "" => format!("{workers}\n{workloads}"),
             hidden => format!("{hidden}{workers}"),
         };
-        format!("{upper}{transfers}\n{services}")
+        format!("{upper}{transfers}{}\n{services}", self.aside.text())
+    }
+}
+
+/// How much a store that came out of a backup does not know, as far as one page tells.
+#[derive(Debug, Clone, Copy, Default)]
+struct Aside {
+    volumes: u64,
+    containers: u64,
+    more: bool,
+}
+
+impl Aside {
+    fn text(self) -> String {
+        let Self { volumes, containers, more } = self;
+        if volumes + containers == 0 {
+            return String::new();
+        }
+        let kinds = [(volumes, "volume"), (containers, "container")];
+        let kinds = kinds.into_iter().filter(|(number, _)| *number > 0);
+        let kinds: Vec<_> = kinds.map(|(number, what)| count(number, what)).collect();
+        let more = if more { " and more" } else { "" };
+        format!(
+            "\nset aside after a backup was restored: {}{more}; see `gantry list volumes --set-aside`, and adopt or purge them\n",
+            kinds.join(", ")
+        )
+    }
+}
+
+/// What is set aside. That a store does not answer is said of the services.
+async fn aside(addresses: &Addresses, outgoing: &Outgoing) -> Aside {
+    let Ok(store) = peer(&addresses.artifacts, outgoing.clone()) else { return Aside::default() };
+    let request = ListSetAsideRequest { page_size: 1000, ..ListSetAsideRequest::default() };
+    let mut inventory = InventoryClient::new(store);
+    let Ok(Ok(page)) = timeout(PATIENCE, inventory.list_set_aside(request)).await else {
+        return Aside::default();
+    };
+    let page = page.into_inner();
+    let number = |of: fn(&SetAside) -> bool| page.set_aside.iter().filter(|one| of(one)).count() as u64;
+    Aside {
+        volumes: number(|one| !one.volume_handle.is_empty()),
+        containers: number(|one| !one.container_handle.is_empty()),
+        more: !page.next_page_token.is_empty(),
     }
 }
 

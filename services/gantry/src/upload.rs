@@ -36,12 +36,13 @@ use transfer::{
 use crate::args::ScanArgs;
 use crate::cluster::Paths;
 use crate::connect::{Connection, Pause, repeat};
-use crate::error::{Refused, is_transient, refusal, refused};
+use crate::error::{Refused, advised, is_transient, refusal, refused};
 use crate::progress::Progress;
 use crate::rules::Rules;
 use crate::table::{bytes, count, duration};
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
+use crate::words;
 
 /// How often an upload is tried when calls break, or files change while they are sent.
 const TRIES: usize = 4;
@@ -121,7 +122,8 @@ impl Uploader<'_> {
         let doing = format!("cannot hand over {path:?}");
         let scanned = self.scan(directory).await.with_context(|| doing.clone())?;
         self.check(name, &scanned.problems)?;
-        let tree = small_tree(path.to_path_buf(), scanned.manifest).await.with_context(|| doing.clone())?;
+        let tree =
+            small_tree(path.to_path_buf(), scanned.manifest.clone()).await.with_context(|| doing.clone())?;
         let artifact = ArtifactId::new();
         let request = CreateArtifactRequest {
             artifact_id: artifact.to_string(),
@@ -132,6 +134,9 @@ impl Uploader<'_> {
         };
         let client = self.connection.artifacts();
         repeat(&doing, async || client.clone().create_artifact(request.clone()).await).await?;
+        let (entries, size) = (entries(&scanned.manifest), scanned.manifest.size_bytes());
+        self.ui.note(&format!("{name}: {}, kept {}", amount(&scanned.manifest), words::IN_STORE));
+        self.uploaded(name, artifact, entries, size, size);
         Ok(artifact)
     }
 
@@ -207,25 +212,24 @@ impl Uploader<'_> {
     }
 
     fn say(&self, name: &str, manifest: &Manifest, sent: &Sent, started: Instant) {
-        let entries = manifest.entries().len() as u64 - 1;
-        let what = format!(
-            "{name}: {}, {}",
-            count(entries, "entry").replace("entrys", "entries"),
-            bytes(manifest.size_bytes())
-        );
+        let what = format!("{name}: {}", amount(manifest));
         let took = duration(started.elapsed());
         self.ui.note(&match sent.bytes {
             None => format!("{what}, all of it in the cluster already, as artifact {}", sent.artifact),
             Some(sent) => format!("{what}, {} sent in {took}", bytes(sent)),
         });
+        self.uploaded(name, sent.artifact, entries(manifest), manifest.size_bytes(), sent.bytes.unwrap_or(0));
+    }
+
+    fn uploaded(&self, name: &str, artifact: ArtifactId, entries: u64, size_bytes: u64, sent_bytes: u64) {
         self.ui.event(
             "uploaded",
             json!({
                 "name": name,
-                "artifact_id": sent.artifact.to_string(),
+                "artifact_id": artifact.to_string(),
                 "entries": entries,
-                "size_bytes": manifest.size_bytes(),
-                "sent_bytes": sent.bytes.unwrap_or(0),
+                "size_bytes": size_bytes,
+                "sent_bytes": sent_bytes,
             }),
         );
     }
@@ -447,14 +451,35 @@ async fn send_tree(
     Ok(())
 }
 
+/// How many files, directories and links there are in it.
+fn entries(manifest: &Manifest) -> u64 {
+    manifest.entries().len() as u64 - 1
+}
+
+/// How much it is, for people.
+fn amount(manifest: &Manifest) -> String {
+    let entries = count(entries(manifest), "entry").replace("entrys", "entries");
+    format!("{entries}, {}", bytes(manifest.size_bytes()))
+}
+
+/// What to do about what is not small.
+const WITHOUT: &str = "upload it without --inline";
+
 /// Reads all of a small directory.
 async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<SmallTree> {
+    let amount = amount(&manifest);
     let read = tokio::task::spawn_blocking(move || {
         let mut reader = TreeReader::new(&root, manifest.clone(), ReadOptions::default())?;
         rpc::small_tree::from_manifest(&manifest, |ordinal| Ok::<_, anyhow::Error>(reader.read(ordinal)?))
     });
     match read.await.context("reading ended unexpectedly")? {
-        Err(error) if error.is::<NotSmall>() => Err(error.context("it is too much for --inline")),
+        Err(error) => Err(match error.downcast_ref() {
+            Some(NotSmall::Kind(..)) => advised(error.context("--inline cannot take it"), WITHOUT),
+            Some(NotSmall::Entries | NotSmall::Bytes) => {
+                advised(error.context(format!("it is too much for --inline ({amount})")), WITHOUT)
+            }
+            None => error,
+        }),
         read => read,
     }
 }

@@ -125,6 +125,10 @@ pub(crate) fn thing(thing: Thing) -> &'static str {
     }
 }
 
+pub(crate) fn yes_or_no(it_is: bool) -> &'static str {
+    if it_is { "yes" } else { "no" }
+}
+
 /// Bytes as hex digits.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len() * 2);

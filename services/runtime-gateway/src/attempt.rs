@@ -237,7 +237,7 @@ pub(crate) async fn stop_unknown(
 ) {
     let waited = wait(&worker, attempt, &mut stop).await;
     let finish = match waited {
-        Ok(ended) => ended_finish(ended, None, true),
+        Ok(ended) => ended_finish(ended, None, None),
         Err(Stopped::GatewayStopping) => return,
         Err(Stopped::Worker(RuntimeError::ProcessNotFound(_))) => {
             let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
@@ -316,7 +316,14 @@ async fn carry_out(
     let ended = wait(worker, task.attempt, stop).instrument(process).await?;
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
-    let mut finish = ended_finish(ended, Some(started), stop.borrow().is_some());
+    let unwished = match ended {
+        Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
+            let destroyed = worker.was_destroyed(task.attempt).await?;
+            Some(if destroyed { Unwished::ContainerDestroyed } else { Unwished::ContactLost })
+        }
+        _ => None,
+    };
+    let mut finish = ended_finish(ended, Some(started), unwished);
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.set_phase(task.lease, pb::LeasePhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
@@ -567,17 +574,39 @@ pub(crate) async fn complete(
     Ok(())
 }
 
-/// `wished`: somebody wanted it to stop. One that was stopped though nobody did was out of contact for too long.
-fn ended_finish(ended: Ended, started: Option<domain::Timestamp>, wished: bool) -> Finish {
-    match ended {
-        Ended::Exited { exit, stopped: true } if !wished => {
-            let message = "its worker was out of contact for so long that the process was ended".to_owned();
-            let failure = Some(Failure { reason: FailureReason::ContactLost, message });
+/// Why a process was stopped though nobody wanted it to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unwished {
+    ContactLost,
+    ContainerDestroyed,
+}
+
+impl Unwished {
+    fn failure(self) -> Failure {
+        let (reason, message) = match self {
+            Self::ContactLost => (
+                FailureReason::ContactLost,
+                "its worker was out of contact for so long that the process was ended",
+            ),
+            Self::ContainerDestroyed => (
+                FailureReason::ContainerNotFound,
+                "its container was destroyed from outside, and the process with it",
+            ),
+        };
+        Failure { reason, message: message.to_owned() }
+    }
+}
+
+/// `unwished`: why it was stopped, if it was and nobody wanted that.
+fn ended_finish(ended: Ended, started: Option<domain::Timestamp>, unwished: Option<Unwished>) -> Finish {
+    match (ended, unwished) {
+        (Ended::Exited { exit, stopped: true }, Some(unwished)) => {
+            let failure = Some(unwished.failure());
             Finish { exit: Some(exit), failure, started, ..Finish::default() }
         }
-        Ended::Exited { exit, .. } => Finish { exit: Some(exit), started, ..Finish::default() },
-        Ended::NotStarted(failure) => Finish::failed(failure),
-        Ended::Unknown(failure) => Finish { failure: Some(failure), started, ..Finish::default() },
+        (Ended::Exited { exit, .. }, _) => Finish { exit: Some(exit), started, ..Finish::default() },
+        (Ended::NotStarted(failure), _) => Finish::failed(failure),
+        (Ended::Unknown(failure), _) => Finish { failure: Some(failure), started, ..Finish::default() },
     }
 }
 

@@ -150,7 +150,7 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
         .for_each_concurrent(concurrency, async |container| {
             if !worker.is_alone() {
                 all.store(false, Ordering::Relaxed);
-            } else if let Err(error) = worker.runtime.destroy_container(container).await {
+            } else if let Err(error) = worker.destroy_container(container).await {
                 tracing::warn!(container.handle = %container, error = chain(&error), "cannot destroy a container");
                 all.store(false, Ordering::Relaxed);
             } else {

@@ -1,19 +1,19 @@
 //! One worker, as its gateway knows it: the runtime, the session in which the gateway speaks for it, and the attempts under way.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use domain::worker::{Incarnation, Session};
 use domain::workload::FailureReason;
-use domain::{LeaseId, VolumeHandle, WorkerId};
+use domain::{AttemptId, ContainerHandle, LeaseId, VolumeHandle, WorkerId};
 use rpc::client::Outgoing;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::pb::streamer::streamer_client::StreamerClient;
-use runtime::Runtime;
+use runtime::{Runtime, RuntimeError};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -74,6 +74,8 @@ pub(crate) struct Worker {
     attempts: Mutex<HashMap<LeaseId, Attempt>>,
     /// Volumes that are being filled, by one writer each.
     pub(crate) filling: Arc<Mutex<HashSet<VolumeHandle>>>,
+    /// Containers that are being destroyed.
+    destroying: watch::Sender<BTreeSet<ContainerHandle>>,
     /// Containers and volumes on the worker, when they were last listed.
     pub(crate) kept: Mutex<(u64, u64)>,
     /// Wakes the synchronizing task when an attempt has changed.
@@ -107,6 +109,7 @@ impl Worker {
             alone_until: Mutex::default(),
             attempts: Mutex::default(),
             filling: Arc::default(),
+            destroying: watch::Sender::default(),
             kept: Mutex::default(),
             changed: Notify::new(),
             report_due: Notify::new(),
@@ -181,6 +184,27 @@ impl Worker {
         });
     }
 
+    /// Destroys a container, with all that runs in it.
+    pub(crate) async fn destroy_container(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
+        self.destroying.send_modify(|destroying| _ = destroying.insert(container));
+        let _destroyed = Destroying { worker: self, container };
+        self.runtime.destroy_container(container).await
+    }
+
+    /// Whether a process that has ended did so because its container was destroyed.
+    pub(crate) async fn was_destroyed(&self, process: AttemptId) -> Result<bool, RuntimeError> {
+        let mut destroying = self.destroying.subscribe();
+        // What is destroyed from now on had ended before.
+        let under_way = destroying.borrow_and_update().clone();
+        // Fails only when the sender is gone, which is ours.
+        destroying.wait_for(|now| now.is_disjoint(&under_way)).await.ok();
+        match self.runtime.process(process).await {
+            Ok(_) => Ok(false),
+            Err(RuntimeError::ProcessNotFound(_)) => Ok(true),
+            Err(error) => Err(error),
+        }
+    }
+
     pub(crate) fn attempts(&self) -> MutexGuard<'_, HashMap<LeaseId, Attempt>> {
         self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -206,6 +230,18 @@ impl Worker {
         if worth_telling {
             self.changed.notify_one();
         }
+    }
+}
+
+/// A container that is being destroyed, until that has ended, however it did.
+struct Destroying<'w> {
+    worker: &'w Worker,
+    container: ContainerHandle,
+}
+
+impl Drop for Destroying<'_> {
+    fn drop(&mut self) {
+        self.worker.destroying.send_modify(|destroying| _ = destroying.remove(&self.container));
     }
 }
 

@@ -114,7 +114,10 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
     let outcome = match (exit, &failure) {
         (Some(Exit::Code(0)), None) => Outcome::Succeeded,
         // It is not the process that failed.
-        (Some(_), Some(failure)) if failure.reason == FailureReason::ContactLost => Outcome::Errored,
+        (
+            Some(_),
+            Some(Failure { reason: FailureReason::ContactLost | FailureReason::ContainerNotFound, .. }),
+        ) => Outcome::Errored,
         // What should have been kept of a success was not.
         (Some(Exit::Code(0)), Some(_)) => Outcome::Errored,
         (Some(_), _) => Outcome::Failed,
@@ -189,6 +192,14 @@ mod tests {
             (true, None, report(code(3), None), Some(Failed), None, 1),
             (true, None, report(Some(Exit::Signal(9)), None), Some(Failed), None, 1),
             (true, None, report(Some(Exit::OutOfMemory), None), Some(Failed), None, 1),
+            (
+                true,
+                None,
+                report(Some(Exit::Signal(9)), Some(FailureReason::ContainerNotFound)),
+                Some(Errored),
+                Some(FailureReason::ContainerNotFound),
+                1,
+            ),
             (
                 true,
                 None,

@@ -14,8 +14,10 @@ use super::{HandOverError, hand_over, let_go, with_bytes};
 use crate::artifacts::Located;
 use crate::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::facts;
+use crate::graves::{self, Epitaph};
 use crate::owners::{self, OwnerEnded};
 use crate::pins::{self, HolderError};
+use crate::rules::CacheWent;
 
 /// Who uses a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -421,6 +423,7 @@ pub(crate) async fn delete(
     team: &str,
     cache: CacheId,
     now: Timestamp,
+    tombstone: Duration,
 ) -> Result<(), DeleteError> {
     let row = resource_cache::Entity::find_by_id(cache.uuid())
         .filter(resource_cache::Column::Team.eq(team))
@@ -434,6 +437,7 @@ pub(crate) async fn delete(
     }
     let_go(txn, row.artifact_id, now).await?;
     remove(txn, &[row.cache_id]).await?;
+    graves::dig(txn, &[Epitaph::of_resource_cache(&row, CacheWent::Deleted)], now, tombstone).await?;
     Ok(())
 }
 

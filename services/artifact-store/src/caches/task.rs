@@ -17,6 +17,8 @@ use uuid::Uuid;
 use super::{HandOverError, hand_over, let_go, with_bytes};
 use crate::artifacts::{self, Located};
 use crate::entity::{ArtifactState, artifact, task_cache, task_cache_use};
+use crate::graves::{self, Epitaph};
+use crate::rules::CacheWent;
 use crate::units::micros;
 
 /// How many are deleted in one transaction.
@@ -293,6 +295,7 @@ pub(crate) async fn delete(
     team: &str,
     which: &Which,
     now: Timestamp,
+    tombstone: Duration,
 ) -> Result<u64, DbErr> {
     let mut query = task_cache::Entity::find().filter(task_cache::Column::Team.eq(team));
     query = match which {
@@ -313,7 +316,10 @@ pub(crate) async fn delete(
         return Ok(0);
     }
     let_go(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
-    remove(txn, &rows.iter().map(|row| row.cache_id).collect::<Vec<_>>()).await
+    let gone = remove(txn, &rows.iter().map(|row| row.cache_id).collect::<Vec<_>>()).await?;
+    let epitaphs: Vec<_> = rows.iter().map(|row| Epitaph::of_task_cache(row, CacheWent::Deleted)).collect();
+    graves::dig(txn, &epitaphs, now, tombstone).await?;
+    Ok(gone)
 }
 
 /// Removes the rows of caches that are locked, used or not. Answers how many.

@@ -12,7 +12,8 @@ use super::{Batch, LATER, Look, Settings, lock_due, look_next};
 use crate::caches::{resource, task};
 use crate::entity::{artifact, resource_cache, task_cache};
 use crate::facts;
-use crate::rules::{LetsGo, Uses};
+use crate::graves::{self, Epitaph};
+use crate::rules::{CacheWent, LetsGo, Uses};
 
 pub(super) async fn look_at_resource_caches(
     txn: &DatabaseTransaction,
@@ -45,6 +46,9 @@ pub(super) async fn look_at_resource_caches(
         over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache)).collect();
     if !gone.is_empty() {
         resource::remove(txn, &gone).await?;
+        let rows = due.iter().filter(|row| gone.contains(&row.cache_id));
+        let epitaphs: Vec<_> = rows.map(|row| Epitaph::of_resource_cache(row, row.goes())).collect();
+        graves::dig(txn, &epitaphs, now, settings.tombstone).await?;
     }
     note_ended_uses(txn, &due, &uses, now).await?;
     look_next::<resource_cache::Entity>(txn, settings, &looks).await?;
@@ -104,8 +108,12 @@ pub(super) async fn look_at_task_caches(
     }
     let held_up = release(txn, &over, now).await?;
     looks.extend(held_up.iter().map(|cache| (*cache, Look::Later)));
-    let gone = over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache));
-    task::remove(txn, &gone.collect::<Vec<_>>()).await?;
+    let gone: HashSet<Uuid> =
+        over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache)).collect();
+    task::remove(txn, &gone.iter().copied().collect::<Vec<_>>()).await?;
+    let rows = due.iter().filter(|row| gone.contains(&row.cache_id));
+    let epitaphs: Vec<_> = rows.map(|row| Epitaph::of_task_cache(row, CacheWent::Unused)).collect();
+    graves::dig(txn, &epitaphs, now, settings.tombstone).await?;
     look_next::<task_cache::Entity>(txn, settings, &looks).await?;
     Ok(Batch { looked: true, ..Batch::default() })
 }

@@ -3,11 +3,15 @@
 use std::collections::HashMap;
 
 use domain::Timestamp;
-use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
+use sea_orm::{
+    ColumnTrait, Condition, ConnectionTrait, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect,
+};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, Keepers, MOST, Question, Thing, caches, holders, related};
-use crate::entity::{ArtifactState, Purpose, artifact, base_resource_type, build, volume};
+use super::{Explanation, Keeper, Keepers, MOST, Question, Thing, caches, holders, related, volumes};
+use crate::entity::{
+    ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, set_aside, volume,
+};
 use crate::facts;
 use crate::mark::{self, Keeping};
 use crate::undelete;
@@ -23,17 +27,23 @@ pub(super) async fn artifact(
         ArtifactState::Sealed => "sealed",
         ArtifactState::Deleting => "deleting",
     };
-    let replicas = volume::Entity::find()
-        .filter(volume::Column::ArtifactId.eq(row.artifact_id))
-        .filter(volume::Column::Purpose.eq(Purpose::Replica));
-    let replicas = related(conn, "replicas", Thing::Volume, replicas, volume::Column::Handle).await?;
+    let replicas = || {
+        volume::Entity::find()
+            .filter(volume::Column::ArtifactId.eq(row.artifact_id))
+            .filter(volume::Column::Purpose.eq(Purpose::Replica))
+    };
+    let lost = replicas().filter(volume::Column::State.eq(State::Lost));
+    let lost = related(conn, "lost replicas", Thing::Volume, lost, volume::Column::Handle).await?;
+    let left = replicas().filter(volume::Column::State.ne(State::Lost));
+    let left = related(conn, "replicas", Thing::Volume, left, volume::Column::Handle).await?;
     let mut explanation = Explanation {
         size_bytes: size(row.size_bytes),
         created_at: Some(Timestamp(row.created_at)),
         in_store: row.in_store,
         ..Explanation::of(Thing::Artifact, row.artifact_id, state)
     };
-    explanation.relate(replicas);
+    explanation.relate(left);
+    explanation.relate(lost);
     if row.state == ArtifactState::Deleting {
         let restorable = undelete::restorable(&row).one(conn).await?;
         explanation.can_be_undeleted = row.digest.is_some() && (row.in_store || restorable.is_some());
@@ -41,6 +51,12 @@ pub(super) async fn artifact(
         explanation.remembered_until = explanation.marked_at.map(|at| at + question.tombstone);
         explanation.why = row.marked_why.unwrap_or_default();
     } else {
+        explanation.bytes_lost = row.state == ArtifactState::Sealed
+            && !row.in_store
+            && undelete::restorable(&row).one(conn).await?.is_none();
+        if explanation.bytes_lost {
+            explanation.lost_at = lost_at(conn, row.artifact_id).await?;
+        }
         explanation.kept_by = keepers(conn, question, &row).await?;
         let unheld = facts::unheld(&(&row).into());
         explanation.goes(question.now, |at| mark::artifact(&unheld, at, &question.policy));
@@ -49,13 +65,59 @@ pub(super) async fn artifact(
     Ok(explanation)
 }
 
+/// When the last replica of an artifact went that was lost. `None`: that is not known, or not any more.
+async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<Timestamp>, DbErr> {
+    let lost = volume::Entity::find()
+        .select_only()
+        .column_as(volume::Column::LostAt.max(), "lost_at")
+        .filter(volume::Column::ArtifactId.eq(artifact))
+        .filter(volume::Column::Purpose.eq(Purpose::Replica));
+    let known: Option<Option<i64>> = lost.into_tuple().one(conn).await?;
+    if let Some(at) = known.flatten() {
+        return Ok(Some(Timestamp(at)));
+    }
+    // Its worker was forgotten with all that it held.
+    let noticed = loss::Entity::find()
+        .select_only()
+        .column_as(loss::Column::LostAt.max(), "lost_at")
+        .filter(loss::Column::ArtifactId.eq(artifact));
+    let known: Option<Option<i64>> = noticed.into_tuple().one(conn).await?;
+    Ok(known.flatten().map(Timestamp))
+}
+
+/// An artifact that the store does not know, and of which workers hold what is set aside. `None`: none does, or it is another team's.
+pub(super) async fn set_aside(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    id: Uuid,
+) -> Result<Option<Explanation>, DbErr> {
+    let held = set_aside::Entity::find().filter(set_aside::Column::ArtifactId.eq(id)).filter(
+        Condition::any()
+            .add(set_aside::Column::Team.is_null())
+            .add(set_aside::Column::Team.eq(question.team)),
+    );
+    let volumes = related(conn, "volumes", Thing::Volume, held.clone(), set_aside::Column::Handle).await?;
+    if volumes.total == 0 {
+        return Ok(None);
+    }
+    let whole = held.filter(set_aside::Column::Digest.is_not_null());
+    let whole = whole.order_by_asc(set_aside::Column::Handle).one(conn).await?;
+    let mut explanation = Explanation {
+        size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
+        can_be_adopted: whole.is_some(),
+        ..Explanation::of(Thing::Artifact, id, volumes::SET_ASIDE)
+    };
+    explanation.relate(volumes);
+    Ok(Some(explanation))
+}
+
 /// When an artifact goes that nothing keeps without end. `None`: something does.
 pub(super) async fn goes_at(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
-    let holds = facts::holds_until(conn, row.artifact_id, question.now).await?;
+    let holds = facts::holds_until(conn, row.artifact_id, question.now, &question.terms()).await?;
     let unheld = facts::unheld(&row.into());
     let last =
         (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
@@ -69,8 +131,10 @@ async fn keepers(
     row: &artifact::Model,
 ) -> Result<Keepers, DbErr> {
     let (id, now) = (row.artifact_id, question.now);
-    let holds = facts::holds_until(conn, id, now).await?;
-    let held = facts::keepers(conn, &[id], now, MOST).await?.remove(&id).unwrap_or_default();
+    let terms = question.terms();
+    let holds = facts::holds_until(conn, id, now, &terms).await?;
+    let held = facts::keepers_until(conn, &[id], now, Some(&terms), MOST).await?;
+    let held = held.get(&id).cloned().unwrap_or_default();
     let builds = held.first.iter().filter_map(|keeper| match keeper.what {
         Keeping::Build(build) => Some(build.uuid()),
         _ => None,
@@ -103,8 +167,14 @@ async fn keepers(
                 let text = format!("workload {id}, which pins it until it is settled");
                 (Some((Thing::Workload, id.uuid())), text)
             }
-            Keeping::Volume(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
-            Keeping::Transfer(id) => (Some((Thing::Transfer, id.uuid())), keeper.what.to_string()),
+            Keeping::Volume(id) => {
+                (Some((Thing::Volume, id.uuid())), volumes::child(id.uuid(), keeper.until))
+            }
+            Keeping::Transfer(id) => {
+                let text =
+                    format!("transfer {id}, which brings its bytes; it renews its claim while it goes on");
+                (Some((Thing::Transfer, id.uuid())), text)
+            }
             Keeping::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
             Keeping::ResourceCache(id) => (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string()),
             Keeping::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
@@ -117,8 +187,8 @@ async fn keepers(
         };
         Keeper { thing, text, until: keeper.until }
     });
-    let mut keepers =
-        Keepers { first: first.collect(), total: held.total, endless: holds.endless, until: holds.until };
+    let mut keepers = Keepers::default();
+    keepers.add_all(first, held.total, holds);
     if let Some(keeper) = mark::kept_by_nobody(&facts::unheld(&row.into()), now, &question.policy) {
         keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
     }

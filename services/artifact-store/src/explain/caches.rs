@@ -10,7 +10,7 @@ use super::{Explanation, Keeper, MOST, Question, Thing, holders};
 use crate::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
 use crate::facts;
 use crate::mark::Keeping;
-use crate::rules::LetsGo;
+use crate::rules::{CacheWent, LetsGo};
 
 /// A resource cache, to a team to which it is answered.
 pub(super) async fn resource_cache(
@@ -23,7 +23,7 @@ pub(super) async fn resource_cache(
     }
     let state = if row.claimed_until.is_some() { "being made" } else { "ready" };
     let mut explanation = Explanation {
-        label: format!("{} {}", row.resource_type, row.version).trim().to_owned(),
+        label: row.name(),
         created_at: Some(Timestamp(row.created_at)),
         ..Explanation::of(Thing::ResourceCache, row.cache_id, state)
     };
@@ -31,18 +31,25 @@ pub(super) async fn resource_cache(
     let mut uses = facts::uses(conn, &[row.cache_id], question.now).await?;
     let uses = uses.remove(&row.cache_id).unwrap_or_default();
     match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
-        (_, LetsGo::NotYet) => users(conn, question, row.cache_id, &mut explanation).await?,
+        (_, LetsGo::NotYet) => {
+            users(conn, question, row.cache_id, &mut explanation).await?;
+            explanation.goes_at =
+                facts::cache_until(conn, row.cache_id, question.now, &question.terms()).await?;
+            if explanation.goes_at.is_some() {
+                explanation.why = CacheWent::Unused.to_string();
+            }
+        }
         (true, LetsGo::At(at)) => {
-            explanation.lets_go(question.now, at, "whoever makes it", "who made it stopped without an end");
+            explanation.lets_go(question.now, at, "whoever makes it", CacheWent::NotMade);
         }
         (false, LetsGo::At(at)) => {
-            explanation.lets_go(question.now, at, "its last use", "nobody used it for long");
+            explanation.lets_go(question.now, at, "its last use", CacheWent::Unused);
         }
     }
     Ok(Some(explanation))
 }
 
-/// Names who uses a cache: what becomes of it after that is not known before they end.
+/// Names who uses a cache.
 async fn users(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -93,7 +100,7 @@ pub(super) async fn task_cache(
     }
     let state = if row.artifact_id.is_some() { "published" } else { "empty" };
     let mut explanation = Explanation {
-        label: format!("{} {} {}", row.job, row.step, row.path),
+        label: row.name(),
         created_at: Some(Timestamp(row.created_at)),
         ..Explanation::of(Thing::TaskCache, row.cache_id, state)
     };
@@ -102,7 +109,7 @@ pub(super) async fn task_cache(
     match row.lets_go(users.total > 0) {
         LetsGo::NotYet => name_users(conn, question, users, &mut explanation).await?,
         LetsGo::At(at) => {
-            explanation.lets_go(question.now, at, "its last use", "nobody used it for long");
+            explanation.lets_go(question.now, at, "its last use", CacheWent::Unused);
         }
     }
     Ok(Some(explanation))
@@ -134,11 +141,11 @@ pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation
 
 impl Explanation {
     /// Says when it goes by itself: it is kept by something until then.
-    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: &str) {
+    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheWent) {
         if at > now {
             self.kept_by.add(Keeper { thing: None, text: kept_by.to_owned(), until: Some(at) });
         }
         self.goes_at = Some(at);
-        self.why = why.to_owned();
+        self.why = why.to_string();
     }
 }

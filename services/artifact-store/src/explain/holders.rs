@@ -1,10 +1,16 @@
-//! What builds, workloads and attempts are, and what they keep.
+//! What builds, workloads, attempts, transfers and workers are, and what they keep.
 
 use domain::Timestamp;
-use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter, Statement,
+};
 
 use super::{Explanation, Keeper, Question, Thing, is_of_team, related};
-use crate::entity::{BuildStatus, attempt, build, container, holder, owner, pin, volume};
+use crate::entity::{
+    BuildStatus, attempt, build, container, holder, owner, pin, resource_certs, set_aside, volume, worker,
+};
+use crate::mark::Why;
+use crate::units::size;
 
 pub(super) async fn build(
     conn: &impl ConnectionTrait,
@@ -123,4 +129,64 @@ pub(super) async fn attempt(
     let volumes = volume::Entity::find().filter(volume::Column::AttemptId.eq(id));
     explanation.relate(related(conn, "volumes", Thing::Volume, volumes, volume::Column::Handle).await?);
     Ok(Some(explanation))
+}
+
+/// What brings bytes into this volume, or has.
+pub(super) async fn transfer(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    row: &volume::Model,
+) -> Result<Option<Explanation>, DbErr> {
+    let Some(id) = row.transfer_id else { return Ok(None) };
+    if !is_of_team(conn, question, [row.artifact_id, row.from_artifact_id], None).await? {
+        return Ok(None);
+    }
+    let claimed_until = row.claimed_until.filter(|_| !row.complete).map(Timestamp);
+    let state = if claimed_until.is_some() { "going on" } else { "ended" };
+    let mut explanation = Explanation {
+        created_at: Some(Timestamp(row.created_at)),
+        size_bytes: size(row.size_bytes),
+        ..Explanation::of(Thing::Transfer, id, state)
+    };
+    explanation.relate_one("brings", Thing::Artifact, row.artifact_id);
+    explanation.relate_one("into", Thing::Volume, Some(row.handle));
+    explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
+    if let Some(until) = claimed_until {
+        let text = "its claim, which it renews while it goes on".to_owned();
+        explanation.kept_by.add(Keeper { thing: None, text, until: Some(until) });
+        explanation.goes_at = Some(until);
+        explanation.why = Why::ClaimRanOut.to_string();
+    }
+    Ok(Some(explanation))
+}
+
+/// What the store knows of a worker: what it holds.
+pub(super) async fn worker(conn: &impl ConnectionTrait, row: &worker::Model) -> Result<Explanation, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Volumes {
+        number: i64,
+        bytes: i64,
+    }
+
+    let id = row.worker_id;
+    let volumes = "SELECT COUNT(*) AS number, CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) AS bytes
+                   FROM volumes WHERE worker_id = $1";
+    let volumes = Statement::from_sql_and_values(conn.get_database_backend(), volumes, [id.into()]);
+    let volumes = Volumes::find_by_statement(volumes).one(conn).await?;
+    let (volumes, bytes) = volumes.map(|row| (size(row.number), size(row.bytes))).unwrap_or_default();
+    let containers = container::Entity::find().filter(container::Column::WorkerId.eq(id)).count(conn).await?;
+    let aside = set_aside::Entity::find().filter(set_aside::Column::WorkerId.eq(id)).count(conn).await?;
+    let mut label = format!("{} and {}", count(volumes, "volume"), count(containers, "container"));
+    if aside > 0 {
+        label.push_str(&format!(", and {aside} set aside"));
+    }
+    let mut explanation =
+        Explanation { label, size_bytes: bytes, ..Explanation::of(Thing::Worker, id, "known") };
+    let certs = resource_certs::Entity::find_by_id(id).one(conn).await?;
+    explanation.relate_one("certs", Thing::Artifact, certs.map(|row| row.artifact_id));
+    Ok(explanation)
+}
+
+fn count(number: u64, what: &str) -> String {
+    if number == 1 { format!("1 {what}") } else { format!("{number} {what}s") }
 }

@@ -4,12 +4,10 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{
-    Explanation, Keeper, Question, Relation, Thing, artifacts, inventory_state, is_of_team, related,
-};
-use crate::entity::{GraveKind, Purpose, State, artifact, attempt, container, set_aside, volume};
+use super::{Explanation, Keeper, MOST, Question, Thing, artifacts, inventory_state, is_of_team, related};
+use crate::entity::{AsideKind, Purpose, State, artifact, attempt, container, set_aside, volume};
 use crate::facts;
-use crate::mark::{self, Belongs, ContainerFacts, VolumeFacts};
+use crate::mark::{self, Belongs, ContainerFacts, Keeping, VolumeFacts};
 use crate::units::size;
 
 pub(super) async fn volume(
@@ -44,10 +42,11 @@ pub(super) async fn volume(
         explanation.why = row.marked_why.unwrap_or_default();
         return Ok(Some(explanation));
     }
+    explanation.lost_at = row.lost_at.filter(|_| row.state == State::Lost).map(Timestamp);
     let Some(facts) = facts::volumes(conn, &[(&row).into()]).await?.pop() else {
         return Ok(Some(explanation));
     };
-    keep_for_children(conn, row.handle, &mut explanation).await?;
+    keep_for_children(conn, question, row.handle, &mut explanation).await?;
     let keeper = match facts.belongs {
         Belongs::ToArtifact { artifact_marked: true, .. } => None,
         Belongs::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
@@ -60,7 +59,10 @@ pub(super) async fn volume(
             (until > question.now).then_some(Keeper { thing, text, until: Some(until) })
         }
         Belongs::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
-        Belongs::ToAttempt { ended_at: Some(ended_at), .. } => grace(question, ended_at),
+        Belongs::ToAttempt { ended_at: Some(ended_at), .. } => {
+            let until = facts::volume_until(conn, row.handle, &question.terms()).await?;
+            grace(question, until.unwrap_or(ended_at + question.policy.gc_grace))
+        }
     };
     if let Some(keeper) = keeper {
         explanation.kept_by.add(keeper);
@@ -80,14 +82,19 @@ pub(super) async fn volume(
     Ok(Some(explanation))
 }
 
+/// The state of what nobody has decided about.
+pub(super) const SET_ASIDE: &str = "set aside";
+
 /// What nobody but an operator decides about.
 pub(super) fn set_aside(row: &set_aside::Model) -> Explanation {
     let thing = match row.kind {
-        GraveKind::Volume => Thing::Volume,
-        GraveKind::Container => Thing::Container,
+        AsideKind::Volume => Thing::Volume,
+        AsideKind::Container => Thing::Container,
     };
     let mut explanation =
-        Explanation { size_bytes: size(row.size_bytes), ..Explanation::of(thing, row.handle, "set aside") };
+        Explanation { size_bytes: size(row.size_bytes), ..Explanation::of(thing, row.handle, SET_ASIDE) };
+    explanation.team = row.team.clone().unwrap_or_default();
+    explanation.can_be_adopted = row.digest.is_some();
     let text = "nobody has decided about it: the store came out of a backup and does not know it".to_owned();
     explanation.kept_by.add(Keeper { thing: None, text, until: None });
     explanation.relate_one("held", Thing::Artifact, row.artifact_id);
@@ -114,20 +121,25 @@ fn label(row: &volume::Model) -> String {
 /// Copy-on-write children keep a volume while they are no garbage.
 async fn keep_for_children(
     conn: &impl ConnectionTrait,
+    question: &Question<'_>,
     parent: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let children = volume::Entity::find()
-        .filter(volume::Column::Parent.eq(parent))
-        .filter(volume::Column::State.is_not_in(State::GARBAGE));
-    let Relation { ids, total, .. } =
-        related(conn, "children", Thing::Volume, children, volume::Column::Handle).await?;
-    for id in ids {
-        let text = format!("volume {id}, which is made from it");
-        explanation.kept_by.add(Keeper { thing: Some((Thing::Volume, id)), text, until: None });
-    }
-    explanation.kept_by.total = Ord::max(explanation.kept_by.total, total);
+    let (children, holds) = facts::children_until(conn, parent, &question.terms(), MOST).await?;
+    let first = children.first.iter().filter_map(|keeper| match keeper.what {
+        Keeping::Volume(handle) => Some((handle.uuid(), keeper.until)),
+        _ => None,
+    });
+    let first =
+        first.map(|(id, until)| Keeper { thing: Some((Thing::Volume, id)), text: child(id, until), until });
+    explanation.kept_by.add_all(first, children.total, holds);
     Ok(())
+}
+
+/// What to say of a volume that keeps what it is made from.
+pub(super) fn child(id: Uuid, until: Option<Timestamp>) -> String {
+    let ended = if until.is_some() { " for an attempt that has ended" } else { "" };
+    format!("volume {id}, which is made from it{ended}")
 }
 
 /// A replica is kept as long as its artifact.
@@ -165,12 +177,16 @@ pub(super) async fn container(
         explanation.why = row.marked_why.unwrap_or_default();
         return Ok(Some(explanation));
     }
+    explanation.lost_at = row.lost_at.filter(|_| row.state == State::Lost).map(Timestamp);
     let attempt = find_attempt(conn, Some(row.attempt_id)).await?;
     let attempt_ended_at = attempt.and_then(|attempt| attempt.ended_at).map(Timestamp);
     let touched_at = row.touched_at.map(Timestamp);
     let keeper = match attempt_ended_at {
         None => Some(goes_on(row.attempt_id)),
-        Some(ended_at) => grace(question, touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at))),
+        Some(ended_at) => {
+            let last = touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at));
+            grace(question, last + question.policy.gc_grace)
+        }
     };
     if let Some(keeper) = keeper {
         explanation.kept_by.add(keeper);
@@ -197,8 +213,7 @@ fn goes_on(attempt: Uuid) -> Keeper {
 }
 
 /// What was made for an attempt is kept for a while after its end.
-fn grace(question: &Question<'_>, ended_at: Timestamp) -> Option<Keeper> {
-    let until = ended_at + question.policy.gc_grace;
+fn grace(question: &Question<'_>, until: Timestamp) -> Option<Keeper> {
     let text = "its attempt has ended, and is kept for a while".to_owned();
     (until > question.now).then_some(Keeper { thing: None, text, until: Some(until) })
 }

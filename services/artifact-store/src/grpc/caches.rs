@@ -147,7 +147,12 @@ impl pb::caches_server::Caches for Handlers {
         let cache = rpc::parse_id("cache_id", &request.cache_id)?;
         let now = self.store.now();
 
-        self.store.db.write(|txn| async move { resource::delete(&txn, team, cache, now).await }).await?;
+        let tombstone = self.store.config.tombstone;
+
+        self.store
+            .db
+            .write(|txn| async move { resource::delete(&txn, team, cache, now, tombstone).await })
+            .await?;
 
         Ok(Response::new(pb::DeleteResourceCacheResponse {}))
     }
@@ -238,11 +243,12 @@ impl pb::caches_server::Caches for Handlers {
         let now = self.store.now();
 
         let mut deleted = 0;
+        let tombstone = self.store.config.tombstone;
         loop {
             let batch = self
                 .store
                 .db
-                .write(|txn| async move { task::delete(&txn, team, which, now).await })
+                .write(|txn| async move { task::delete(&txn, team, which, now, tombstone).await })
                 .await
                 .map_err(|error| status::database("delete task caches", &error))?;
             deleted += batch;

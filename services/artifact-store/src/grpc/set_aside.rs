@@ -10,7 +10,7 @@ use super::artifacts::{DEFAULT_REPRIEVE, parse_reprieve};
 use super::inventory::text;
 use super::{Handlers, SERVICE, artifact, status};
 use crate::artifacts;
-use crate::entity::{GraveKind, set_aside};
+use crate::entity::{AsideKind, set_aside};
 use crate::set_aside::{self as aside, Adoption, Description};
 use crate::undelete::KeptBy;
 use crate::units;
@@ -108,8 +108,8 @@ fn parse_description(volume: pb::VolumeDescription) -> Result<Description, Statu
 fn listed(row: set_aside::Model) -> pb::SetAside {
     let handle = row.handle.to_string();
     let of = |kind| if row.kind == kind { handle.clone() } else { String::new() };
-    let (volume_handle, container_handle) = (of(GraveKind::Volume), of(GraveKind::Container));
-    let description = (row.kind == GraveKind::Volume && row.described).then(|| pb::VolumeDescription {
+    let (volume_handle, container_handle) = (of(AsideKind::Volume), of(AsideKind::Container));
+    let description = (row.kind == AsideKind::Volume && row.described).then(|| pb::VolumeDescription {
         volume_handle: handle.clone(),
         parent_handle: text(row.parent),
         team: row.team.unwrap_or_default(),

@@ -435,7 +435,7 @@ impl From<AdoptionError> for Status {
     fn from(error: AdoptionError) -> Self {
         let message = error.to_string();
         match error {
-            AdoptionError::NotFound(handle) => volume(Reason::VolumeNotFound, message, handle),
+            AdoptionError::NotFound(handle, _) => volume(Reason::VolumeNotFound, message, handle),
             AdoptionError::NotSetAside(handle) => volume(Reason::NotSetAside, message, handle),
             AdoptionError::NotAdoptable(handle) => volume(Reason::NotAdoptable, message, handle),
             AdoptionError::ArtifactNotFound(id) => artifact(Reason::ArtifactNotFound, message, id),
@@ -453,7 +453,7 @@ impl From<PurgeError> for Status {
             reason.status_about(SERVICE, error.to_string(), [("id", id.to_string())])
         };
         match &error {
-            PurgeError::NotFound(id) => about(Reason::UnknownId, *id),
+            PurgeError::NotFound(id, _) => about(Reason::UnknownId, *id),
             PurgeError::NotSetAside(id) => about(Reason::NotSetAside, *id),
             PurgeError::Database(source) => database("purge what is set aside", source),
         }

@@ -18,6 +18,7 @@ on_both_databases! {
     a_copy_for_another_team_is_adopted_by_whose_it_is,
     what_is_adopted_is_a_replica_of_what_it_was,
     a_volume_is_adopted_for_whatever_has_its_bytes,
+    what_is_set_aside_says_what_it_is,
     what_is_purged_is_swept,
     what_is_not_set_aside_is_neither_adopted_nor_purged,
     what_is_adopted_while_reports_come_is_never_garbage,
@@ -437,6 +438,35 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
     let adopted = adopted.expect("adopted");
     assert_eq!((adopted.state(), &adopted.digest[..]), (pb::ArtifactState::Sealed, digest(3).as_bytes()));
     assert_eq!(suite.volume_state(&candidate).await, Some(InventoryState::Destroying), "it has other bytes");
+    restored.suite.stop().await;
+}
+
+async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
+    let mut restored = restored(database, true).await;
+    restored.describe().await;
+    let (suite, (artifact, volume)) = (&restored.suite, &restored.newer);
+    let explained = explain(suite, volume).await.expect("explained");
+    assert_eq!((explained.thing(), explained.state.as_str()), (pb::Thing::Volume, "set aside"));
+    assert_eq!((explained.team.as_str(), explained.can_be_adopted, explained.size_bytes), (TEAM, true, 10));
+    let explained = explain(suite, restored.input()).await.expect("explained");
+    assert_eq!((explained.team.as_str(), explained.can_be_adopted), ("", false));
+    let explained = explain(suite, &restored.prepared.container_handle).await.expect("explained");
+    assert_eq!((explained.thing(), explained.can_be_adopted), (pb::Thing::Container, false));
+
+    // Nor is its artifact known, which names the volume until it is adopted.
+    let id = artifact.to_string();
+    let explained = explain(suite, &id).await.expect("explained");
+    assert_eq!((explained.thing(), explained.state.as_str()), (pb::Thing::Artifact, "set aside"));
+    assert_eq!((explained.can_be_adopted, explained.size_bytes), (true, 10));
+    assert_eq!(
+        (&explained.relations[0].relation, &explained.relations[0].ids[..]),
+        (&"volumes".to_owned(), &[volume.clone()][..])
+    );
+    let request = pb::ExplainRequest { team: "other".to_owned(), id: id.clone() };
+    let refused = suite.artifacts().explain(request).await.map_err(rpc::Refusal::from);
+    assert_refused(refused, Reason::UnknownId);
+    adopt(suite, adoption(volume)).await.expect("adopted");
+    assert_eq!(explain(suite, &id).await.expect("explained").state, "sealed");
     restored.suite.stop().await;
 }
 

@@ -29,6 +29,8 @@ on_both_databases! {
     collections_are_watched,
 }
 
+mod ends;
+
 const MINUTE: Duration = Duration::from_secs(60);
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -339,7 +341,11 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
 }
 
 async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
-    let suite = Suite::start_with(database, |config| config.resource_cache_ttl = HOUR).await;
+    let suite = Suite::start_with(database, |config| {
+        config.resource_cache_ttl = HOUR;
+        config.tombstone = HOUR;
+    });
+    let suite = suite.await;
     let gateway = suite.gateway().await;
     let (artifact, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
     let claim = ClaimId::new();
@@ -372,7 +378,8 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
     // What keeps the artifact names it.
     let keeper = suite.explain(artifact).await.expect("explained");
-    assert_eq!(kept_by(&keeper), [(Thing::ResourceCache, cache.as_str(), None)]);
+    assert_eq!(kept_by(&keeper), [(Thing::ResourceCache, cache.as_str(), suite.after(HOUR))]);
+    assert_eq!((keeper.goes(), keeper.kept_by_total), (suite.after(HOUR), 1), "it has had an owner");
 
     let (build, workload) = (BuildId::new(), WorkloadId::new());
     suite.put_build(build, WorkloadId::new(), None).await.expect("put");
@@ -390,6 +397,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
         kept_by(&explained).into_iter().map(|(thing, id, at)| (thing, id.to_owned(), at)).collect();
     assert_eq!((said, explained.kept_by_total), (users.to_vec(), 2));
     assert_eq!((explained.goes(), explained.why.as_str()), (None, ""));
+    assert_eq!(suite.explain(artifact).await.expect("explained").goes(), None);
     assert_refused(suite.explain_to("other", &cache).await, Reason::UnknownId);
     // When their uses have ended, it goes when it says, and not before.
     suite.delete_build(build).await.expect("deleted");
@@ -401,7 +409,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     suite.explain(&cache).await.expect("it is there");
     suite.clock.advance(Duration::from_secs(1));
     suite.collect(DryRun::Off).await;
-    assert_refused(suite.explain(&cache).await, Reason::UnknownId);
+    assert_eq!(suite.explain(&cache).await.expect("its grave").state, "gone");
 
     let ask = pb::FindOrCreateTaskCacheRequest {
         team: TEAM.to_owned(),

@@ -58,13 +58,13 @@ impl LocalCluster {
         let containers = patiently(|| containers(&self.peer)).await;
         if workloads > 0 {
             found.push(format!(
-                "{} had not ended: it goes on if its process is still there, and ends as lost if not",
+                "{} had not ended: what has its process still goes on, the rest ends as lost",
                 count(workloads, "workload")
             ));
         }
         if containers > 0 {
             found.push(format!(
-                "{} adopted, and destroyed when nobody needs {}",
+                "{} taken over, and destroyed when nobody needs {}",
                 count(containers, "container"),
                 if containers == 1 { "it" } else { "them" }
             ));

@@ -18,11 +18,12 @@ fn whatever_is_refused_becomes_a_failure_that_is_documented() {
 }
 
 #[test]
-fn a_process_that_nobody_asked_to_stop_was_out_of_contact() {
+fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
-    let failure = ended_finish(ended(), None, false).failure.map(|failure| failure.reason);
-    assert_eq!(failure, Some(FailureReason::ContactLost));
-    assert_eq!(ended_finish(ended(), None, true).failure, None);
+    let reason = |unwished| ended_finish(ended(), None, unwished).failure.map(|failure| failure.reason);
+    assert_eq!(reason(Some(Unwished::ContactLost)), Some(FailureReason::ContactLost));
+    assert_eq!(reason(Some(Unwished::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
+    assert_eq!(reason(None), None);
 }
 
 fn entry() -> Attempt {

@@ -3,8 +3,9 @@
 use super::*;
 use crate::for_tests::store::{Asked, LIFE, Store, session};
 use crate::for_tests::{Attended, DESTROYED_AT_ONCE, NOBODY, within};
+use domain::AttemptId;
 use domain::workload::{Limits, Network};
-use runtime::{ContainerSpec, Root};
+use runtime::{ContainerSpec, Ended, Root};
 use testing::fake::FakeWorker;
 
 #[test]
@@ -294,4 +295,29 @@ async fn a_report_is_dropped_when_the_session_is_another() {
     worker.stopping.cancel();
     reporting.await.expect("no panic");
     store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_ended_with_its_container_is_told_from_one_that_was_stopped() {
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    for destroyed in [true, false] {
+        let (handle, attempt) = (container(&machine).await, AttemptId::new());
+        let sleeping = testing::conformance::process(&["sleep", "3600"].map(str::to_owned));
+        machine.runtime().start(handle, attempt, sleeping).await.expect("started");
+        let ended = async {
+            let ended = worker.runtime.wait(attempt).await.expect("it ends");
+            (ended, worker.was_destroyed(attempt).await.expect("it is known"))
+        };
+        let end = async {
+            if destroyed {
+                assert!(destroy(&worker, vec![handle], Vec::new()).await);
+            } else {
+                worker.runtime.stop(attempt, Duration::ZERO).await.expect("it is told");
+            }
+        };
+        let ((ended, known), ()) = within("its end", async { tokio::join!(ended, end) }).await;
+        assert!(!matches!(ended, Ended::Exited { stopped: false, .. }), "{ended:?}");
+        assert_eq!(known, destroyed);
+    }
 }
