@@ -29,12 +29,19 @@ pub(crate) fn add(gateway: Gateway, host: &server::Host) {
         "gantry_gateway_peer_transfers_total",
         "Volumes that another worker was asked to send straight to this one, by outcome."
     );
+    metrics::describe_counter!(
+        "gantry_gateway_imports_total",
+        "What the worker brings along and was to be imported, by outcome."
+    );
     // What has not happened yet is 0, and not missing.
     for kind in ["container", "volume"] {
         metrics::counter!("gantry_gateway_destroyed_total", "kind" => kind).absolute(0);
     }
     for outcome in crate::peer::OUTCOMES {
         metrics::counter!("gantry_gateway_peer_transfers_total", "outcome" => outcome).absolute(0);
+    }
+    for outcome in ["imported", "failed"] {
+        metrics::counter!("gantry_gateway_imports_total", "outcome" => outcome).absolute(0);
     }
     for direction in ["in", "out"] {
         metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => direction).absolute(0);

@@ -55,7 +55,7 @@ pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepa
         let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
             Ok(answer) => answer,
             // Something else was put in the place of what the worker brings along.
-            Err(Stopped::Refused(refusal)) if is_about_brought(worker, &refusal) => continue,
+            Err(Stopped::Refused(refusal)) if is_about_brought(worker, &brought, &refusal) => continue,
             Err(stopped) => return Err(stopped),
         };
         if missing.is_empty() {
@@ -63,7 +63,7 @@ pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepa
         }
         // What the worker brings along it has itself, and nobody else.
         let (lost, missing): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|missing| worker.imports.lost(missing.artifact));
+            missing.into_iter().partition(|missing| is_brought(worker, &brought, missing.artifact));
         if lost.is_empty() {
             unreachable.extend(bring(worker, task, missing).await?);
         }
@@ -72,9 +72,15 @@ pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepa
 }
 
 /// Whether the store refuses something that was imported, and that has to be looked at again.
-fn is_about_brought(worker: &Worker, refusal: &Refusal) -> bool {
+fn is_about_brought(worker: &Worker, brought: &BroughtAlong, refusal: &Refusal) -> bool {
     let artifact = refusal.about.get("artifact_id").and_then(|id| id.parse().ok());
-    refusal.is(Reason::InputUnavailable) && artifact.is_some_and(|artifact| worker.imports.lost(artifact))
+    refusal.is(Reason::InputUnavailable)
+        && artifact.is_some_and(|artifact| is_brought(worker, brought, artifact))
+}
+
+/// Whether an artifact, which is not there, is what the worker brought along. It is imported again, unless it was since.
+fn is_brought(worker: &Worker, brought: &BroughtAlong, artifact: ArtifactId) -> bool {
+    worker.imports.lost(artifact) || [brought.image, brought.certs].contains(&Some(artifact))
 }
 
 /// What the worker brings along for the container of an attempt, which waits until that is imported, unless it has its container already.
