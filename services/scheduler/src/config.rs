@@ -50,6 +50,8 @@ pub struct Config {
     pub queue_aging: Duration,
     /// For how long a worker that was lost or removed counts as one that may come back.
     pub remember_lost: Duration,
+    /// Whether replicas tell each other what changed. Without that each finds out by looking, after `poll`.
+    pub share_hints: bool,
     /// How often loops look at the database although nobody gave them a hint.
     pub poll: Duration,
 }
@@ -78,6 +80,7 @@ impl Config {
             team_weights: HashMap::new(),
             queue_aging: Duration::from_secs(10 * 60),
             remember_lost: Duration::from_secs(5 * 60),
+            share_hints: true,
             poll: Duration::from_secs(1),
         }
     }

@@ -1,7 +1,7 @@
 //! Hints: those who wait for a change in this process hear of it at once.
 //!
-//! A hint is given after the commit, and nothing depends on it: whoever waits also looks at the database now and then, for
-//! another replica may have made the change.
+//! A hint is given after the commit, and nothing depends on it: whoever waits also looks at the database now and then. What other
+//! replicas changed is told by [`crate::gossip`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

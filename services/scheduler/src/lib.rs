@@ -19,6 +19,7 @@ mod events;
 mod expire;
 mod explain;
 mod gauges;
+mod gossip;
 mod grants;
 mod grpc;
 mod hints;
@@ -104,10 +105,15 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         deliveries: Arc::new(Semaphore::new(outbox::DELIVERIES)),
         hints: hints::Hints::default(),
         dispatch,
+        gossip: gossip::Gossip::new(),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };
     host.spawn(dispatch::dispatch_forever(dispatcher, scheduler.clone()));
+    if scheduler.config.share_hints && !alone {
+        host.spawn(gossip::tell_forever(scheduler.clone()));
+        host.spawn(gossip::hear_forever(scheduler.clone()));
+    }
     host.spawn(expire::expire_forever(scheduler.clone()));
     host.spawn(outbox::redeliver_forever(scheduler.clone()));
     host.spawn(reconcile::reconcile_forever(scheduler.clone()));

@@ -219,6 +219,7 @@ impl Arguments {
             keep_finished: self.keep_finished,
             reconcile_every: self.reconcile_interval,
             reconcile_grace: self.reconcile_grace,
+            share_hints: true,
             poll: self.poll_interval,
             chains: Chains {
                 builds: self.placement_strategy.clone(),

@@ -21,6 +21,7 @@ use crate::entity::lease::{self, EndedBy};
 use crate::entity::worker;
 use crate::entity::workload::State;
 use crate::events::InputProgress;
+use crate::gossip::Gossip;
 use crate::hints::Hints;
 use crate::leases::{self, RenewError};
 use crate::outbox;
@@ -41,6 +42,7 @@ pub(crate) struct Scheduler {
     pub(crate) deliveries: Arc<Semaphore>,
     pub(crate) hints: Hints,
     pub(crate) dispatch: Dispatch,
+    pub(crate) gossip: Gossip,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
 }
@@ -99,7 +101,10 @@ impl Scheduler {
 
     /// The same of what the dispatcher did, which knows that.
     pub(crate) fn announce_granted(&self, effects: Effects) {
-        let Effects { workloads, workers, parcels, queued: _, deadline } = effects;
+        let Effects { workloads, workers, parcels, queued, deadline } = effects;
+        if self.config.share_hints {
+            self.gossip.tell(&workers, &queued, &workloads, deadline);
+        }
         workers.iter().for_each(|worker| self.hints.changed(worker.uuid()));
         workloads.iter().for_each(|workload| self.hints.changed(workload.uuid()));
         if deadline {

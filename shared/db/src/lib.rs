@@ -6,6 +6,7 @@
 //!
 //! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 
+pub mod hints;
 mod migrate;
 pub mod rows;
 mod settings;
@@ -45,6 +46,8 @@ pub struct Database {
     /// Of SQLite: whose turn it is to write. Taken before the connection, so that those who wait keep none from readers, and wait
     /// in line instead of failing as busy.
     turn: Option<Arc<Semaphore>>,
+    /// Of PostgreSQL: where our tables are, unless that is the default.
+    schema: Option<String>,
 }
 
 /// A database could not be opened or brought to the present schema.
@@ -214,7 +217,8 @@ impl Database {
         if is_sqlite && let Err(error) = reserve_room(&connection).await {
             tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
         }
-        Ok(Self { connection, turn: is_sqlite.then(|| Arc::new(Semaphore::new(1))) })
+        let turn = is_sqlite.then(|| Arc::new(Semaphore::new(1)));
+        Ok(Self { connection, turn, schema: settings.schema.clone() })
     }
 
     /// Whether the database answers, as somebody whom it matters to would have it said.

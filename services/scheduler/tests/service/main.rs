@@ -3,6 +3,7 @@
 mod explain;
 mod inputs;
 mod leases;
+mod replicas;
 mod store;
 mod support;
 mod terms;

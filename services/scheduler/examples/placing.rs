@@ -1,0 +1,366 @@
+//! Measures placing, against a scheduler in a process of its own, and prints one line of JSON. For `make bench`.
+//!
+//! ```text
+//! placing DATABASE_URL [--workers 10,100,1000,10000] [--seconds 4] [--limit 1000]
+//! ```
+//!
+//! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
+//!
+//! - `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the `Place`s.
+//! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
+//!   in which they were placed alone.
+//! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
+//! - `cached_16`, `limited_16`: the baseline, as CI systems do it: all workers from a cache, filtered, shuffled and sorted for each placement, and a row for each
+//!   container, with a commit of its own; where tasks are limited, the counter of each worker is read as well, and one is raised under
+//!   a guard. A container and its count are removed again.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use clap::Parser;
+use domain::{LeaseId, WorkloadId};
+use rand::seq::SliceRandom;
+use rpc::client::Outgoing;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use scheduler::Config;
+use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement, Value};
+use tokio::task::JoinSet;
+use uuid::Uuid;
+
+/// Leases in one call.
+const BATCH: usize = 100;
+
+#[derive(Debug, Clone, Parser)]
+struct Arguments {
+    database_url: String,
+    #[arg(long, value_delimiter = ',', default_value = "10,100,1000,10000")]
+    workers: Vec<usize>,
+    #[arg(long, default_value_t = 4)]
+    seconds: u64,
+    /// Tasks at a time on each worker
+    #[arg(long, default_value_t = 1_000_000)]
+    limit: u32,
+    /// Be the scheduler, until standard input ends
+    #[arg(long, hide = true)]
+    serve: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match if arguments.serve { serve(arguments) } else { measure(arguments) } {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn serve(arguments: Arguments) -> anyhow::Result<()> {
+    let day = Duration::from_secs(24 * 3600);
+    let config = Config {
+        // Nobody speaks for the workers.
+        worker_ttl: day,
+        stop_after: day * 2,
+        lost_after: day * 3,
+        ..Config::new(arguments.database_url, "http://127.0.0.1:9")
+    };
+    let listener = server::Listener::Tcp(tokio::net::TcpListener::bind("127.0.0.1:0").await?);
+    writeln!(std::io::stdout(), "{}", listener.endpoint()?)?;
+    let ended = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new()));
+    scheduler::serve(config, listener, async { drop(ended.await) }).await
+}
+
+/// A scheduler in a process of its own.
+struct Server {
+    process: Child,
+    endpoint: String,
+}
+
+impl Server {
+    fn start(database: &str) -> anyhow::Result<Self> {
+        let mut process = Command::new(std::env::current_exe()?)
+            .args([database, "--serve"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let mut endpoint = String::new();
+        let output = process.stdout.take().context("its output")?;
+        BufReader::new(output).read_line(&mut endpoint)?;
+        Ok(Self { process, endpoint: endpoint.trim().to_owned() })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.process.stdin.take());
+        self.process.wait().ok();
+    }
+}
+
+#[tokio::main]
+async fn measure(arguments: Arguments) -> anyhow::Result<()> {
+    scheduler::migrate(&arguments.database_url.as_str().into()).await?;
+    let mut options = sea_orm::ConnectOptions::new(&arguments.database_url);
+    options.sqlx_logging(false).max_connections(16);
+    let database = sea_orm::Database::connect(options).await?;
+    ensure!(database.get_database_backend() == DbBackend::Postgres, "measured on PostgreSQL only");
+    let baseline = "CREATE TABLE cached_workers (name TEXT PRIMARY KEY, active_tasks BIGINT NOT NULL CHECK (active_tasks >= 0));
+         CREATE TABLE cached_containers (id UUID PRIMARY KEY, worker TEXT NOT NULL, state TEXT NOT NULL)";
+    database.execute_unprepared(baseline).await?;
+    let mut said = Vec::new();
+    for count in &arguments.workers {
+        fill(&database, *count, arguments.limit).await?;
+        let server = Server::start(&arguments.database_url)?;
+        let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
+        for callers in [16, 64] {
+            let (rate, p99) = singles(&server, callers, arguments.seconds).await?;
+            said.push(of(&format!("single_{callers}"), rate));
+            said.push(of(&format!("single_{callers}_p99_ms"), p99));
+        }
+        let (rate, placed) = batches(&server, 16, arguments.seconds).await?;
+        said.extend([of("batched_16", rate), of("placed_16", placed)]);
+        for callers in [16, 64] {
+            said.push(of(&format!("submit_{callers}"), submits(&server, callers, arguments.seconds).await?));
+        }
+        drop(server);
+        said.push(of("cached_16", cached(&database, *count, false, arguments.seconds).await?));
+        said.push(of("limited_16", cached(&database, *count, true, arguments.seconds).await?));
+    }
+    writeln!(std::io::stdout(), "{{\"seconds\": {}, {}}}", arguments.seconds, said.join(", "))?;
+    Ok(())
+}
+
+/// Has `count` workers, and nothing on them.
+async fn fill(database: &DatabaseConnection, count: usize, limit: u32) -> anyhow::Result<()> {
+    let labels = "{\"platform\": \"linux\", \"tags\": [], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": []}";
+    let sql = format!(
+        "TRUNCATE leases, events, outbox, workloads, worker_contacts, workers, cached_workers, cached_containers;
+         INSERT INTO workers (id, name, desired, state, generation, active_tasks, max_tasks, incarnation, session, gateway_instance,
+                              marker_id, boot_id, endpoint, labels, disk_bytes, registered_at)
+         SELECT gen_random_uuid(), 'worker-' || n, 'run', 'running', 1, 0, {limit}, 1, 1, gen_random_uuid(), gen_random_uuid(), '',
+                'http://127.0.0.1:1', '{labels}', 0, 0 FROM generate_series(1, {count}) AS numbers (n);
+         INSERT INTO worker_contacts (worker_id, last_contact_at, patient_since, attended, containers, volumes, disk_free_bytes)
+         SELECT id, CAST(extract(epoch FROM now()) * 1000000 AS BIGINT) + 86400000000, 0, TRUE, 0, 0, 0 FROM workers;
+         INSERT INTO cached_workers SELECT name, 0 FROM workers"
+    );
+    database.execute_unprepared(&sql).await?;
+    for table in ["workers", "worker_contacts", "cached_workers"] {
+        database.execute_unprepared(&format!("VACUUM ANALYZE {table}")).await?;
+    }
+    database.execute_unprepared("CHECKPOINT").await?;
+    Ok(())
+}
+
+/// Does something again and again by as many callers for as long, and answers how often it was done per second, and how long each took.
+async fn repeated<F, C>(callers: usize, seconds: u64, call: C) -> anyhow::Result<(f64, Vec<Duration>)>
+where
+    C: Fn() -> F + Clone + Send + 'static,
+    F: Future<Output = anyhow::Result<Duration>> + Send,
+{
+    let begun = Instant::now();
+    let until = begun + Duration::from_secs(seconds);
+    let mut running = JoinSet::new();
+    for _ in 0..callers {
+        let call = call.clone();
+        running.spawn(async move {
+            let mut took = Vec::new();
+            while Instant::now() < until {
+                took.push(call().await?);
+            }
+            anyhow::Ok(took)
+        });
+    }
+    let mut took = Vec::new();
+    while let Some(done) = running.join_next().await {
+        took.extend(done??);
+    }
+    took.sort();
+    Ok((took.len() as f64 / begun.elapsed().as_secs_f64(), took))
+}
+
+fn task() -> pb::PlaceRequest {
+    pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Task.into(),
+        ..pb::PlaceRequest::default()
+    }
+}
+
+async fn singles(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {
+    let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
+    let pair = move || {
+        let mut placements = placements.clone();
+        async move {
+            let begun = Instant::now();
+            let lease_token = placements.place(task()).await?.into_inner().lease_token;
+            let took = begun.elapsed();
+            placements.release(pb::ReleaseRequest { lease_token }).await?;
+            Ok(took)
+        }
+    };
+    repeated(callers, 1, pair.clone()).await?;
+    let (rate, took) = repeated(callers, seconds, pair).await?;
+    let p99 = took.get(took.len() * 99 / 100).context("none was placed")?;
+    Ok((rate, p99.as_secs_f64() * 1e3))
+}
+
+async fn batches(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {
+    let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
+    let (rate, took) = repeated(callers, seconds, move || {
+        let mut placements = placements.clone();
+        async move {
+            let items = (0..BATCH).map(|_| pb::PlaceItem { request: Some(task()), group: 0 }).collect();
+            let begun = Instant::now();
+            let results = placements.place_many(pb::PlaceManyRequest { items }).await?.into_inner().results;
+            let took = begun.elapsed();
+            let tokens = results.into_iter().filter_map(|result| match result.result {
+                Some(pb::place_result::Result::Placed(placed)) => Some(placed.lease_token),
+                _ => None,
+            });
+            let lease_tokens: Vec<_> = tokens.collect();
+            ensure!(lease_tokens.len() == BATCH, "not all were placed");
+            placements.release_many(pb::ReleaseManyRequest { lease_tokens }).await?;
+            Ok(took)
+        }
+    })
+    .await?;
+    let placing: Duration = took.iter().sum();
+    let placed = (took.len() * BATCH * callers) as f64 / placing.as_secs_f64();
+    Ok((rate * BATCH as f64, placed))
+}
+
+/// Workloads from `Submit` to assigned: the answer comes when they are, for there is room.
+async fn submits(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<f64> {
+    let workloads = WorkloadsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
+    let last = Arc::new(AtomicUsize::new(0));
+    let (rate, _) = repeated(callers, seconds, move || {
+        let (mut workloads, last) = (workloads.clone(), last.clone());
+        async move {
+            let workload_id = WorkloadId::new().to_string();
+            let spec = pb::WorkloadSpec {
+                team: "main".to_owned(),
+                kind: pb::WorkloadKind::Task.into(),
+                stdin: pb::StdinMode::None.into(),
+                output: pb::OutputMode::Spooled.into(),
+                privilege: pb::Privilege::Confined.into(),
+                network: pb::Network::Host.into(),
+                image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
+                command: vec![b"true".to_vec().into()],
+                platform: "linux".to_owned(),
+                ..pb::WorkloadSpec::default()
+            };
+            let begun = Instant::now();
+            workloads
+                .submit(pb::SubmitRequest { workload_id: workload_id.clone(), spec: Some(spec) })
+                .await?;
+            let took = begun.elapsed();
+            if last.fetch_add(1, Ordering::Relaxed).is_multiple_of(1000) {
+                let get = pb::GetRequest { team: "main".to_owned(), workload_id };
+                let workload = workloads.get(get).await?.into_inner().workload.context("it is known")?;
+                ensure!(workload.state() == pb::WorkloadState::Assigned, "{:?}", workload.state());
+            }
+            Ok(took)
+        }
+    })
+    .await?;
+    Ok(rate)
+}
+
+/// A worker in the cache of the baseline.
+#[derive(Debug, Clone)]
+struct Cached {
+    name: String,
+    platform: String,
+    tags: Vec<String>,
+    build_containers: usize,
+}
+
+async fn cached(
+    database: &DatabaseConnection,
+    count: usize,
+    limited: bool,
+    seconds: u64,
+) -> anyhow::Result<f64> {
+    let workers: Arc<[Cached]> = (1..=count)
+        .map(|n| Cached {
+            name: format!("worker-{n}"),
+            platform: "linux".to_owned(),
+            tags: Vec::new(),
+            build_containers: 0,
+        })
+        .collect();
+    let database = database.clone();
+    let (rate, _) = repeated(16, seconds, move || {
+        let (workers, database) = (workers.clone(), database.clone());
+        async move {
+            let begun = Instant::now();
+            place_cached(&workers, &database, limited).await?;
+            Ok(begun.elapsed())
+        }
+    })
+    .await?;
+    Ok(rate)
+}
+
+async fn place_cached(
+    workers: &[Cached],
+    database: &DatabaseConnection,
+    limited: bool,
+) -> anyhow::Result<()> {
+    let run = async |sql: &str, values: Vec<Value>| {
+        let statement = Statement::from_sql_and_values(DbBackend::Postgres, sql, values);
+        database.execute_raw(statement).await.map(|done| done.rows_affected())
+    };
+    let mut candidates: Vec<_> = workers
+        .iter()
+        .filter(|worker| worker.platform == "linux" && worker.tags.is_empty())
+        .cloned()
+        .collect();
+    candidates.shuffle(&mut rand::rng());
+    if limited {
+        let mut counted = Vec::with_capacity(candidates.len());
+        for worker in candidates {
+            let sql = "SELECT active_tasks FROM cached_workers WHERE name = $1";
+            let values = [Value::from(worker.name.clone())];
+            let row = database
+                .query_one_raw(Statement::from_sql_and_values(DbBackend::Postgres, sql, values))
+                .await?;
+            let active: i64 = row.context("a worker")?.try_get("", "active_tasks")?;
+            counted.push((active, worker));
+        }
+        counted.sort_by_key(|(active, _)| *active);
+        candidates = counted.into_iter().map(|(_, worker)| worker).collect();
+    } else {
+        candidates.sort_by_key(|worker| worker.build_containers);
+    }
+    for worker in candidates {
+        let name = Value::from(worker.name);
+        if limited {
+            let sql = "UPDATE cached_workers SET active_tasks = active_tasks + 1 WHERE name = $1 AND active_tasks < 1000";
+            if run(sql, vec![name.clone()]).await? == 0 {
+                continue;
+            }
+        }
+        let id = Value::from(Uuid::now_v7());
+        run(
+            "INSERT INTO cached_containers (id, worker, state) VALUES ($1, $2, 'creating')",
+            vec![id.clone(), name.clone()],
+        )
+        .await?;
+        if limited {
+            run("UPDATE cached_workers SET active_tasks = active_tasks - 1 WHERE name = $1", vec![name])
+                .await?;
+        }
+        return Ok(());
+    }
+    anyhow::bail!("no worker has room")
+}
