@@ -23,13 +23,16 @@ use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait,
-    ExprTrait, QueryFilter, Set,
+    ExprTrait, QueryFilter, Select, Set,
 };
 
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy, Kind, State, StopReason};
 use crate::entity::{to_json, worker};
 use crate::placement::{self, Demand};
+
+/// Written out, as in the partial indexes of the table: for a parameter in its place SQLite would plan the statement anew each time.
+const NOT_ENDED: &str = "state <> 'ended'";
 
 /// A driven lease cannot be kept.
 #[derive(Debug, thiserror::Error)]
@@ -171,13 +174,15 @@ pub(crate) async fn live_tasks(
     worker: WorkerId,
     incarnation: Incarnation,
 ) -> Result<Vec<lease::Model>, DbErr> {
+    live_tasks_of(worker, incarnation).all(db).await
+}
+
+fn live_tasks_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::Entity> {
     lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker.uuid()))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::Kind.eq(Kind::Task))
         .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
-        .all(db)
-        .await
 }
 
 /// Lets the attempt under `lease` stop. A second wish can only shorten the grace, and the first reason stands.
@@ -198,7 +203,7 @@ pub(crate) async fn stop(
         .col_expr(lease::Column::StopReason, Expr::value(lease.stop_reason.unwrap_or(reason)))
         .col_expr(lease::Column::StopGraceUs, Expr::value(grace))
         .filter(lease::Column::Id.eq(lease.id))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .exec(txn)
         .await?;
     if stopped.rows_affected > 0 {
@@ -216,7 +221,7 @@ pub(crate) async fn raise_phase(
     let raised = lease::Entity::update_many()
         .col_expr(lease::Column::Phase, Expr::value(phase))
         .filter(lease::Column::Id.eq(lease.uuid()))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::Phase.lt(phase))
         .exec(txn)
         .await?;
@@ -236,7 +241,7 @@ pub(crate) async fn end(
         .col_expr(lease::Column::EndedAt, Expr::value(now.0))
         .col_expr(lease::Column::EndedBy, Expr::value(by))
         .filter(lease::Column::Id.eq(lease.uuid()))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .exec_with_returning(txn)
         .await?;
     let Some(lease) = ended.first() else { return Ok(false) };
@@ -291,7 +296,7 @@ pub(crate) async fn be_patient(
     lease::Entity::update_many()
         .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
         .filter(lease::Column::Kind.eq(Kind::Transfer))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.lt((now + term).0))
         .exec(txn)
         .await
@@ -305,7 +310,7 @@ pub(crate) async fn expire(txn: &DatabaseTransaction, now: Timestamp) -> Result<
         .col_expr(lease::Column::EndedAt, Expr::value(now.0))
         .col_expr(lease::Column::EndedBy, Expr::value(EndedBy::Lost))
         .filter(lease::Column::Kind.eq(Kind::Transfer))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .exec(txn)
         .await?;
@@ -315,7 +320,7 @@ pub(crate) async fn expire(txn: &DatabaseTransaction, now: Timestamp) -> Result<
 /// Whether a driven lease was not renewed in time.
 pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Result<bool, DbErr> {
     let expired = lease::Entity::find()
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.is_not_null())
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .one(db)
@@ -326,10 +331,30 @@ pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Re
 /// Forgets driven leases that ended before `before`; the others go with their workloads.
 pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
     lease::Entity::delete_many()
-        .filter(lease::Column::State.eq(State::Ended))
+        .filter(Expr::cust("state = 'ended'"))
         .filter(lease::Column::Kind.eq(Kind::Transfer))
         .filter(lease::Column::EndedAt.lt(before.0))
         .exec(txn)
         .await
         .map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use sea_orm::{DbBackend, QueryTrait, Statement};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn live_leases_are_found_by_their_index_before_it_is_known_what_is_asked_for() {
+        let database = testing::databases::sqlite();
+        let db = db::Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let asked = live_tasks_of(WorkerId::new(), Incarnation(1)).build(DbBackend::Sqlite);
+        // Without values: so it is planned once, for all that come.
+        let explain = format!("EXPLAIN QUERY PLAN {}", asked.sql);
+        let plan = db.read().query_one_raw(Statement::from_string(DbBackend::Sqlite, explain)).await;
+        let step = plan.expect("it is a statement").expect("it has a plan");
+        let step: String = step.try_get("", "detail").expect("a text");
+        assert!(step.contains("leases_live_of_worker"), "{step}");
+    }
 }

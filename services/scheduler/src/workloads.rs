@@ -18,6 +18,7 @@ use std::time::Duration;
 use domain::worker::LeaseClaims;
 use domain::workload::WorkloadSpec;
 use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
+use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, IntoActiveModel,
     QueryFilter, QueryOrder, QuerySelect, Set,
@@ -33,6 +34,9 @@ use crate::leases;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::outcome::{self, AttemptEnd, Ending, Next, Report};
 use crate::placement::Location;
+
+/// Written out, as in a partial index of the table: for a parameter in its place SQLite would plan the statement anew each time.
+const PENDING: &str = "state = 'pending'";
 
 /// What a caller submitted.
 #[derive(Debug, Clone)]
@@ -148,7 +152,7 @@ pub(crate) async fn anyone_pending(db: &impl ConnectionTrait) -> Result<bool, Db
     let one = workload::Entity::find()
         .select_only()
         .column(workload::Column::Id)
-        .filter(workload::Column::State.eq(State::Pending))
+        .filter(Expr::cust(PENDING))
         .limit(1)
         .into_tuple::<Uuid>()
         .one(db)
@@ -162,7 +166,7 @@ pub(crate) async fn pending(
     after: Option<Uuid>,
     limit: u64,
 ) -> Result<Vec<Model>, DbErr> {
-    let mut query = workload::Entity::find().filter(workload::Column::State.eq(State::Pending));
+    let mut query = workload::Entity::find().filter(Expr::cust(PENDING));
     if let Some(after) = after {
         query = query.filter(workload::Column::Sequence.gt(after));
     }
@@ -622,7 +626,7 @@ pub(crate) async fn next_deadline(db: &impl ConnectionTrait) -> Result<Option<Ti
     let queue = workload::Entity::find()
         .select_only()
         .column_as(workload::Column::QueueDeadline.min(), "deadline")
-        .filter(workload::Column::State.eq(State::Pending))
+        .filter(Expr::cust(PENDING))
         .filter(workload::Column::QueueDeadline.is_not_null());
     let run = workload::Entity::find()
         .select_only()
