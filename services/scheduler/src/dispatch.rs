@@ -7,6 +7,7 @@
 
 use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr};
+use tokio::sync::Notify;
 use tracing::Instrument;
 use uuid::Uuid;
 
@@ -52,10 +53,12 @@ pub(crate) enum Accepted {
     Pinning,
 }
 
-/// Accepts a workload, and places it at once where nothing has to be pinned. Repeating it changes nothing.
+/// Accepts a workload, and places it at once where nothing has to be pinned. Repeating it changes nothing. `to_pin`: is notified as soon as it
+/// is sure that there is something to pin.
 pub(crate) async fn submit(
     txn: &DatabaseTransaction,
     submission: &Submission,
+    to_pin: &Notify,
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<Accepted, SubmitError> {
@@ -63,7 +66,11 @@ pub(crate) async fn submit(
         if known.spec_digest != submission.digest.as_bytes() {
             return Err(SubmitError::Exists(submission.id));
         }
-        return Ok(if known.state == State::Accepted { Accepted::Pinning } else { Accepted::Queued });
+        if known.state != State::Accepted {
+            return Ok(Accepted::Queued);
+        }
+        to_pin.notify_one();
+        return Ok(Accepted::Pinning);
     }
     let demand = Demand::of(&submission.spec).asked_by(submission.id.uuid());
     let known_workers = workers::for_placement(txn).await?;
@@ -71,6 +78,7 @@ pub(crate) async fn submit(
         return Err(SubmitError::NoCompatibleWorker(refusals));
     }
     if submission.pins() {
+        to_pin.notify_one();
         let row = submission.row(State::Accepted, now);
         workloads::save(txn, row, Write::Insert, None, now, effects).await?;
         return Ok(Accepted::Pinning);

@@ -15,6 +15,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 use sea_orm::{ColumnTrait, DbErr, EntityTrait, QueryFilter, QueryOrder};
+use tokio::sync::Notify;
 
 use crate::config::Config;
 use crate::dispatch::{self, SubmitError};
@@ -216,7 +217,7 @@ impl World {
                 let id = again.filter(|_| dice.random_bool(0.2)).unwrap_or_else(WorkloadId::new);
                 let submission = Submission::new(id, spec(), None);
                 let submitted = self.db.write(async |txn| {
-                    dispatch::submit(&txn, &submission, now, &mut Effects::default()).await
+                    dispatch::submit(&txn, &submission, &Notify::new(), now, &mut Effects::default()).await
                 });
                 match submitted.await {
                     Ok(_) => {}

@@ -136,18 +136,15 @@ impl Scheduler {
         traceparent: Option<String>,
     ) -> Result<(), SubmitError> {
         let submission = Submission::new(id, spec, traceparent);
-        let checked = Notify::new();
+        let to_pin = Notify::new();
         let accepting = self.change(async |txn| {
-            let mut effects = Effects::default();
-            let accepted = dispatch::submit(&txn, &submission, Timestamp::now(), &mut effects).await?;
-            if accepted == Accepted::Pinning {
-                checked.notify_one();
-            }
+            let (now, mut effects) = (Timestamp::now(), Effects::default());
+            let accepted = dispatch::submit(&txn, &submission, &to_pin, now, &mut effects).await?;
             Ok::<_, SubmitError>((accepted, effects))
         });
-        // While the commit is under way. A pin without a workload goes as does any whose workload nobody remembers ([`crate::reconcile`]).
+        // While it is written down. A pin without a workload goes as does any whose workload nobody remembers ([`crate::reconcile`]).
         let pinning = async {
-            checked.notified().await;
+            to_pin.notified().await;
             self.store.pin(&submission).await
         };
         tokio::pin!(accepting, pinning);
@@ -248,6 +245,12 @@ impl Scheduler {
             Ok::<_, WorkloadError>(((), effects))
         })
         .await
+    }
+
+    /// Nothing, if `team` has such a workload.
+    pub(crate) async fn has(&self, team: &str, id: WorkloadId) -> Result<(), WorkloadError> {
+        let row = workloads::find(self.db.read(), id).await?.filter(|row| row.team == team);
+        row.map(drop).ok_or(WorkloadError::NotFound(id))
     }
 
     /// One workload as it is now.
