@@ -203,6 +203,7 @@ pub(crate) fn introduce(
         capacity: Some(pb::Capacity {
             max_tasks: config.max_tasks.unwrap_or(0),
             disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
+            ..pb::Capacity::default()
         }),
         protocol_versions: vec![PROTOCOL],
     }

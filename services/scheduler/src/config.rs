@@ -1,8 +1,12 @@
 //! Every setting of the scheduler.
 
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use anyhow::ensure;
+
+use crate::placement::Chains;
+use crate::registry::Limits;
 
 /// Settings of the scheduler. [`Config::new`] has the defaults.
 #[derive(Debug, Clone)]
@@ -34,6 +38,18 @@ pub struct Config {
     pub reconcile_every: Duration,
     /// How long a holder of pins may be unknown or finished here before it is settled.
     pub reconcile_grace: Duration,
+    /// By what workers are compared.
+    pub chains: Chains,
+    /// What limits workers have that do not say.
+    pub limits: Limits,
+    /// Teams that use no workers for all while they have some of their own.
+    pub keep_to_their_own: BTreeSet<String>,
+    /// How much more of the slots teams get than others, which have 1.
+    pub team_weights: HashMap<String, u32>,
+    /// After how long somebody who waits counts as one priority higher. Zero: never.
+    pub queue_aging: Duration,
+    /// For how long a worker that was lost or removed counts as one that may come back.
+    pub remember_lost: Duration,
     /// How often loops look at the database although nobody gave them a hint.
     pub poll: Duration,
 }
@@ -56,6 +72,12 @@ impl Config {
             keep_finished: Duration::from_secs(7 * 24 * 3600),
             reconcile_every: Duration::from_secs(60),
             reconcile_grace: Duration::from_secs(5 * 60),
+            chains: Chains::default(),
+            limits: Limits::default(),
+            keep_to_their_own: BTreeSet::new(),
+            team_weights: HashMap::new(),
+            queue_aging: Duration::from_secs(10 * 60),
+            remember_lost: Duration::from_secs(5 * 60),
             poll: Duration::from_secs(1),
         }
     }

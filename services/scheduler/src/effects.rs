@@ -11,12 +11,23 @@ use crate::outbox::Parcel;
 pub(crate) struct Effects {
     /// Something happened to these.
     pub(crate) workloads: Vec<WorkloadId>,
-    /// What these shall do changed.
+    /// What these shall do changed, or what placement knows of them.
     pub(crate) workers: Vec<WorkerId>,
     /// These were put into the outbox.
     pub(crate) parcels: Vec<Parcel>,
-    /// There is something to place, or room to place it.
-    pub(crate) dispatch: bool,
+    /// These wait for a worker from now on, or do not any more.
+    pub(crate) queued: Vec<WorkloadId>,
     /// A deadline was set.
     pub(crate) deadline: bool,
+}
+
+impl Effects {
+    /// These as well.
+    pub(crate) fn append(&mut self, mut other: Self) {
+        self.workloads.append(&mut other.workloads);
+        self.workers.append(&mut other.workers);
+        self.parcels.append(&mut other.parcels);
+        self.queued.append(&mut other.queued);
+        self.deadline |= other.deadline;
+    }
 }

@@ -50,7 +50,13 @@ pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
             .await?;
     }
     if leases::any_expired(scheduler.db.read(), now).await? {
-        scheduler.db.write(async |txn| leases::expire(&txn, now).await).await?;
+        scheduler
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                leases::expire(&txn, now, &mut effects).await?;
+                Ok::<_, DbErr>(((), effects))
+            })
+            .await?;
     }
     if workers::any_silent(scheduler.db.read(), &scheduler.config, now).await? {
         scheduler.db.write(async |txn| workers::notice_silence(&txn, &scheduler.config, now).await).await?;

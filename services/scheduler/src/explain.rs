@@ -1,17 +1,18 @@
 //! Explanations: what becomes of a workload as things are now, and what would change that. Only looks, and changes nothing.
 //!
-//! Judged by the same [`placement::choose`] that places it, after those before it in the queue got what they wait for.
+//! Judged by the same [`Index`] that places it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use domain::workload::WorkloadSpec;
-use domain::{ArtifactId, WorkerId, WorkloadId};
-use sea_orm::{ConnectionTrait, DbErr};
+use domain::{ArtifactId, Timestamp, WorkerId, WorkloadId};
+use sea_orm::DbErr;
+use uuid::Uuid;
 
 use crate::entity::workload::State;
-use crate::placement::{self, Choice, Demand, Location, Refusal, Worker};
-use crate::store::Store;
-use crate::{dispatch, workers, workloads};
+use crate::placement::{Choice, Demand, Index, Location, Refusal};
+use crate::service::Scheduler;
+use crate::workloads;
 
 /// What becomes of a workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,12 +68,9 @@ pub(crate) enum ExplainError {
     Database(#[from] DbErr),
 }
 
-/// What would become of `spec` if it were submitted now, with its inputs where `store` says that they are.
-pub(crate) async fn spec(
-    db: &impl ConnectionTrait,
-    store: &Store,
-    spec: &WorkloadSpec,
-) -> Result<Explanation, ExplainError> {
+/// What would become of `spec` if it were submitted now, with its inputs where the artifact store says that they are.
+pub(crate) async fn spec(scheduler: &Scheduler, spec: &WorkloadSpec) -> Result<Explanation, ExplainError> {
+    let store = &scheduler.store;
     let artifacts = spec.artifacts();
     let mut located = match artifacts.is_empty() {
         true => BTreeMap::new(),
@@ -88,9 +86,14 @@ pub(crate) async fn spec(
         locations.extend(found);
     }
 
-    let mut known = workers::for_placement(db).await?;
-    let ahead = dispatch::ahead(db, None, &mut known).await?;
-    let mut explanation = judge(&Demand::of(spec), &known, &locations);
+    scheduler.dispatch.catch_up().await;
+    let now = Timestamp::now();
+    let demand = Demand::of(spec, Uuid::now_v7());
+    let (is_behind, ahead) = {
+        let queue = scheduler.dispatch.queue();
+        (queue.is_before(&demand, 0, now), queue.ahead(0, now, Uuid::max()))
+    };
+    let mut explanation = judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, is_behind);
     if explanation.verdict == Verdict::NotNow {
         explanation.position = ahead + 1;
     }
@@ -99,32 +102,39 @@ pub(crate) async fn spec(
 
 /// What becomes of a workload that was submitted and waits.
 pub(crate) async fn workload(
-    db: &impl ConnectionTrait,
+    scheduler: &Scheduler,
     team: &str,
     id: WorkloadId,
 ) -> Result<Explanation, ExplainError> {
-    let row = workloads::find(db, id).await?.filter(|row| row.team == team);
+    scheduler.dispatch.catch_up().await;
+    let row = workloads::find(scheduler.db.read(), id).await?.filter(|row| row.team == team);
     let row = row.ok_or(ExplainError::NotFound(id))?;
     // One whose inputs are being pinned is not in the queue yet, but has its place there.
     if !matches!(row.state, State::Accepted | State::Pending) {
         return Err(ExplainError::NotQueued(id, row.state));
     }
-    let mut known = workers::for_placement(db).await?;
-    let ahead = dispatch::ahead(db, Some(row.sequence), &mut known).await?;
-    let demand = Demand::of(&workloads::spec(&row)?).asked_by(row.id);
-    let mut explanation = judge(&demand, &known, &workloads::locations(&row)?);
+    let demand = Demand::of(&workloads::spec(&row)?, row.id);
+    let locations = workloads::locations(&row)?;
+    let since = Timestamp(row.submitted_at);
+    let (is_behind, ahead) = {
+        let queue = scheduler.dispatch.queue();
+        let is_behind = queue.is_behind(&demand, row.priority, since, row.sequence);
+        (is_behind, queue.ahead(row.priority, since, row.sequence))
+    };
+    let mut explanation = judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, is_behind);
     explanation.position = ahead + 1;
     Ok(explanation)
 }
 
-fn judge(demand: &Demand, known: &[Worker], locations: &[Location]) -> Explanation {
-    let verdict = match placement::choose(demand, known, locations) {
-        Choice::Placed(_) => Verdict::Placed,
-        Choice::NotNow(_) => Verdict::NotNow,
-        Choice::Never(_) => Verdict::Never,
+/// `is_behind`: one that asks for the same waits before it.
+fn judge(workers: &mut Index, demand: &Demand, locations: &[Location], is_behind: bool) -> Explanation {
+    let verdict = match workers.choose(demand, locations) {
+        Choice::Placed(_) if !is_behind => Verdict::Placed,
+        Choice::Placed(_) | Choice::NotNow => Verdict::NotNow,
+        Choice::Never => Verdict::Never,
     };
-    let willing = placement::ranking(demand, known, locations);
-    let mut opinions: Vec<_> = willing
+    let mut opinions: Vec<_> = workers
+        .ranking(demand, locations)
         .into_iter()
         .map(|(worker, standing)| Opinion {
             worker: worker.id,
@@ -134,15 +144,14 @@ fn judge(demand: &Demand, known: &[Worker], locations: &[Location]) -> Explanati
         })
         .collect();
     let best = opinions.len();
-    opinions.extend(known.iter().filter_map(|worker| {
-        let refusals = placement::refusals(demand, worker);
-        (!refusals.is_empty()).then(|| Opinion {
+    opinions.extend(workers.opinions(demand).into_iter().filter(|(_, refusals)| !refusals.is_empty()).map(
+        |(worker, refusals)| Opinion {
             worker: worker.id,
             name: worker.name.clone(),
             refusals,
             standing: String::new(),
-        })
-    }));
+        },
+    ));
     opinions[best..].sort_by(|one, other| one.name.cmp(&other.name));
     let unblocked_by = if verdict == Verdict::Placed { Vec::new() } else { unblocked_by(demand, &opinions) };
     Explanation { verdict, position: 0, opinions, unblocked_by }
@@ -162,9 +171,9 @@ fn unblocked_by(demand: &Demand, opinions: &[Opinion]) -> Vec<String> {
     }
     let mut lines: Vec<_> = lines.into_iter().collect();
     if !waiting {
-        let mut asked = format!("platform {}", demand.platform);
-        if !demand.tags.is_empty() {
-            asked.push_str(&format!(", tags {}", demand.tags.join(", ")));
+        let mut asked = format!("platform {}", demand.shape.platform);
+        if !demand.shape.tags.is_empty() {
+            asked.push_str(&format!(", tags {}", demand.shape.tags.join(", ")));
         }
         lines.push(format!("a worker registers that can do it ({asked})"));
     }

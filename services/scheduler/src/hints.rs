@@ -3,9 +3,10 @@
 //! A hint is given after the commit, and nothing depends on it: whoever waits also looks at the database now and then, for
 //! another replica may have made the change.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use domain::{WorkerId, WorkloadId};
 use tokio::sync::{Notify, watch};
 use uuid::Uuid;
 
@@ -17,8 +18,17 @@ pub(crate) struct Hints(Arc<Inner>);
 struct Inner {
     /// By workload or worker.
     subscribers: Mutex<HashMap<Uuid, watch::Sender<()>>>,
+    changed: Mutex<Changed>,
     dispatch: Notify,
     timer: Notify,
+}
+
+/// What was changed in this process, and the dispatcher has not seen yet.
+#[derive(Debug, Default)]
+pub(crate) struct Changed {
+    pub(crate) workers: HashSet<WorkerId>,
+    /// These wait for a worker, or do not any more.
+    pub(crate) queued: HashSet<WorkloadId>,
 }
 
 impl Hints {
@@ -36,9 +46,35 @@ impl Hints {
         Subscription { id, receiver, hints: self.clone() }
     }
 
-    /// There is something to place, or room to place it.
+    /// The dispatcher shall look at these.
+    pub(crate) fn look_at(
+        &self,
+        workers: impl IntoIterator<Item = WorkerId>,
+        queued: impl IntoIterator<Item = WorkloadId>,
+    ) {
+        let mut changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
+        changed.workers.extend(workers);
+        changed.queued.extend(queued);
+        if !changed.workers.is_empty() || !changed.queued.is_empty() {
+            self.0.dispatch.notify_one();
+        }
+    }
+
+    /// What the dispatcher shall look at. Resolved: there is something.
     pub(crate) fn dispatch(&self) -> &Notify {
         &self.0.dispatch
+    }
+
+    /// Takes what the dispatcher shall look at.
+    pub(crate) fn take_changed(&self) -> Changed {
+        std::mem::take(&mut *self.0.changed.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// It could not be looked at; it is with the next look, which nobody hurries.
+    pub(crate) fn give_back(&self, unseen: Changed) {
+        let mut changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
+        changed.workers.extend(unseen.workers);
+        changed.queued.extend(unseen.queued);
     }
 
     /// A deadline was set.

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! Invariants:
-//! - A worker's `active_tasks` is the number of its leases of kind task that have not ended, and never exceeds its slots when one
-//!   is granted. [`take_slot`] raises it under a guard in the transaction that writes the lease, and [`end`] lowers it in
-//!   the one guarded update that ends the lease: once, however often it is called.
+//! - A worker's `active_tasks` is the number of its leases that take a slot and have not ended, and never exceeds its slots when one
+//!   is granted; what leases asked for is counted alike. [`crate::grants`] raises the counters under the worker's lock in the transaction
+//!   that writes the lease, and whoever ends one lowers them in the transaction of the one guarded update that ends it.
 //! - A workload has at most one live lease. A unique index enforces it.
 //!
 //! Where a lease has a workload, the workload's row is locked first; so what is read of the lease after that stays true.
@@ -22,14 +22,15 @@ use domain::worker::{Incarnation, LeaseClaims};
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
-    ActiveModelTrait, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait,
-    ExprTrait, QueryFilter, Select, Set,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
+    QueryOrder, QuerySelect, Select,
 };
 
 use crate::effects::Effects;
-use crate::entity::lease::{self, EndedBy, Kind, State, StopReason};
-use crate::entity::{to_json, worker};
-use crate::placement::{self, Demand};
+use crate::entity::lease::{self, EndedBy, State, StopReason};
+use crate::entity::worker;
+use crate::grants::Changes;
+use crate::placement::Placement;
 
 /// Written out, as in the partial indexes of the table: for a parameter in its place SQLite would plan the statement anew each time.
 const NOT_ENDED: &str = "state <> 'ended'";
@@ -58,108 +59,14 @@ pub(crate) fn claims(lease: &lease::Model) -> LeaseClaims {
     }
 }
 
-/// Takes one slot of `worker`, and answers the generation of its desired state from then on. `None`: something changed since it
-/// was looked at, look again.
-pub(crate) async fn take_slot(
-    txn: &DatabaseTransaction,
-    worker: &placement::Worker,
-) -> Result<Option<i64>, DbErr> {
-    let room = Condition::any()
-        .add(worker::Column::MaxTasks.is_null())
-        .add(Expr::col(worker::Column::ActiveTasks).lt(Expr::col(worker::Column::MaxTasks)));
-    let taken = usable(worker)
-        .col_expr(worker::Column::ActiveTasks, Expr::col(worker::Column::ActiveTasks).add(1))
-        .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation).add(1))
-        .filter(room)
-        .exec_with_returning(txn)
-        .await?;
-    Ok(taken.first().map(|worker| worker.generation))
-}
-
-/// An update of `worker` that changes nothing unless it may still get work.
-fn usable(worker: &placement::Worker) -> sea_orm::UpdateMany<worker::Entity> {
-    worker::Entity::update_many()
-        .filter(worker::Column::Id.eq(worker.id.uuid()))
-        .filter(worker::Column::State.eq(worker::State::Running))
-        .filter(worker::Column::Desired.eq(worker::Desired::Run))
-        .filter(worker::Column::Incarnation.eq(i64::try_from(worker.incarnation.0).unwrap_or(i64::MAX)))
-}
-
-/// Writes the lease for an attempt, whose slot was taken in this transaction.
-pub(crate) async fn grant_task(
-    txn: &DatabaseTransaction,
-    worker: &placement::Worker,
-    generation: i64,
-    team: &str,
-    workload: WorkloadId,
-    (lease, attempt): (LeaseId, AttemptId),
-    now: Timestamp,
-) -> Result<(), DbErr> {
-    let row = lease::ActiveModel {
-        kind: Set(Kind::Task),
-        generation: Set(generation),
-        workload_id: Set(Some(workload.uuid())),
-        attempt_id: Set(Some(attempt.uuid())),
-        ..granted(lease, worker, team, now)
-    };
-    lease::Entity::insert(row).exec_without_returning(txn).await.map(|_| ())
-}
-
-/// Grants a lease that its holder drives. `None`: something about the worker changed since it was looked at, look again.
-pub(crate) async fn grant_transfer(
-    txn: &DatabaseTransaction,
-    worker: &placement::Worker,
-    demand: &Demand,
-    lease: LeaseId,
-    now: Timestamp,
-    term: Duration,
-) -> Result<Option<lease::Model>, DbErr> {
-    // Locks the row until the commit, so that it cannot begin a new incarnation in between.
-    let same = usable(worker)
-        .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation))
-        .exec(txn)
-        .await?;
-    if same.rows_affected == 0 {
-        return Ok(None);
-    }
-    let row = lease::ActiveModel {
-        kind: Set(Kind::Transfer),
-        request: Set(request(demand)?),
-        expires_at: Set(Some((now + term).0)),
-        ..granted(lease, worker, &demand.team, now)
-    };
-    row.insert(txn).await.map(Some)
-}
-
-/// What a driven lease was asked for, to tell a repeat from another request.
-fn request(demand: &Demand) -> Result<String, DbErr> {
-    to_json(&(&demand.team, &demand.platform, &demand.tags))
-}
-
-/// Whether `lease` is live and was granted for `demand`.
-pub(crate) fn answers(lease: &lease::Model, demand: &Demand) -> Result<bool, DbErr> {
-    Ok(lease.kind == Kind::Transfer && lease.state == State::Granted && lease.request == request(demand)?)
-}
-
-fn granted(lease: LeaseId, worker: &placement::Worker, team: &str, now: Timestamp) -> lease::ActiveModel {
-    lease::ActiveModel {
-        id: Set(lease.uuid()),
-        worker_id: Set(worker.id.uuid()),
-        incarnation: Set(i64::try_from(worker.incarnation.0).unwrap_or(i64::MAX)),
-        kind: Set(Kind::Task),
-        team: Set(team.to_owned()),
-        state: Set(State::Granted),
-        generation: Set(0),
-        workload_id: Set(None),
-        attempt_id: Set(None),
-        phase: Set(0),
-        stop_reason: Set(None),
-        stop_grace_us: Set(None),
-        request: Set(String::new()),
-        expires_at: Set(None),
-        granted_at: Set(now.0),
-        ended_at: Set(None),
-        ended_by: Set(None),
+/// What the token of a driven lease claims that is granted on the worker of `placement`.
+pub(crate) fn driven_claims(lease: LeaseId, placement: &Placement, team: &str) -> LeaseClaims {
+    LeaseClaims {
+        lease,
+        worker: placement.worker,
+        incarnation: placement.incarnation,
+        team: team.to_owned(),
+        attempt: None,
     }
 }
 
@@ -181,7 +88,7 @@ fn live_tasks_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::En
     lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker.uuid()))
         .filter(Expr::cust(NOT_ENDED))
-        .filter(lease::Column::Kind.eq(Kind::Task))
+        .filter(lease::Column::WorkloadId.is_not_null())
         .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
 }
 
@@ -207,7 +114,7 @@ pub(crate) async fn stop(
         .exec(txn)
         .await?;
     if stopped.rows_affected > 0 {
-        raise_generation(txn, lease.worker_id, 0, effects).await?;
+        raise_generation(txn, lease.worker_id, effects).await?;
     }
     Ok(())
 }
@@ -244,24 +151,30 @@ pub(crate) async fn end(
         .filter(Expr::cust(NOT_ENDED))
         .exec_with_returning(txn)
         .await?;
-    let Some(lease) = ended.first() else { return Ok(false) };
-    if lease.kind == Kind::Task {
-        raise_generation(txn, lease.worker_id, 1, effects).await?;
-        effects.dispatch = true;
-    }
-    Ok(true)
+    freed(txn, &ended, effects).await?;
+    Ok(!ended.is_empty())
 }
 
-/// What `worker` shall do changes, and `freed` of its slots are free again.
+/// Gives what these leases took back to their workers: they ended in this transaction.
+async fn freed(
+    txn: &DatabaseTransaction,
+    ended: &[lease::Model],
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let mut changes = Changes::default();
+    ended.iter().for_each(|lease| changes.give_back(lease));
+    effects.workers.extend(changes.lock_and_write(txn).await?);
+    Ok(())
+}
+
+/// What `worker` shall do changes.
 async fn raise_generation(
     txn: &DatabaseTransaction,
     worker: uuid::Uuid,
-    freed: i64,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     worker::Entity::update_many()
         .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation).add(1))
-        .col_expr(worker::Column::ActiveTasks, Expr::col(worker::Column::ActiveTasks).sub(freed))
         .filter(worker::Column::Id.eq(worker))
         .exec(txn)
         .await?;
@@ -295,7 +208,7 @@ pub(crate) async fn be_patient(
 ) -> Result<(), DbErr> {
     lease::Entity::update_many()
         .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
-        .filter(lease::Column::Kind.eq(Kind::Transfer))
+        .filter(lease::Column::WorkloadId.is_null())
         .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.lt((now + term).0))
         .exec(txn)
@@ -304,17 +217,29 @@ pub(crate) async fn be_patient(
 }
 
 /// Ends the driven leases that were not renewed in time.
-pub(crate) async fn expire(txn: &DatabaseTransaction, now: Timestamp) -> Result<u64, DbErr> {
-    let expired = lease::Entity::update_many()
+pub(crate) async fn expire(
+    txn: &DatabaseTransaction,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let mut late = lease::Entity::find()
+        .filter(lease::Column::WorkloadId.is_null())
+        .filter(Expr::cust(NOT_ENDED))
+        .filter(lease::Column::ExpiresAt.lte(now.0))
+        .order_by_asc(lease::Column::Id)
+        .lock_exclusive()
+        .all(txn)
+        .await?;
+    // One that was renewed before it was locked is not late any more.
+    late.retain(|lease| lease.state != State::Ended && lease.expires_at.is_some_and(|at| at <= now.0));
+    lease::Entity::update_many()
         .col_expr(lease::Column::State, Expr::value(State::Ended))
         .col_expr(lease::Column::EndedAt, Expr::value(now.0))
         .col_expr(lease::Column::EndedBy, Expr::value(EndedBy::Lost))
-        .filter(lease::Column::Kind.eq(Kind::Transfer))
-        .filter(Expr::cust(NOT_ENDED))
-        .filter(lease::Column::ExpiresAt.lte(now.0))
+        .filter(lease::Column::Id.is_in(late.iter().map(|lease| lease.id)))
         .exec(txn)
         .await?;
-    Ok(expired.rows_affected)
+    freed(txn, &late, effects).await
 }
 
 /// Whether a driven lease was not renewed in time.
@@ -332,7 +257,7 @@ pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Re
 pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
     lease::Entity::delete_many()
         .filter(Expr::cust("state = 'ended'"))
-        .filter(lease::Column::Kind.eq(Kind::Transfer))
+        .filter(lease::Column::WorkloadId.is_null())
         .filter(lease::Column::EndedAt.lt(before.0))
         .exec(txn)
         .await

@@ -19,15 +19,18 @@ mod events;
 mod expire;
 mod explain;
 mod gauges;
+mod grants;
 mod grpc;
 mod hints;
 mod leases;
 mod outbox;
 mod outcome;
 mod placement;
+mod queue;
 #[cfg(test)]
 mod random_operations;
 mod reconcile;
+mod registry;
 mod service;
 mod store;
 mod workers;
@@ -49,7 +52,10 @@ use server::{Host, Listener};
 use tokio::sync::Semaphore;
 
 pub use config::Config;
+pub use placement::{Chain, Chains, ParseChainError, Strategy};
+pub use registry::Limits;
 
+use crate::dispatch::Dispatcher;
 use crate::entity::signing_key;
 use crate::service::Scheduler;
 
@@ -59,8 +65,10 @@ const MESSAGE_LIMIT: usize = 16 << 20;
 struct Schema;
 
 impl Migrations for Schema {
-    const ALL: &'static [SqlMigration] =
-        &[SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") }];
+    const ALL: &'static [SqlMigration] = &[
+        SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") },
+        SqlMigration { name: "0003_grants", sql: include_str!("migrations/0003_grants.sql") },
+    ];
 }
 
 /// Brings a database to the schema of this version.
@@ -86,17 +94,20 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     };
     taken_up.await.context("cannot take up what the last start left")?;
 
+    let config = Arc::new(config);
+    let (dispatch, dispatcher) = Dispatcher::new(db.clone(), config.clone());
     let scheduler = Scheduler {
         db,
-        config: Arc::new(config),
+        config,
         signer,
         store,
         deliveries: Arc::new(Semaphore::new(outbox::DELIVERIES)),
         hints: hints::Hints::default(),
+        dispatch,
         tasks: host.tasks(),
         stopping: host.stopping(),
     };
-    host.spawn(dispatch::dispatch_forever(scheduler.clone()));
+    host.spawn(dispatch::dispatch_forever(dispatcher, scheduler.clone()));
     host.spawn(expire::expire_forever(scheduler.clone()));
     host.spawn(outbox::redeliver_forever(scheduler.clone()));
     host.spawn(reconcile::reconcile_forever(scheduler.clone()));

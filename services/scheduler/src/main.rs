@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{ArgMatches, Args, FromArgMatches, Parser};
-use scheduler::Config;
+use scheduler::{Chain, Chains, Config, Limits};
 use server::settings::{duration, term};
 use server::{Host, ListenArgs, Starting};
 
@@ -64,9 +64,109 @@ struct Arguments {
     /// How long the artifact store may hold something for a workload that is unknown or finished here, before that is ended
     #[arg(long, env = "GANTRY_RECONCILE_GRACE", value_name = "DURATION", default_value = "5m", value_parser = duration)]
     reconcile_grace: Duration,
+    /// By what workers are compared, the first that differs decides: volume-locality, fewest-build-containers, limit-active-tasks,
+    /// limit-active-containers, limit-active-volumes, random
+    #[arg(
+        long,
+        env = "GANTRY_PLACEMENT_STRATEGY",
+        value_name = "STRATEGIES",
+        default_value = "volume-locality,limit-active-tasks",
+        help_heading = "Placement"
+    )]
+    placement_strategy: Chain,
+    /// The same for what has no inputs
+    #[arg(
+        long,
+        env = "GANTRY_PLACEMENT_STRATEGY_WITHOUT_INPUTS",
+        value_name = "STRATEGIES",
+        default_value = "limit-active-tasks",
+        help_heading = "Placement"
+    )]
+    placement_strategy_without_inputs: Chain,
+    /// The same for checks
+    #[arg(
+        long,
+        env = "GANTRY_PLACEMENT_STRATEGY_CHECKS",
+        value_name = "STRATEGIES",
+        default_value = "limit-active-tasks",
+        help_heading = "Placement"
+    )]
+    placement_strategy_checks: Chain,
+    /// How much may run at a time on a worker that does not say. Default: no limit
+    #[arg(
+        long,
+        env = "GANTRY_MAX_TASKS_PER_WORKER",
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..),
+        help_heading = "Placement"
+    )]
+    max_tasks_per_worker: Option<u32>,
+    /// How many containers may be on a worker that does not say, those that are kept included. Default: no limit
+    #[arg(
+        long,
+        env = "GANTRY_MAX_CONTAINERS_PER_WORKER",
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..),
+        help_heading = "Placement"
+    )]
+    max_containers_per_worker: Option<u32>,
+    /// How many volumes may be on a worker that does not say. Default: no limit
+    #[arg(
+        long,
+        env = "GANTRY_MAX_VOLUMES_PER_WORKER",
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..),
+        help_heading = "Placement"
+    )]
+    max_volumes_per_worker: Option<u32>,
+    /// A team that has workers of its own, and never uses those that are for all, even while its own are full. May be repeated
+    #[arg(
+        long = "team-keeps-to-its-own",
+        env = "GANTRY_TEAMS_KEEP_TO_THEIR_OWN",
+        value_name = "TEAM",
+        value_delimiter = ',',
+        help_heading = "Placement"
+    )]
+    keep_to_their_own: Vec<String>,
+    /// How much more of the slots a team gets than others, which have 1, while all of them wait: TEAM=WEIGHT. May be repeated
+    #[arg(
+        long = "team-weight",
+        env = "GANTRY_TEAM_WEIGHTS",
+        value_name = "TEAM=WEIGHT",
+        value_delimiter = ',',
+        value_parser = weight,
+        help_heading = "Placement"
+    )]
+    team_weights: Vec<(String, u32)>,
+    /// After how long somebody who waits counts as one priority higher. 0s: never, so that a low priority may wait for ever
+    #[arg(
+        long,
+        env = "GANTRY_QUEUE_AGING",
+        value_name = "DURATION",
+        default_value = "10m",
+        value_parser = duration,
+        help_heading = "Placement"
+    )]
+    queue_aging: Duration,
+    /// For how long a worker that was lost or removed counts as one that may come back: what only it could do waits
+    #[arg(
+        long,
+        env = "GANTRY_REMEMBER_LOST",
+        value_name = "DURATION",
+        default_value = "5m",
+        value_parser = duration,
+        help_heading = "Placement"
+    )]
+    remember_lost: Duration,
     /// How often the database is looked at although nobody gave a hint: what another replica did is seen after that at the latest
     #[arg(long, env = "GANTRY_POLL_INTERVAL", value_name = "DURATION", default_value = "1s", value_parser = term)]
     poll_interval: Duration,
+}
+
+fn weight(text: &str) -> Result<(String, u32), String> {
+    let (team, weight) = text.split_once('=').ok_or("must be TEAM=WEIGHT")?;
+    let weight = weight.parse().ok().filter(|weight| *weight > 0);
+    Ok((team.to_owned(), weight.ok_or("the weight must be a whole number from 1 on")?))
 }
 
 fn main() -> ExitCode {
@@ -120,6 +220,20 @@ impl Arguments {
             reconcile_every: self.reconcile_interval,
             reconcile_grace: self.reconcile_grace,
             poll: self.poll_interval,
+            chains: Chains {
+                builds: self.placement_strategy.clone(),
+                without_inputs: self.placement_strategy_without_inputs.clone(),
+                checks: self.placement_strategy_checks.clone(),
+            },
+            limits: Limits {
+                tasks: self.max_tasks_per_worker,
+                containers: self.max_containers_per_worker,
+                volumes: self.max_volumes_per_worker,
+            },
+            keep_to_their_own: self.keep_to_their_own.iter().cloned().collect(),
+            team_weights: self.team_weights.iter().cloned().collect(),
+            queue_aging: self.queue_aging,
+            remember_lost: self.remember_lost,
         }
     }
 }

@@ -14,22 +14,22 @@ use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
-use sea_orm::{ColumnTrait, DbErr, EntityTrait, QueryFilter, QueryOrder};
-use tokio::sync::Notify;
+use sea_orm::{ColumnTrait, EntityTrait, QueryFilter, QueryOrder};
 
 use crate::config::Config;
-use crate::dispatch::{self, SubmitError};
+use crate::dispatch::{Ask, Dispatcher, PlaceError, Request, SubmitError};
 use crate::effects::Effects;
+use crate::entity::lease::Kind;
 use crate::entity::{event, from_json, lease, worker, workload};
 use crate::events::Event;
 use crate::leases::{self, RenewError};
 use crate::outcome::{AttemptEnd, Report};
-use crate::placement::{self, Choice, Demand};
-use crate::service::is_duplicate;
+use crate::placement::{Process, Purpose, Resources, Shape};
 use crate::workers::{self, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
 const WORKERS: usize = 3;
+const REPLICAS: usize = 2;
 const ROUNDS: usize = 60;
 const AT_ONCE: usize = 6;
 
@@ -54,6 +54,7 @@ struct Seen {
 struct World {
     db: Database,
     config: Arc<Config>,
+    dispatchers: Arc<[tokio::sync::Mutex<Dispatcher>]>,
     seen: Arc<Mutex<Seen>>,
 }
 
@@ -116,6 +117,23 @@ fn spec() -> WorkloadSpec {
     }
 }
 
+fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
+    let process = Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] };
+    let shape = Shape {
+        team: "main".to_owned(),
+        platform: "linux".to_owned(),
+        tags: vec![],
+        process: kind.takes_a_slot().then_some(process),
+        requests: Resources {
+            memory_bytes: if kind.takes_a_slot() { 10 } else { 0 },
+            ..Resources::default()
+        },
+        purpose: Purpose::WithoutInputs,
+    };
+    let demand = Arc::new(shape.asked_by(lease.uuid()));
+    Ask { lease, kind, demand, locations: Arc::default(), request: String::new(), group }
+}
+
 fn max_tasks(worker: usize) -> Option<u32> {
     [Some(1), Some(3), None][worker]
 }
@@ -144,7 +162,11 @@ impl World {
                 capabilities: vec![],
                 resource_types: vec![],
             },
-            capacity: Capacity { max_tasks: max_tasks(worker), disk_bytes: 0 },
+            capacity: Capacity {
+                max_tasks: max_tasks(worker),
+                memory_bytes: Some(25),
+                ..Capacity::default()
+            },
         };
         let session = self
             .db
@@ -171,11 +193,11 @@ impl World {
                 if !workers::is_orphan(&*txn, &lease).await? {
                     return Ok(());
                 }
-                match lease.kind {
-                    lease::Kind::Task => {
+                match lease.is_driven() {
+                    false => {
                         workloads::lose_attempt(&txn, &lease, AttemptEnd::WorkerLost, now, &mut effects).await
                     }
-                    lease::Kind::Transfer => {
+                    true => {
                         let id = LeaseId::from_uuid(lease.id);
                         leases::end(&txn, id, lease::EndedBy::Lost, now, &mut effects).await.map(|_| ())
                     }
@@ -189,7 +211,7 @@ impl World {
     async fn learn(&self) {
         let live = lease::Entity::find()
             .filter(lease::Column::State.ne(lease::State::Ended))
-            .filter(lease::Column::Kind.eq(lease::Kind::Task))
+            .filter(lease::Column::WorkloadId.is_not_null())
             .all(self.db.read())
             .await
             .expect("leases");
@@ -215,16 +237,11 @@ impl World {
             Operation::Submit => {
                 let again = self.seen(|seen| seen.workloads.choose(&mut dice).copied());
                 let id = again.filter(|_| dice.random_bool(0.2)).unwrap_or_else(WorkloadId::new);
-                let submission = Submission::new(id, spec(), None);
-                let submitted = self.db.write(async |txn| {
-                    dispatch::submit(&txn, &submission, &Notify::new(), now, &mut Effects::default()).await
-                });
-                match submitted.await {
-                    Ok(_) => {}
+                let submission = Arc::new(Submission::new(id, spec(), None));
+                match self.ask(&mut dice, now, |answer| Request::Submit(submission, answer)).await {
+                    Ok(()) => {}
                     // All of them are lost.
                     Err(SubmitError::NoCompatibleWorker(_)) => return,
-                    // Two at once with one id: the service looks again.
-                    Err(SubmitError::Database(error)) if is_duplicate(&error) => {}
                     Err(error) => panic!("submit: {error}"),
                 }
                 self.seen(|seen| {
@@ -234,13 +251,10 @@ impl World {
                 });
             }
             Operation::Dispatch => {
-                for row in workloads::pending(self.db.read(), None, 10).await.expect("the queue") {
-                    let id = WorkloadId::from_uuid(row.id);
-                    let placed = self.db.write(async |txn| {
-                        dispatch::place_pending(&txn, id, now, &mut Effects::default()).await
-                    });
-                    placed.await.expect("placed or not");
-                }
+                let mut dispatcher = self.dispatcher(&mut dice).await;
+                let mut effects = Effects::default();
+                dispatcher.catch_up(&mut effects).await.expect("the database answers");
+                dispatcher.take_turns(now, &mut effects).await.expect("placed or not");
             }
             Operation::Start => {
                 let Some(claims) = claims else { return };
@@ -329,30 +343,42 @@ impl World {
                     });
                     stopped.await.expect("stopped");
                 }
-                self.db.write(async |txn| leases::expire(&txn, now).await).await.expect("expired");
+                let expired =
+                    self.db.write(async |txn| leases::expire(&txn, now, &mut Effects::default()).await);
+                expired.await.expect("expired");
             }
             Operation::PlaceDriven => {
-                let demand = Demand {
-                    team: "main".to_owned(),
-                    platform: "linux".to_owned(),
-                    tags: vec![],
-                    process: None,
-                    asked_by: uuid::Uuid::nil(),
-                };
-                let id = LeaseId::new();
-                let term = self.config.lease_term;
-                let granted = self.db.write(async |txn| {
-                    let known = workers::for_placement(&*txn).await?;
-                    match placement::choose(&demand, &known, &[]) {
-                        Choice::Placed(placement) => {
-                            leases::grant_transfer(&txn, placement.worker, &demand, id, now, term).await
-                        }
-                        Choice::NotNow(_) | Choice::Never(_) => Ok::<_, DbErr>(None),
-                    }
-                });
-                if let Some(lease) = granted.await.expect("granted or not") {
-                    self.seen(|seen| seen.driven.push(leases::claims(&lease)));
+                let kinds = [Kind::Task, Kind::Check, Kind::Transfer];
+                let group = dice.random_bool(0.3).then_some(1);
+                let count = dice.random_range(1..4);
+                let again = self.seen(|seen| seen.driven.choose(&mut dice).map(|claims| claims.lease));
+                let mut asks: Vec<_> = (0..count)
+                    .map(|_| ask(LeaseId::new(), *kinds.choose(&mut dice).expect("a kind"), group))
+                    .collect();
+                if let Some(again) = again.filter(|_| dice.random_bool(0.2)) {
+                    asks[0].lease = again;
                 }
+                let placed = self.ask(&mut dice, now, |answer| Request::Place(asks, answer)).await;
+                let granted: Vec<_> = placed.iter().filter_map(|placed| placed.as_ref().ok()).collect();
+                if group.is_some() && again.is_none() {
+                    assert!(
+                        granted.is_empty() || granted.len() == placed.len(),
+                        "half of a group was granted"
+                    );
+                }
+                for placed in &placed {
+                    match placed {
+                        Ok(_)
+                        | Err(
+                            PlaceError::AllWorkersBusy(_)
+                            | PlaceError::NoCompatibleWorker(_)
+                            | PlaceError::Exists,
+                        ) => {}
+                        Err(error) => panic!("place: {error}"),
+                    }
+                }
+                let granted: Vec<_> = granted.into_iter().map(|granted| granted.claims.clone()).collect();
+                self.seen(|seen| seen.driven.extend(granted));
             }
             Operation::RenewDriven => {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
@@ -365,13 +391,33 @@ impl World {
             }
             Operation::ReleaseDriven => {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
-                let released = self.db.write(async |txn| {
-                    let by = lease::EndedBy::Reported;
-                    leases::end(&txn, claims.lease, by, now, &mut Effects::default()).await
-                });
-                released.await.expect("released");
+                let leases = vec![claims.lease];
+                let released = self.ask(&mut dice, now, |answer| Request::Release(leases, answer)).await;
+                released.expect("released");
             }
         }
+    }
+
+    /// The dispatcher of one of the replicas.
+    async fn dispatcher(&self, dice: &mut StdRng) -> tokio::sync::MutexGuard<'_, Dispatcher> {
+        self.dispatchers[dice.random_range(0..REPLICAS)].lock().await
+    }
+
+    /// Asks one of the replicas, which knows what the others did, or not.
+    async fn ask<T>(
+        &self,
+        dice: &mut StdRng,
+        now: Timestamp,
+        request: impl FnOnce(tokio::sync::oneshot::Sender<T>) -> Request,
+    ) -> T {
+        let (answer, answered) = tokio::sync::oneshot::channel();
+        let mut dispatcher = self.dispatcher(dice).await;
+        let mut effects = Effects::default();
+        if dice.random_bool(0.5) {
+            dispatcher.catch_up(&mut effects).await.expect("the database answers");
+        }
+        dispatcher.round(vec![request(answer)], now, &mut effects).await;
+        answered.await.expect("an answer")
     }
 
     async fn find(&self, claims: Option<LeaseClaims>) -> Option<lease::Model> {
@@ -385,9 +431,19 @@ impl World {
         let live: Vec<_> = all.iter().filter(|lease| lease.state != lease::State::Ended).collect();
 
         for worker in worker::Entity::find().all(db).await.expect("workers") {
-            let tasks = live.iter().filter(|l| l.worker_id == worker.id && l.kind == lease::Kind::Task);
-            let tasks = i64::try_from(tasks.count()).expect("few");
+            let tasks: Vec<_> =
+                live.iter().filter(|l| l.worker_id == worker.id && l.kind.takes_a_slot()).collect();
+            let checks = tasks.iter().filter(|lease| lease.kind == Kind::Check).count();
+            let memory: i64 = tasks.iter().map(|lease| lease.memory_bytes).sum();
+            let tasks = i64::try_from(tasks.len()).expect("few");
             assert_eq!(worker.active_tasks, tasks, "the counter of {} is not its ledger", worker.name);
+            assert_eq!(worker.active_checks, i64::try_from(checks).expect("few"));
+            assert_eq!(worker.reserved_memory_bytes, memory);
+            assert!(
+                worker.memory_bytes.is_none_or(|all| memory <= all),
+                "{} gave {memory} bytes",
+                worker.name
+            );
             assert!(worker.max_tasks.is_none_or(|max| tasks <= max), "{} has {tasks} tasks", worker.name);
         }
         let mut held = HashSet::new();
@@ -477,7 +533,10 @@ async fn run(url: &str) {
 
     let config = Config::new(url, "http://127.0.0.1:9");
     let db = Database::connect::<crate::Schema>(url).await.expect("a database");
-    let world = World { db, config: Arc::new(config), seen: Arc::default() };
+    let config = Arc::new(config);
+    let dispatcher = |_| tokio::sync::Mutex::new(Dispatcher::new(db.clone(), config.clone()).1);
+    let dispatchers = (0..REPLICAS).map(dispatcher).collect();
+    let world = World { db: db.clone(), config: config.clone(), dispatchers, seen: Arc::default() };
     for worker in 0..WORKERS {
         world.hello(worker, MarkerId::new()).await;
     }

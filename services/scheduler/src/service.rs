@@ -15,19 +15,20 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::config::Config;
-use crate::dispatch::{self, Accepted, SubmitError};
+use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy};
 use crate::entity::worker;
+use crate::entity::workload::State;
 use crate::events::InputProgress;
 use crate::hints::Hints;
 use crate::leases::{self, RenewError};
 use crate::outbox;
 use crate::outcome::{AttemptEnd, Report};
-use crate::placement::{self, Choice, Demand, Location, Refusals};
+use crate::placement::{Choice, Demand, Location, Refusals};
 use crate::store::Store;
 use crate::workers::{self, Hello, Kept, SessionError};
-use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError};
+use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError, Write};
 
 /// What every handler and loop has. Cheap to clone; clones share it.
 #[derive(Clone)]
@@ -39,25 +40,18 @@ pub(crate) struct Scheduler {
     /// Bounds how many parcels are delivered at a time.
     pub(crate) deliveries: Arc<Semaphore>,
     pub(crate) hints: Hints,
+    pub(crate) dispatch: Dispatch,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
 }
 
-/// A driven lease cannot be granted.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum PlaceError {
-    /// No worker could ever do.
-    #[error("no worker could ever do: {}", .0.lines().join("; "))]
-    NoCompatibleWorker(Refusals),
-    /// Those that could are out of contact now.
-    #[error("no worker can do now: {}", .0.lines().join("; "))]
-    AllWorkersBusy(Refusals),
-    /// The id was used for something else, or its lease has ended.
-    #[error("the id names another lease, or one that has ended")]
-    Exists,
-    /// The database does not answer.
-    #[error("the database failed")]
-    Database(#[from] DbErr),
+/// How far a submitted workload is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Accepted {
+    /// It is in the queue, or further.
+    Queued,
+    /// It is durable; its inputs must be pinned before it may be queued.
+    Pinning,
 }
 
 /// A ticket cannot be issued.
@@ -72,14 +66,6 @@ pub(crate) enum TicketError {
     /// The database does not answer.
     #[error("the database failed")]
     Database(#[from] DbErr),
-}
-
-/// A driven lease that was granted.
-#[derive(Debug)]
-pub(crate) struct Granted {
-    pub(crate) claims: LeaseClaims,
-    pub(crate) worker_name: String,
-    pub(crate) gateway_endpoint: String,
 }
 
 /// Permission for one transfer or for a door, and where to use it.
@@ -107,12 +93,15 @@ impl Scheduler {
 
     /// Tells those who wait what was committed, and delivers what was put into the outbox.
     pub(crate) fn announce(&self, effects: Effects) {
-        let Effects { workloads, workers, parcels, dispatch, deadline } = effects;
+        self.hints.look_at(effects.workers.iter().copied(), effects.queued.iter().copied());
+        self.announce_granted(effects);
+    }
+
+    /// The same of what the dispatcher did, which knows that.
+    pub(crate) fn announce_granted(&self, effects: Effects) {
+        let Effects { workloads, workers, parcels, queued: _, deadline } = effects;
         workers.iter().for_each(|worker| self.hints.changed(worker.uuid()));
         workloads.iter().for_each(|workload| self.hints.changed(workload.uuid()));
-        if dispatch {
-            self.hints.dispatch().notify_one();
-        }
         if deadline {
             self.hints.timer().notify_one();
         }
@@ -135,16 +124,22 @@ impl Scheduler {
         spec: WorkloadSpec,
         traceparent: Option<String>,
     ) -> Result<(), SubmitError> {
-        let submission = Submission::new(id, spec, traceparent);
-        let to_pin = Notify::new();
-        let accepting = self.change(async |txn| {
-            let (now, mut effects) = (Timestamp::now(), Effects::default());
-            let accepted = dispatch::submit(&txn, &submission, &to_pin, now, &mut effects).await?;
-            Ok::<_, SubmitError>((accepted, effects))
+        let submission = Arc::new(Submission::new(id, spec, traceparent));
+        if !submission.pins() {
+            let submitted = self.dispatch.ask(|answer| Request::Submit(submission, answer));
+            return submitted.await.unwrap_or(Err(SubmitError::Stopping));
+        }
+        let checked = Notify::new();
+        let accepting = self.db.write(async |txn| {
+            let accepted = self.accept(&txn, &submission, Timestamp::now()).await?;
+            if accepted == Accepted::Pinning {
+                checked.notify_one();
+            }
+            Ok::<_, SubmitError>(accepted)
         });
-        // While it is written down. A pin without a workload goes as does any whose workload nobody remembers ([`crate::reconcile`]).
+        // While the commit is under way. A pin without a workload goes as does any whose workload nobody remembers ([`crate::reconcile`]).
         let pinning = async {
-            to_pin.notified().await;
+            checked.notified().await;
             self.store.pin(&submission).await
         };
         tokio::pin!(accepting, pinning);
@@ -169,15 +164,46 @@ impl Scheduler {
         }
     }
 
-    async fn known(&self, submission: &Submission) -> Result<(), SubmitError> {
+    /// Writes a workload down whose inputs must be pinned. Repeating it changes nothing.
+    async fn accept(
+        &self,
+        txn: &Transaction,
+        submission: &Submission,
+        now: Timestamp,
+    ) -> Result<Accepted, SubmitError> {
+        if let Some(known) = workloads::find(&**txn, submission.id).await? {
+            submission.repeats(&known.spec_digest)?;
+            let is_new = known.state == State::Accepted;
+            return Ok(if is_new { Accepted::Pinning } else { Accepted::Queued });
+        }
+        let demand = Demand::of(&submission.spec, submission.id.uuid());
+        if let Some(refusals) = self.never(&demand) {
+            // What is remembered may be out of date.
+            self.dispatch.catch_up().await;
+            if self.never(&demand).is_some() {
+                return Err(SubmitError::NoCompatibleWorker(refusals));
+            }
+        }
+        let row = submission.row(State::Accepted, now);
+        workloads::save(txn, row, Write::Insert, None, now, &mut Effects::default()).await?;
+        Ok(Accepted::Pinning)
+    }
+
+    /// Why no worker could ever do, if that is so.
+    fn never(&self, demand: &Demand) -> Option<Refusals> {
+        let mut workers = self.dispatch.workers.lock();
+        (workers.choose(demand, &[]) == Choice::Never).then(|| workers.refusals(demand))
+    }
+
+    async fn known(&self, submission: &Arc<Submission>) -> Result<(), SubmitError> {
         match workloads::find(self.db.read(), submission.id).await? {
-            Some(row) if row.spec_digest != submission.digest.as_bytes() => {
-                Err(SubmitError::Exists(submission.id))
+            Some(row) => {
+                submission.repeats(&row.spec_digest)?;
+                match row.state {
+                    State::Accepted => self.pinned(submission, self.store.pin(submission).await).await,
+                    _ => Ok(()),
+                }
             }
-            Some(row) if row.state == crate::entity::workload::State::Accepted => {
-                self.pinned(submission, self.store.pin(submission).await).await
-            }
-            Some(_) => Ok(()),
             None => Err(DbErr::RecordNotFound("a workload that was just there".to_owned()).into()),
         }
     }
@@ -185,26 +211,23 @@ impl Scheduler {
     /// Queues an accepted workload once its inputs are pinned. `answer`: of the store.
     async fn pinned(
         &self,
-        submission: &Submission,
+        submission: &Arc<Submission>,
         answer: Result<Vec<Location>, Refusal>,
     ) -> Result<(), SubmitError> {
-        let locations = match answer {
-            Ok(locations) => locations,
+        match answer {
+            Ok(locations) => {
+                let pinned = |answer| Request::Pinned(submission.clone(), locations.into(), answer);
+                self.dispatch.ask(pinned).await.unwrap_or(Err(SubmitError::Stopping))
+            }
             // Whether it is pinned is unknown: a repeat, or the reconciliation, finds the row.
-            Err(refusal) if refusal.is_transient() => return Err(SubmitError::NotPinned(refusal)),
+            Err(refusal) if refusal.is_transient() => Err(SubmitError::NotPinned(refusal)),
             Err(refusal) => {
                 let withdrawn =
                     self.db.write(async |txn| workloads::withdraw(&txn, submission.id).await).await?;
                 // Otherwise it went on without us: it was pinned by another call, or cancelled.
-                return if withdrawn { Err(SubmitError::NotPinned(refusal)) } else { Ok(()) };
+                if withdrawn { Err(SubmitError::NotPinned(refusal)) } else { Ok(()) }
             }
-        };
-        self.change(async |txn| {
-            let mut effects = Effects::default();
-            dispatch::pinned(&txn, submission, &locations, Timestamp::now(), &mut effects).await?;
-            Ok::<_, SubmitError>(((), effects))
-        })
-        .await
+        }
     }
 
     /// The process of an attempt is about to start.
@@ -336,8 +359,8 @@ impl Scheduler {
     pub(crate) async fn end_orphans(&self) -> Result<(), DbErr> {
         for lease in workers::orphans(self.db.read()).await? {
             tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending the lease of a worker that is gone");
-            match lease.kind {
-                lease::Kind::Task => {
+            match lease.is_driven() {
+                false => {
                     self.change(async |txn| {
                         let mut effects = Effects::default();
                         // It may have come back in the meantime.
@@ -349,7 +372,7 @@ impl Scheduler {
                     })
                     .await?;
                 }
-                lease::Kind::Transfer => {
+                true => {
                     self.end_lease(LeaseId::from_uuid(lease.id), EndedBy::Lost).await?;
                 }
             }
@@ -380,48 +403,11 @@ impl Scheduler {
         .await
     }
 
-    /// Grants a driven lease, or answers the live one that this id names.
-    pub(crate) async fn place(&self, id: LeaseId, demand: &Demand) -> Result<Granted, PlaceError> {
-        let term = self.config.lease_term;
-        let granted = self
-            .db
-            .write(async |txn| {
-                let now = Timestamp::now();
-                loop {
-                    let workers = workers::for_placement(&*txn).await?;
-                    if let Some(lease) = leases::find(&*txn, id).await? {
-                        let worker = workers.iter().find(|worker| worker.id.uuid() == lease.worker_id);
-                        return match worker {
-                            Some(worker) if leases::answers(&lease, demand)? => Ok(grant(&lease, worker)),
-                            _ => Err(PlaceError::Exists),
-                        };
-                    }
-                    let worker = match placement::choose(demand, &workers, &[]) {
-                        Choice::Placed(placement) => placement.worker,
-                        Choice::NotNow(refusals) => return Err(PlaceError::AllWorkersBusy(refusals)),
-                        Choice::Never(refusals) => return Err(PlaceError::NoCompatibleWorker(refusals)),
-                    };
-                    if let Some(lease) = leases::grant_transfer(&txn, worker, demand, id, now, term).await? {
-                        return Ok(grant(&lease, worker));
-                    }
-                }
-            })
-            .await;
-        match granted {
-            // Two calls with the same id at once: the other won, and its lease is answered this time.
-            Err(PlaceError::Database(error)) if is_duplicate(&error) => self.granted(id, demand).await,
-            granted => granted,
-        }
-    }
-
-    /// Answers the live lease that this id names, if it was granted for `demand`.
-    async fn granted(&self, id: LeaseId, demand: &Demand) -> Result<Granted, PlaceError> {
-        let lease = leases::find(self.db.read(), id).await?.ok_or(PlaceError::Exists)?;
-        let workers = workers::for_placement(self.db.read()).await?;
-        match workers.iter().find(|worker| worker.id.uuid() == lease.worker_id) {
-            Some(worker) if leases::answers(&lease, demand)? => Ok(grant(&lease, worker)),
-            _ => Err(PlaceError::Exists),
-        }
+    /// Grants driven leases, or answers the live ones that their ids name: for each what became of it.
+    pub(crate) async fn place(&self, asks: Vec<Ask>) -> Vec<Placed> {
+        let count = asks.len();
+        let placed = self.dispatch.ask(|answer| Request::Place(asks, answer)).await;
+        placed.unwrap_or_else(|_| vec![Err(PlaceError::Stopping); count])
     }
 
     /// Keeps a driven lease for another term.
@@ -430,12 +416,15 @@ impl Scheduler {
         self.db.write(async |txn| leases::renew(&txn, claims.lease, Timestamp::now(), term).await).await
     }
 
-    /// Gives a driven lease back. The lease of an attempt ends with the attempt, and is left alone.
-    pub(crate) async fn release(&self, claims: &LeaseClaims) -> Result<(), DbErr> {
-        if claims.attempt.is_some() {
+    /// Gives driven leases back. The lease of an attempt ends with the attempt, and is left alone.
+    pub(crate) async fn release(&self, claims: &[LeaseClaims]) -> Result<(), DbErr> {
+        let driven = claims.iter().filter(|claims| claims.attempt.is_none());
+        let leases: Vec<_> = driven.map(|claims| claims.lease).collect();
+        if leases.is_empty() {
             return Ok(());
         }
-        self.end_lease(claims.lease, EndedBy::Reported).await
+        let released = self.dispatch.ask(|answer| Request::Release(leases, answer)).await;
+        released.unwrap_or(Ok(()))
     }
 
     /// Signs a permission for one transfer with a worker.
@@ -468,14 +457,6 @@ impl Scheduler {
             workers::reach(self.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
         let claims = DoorClaims { worker, expires_at: now + self.config.ticket_validity };
         Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
-    }
-}
-
-fn grant(lease: &lease::Model, worker: &placement::Worker) -> Granted {
-    Granted {
-        claims: leases::claims(lease),
-        worker_name: worker.name.clone(),
-        gateway_endpoint: worker.endpoint.clone(),
     }
 }
 

@@ -23,8 +23,9 @@ use uuid::Uuid;
 use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::worker::{self, Desired, Model, State};
-use crate::entity::{contact, from_json, lease, to_json, workload};
+use crate::entity::{contact, lease, to_json, workload};
 use crate::placement;
+use crate::registry::Memory;
 
 /// Between two writes of a contact time that says nothing new, at least this much passes.
 pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
@@ -62,6 +63,8 @@ pub(crate) struct Kept {
     pub(crate) containers: u64,
     pub(crate) volumes: u64,
     pub(crate) disk_free_bytes: u64,
+    /// Of the containers: those that no lease uses any more.
+    pub(crate) kept_containers: u64,
 }
 
 /// A worker as it is now.
@@ -117,7 +120,15 @@ pub(crate) async fn hello(
         state: Set(State::Running),
         generation: Set(generation),
         active_tasks: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
+        active_checks: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_cpu_millis: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_memory_bytes: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_disk_bytes: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
         max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
+        max_containers: Set(hello.capacity.max_containers.map(i64::from)),
+        max_volumes: Set(hello.capacity.max_volumes.map(i64::from)),
+        cpu_millis: Set(hello.capacity.cpu_millis.map(number)),
+        memory_bytes: Set(hello.capacity.memory_bytes.map(number)),
         incarnation: Set(incarnation),
         session: Set(session),
         gateway_instance: Set(hello.instance.uuid()),
@@ -142,6 +153,7 @@ pub(crate) async fn hello(
         containers: Set(0),
         volumes: Set(0),
         disk_free_bytes: Set(0),
+        kept_containers: Set(0),
     };
     let again = OnConflict::column(contact::Column::WorkerId)
         .update_columns([contact::Column::LastContactAt, contact::Column::Attended])
@@ -150,7 +162,6 @@ pub(crate) async fn hello(
 
     let worker = WorkerId::from_uuid(id);
     effects.workers.push(worker);
-    effects.dispatch = true;
     Ok(SessionClaims {
         worker,
         incarnation: Incarnation(unsigned(incarnation)),
@@ -212,6 +223,7 @@ pub(crate) async fn observe(
             containers: Set(number(kept.containers)),
             volumes: Set(number(kept.volumes)),
             disk_free_bytes: Set(number(kept.disk_free_bytes)),
+            kept_containers: Set(number(kept.kept_containers)),
             ..Default::default()
         })
         .filter(contact::Column::WorkerId.eq(session.worker.uuid()))
@@ -219,7 +231,7 @@ pub(crate) async fn observe(
         .await?;
     if row.state != State::Running {
         set_state(txn, session, State::Running).await?;
-        effects.dispatch = true;
+        effects.workers.push(session.worker);
     }
     Ok(())
 }
@@ -375,43 +387,20 @@ pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -
     Ok(worker.is_none_or(|worker| worker.state == State::Lost || lease.incarnation < worker.incarnation))
 }
 
-/// All workers, as placement sees them.
-pub(crate) async fn for_placement(db: &impl ConnectionTrait) -> Result<Vec<placement::Worker>, DbErr> {
-    let rows = worker::Entity::find().find_also_related(contact::Entity).all(db).await?;
-    rows.into_iter().map(|(row, contact)| for_placement_row(&row, contact.as_ref())).collect()
-}
-
-fn for_placement_row(row: &Model, contact: Option<&contact::Model>) -> Result<placement::Worker, DbErr> {
-    Ok(placement::Worker {
-        id: WorkerId::from_uuid(row.id),
-        name: row.name.clone(),
-        endpoint: row.endpoint.clone(),
-        incarnation: Incarnation(unsigned(row.incarnation)),
-        desired: row.desired,
-        state: row.state,
-        awaited: contact.and_then(awaited_since).is_some(),
-        labels: from_json(&row.labels)?,
-        capacity: Capacity {
-            max_tasks: row.max_tasks.map(|max| u32::try_from(max).unwrap_or(u32::MAX)),
-            disk_bytes: unsigned(row.disk_bytes),
-        },
-        active_tasks: u32::try_from(row.active_tasks).unwrap_or(u32::MAX),
-    })
-}
-
 /// Since when a worker has the TTL to come back, if it was not in contact since.
 fn awaited_since(contact: &contact::Model) -> Option<Timestamp> {
     (contact.last_contact_at < contact.patient_since).then_some(Timestamp(contact.patient_since))
 }
 
-fn view((row, contact): (Model, Option<contact::Model>)) -> Result<Worker, DbErr> {
+fn view((row, contact): (Model, Option<contact::Model>), config: &Config) -> Result<Worker, DbErr> {
     let kept = contact.as_ref().map(|contact| Kept {
         containers: unsigned(contact.containers),
         volumes: unsigned(contact.volumes),
         disk_free_bytes: unsigned(contact.disk_free_bytes),
+        kept_containers: unsigned(contact.kept_containers),
     });
     Ok(Worker {
-        placed: for_placement_row(&row, contact.as_ref())?,
+        placed: Memory::of(config, contact.clone()).as_placed(&row)?,
         session: Session(unsigned(row.session)),
         kept: kept.unwrap_or_default(),
         awaited_since: contact.as_ref().and_then(awaited_since),
@@ -422,6 +411,7 @@ fn view((row, contact): (Model, Option<contact::Model>)) -> Result<Worker, DbErr
 /// Up to `limit` workers whose names come after that of `after`, by name.
 pub(crate) async fn list(
     db: &impl ConnectionTrait,
+    config: &Config,
     after: Option<WorkerId>,
     limit: u64,
 ) -> Result<Vec<Worker>, DbErr> {
@@ -437,17 +427,21 @@ pub(crate) async fn list(
         );
     }
     let rows = query.order_by_asc(worker::Column::Name).limit(limit).all(db).await?;
-    rows.into_iter().map(view).collect()
+    rows.into_iter().map(|found| view(found, config)).collect()
 }
 
 /// One worker, by its name or its id.
-pub(crate) async fn get(db: &impl ConnectionTrait, worker: &str) -> Result<Option<Worker>, DbErr> {
+pub(crate) async fn get(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    worker: &str,
+) -> Result<Option<Worker>, DbErr> {
     let mut matches = Condition::any().add(worker::Column::Name.eq(worker));
     if let Ok(id) = worker.parse::<WorkerId>() {
         matches = matches.add(worker::Column::Id.eq(id.uuid()));
     }
     let row = worker::Entity::find().find_also_related(contact::Entity).filter(matches).one(db).await?;
-    row.map(view).transpose()
+    row.map(|found| view(found, config)).transpose()
 }
 
 /// Whether a worker is in contact, and where its gateway listens. `None`: there is no such worker.

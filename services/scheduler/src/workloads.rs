@@ -25,6 +25,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
+use crate::dispatch::SubmitError;
 use crate::effects::Effects;
 use crate::entity::lease::{EndedBy, StopReason};
 use crate::entity::workload::{self, Model, State};
@@ -123,7 +124,13 @@ impl Submission {
             locations: "[]".to_owned(),
             waiting_for: "[]".to_owned(),
             ending: None,
+            priority: 0,
         }
+    }
+
+    /// Whether a workload with this digest of its spec is the same that was submitted before.
+    pub(crate) fn repeats(&self, digest: &[u8]) -> Result<(), SubmitError> {
+        if digest == self.digest.as_bytes() { Ok(()) } else { Err(SubmitError::Exists(self.id)) }
     }
 }
 
@@ -147,30 +154,22 @@ pub(crate) async fn lock(txn: &DatabaseTransaction, id: WorkloadId) -> Result<Op
     workload::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await
 }
 
-/// Whether somebody waits for a worker.
-pub(crate) async fn anyone_pending(db: &impl ConnectionTrait) -> Result<bool, DbErr> {
-    let one = workload::Entity::find()
-        .select_only()
-        .column(workload::Column::Id)
-        .filter(Expr::cust(PENDING))
-        .limit(1)
-        .into_tuple::<Uuid>()
-        .one(db)
-        .await?;
-    Ok(one.is_some())
-}
-
-/// Up to `limit` workloads that wait for a worker and were submitted after `after`, in the order of their submission.
-pub(crate) async fn pending(
+/// Up to `limit` workloads that wait for a worker and were submitted after `after`, in the order of their submission, with what sorts them.
+pub(crate) async fn pending_ids(
     db: &impl ConnectionTrait,
     after: Option<Uuid>,
     limit: u64,
-) -> Result<Vec<Model>, DbErr> {
-    let mut query = workload::Entity::find().filter(Expr::cust(PENDING));
+) -> Result<Vec<(WorkloadId, Uuid)>, DbErr> {
+    let mut query = workload::Entity::find()
+        .select_only()
+        .columns([workload::Column::Id, workload::Column::Sequence])
+        .filter(Expr::cust(PENDING));
     if let Some(after) = after {
         query = query.filter(workload::Column::Sequence.gt(after));
     }
-    query.order_by_asc(workload::Column::Sequence).limit(limit).all(db).await
+    let rows = query.order_by_asc(workload::Column::Sequence).limit(limit);
+    let rows = rows.into_tuple::<(Uuid, Uuid)>().all(db).await?;
+    Ok(rows.into_iter().map(|(id, sequence)| (WorkloadId::from_uuid(id), sequence)).collect())
 }
 
 /// Whether `row` is in a database yet.
@@ -270,6 +269,9 @@ pub(crate) async fn conclude(
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let id = WorkloadId::from_uuid(row.id);
+    if row.state == State::Pending {
+        effects.queued.push(id);
+    }
     row.lease_id = None;
     row.attempt_id = None;
     row.run_deadline = None;
@@ -480,7 +482,7 @@ async fn end_attempt(
             row.lease_id = None;
             row.attempt_id = None;
             row.run_deadline = None;
-            effects.dispatch = true;
+            effects.queued.push(id);
             queue(txn, row, Write::Update, vec![], now, effects).await
         }
     }

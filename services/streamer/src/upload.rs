@@ -252,8 +252,7 @@ pub(crate) async fn place(peers: &Peers, team: &str) -> Result<scheduler::PlaceR
         lease_id: LeaseId::new().to_string(),
         team: team.to_owned(),
         kind: scheduler::PlacementKind::Transfer.into(),
-        tags: Vec::new(),
-        platform: String::new(),
+        ..scheduler::PlaceRequest::default()
     };
     settle_down(|| {
         let (mut placements, place) = (peers.placements.clone(), place.clone());

@@ -7,6 +7,7 @@
 //! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 
 mod migrate;
+pub mod rows;
 mod settings;
 
 use std::error::Error;

@@ -61,7 +61,7 @@ impl FromStr for StoreMark {
 }
 
 /// What a worker is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Labels {
     /// Such as `linux`.
     pub platform: String,
@@ -79,7 +79,7 @@ pub struct Labels {
 }
 
 /// A resource type whose image a worker brings along.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ResourceType {
     /// Such as `git`.
     pub name: String,
@@ -87,11 +87,19 @@ pub struct ResourceType {
     pub version: String,
 }
 
-/// How much a worker can hold.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// How much a worker can hold. `None`: no limit, or it does not say.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capacity {
-    /// Workloads at a time. `None`: no limit.
+    /// Workloads at a time.
     pub max_tasks: Option<u32>,
+    /// Containers, those that are kept included.
+    pub max_containers: Option<u32>,
+    /// Volumes.
+    pub max_volumes: Option<u32>,
+    /// Thousandths of a processor that may be asked for in all.
+    pub cpu_millis: Option<u64>,
+    /// Bytes of memory that may be asked for in all.
+    pub memory_bytes: Option<u64>,
     /// Bytes of the file system that holds its volumes.
     pub disk_bytes: u64,
 }

@@ -13,6 +13,7 @@ pub(crate) struct Model {
     pub(crate) containers: i64,
     pub(crate) volumes: i64,
     pub(crate) disk_free_bytes: i64,
+    pub(crate) kept_containers: i64,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

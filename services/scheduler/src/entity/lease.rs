@@ -23,6 +23,9 @@ pub(crate) struct Model {
     pub(crate) granted_at: i64,
     pub(crate) ended_at: Option<i64>,
     pub(crate) ended_by: Option<EndedBy>,
+    pub(crate) cpu_millis: i64,
+    pub(crate) memory_bytes: i64,
+    pub(crate) disk_bytes: i64,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]
@@ -31,13 +34,35 @@ pub(crate) enum Relation {}
 impl ActiveModelBehavior for ActiveModel {}
 
 /// What a lease is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum Kind {
-    /// An attempt at a workload: takes a slot.
+    /// A task: as any but `Transfer`, it takes a slot.
     Task,
-    /// Moving bytes, driven by its holder: takes none.
+    /// Getting a version of a resource.
+    Get,
+    /// Making a version of a resource.
+    Put,
+    /// Looking for versions of a resource.
+    Check,
+    /// What others use while they run.
+    Service,
+    /// Moving bytes: takes no slot.
     Transfer,
+}
+
+impl Kind {
+    /// Whether something runs under it.
+    pub(crate) fn takes_a_slot(self) -> bool {
+        self != Self::Transfer
+    }
+}
+
+impl Model {
+    /// Whether its holder keeps it by renewals; others are kept by the contact of their worker.
+    pub(crate) fn is_driven(&self) -> bool {
+        self.workload_id.is_none()
+    }
 }
 
 /// Where a lease is in its life.

@@ -22,6 +22,14 @@ pub(crate) struct Model {
     pub(crate) labels: String,
     pub(crate) disk_bytes: i64,
     pub(crate) registered_at: i64,
+    pub(crate) max_containers: Option<i64>,
+    pub(crate) max_volumes: Option<i64>,
+    pub(crate) cpu_millis: Option<i64>,
+    pub(crate) memory_bytes: Option<i64>,
+    pub(crate) active_checks: i64,
+    pub(crate) reserved_cpu_millis: i64,
+    pub(crate) reserved_memory_bytes: i64,
+    pub(crate) reserved_disk_bytes: i64,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]
@@ -39,7 +47,7 @@ impl Related<super::contact::Entity> for Entity {
 impl ActiveModelBehavior for ActiveModel {}
 
 /// What a worker shall do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum Desired {
     /// Take work.
@@ -51,7 +59,7 @@ pub(crate) enum Desired {
 }
 
 /// Whether a worker is in contact.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumIter, DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum State {
     /// Its gateway is in contact.

@@ -26,6 +26,7 @@ pub(crate) struct Model {
     pub(crate) locations: String,
     pub(crate) waiting_for: String,
     pub(crate) ending: Option<String>,
+    pub(crate) priority: i64,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

@@ -1,5 +1,6 @@
 //! Between what the scheduler knows and what its callers see.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use domain::Timestamp;
@@ -103,6 +104,17 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
     }
 }
 
+fn labels(labels: Labels) -> pb::WorkerLabels {
+    pb::WorkerLabels {
+        platform: labels.platform,
+        tags: labels.tags,
+        team: labels.team.unwrap_or_default(),
+        image_kinds: labels.image_kinds,
+        capabilities: labels.capabilities,
+        resource_types: labels.resource_types.into_iter().map(resource_type).collect(),
+    }
+}
+
 /// `ttl`: for how long one that is awaited may come back.
 pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worker {
     let Worker { placed, session, kept, last_contact_at, awaited_since } = worker;
@@ -118,19 +130,16 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         incarnation: placed.incarnation.0,
         session: session.0,
         gateway_endpoint: placed.endpoint,
-        labels: Some(pb::WorkerLabels {
-            platform: placed.labels.platform,
-            tags: placed.labels.tags,
-            team: placed.labels.team.unwrap_or_default(),
-            image_kinds: placed.labels.image_kinds,
-            capabilities: placed.labels.capabilities,
-            resource_types: placed.labels.resource_types.into_iter().map(resource_type).collect(),
-        }),
+        labels: Some(labels(Arc::unwrap_or_clone(placed.labels))),
         capacity: Some(pb::Capacity {
             max_tasks: placed.capacity.max_tasks.unwrap_or(0),
             disk_bytes: placed.capacity.disk_bytes,
+            max_containers: placed.capacity.max_containers.unwrap_or(0),
+            max_volumes: placed.capacity.max_volumes.unwrap_or(0),
+            cpu_millis: placed.capacity.cpu_millis.unwrap_or(0),
+            memory_bytes: placed.capacity.memory_bytes.unwrap_or(0),
         }),
-        active_tasks: placed.active_tasks,
+        active_tasks: placed.load.tasks,
         containers: kept.containers,
         volumes: kept.volumes,
         disk_free_bytes: kept.disk_free_bytes,
@@ -193,7 +202,11 @@ fn resource_type(ResourceType { name, version }: ResourceType) -> pb::ResourceTy
 
 pub(super) fn parse_capacity(capacity: pb::Capacity) -> Capacity {
     Capacity {
-        max_tasks: (capacity.max_tasks != 0).then_some(capacity.max_tasks),
+        max_tasks: Some(capacity.max_tasks).filter(|max| *max > 0),
+        max_containers: Some(capacity.max_containers).filter(|max| *max > 0),
+        max_volumes: Some(capacity.max_volumes).filter(|max| *max > 0),
+        cpu_millis: Some(capacity.cpu_millis).filter(|amount| *amount > 0),
+        memory_bytes: Some(capacity.memory_bytes).filter(|amount| *amount > 0),
         disk_bytes: capacity.disk_bytes,
     }
 }

@@ -10,11 +10,11 @@ use rpc::Reason;
 use sea_orm::DbErr;
 use tonic::Status;
 
-use crate::dispatch::SubmitError;
+use crate::dispatch::{PlaceError, SubmitError};
 use crate::explain::ExplainError;
 use crate::leases::RenewError;
 use crate::placement::Refusals;
-use crate::service::{PlaceError, TicketError};
+use crate::service::TicketError;
 use crate::workers::SessionError;
 use crate::workloads::{AttemptError, WorkloadError};
 
@@ -43,6 +43,7 @@ impl Reasoned for SubmitError {
                     _ => rpc::unavailable(SERVICE, "pin the inputs", &refusal),
                 }
             }
+            Self::Stopping => stopping(),
             Self::Database(error) => database("accept a workload", &error),
         }
     }
@@ -103,6 +104,8 @@ impl Reasoned for PlaceError {
                 Reason::AllWorkersBusy.status_about(SERVICE, "no worker can do now", named(&refusals))
             }
             Self::Exists => Reason::LeaseExists.status(SERVICE, self.to_string()),
+            Self::NoSuchLease => Reason::LeaseLost.status(SERVICE, self.to_string()),
+            Self::Stopping => stopping(),
             Self::Database(error) => database("grant a lease", &error),
         }
     }
@@ -146,7 +149,7 @@ fn incompatible(refusals: &Refusals) -> Status {
 }
 
 fn named(refusals: &Refusals) -> Vec<(String, String)> {
-    refusals.0.iter().take(NAMED).map(|(worker, refusal)| (worker.clone(), refusal.to_string())).collect()
+    refusals.entries().into_iter().take(NAMED).collect()
 }
 
 fn invalid_token(_: rpc::token::InvalidToken) -> Status {

@@ -1,15 +1,22 @@
 //! Service `Placements`.
 
-use domain::LeaseId;
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+
 use domain::worker::LeaseClaims;
+use domain::{LeaseId, WorkerId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
-use rpc::{parse_enum, parse_id, parse_team, required};
+use rpc::{Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
 use tonic::{Request, Response, Status};
 
 use super::{Reasoned, convert, database, invalid_token};
+use crate::dispatch::{Ask, Granted, PlaceError, Placed};
+use crate::entity::lease::{self, Kind};
+use crate::entity::to_json;
 use crate::explain;
-use crate::placement::Demand;
+use crate::leases;
+use crate::placement::{self, Demand, Purpose, Resources, Shape};
 use crate::service::Scheduler;
 
 /// Service `Placements`.
@@ -18,23 +25,47 @@ pub(crate) struct PlacementsService(pub(crate) Scheduler);
 #[tonic::async_trait]
 impl Placements for PlacementsService {
     async fn place(&self, request: Request<pb::PlaceRequest>) -> Result<Response<pb::PlaceResponse>, Status> {
-        let request = request.into_inner();
-        let lease: LeaseId = parse_id("lease_id", &request.lease_id)?;
-        parse_enum::<pb::PlacementKind>("kind", request.kind)?;
-        let platform = if request.platform.is_empty() { "linux".to_owned() } else { request.platform };
-        let team = parse_team("team", request.team)?;
-        let demand = Demand { team, platform, tags: request.tags, process: None, asked_by: lease.uuid() };
+        let ask = self.ask("", request.into_inner(), None).await?.map_err(Reasoned::status)?;
+        let placed = self.0.place(vec![ask]).await.pop().unwrap_or(Err(PlaceError::Stopping));
+        Ok(Response::new(self.granted(placed.map_err(Reasoned::status)?)))
+    }
 
-        let granted = self.0.place(lease, &demand).await.map_err(Reasoned::status)?;
-
-        Ok(Response::new(pb::PlaceResponse {
-            lease_token: self.0.signer.sign(&granted.claims),
-            worker_id: granted.claims.worker.to_string(),
-            worker_name: granted.worker_name,
-            incarnation: granted.claims.incarnation.0,
-            gateway_endpoint: granted.gateway_endpoint,
-            term: Some(rpc::duration(self.0.config.lease_term)),
-        }))
+    async fn place_many(
+        &self,
+        request: Request<pb::PlaceManyRequest>,
+    ) -> Result<Response<pb::PlaceManyResponse>, Status> {
+        let items = request.into_inner().items;
+        check_count("items", items.len())?;
+        let (mut asks, mut failed, mut ids) = (Vec::with_capacity(items.len()), Vec::new(), HashSet::new());
+        for (number, item) in items.into_iter().enumerate() {
+            let field = format!("items[{number}].request");
+            let group = Some(item.group).filter(|group| *group > 0);
+            let request = required(&field, item.request)?;
+            match self.ask(&format!("{field}."), request, group).await? {
+                Ok(ask) if !ids.insert(ask.lease) => {
+                    return Err(invalid_field(format!("{field}.lease_id"), "is the id of another item"));
+                }
+                Ok(ask) => asks.push(ask),
+                Err(error) => failed.push((number, group, error)),
+            }
+        }
+        // What belongs to one that cannot be asked for is not asked for either.
+        let is_lost = |ask: &Ask| failed.iter().find(|(_, group, _)| group.is_some() && *group == ask.group);
+        let lost: Vec<_> = asks.iter().map(|ask| is_lost(ask).map(|(.., error)| error.clone())).collect();
+        let asked = asks.into_iter().zip(&lost).filter(|(_, lost)| lost.is_none()).map(|(ask, _)| ask);
+        let mut placed = self.0.place(asked.collect()).await.into_iter();
+        let mut results: Vec<_> = lost
+            .into_iter()
+            .map(|lost| match lost {
+                Some(error) => Err(error),
+                None => placed.next().unwrap_or(Err(PlaceError::Stopping)),
+            })
+            .collect();
+        for (number, _, error) in failed {
+            results.insert(number, Err(error));
+        }
+        let results = results.into_iter().map(|placed| self.result(placed)).collect();
+        Ok(Response::new(pb::PlaceManyResponse { results }))
     }
 
     async fn renew(&self, request: Request<pb::RenewRequest>) -> Result<Response<pb::RenewResponse>, Status> {
@@ -53,9 +84,24 @@ impl Placements for PlacementsService {
         let claims: LeaseClaims =
             self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
 
-        self.0.release(&claims).await.map_err(|error| database("release a lease", &error))?;
+        self.0.release(&[claims]).await.map_err(|error| database("release a lease", &error))?;
 
         Ok(Response::new(pb::ReleaseResponse {}))
+    }
+
+    async fn release_many(
+        &self,
+        request: Request<pb::ReleaseManyRequest>,
+    ) -> Result<Response<pb::ReleaseManyResponse>, Status> {
+        let tokens = request.into_inner().lease_tokens;
+        check_count("lease_tokens", tokens.len())?;
+        let claims =
+            tokens.iter().map(|token| self.0.signer.verify::<LeaseClaims>(token).map_err(invalid_token));
+        let claims = claims.collect::<Result<Vec<_>, _>>()?;
+
+        self.0.release(&claims).await.map_err(|error| database("release leases", &error))?;
+
+        Ok(Response::new(pb::ReleaseManyResponse {}))
     }
 
     async fn explain(
@@ -63,18 +109,147 @@ impl Placements for PlacementsService {
         request: Request<pb::ExplainRequest>,
     ) -> Result<Response<pb::ExplainResponse>, Status> {
         use pb::explain_request::Subject;
-        let db = self.0.db.read();
         let explained = match required("subject", request.into_inner().subject)? {
             Subject::Spec(spec) => {
                 let spec = rpc::spec::parse(spec)?;
-                explain::spec(db, &self.0.store, &spec).await
+                explain::spec(&self.0, &spec).await
             }
             Subject::Workload(waiting) => {
                 let team = parse_team("workload.team", waiting.team)?;
                 let id = parse_id("workload.workload_id", &waiting.workload_id)?;
-                explain::workload(db, &team, id).await
+                explain::workload(&self.0, &team, id).await
             }
         };
         Ok(Response::new(convert::explanation(explained.map_err(Reasoned::status)?)))
+    }
+}
+
+/// How many leases one call may be about.
+const MANY: usize = 1000;
+
+fn check_count(field: &str, count: usize) -> Result<(), Status> {
+    if (1..=MANY).contains(&count) {
+        Ok(())
+    } else {
+        Err(invalid_field(field, format!("must be 1 to {MANY}")))
+    }
+}
+
+/// The kind of a lease, and by which chain its workers are compared.
+fn kind(kind: pb::PlacementKind) -> (Kind, Purpose) {
+    match kind {
+        pb::PlacementKind::Task => (Kind::Task, Purpose::Build),
+        pb::PlacementKind::Get => (Kind::Get, Purpose::WithoutInputs),
+        pb::PlacementKind::Put => (Kind::Put, Purpose::Build),
+        pb::PlacementKind::Check => (Kind::Check, Purpose::Check),
+        pb::PlacementKind::Service => (Kind::Service, Purpose::Build),
+        // Refused where it was parsed.
+        pb::PlacementKind::Unspecified | pb::PlacementKind::Transfer => {
+            (Kind::Transfer, Purpose::WithoutInputs)
+        }
+    }
+}
+
+fn process(field: &str, requirements: Option<pb::ProcessRequirements>) -> Result<placement::Process, Status> {
+    let requirements = requirements.unwrap_or_default();
+    let image_kind = match requirements.image_kind.as_str() {
+        "" => "host".to_owned(),
+        "host" | "artifact" | "resource-type" => requirements.image_kind,
+        _ => {
+            let field = format!("{field}process.image_kind");
+            return Err(invalid_field(field, "must be host, artifact or resource-type"));
+        }
+    };
+    let resource_type = Some(requirements.resource_type).filter(|name| !name.is_empty());
+    if (image_kind == "resource-type") != resource_type.is_some() {
+        let field = format!("{field}process.resource_type");
+        return Err(invalid_field(field, "belongs to the image kind resource-type, and is required there"));
+    }
+    Ok(placement::Process {
+        image_kind: image_kind.into(),
+        resource_type,
+        capabilities: requirements.capabilities.into_iter().map(Into::into).collect(),
+    })
+}
+
+fn parse_workers(field: &str, ids: &[String]) -> Result<BTreeSet<WorkerId>, Status> {
+    ids.iter().map(|id| parse_id(field, id)).collect()
+}
+
+impl PlacementsService {
+    /// What a request asks for. `field`: where it is in the message.
+    async fn ask(
+        &self,
+        field: &str,
+        request: pb::PlaceRequest,
+        group: Option<u32>,
+    ) -> Result<Result<Ask, PlaceError>, Status> {
+        let of = |name: &str| format!("{field}{name}");
+        let lease: LeaseId = parse_id(&of("lease_id"), &request.lease_id)?;
+        let (kind, purpose) = kind(parse_enum(&of("kind"), request.kind)?);
+        let requests = request.requests.unwrap_or_default();
+        let pb::ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = requests;
+        let too_much = |amount: &u64| i64::try_from(*amount).is_err();
+        if [cpu_millis, memory_bytes, disk_bytes].iter().any(too_much) {
+            return Err(invalid_field(of("requests"), "is more than there can be"));
+        }
+        let shape = Shape {
+            team: parse_team(&of("team"), request.team)?,
+            platform: Some(request.platform).filter(|name| !name.is_empty()).unwrap_or("linux".to_owned()),
+            tags: request.tags,
+            process: kind.takes_a_slot().then(|| process(field, request.process)).transpose()?,
+            requests: Resources { cpu_millis, memory_bytes, disk_bytes },
+            purpose,
+        };
+        let avoid = parse_workers(&of("avoid_workers"), &request.avoid_workers)?;
+        let prefer = parse_workers(&of("prefer_workers"), &request.prefer_workers)?;
+        let asked = (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as);
+        let asked = to_json(&(asked, &avoid)).map_err(|error| database("write down a request", &error))?;
+        let only = match request.same_worker_as.as_str() {
+            "" => None,
+            near => {
+                let near: LeaseId = parse_id(&of("same_worker_as"), near)?;
+                let found = leases::find(self.0.db.read(), near).await;
+                match found.map_err(|error| database("find a lease", &error))? {
+                    Some(near) if near.state != lease::State::Ended && near.team == shape.team => {
+                        Some(WorkerId::from_uuid(near.worker_id))
+                    }
+                    _ => return Ok(Err(PlaceError::NoSuchLease)),
+                }
+            }
+        };
+        let demand = Demand { only, avoid, prefer, ..shape.asked_by(lease.uuid()) };
+        Ok(Ok(Ask {
+            lease,
+            kind,
+            demand: Arc::new(demand),
+            locations: Arc::default(),
+            request: asked,
+            group,
+        }))
+    }
+
+    fn result(&self, placed: Placed) -> pb::PlaceResult {
+        use pb::place_result::Result as Pb;
+        let result = match placed {
+            Ok(granted) => Pb::Placed(self.granted(granted)),
+            Err(error) => {
+                let Refusal { code, reason, message, about } = error.status().into();
+                let reason = reason.unwrap_or_default();
+                Pb::Failure(pb::PlaceFailure { code: code.into(), reason, message, metadata: about })
+            }
+        };
+        pb::PlaceResult { result: Some(result) }
+    }
+
+    fn granted(&self, granted: Granted) -> pb::PlaceResponse {
+        pb::PlaceResponse {
+            lease_token: self.0.signer.sign(&granted.claims),
+            worker_id: granted.claims.worker.to_string(),
+            worker_name: granted.worker_name,
+            incarnation: granted.claims.incarnation.0,
+            gateway_endpoint: granted.gateway_endpoint,
+            term: Some(rpc::duration(self.0.config.lease_term)),
+        }
     }
 }

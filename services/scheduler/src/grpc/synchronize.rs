@@ -208,13 +208,17 @@ impl Attendance<'_> {
         if observed.session_credential != self.credential {
             return Err(workers::SessionError::Stale.status());
         }
+        let phases = observed.leases.iter().map(parse_lease).collect::<Result<HashMap<_, _>, _>>()?;
+
+        // A container that is being made may be counted or not: it counts twice rather than not at all.
+        let used =
+            phases.values().filter(|phase| matches!(phase, Phase::Running | Phase::Publishing)).count();
         let kept = Kept {
             containers: observed.containers,
+            kept_containers: observed.containers.saturating_sub(used as u64),
             volumes: observed.volumes,
             disk_free_bytes: observed.disk_free_bytes,
         };
-        let phases = observed.leases.iter().map(parse_lease).collect::<Result<HashMap<_, _>, _>>()?;
-
         let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
         if Timestamp::now().since(self.noted) >= every {
             self.noted = self.scheduler.contact(&self.session, kept).await.map_err(Reasoned::status)?;

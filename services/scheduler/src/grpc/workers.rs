@@ -94,7 +94,7 @@ impl Workers for WorkersService {
         let page = Page::of(SERVICE, &request)?;
 
         let after = page.after.map(WorkerId::from_uuid);
-        let mut found = workers::list(self.0.db.read(), after, page.size + 1)
+        let mut found = workers::list(self.0.db.read(), &self.0.config, after, page.size + 1)
             .await
             .map_err(|error| database("list workers", &error))?;
 
@@ -114,7 +114,7 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::GetWorkerResponse>, Status> {
         let name = request.into_inner().worker;
 
-        let worker = workers::get(self.0.db.read(), &name)
+        let worker = workers::get(self.0.db.read(), &self.0.config, &name)
             .await
             .map_err(|error| database("look at a worker", &error))?;
 

@@ -2,6 +2,7 @@
 
 mod explain;
 mod inputs;
+mod leases;
 mod store;
 mod support;
 mod terms;
@@ -9,12 +10,18 @@ mod terms;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use domain::worker::{LeaseClaims, TicketClaims};
-use domain::{GatewayInstance, LeaseId, MarkerId, VolumeHandle, WorkloadId};
+use domain::worker::TicketClaims;
+use domain::{GatewayInstance, MarkerId, VolumeHandle, WorkloadId};
 use explain::{
     a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
 };
 use inputs::watchers_see_inputs_come_in_steps;
+use leases::{
+    a_driven_lease_takes_no_slot_and_ends_once, a_driven_lease_that_is_not_renewed_ends,
+    a_group_is_granted_whole_or_not_at_all, leases_are_near_to_each_other_or_apart,
+    many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
+    what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
+};
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
 use rpc::{Reason, Refusal};
@@ -524,69 +531,6 @@ async fn work_survives_the_scheduler(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDatabase) {
-    let scheduler = Running::start(config(&database)).await;
-    let place = |id: LeaseId, team: &str| pb::PlaceRequest {
-        lease_id: id.to_string(),
-        team: team.to_owned(),
-        kind: pb::PlacementKind::Transfer.into(),
-        tags: vec![],
-        platform: String::new(),
-    };
-    let refusal = |status: tonic::Status| rpc::Refusal::from(status);
-    let id = LeaseId::new();
-    let busy = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
-    assert!(busy.expect_err("nobody is there").is(Reason::AllWorkersBusy));
-
-    let mut one = hello("one");
-    one.capacity = Some(pb::Capacity { max_tasks: 1, disk_bytes: 0 });
-    let mut gateway = Gateway::connect(&scheduler, one).await.expect("welcome");
-    let busy = scheduler.submit(spec()).await.expect("accepted");
-    gateway.run(busy).await;
-    let granted = scheduler.placements().place(place(id, "main")).await.expect("granted").into_inner();
-    let again = scheduler.placements().place(place(id, "main")).await.expect("a repeat").into_inner();
-    assert_eq!(granted, again);
-    assert_eq!(granted.worker_name, "one");
-    assert_eq!(scheduler.worker("one").await.active_tasks, 1);
-    let claims: LeaseClaims = Keys::new(scheduler.peer()).verify(&granted.lease_token).await.expect("ours");
-    assert_eq!((claims.lease, claims.team.as_str(), claims.attempt), (id, "main", None));
-    let other = scheduler.placements().place(place(id, "other")).await.map_err(refusal);
-    assert!(other.expect_err("another request").is(Reason::LeaseExists));
-
-    let renew = pb::RenewRequest { lease_token: granted.lease_token.clone() };
-    scheduler.placements().renew(renew.clone()).await.expect("kept");
-    let release = pb::ReleaseRequest { lease_token: granted.lease_token.clone() };
-    scheduler.placements().release(release.clone()).await.expect("released");
-    scheduler.placements().release(release).await.expect("a repeat");
-    let lost = scheduler.placements().renew(renew).await.map_err(refusal);
-    assert!(lost.expect_err("it has ended").is(Reason::LeaseLost));
-    let ended = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
-    assert!(ended.expect_err("it has ended").is(Reason::LeaseExists));
-    let forged = pb::RenewRequest { lease_token: "forged".to_owned() };
-    let forged = scheduler.placements().renew(forged).await.map_err(refusal);
-    assert!(forged.expect_err("forged").is(Reason::InvalidToken));
-    scheduler.stop().await;
-}
-
-async fn a_driven_lease_that_is_not_renewed_ends(database: TestDatabase) {
-    let term = Duration::from_millis(50);
-    let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
-    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let request = pb::PlaceRequest {
-        lease_id: LeaseId::new().to_string(),
-        team: "main".to_owned(),
-        kind: pb::PlacementKind::Transfer.into(),
-        ..pb::PlaceRequest::default()
-    };
-    scheduler.placements().place(request.clone()).await.expect("granted");
-    until("it has ended", async || {
-        let placed = scheduler.placements().place(request.clone()).await;
-        placed.err().map(|status| assert!(rpc::Refusal::from(status).is(Reason::LeaseExists)))
-    })
-    .await;
-    scheduler.stop().await;
-}
-
 async fn a_ticket_is_good_for_a_worker_that_can_be_reached(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
@@ -742,6 +686,12 @@ on_both! {
     work_survives_the_scheduler,
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
+    many_are_spread_and_never_more_than_there_are_slots,
+    a_group_is_granted_whole_or_not_at_all,
+    two_groups_never_wait_for_each_other,
+    leases_are_near_to_each_other_or_apart,
+    what_was_asked_for_is_kept_free,
+    what_cannot_be_asked_for_is_refused,
     a_driven_lease_has_a_full_term_after_a_restart,
     a_restart_does_not_forget_how_long_a_worker_was_silent,
     after_a_restart_work_goes_to_those_that_came_back,

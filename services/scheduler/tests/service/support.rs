@@ -205,7 +205,7 @@ pub(crate) fn hello(name: &str) -> pb::Hello {
             image_kinds: vec!["host".to_owned()],
             ..pb::WorkerLabels::default()
         }),
-        capacity: Some(pb::Capacity { max_tasks: 2, disk_bytes: 1 << 30 }),
+        capacity: Some(pb::Capacity { max_tasks: 2, disk_bytes: 1 << 30, ..pb::Capacity::default() }),
         protocol_versions: vec![1],
     }
 }

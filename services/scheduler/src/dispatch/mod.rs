@@ -1,0 +1,297 @@
+//! Dispatch: whatever asks for a worker, from submission or call to grant.
+//!
+//! One task of each replica does it ([`dispatch_forever`]), in rounds: it takes all that was asked for meanwhile, decides on what it remembers of
+//! the workers ([`crate::registry`]), and has it granted in one transaction ([`crate::grants`]). So the more is asked for at once, the
+//! less each costs; and what is read of the workers is noted in its order. What did not hold there is decided anew. After that those that
+//! wait in the queue have their turns ([`crate::queue`]), when there is something new for them.
+//!
+//! Nobody is overtaken by one that asks for the same: who comes while such a one waits waits behind it.
+//!
+//! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
+
+mod round;
+mod turns;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use db::Database;
+use domain::worker::LeaseClaims;
+use domain::{LeaseId, Timestamp, WorkerId, WorkloadId};
+use sea_orm::DbErr;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{MissedTickBehavior, interval};
+
+use crate::config::Config;
+use crate::effects::Effects;
+use crate::entity::lease::Kind;
+use crate::grants::{self, Done, Plan};
+use crate::placement::{Demand, Load, Location, Placement, Refusals, Resources, Shape};
+use crate::queue::Queue;
+use crate::registry::{Registry, Workers};
+use crate::service::Scheduler;
+use crate::workloads::Submission;
+
+/// How often something is decided anew because what was decided on had changed in the meantime.
+const DECISIONS: usize = 8;
+
+/// How many requests are taken into a round, and how many of the queue are placed by one transaction.
+const BATCH: usize = 512;
+
+/// How many requests may wait for a round. Further callers wait until there is room.
+const REQUESTS: usize = 4096;
+
+/// A workload cannot be accepted.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SubmitError {
+    /// The id names another workload.
+    #[error("workload {0} exists, with another spec")]
+    Exists(WorkloadId),
+    /// No worker could ever run it.
+    #[error("no worker could ever run it: {}", .0.lines().join("; "))]
+    NoCompatibleWorker(Refusals),
+    /// The artifact store refused to pin its inputs, or could not be asked.
+    #[error("its inputs cannot be pinned")]
+    NotPinned(#[source] rpc::Refusal),
+    /// The service stops.
+    #[error("the scheduler is stopping")]
+    Stopping,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// A driven lease cannot be granted.
+#[derive(Debug, Clone, thiserror::Error)]
+pub(crate) enum PlaceError {
+    /// No worker could ever do.
+    #[error("no worker could ever do: {}", .0.lines().join("; "))]
+    NoCompatibleWorker(Refusals),
+    /// Those that could are busy or out of contact now.
+    #[error("no worker can do now: {}", .0.lines().join("; "))]
+    AllWorkersBusy(Refusals),
+    /// The id was used for something else, or its lease has ended.
+    #[error("the id names another lease, or one that has ended")]
+    Exists,
+    /// The lease that it shall be near to is unknown, or has ended.
+    #[error("the lease whose worker it shall have is unknown, or has ended")]
+    NoSuchLease,
+    /// The service stops.
+    #[error("the scheduler is stopping")]
+    Stopping,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// A driven lease that was granted.
+#[derive(Debug, Clone)]
+pub(crate) struct Granted {
+    pub(crate) claims: LeaseClaims,
+    pub(crate) worker_name: String,
+    pub(crate) gateway_endpoint: String,
+}
+
+/// What becomes of one of several that were asked for together.
+pub(crate) type Placed = Result<Granted, PlaceError>;
+
+/// A driven lease that somebody asks for.
+#[derive(Debug, Clone)]
+pub(crate) struct Ask {
+    pub(crate) lease: LeaseId,
+    pub(crate) kind: Kind,
+    pub(crate) demand: Arc<Demand>,
+    pub(crate) locations: Arc<[Location]>,
+    /// To tell a repeat from another request.
+    pub(crate) request: String,
+    /// Those of one group are granted together, or none.
+    pub(crate) group: Option<u32>,
+}
+
+/// What is asked of the dispatcher.
+#[derive(Debug)]
+pub(crate) enum Request {
+    /// A workload for which nothing has to be pinned: it is placed or queued, and durable, once this is answered.
+    Submit(Arc<Submission>, oneshot::Sender<Result<(), SubmitError>>),
+    /// What a workload that was accepted needs is pinned, and is at these locations.
+    Pinned(Arc<Submission>, Arc<[Location]>, oneshot::Sender<Result<(), SubmitError>>),
+    /// Driven leases.
+    Place(Vec<Ask>, oneshot::Sender<Vec<Placed>>),
+    /// Driven leases that are given back.
+    Release(Vec<LeaseId>, oneshot::Sender<Result<(), DbErr>>),
+    /// To see what others have changed.
+    CatchUp(oneshot::Sender<()>),
+}
+
+/// Where requests are brought, and what everyone may look at. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Dispatch {
+    requests: mpsc::Sender<Request>,
+    pub(crate) workers: Workers,
+    queue: Arc<Mutex<Queue>>,
+}
+
+/// The service stops, and nobody answers any more.
+#[derive(Debug)]
+pub(crate) struct Stopping;
+
+impl Dispatch {
+    /// A look at those that wait.
+    pub(crate) fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sees what others have changed, as far as the database answers.
+    pub(crate) async fn catch_up(&self) {
+        _ = self.ask(Request::CatchUp).await;
+    }
+
+    /// Brings a request, and waits for what becomes of it.
+    pub(crate) async fn ask<T>(
+        &self,
+        request: impl FnOnce(oneshot::Sender<T>) -> Request,
+    ) -> Result<T, Stopping> {
+        let (answer, answered) = oneshot::channel();
+        self.requests.send(request(answer)).await.map_err(|_| Stopping)?;
+        answered.await.map_err(|_| Stopping)
+    }
+}
+
+/// Does what is asked of [`Dispatch`].
+#[derive(Debug)]
+pub(crate) struct Dispatcher {
+    db: Database,
+    config: Arc<Config>,
+    registry: Registry,
+    queue: Arc<Mutex<Queue>>,
+    requests: mpsc::Receiver<Request>,
+    /// Whether those that wait may find something that they did not find before.
+    look: bool,
+    /// When all that waits was read last.
+    whole_at: Option<Timestamp>,
+    /// Why demands of a shape wait, as those who wait for that were told.
+    reasons: HashMap<Arc<Shape>, Arc<[String]>>,
+}
+
+impl Dispatcher {
+    /// A dispatcher, and the way to it.
+    pub(crate) fn new(db: Database, config: Arc<Config>) -> (Dispatch, Self) {
+        let (sender, requests) = mpsc::channel(REQUESTS);
+        let registry = Registry::new(&config);
+        let queue = Arc::new(Mutex::new(Queue::new(config.queue_aging, config.team_weights.clone())));
+        let dispatch = Dispatch { requests: sender, workers: registry.workers.clone(), queue: queue.clone() };
+        let dispatcher = Self {
+            db,
+            config,
+            registry,
+            queue,
+            requests,
+            look: true,
+            whole_at: None,
+            reasons: HashMap::new(),
+        };
+        (dispatch, dispatcher)
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a plan granted, which rests on what was taken before, and notes what is known of the workers then.
+    async fn carry_out(&mut self, plan: &Plan, taken: Taken, now: Timestamp) -> Result<Done, DbErr> {
+        let memory = self.registry.memory();
+        let done = self.db.write(async |txn| grants::carry_out(&txn, plan, memory, now).await).await;
+        let done = match done {
+            Ok(done) => done,
+            Err(error) => {
+                taken.give_back(&self.registry.workers);
+                return Err(error);
+            }
+        };
+        let there: HashSet<_> = done.workers.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
+        let gone: HashSet<_> =
+            plan.grants.iter().map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
+        // Where nothing was granted after all their rows were not read.
+        taken.give_back(&self.registry.workers);
+        self.look |= done.freed;
+        if plan.grants.iter().any(|grant| done.refused.contains(&grant.lease)) {
+            self.registry.forget(gone);
+        }
+        self.registry.note(&done.workers)?;
+        Ok(done)
+    }
+
+    /// Takes a worker for somebody, as far as this replica remembers.
+    fn take(&self, placement: &Placement, kind: Kind, requests: &Resources, taken: &mut Taken) {
+        let mut workers = self.registry.workers.lock();
+        let Some(load) = workers.get(placement.worker).map(|worker| worker.load) else { return };
+        taken.0.push((placement.worker, load));
+        workers.load(placement.worker, load.with(kind, requests));
+    }
+
+    /// Why nobody takes `demand` now, for those who wait for that.
+    fn reasons(&mut self, demand: &Demand) -> Arc<[String]> {
+        // Told anew when that changes: see [`Dispatcher::tell_why`].
+        if let Some(known) = self.reasons.get(&demand.shape) {
+            return known.clone();
+        }
+        let reasons: Arc<[String]> = self.registry.workers.lock().refusals(demand).lines().into();
+        self.reasons.insert(demand.shape.clone(), reasons.clone());
+        reasons
+    }
+}
+
+/// What workers had on them before this replica put more there, in its memory.
+#[derive(Debug, Default)]
+struct Taken(Vec<(WorkerId, Load)>);
+
+impl Taken {
+    fn give_back(self, workers: &Workers) {
+        let mut workers = workers.lock();
+        self.0.into_iter().rev().for_each(|(worker, load)| workers.load(worker, load));
+    }
+
+    fn append(&mut self, other: Self) {
+        self.0.extend(other.0);
+    }
+}
+
+/// Does what is asked for, until the service stops.
+pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Scheduler) {
+    let mut poll = interval(dispatcher.config.poll);
+    poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (mut requests, mut is_due) = (Vec::new(), false);
+    loop {
+        tokio::select! {
+            biased;
+            () = scheduler.stopping.cancelled() => return,
+            _ = poll.tick() => is_due = true,
+            () = scheduler.hints.dispatch().notified() => {}
+            count = dispatcher.requests.recv_many(&mut requests, BATCH) => if count == 0 { return },
+        }
+        let mut effects = Effects::default();
+        is_due |= requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
+        if std::mem::take(&mut is_due)
+            && let Err(error) = dispatcher.catch_up(&mut effects).await
+        {
+            tracing::warn!(error = %error, "cannot look at the workers and the queue");
+        }
+        // What was changed before something was asked for is seen before it is decided.
+        dispatcher.hear(&scheduler.hints).await;
+        if !requests.is_empty() {
+            dispatcher.round(std::mem::take(&mut requests), Timestamp::now(), &mut effects).await;
+            scheduler.announce_granted(std::mem::take(&mut effects));
+        }
+        if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
+            tracing::warn!(error = %error, "cannot place what waits");
+        }
+        scheduler.announce_granted(effects);
+    }
+}
+
+/// For the time in which a workload is placed, in the trace of who submitted it.
+fn span(id: WorkloadId, traceparent: &str) -> tracing::Span {
+    let span = tracing::info_span!(target: "gantry", "place", service = "scheduler", workload.id = %id);
+    rpc::trace::continue_from(&span, traceparent);
+    span
+}

@@ -1,0 +1,719 @@
+//! Grants: many leases, and what is given back, in one transaction.
+//!
+//! What shall be granted was decided on what this replica remembers of the workers ([`crate::placer`]). Here the rows of those workers are locked,
+//! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
+//! many replicas grant at once, and whatever they remember. What does not hold any more is left out, and told.
+//!
+//! Rows are locked in one order: workloads, leases, workers; of each kind by id.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use db::rows::{self, Column};
+use domain::worker::Incarnation;
+use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
+use sea_orm::{
+    ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, Statement, Value,
+};
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::entity::lease::{self, EndedBy, Kind, State};
+use crate::entity::{to_json, worker, workload};
+use crate::events::{Event, Whereabouts};
+use crate::placement::{self, Demand};
+use crate::registry::Memory;
+
+/// What shall be done in one transaction.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    /// Driven leases that are given back.
+    pub(crate) releases: Vec<LeaseId>,
+    /// Workloads that are new. One whose grant does not hold is not written.
+    pub(crate) submitted: Vec<workload::Model>,
+    /// Workloads that were accepted, and whose inputs are pinned now. One whose grant does not hold stays as it is.
+    pub(crate) pinned: Vec<Pinned>,
+    /// Whether a lease of these ids may be there already.
+    pub(crate) leases_may_exist: bool,
+    pub(crate) grants: Vec<Grant>,
+}
+
+/// A workload whose inputs are pinned now.
+#[derive(Debug, Clone)]
+pub(crate) struct Pinned {
+    pub(crate) id: WorkloadId,
+    /// JSON: where they are.
+    pub(crate) locations: String,
+    /// Why it waits, unless it is placed at once.
+    pub(crate) reasons: Vec<String>,
+}
+
+/// A lease that shall be granted.
+#[derive(Debug, Clone)]
+pub(crate) struct Grant {
+    /// Those of one group are granted together, or none of them. They follow one another in the plan.
+    pub(crate) group: Option<usize>,
+    pub(crate) lease: LeaseId,
+    pub(crate) kind: Kind,
+    pub(crate) demand: Arc<Demand>,
+    pub(crate) worker: WorkerId,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) holder: Holder,
+}
+
+/// Who holds a lease.
+#[derive(Debug, Clone)]
+pub(crate) enum Holder {
+    /// Whoever asked: it renews it until `expires_at`. `request`: to tell a repeat from another request.
+    Driven { expires_at: Timestamp, request: String },
+    /// A workload that waits, or that is submitted in the same transaction.
+    Workload { id: WorkloadId, attempt: AttemptId, whereabouts: Whereabouts, reason: String },
+}
+
+/// What was done.
+#[derive(Debug, Default)]
+pub(crate) struct Done {
+    /// The workers of the plan as they are now. One that is missing here is gone.
+    pub(crate) workers: Vec<worker::Model>,
+    /// Grants that did not hold on their workers.
+    pub(crate) refused: HashSet<LeaseId>,
+    /// Workloads that do not wait any more, or were known before they were submitted: nothing was done about them.
+    pub(crate) settled: HashMap<WorkloadId, Option<Known>>,
+    /// Leases that were there before.
+    pub(crate) existing: HashMap<LeaseId, lease::Model>,
+    /// Whether a slot was freed.
+    pub(crate) freed: bool,
+    /// The workers of workloads that were placed: what they shall do has changed.
+    placed: HashMap<LeaseId, WorkerId>,
+}
+
+/// What is known of a workload that is submitted again.
+#[derive(Debug, Clone, PartialEq, Eq, FromQueryResult)]
+pub(crate) struct Known {
+    pub(crate) id: Uuid,
+    pub(crate) spec_digest: Vec<u8>,
+    pub(crate) state: workload::State,
+}
+
+#[derive(Serialize)]
+struct Id {
+    id: Uuid,
+}
+
+const IDS: [(&str, Column); 1] = [("id", Column::Uuid)];
+
+fn ids(of: impl IntoIterator<Item = Uuid>) -> Result<Value, DbErr> {
+    rows::value(&of.into_iter().map(|id| Id { id }).collect::<Vec<_>>())
+}
+
+/// Carries out `plan`. `memory`: what is known of workers beside their rows.
+pub(crate) async fn carry_out(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    memory: &Memory,
+    now: Timestamp,
+) -> Result<Done, DbErr> {
+    let mut done = Done::default();
+    known_workloads(txn, plan, &mut done).await?;
+    let waiting = lock_waiting(txn, plan, &mut done).await?;
+    if plan.leases_may_exist {
+        existing_leases(txn, plan, &mut done).await?;
+    }
+    let mut changes = Changes::default();
+    for lease in release(txn, &plan.releases, now).await? {
+        done.freed |= lease.kind.takes_a_slot();
+        changes.give_back(&lease);
+    }
+
+    let grants: Vec<_> = plan.grants.iter().filter(|grant| !done.is_moot(grant)).collect();
+    let workers = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
+    let locked = lock_workers(txn, workers).await?;
+    let mut present: HashMap<_, _> = HashMap::with_capacity(locked.len());
+    for row in &locked {
+        present.insert(row.id, changes.applied_to(memory.as_placed(row)?));
+    }
+    let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
+    for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
+        let mut taken = Vec::with_capacity(together.len());
+        let all = together.iter().all(|grant| {
+            let Some(worker) = present.get_mut(&grant.worker.uuid()) else { return false };
+            let holds = worker.incarnation == grant.incarnation
+                && placement::refusals(&grant.demand, worker).is_empty();
+            if holds {
+                taken.push((grant.worker.uuid(), worker.load));
+                worker.load = worker.load.with(grant.kind, &grant.demand.shape.requests);
+            }
+            holds
+        });
+        if all {
+            together.iter().for_each(|grant| changes.take(grant));
+            held.extend(together);
+            continue;
+        }
+        for (worker, load) in taken.into_iter().rev() {
+            present.entry(worker).and_modify(|worker| worker.load = load);
+        }
+        done.refused.extend(together.iter().map(|grant| grant.lease));
+    }
+    changes.write(txn).await?;
+    done.workers = locked;
+    changes.note(&mut done.workers);
+
+    let of_workloads = held.iter().filter(|grant| matches!(grant.holder, Holder::Workload { .. }));
+    done.placed = of_workloads.map(|grant| (grant.lease, grant.worker)).collect();
+    submit(txn, plan, &done, &held, now).await?;
+    assign(txn, plan, &waiting, &held, now).await?;
+    insert_leases(txn, &held, &done.workers, now).await?;
+    Ok(done)
+}
+
+impl Plan {
+    /// Whether it would change nothing.
+    pub(crate) fn is_empty(&self) -> bool {
+        let Self { releases, submitted, pinned, leases_may_exist: _, grants } = self;
+        releases.is_empty() && submitted.is_empty() && pinned.is_empty() && grants.is_empty()
+    }
+}
+
+impl Done {
+    /// Where a workload was placed under a lease.
+    pub(crate) fn worker_of(&self, lease: Option<LeaseId>) -> Option<WorkerId> {
+        self.placed.get(&lease?).copied()
+    }
+
+    /// Whether a grant has no sense any more, whatever its worker says.
+    fn is_moot(&self, grant: &Grant) -> bool {
+        match &grant.holder {
+            Holder::Driven { .. } => self.existing.contains_key(&grant.lease),
+            Holder::Workload { id, .. } => self.settled.contains_key(id),
+        }
+    }
+}
+
+async fn known_workloads(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
+    if plan.submitted.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT id, spec_digest, state FROM workloads WHERE id IN ({})",
+        rows::query(backend, 1, &IDS)
+    );
+    let ids = ids(plan.submitted.iter().map(|row| row.id))?;
+    let known = Known::find_by_statement(Statement::from_sql_and_values(backend, query, [ids]));
+    for known in known.all(txn).await? {
+        done.settled.insert(WorkloadId::from_uuid(known.id), Some(known));
+    }
+    Ok(())
+}
+
+/// Locks the workloads that shall be assigned or queued and were not submitted just now, and answers those for which that is so still.
+async fn lock_waiting(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    done: &mut Done,
+) -> Result<HashSet<WorkloadId>, DbErr> {
+    let submitted: HashSet<_> = plan.submitted.iter().map(|row| row.id).collect();
+    let pinned: HashSet<_> = plan.pinned.iter().map(|pinned| pinned.id).collect();
+    let placed = plan.grants.iter().filter_map(|grant| match &grant.holder {
+        Holder::Workload { id, .. } if !submitted.contains(&id.uuid()) => Some(*id),
+        Holder::Workload { .. } | Holder::Driven { .. } => None,
+    });
+    let asked: HashSet<_> = placed.chain(pinned.iter().copied()).collect();
+    if asked.is_empty() {
+        return Ok(asked);
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT id, state FROM workloads WHERE id IN ({}) AND state IN ('accepted', 'pending') ORDER BY id {}",
+        rows::query(backend, 1, &IDS),
+        rows::lock(backend, "FOR UPDATE")
+    );
+    let values = [ids(asked.iter().map(|id| id.uuid()))?];
+    let mut waiting = HashSet::with_capacity(asked.len());
+    for row in txn.query_all_raw(Statement::from_sql_and_values(backend, query, values)).await? {
+        let (id, state): (Uuid, workload::State) = (row.try_get("", "id")?, row.try_get("", "state")?);
+        let id = WorkloadId::from_uuid(id);
+        if pinned.contains(&id) == (state == workload::State::Accepted) {
+            waiting.insert(id);
+        }
+    }
+    done.settled.extend(asked.difference(&waiting).map(|id| (*id, None)));
+    Ok(waiting)
+}
+
+async fn existing_leases(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let query = format!("SELECT * FROM leases WHERE id IN ({})", rows::query(backend, 1, &IDS));
+    let values = [ids(plan.grants.iter().map(|grant| grant.lease.uuid()))?];
+    let statement = Statement::from_sql_and_values(backend, query, values);
+    for lease in lease::Entity::find().from_raw_sql(statement).all(txn).await? {
+        done.existing.insert(LeaseId::from_uuid(lease.id), lease);
+    }
+    Ok(())
+}
+
+/// Ends driven leases, and answers those that had not ended before.
+async fn release(
+    txn: &DatabaseTransaction,
+    released: &[LeaseId],
+    now: Timestamp,
+) -> Result<Vec<lease::Model>, DbErr> {
+    if released.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "UPDATE leases SET state = 'ended', ended_at = $2, ended_by = $3
+         WHERE id IN (SELECT id FROM leases WHERE id IN ({}) AND state <> 'ended' AND workload_id IS NULL ORDER BY id {})
+         RETURNING *",
+        rows::query(backend, 1, &IDS),
+        rows::lock(backend, "FOR UPDATE"),
+    );
+    let ids = ids(released.iter().map(|lease| lease.uuid()))?;
+    let by = EndedBy::Reported.to_value().into();
+    let statement = Statement::from_sql_and_values(backend, query, [ids, now.0.into(), by]);
+    lease::Entity::find().from_raw_sql(statement).all(txn).await
+}
+
+async fn lock_workers(
+    txn: &DatabaseTransaction,
+    workers: impl Iterator<Item = Uuid>,
+) -> Result<Vec<worker::Model>, DbErr> {
+    let workers: HashSet<_> = workers.collect();
+    if workers.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT * FROM workers WHERE id IN ({}) ORDER BY id {}",
+        rows::query(backend, 1, &IDS),
+        rows::lock(backend, "FOR NO KEY UPDATE"),
+    );
+    let statement = Statement::from_sql_and_values(backend, query, [ids(workers)?]);
+    worker::Entity::find().from_raw_sql(statement).all(txn).await
+}
+
+/// By how much what is on workers changes.
+#[derive(Debug, Default)]
+pub(crate) struct Changes(BTreeMap<Uuid, Change>);
+
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+struct Change {
+    tasks: i64,
+    checks: i64,
+    cpu_millis: i64,
+    memory_bytes: i64,
+    disk_bytes: i64,
+    /// Whether what its gateway shall do changes.
+    generations: i64,
+}
+
+#[derive(Serialize)]
+struct Changed {
+    id: Uuid,
+    #[serde(flatten)]
+    change: Change,
+}
+
+const CHANGED: [(&str, Column); 7] = [
+    ("id", Column::Uuid),
+    ("tasks", Column::Integer),
+    ("checks", Column::Integer),
+    ("cpu_millis", Column::Integer),
+    ("memory_bytes", Column::Integer),
+    ("disk_bytes", Column::Integer),
+    ("generations", Column::Integer),
+];
+
+fn signed(amount: u64) -> i64 {
+    i64::try_from(amount).unwrap_or(i64::MAX)
+}
+
+impl Changes {
+    /// A lease has ended.
+    pub(crate) fn give_back(&mut self, lease: &lease::Model) {
+        if !lease.kind.takes_a_slot() {
+            return;
+        }
+        let change = self.0.entry(lease.worker_id).or_default();
+        change.tasks -= 1;
+        change.checks -= i64::from(lease.kind == Kind::Check);
+        change.cpu_millis -= lease.cpu_millis;
+        change.memory_bytes -= lease.memory_bytes;
+        change.disk_bytes -= lease.disk_bytes;
+        change.generations |= i64::from(!lease.is_driven());
+    }
+
+    fn take(&mut self, grant: &Grant) {
+        let change = self.0.entry(grant.worker.uuid()).or_default();
+        change.generations |= i64::from(matches!(grant.holder, Holder::Workload { .. }));
+        if !grant.kind.takes_a_slot() {
+            return;
+        }
+        let asked = &grant.demand.shape.requests;
+        change.tasks += 1;
+        change.checks += i64::from(grant.kind == Kind::Check);
+        change.cpu_millis += signed(asked.cpu_millis);
+        change.memory_bytes += signed(asked.memory_bytes);
+        change.disk_bytes += signed(asked.disk_bytes);
+    }
+
+    fn workers(&self) -> impl Iterator<Item = Uuid> {
+        self.0.keys().copied()
+    }
+
+    fn applied_to(&self, mut worker: placement::Worker) -> placement::Worker {
+        if let Some(change) = self.0.get(&worker.id.uuid()) {
+            let load = &mut worker.load;
+            let add = |count: u32, change: i64| u32::try_from(i64::from(count) + change).unwrap_or(0);
+            load.tasks = add(load.tasks, change.tasks);
+            load.checks = add(load.checks, change.checks);
+            load.reserved.cpu_millis = load.reserved.cpu_millis.saturating_add_signed(change.cpu_millis);
+            load.reserved.memory_bytes =
+                load.reserved.memory_bytes.saturating_add_signed(change.memory_bytes);
+            load.reserved.disk_bytes = load.reserved.disk_bytes.saturating_add_signed(change.disk_bytes);
+        }
+        worker
+    }
+
+    /// Writes them, of workers that are locked.
+    pub(crate) async fn write(&self, txn: &DatabaseTransaction) -> Result<(), DbErr> {
+        let changed = self.0.iter().map(|(id, change)| Changed { id: *id, change: *change });
+        let changed: Vec<_> = changed.collect();
+        if changed.is_empty() {
+            return Ok(());
+        }
+        let backend = txn.get_database_backend();
+        let query = format!(
+            "UPDATE workers SET active_tasks = active_tasks + given.tasks, active_checks = active_checks + given.checks,
+             reserved_cpu_millis = reserved_cpu_millis + given.cpu_millis,
+             reserved_memory_bytes = reserved_memory_bytes + given.memory_bytes,
+             reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, generation = generation + given.generations
+             FROM ({}) AS given WHERE workers.id = given.id",
+            rows::query(backend, 1, &CHANGED)
+        );
+        let statement = Statement::from_sql_and_values(backend, query, [rows::value(&changed)?]);
+        txn.execute_raw(statement).await.map(|_| ())
+    }
+
+    /// Locks the workers whose leases have ended, and writes what is freed. Answers which.
+    pub(crate) async fn lock_and_write(&self, txn: &DatabaseTransaction) -> Result<Vec<WorkerId>, DbErr> {
+        let locked = lock_workers(txn, self.workers()).await?;
+        self.write(txn).await?;
+        Ok(locked.into_iter().map(|row| WorkerId::from_uuid(row.id)).collect())
+    }
+
+    /// The same, in what was read before.
+    fn note(&self, rows: &mut [worker::Model]) {
+        for row in rows {
+            let Some(change) = self.0.get(&row.id) else { continue };
+            row.active_tasks += change.tasks;
+            row.active_checks += change.checks;
+            row.reserved_cpu_millis += change.cpu_millis;
+            row.reserved_memory_bytes += change.memory_bytes;
+            row.reserved_disk_bytes += change.disk_bytes;
+            row.generation += change.generations;
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct NewWorkload<'r> {
+    id: Uuid,
+    sequence: Uuid,
+    team: &'r str,
+    spec: String,
+    spec_digest: String,
+    traceparent: &'r str,
+    settles: bool,
+    state: String,
+    submitted_at: i64,
+    queue_deadline: Option<i64>,
+    lease_id: Option<Uuid>,
+    attempt_id: Option<Uuid>,
+    whereabouts: Option<String>,
+    waiting_for: &'r str,
+    priority: i64,
+}
+
+const NEW_WORKLOAD: [(&str, Column); 15] = [
+    ("id", Column::Uuid),
+    ("sequence", Column::Uuid),
+    ("team", Column::Text),
+    ("spec", Column::Bytes),
+    ("spec_digest", Column::Bytes),
+    ("traceparent", Column::Text),
+    ("settles", Column::Boolean),
+    ("state", Column::Text),
+    ("submitted_at", Column::Integer),
+    ("queue_deadline", Column::Integer),
+    ("lease_id", Column::Uuid),
+    ("attempt_id", Column::Uuid),
+    ("whereabouts", Column::Text),
+    ("waiting_for", Column::Text),
+    ("priority", Column::Integer),
+];
+
+/// Writes the workloads that are new: those that are placed as assigned, those that nothing was planned for as they are.
+async fn submit(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    done: &Done,
+    held: &[&Grant],
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    if plan.submitted.is_empty() {
+        return Ok(());
+    }
+    let planned = by_workload(&plan.grants.iter().collect::<Vec<_>>());
+    let placed = by_workload(held);
+    let (mut fresh, mut events) = (Vec::new(), Vec::new());
+    for row in &plan.submitted {
+        let id = WorkloadId::from_uuid(row.id);
+        let grant = placed.get(&id);
+        if done.settled.contains_key(&id) || (grant.is_none() && planned.contains_key(&id)) {
+            continue;
+        }
+        let holder = grant.map(|grant| &grant.holder);
+        let (attempt_id, whereabouts, event) = match holder {
+            Some(Holder::Workload { attempt, whereabouts, reason, .. }) => {
+                let event = Event::Placed { whereabouts: whereabouts.clone(), reason: reason.clone() };
+                (Some(attempt.uuid()), Some(to_json(whereabouts)?), event)
+            }
+            Some(Holder::Driven { .. }) | None => {
+                (None, None, Event::Queued { reasons: crate::entity::from_json(&row.waiting_for)? })
+            }
+        };
+        events.push(NewEvent { id: row.id, revision: 1, event: to_json(&event)? });
+        let state = if grant.is_some() { workload::State::Assigned } else { row.state };
+        fresh.push(NewWorkload {
+            id: row.id,
+            sequence: row.sequence,
+            team: &row.team,
+            spec: hex(&row.spec),
+            spec_digest: hex(&row.spec_digest),
+            traceparent: &row.traceparent,
+            settles: row.settles,
+            state: state.to_value(),
+            submitted_at: row.submitted_at,
+            queue_deadline: row.queue_deadline,
+            lease_id: grant.map(|grant| grant.lease.uuid()),
+            attempt_id,
+            whereabouts,
+            waiting_for: if grant.is_some() { "[]" } else { &row.waiting_for },
+            priority: row.priority,
+        });
+    }
+    if fresh.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
+         queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority)
+         SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
+         attempt_id, whereabouts, '[]', waiting_for, priority FROM ({}) AS given",
+        rows::query(backend, 1, &NEW_WORKLOAD)
+    );
+    txn.execute_raw(Statement::from_sql_and_values(backend, query, [rows::value(&fresh)?])).await?;
+    insert_events(txn, &events, now).await
+}
+
+fn by_workload<'g>(grants: &[&'g Grant]) -> HashMap<WorkloadId, &'g Grant> {
+    let of_workload = |grant: &&'g Grant| match &grant.holder {
+        Holder::Workload { id, .. } => Some((*id, *grant)),
+        Holder::Driven { .. } => None,
+    };
+    grants.iter().filter_map(of_workload).collect()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        // Writing to a string cannot fail.
+        _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+#[derive(Serialize)]
+struct NewEvent {
+    id: Uuid,
+    revision: i64,
+    event: String,
+}
+
+const NEW_EVENT: [(&str, Column); 3] =
+    [("id", Column::Uuid), ("revision", Column::Integer), ("event", Column::Text)];
+
+async fn insert_events(txn: &DatabaseTransaction, events: &[NewEvent], now: Timestamp) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "INSERT INTO events (workload_id, revision, at, event) SELECT id, revision, $2, event FROM ({}) AS given",
+        rows::query(backend, 1, &NEW_EVENT)
+    );
+    let values = [rows::value(events)?, now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await.map(|_| ())
+}
+
+#[derive(Serialize)]
+struct Moved {
+    id: Uuid,
+    state: String,
+    lease_id: Option<Uuid>,
+    attempt_id: Option<Uuid>,
+    whereabouts: Option<String>,
+    locations: Option<String>,
+    waiting_for: String,
+}
+
+const MOVED: [(&str, Column); 7] = [
+    ("id", Column::Uuid),
+    ("state", Column::Text),
+    ("lease_id", Column::Uuid),
+    ("attempt_id", Column::Uuid),
+    ("whereabouts", Column::Text),
+    ("locations", Column::Text),
+    ("waiting_for", Column::Text),
+];
+
+/// Assigns those of the workloads that are locked for which a grant held, and queues those that are pinned and were not planned for.
+async fn assign(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    waiting: &HashSet<WorkloadId>,
+    held: &[&Grant],
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    let (mut moved, mut events) = (Vec::new(), HashMap::new());
+    let mut pinned: HashMap<_, _> = plan.pinned.iter().map(|pinned| (pinned.id, pinned)).collect();
+    let held: HashSet<_> = held.iter().map(|grant| grant.lease).collect();
+    for grant in &plan.grants {
+        let Holder::Workload { id, attempt, whereabouts, reason } = &grant.holder else { continue };
+        let locations = pinned.remove(id).map(|pinned| pinned.locations.clone());
+        if !waiting.contains(id) || !held.contains(&grant.lease) {
+            continue;
+        }
+        moved.push(Moved {
+            id: id.uuid(),
+            state: workload::State::Assigned.to_value(),
+            lease_id: Some(grant.lease.uuid()),
+            attempt_id: Some(attempt.uuid()),
+            whereabouts: Some(to_json(whereabouts)?),
+            locations,
+            waiting_for: "[]".to_owned(),
+        });
+        let event = Event::Placed { whereabouts: whereabouts.clone(), reason: reason.clone() };
+        events.insert(id.uuid(), to_json(&event)?);
+    }
+    for pinned in pinned.into_values().filter(|pinned| waiting.contains(&pinned.id)) {
+        moved.push(Moved {
+            id: pinned.id.uuid(),
+            state: workload::State::Pending.to_value(),
+            lease_id: None,
+            attempt_id: None,
+            whereabouts: None,
+            locations: Some(pinned.locations.clone()),
+            waiting_for: to_json(&pinned.reasons)?,
+        });
+        events.insert(pinned.id.uuid(), to_json(&Event::Queued { reasons: pinned.reasons.clone() })?);
+    }
+    if moved.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "UPDATE workloads SET state = given.state, revision = revision + 1, lease_id = given.lease_id,
+         attempt_id = given.attempt_id, whereabouts = COALESCE(given.whereabouts, workloads.whereabouts),
+         locations = COALESCE(given.locations, workloads.locations), waiting_for = given.waiting_for
+         FROM ({}) AS given WHERE workloads.id = given.id RETURNING workloads.id, workloads.revision",
+        rows::query(backend, 1, &MOVED)
+    );
+    let statement = Statement::from_sql_and_values(backend, query, [rows::value(&moved)?]);
+    let mut fresh = Vec::with_capacity(events.len());
+    for row in txn.query_all_raw(statement).await? {
+        let id: Uuid = row.try_get("", "id")?;
+        let Some(event) = events.remove(&id) else { continue };
+        fresh.push(NewEvent { id, revision: row.try_get("", "revision")?, event });
+    }
+    insert_events(txn, &fresh, now).await
+}
+
+#[derive(Serialize)]
+struct NewLease<'g> {
+    id: Uuid,
+    worker_id: Uuid,
+    incarnation: i64,
+    kind: String,
+    team: &'g str,
+    generation: i64,
+    workload_id: Option<Uuid>,
+    attempt_id: Option<Uuid>,
+    request: &'g str,
+    expires_at: Option<i64>,
+    cpu_millis: i64,
+    memory_bytes: i64,
+    disk_bytes: i64,
+}
+
+const NEW_LEASE: [(&str, Column); 13] = [
+    ("id", Column::Uuid),
+    ("worker_id", Column::Uuid),
+    ("incarnation", Column::Integer),
+    ("kind", Column::Text),
+    ("team", Column::Text),
+    ("generation", Column::Integer),
+    ("workload_id", Column::Uuid),
+    ("attempt_id", Column::Uuid),
+    ("request", Column::Text),
+    ("expires_at", Column::Integer),
+    ("cpu_millis", Column::Integer),
+    ("memory_bytes", Column::Integer),
+    ("disk_bytes", Column::Integer),
+];
+
+async fn insert_leases(
+    txn: &DatabaseTransaction,
+    held: &[&Grant],
+    workers: &[worker::Model],
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    if held.is_empty() {
+        return Ok(());
+    }
+    let generations: HashMap<_, _> = workers.iter().map(|row| (row.id, row.generation)).collect();
+    let fresh = held.iter().map(|grant| {
+        let (workload_id, attempt_id, request, expires_at) = match &grant.holder {
+            Holder::Driven { expires_at, request } => (None, None, request.as_str(), Some(expires_at.0)),
+            Holder::Workload { id, attempt, .. } => (Some(id.uuid()), Some(attempt.uuid()), "", None),
+        };
+        let asked = &grant.demand.shape.requests;
+        NewLease {
+            id: grant.lease.uuid(),
+            worker_id: grant.worker.uuid(),
+            incarnation: signed(grant.incarnation.0),
+            kind: grant.kind.to_value(),
+            team: &grant.demand.shape.team,
+            generation: generations.get(&grant.worker.uuid()).copied().unwrap_or(0),
+            workload_id,
+            attempt_id,
+            request,
+            expires_at,
+            cpu_millis: signed(asked.cpu_millis),
+            memory_bytes: signed(asked.memory_bytes),
+            disk_bytes: signed(asked.disk_bytes),
+        }
+    });
+    let fresh: Vec<_> = fresh.collect();
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, workload_id, attempt_id, phase, request,
+         expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes)
+         SELECT id, worker_id, incarnation, kind, team, $2, generation, workload_id, attempt_id, 0, request, expires_at, $3,
+         cpu_millis, memory_bytes, disk_bytes FROM ({}) AS given",
+        rows::query(backend, 1, &NEW_LEASE)
+    );
+    let values = [rows::value(&fresh)?, State::Granted.to_value().into(), now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await.map(|_| ())
+}

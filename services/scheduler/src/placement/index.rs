@@ -1,0 +1,523 @@
+//! The workers, so that one of the best is found without a look at each.
+//!
+//! Workers that differ in nothing but their load are a *class*. What speaks against a class is judged once for each shape of demand,
+//! and remembered. In its class a worker lies in a *line*: among those that have room, or among those that are full, sorted by what the
+//! strategies count, those that are equal by id. So who asks gets the head of the cheapest line, or whoever of several that are equally
+//! good the lot falls on, and what many hold in common costs nothing. Only where bytes are differs from one demand to the next: those that
+//! hold some of them are looked at one by one, and all others are equal in that.
+//!
+//! Invariant: every worker is in exactly one class, and there in one line of every chain. [`Index::put`] and [`Index::load`] keep it.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Bound;
+use std::sync::Arc;
+
+use domain::WorkerId;
+use domain::worker::{Incarnation, Labels};
+use uuid::Uuid;
+
+use super::strategy::Cost;
+use super::{
+    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Worker, full, of_class, of_load,
+    of_place,
+};
+use crate::entity::worker::{Desired, State};
+
+/// How many shapes of demand are remembered with what was judged for them.
+const REMEMBERED: usize = 4096;
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// This one.
+    Placed(Placement),
+    /// Everyone that could is busy or out of contact, or nobody has registered yet.
+    NotNow,
+    /// No worker that is known could ever.
+    Never,
+}
+
+/// A worker was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Placement {
+    pub(crate) worker: WorkerId,
+    pub(crate) incarnation: Incarnation,
+    /// Why it and no other, for people.
+    pub(crate) reason: String,
+}
+
+/// All workers that are known.
+#[derive(Debug)]
+pub(crate) struct Index {
+    chains: Chains,
+    /// Teams that never use workers for all while they have some of their own.
+    keep_to_their_own: BTreeSet<String>,
+    places: Vec<Option<Place>>,
+    free: Vec<usize>,
+    by_id: HashMap<WorkerId, usize>,
+    classes: Vec<Class>,
+    by_key: HashMap<Key, usize>,
+    unused: Vec<usize>,
+    judged: HashMap<Arc<Shape>, Arc<Judged>>,
+}
+
+#[derive(Debug)]
+struct Place {
+    worker: Worker,
+    class: usize,
+}
+
+/// All that a class has in common.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    labels: Arc<Labels>,
+    desired: Desired,
+    state: State,
+    awaited: bool,
+    just_lost: bool,
+}
+
+#[derive(Debug)]
+struct Class {
+    key: Key,
+    /// One of them, or who was the last.
+    like: Worker,
+    count: usize,
+    with_room: usize,
+    /// One for each chain.
+    lines: [Lines; 3],
+}
+
+/// Workers by what they cost, and by id where that is equal.
+#[derive(Debug, Default)]
+struct Lines {
+    with_room: BTreeMap<Cost, Vec<usize>>,
+    full: BTreeMap<Cost, Vec<usize>>,
+}
+
+/// What classes say to a shape.
+#[derive(Debug, Default)]
+struct Judged {
+    /// That would do: those that are the team's alone, and those that are for all.
+    own: Vec<usize>,
+    global: Vec<usize>,
+    /// That would do some other time.
+    passing: Vec<usize>,
+    /// Whether the team has workers of its own that would do, now or some other time, and keeps to them.
+    keeps_to_its_own: bool,
+}
+
+/// How good a worker is. Lower is better.
+type Score = (bool, bool, Cost);
+
+/// A worker that would do, and those that are as good.
+struct Best {
+    score: Score,
+    place: usize,
+    equal: usize,
+}
+
+impl Index {
+    pub(crate) fn new(chains: Chains, keep_to_their_own: BTreeSet<String>) -> Self {
+        Self {
+            chains,
+            keep_to_their_own,
+            places: Vec::new(),
+            free: Vec::new(),
+            by_id: HashMap::new(),
+            classes: Vec::new(),
+            by_key: HashMap::new(),
+            unused: Vec::new(),
+            judged: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn get(&self, id: WorkerId) -> Option<&Worker> {
+        self.by_id.get(&id).and_then(|place| self.worker(*place))
+    }
+
+    pub(crate) fn workers(&self) -> impl Iterator<Item = &Worker> {
+        self.places.iter().flatten().map(|place| &place.worker)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
+    /// This is how a worker is from now on.
+    pub(crate) fn put(&mut self, worker: Worker) {
+        let known = self.by_id.get(&worker.id).copied();
+        if let Some(place) = known {
+            if self.worker(place) == Some(&worker) {
+                return;
+            }
+            self.take_out(place);
+            if let Some(Place { class, .. }) = self.places[place].take() {
+                self.left(class);
+            }
+        }
+        let place = known.or_else(|| self.free.pop()).unwrap_or_else(|| {
+            self.places.push(None);
+            self.places.len() - 1
+        });
+        self.by_id.insert(worker.id, place);
+        let class = self.class_of(&worker);
+        self.places[place] = Some(Place { worker, class });
+        self.put_in(place);
+    }
+
+    /// This is what is on a worker from now on. Does nothing where it is not known.
+    pub(crate) fn load(&mut self, id: WorkerId, load: Load) {
+        let Some(place) = self.by_id.get(&id).copied() else { return };
+        if self.worker(place).is_some_and(|worker| worker.load == load) {
+            return;
+        }
+        self.take_out(place);
+        if let Some(place) = &mut self.places[place] {
+            place.worker.load = load;
+        }
+        self.put_in(place);
+    }
+
+    /// A worker is not known any more.
+    pub(crate) fn remove(&mut self, id: WorkerId) {
+        let Some(place) = self.by_id.remove(&id) else { return };
+        self.take_out(place);
+        if let Some(Place { class, .. }) = self.places[place].take() {
+            self.left(class);
+        }
+        self.free.push(place);
+    }
+
+    fn worker(&self, place: usize) -> Option<&Worker> {
+        self.places[place].as_ref().map(|place| &place.worker)
+    }
+
+    fn class_of(&mut self, worker: &Worker) -> usize {
+        let key = Key {
+            labels: worker.labels.clone(),
+            desired: worker.desired,
+            state: worker.state,
+            awaited: worker.awaited,
+            just_lost: worker.just_lost,
+        };
+        if let Some(class) = self.by_key.get(&key) {
+            return *class;
+        }
+        self.judged.clear();
+        let fresh = Class {
+            key: key.clone(),
+            like: worker.clone(),
+            count: 0,
+            with_room: 0,
+            lines: Default::default(),
+        };
+        let class = match self.unused.pop() {
+            Some(class) => {
+                self.classes[class] = fresh;
+                class
+            }
+            None => {
+                self.classes.push(fresh);
+                self.classes.len() - 1
+            }
+        };
+        self.by_key.insert(key, class);
+        class
+    }
+
+    fn put_in(&mut self, place: usize) {
+        self.change_lines(place, true);
+    }
+
+    fn take_out(&mut self, place: usize) {
+        self.change_lines(place, false);
+    }
+
+    fn change_lines(&mut self, place: usize, put: bool) {
+        let Self { places, classes, chains, .. } = self;
+        let Some(Place { worker, class }) = &places[place] else { return };
+        let has_room = full(worker).is_none();
+        let id_of = |place: &usize| places[*place].as_ref().map(|place| place.worker.id);
+        let class = &mut classes[*class];
+        for (lines, chain) in class.lines.iter_mut().zip(chains.all()) {
+            let lines = if has_room { &mut lines.with_room } else { &mut lines.full };
+            let cost = chain.cost(&worker.load, 0);
+            let line = lines.entry(cost).or_default();
+            match line.binary_search_by_key(&Some(worker.id), id_of) {
+                Ok(at) if !put => _ = line.remove(at),
+                Err(at) if put => line.insert(at, place),
+                Ok(_) | Err(_) => {}
+            }
+            if line.is_empty() {
+                lines.remove(&cost);
+            }
+        }
+        let change = |count: &mut usize| *count = if put { *count + 1 } else { count.saturating_sub(1) };
+        change(&mut class.count);
+        if has_room {
+            change(&mut class.with_room);
+        }
+    }
+
+    /// A worker has left this class for good.
+    fn left(&mut self, class: usize) {
+        if self.classes[class].count == 0 {
+            self.by_key.remove(&self.classes[class].key);
+            self.unused.push(class);
+            self.judged.clear();
+        }
+    }
+
+    fn judged(&mut self, shape: &Arc<Shape>) -> Arc<Judged> {
+        if let Some(judged) = self.judged.get(&**shape) {
+            return judged.clone();
+        }
+        let (mut judged, mut has_its_own) = (Judged::default(), false);
+        for (number, class) in self.classes.iter().enumerate().filter(|(_, class)| class.count > 0) {
+            let refusals = of_class(shape, &class.like);
+            if !refusals.iter().all(Refusal::passes) {
+                continue;
+            }
+            let is_its_own = class.like.labels.team.is_some();
+            has_its_own |= is_its_own;
+            match (refusals.is_empty(), is_its_own) {
+                (false, _) => judged.passing.push(number),
+                (true, true) => judged.own.push(number),
+                (true, false) => judged.global.push(number),
+            }
+        }
+        judged.keeps_to_its_own = has_its_own && self.keep_to_their_own.contains(&shape.team);
+        let judged = Arc::new(judged);
+        if self.judged.len() >= REMEMBERED {
+            self.judged.clear();
+        }
+        self.judged.insert(shape.clone(), judged.clone());
+        judged
+    }
+
+    /// Picks the worker that `demand` gets, whose inputs are at `locations`.
+    pub(crate) fn choose(&mut self, demand: &Demand, locations: &[Location]) -> Choice {
+        let judged = self.judged(&demand.shape);
+        let global: &[usize] = if judged.keeps_to_its_own { &[] } else { &judged.global };
+        for classes in [&*judged.own, global] {
+            if let Some(best) = self.best(demand, locations, classes)
+                && let Some(worker) = self.worker(best.place)
+            {
+                let willing = classes.iter().map(|class| self.classes[*class].with_room).sum();
+                let reason = self.reason(demand, &best, willing);
+                let Worker { id, incarnation, .. } = *worker;
+                return Choice::Placed(Placement { worker: id, incarnation, reason });
+            }
+        }
+        let classes = judged.own.iter().chain(&judged.global).chain(&judged.passing);
+        let mut could = classes.flat_map(|class| self.members(*class)).filter(|worker| {
+            let by_load = of_load(&demand.shape, worker);
+            of_place(demand, worker).is_none() && by_load.iter().all(Refusal::passes)
+        });
+        if self.by_id.is_empty() || could.next().is_some() { Choice::NotNow } else { Choice::Never }
+    }
+
+    /// Why nobody, or not everybody, would do.
+    pub(crate) fn refusals(&mut self, demand: &Demand) -> Refusals {
+        let judged = self.judged(&demand.shape);
+        let mut refusals = Refusals::default();
+        for class in self.classes.iter().filter(|class| class.count > 0) {
+            let first = of_class(&demand.shape, &class.like).into_iter().min_by_key(Refusal::passes);
+            let lasting = first.filter(|refusal| !refusal.passes());
+            let members = class.lines[0].with_room.values().chain(class.lines[0].full.values()).flatten();
+            let members = members.filter_map(|place| self.worker(*place));
+            if let Some(refusal) = lasting {
+                refusals.add(refusal, class.count, || members.map(|worker| worker.name.clone()));
+                continue;
+            }
+            for worker in members {
+                if let Some(refusal) = self.first_refusal(demand, worker, judged.keeps_to_its_own) {
+                    refusals.add(refusal, 1, || std::iter::once(worker.name.clone()));
+                }
+            }
+        }
+        refusals.sorted()
+    }
+
+    /// Everything that speaks against each worker that is known.
+    pub(crate) fn opinions(&mut self, demand: &Demand) -> Vec<(&Worker, Vec<Refusal>)> {
+        let judged = self.judged(&demand.shape);
+        let opinion = |worker| {
+            let mut refusals = super::refusals(demand, worker);
+            refusals.extend(keeps_out(worker, judged.keeps_to_its_own));
+            (worker, refusals)
+        };
+        self.workers().map(opinion).collect()
+    }
+
+    fn first_refusal(&self, demand: &Demand, worker: &Worker, keeps_to_its_own: bool) -> Option<Refusal> {
+        let refusals = super::refusals(demand, worker).into_iter();
+        refusals.chain(keeps_out(worker, keeps_to_its_own)).next()
+    }
+
+    fn members(&self, class: usize) -> impl Iterator<Item = &Worker> {
+        let lines = &self.classes[class].lines[0];
+        let places = lines.with_room.values().chain(lines.full.values()).flatten();
+        places.filter_map(|place| self.worker(*place))
+    }
+
+    /// The best of `classes`.
+    fn best(&self, demand: &Demand, locations: &[Location], classes: &[usize]) -> Option<Best> {
+        let chain = self.chains.of(demand.shape.purpose);
+        let locations = if chain.is_by_locality() { locations } else { &[] };
+        let named = self.named(demand, locations, classes);
+        let singled_out = named
+            .iter()
+            .filter_map(|place| Some((self.score(demand, chain, locations, *place)?, *place)))
+            .min_by_key(|(score, _)| *score)
+            .map(|(least, _)| least);
+        let singled_out = singled_out.map(|least| {
+            let equal = named.iter().copied();
+            let equal: Vec<_> =
+                equal.filter(|place| self.score(demand, chain, locations, *place) == Some(least)).collect();
+            let drawn = draw(demand.asked_by, 0, equal.len());
+            Best { score: least, place: equal[drawn], equal: equal.len() }
+        });
+        if demand.only.is_some() {
+            return singled_out;
+        }
+        let rest = self.cheapest(demand, chain, locations, classes, &named);
+        match (singled_out, rest) {
+            (Some(one), Some(rest)) if one.score == rest.score => {
+                let equal = one.equal + rest.equal;
+                let is_one = draw(demand.asked_by, 1, equal) < one.equal;
+                Some(Best { equal, ..if is_one { one } else { rest } })
+            }
+            (Some(one), Some(rest)) => Some(if one.score < rest.score { one } else { rest }),
+            (one, rest) => one.or(rest),
+        }
+    }
+
+    /// Those of `classes` that are looked at one by one, by id: who holds some of the bytes, and who is asked for.
+    fn named(&self, demand: &Demand, locations: &[Location], classes: &[usize]) -> Vec<usize> {
+        let holders = locations.iter().flat_map(|location| &location.workers);
+        let ids: BTreeSet<_> = holders.chain(&demand.prefer).chain(&demand.only).collect();
+        let places = ids.into_iter().filter_map(|id| self.by_id.get(id).copied());
+        let of_these =
+            |place: &usize| self.places[*place].as_ref().is_some_and(|place| classes.contains(&place.class));
+        places.filter(of_these).collect()
+    }
+
+    /// How good one worker of a class that would do is. `None`: it would not.
+    fn score(&self, demand: &Demand, chain: &Chain, locations: &[Location], place: usize) -> Option<Score> {
+        let worker = self.worker(place)?;
+        if of_place(demand, worker).is_some() || !of_load(&demand.shape, worker).is_empty() {
+            return None;
+        }
+        let elsewhere = locations.iter().filter(|location| !location.workers.contains(&worker.id));
+        let cost = chain.cost(&worker.load, bytes(elsewhere));
+        Some((worker.awaited, !demand.prefer.contains(&worker.id), cost))
+    }
+
+    /// The best of those that hold nothing.
+    fn cheapest(
+        &self,
+        demand: &Demand,
+        chain: &Chain,
+        locations: &[Location],
+        classes: &[usize],
+        named: &[usize],
+    ) -> Option<Best> {
+        let number = demand.shape.purpose as usize;
+        let lines = || {
+            classes.iter().map(|class| &self.classes[*class]).flat_map(|class| {
+                let lines = &class.lines[number];
+                let full = demand.shape.process.is_none().then_some(&lines.full);
+                [Some(&lines.with_room), full].into_iter().flatten().map(|lines| (class.key.awaited, lines))
+            })
+        };
+        let mut passed: Option<(bool, Cost)> = None;
+        loop {
+            let next = lines().filter_map(|(awaited, lines)| {
+                let from = match passed {
+                    Some((true, _)) if !awaited => return None,
+                    Some((before, cost)) if before == awaited => Bound::Excluded(cost),
+                    _ => Bound::Unbounded,
+                };
+                lines.range((from, Bound::Unbounded)).next().map(|(cost, _)| (awaited, *cost))
+            });
+            let (awaited, cost) = next.min()?;
+            let equal = lines().filter(|(of, _)| *of == awaited);
+            let mut equal: Vec<_> = equal.filter_map(|(_, lines)| lines.get(&cost)).collect();
+            // Classes have no order of their own.
+            equal.sort_by_key(|line| {
+                line.first().and_then(|place| self.worker(*place)).map(|worker| worker.id)
+            });
+            let count = equal.iter().map(|line| line.len()).sum();
+            let first = draw(demand.asked_by, 0, count);
+            let in_turn = equal.iter().flat_map(|line| line.iter()).cycle().skip(first).take(count);
+            for place in in_turn {
+                let worker = self.worker(*place)?;
+                let would_do =
+                    of_place(demand, worker).is_none() && of_load(&demand.shape, worker).is_empty();
+                if would_do && !named.contains(place) {
+                    let cost = chain.cost(&worker.load, bytes(locations.iter()));
+                    return Some(Best { score: (awaited, true, cost), place: *place, equal: count });
+                }
+            }
+            passed = Some((awaited, cost));
+        }
+    }
+
+    /// Why the `best` and no other of those that are `willing`.
+    fn reason(&self, demand: &Demand, best: &Best, willing: usize) -> String {
+        let score = self.words(demand, best.score);
+        match (best.equal, willing, self.len()) {
+            (_, _, 1) => "it is the only worker".to_owned(),
+            _ if demand.only.is_some() => "it is the worker that was asked for".to_owned(),
+            (_, 1, all) => format!("the only one of {all} workers that can take it now: {score}"),
+            (1, ..) => format!("best of {willing} workers that can take it now: {score}"),
+            (equal, ..) => format!("drawn from {equal} workers that are equally good: {score}"),
+        }
+    }
+
+    fn words(&self, demand: &Demand, (awaited, not_preferred, cost): Score) -> String {
+        let words = self.chains.of(demand.shape.purpose).words(cost);
+        let awaited = if awaited { "awaited since the scheduler started, " } else { "" };
+        let preferred = if not_preferred { "" } else { "preferred, " };
+        format!("{awaited}{preferred}{words}")
+    }
+
+    /// How each worker that would do compares with the others, for people, best first; of those that are equal, by name.
+    pub(crate) fn ranking(&mut self, demand: &Demand, locations: &[Location]) -> Vec<(&Worker, String)> {
+        let judged = self.judged(&demand.shape);
+        let chain = self.chains.of(demand.shape.purpose);
+        let locations = if chain.is_by_locality() { locations } else { &[] };
+        let mut ranking = Vec::new();
+        let global: &[usize] = if judged.keeps_to_its_own { &[] } else { &judged.global };
+        for (level, classes) in [&*judged.own, global].into_iter().enumerate() {
+            let members = classes.iter().flat_map(|class| self.members(*class));
+            ranking.extend(members.filter_map(|worker| {
+                let score = self.score(demand, chain, locations, *self.by_id.get(&worker.id)?)?;
+                Some((level, score, worker))
+            }));
+        }
+        ranking.sort_by(|(level, score, one), (other_level, other_score, other)| {
+            (level, score, &one.name).cmp(&(other_level, other_score, &other.name))
+        });
+        ranking.into_iter().map(|(_, score, worker)| (worker, self.words(demand, score))).collect()
+    }
+}
+
+fn keeps_out(worker: &Worker, keeps_to_its_own: bool) -> Option<Refusal> {
+    (keeps_to_its_own && worker.labels.team.is_none()).then_some(Refusal::TeamKeepsToItsOwn)
+}
+
+fn bytes<'l>(locations: impl Iterator<Item = &'l Location>) -> u64 {
+    locations.map(|location| location.size_bytes).fold(0, u64::saturating_add)
+}
+
+/// One of `count`, evenly over those who ask, and the same whenever one asks again. `again`: tells several lots of one who asks apart.
+fn draw(asked_by: Uuid, again: u64, count: usize) -> usize {
+    let mut hasher = DefaultHasher::new();
+    (asked_by, again).hash(&mut hasher);
+    let lot = u128::from(hasher.finish()) * count as u128;
+    usize::try_from(lot >> 64).unwrap_or(0)
+}

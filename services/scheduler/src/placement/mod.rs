@@ -1,0 +1,302 @@
+//! Placement: which worker, or why none.
+//!
+//! Nothing else filters or compares workers. What speaks against a worker is said by [`refusals`], how those that would do compare by a
+//! [`Chain`] of strategies, and [`Index::choose`] picks one of the best, by lot where several are equal. All of it is pure: whoever grants
+//! the lease asks [`refusals`] again of the worker's row, which it has locked ([`crate::grants`]).
+//!
+//! The [`Index`] answers without a look at each worker: workers that differ in nothing but their load are a class, which is judged once,
+//! and lie in it sorted by what they cost. Its tests compare it with a plain restatement that looks at everyone.
+
+mod index;
+mod refusal;
+mod strategy;
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+
+use domain::WorkerId;
+use domain::worker::{Capacity, Incarnation, Labels};
+use domain::workload::{Image, Limits, Network, WorkloadSpec};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::entity::lease::Kind;
+use crate::entity::worker::{Desired, State};
+
+pub(crate) use index::{Choice, Index, Placement};
+pub(crate) use refusal::{Refusal, Refusals, Resource, Shortage};
+pub(crate) use strategy::Purpose;
+pub use strategy::{Chain, Chains, ParseChainError, Strategy};
+
+/// A worker, as placement sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Worker {
+    pub(crate) id: WorkerId,
+    pub(crate) name: String,
+    pub(crate) endpoint: String,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) desired: Desired,
+    pub(crate) state: State,
+    /// It was not in contact since a scheduler started, and has the TTL to come back.
+    pub(crate) awaited: bool,
+    /// It was lost only minutes ago.
+    pub(crate) just_lost: bool,
+    pub(crate) labels: Arc<Labels>,
+    pub(crate) capacity: Capacity,
+    pub(crate) load: Load,
+}
+
+/// What of a worker is taken.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Load {
+    /// Slots: leases under which something runs, and which have not ended.
+    pub(crate) tasks: u32,
+    /// Those of them that are for checks.
+    pub(crate) checks: u32,
+    /// What was asked for by those leases.
+    pub(crate) reserved: Resources,
+    /// Containers that are kept beside those of leases, as the worker last said.
+    pub(crate) kept_containers: u64,
+    /// Volumes that are kept, as the worker last said.
+    pub(crate) kept_volumes: u64,
+}
+
+impl Load {
+    /// With one lease more that is for `kind` and asked for `requests`.
+    pub(crate) fn with(mut self, kind: Kind, requests: &Resources) -> Self {
+        if kind.takes_a_slot() {
+            self.tasks += 1;
+            self.checks += u32::from(kind == Kind::Check);
+            self.reserved.cpu_millis = self.reserved.cpu_millis.saturating_add(requests.cpu_millis);
+            self.reserved.memory_bytes = self.reserved.memory_bytes.saturating_add(requests.memory_bytes);
+            self.reserved.disk_bytes = self.reserved.disk_bytes.saturating_add(requests.disk_bytes);
+        }
+        self
+    }
+
+    /// Containers: one of each lease, and those that are kept.
+    pub(crate) fn containers(&self) -> u64 {
+        self.kept_containers.saturating_add(u64::from(self.tasks))
+    }
+
+    /// Containers that are not for checks.
+    pub(crate) fn build_containers(&self) -> u64 {
+        self.containers().saturating_sub(u64::from(self.checks))
+    }
+
+    /// Volumes: at least one of each lease, and those that are kept.
+    pub(crate) fn volumes(&self) -> u64 {
+        self.kept_volumes.saturating_add(u64::from(self.tasks))
+    }
+}
+
+/// Amounts of what a worker has. 0 asks for nothing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Resources {
+    /// Thousandths of a processor.
+    pub(crate) cpu_millis: u64,
+    pub(crate) memory_bytes: u64,
+    pub(crate) disk_bytes: u64,
+}
+
+/// What is asked of a worker.
+#[derive(Debug, Clone)]
+pub(crate) struct Demand {
+    pub(crate) shape: Arc<Shape>,
+    /// Where alone it may be.
+    pub(crate) only: Option<WorkerId>,
+    /// Where it must not be.
+    pub(crate) avoid: BTreeSet<WorkerId>,
+    /// Where it shall be if that is possible, whatever the strategies say.
+    pub(crate) prefer: BTreeSet<WorkerId>,
+    /// Who asks: a workload, or a lease. Draws between equal workers, so that many who ask are spread evenly.
+    pub(crate) asked_by: Uuid,
+}
+
+/// What many may ask alike. Who of them is placed first is a matter of the queue alone.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Shape {
+    pub(crate) team: String,
+    pub(crate) platform: String,
+    pub(crate) tags: Vec<String>,
+    /// What shall run there. `None`: nothing, bytes are moved.
+    pub(crate) process: Option<Process>,
+    pub(crate) requests: Resources,
+    pub(crate) purpose: Purpose,
+}
+
+/// What a process asks of its worker.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Process {
+    pub(crate) image_kind: Cow<'static, str>,
+    /// Whose image the worker has to bring along.
+    pub(crate) resource_type: Option<String>,
+    pub(crate) capabilities: Vec<Cow<'static, str>>,
+}
+
+/// Where one input is.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Location {
+    pub(crate) size_bytes: u64,
+    pub(crate) workers: HashSet<WorkerId>,
+}
+
+impl Shape {
+    /// What a workload asks of its worker.
+    pub(crate) fn of(spec: &WorkloadSpec) -> Self {
+        let mut capabilities = Vec::new();
+        if spec.privileged {
+            capabilities.push("privileged".into());
+        }
+        if spec.limits != Limits::default() {
+            capabilities.push("limits".into());
+        }
+        if spec.network == Network::Loopback {
+            capabilities.push("network-loopback".into());
+        }
+        let resource_type = match &spec.image {
+            Image::ResourceType(name) => Some(name.clone()),
+            Image::Host | Image::Artifact(_) => None,
+        };
+        let has_inputs = !spec.artifacts().is_empty() || !spec.caches.is_empty();
+        Self {
+            team: spec.team.clone(),
+            platform: spec.platform.clone(),
+            tags: spec.tags.clone(),
+            process: Some(Process { image_kind: spec.image.kind().into(), resource_type, capabilities }),
+            requests: Resources::default(),
+            purpose: if has_inputs { Purpose::Build } else { Purpose::WithoutInputs },
+        }
+    }
+
+    /// The same, asked for by somebody.
+    pub(crate) fn asked_by(self, asked_by: Uuid) -> Demand {
+        Demand {
+            shape: Arc::new(self),
+            only: None,
+            avoid: BTreeSet::new(),
+            prefer: BTreeSet::new(),
+            asked_by,
+        }
+    }
+}
+
+impl Demand {
+    /// What a workload asks of its worker.
+    pub(crate) fn of(spec: &WorkloadSpec, asked_by: Uuid) -> Self {
+        Shape::of(spec).asked_by(asked_by)
+    }
+}
+
+/// Everything that speaks against `worker`: first what will not change, for that is what a caller must act on.
+pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
+    let mut refusals = of_class(&demand.shape, worker);
+    refusals.extend(of_place(demand, worker));
+    refusals.extend(of_load(&demand.shape, worker));
+    // Stable: in the order in which they are told.
+    refusals.sort_by_key(Refusal::passes);
+    refusals
+}
+
+/// What speaks against all workers that differ from `worker` in nothing but their load.
+fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
+    let labels = &worker.labels;
+    let mut refusals = Vec::new();
+    if worker.state == State::Lost {
+        refusals.push(if worker.just_lost { Refusal::JustLost } else { Refusal::Lost });
+    }
+    if worker.desired == Desired::Retire {
+        refusals.push(Refusal::Retiring);
+    }
+    if labels.platform != shape.platform {
+        refusals.push(Refusal::Platform(labels.platform.clone()));
+    }
+    if labels.team.as_ref().is_some_and(|team| *team != shape.team) {
+        refusals.push(Refusal::Team);
+    }
+    if shape.process.is_some() && shape.tags.is_empty() && !labels.tags.is_empty() {
+        refusals.push(Refusal::OnlyTagged(labels.tags.clone()));
+    }
+    let missing: Vec<_> = shape.tags.iter().filter(|tag| !labels.tags.contains(tag)).cloned().collect();
+    if !missing.is_empty() {
+        refusals.push(Refusal::MissingTags(missing));
+    }
+    if let Some(process) = &shape.process {
+        let has = |list: &[String], name: &str| list.iter().any(|item| item == name);
+        if !has(&labels.image_kinds, &process.image_kind) {
+            refusals.push(Refusal::ImageKind(process.image_kind.clone()));
+        } else if let Some(name) = &process.resource_type
+            && !labels.resource_types.iter().any(|known| known.name == *name)
+        {
+            refusals.push(Refusal::ResourceType(name.clone()));
+        }
+        let lacking = process.capabilities.iter().filter(|name| !has(&labels.capabilities, name));
+        refusals.extend(lacking.map(|name| Refusal::Capability(name.clone())));
+    }
+    if worker.desired == Desired::Land {
+        refusals.push(Refusal::Landing);
+    }
+    if worker.state == State::Stalled {
+        refusals.push(Refusal::Stalled);
+    }
+    refusals
+}
+
+/// What speaks against `worker` because of who it is.
+fn of_place(demand: &Demand, worker: &Worker) -> Option<Refusal> {
+    if demand.only.is_some_and(|only| only != worker.id) {
+        return Some(Refusal::NotSame);
+    }
+    demand.avoid.contains(&worker.id).then_some(Refusal::Avoided)
+}
+
+/// What speaks against `worker` because of what is on it.
+fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
+    let Worker { capacity, load, .. } = worker;
+    let mut refusals = Vec::new();
+    if shape.process.is_some() {
+        refusals.extend(full(worker));
+    }
+    let (asked, reserved) = (shape.requests, load.reserved);
+    let disk_bytes = Some(capacity.disk_bytes).filter(|bytes| *bytes > 0);
+    let amounts = [
+        (Resource::Cpu, asked.cpu_millis, capacity.cpu_millis, reserved.cpu_millis),
+        (Resource::Memory, asked.memory_bytes, capacity.memory_bytes, reserved.memory_bytes),
+        (Resource::Disk, asked.disk_bytes, disk_bytes, reserved.disk_bytes),
+    ];
+    for (of, asked, has, reserved) in amounts {
+        // What a worker does not say is not counted.
+        let Some(has) = has.filter(|_| asked > 0) else { continue };
+        let left = has.saturating_sub(reserved);
+        if asked > has {
+            refusals.push(Refusal::TooSmall(Shortage { of, asked, left: has }));
+        } else if asked > left {
+            refusals.push(Refusal::Short(Shortage { of, asked, left }));
+        }
+    }
+    refusals
+}
+
+/// Why nothing more may run on `worker`, whatever it asks for.
+fn full(worker: &Worker) -> Option<Refusal> {
+    let Worker { capacity, load, .. } = worker;
+    if let Some(max) = capacity.max_tasks
+        && load.tasks >= max
+    {
+        return Some(Refusal::Full { active: load.tasks, max });
+    }
+    if let Some(max) = capacity.max_containers
+        && load.containers() >= u64::from(max)
+    {
+        return Some(Refusal::FullOfContainers { count: load.containers(), max });
+    }
+    match capacity.max_volumes {
+        Some(max) if load.volumes() >= u64::from(max) => {
+            Some(Refusal::FullOfVolumes { count: load.volumes(), max })
+        }
+        _ => None,
+    }
+}

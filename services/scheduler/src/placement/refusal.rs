@@ -1,0 +1,364 @@
+//! Why a worker does not do.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// One reason.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Refusal {
+    /// It has been out of contact for so long that it does not count.
+    Lost,
+    /// It was lost, or removed, only minutes ago, and may come back.
+    JustLost,
+    /// It takes no more work, for good.
+    Retiring,
+    /// It is of another platform.
+    Platform(String),
+    /// It is another team's.
+    Team,
+    /// It takes only workloads with tags.
+    OnlyTagged(Vec<String>),
+    /// It lacks these tags.
+    MissingTags(Vec<String>),
+    /// It cannot run this kind of image.
+    ImageKind(Cow<'static, str>),
+    /// It brings no image along for this resource type.
+    ResourceType(String),
+    /// Its runtime cannot do this.
+    Capability(Cow<'static, str>),
+    /// More is asked for than it has in all.
+    TooSmall(Shortage),
+    /// It is to be avoided.
+    Avoided,
+    /// It is not the one on which something else is that must be near.
+    NotSame,
+    /// It takes no work for now.
+    Landing,
+    /// It is out of contact.
+    Stalled,
+    /// The team has workers of its own, and keeps to them.
+    TeamKeepsToItsOwn,
+    /// All of its slots are taken.
+    Full { active: u32, max: u32 },
+    /// It has as many containers as it may have.
+    FullOfContainers { count: u64, max: u32 },
+    /// It has as many volumes as it may have.
+    FullOfVolumes { count: u64, max: u32 },
+    /// What is left of it is less than is asked for.
+    Short(Shortage),
+}
+
+/// Less is there than is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Shortage {
+    pub(crate) of: Resource,
+    pub(crate) asked: u64,
+    pub(crate) left: u64,
+}
+
+/// What a worker has an amount of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Resource {
+    /// Thousandths of a processor.
+    Cpu,
+    /// Bytes.
+    Memory,
+    /// Bytes.
+    Disk,
+}
+
+impl Refusal {
+    /// Whether it may pass by itself.
+    pub(crate) fn passes(&self) -> bool {
+        match self {
+            Self::JustLost
+            | Self::Landing
+            | Self::Stalled
+            | Self::TeamKeepsToItsOwn
+            | Self::Full { .. }
+            | Self::FullOfContainers { .. }
+            | Self::FullOfVolumes { .. }
+            | Self::Short(_) => true,
+            Self::Lost
+            | Self::Retiring
+            | Self::Platform(_)
+            | Self::Team
+            | Self::OnlyTagged(_)
+            | Self::MissingTags(_)
+            | Self::ImageKind(_)
+            | Self::ResourceType(_)
+            | Self::Capability(_)
+            | Self::TooSmall(_)
+            | Self::Avoided
+            | Self::NotSame => false,
+        }
+    }
+
+    /// For programs.
+    pub(crate) fn code(&self) -> &'static str {
+        match self {
+            Self::Lost => "LOST",
+            Self::JustLost => "JUST_LOST",
+            Self::Retiring => "RETIRING",
+            Self::Platform(_) => "PLATFORM",
+            Self::Team => "TEAM",
+            Self::OnlyTagged(_) => "ONLY_TAGGED",
+            Self::MissingTags(_) => "MISSING_TAGS",
+            Self::ImageKind(_) => "IMAGE_KIND",
+            Self::ResourceType(_) => "RESOURCE_TYPE",
+            Self::Capability(_) => "CAPABILITY",
+            Self::TooSmall(_) => "TOO_SMALL",
+            Self::Avoided => "AVOIDED",
+            Self::NotSame => "NOT_SAME",
+            Self::Landing => "LANDING",
+            Self::Stalled => "STALLED",
+            Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
+            Self::Full { .. } => "FULL",
+            Self::FullOfContainers { .. } => "FULL_OF_CONTAINERS",
+            Self::FullOfVolumes { .. } => "FULL_OF_VOLUMES",
+            Self::Short(_) => "SHORT",
+        }
+    }
+
+    /// What would end it, for people.
+    pub(crate) fn ended_by(&self) -> String {
+        match self {
+            Self::Lost | Self::Stalled => "its gateway is in contact again".to_owned(),
+            Self::JustLost => "it comes back".to_owned(),
+            Self::Retiring => "another worker takes its place".to_owned(),
+            Self::Platform(platform) => format!("the workload asks for platform {platform}"),
+            Self::Team => "it serves all teams, or this one".to_owned(),
+            Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
+            Self::MissingTags(tags) => format!("it has the tags {}", tags.join(", ")),
+            Self::ImageKind(kind) => format!("it can run {kind} images"),
+            Self::ResourceType(name) => format!("it brings an image of the resource type {name}"),
+            Self::Capability(name) => format!("its runtime has {name}"),
+            Self::TooSmall(shortage) => format!("no more than {} is asked for", shortage.left()),
+            Self::Avoided => "it is not among those to be avoided".to_owned(),
+            Self::NotSame => "it need not be near something else".to_owned(),
+            Self::Landing => "it is told to run again".to_owned(),
+            Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
+            Self::Full { .. } => "one of its tasks ends".to_owned(),
+            Self::FullOfContainers { .. } => "one of its containers goes".to_owned(),
+            Self::FullOfVolumes { .. } => "some of its volumes go".to_owned(),
+            Self::Short(shortage) => format!("{} is free on it", shortage.asked()),
+        }
+    }
+
+    /// The same of many, without what is different from one to the next.
+    fn of_many(&self) -> String {
+        match self {
+            Self::Lost => "are lost".to_owned(),
+            Self::JustLost => "were there minutes ago".to_owned(),
+            Self::Retiring => "are retiring".to_owned(),
+            Self::Platform(platform) => format!("are of platform {platform}"),
+            Self::Team => "serve other teams".to_owned(),
+            Self::OnlyTagged(tags) => format!("serve only workloads tagged {}", tags.join(", ")),
+            Self::MissingTags(tags) => format!("lack the tags {}", tags.join(", ")),
+            Self::ImageKind(kind) => format!("cannot run {kind} images"),
+            Self::ResourceType(name) => format!("have no image of the resource type {name}"),
+            Self::Capability(name) => format!("have a runtime that lacks {name}"),
+            Self::TooSmall(shortage) => format!("have less {} than is asked for", shortage.of()),
+            Self::Avoided => "are to be avoided".to_owned(),
+            Self::NotSame => "are not the worker that is asked for".to_owned(),
+            Self::Landing => "are landing".to_owned(),
+            Self::Stalled => "are out of contact".to_owned(),
+            Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
+            Self::Full { .. } => "are full".to_owned(),
+            Self::FullOfContainers { .. } => "have as many containers as they may have".to_owned(),
+            Self::FullOfVolumes { .. } => "have as many volumes as they may have".to_owned(),
+            Self::Short(shortage) => format!("have too little {} left", shortage.of()),
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lost => f.write_str("is lost"),
+            Self::JustLost => f.write_str("was there minutes ago"),
+            Self::Retiring => f.write_str("is retiring"),
+            Self::Platform(platform) => write!(f, "its platform is {platform}"),
+            Self::Team => f.write_str("serves another team"),
+            Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
+            Self::MissingTags(tags) => write!(f, "lacks the tags {}", tags.join(", ")),
+            Self::ImageKind(kind) => write!(f, "cannot run {kind} images"),
+            Self::ResourceType(name) => write!(f, "has no image of the resource type {name}"),
+            Self::Capability(name) => write!(f, "its runtime lacks {name}"),
+            Self::TooSmall(shortage) => {
+                write!(f, "has {} in all, and {} is asked for", shortage.left(), shortage.asked())
+            }
+            Self::Avoided => f.write_str("is to be avoided"),
+            Self::NotSame => f.write_str("is not the worker that is asked for"),
+            Self::Landing => f.write_str("is landing"),
+            Self::Stalled => f.write_str("is out of contact"),
+            Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
+            Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
+            Self::FullOfContainers { count, max } => write!(f, "has {count} of {max} containers"),
+            Self::FullOfVolumes { count, max } => write!(f, "has {count} of {max} volumes"),
+            Self::Short(shortage) => {
+                write!(f, "has {} left, and {} is asked for", shortage.left(), shortage.asked())
+            }
+        }
+    }
+}
+
+impl Shortage {
+    fn of(self) -> &'static str {
+        match self.of {
+            Resource::Cpu => "processor time",
+            Resource::Memory => "memory",
+            Resource::Disk => "disk",
+        }
+    }
+
+    fn amount(self, amount: u64) -> String {
+        match self.of {
+            Resource::Cpu => format!("{amount} thousandths of a processor"),
+            Resource::Memory => format!("{amount} bytes of memory"),
+            Resource::Disk => format!("{amount} bytes of disk"),
+        }
+    }
+
+    fn asked(self) -> String {
+        self.amount(self.asked)
+    }
+
+    fn left(self) -> String {
+        self.amount(self.left)
+    }
+}
+
+/// Up to how many workers each is told for itself.
+const EACH: usize = 10;
+
+/// How many of a group are named.
+const NAMED: usize = 3;
+
+/// Why each worker refused. Of many, those that refuse for the same reason are told together.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Refusals(Vec<Group>);
+
+/// Workers that refuse for the same reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Group {
+    refusal: Refusal,
+    count: usize,
+    /// Some of their names; all, where they are few.
+    names: Vec<String>,
+}
+
+impl Refusals {
+    /// What workers say, each under its name.
+    #[cfg(test)]
+    fn of(refusals: impl IntoIterator<Item = (String, Refusal)>) -> Self {
+        let mut all = Self::default();
+        for (name, refusal) in refusals {
+            all.add(refusal, 1, || std::iter::once(name));
+        }
+        all.sorted()
+    }
+
+    /// `count` more refuse for this reason; of their `names` as many are taken as are told.
+    pub(super) fn add<I: Iterator<Item = String>>(
+        &mut self,
+        refusal: Refusal,
+        count: usize,
+        names: impl FnOnce() -> I,
+    ) {
+        let alike = |group: &&mut Group| group.refusal.of_many() == refusal.of_many();
+        // While they are few each has its own numbers.
+        if self.count() + count > EACH
+            && let Some(group) = self.0.iter_mut().find(alike)
+        {
+            group.count += count;
+            let more = NAMED.saturating_sub(group.names.len());
+            group.names.extend(names().take(more));
+            return;
+        }
+        let names = names().take(if count <= EACH { count } else { NAMED }).collect();
+        self.0.push(Group { refusal, count, names });
+    }
+
+    /// In an order that does not depend on that of the workers.
+    pub(super) fn sorted(mut self) -> Self {
+        if self.count() <= EACH {
+            self.0.sort_by(|one, other| one.names.cmp(&other.names));
+            return self;
+        }
+        let mut groups: Vec<Group> = Vec::new();
+        for group in self.0 {
+            match groups.iter_mut().find(|known| known.refusal.of_many() == group.refusal.of_many()) {
+                Some(known) => {
+                    known.count += group.count;
+                    known.names.extend(group.names);
+                }
+                None => groups.push(group),
+            }
+        }
+        for group in &mut groups {
+            group.names.sort();
+            group.names.truncate(NAMED);
+        }
+        groups.sort_by_key(|group| (std::cmp::Reverse(group.count), group.refusal.of_many()));
+        Self(groups)
+    }
+
+    fn count(&self) -> usize {
+        self.0.iter().map(|group| group.count).sum()
+    }
+
+    /// The reasons of a worker, or of a group.
+    #[cfg(test)]
+    pub(crate) fn reasons(&self) -> Vec<&Refusal> {
+        self.0.iter().map(|group| &group.refusal).collect()
+    }
+
+    /// One entry for each worker, under its name; of many, one for each reason, under the number of workers.
+    pub(crate) fn entries(&self) -> Vec<(String, String)> {
+        let few = self.count() <= EACH;
+        let mut entries = Vec::new();
+        for group in &self.0 {
+            if few {
+                entries.extend(group.names.iter().map(|name| (name.clone(), group.refusal.to_string())));
+            } else {
+                let more = if group.count > group.names.len() { ", …" } else { "" };
+                let who = match group.count {
+                    1 => group.names.join(""),
+                    count => format!("{count} workers ({}{more})", group.names.join(", ")),
+                };
+                let what = if group.count == 1 { group.refusal.to_string() } else { group.refusal.of_many() };
+                entries.push((who, what));
+            }
+        }
+        entries
+    }
+
+    /// The entries as lines.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        if self.0.is_empty() {
+            return vec!["no worker has registered yet".to_owned()];
+        }
+        self.entries().into_iter().map(|(who, what)| format!("{who}: {what}")).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_are_told_one_by_one_and_many_together() {
+        let full = |n: u32| (format!("w{n:03}"), Refusal::Full { active: n, max: n });
+        assert_eq!(
+            Refusals::of([full(2), full(1)]).lines(),
+            ["w001: is full (1 of 1 tasks)", "w002: is full (2 of 2 tasks)"]
+        );
+        let many = (0..500).map(full).chain([("odd".to_owned(), Refusal::Landing)]);
+        assert_eq!(
+            Refusals::of(many).lines(),
+            ["500 workers (w000, w001, w002, …): are full".to_owned(), "odd: is landing".to_owned()]
+        );
+        assert_eq!(Refusals::default().lines(), ["no worker has registered yet"]);
+    }
+}

@@ -1,0 +1,437 @@
+//! Placement compared with a plain restatement of its rules, which looks at every worker.
+
+use domain::worker::ResourceType;
+use rand::rngs::StdRng;
+use rand::seq::{IndexedRandom, SliceRandom};
+use rand::{RngExt, SeedableRng};
+
+use super::*;
+
+fn labels() -> Labels {
+    Labels {
+        platform: "linux".to_owned(),
+        tags: vec![],
+        team: None,
+        image_kinds: vec!["host".to_owned()],
+        capabilities: vec![],
+        resource_types: vec![],
+    }
+}
+
+fn worker(name: &str) -> Worker {
+    Worker {
+        id: WorkerId::new(),
+        name: name.to_owned(),
+        endpoint: "http://127.0.0.1:1".to_owned(),
+        incarnation: Incarnation(1),
+        desired: Desired::Run,
+        state: State::Running,
+        awaited: false,
+        just_lost: false,
+        labels: Arc::new(labels()),
+        capacity: Capacity { max_tasks: Some(2), ..Capacity::default() },
+        load: Load::default(),
+    }
+}
+
+fn with_labels(name: &str, change: impl FnOnce(&mut Labels)) -> Worker {
+    let mut labels = labels();
+    change(&mut labels);
+    Worker { labels: Arc::new(labels), ..worker(name) }
+}
+
+fn busy(tasks: u32, worker: Worker) -> Worker {
+    Worker { load: Load { tasks, ..Load::default() }, ..worker }
+}
+
+fn shape() -> Shape {
+    Shape {
+        team: "main".to_owned(),
+        platform: "linux".to_owned(),
+        tags: vec![],
+        process: Some(Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] }),
+        requests: Resources::default(),
+        purpose: Purpose::Build,
+    }
+}
+
+fn demand() -> Demand {
+    shape().asked_by(Uuid::now_v7())
+}
+
+fn index(workers: impl IntoIterator<Item = Worker>) -> Index {
+    let mut index = Index::new(Chains::default(), BTreeSet::new());
+    workers.into_iter().for_each(|worker| index.put(worker));
+    index
+}
+
+fn placed(index: &mut Index, demand: &Demand, locations: &[Location]) -> Option<String> {
+    match index.choose(demand, locations) {
+        Choice::Placed(placement) => index.get(placement.worker).map(|worker| worker.name.clone()),
+        Choice::NotNow | Choice::Never => None,
+    }
+}
+
+fn at(size_bytes: u64, workers: &[&Worker]) -> Location {
+    Location { size_bytes, workers: workers.iter().map(|worker| worker.id).collect() }
+}
+
+#[test]
+fn bytes_decide_then_load() {
+    let (near, far, idle) = (busy(1, worker("near")), busy(1, worker("far")), worker("idle"));
+    let mut index = index([near.clone(), far.clone(), idle]);
+    let on = |index: &mut Index, locations: &[Location]| placed(index, &demand(), locations);
+    assert_eq!(on(&mut index, &[]).as_deref(), Some("idle"));
+    assert_eq!(on(&mut index, &[at(10, &[&near])]).as_deref(), Some("near"));
+    assert_eq!(on(&mut index, &[at(10, &[&near]), at(11, &[&far])]).as_deref(), Some("far"));
+}
+
+#[test]
+fn one_that_is_awaited_comes_last() {
+    let there = busy(1, worker("there"));
+    let awaited = Worker { awaited: true, ..worker("awaited") };
+    let mut index = index([awaited.clone(), there]);
+    assert_eq!(placed(&mut index, &demand(), &[at(10, &[&awaited])]).as_deref(), Some("there"));
+}
+
+#[test]
+fn those_of_the_team_come_first_and_a_team_may_keep_to_them() {
+    let own = with_labels("own", |labels| labels.team = Some("main".to_owned()));
+    let mut of_both = index([busy(1, own.clone()), worker("global")]);
+    assert_eq!(placed(&mut of_both, &demand(), &[]).as_deref(), Some("own"));
+
+    let full = [busy(2, own), worker("global")];
+    assert_eq!(placed(&mut index(full.clone()), &demand(), &[]).as_deref(), Some("global"));
+    let mut keeps = Index::new(Chains::default(), BTreeSet::from(["main".to_owned()]));
+    full.into_iter().for_each(|worker| keeps.put(worker));
+    assert_eq!(keeps.choose(&demand(), &[]), Choice::NotNow);
+    assert_eq!(
+        keeps.refusals(&demand()).lines(),
+        ["global: is for all teams, and this one keeps to its own", "own: is full (2 of 2 tasks)"]
+    );
+}
+
+#[test]
+fn what_was_asked_for_amounts_to_something() {
+    let mut small = worker("small");
+    small.capacity = Capacity { memory_bytes: Some(10), ..small.capacity };
+    let mut demand = demand();
+    Arc::make_mut(&mut demand.shape).requests.memory_bytes = 6;
+    assert_eq!(placed(&mut index([small.clone()]), &demand, &[]).as_deref(), Some("small"));
+    small.load.reserved.memory_bytes = 5;
+    let mut index = index([small]);
+    assert_eq!(index.choose(&demand, &[]), Choice::NotNow);
+    Arc::make_mut(&mut demand.shape).requests.memory_bytes = 11;
+    assert_eq!(index.choose(&demand, &[]), Choice::Never);
+    assert_eq!(
+        index.refusals(&demand).lines(),
+        ["small: has 10 bytes of memory in all, and 11 bytes of memory is asked for"]
+    );
+}
+
+#[test]
+fn every_lasting_refusal_has_its_reason() {
+    type Change = fn(&mut Worker, &mut Demand);
+    fn change_labels(worker: &mut Worker, change: impl FnOnce(&mut Labels)) {
+        change(Arc::make_mut(&mut worker.labels));
+    }
+    let cases: [(Change, Refusal); 9] = [
+        (|w, _| w.state = State::Lost, Refusal::Lost),
+        (|w, _| w.desired = Desired::Retire, Refusal::Retiring),
+        (
+            |_, d| Arc::make_mut(&mut d.shape).platform = "darwin".to_owned(),
+            Refusal::Platform("linux".to_owned()),
+        ),
+        (|w, _| change_labels(w, |l| l.team = Some("other".to_owned())), Refusal::Team),
+        (
+            |w, _| change_labels(w, |l| l.tags = vec!["gpu".to_owned()]),
+            Refusal::OnlyTagged(vec!["gpu".to_owned()]),
+        ),
+        (|w, _| change_labels(w, |l| l.image_kinds.clear()), Refusal::ImageKind("host".into())),
+        (
+            |w, d| {
+                let s3 = ResourceType { name: "s3".to_owned(), version: String::new() };
+                change_labels(w, |l| l.resource_types = vec![s3]);
+                if let Some(process) = &mut Arc::make_mut(&mut d.shape).process {
+                    process.resource_type = Some("git".to_owned());
+                }
+            },
+            Refusal::ResourceType("git".to_owned()),
+        ),
+        (
+            |_, d| {
+                if let Some(process) = &mut Arc::make_mut(&mut d.shape).process {
+                    process.capabilities.push("privileged".into());
+                }
+            },
+            Refusal::Capability("privileged".into()),
+        ),
+        (
+            |w, d| {
+                change_labels(w, |l| l.tags = vec!["gpu".to_owned()]);
+                Arc::make_mut(&mut d.shape).tags = vec!["gpu".to_owned(), "big".to_owned()];
+            },
+            Refusal::MissingTags(vec!["big".to_owned()]),
+        ),
+    ];
+    for (change, expected) in cases {
+        let (mut worker, mut demand) = (busy(2, worker("w")), demand());
+        change(&mut worker, &mut demand);
+        let mut index = index([worker]);
+        assert_eq!(index.choose(&demand, &[]), Choice::Never, "{expected:?}");
+        assert_eq!(index.refusals(&demand).reasons(), [&expected]);
+    }
+}
+
+#[test]
+fn moving_bytes_takes_no_slot_and_needs_no_tag() {
+    let full = busy(2, with_labels("w", |labels| labels.tags = vec!["gpu".to_owned()]));
+    let mut transfer = demand();
+    Arc::make_mut(&mut transfer.shape).process = None;
+    assert_eq!(placed(&mut index([full]), &transfer, &[]).as_deref(), Some("w"));
+}
+
+#[test]
+fn a_burst_is_spread_evenly() {
+    let unlimited = Capacity { max_tasks: None, ..Capacity::default() };
+    let mut index = index((0..20).map(|n| Worker { capacity: unlimited.clone(), ..worker(&n.to_string()) }));
+    let mut random = Index::new(
+        Chains { builds: "random".parse().expect("a chain"), ..Chains::default() },
+        BTreeSet::new(),
+    );
+    index.workers().for_each(|worker| random.put(worker.clone()));
+    for _ in 0..20_000 {
+        for index in [&mut index, &mut random] {
+            let Choice::Placed(placement) = index.choose(&demand(), &[]) else { panic!("placed") };
+            let mut load = index.get(placement.worker).expect("known").load;
+            load.tasks += 1;
+            index.load(placement.worker, load);
+        }
+    }
+    assert!(index.workers().all(|worker| worker.load.tasks == 1000), "by load they differ by none");
+    // A thousand each; the deviation of a lot among twenty is 31.
+    assert!(
+        random.workers().all(|worker| worker.load.tasks.abs_diff(1000) < 200),
+        "by lot they differ by little"
+    );
+}
+
+/// Random workers and demands, of which many agree in something.
+struct Dice(StdRng);
+
+impl Dice {
+    fn some<T: Clone>(&mut self, of: &[T]) -> T {
+        of.choose(&mut self.0).expect("some").clone()
+    }
+
+    fn worker(&mut self, n: usize) -> Worker {
+        let words = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>();
+        let labels = Labels {
+            platform: self.some(&["linux", "linux", "linux", "darwin"]).to_owned(),
+            tags: self.some(&[words(&[]), words(&[]), words(&["gpu"]), words(&["gpu", "big"])]),
+            team: self.some(&[None, None, Some("main".to_owned()), Some("other".to_owned())]),
+            image_kinds: self.some(&[words(&["host", "artifact"]), words(&["host"])]),
+            capabilities: self.some(&[words(&["privileged"]), words(&[])]),
+            resource_types: vec![],
+        };
+        let capacity = Capacity {
+            max_tasks: self.some(&[None, Some(1), Some(3)]),
+            max_containers: self.some(&[None, Some(4)]),
+            max_volumes: self.some(&[None, Some(6)]),
+            cpu_millis: self.some(&[None, Some(2000)]),
+            memory_bytes: self.some(&[None, Some(100)]),
+            disk_bytes: self.some(&[0, 50]),
+        };
+        let mut worker = Worker {
+            state: self.some(&[State::Running, State::Running, State::Running, State::Stalled, State::Lost]),
+            desired: self.some(&[Desired::Run, Desired::Run, Desired::Run, Desired::Land, Desired::Retire]),
+            awaited: self.0.random_bool(0.2),
+            just_lost: self.0.random_bool(0.5),
+            labels: Arc::new(labels),
+            capacity,
+            ..worker(&format!("w{n}"))
+        };
+        worker.load = self.load();
+        worker
+    }
+
+    fn load(&mut self) -> Load {
+        let tasks = self.0.random_range(0..4);
+        Load {
+            tasks,
+            checks: self.0.random_range(0..=tasks),
+            reserved: Resources {
+                cpu_millis: self.some(&[0, 1500]),
+                memory_bytes: self.some(&[0, 70]),
+                disk_bytes: self.some(&[0, 30]),
+            },
+            kept_containers: self.0.random_range(0..3),
+            kept_volumes: self.0.random_range(0..5),
+        }
+    }
+
+    fn demand(&mut self, workers: &[Worker]) -> Demand {
+        let process = Process {
+            image_kind: self.some(&["host", "artifact"]).into(),
+            resource_type: None,
+            capabilities: self.some(&[vec![], vec![], vec!["privileged".into()]]),
+        };
+        let shape = Shape {
+            team: self.some(&["main", "other", "third"]).to_owned(),
+            platform: self.some(&["linux", "linux", "linux", "darwin"]).to_owned(),
+            tags: self.some(&[vec![], vec![], vec!["gpu".to_owned()]]),
+            process: self.0.random_bool(0.8).then_some(process),
+            requests: Resources {
+                cpu_millis: self.some(&[0, 0, 600, 3000]),
+                memory_bytes: self.some(&[0, 0, 40]),
+                disk_bytes: self.some(&[0, 0, 25]),
+            },
+            purpose: self.some(&[Purpose::Build, Purpose::WithoutInputs, Purpose::Check]),
+        };
+        let mut who = |chance: f64, count: usize| -> BTreeSet<WorkerId> {
+            if !self.0.random_bool(chance) {
+                return BTreeSet::new();
+            }
+            workers.sample(&mut self.0, count).map(|worker| worker.id).collect()
+        };
+        let (avoid, prefer, only) = (who(0.2, 2), who(0.2, 2), who(0.1, 1));
+        let asked_by = Uuid::from_u128(self.0.random());
+        Demand { avoid, prefer, only: only.first().copied(), ..shape.asked_by(asked_by) }
+    }
+
+    fn locations(&mut self, workers: &[Worker]) -> Vec<Location> {
+        let count = self.0.random_range(0..4);
+        (0..count)
+            .map(|_| Location {
+                size_bytes: self.some(&[0, 10, 10, 1000]),
+                workers: workers.sample(&mut self.0, 3).map(|worker| worker.id).collect(),
+            })
+            .collect()
+    }
+
+    fn chain(&mut self) -> Chain {
+        let chains = [
+            "volume-locality,limit-active-tasks",
+            "fewest-build-containers,volume-locality",
+            "limit-active-tasks,volume-locality,limit-active-volumes",
+            "limit-active-containers",
+            "volume-locality,random",
+            "random",
+        ];
+        self.some(&chains).parse().expect("a chain")
+    }
+}
+
+/// How good a worker is, said once more: by the definition of each strategy, one after the other.
+fn standing(
+    chain: &Chain,
+    demand: &Demand,
+    worker: &Worker,
+    locations: &[Location],
+) -> (bool, bool, Vec<u64>) {
+    let load = &worker.load;
+    let (tasks, checks) = (u64::from(load.tasks), u64::from(load.checks));
+    let counts = chain.to_string();
+    let counts = counts.split(',').map(|strategy| match strategy {
+        "volume-locality" => {
+            let has = |location: &Location| location.workers.contains(&worker.id);
+            locations.iter().filter(|location| !has(location)).map(|location| location.size_bytes).sum()
+        }
+        "fewest-build-containers" => load.kept_containers + tasks - checks,
+        "limit-active-tasks" => tasks,
+        "limit-active-containers" => load.kept_containers + tasks,
+        "limit-active-volumes" => load.kept_volumes + tasks,
+        "random" => 0,
+        other => panic!("{other}"),
+    });
+    (worker.awaited, !demand.prefer.contains(&worker.id), counts.collect())
+}
+
+#[test]
+fn the_choice_is_that_of_who_looks_at_every_worker() {
+    let seed = std::env::var("GANTRY_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed: u64 = seed.unwrap_or_else(|| rand::rng().random());
+    eprintln!("GANTRY_SEED={seed}");
+    let mut dice = Dice(StdRng::seed_from_u64(seed));
+    let (mut placed, mut not_now, mut never) = (0, 0, 0);
+    for _ in 0..60 {
+        let chains = Chains { builds: dice.chain(), without_inputs: dice.chain(), checks: dice.chain() };
+        let names: BTreeSet<_> = dice.some(&[vec![], vec!["main".to_owned()]]).into_iter().collect();
+        let count = dice.0.random_range(0..40);
+        let mut workers: Vec<_> = (0..count).map(|n| dice.worker(n)).collect();
+        let mut index = Index::new(chains.clone(), names.clone());
+        workers.iter().for_each(|worker| index.put(worker.clone()));
+        for _ in 0..30 {
+            // What is known changes, in all the ways in which it can.
+            if !workers.is_empty() {
+                let one = dice.0.random_range(0..workers.len());
+                match dice.0.random_range(0..4) {
+                    0 => {
+                        index.remove(workers.swap_remove(one).id);
+                    }
+                    1 => {
+                        let changed = Worker { id: workers[one].id, ..dice.worker(one) };
+                        workers[one] = changed.clone();
+                        index.put(changed);
+                    }
+                    _ => {
+                        workers[one].load = dice.load();
+                        index.load(workers[one].id, workers[one].load);
+                    }
+                }
+            }
+            assert_eq!(index.len(), workers.len());
+            let demand = dice.demand(&workers);
+            let locations = dice.locations(&workers);
+            let chain = chains.of(demand.shape.purpose);
+
+            let possible = |worker: &&Worker| refusals(&demand, worker).iter().all(Refusal::passes);
+            let is_own = |worker: &Worker| worker.labels.team.as_ref() == Some(&demand.shape.team);
+            let could_be_own = |worker: &Worker| {
+                is_own(worker) && of_class(&demand.shape, worker).iter().all(Refusal::passes)
+            };
+            let keeps = names.contains(&demand.shape.team) && workers.iter().any(could_be_own);
+            let willing =
+                |worker: &&Worker| refusals(&demand, worker).is_empty() && (is_own(worker) || !keeps);
+            let standing = |worker: &Worker| (!is_own(worker), standing(chain, &demand, worker, &locations));
+            let best = workers.iter().filter(willing).map(standing).min();
+
+            let choice = index.choose(&demand, &locations);
+            match (&choice, &best) {
+                (Choice::Placed(placement), Some(best)) => {
+                    let chosen = workers.iter().find(|worker| worker.id == placement.worker).expect("known");
+                    assert!(willing(&chosen), "{:?} of {demand:?}", refusals(&demand, chosen));
+                    assert_eq!(standing(chosen), *best, "{demand:?} {locations:?} {chain}");
+                    placed += 1;
+                }
+                (Choice::NotNow, None) => {
+                    assert!(workers.is_empty() || workers.iter().any(|worker| possible(&worker)));
+                    not_now += 1;
+                }
+                (Choice::Never, None) => {
+                    assert!(!workers.iter().any(|worker| possible(&worker)), "{demand:?}");
+                    never += 1;
+                }
+                (choice, best) => panic!("{choice:?} where the best is {best:?}: {demand:?}"),
+            }
+
+            // Whoever is told of in another order decides alike.
+            let mut shuffled = workers.clone();
+            shuffled.shuffle(&mut dice.0);
+            let mut other = Index::new(chains.clone(), names.clone());
+            shuffled.iter().for_each(|worker| other.put(worker.clone()));
+            assert_eq!(other.choose(&demand, &locations), choice);
+
+            // Each refusal is true, everyone that refuses says so, and the ranking names those that would do.
+            let told: usize = index.opinions(&demand).iter().filter(|(_, said)| !said.is_empty()).count();
+            let refusing: Vec<_> = workers.iter().filter(|worker| !willing(worker)).collect();
+            assert_eq!(told, refusing.len(), "{refusing:?} {keeps} {demand:?} {:?}", index.opinions(&demand));
+            let ranking: Vec<_> =
+                index.ranking(&demand, &locations).into_iter().map(|(worker, _)| standing(worker)).collect();
+            assert!(ranking.is_sorted());
+            assert_eq!(ranking.len(), workers.iter().filter(willing).count());
+            assert_eq!(index.refusals(&demand).lines().is_empty(), false);
+        }
+    }
+    assert!(placed > 100 && not_now > 20 && never > 20, "{placed} {not_now} {never}: all three are met");
+}

@@ -1,0 +1,313 @@
+//! The registry: what this replica remembers of the workers, so that it decides without asking the database.
+//!
+//! It is only ever behind: what is decided on it is judged again on the rows ([`crate::grants`]). It is read anew whole at the start and now
+//! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`Registry::catch_up`]).
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use db::Database;
+use db::rows::{self, Column};
+use domain::worker::{Capacity, Incarnation, Labels};
+use domain::{Timestamp, WorkerId};
+use sea_orm::{ConnectionTrait, DbBackend, DbErr, EntityTrait, Statement};
+use uuid::Uuid;
+
+use crate::config::Config;
+use crate::entity::worker::State;
+use crate::entity::{contact, from_json, worker};
+use crate::placement::{Index, Load, Resources, Worker};
+
+/// How often everything is read anew.
+const WHOLE_EVERY: Duration = Duration::from_secs(60);
+
+/// The workers, as every part of this replica sees them. Cheap to clone; clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct Workers(Arc<Mutex<Index>>);
+
+impl Workers {
+    /// A look at them, during which nobody else sees or changes any.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Index> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Keeps [`Workers`] near to what the database says. One part of a replica has it, so that what is read is noted in its order.
+#[derive(Debug)]
+pub(crate) struct Registry {
+    pub(crate) workers: Workers,
+    memory: Memory,
+    /// The oldest transaction that was under way at the last look: what is older was seen.
+    seen: Option<String>,
+    whole_at: Option<Timestamp>,
+    /// Workers that are gone, until they are forgotten as well.
+    gone: HashMap<WorkerId, Timestamp>,
+}
+
+/// What belongs to a worker beside its row.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    labels: HashMap<String, Arc<Labels>>,
+    contacts: HashMap<Uuid, contact::Model>,
+    limits: Limits,
+    lost_after: Duration,
+    remember: Duration,
+    now: Timestamp,
+}
+
+/// What holds for workers that do not say something else.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Slots.
+    pub tasks: Option<u32>,
+    /// Containers.
+    pub containers: Option<u32>,
+    /// Volumes.
+    pub volumes: Option<u32>,
+}
+
+fn unsigned(value: i64) -> u64 {
+    u64::try_from(value).unwrap_or(0)
+}
+
+fn count(value: i64) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
+}
+
+impl Memory {
+    fn new(config: &Config) -> Self {
+        Self {
+            labels: HashMap::new(),
+            contacts: HashMap::new(),
+            limits: config.limits,
+            lost_after: config.lost_after,
+            remember: config.remember_lost,
+            now: Timestamp::now(),
+        }
+    }
+
+    /// What belongs to one worker alone.
+    pub(crate) fn of(config: &Config, contact: Option<contact::Model>) -> Self {
+        let mut memory = Self::new(config);
+        memory.contacts.extend(contact.map(|contact| (contact.worker_id, contact)));
+        memory
+    }
+
+    /// A worker whose row is `row`, as placement sees it.
+    pub(crate) fn as_placed(&self, row: &worker::Model) -> Result<Worker, DbErr> {
+        let contact = self.contacts.get(&row.id);
+        let last_contact = contact.map_or(row.registered_at, |contact| contact.last_contact_at);
+        let silent = self.now.since(Timestamp(last_contact));
+        let limit = |own: Option<i64>, common: Option<u32>| own.map(count).or(common);
+        Ok(Worker {
+            id: WorkerId::from_uuid(row.id),
+            name: row.name.clone(),
+            endpoint: row.endpoint.clone(),
+            incarnation: Incarnation(unsigned(row.incarnation)),
+            desired: row.desired,
+            state: row.state,
+            awaited: contact.is_some_and(|contact| contact.last_contact_at < contact.patient_since),
+            just_lost: row.state == State::Lost && silent < self.lost_after + self.remember,
+            labels: match self.labels.get(&row.labels) {
+                Some(labels) => labels.clone(),
+                None => Arc::new(from_json(&row.labels)?),
+            },
+            capacity: Capacity {
+                max_tasks: limit(row.max_tasks, self.limits.tasks),
+                max_containers: limit(row.max_containers, self.limits.containers),
+                max_volumes: limit(row.max_volumes, self.limits.volumes),
+                cpu_millis: row.cpu_millis.map(unsigned),
+                memory_bytes: row.memory_bytes.map(unsigned),
+                disk_bytes: unsigned(row.disk_bytes),
+            },
+            load: Load {
+                tasks: count(row.active_tasks),
+                checks: count(row.active_checks),
+                reserved: Resources {
+                    cpu_millis: unsigned(row.reserved_cpu_millis),
+                    memory_bytes: unsigned(row.reserved_memory_bytes),
+                    disk_bytes: unsigned(row.reserved_disk_bytes),
+                },
+                kept_containers: contact.map_or(0, |contact| unsigned(contact.kept_containers)),
+                kept_volumes: contact.map_or(0, |contact| unsigned(contact.volumes)),
+            },
+        })
+    }
+
+    /// Remembers what labels mean, for there are few different ones.
+    fn learn(&mut self, row: &worker::Model) -> Result<(), DbErr> {
+        if !self.labels.contains_key(&row.labels) {
+            self.labels.insert(row.labels.clone(), Arc::new(from_json(&row.labels)?));
+        }
+        Ok(())
+    }
+}
+
+impl Registry {
+    pub(crate) fn new(config: &Config) -> Self {
+        let index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
+        Self {
+            workers: Workers(Arc::new(Mutex::new(index))),
+            memory: Memory::new(config),
+            seen: None,
+            whole_at: None,
+            gone: HashMap::new(),
+        }
+    }
+
+    /// What belongs to workers beside their rows.
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
+    pub(crate) fn note(&mut self, rows: &[worker::Model]) -> Result<bool, DbErr> {
+        let mut better = false;
+        for row in rows {
+            self.memory.learn(row)?;
+            let worker = self.memory.as_placed(row)?;
+            self.gone.remove(&worker.id);
+            let mut index = self.workers.lock();
+            better |= index.get(worker.id).is_none_or(|known| is_better(known, &worker));
+            index.put(worker);
+        }
+        Ok(better)
+    }
+
+    /// These workers are not there any more. They count as just lost for a while.
+    pub(crate) fn forget(&mut self, ids: impl IntoIterator<Item = WorkerId>) {
+        let mut index = self.workers.lock();
+        for id in ids {
+            let Some(known) = index.get(id).cloned() else { continue };
+            self.memory.contacts.remove(&id.uuid());
+            if self.memory.remember.is_zero() {
+                index.remove(id);
+            } else {
+                self.gone.entry(id).or_insert(self.memory.now);
+                index.put(Worker { state: State::Lost, just_lost: true, ..known });
+            }
+        }
+    }
+
+    /// Reads the workers that `ids` names.
+    pub(crate) async fn read(&mut self, db: &Database, ids: &HashSet<WorkerId>) -> Result<bool, DbErr> {
+        if ids.is_empty() {
+            return Ok(false);
+        }
+        #[derive(serde::Serialize)]
+        struct Id {
+            id: Uuid,
+        }
+        let given: Vec<_> = ids.iter().map(|id| Id { id: id.uuid() }).collect();
+        let (db, backend) = (db.read(), db.read().get_database_backend());
+        let given = rows::value(&given)?;
+        let among = rows::query(backend, 1, &[("id", Column::Uuid)]);
+        let query = format!("SELECT * FROM worker_contacts WHERE worker_id IN ({among})");
+        let contacts = Statement::from_sql_and_values(backend, query, [given.clone()]);
+        let contacts = contact::Entity::find().from_raw_sql(contacts).all(db).await?;
+        let query = format!("SELECT * FROM workers WHERE id IN ({among})");
+        let found = Statement::from_sql_and_values(backend, query, [given]);
+        let found = worker::Entity::find().from_raw_sql(found).all(db).await?;
+
+        self.memory.now = Timestamp::now();
+        let there: HashSet<_> = found.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
+        self.forget(ids.difference(&there).copied());
+        self.heard_of(contacts);
+        self.note(&found)
+    }
+
+    fn heard_of(&mut self, contacts: Vec<contact::Model>) {
+        self.memory.contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
+    }
+
+    /// Sees what others changed since the last look. Answers whether any worker may take more than before.
+    pub(crate) async fn catch_up(&mut self, db: &Database) -> Result<bool, DbErr> {
+        let now = Timestamp::now();
+        let is_due = self.whole_at.is_none_or(|at| now.since(at) >= WHOLE_EVERY);
+        let read = db.read();
+        if read.get_database_backend() != DbBackend::Postgres {
+            return self.read_whole(db, now).await;
+        }
+        // Asked first: what is under way now is looked at again the next time.
+        let oldest = Statement::from_string(
+            DbBackend::Postgres,
+            "SELECT CAST(CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS TEXT) AS NUMERIC) % 4294967296 AS TEXT) AS oldest",
+        );
+        let oldest = read.query_one_raw(oldest).await?;
+        let oldest = oldest.map(|row| row.try_get::<String>("", "oldest")).transpose()?;
+        let (Some(seen), false) = (self.seen.clone(), is_due) else {
+            let better = self.read_whole(db, now).await?;
+            self.seen = oldest;
+            return Ok(better);
+        };
+        // Who wrote a row last stands beside it: rows that were written since then, and no others.
+        let since = |table: &str| {
+            let query = format!(
+                "SELECT * FROM {table} WHERE age({table}.xmin) <= age(CAST(CAST($1 AS TEXT) AS XID))"
+            );
+            Statement::from_sql_and_values(DbBackend::Postgres, query, [seen.clone().into()])
+        };
+        let contacts = contact::Entity::find().from_raw_sql(since("worker_contacts")).all(read).await?;
+        let mut changed: HashSet<_> = contacts.iter().map(|contact| contact.worker_id).collect();
+        let rows = worker::Entity::find().from_raw_sql(since("workers")).all(read).await?;
+        self.memory.now = now;
+        changed.retain(|id| self.says_something_new(&contacts, *id));
+        rows.iter().for_each(|row| _ = changed.remove(&row.id));
+        self.heard_of(contacts);
+        let mut better = self.note(&rows)?;
+        let changed = changed.into_iter().map(WorkerId::from_uuid).collect();
+        better |= self.read(db, &changed).await?;
+        self.seen = oldest;
+        Ok(better)
+    }
+
+    /// Whether a contact changes what placement knows of its worker.
+    fn says_something_new(&self, contacts: &[contact::Model], id: Uuid) -> bool {
+        let Some(new) = contacts.iter().find(|contact| contact.worker_id == id) else { return false };
+        let awaited = |contact: &contact::Model| contact.last_contact_at < contact.patient_since;
+        self.memory.contacts.get(&id).is_none_or(|known| {
+            awaited(known) != awaited(new)
+                || known.kept_containers != new.kept_containers
+                || known.volumes != new.volumes
+        })
+    }
+
+    async fn read_whole(&mut self, db: &Database, now: Timestamp) -> Result<bool, DbErr> {
+        let contacts = contact::Entity::find().all(db.read()).await?;
+        let rows = worker::Entity::find().all(db.read()).await?;
+        self.memory.now = now;
+        self.whole_at = Some(now);
+        let in_use: HashSet<_> = rows.iter().map(|row| &row.labels).collect();
+        self.memory.labels.retain(|text, _| in_use.contains(text));
+        self.heard_of(contacts);
+        let better = self.note(&rows)?;
+        let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
+        let known: Vec<_> = self.workers.lock().workers().map(|worker| worker.id).collect();
+        self.forget(known.into_iter().filter(|id| !there.contains(id)));
+        let over: BTreeSet<_> = self
+            .gone
+            .iter()
+            .filter(|(_, since)| now.since(**since) >= self.memory.remember)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in over {
+            self.gone.remove(&id);
+            self.workers.lock().remove(id);
+        }
+        Ok(better)
+    }
+}
+
+/// Whether a worker may take something that it could not take before.
+fn is_better(known: &Worker, now: &Worker) -> bool {
+    let (before, after) = (&known.load, &now.load);
+    let freed = after.tasks < before.tasks
+        || after.kept_containers < before.kept_containers
+        || after.kept_volumes < before.kept_volumes
+        || after.reserved.cpu_millis < before.reserved.cpu_millis
+        || after.reserved.memory_bytes < before.reserved.memory_bytes
+        || after.reserved.disk_bytes < before.reserved.disk_bytes;
+    let facts = |worker: &Worker| Worker { load: Load::default(), ..worker.clone() };
+    freed || facts(known) != facts(now)
+}

@@ -1,0 +1,303 @@
+//! Leases that their holders drive: of every kind, many at once, near to each other or apart.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use domain::LeaseId;
+use domain::worker::LeaseClaims;
+use rpc::Reason;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::place_result::Result as Placed;
+use rpc::token::Keys;
+use testing::databases::TestDatabase;
+
+use crate::support::{Gateway, Running, config, hello, spec, until};
+
+fn of_kind(kind: pb::PlacementKind) -> pb::PlaceRequest {
+    pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: kind.into(),
+        ..pb::PlaceRequest::default()
+    }
+}
+
+fn task() -> pb::PlaceRequest {
+    of_kind(pb::PlacementKind::Task)
+}
+
+fn grouped(requests: impl IntoIterator<Item = pb::PlaceRequest>, group: u32) -> Vec<pb::PlaceItem> {
+    requests.into_iter().map(|request| pb::PlaceItem { request: Some(request), group }).collect()
+}
+
+async fn place_many(scheduler: &Running, items: Vec<pb::PlaceItem>) -> Vec<Placed> {
+    let answer = scheduler.placements().place_many(pb::PlaceManyRequest { items }).await.expect("answered");
+    answer.into_inner().results.into_iter().map(|result| result.result.expect("a result")).collect()
+}
+
+fn granted(results: &[Placed]) -> Vec<pb::PlaceResponse> {
+    let granted = results.iter().filter_map(|result| match result {
+        Placed::Placed(placed) => Some(placed.clone()),
+        Placed::Failure(_) => None,
+    });
+    granted.collect()
+}
+
+fn failures(results: &[Placed]) -> BTreeMap<String, usize> {
+    let mut failures = BTreeMap::new();
+    for result in results {
+        if let Placed::Failure(failure) = result {
+            assert!(failure.code > 0 && !failure.message.is_empty(), "{failure:?}");
+            *failures.entry(failure.reason.clone()).or_default() += 1;
+        }
+    }
+    failures
+}
+
+async fn with_slots(scheduler: &Running, name: &str, max_tasks: u32) -> Gateway {
+    let mut hello = hello(name);
+    hello.capacity = Some(pb::Capacity { max_tasks, ..pb::Capacity::default() });
+    Gateway::connect(scheduler, hello).await.expect("welcome")
+}
+
+async fn refused(scheduler: &Running, request: pb::PlaceRequest) -> rpc::Refusal {
+    scheduler.placements().place(request).await.expect_err("refused").into()
+}
+
+pub(crate) async fn many_are_spread_and_never_more_than_there_are_slots(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateways = Vec::new();
+    for name in ["a", "b", "c", "d"] {
+        gateways.push(with_slots(&scheduler, name, 5).await);
+    }
+    let results = place_many(&scheduler, grouped((0..24).map(|_| task()), 0)).await;
+    let placed = granted(&results);
+    let mut by_worker = BTreeMap::<_, u32>::new();
+    placed.iter().for_each(|placed| *by_worker.entry(placed.worker_name.clone()).or_default() += 1);
+    assert_eq!(by_worker.into_values().collect::<Vec<_>>(), [5; 4]);
+    assert_eq!(failures(&results), BTreeMap::from([(Reason::AllWorkersBusy.to_string(), 4)]));
+    assert_eq!(scheduler.worker("a").await.active_tasks, 5);
+
+    // Moving bytes takes no slot.
+    scheduler.placements().place(of_kind(pb::PlacementKind::Transfer)).await.expect("granted");
+    assert!(refused(&scheduler, of_kind(pb::PlacementKind::Check)).await.is(Reason::AllWorkersBusy));
+
+    // What is given back can be granted again at once, however often it is given back.
+    let tokens: Vec<_> = placed.iter().take(7).map(|placed| placed.lease_token.clone()).collect();
+    let release = pb::ReleaseManyRequest { lease_tokens: tokens };
+    scheduler.placements().release_many(release.clone()).await.expect("released");
+    scheduler.placements().release_many(release).await.expect("a repeat");
+    let again = place_many(&scheduler, grouped((0..10).map(|_| task()), 0)).await;
+    assert_eq!((granted(&again).len(), failures(&again).len()), (7, 1));
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_group_is_granted_whole_or_not_at_all(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 3).await;
+    let (one, other) = (grouped([task(), task()], 1), grouped([task(), task()], 2));
+    let alone = grouped([task()], 0);
+    let results = place_many(&scheduler, [one, alone, other].concat()).await;
+    let of = |range: std::ops::Range<usize>| granted(&results[range]).len();
+    // One of the groups, and the one alone.
+    assert_eq!(BTreeSet::from([of(0..2), of(3..5)]), BTreeSet::from([0, 2]));
+    assert_eq!(of(2..3), 1);
+    assert_eq!(scheduler.worker("one").await.active_tasks, 3);
+
+    // A member that nobody could ever take keeps the others from being granted.
+    let transfer = of_kind(pb::PlacementKind::Transfer);
+    let elsewhere = pb::PlaceRequest { platform: "darwin".to_owned(), ..task() };
+    let results = place_many(&scheduler, grouped([transfer, elsewhere], 7)).await;
+    assert_eq!(failures(&results), BTreeMap::from([(Reason::NoCompatibleWorker.to_string(), 2)]));
+    scheduler.stop().await;
+}
+
+/// Each group needs both slots of the only worker: one of them gets them, whoever asks where, and then the other.
+pub(crate) async fn two_groups_never_wait_for_each_other(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 2).await;
+    for _ in 0..20 {
+        let group = || place_many(&scheduler, grouped([task(), task()], 1));
+        let (one, other) = futures::join!(group(), group());
+        let (one, other) = (granted(&one), granted(&other));
+        assert_eq!(BTreeSet::from([one.len(), other.len()]), BTreeSet::from([0, 2]));
+        let lease_tokens = one.into_iter().chain(other).map(|placed| placed.lease_token).collect();
+        scheduler.placements().release_many(pb::ReleaseManyRequest { lease_tokens }).await.expect("released");
+    }
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    scheduler.stop().await;
+}
+
+pub(crate) async fn leases_are_near_to_each_other_or_apart(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let (one, other) = (with_slots(&scheduler, "one", 3).await, with_slots(&scheduler, "other", 9).await);
+    let (one, other) = (one.welcome.worker_id.clone(), other.welcome.worker_id.clone());
+    let place = async |request: pb::PlaceRequest| {
+        scheduler.placements().place(request).await.expect("granted").into_inner().worker_name
+    };
+    let avoiding = pb::PlaceRequest { avoid_workers: vec![other.clone()], ..task() };
+    let first = avoiding.lease_id.clone();
+    assert_eq!(place(avoiding).await, "one");
+    let near = || pb::PlaceRequest { same_worker_as: first.clone(), ..task() };
+    assert_eq!(place(near()).await, "one", "although the other has less to do");
+    let preferring = || pb::PlaceRequest { prefer_workers: vec![one.clone()], ..task() };
+    assert_eq!(place(preferring()).await, "one");
+    assert_eq!(place(preferring()).await, "other", "the preferred one is full");
+    assert!(refused(&scheduler, near()).await.is(Reason::AllWorkersBusy));
+    let nowhere = pb::PlaceRequest { avoid_workers: vec![one, other], ..task() };
+    let nowhere = refused(&scheduler, nowhere).await;
+    assert!(nowhere.is(Reason::NoCompatibleWorker));
+    assert_eq!(nowhere.about.get("other").map(String::as_str), Some("is to be avoided"));
+    let gone = pb::PlaceRequest { same_worker_as: LeaseId::new().to_string(), ..task() };
+    assert!(refused(&scheduler, gone).await.is(Reason::LeaseLost));
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_was_asked_for_is_kept_free(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut small = hello("small");
+    small.capacity = Some(pb::Capacity {
+        memory_bytes: 100,
+        cpu_millis: 2000,
+        max_containers: 3,
+        ..pb::Capacity::default()
+    });
+    let _gateway = Gateway::connect(&scheduler, small).await.expect("welcome");
+    let asking = |memory_bytes: u64, cpu_millis: u64| {
+        let requests = pb::ResourceRequests { memory_bytes, cpu_millis, disk_bytes: 0 };
+        pb::PlaceRequest { requests: Some(requests), ..task() }
+    };
+    let first = scheduler.placements().place(asking(60, 500)).await.expect("granted").into_inner();
+    let busy = refused(&scheduler, asking(60, 0)).await;
+    assert!(busy.is(Reason::AllWorkersBusy));
+    let small = busy.about.get("small").map(String::as_str);
+    assert_eq!(small, Some("has 40 bytes of memory left, and 60 bytes of memory is asked for"));
+    assert!(refused(&scheduler, asking(0, 2001)).await.is(Reason::NoCompatibleWorker));
+    scheduler.placements().place(asking(40, 1500)).await.expect("it just fits");
+    let release = pb::ReleaseRequest { lease_token: first.lease_token };
+    scheduler.placements().release(release).await.expect("released");
+    scheduler.placements().place(asking(60, 500)).await.expect("that is free again");
+    scheduler.placements().place(asking(0, 0)).await.expect("who asks for nothing needs nothing");
+    let full = refused(&scheduler, asking(0, 0)).await;
+    assert_eq!(full.about.get("small").map(String::as_str), Some("has 3 of 3 containers"));
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_cannot_be_asked_for_is_refused(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 3).await;
+    let twice = task();
+    let cases: [(Vec<pb::PlaceItem>, &str); 5] = [
+        (vec![], "items"),
+        (grouped((0..1001).map(|_| task()), 0), "items"),
+        (vec![pb::PlaceItem { request: None, group: 0 }], "items[0].request"),
+        (grouped([twice.clone(), twice], 0), "items[1].request.lease_id"),
+        (
+            grouped([task(), pb::PlaceRequest { avoid_workers: vec!["x".to_owned()], ..task() }], 0),
+            "items[1].request.avoid_workers",
+        ),
+    ];
+    for (items, field) in cases {
+        let refused = scheduler.placements().place_many(pb::PlaceManyRequest { items }).await;
+        let refused = rpc::Refusal::from(refused.expect_err(field));
+        assert!(refused.is(Reason::InvalidField), "{refused:?}");
+        assert!(refused.message.contains(field), "{field}: {refused:?}");
+    }
+    let processes: [(pb::PlaceRequest, &str); 3] = [
+        (
+            pb::PlaceRequest {
+                process: Some(pb::ProcessRequirements { image_kind: "x".to_owned(), ..Default::default() }),
+                ..task()
+            },
+            "process.image_kind",
+        ),
+        (
+            pb::PlaceRequest {
+                process: Some(pb::ProcessRequirements {
+                    resource_type: "git".to_owned(),
+                    ..Default::default()
+                }),
+                ..task()
+            },
+            "process.resource_type",
+        ),
+        (
+            pb::PlaceRequest {
+                requests: Some(pb::ResourceRequests { cpu_millis: u64::MAX, ..Default::default() }),
+                ..task()
+            },
+            "requests",
+        ),
+    ];
+    for (request, field) in processes {
+        let refused = refused(&scheduler, request).await;
+        assert!(refused.is(Reason::InvalidField) && refused.message.contains(field), "{field}: {refused:?}");
+    }
+    let forged = pb::ReleaseManyRequest { lease_tokens: vec!["forged".to_owned()] };
+    let forged = scheduler.placements().release_many(forged).await.expect_err("forged");
+    assert!(rpc::Refusal::from(forged).is(Reason::InvalidToken));
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0, "nothing was granted");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let place = |id: LeaseId, team: &str| pb::PlaceRequest {
+        lease_id: id.to_string(),
+        team: team.to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        ..pb::PlaceRequest::default()
+    };
+    let refusal = |status: tonic::Status| rpc::Refusal::from(status);
+    let id = LeaseId::new();
+    let busy = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
+    assert!(busy.expect_err("nobody is there").is(Reason::AllWorkersBusy));
+
+    let mut one = hello("one");
+    one.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, one).await.expect("welcome");
+    let busy = scheduler.submit(spec()).await.expect("accepted");
+    gateway.run(busy).await;
+    let granted = scheduler.placements().place(place(id, "main")).await.expect("granted").into_inner();
+    let again = scheduler.placements().place(place(id, "main")).await.expect("a repeat").into_inner();
+    assert_eq!(granted, again);
+    assert_eq!(granted.worker_name, "one");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 1);
+    let claims: LeaseClaims = Keys::new(scheduler.peer()).verify(&granted.lease_token).await.expect("ours");
+    assert_eq!((claims.lease, claims.team.as_str(), claims.attempt), (id, "main", None));
+    let other = scheduler.placements().place(place(id, "other")).await.map_err(refusal);
+    assert!(other.expect_err("another request").is(Reason::LeaseExists));
+
+    let renew = pb::RenewRequest { lease_token: granted.lease_token.clone() };
+    scheduler.placements().renew(renew.clone()).await.expect("kept");
+    let release = pb::ReleaseRequest { lease_token: granted.lease_token.clone() };
+    scheduler.placements().release(release.clone()).await.expect("released");
+    scheduler.placements().release(release).await.expect("a repeat");
+    let lost = scheduler.placements().renew(renew).await.map_err(refusal);
+    assert!(lost.expect_err("it has ended").is(Reason::LeaseLost));
+    let ended = scheduler.placements().place(place(id, "main")).await.map_err(refusal);
+    assert!(ended.expect_err("it has ended").is(Reason::LeaseExists));
+    let forged = pb::RenewRequest { lease_token: "forged".to_owned() };
+    let forged = scheduler.placements().renew(forged).await.map_err(refusal);
+    assert!(forged.expect_err("forged").is(Reason::InvalidToken));
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_driven_lease_that_is_not_renewed_ends(database: TestDatabase) {
+    let term = Duration::from_millis(50);
+    let scheduler = Running::start(scheduler::Config { lease_term: term, ..config(&database) }).await;
+    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let request = pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        ..pb::PlaceRequest::default()
+    };
+    scheduler.placements().place(request.clone()).await.expect("granted");
+    until("it has ended", async || {
+        let placed = scheduler.placements().place(request.clone()).await;
+        placed.err().map(|status| assert!(rpc::Refusal::from(status).is(Reason::LeaseExists)))
+    })
+    .await;
+    scheduler.stop().await;
+}
