@@ -30,6 +30,7 @@ use crate::mark::{self, Policy};
 use crate::owners::{self, OwnerEnded};
 use crate::trees::{self, NewTree};
 use crate::units;
+use crate::volumes;
 
 /// How many of the things that keep an artifact are named.
 const MOST_KEEPERS: u64 = 50;
@@ -350,7 +351,7 @@ pub(crate) async fn list_at_risk(
                 .equals((artifact::Entity, artifact::Column::ArtifactId)),
         )
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
-        .filter(volume::Column::Complete.eq(true))
+        .filter(Expr::cust(volumes::COMPLETE))
         .filter(volume::Column::State.is_in(State::PRESENT))
         .filter(volume::Column::WorkerId.is_not_in(workers.iter().map(|worker| worker.uuid())))
         .into_query();
@@ -486,7 +487,7 @@ async fn replicas_of(
     let rows = volume::Entity::find()
         .filter(volume::Column::ArtifactId.is_in(ids))
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
-        .filter(volume::Column::Complete.eq(true))
+        .filter(Expr::cust(volumes::COMPLETE))
         .filter(volume::Column::State.is_in(states.iter().copied()))
         .order_by_asc(volume::Column::Handle)
         .all(conn)

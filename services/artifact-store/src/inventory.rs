@@ -121,7 +121,7 @@ pub(crate) async fn prepare(
     let mut planned: Vec<PlannedVolume> = Vec::with_capacity(needs.volumes.len());
     let mut made = Vec::new();
     for (need, from) in needs.volumes.iter().zip(from) {
-        let source = from.and_then(|from| sources.get(&from.uuid()).copied());
+        let source = from.and_then(|from| sources.get(&from.uuid())).map(|replica| replica.handle);
         let from = from.map(ArtifactId::uuid);
         let row = match existing.remove(&need.name) {
             Some(row)
@@ -165,7 +165,8 @@ pub(crate) async fn prepare(
                 .map(ArtifactId::from_uuid),
         });
     }
-    let digests = digests_of(txn, planned.iter().filter_map(|volume| volume.parent)).await?;
+    let digests =
+        digests_of(txn, sources.into_values(), planned.iter().filter_map(|volume| volume.parent)).await?;
     for volume in &mut planned {
         volume.parent_digest = volume.parent.and_then(|parent| digests.get(&parent.uuid()).cloned());
     }
@@ -235,17 +236,21 @@ async fn live_container(
         .await
 }
 
-/// What complete volumes hold.
+/// What complete volumes hold, some of which are `known`.
 async fn digests_of(
     txn: &DatabaseTransaction,
+    known: impl Iterator<Item = volume::Model>,
     volumes: impl Iterator<Item = VolumeHandle>,
 ) -> Result<HashMap<Uuid, Vec<u8>>, DbErr> {
-    let handles: Vec<_> = volumes.map(VolumeHandle::uuid).collect();
-    if handles.is_empty() {
-        return Ok(HashMap::new());
+    let digest = |row: volume::Model| Some((row.handle, row.digest?));
+    let mut digests: HashMap<_, _> = known.filter_map(digest).collect();
+    let unknown: Vec<_> =
+        volumes.map(VolumeHandle::uuid).filter(|handle| !digests.contains_key(handle)).collect();
+    if !unknown.is_empty() {
+        let rows = volume::Entity::find().filter(volume::Column::Handle.is_in(unknown)).all(txn).await?;
+        digests.extend(rows.into_iter().filter_map(digest));
     }
-    let rows = volume::Entity::find().filter(volume::Column::Handle.is_in(handles)).all(txn).await?;
-    Ok(rows.into_iter().filter_map(|row| Some((row.handle, row.digest?))).collect())
+    Ok(digests)
 }
 
 /// What each volume starts with, in their order. What a volume of a task cache starts with was decided when its row was made, and is kept by it.
@@ -279,21 +284,21 @@ async fn lock_sources(
     worker: WorkerId,
     team: &str,
     from: &[Option<ArtifactId>],
-) -> Result<HashMap<Uuid, Uuid>, PrepareError> {
+) -> Result<HashMap<Uuid, volume::Model>, PrepareError> {
     let from: HashSet<_> = from.iter().copied().flatten().collect();
     if from.is_empty() {
         return Ok(HashMap::new());
     }
     let from: Vec<_> = from.into_iter().collect();
     let sealed = pins::lock_sealed(txn, team, &from).await?;
-    if let Some(missing) = from.iter().find(|id| !sealed.contains(&id.uuid())) {
+    if let Some(missing) = from.iter().find(|id| !sealed.contains_key(&id.uuid())) {
         return Err(PrepareError::InputUnavailable(*missing));
     }
     let replicas = volume::Entity::find()
-        .filter(volume::Column::ArtifactId.is_in(sealed))
+        .filter(volume::Column::ArtifactId.is_in(sealed.into_keys()))
         .filter(volume::Column::WorkerId.eq(worker.uuid()))
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
-        .filter(volume::Column::Complete.eq(true))
+        .filter(Expr::cust(volumes::COMPLETE))
         .filter(volume::Column::State.is_in([State::Created, State::Unconfirmed]))
         // The first of each artifact, verified ones before others.
         .order_by_asc(volume::Column::Verified)
@@ -301,9 +306,12 @@ async fn lock_sources(
         .lock_shared()
         .all(txn)
         .await?;
-    let confirmed = replicas.iter().filter(|row| row.state == State::Created);
-    let sources: HashMap<_, _> = confirmed.filter_map(|row| Some((row.artifact_id?, row.handle))).collect();
-    let unconfirmed = replicas.iter().filter_map(|row| row.artifact_id).find(|id| !sources.contains_key(id));
+    let (confirmed, unconfirmed): (Vec<_>, Vec<_>) =
+        replicas.into_iter().partition(|row| row.state == State::Created);
+    let sources: HashMap<_, _> =
+        confirmed.into_iter().filter_map(|row| Some((row.artifact_id?, row))).collect();
+    let unconfirmed =
+        unconfirmed.iter().filter_map(|row| row.artifact_id).find(|id| !sources.contains_key(id));
     match unconfirmed {
         Some(id) => Err(PrepareError::Unconfirmed(ArtifactId::from_uuid(id))),
         None => Ok(sources),
@@ -360,7 +368,8 @@ pub(crate) async fn prepared(
         .col_expr(container::Column::State, Expr::value(State::Created))
         .col_expr(container::Column::JudgedAfter, Expr::value(worker.sequence))
         .filter(container::Column::AttemptId.eq(id.uuid()))
-        .filter(container::Column::State.eq(State::Creating))
+        // Written out, as other states are in partial indexes: for a parameter in its place SQLite would plan the statement anew each time.
+        .filter(Expr::cust("state = 'creating'"))
         .exec(txn)
         .await?;
     if made.rows_affected == 0 {

@@ -124,15 +124,18 @@ async fn pin_artifacts(
         return Ok(Vec::new());
     }
 
-    let sealed = lock_sealed(txn, team, artifacts).await?;
-    if let Some(missing) = artifacts.iter().find(|id| !sealed.contains(&id.uuid())) {
+    let mut sealed = lock_sealed(txn, team, artifacts).await?;
+    if let Some(missing) = artifacts.iter().find(|id| !sealed.contains_key(&id.uuid())) {
         return Err(PinError::Unavailable(*missing));
     }
-    let located = artifacts::locate(txn, team, artifacts).await?;
+    let holds: Vec<_> = sealed.keys().copied().collect();
+    // Each once, in the order asked.
+    let rows = artifacts.iter().filter_map(|id| sealed.remove(&id.uuid()));
+    let located = artifacts::locate_rows(txn, rows.collect()).await?;
     if let Some(missing) = located.iter().find(|located| !located.has_bytes()) {
         return Err(PinError::Unavailable(ArtifactId::from_uuid(missing.artifact.artifact_id)));
     }
-    let rows = sealed.iter().map(|artifact| pin::ActiveModel {
+    let rows = holds.iter().map(|artifact| pin::ActiveModel {
         holder_id: Set(id.uuid()),
         artifact_id: Set(*artifact),
         pinned_at: Set(now.0),
@@ -165,12 +168,12 @@ async fn bind(
     Ok(())
 }
 
-/// Locks sealed artifacts that `team` may use, so that they are not marked before the caller commits, and answers which of `ids` are such.
+/// Locks sealed artifacts that `team` may use, so that they are not marked before the caller commits, and answers those of `ids` that are such.
 pub(crate) async fn lock_sealed(
     txn: &DatabaseTransaction,
     team: &str,
     ids: &[ArtifactId],
-) -> Result<HashSet<Uuid>, DbErr> {
+) -> Result<HashMap<Uuid, artifact::Model>, DbErr> {
     let rows = artifact::Entity::find()
         .filter(artifact::Column::ArtifactId.is_in(ids.iter().map(|id| id.uuid())))
         .filter(artifacts::usable_by(team))
@@ -179,7 +182,7 @@ pub(crate) async fn lock_sealed(
         .lock_shared()
         .all(txn)
         .await?;
-    Ok(rows.into_iter().map(|row| row.artifact_id).collect())
+    Ok(rows.into_iter().map(|row| (row.artifact_id, row)).collect())
 }
 
 /// How a workload is settled.

@@ -23,7 +23,9 @@ use rpc::pb::runtime::volumes_server::{Volumes, VolumesServer};
 use rpc::pb::runtime::write_request::Message as WriteSaid;
 use rpc::pb::runtime::write_response::Message as WriteAnswer;
 use rpc::{Reason, Refusal, invalid_field, parse_id, parse_optional_id, parse_team};
-use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError};
+use runtime::{
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
+};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -44,7 +46,7 @@ const ANSWERS: usize = 4;
 const STDIN_MESSAGES: usize = 257;
 
 /// How often the artifact store is told that somebody is attached to a process.
-const TOUCH: Duration = Duration::from_secs(60);
+const TOUCH: Duration = if cfg!(test) { Duration::from_millis(10) } else { Duration::from_secs(60) };
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
@@ -198,8 +200,12 @@ async fn attach(
 }
 
 /// Tells the artifact store now and again that the container of a process is used. Nobody waits for that, and a call that fails is made up for by
-/// the next.
+/// the next. Of a process that has not ended it is not told at once: what is kept for a grace after the end is kept for longer than that.
 async fn touch(worker: &Worker, process: AttemptId, every: Duration) -> Infallible {
+    let goes_on = worker.runtime.process(process).await;
+    if matches!(goes_on, Ok(ProcessState::Starting | ProcessState::Started)) {
+        tokio::time::sleep(every).await;
+    }
     loop {
         if let Some(session) = worker.session() {
             let request = artifacts::TouchRequest {

@@ -23,7 +23,7 @@ use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
-    QueryOrder, QuerySelect,
+    QueryOrder, QuerySelect, Select,
 };
 
 use crate::effects::Effects;
@@ -31,6 +31,9 @@ use crate::entity::lease::{self, EndedBy, State, StopReason};
 use crate::entity::worker;
 use crate::grants::Changes;
 use crate::placement::Placement;
+
+/// Written out, as in the partial indexes of the table: for a parameter in its place SQLite would plan the statement anew each time.
+const NOT_ENDED: &str = "state <> 'ended'";
 
 /// A driven lease cannot be kept.
 #[derive(Debug, thiserror::Error)]
@@ -78,13 +81,15 @@ pub(crate) async fn live_tasks(
     worker: WorkerId,
     incarnation: Incarnation,
 ) -> Result<Vec<lease::Model>, DbErr> {
+    live_tasks_of(worker, incarnation).all(db).await
+}
+
+fn live_tasks_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::Entity> {
     lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker.uuid()))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::WorkloadId.is_not_null())
         .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
-        .all(db)
-        .await
 }
 
 /// Lets the attempt under `lease` stop. A second wish can only shorten the grace, and the first reason stands.
@@ -105,7 +110,7 @@ pub(crate) async fn stop(
         .col_expr(lease::Column::StopReason, Expr::value(lease.stop_reason.unwrap_or(reason)))
         .col_expr(lease::Column::StopGraceUs, Expr::value(grace))
         .filter(lease::Column::Id.eq(lease.id))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .exec(txn)
         .await?;
     if stopped.rows_affected > 0 {
@@ -123,7 +128,7 @@ pub(crate) async fn raise_phase(
     let raised = lease::Entity::update_many()
         .col_expr(lease::Column::Phase, Expr::value(phase))
         .filter(lease::Column::Id.eq(lease.uuid()))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::Phase.lt(phase))
         .exec(txn)
         .await?;
@@ -143,7 +148,7 @@ pub(crate) async fn end(
         .col_expr(lease::Column::EndedAt, Expr::value(now.0))
         .col_expr(lease::Column::EndedBy, Expr::value(by))
         .filter(lease::Column::Id.eq(lease.uuid()))
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .exec_with_returning(txn)
         .await?;
     freed(txn, &ended, effects).await?;
@@ -204,7 +209,7 @@ pub(crate) async fn be_patient(
     lease::Entity::update_many()
         .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
         .filter(lease::Column::WorkloadId.is_null())
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.lt((now + term).0))
         .exec(txn)
         .await
@@ -219,7 +224,7 @@ pub(crate) async fn expire(
 ) -> Result<(), DbErr> {
     let mut late = lease::Entity::find()
         .filter(lease::Column::WorkloadId.is_null())
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .order_by_asc(lease::Column::Id)
         .lock_exclusive()
@@ -240,7 +245,7 @@ pub(crate) async fn expire(
 /// Whether a driven lease was not renewed in time.
 pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Result<bool, DbErr> {
     let expired = lease::Entity::find()
-        .filter(lease::Column::State.ne(State::Ended))
+        .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.is_not_null())
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .one(db)
@@ -251,10 +256,30 @@ pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Re
 /// Forgets driven leases that ended before `before`; the others go with their workloads.
 pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
     lease::Entity::delete_many()
-        .filter(lease::Column::State.eq(State::Ended))
+        .filter(Expr::cust("state = 'ended'"))
         .filter(lease::Column::WorkloadId.is_null())
         .filter(lease::Column::EndedAt.lt(before.0))
         .exec(txn)
         .await
         .map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use sea_orm::{DbBackend, QueryTrait, Statement};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn live_leases_are_found_by_their_index_before_it_is_known_what_is_asked_for() {
+        let database = testing::databases::sqlite();
+        let db = db::Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let asked = live_tasks_of(WorkerId::new(), Incarnation(1)).build(DbBackend::Sqlite);
+        // Without values: so it is planned once, for all that come.
+        let explain = format!("EXPLAIN QUERY PLAN {}", asked.sql);
+        let plan = db.read().query_one_raw(Statement::from_string(DbBackend::Sqlite, explain)).await;
+        let step = plan.expect("it is a statement").expect("it has a plan");
+        let step: String = step.try_get("", "detail").expect("a text");
+        assert!(step.contains("leases_live_of_worker"), "{step}");
+    }
 }

@@ -275,6 +275,12 @@ impl Scheduler {
         .await
     }
 
+    /// Nothing, if `team` has such a workload.
+    pub(crate) async fn has(&self, team: &str, id: WorkloadId) -> Result<(), WorkloadError> {
+        let row = workloads::find(self.db.read(), id).await?.filter(|row| row.team == team);
+        row.map(drop).ok_or(WorkloadError::NotFound(id))
+    }
+
     /// One workload as it is now.
     pub(crate) async fn get(&self, team: &str, id: WorkloadId) -> Result<Workload, WorkloadError> {
         let row = workloads::find(self.db.read(), id).await?.filter(|row| row.team == team);

@@ -18,6 +18,7 @@ use std::time::Duration;
 use domain::worker::LeaseClaims;
 use domain::workload::WorkloadSpec;
 use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
+use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, IntoActiveModel,
     QueryFilter, QueryOrder, QuerySelect, Set,
@@ -34,6 +35,9 @@ use crate::leases;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::outcome::{self, AttemptEnd, Ending, Next, Report};
 use crate::placement::Location;
+
+/// Written out, as in a partial index of the table: for a parameter in its place SQLite would plan the statement anew each time.
+const PENDING: &str = "state = 'pending'";
 
 /// What a caller submitted.
 #[derive(Debug, Clone)]
@@ -159,7 +163,7 @@ pub(crate) async fn pending_ids(
     let mut query = workload::Entity::find()
         .select_only()
         .columns([workload::Column::Id, workload::Column::Sequence])
-        .filter(workload::Column::State.eq(State::Pending));
+        .filter(Expr::cust(PENDING));
     if let Some(after) = after {
         query = query.filter(workload::Column::Sequence.gt(after));
     }
@@ -624,7 +628,7 @@ pub(crate) async fn next_deadline(db: &impl ConnectionTrait) -> Result<Option<Ti
     let queue = workload::Entity::find()
         .select_only()
         .column_as(workload::Column::QueueDeadline.min(), "deadline")
-        .filter(workload::Column::State.eq(State::Pending))
+        .filter(Expr::cust(PENDING))
         .filter(workload::Column::QueueDeadline.is_not_null());
     let run = workload::Entity::find()
         .select_only()

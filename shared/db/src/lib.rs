@@ -36,15 +36,23 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a connection, or the turn to write, is waited for.
 const ACQUIRE: Duration = Duration::from_secs(10);
 
+/// How many statements each connection keeps prepared: more than a service has. One that is not kept is parsed and planned each time.
+const STATEMENTS: usize = 500;
+
+/// How many read from SQLite at a time. They do not wait for the one that writes.
+const SQLITE_READERS: u32 = 2;
+
 /// How much room SQLite takes beforehand, in bytes: as much as its log grows to before it is written back.
 const RESERVE: u32 = 4 << 20;
 
 /// A service's own database. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Database {
-    connection: DatabaseConnection,
-    /// Of SQLite: whose turn it is to write. Taken before the connection, so that those who wait keep none from readers, and wait
-    /// in line instead of failing as busy.
+    /// For transactions. Of SQLite: one connection, always the same, which so knows all that is in the file and reads nothing twice.
+    writing: DatabaseConnection,
+    /// For everything else. Of PostgreSQL: the same connections.
+    reading: DatabaseConnection,
+    /// Of SQLite: whose turn it is to write. Those who wait do so in line instead of failing as busy.
     turn: Option<Arc<Semaphore>>,
     /// Of PostgreSQL: where our tables are, unless that is the default.
     schema: Option<String>,
@@ -186,13 +194,15 @@ impl Database {
         options.sqlx_logging(false).acquire_timeout(ACQUIRE);
         if url.starts_with("sqlite:") {
             use sea_orm::sqlx::sqlite::{SqliteJournalMode, SqliteSynchronous};
-            // One writer at a time is the fastest that SQLite can be; readers do not wait for it. The other connection is theirs.
-            options.max_connections(2).min_connections(1).map_sqlx_sqlite_opts(|options| {
+            // One writer at a time is the fastest that SQLite can be. A file does not hang up: no connection is tried before it is used.
+            options.max_connections(1).min_connections(1).test_before_acquire(false);
+            options.map_sqlx_sqlite_opts(|options| {
                 options
                     .create_if_missing(true)
                     .journal_mode(SqliteJournalMode::Wal)
                     .synchronous(SqliteSynchronous::Full)
                     .busy_timeout(Duration::from_secs(10))
+                    .statement_cache_capacity(STATEMENTS)
                     .foreign_keys(true)
             });
             options.map_sqlx_sqlite_pool_opts(|pool| {
@@ -200,50 +210,58 @@ impl Database {
             });
         } else {
             options.max_connections(settings.connections).min_connections(2);
+            options.map_sqlx_postgres_opts(|options| options.statement_cache_capacity(STATEMENTS));
             if let Some(schema) = &settings.schema {
                 options.set_schema_search_path(schema.as_str());
             }
         }
-        let connection = sea_orm::Database::connect(options).await?;
+        let writing = sea_orm::Database::connect(options.clone()).await?;
         if let Some(schema) = &settings.schema {
-            migrate::make_schema(&connection, schema, settings.migrate).await?;
+            migrate::make_schema(&writing, schema, settings.migrate).await?;
         }
         if settings.migrate {
-            migrate::up::<M>(&connection, &settings.place()).await?;
+            migrate::up::<M>(&writing, &settings.place()).await?;
         } else {
-            migrate::check::<M>(&connection, &settings.place()).await?;
+            migrate::check::<M>(&writing, &settings.place()).await?;
         }
-        let is_sqlite = connection.get_database_backend() == DbBackend::Sqlite;
-        if is_sqlite && let Err(error) = reserve_room(&connection).await {
+        if writing.get_database_backend() != DbBackend::Sqlite {
+            let schema = settings.schema.clone();
+            return Ok(Self { reading: writing.clone(), writing, turn: None, schema });
+        }
+        if let Err(error) = reserve_room(&writing).await {
             tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
         }
-        let turn = is_sqlite.then(|| Arc::new(Semaphore::new(1)));
-        Ok(Self { connection, turn, schema: settings.schema.clone() })
+        options.max_connections(SQLITE_READERS).min_connections(SQLITE_READERS);
+        let reading = sea_orm::Database::connect(options).await?;
+        Ok(Self { writing, reading, turn: Some(Arc::new(Semaphore::new(1))), schema: None })
     }
 
     /// Whether the database answers, as somebody whom it matters to would have it said.
     pub async fn answers(&self) -> Result<(), String> {
-        let asked = self.connection.execute_unprepared("SELECT 1").await;
+        let asked = self.reading.execute_unprepared("SELECT 1").await;
         asked.map(drop).map_err(|error| domain::chain(&error))
     }
 
     /// Closes it once nobody uses it any more. Of SQLite, what was written is in the file then, and none is beside it.
     pub async fn close(self) {
-        if let Err(error) = self.connection.close().await {
-            tracing::warn!(%error, "the database cannot be closed");
+        // The last one that is closed writes the log back.
+        for connection in [self.reading, self.writing] {
+            if let Err(error) = connection.close().await {
+                tracing::warn!(%error, "the database cannot be closed");
+            }
         }
     }
 
     /// For what changes nothing: each statement sees what was committed before it.
     #[must_use]
     pub fn read(&self) -> &DatabaseConnection {
-        &self.connection
+        &self.reading
     }
 
     /// Whether this is SQLite, which takes one writer at a time.
     #[must_use]
     pub fn is_sqlite(&self) -> bool {
-        self.connection.get_database_backend() == DbBackend::Sqlite
+        self.turn.is_some()
     }
 
     /// Runs `change` in one transaction and commits it, unless it fails. What the database gave up in favour of another is tried again
@@ -288,7 +306,7 @@ impl Database {
             Some(turn) => Some(take_turn(turn).await?),
             None => None,
         };
-        let transaction = Arc::new(self.connection.begin_with_options(options).await?);
+        let transaction = Arc::new(self.writing.begin_with_options(options).await?);
         let answer = change(Transaction(transaction.clone())).await;
         let transaction = Arc::into_inner(transaction)
             .ok_or_else(|| DbErr::Custom("a transaction was kept beyond its end".to_owned()))?;

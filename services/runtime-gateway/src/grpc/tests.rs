@@ -91,3 +91,33 @@ async fn the_store_hears_now_and_again_that_somebody_is_attached() {
     gateway.end().await;
     store.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_a_process_that_goes_on_the_store_does_not_hear_at_once() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, &store.endpoint);
+    worker.set_session(Some(session("credential")));
+    let runtime = machine.runtime();
+    let going_on = runtime.made(container()).await;
+    let going_on = runtime.started(going_on, conformance::process(&programs::sleep())).await;
+    let over = runtime.made(container()).await;
+    let over = runtime.started(over, conformance::process(&programs::exit(0))).await;
+    runtime.ended(over).await;
+
+    tokio::select! {
+        biased;
+        never = touch(&worker, going_on, Duration::from_hours(1)) => match never {},
+        never = touch(&worker, over, Duration::from_millis(1)) => match never {},
+        () = async {
+            for _ in 0..3 {
+                assert_eq!(touched(&mut store).await, over.to_string(), "the one that goes on is not told of");
+            }
+        } => {}
+    }
+    tokio::select! {
+        never = touch(&worker, going_on, Duration::from_millis(1)) => match never {},
+        told = touched(&mut store) => assert_eq!(told, going_on.to_string(), "it is told of a while later"),
+    }
+    store.end().await;
+}

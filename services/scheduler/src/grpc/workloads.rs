@@ -55,7 +55,7 @@ impl Workloads for WorkloadsService {
         let request = request.into_inner();
         let team = parse_team("team", request.team)?;
         let id = parse_id("workload_id", &request.workload_id)?;
-        self.0.get(&team, id).await.map_err(Reasoned::status)?;
+        self.0.has(&team, id).await.map_err(Reasoned::status)?;
 
         let (events, outbound) = mpsc::channel(WATCH_BATCH);
         let scheduler = self.0.clone();

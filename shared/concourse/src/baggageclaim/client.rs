@@ -62,7 +62,8 @@ impl Remembered {
     }
 }
 
-const FIRST_POLL: Duration = Duration::from_millis(10);
+/// Copy-on-write volumes are made in a few milliseconds.
+const FIRST_POLL: Duration = Duration::from_millis(2);
 const SLOWEST_POLL: Duration = Duration::from_secs(1);
 const MOST_MESSAGE: u64 = 64 * 1024;
 const MOST_VOLUMES: u64 = 256 * 1024 * 1024;
