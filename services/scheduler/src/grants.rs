@@ -21,8 +21,8 @@ use uuid::Uuid;
 use crate::entity::lease::{self, EndedBy, Kind, State};
 use crate::entity::{to_json, worker, workload};
 use crate::events::{Event, Whereabouts};
+use crate::memory::Facts;
 use crate::placement::{self, Demand};
-use crate::registry::Memory;
 
 /// What shall be done in one transaction.
 #[derive(Debug, Default)]
@@ -106,11 +106,11 @@ fn ids(of: impl IntoIterator<Item = Uuid>) -> Result<Value, DbErr> {
     rows::value(&of.into_iter().map(|id| Id { id }).collect::<Vec<_>>())
 }
 
-/// Carries out `plan`. `memory`: what is known of workers beside their rows.
+/// Carries out `plan`. `facts`: what is known of workers beside their rows.
 pub(crate) async fn carry_out(
     txn: &DatabaseTransaction,
     plan: &Plan,
-    memory: &Memory,
+    facts: &Facts,
     now: Timestamp,
 ) -> Result<Done, DbErr> {
     let mut done = Done::default();
@@ -130,7 +130,7 @@ pub(crate) async fn carry_out(
     let locked = lock_workers(txn, workers).await?;
     let mut present: HashMap<_, _> = HashMap::with_capacity(locked.len());
     for row in &locked {
-        present.insert(row.id, changes.applied_to(memory.as_placed(row)?));
+        present.insert(row.id, changes.applied_to(facts.as_placed(row)?));
     }
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {

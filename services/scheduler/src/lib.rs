@@ -24,6 +24,7 @@ mod grants;
 mod grpc;
 mod hints;
 mod leases;
+mod memory;
 mod outbox;
 mod outcome;
 mod placement;
@@ -31,7 +32,6 @@ mod queue;
 #[cfg(test)]
 mod random_operations;
 mod reconcile;
-mod registry;
 mod service;
 mod store;
 mod workers;
@@ -53,8 +53,8 @@ use server::{Host, Listener};
 use tokio::sync::Semaphore;
 
 pub use config::Config;
+pub use memory::Limits;
 pub use placement::{Chain, Chains, ParseChainError, Strategy};
-pub use registry::Limits;
 
 use crate::dispatch::Dispatcher;
 use crate::entity::signing_key;

@@ -24,8 +24,8 @@ use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::worker::{self, Desired, Model, State};
 use crate::entity::{contact, lease, to_json, workload};
+use crate::memory::Facts;
 use crate::placement;
-use crate::registry::Memory;
 
 /// Between two writes of a contact time that says nothing new, at least this much passes.
 pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
@@ -400,7 +400,7 @@ fn view((row, contact): (Model, Option<contact::Model>), config: &Config) -> Res
         kept_containers: unsigned(contact.kept_containers),
     });
     Ok(Worker {
-        placed: Memory::of(config, contact.clone()).as_placed(&row)?,
+        placed: Facts::of(config, contact.clone()).as_placed(&row)?,
         session: Session(unsigned(row.session)),
         kept: kept.unwrap_or_default(),
         awaited_since: contact.as_ref().and_then(awaited_since),

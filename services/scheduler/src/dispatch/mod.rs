@@ -1,7 +1,7 @@
 //! Dispatch: whatever asks for a worker, from submission or call to grant.
 //!
 //! One task of each replica does it ([`dispatch_forever`]), in rounds: it takes all that was asked for meanwhile, decides on what it remembers of
-//! the workers ([`crate::registry`]), and has it granted in one transaction ([`crate::grants`]). So the more is asked for at once, the
+//! the workers ([`crate::memory`]), and has it granted in one transaction ([`crate::grants`]). So the more is asked for at once, the
 //! less each costs; and what is read of the workers is noted in its order. What did not hold there is decided anew. After that those that
 //! wait in the queue have their turns ([`crate::queue`]), when there is something new for them.
 //!
@@ -26,9 +26,9 @@ use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::grants::{self, Done, Plan};
+use crate::memory::{Memory, Workers};
 use crate::placement::{Demand, Load, Location, Placement, Refusals, Resources, Shape};
 use crate::queue::Queue;
-use crate::registry::{Registry, Workers};
 use crate::service::Scheduler;
 use crate::workloads::Submission;
 
@@ -162,7 +162,7 @@ impl Dispatch {
 pub(crate) struct Dispatcher {
     db: Database,
     config: Arc<Config>,
-    registry: Registry,
+    memory: Memory,
     queue: Arc<Mutex<Queue>>,
     requests: mpsc::Receiver<Request>,
     /// Whether those that wait may find something that they did not find before.
@@ -177,19 +177,11 @@ impl Dispatcher {
     /// A dispatcher, and the way to it.
     pub(crate) fn new(db: Database, config: Arc<Config>) -> (Dispatch, Self) {
         let (sender, requests) = mpsc::channel(REQUESTS);
-        let registry = Registry::new(&config);
+        let memory = Memory::new(&config);
         let queue = Arc::new(Mutex::new(Queue::new(config.queue_aging, config.team_weights.clone())));
-        let dispatch = Dispatch { requests: sender, workers: registry.workers.clone(), queue: queue.clone() };
-        let dispatcher = Self {
-            db,
-            config,
-            registry,
-            queue,
-            requests,
-            look: true,
-            whole_at: None,
-            reasons: HashMap::new(),
-        };
+        let dispatch = Dispatch { requests: sender, workers: memory.workers.clone(), queue: queue.clone() };
+        let dispatcher =
+            Self { db, config, memory, queue, requests, look: true, whole_at: None, reasons: HashMap::new() };
         (dispatch, dispatcher)
     }
 
@@ -199,12 +191,12 @@ impl Dispatcher {
 
     /// Has a plan granted, which rests on what was taken before, and notes what is known of the workers then.
     async fn carry_out(&mut self, plan: &Plan, taken: Taken, now: Timestamp) -> Result<Done, DbErr> {
-        let memory = self.registry.memory();
-        let done = self.db.write(async |txn| grants::carry_out(&txn, plan, memory, now).await).await;
+        let facts = self.memory.facts();
+        let done = self.db.write(async |txn| grants::carry_out(&txn, plan, facts, now).await).await;
         let done = match done {
             Ok(done) => done,
             Err(error) => {
-                taken.give_back(&self.registry.workers);
+                taken.give_back(&self.memory.workers);
                 return Err(error);
             }
         };
@@ -212,18 +204,18 @@ impl Dispatcher {
         let gone: HashSet<_> =
             plan.grants.iter().map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
         // Where nothing was granted after all their rows were not read.
-        taken.give_back(&self.registry.workers);
+        taken.give_back(&self.memory.workers);
         self.look |= done.freed;
         if plan.grants.iter().any(|grant| done.refused.contains(&grant.lease)) {
-            self.registry.forget(gone);
+            self.memory.forget(gone);
         }
-        self.registry.note(&done.workers)?;
+        self.memory.note(&done.workers)?;
         Ok(done)
     }
 
     /// Takes a worker for somebody, as far as this replica remembers.
     fn take(&self, placement: &Placement, kind: Kind, requests: &Resources, taken: &mut Taken) {
-        let mut workers = self.registry.workers.lock();
+        let mut workers = self.memory.workers.lock();
         let Some(load) = workers.get(placement.worker).map(|worker| worker.load) else { return };
         taken.0.push((placement.worker, load));
         workers.load(placement.worker, load.with(kind, requests));
@@ -235,7 +227,7 @@ impl Dispatcher {
         if let Some(known) = self.reasons.get(&demand.shape) {
             return known.clone();
         }
-        let reasons: Arc<[String]> = self.registry.workers.lock().refusals(demand).lines().into();
+        let reasons: Arc<[String]> = self.memory.workers.lock().refusals(demand).lines().into();
         self.reasons.insert(demand.shape.clone(), reasons.clone());
         reasons
     }

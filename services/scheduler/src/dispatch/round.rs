@@ -110,7 +110,7 @@ impl Dispatcher {
                 }
             }
             if plan.is_empty() {
-                taken.give_back(&self.registry.workers);
+                taken.give_back(&self.memory.workers);
             } else {
                 match self.carry_out(&plan, taken, now).await {
                     Ok(done) => {
@@ -141,7 +141,7 @@ impl Dispatcher {
             open.units.append(&mut repeats);
             if !doubted.is_empty() {
                 caught_up = true;
-                if let Err(error) = self.registry.catch_up(&self.db).await {
+                if let Err(error) = self.memory.catch_up(&self.db).await {
                     open.units.append(&mut doubted);
                     return open.fail(&error);
                 }
@@ -169,7 +169,7 @@ impl Dispatcher {
                     match self.decide_lease(member, group, &mut mine, now) {
                         Ok(grant) => grants.push(grant),
                         Err(refused) => {
-                            mine.give_back(&self.registry.workers);
+                            mine.give_back(&self.memory.workers);
                             return Err(refused);
                         }
                     }
@@ -193,7 +193,7 @@ impl Dispatcher {
         // One that waits and asks for the same has found nobody, and was here before.
         let choice = match is_last || self.queue().is_before(demand, row.priority, now) {
             true => Choice::NotNow,
-            false => self.registry.workers.lock().choose(demand, locations),
+            false => self.memory.workers.lock().choose(demand, locations),
         };
         let (reasons, grant): (Arc<[String]>, _) = match choice {
             Choice::Never if !submitted.is_pinned => return Err(self.refused(demand, Refused::Never)),
@@ -226,7 +226,7 @@ impl Dispatcher {
         taken: &mut Taken,
     ) -> Option<Grant> {
         self.take(&placement, Kind::Task, &demand.shape.requests, taken);
-        let workers = self.registry.workers.lock();
+        let workers = self.memory.workers.lock();
         let worker = workers.get(placement.worker)?;
         let attempt = AttemptId::new();
         let whereabouts = Whereabouts {
@@ -254,7 +254,7 @@ impl Dispatcher {
         now: Timestamp,
     ) -> Result<Grant, Refused> {
         let Ask { lease, kind, demand, locations, .. } = &member.ask;
-        let choice = self.registry.workers.lock().choose(demand, locations);
+        let choice = self.memory.workers.lock().choose(demand, locations);
         let placement = match choice {
             Choice::Placed(placement) => placement,
             Choice::NotNow => return Err(self.refused(demand, Refused::NotNow)),
@@ -262,7 +262,7 @@ impl Dispatcher {
         };
         self.take(&placement, *kind, &demand.shape.requests, taken);
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
-        member.granted = self.registry.workers.lock().get(placement.worker).map(|worker| Granted {
+        member.granted = self.memory.workers.lock().get(placement.worker).map(|worker| Granted {
             claims,
             worker_name: worker.name.clone(),
             gateway_endpoint: worker.endpoint.clone(),
@@ -282,7 +282,7 @@ impl Dispatcher {
     }
 
     fn refused(&self, demand: &Demand, refused: fn(Refusals) -> Refused) -> Refused {
-        refused(self.registry.workers.lock().refusals(demand))
+        refused(self.memory.workers.lock().refusals(demand))
     }
 
     /// Nobody takes a unit, and what is remembered is true.
@@ -357,7 +357,7 @@ impl Dispatcher {
     /// Answers the lease that an id names, if it is live and was granted for the same.
     fn existing(&self, ask: &Ask, lease: &lease::Model) -> Placed {
         let is_live = lease.state == lease::State::Granted && lease.is_driven();
-        let workers = self.registry.workers.lock();
+        let workers = self.memory.workers.lock();
         let claims = leases::claims(lease);
         match workers.get(claims.worker) {
             Some(worker) if is_live && lease.kind == ask.kind && lease.request == ask.request => {

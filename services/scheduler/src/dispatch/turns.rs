@@ -77,7 +77,7 @@ impl Dispatcher {
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
             let Waiting { demand, locations, .. } = &turn.waiting;
-            let choice = self.registry.workers.lock().choose(demand, locations);
+            let choice = self.memory.workers.lock().choose(demand, locations);
             let Choice::Placed(placement) = choice else { continue };
             let Some(grant) = self.grant_to_workload(turn.workload(), demand, placement, &mut taken) else {
                 continue;
@@ -97,7 +97,7 @@ impl Dispatcher {
     pub(crate) async fn hear(&mut self, hints: &Hints) {
         let changed = hints.take_changed();
         let heard = async {
-            self.look |= self.registry.read(&self.db, &changed.workers).await?;
+            self.look |= self.memory.read(&self.db, &changed.workers).await?;
             self.read_waiting(&changed.queued).await
         };
         if let Err(error) = heard.await {
@@ -108,7 +108,7 @@ impl Dispatcher {
 
     /// Sees what others changed since the last look.
     pub(crate) async fn catch_up(&mut self, effects: &mut Effects) -> Result<(), DbErr> {
-        self.look |= self.registry.catch_up(&self.db).await?;
+        self.look |= self.memory.catch_up(&self.db).await?;
         let now = Timestamp::now();
         let is_due = self.whole_at.is_none_or(|at| now.since(at) >= WHOLE_EVERY);
         self.read_queue(is_due).await?;
@@ -197,7 +197,7 @@ impl Dispatcher {
             self.queue().lines().map(|(first, _)| first.demand.clone()).take(LINES_TOLD).collect();
         self.reasons.clear();
         for demand in lines {
-            let reasons: Arc<[String]> = self.registry.workers.lock().refusals(&demand).lines().into();
+            let reasons: Arc<[String]> = self.memory.workers.lock().refusals(&demand).lines().into();
             self.reasons.insert(demand.shape.clone(), reasons.clone());
             let untold = self.queue().untold(&demand, &reasons, TOLD);
             for id in untold {

@@ -1,7 +1,7 @@
-//! The registry: what this replica remembers of the workers, so that it decides without asking the database.
+//! The memory: what this replica remembers of the workers, so that it decides without asking the database.
 //!
 //! It is only ever behind: what is decided on it is judged again on the rows ([`crate::grants`]). It is read anew whole at the start and now
-//! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`Registry::catch_up`]).
+//! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`Memory::catch_up`]).
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,9 +35,9 @@ impl Workers {
 
 /// Keeps [`Workers`] near to what the database says. One part of a replica has it, so that what is read is noted in its order.
 #[derive(Debug)]
-pub(crate) struct Registry {
+pub(crate) struct Memory {
     pub(crate) workers: Workers,
-    memory: Memory,
+    facts: Facts,
     /// The oldest transaction that was under way at the last look: what is older was seen.
     seen: Option<String>,
     whole_at: Option<Timestamp>,
@@ -47,7 +47,7 @@ pub(crate) struct Registry {
 
 /// What belongs to a worker beside its row.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct Facts {
     labels: HashMap<String, Arc<Labels>>,
     contacts: HashMap<Uuid, contact::Model>,
     limits: Limits,
@@ -75,7 +75,7 @@ fn count(value: i64) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
-impl Memory {
+impl Facts {
     fn new(config: &Config) -> Self {
         Self {
             labels: HashMap::new(),
@@ -89,9 +89,9 @@ impl Memory {
 
     /// What belongs to one worker alone.
     pub(crate) fn of(config: &Config, contact: Option<contact::Model>) -> Self {
-        let mut memory = Self::new(config);
-        memory.contacts.extend(contact.map(|contact| (contact.worker_id, contact)));
-        memory
+        let mut facts = Self::new(config);
+        facts.contacts.extend(contact.map(|contact| (contact.worker_id, contact)));
+        facts
     }
 
     /// A worker whose row is `row`, as placement sees it.
@@ -144,12 +144,12 @@ impl Memory {
     }
 }
 
-impl Registry {
+impl Memory {
     pub(crate) fn new(config: &Config) -> Self {
         let index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
         Self {
             workers: Workers(Arc::new(Mutex::new(index))),
-            memory: Memory::new(config),
+            facts: Facts::new(config),
             seen: None,
             whole_at: None,
             gone: HashMap::new(),
@@ -157,16 +157,16 @@ impl Registry {
     }
 
     /// What belongs to workers beside their rows.
-    pub(crate) fn memory(&self) -> &Memory {
-        &self.memory
+    pub(crate) fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
     pub(crate) fn note(&mut self, rows: &[worker::Model]) -> Result<bool, DbErr> {
         let mut better = false;
         for row in rows {
-            self.memory.learn(row)?;
-            let worker = self.memory.as_placed(row)?;
+            self.facts.learn(row)?;
+            let worker = self.facts.as_placed(row)?;
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
             better |= index.get(worker.id).is_none_or(|known| is_better(known, &worker));
@@ -180,11 +180,11 @@ impl Registry {
         let mut index = self.workers.lock();
         for id in ids {
             let Some(known) = index.get(id).cloned() else { continue };
-            self.memory.contacts.remove(&id.uuid());
-            if self.memory.remember.is_zero() {
+            self.facts.contacts.remove(&id.uuid());
+            if self.facts.remember.is_zero() {
                 index.remove(id);
             } else {
-                self.gone.entry(id).or_insert(self.memory.now);
+                self.gone.entry(id).or_insert(self.facts.now);
                 index.put(Worker { state: State::Lost, just_lost: true, ..known });
             }
         }
@@ -210,7 +210,7 @@ impl Registry {
         let found = Statement::from_sql_and_values(backend, query, [given]);
         let found = worker::Entity::find().from_raw_sql(found).all(db).await?;
 
-        self.memory.now = Timestamp::now();
+        self.facts.now = Timestamp::now();
         let there: HashSet<_> = found.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         self.forget(ids.difference(&there).copied());
         self.heard_of(contacts);
@@ -218,7 +218,7 @@ impl Registry {
     }
 
     fn heard_of(&mut self, contacts: Vec<contact::Model>) {
-        self.memory.contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
+        self.facts.contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
     }
 
     /// Sees what others changed since the last look. Answers whether any worker may take more than before.
@@ -251,7 +251,7 @@ impl Registry {
         let contacts = contact::Entity::find().from_raw_sql(since("worker_contacts")).all(read).await?;
         let mut changed: HashSet<_> = contacts.iter().map(|contact| contact.worker_id).collect();
         let rows = worker::Entity::find().from_raw_sql(since("workers")).all(read).await?;
-        self.memory.now = now;
+        self.facts.now = now;
         changed.retain(|id| self.says_something_new(&contacts, *id));
         rows.iter().for_each(|row| _ = changed.remove(&row.id));
         self.heard_of(contacts);
@@ -266,7 +266,7 @@ impl Registry {
     fn says_something_new(&self, contacts: &[contact::Model], id: Uuid) -> bool {
         let Some(new) = contacts.iter().find(|contact| contact.worker_id == id) else { return false };
         let awaited = |contact: &contact::Model| contact.last_contact_at < contact.patient_since;
-        self.memory.contacts.get(&id).is_none_or(|known| {
+        self.facts.contacts.get(&id).is_none_or(|known| {
             awaited(known) != awaited(new)
                 || known.kept_containers != new.kept_containers
                 || known.volumes != new.volumes
@@ -276,10 +276,10 @@ impl Registry {
     async fn read_whole(&mut self, db: &Database, now: Timestamp) -> Result<bool, DbErr> {
         let contacts = contact::Entity::find().all(db.read()).await?;
         let rows = worker::Entity::find().all(db.read()).await?;
-        self.memory.now = now;
+        self.facts.now = now;
         self.whole_at = Some(now);
         let in_use: HashSet<_> = rows.iter().map(|row| &row.labels).collect();
-        self.memory.labels.retain(|text, _| in_use.contains(text));
+        self.facts.labels.retain(|text, _| in_use.contains(text));
         self.heard_of(contacts);
         let better = self.note(&rows)?;
         let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
@@ -288,7 +288,7 @@ impl Registry {
         let over: BTreeSet<_> = self
             .gone
             .iter()
-            .filter(|(_, since)| now.since(**since) >= self.memory.remember)
+            .filter(|(_, since)| now.since(**since) >= self.facts.remember)
             .map(|(id, _)| *id)
             .collect();
         for id in over {
