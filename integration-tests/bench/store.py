@@ -35,7 +35,7 @@ def bench_store(base, artifacts, handles, rounds):
         "by each, unless it says that they lie scattered. Before each lot the database writes everything to the disk, so that each page that is touched is",
         "logged as a whole. Ratios are to the line above that says `row by row`, of as many marks: *in a table with nothing else* is a scan for orphans and",
         "a guarded UPDATE with a commit of its own for each volume, as CI systems do it; *the same* marks artifacts and volumes in our tables in that way,",
-        "and a pass marks both, removes what the builds owned, and says when to look again. *The floor* is those writes alone: two UPDATEs, a DELETE and two INSERTs",
+        "and a pass marks both, removes what the builds owned, and says when to look again. *The floor* is those writes alone: an UPDATE, a DELETE and two INSERTs",
         "of all rows at once. Half a pass is as many marks as the first line has. Creates beside a pass are those of one caller, one after the other, on the same cores.",
         "",
     ]

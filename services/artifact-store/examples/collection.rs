@@ -8,7 +8,7 @@
 //! - `alone_ms`: a pass that marks a lot of artifacts and as many volumes, by builds of ten that were made together. `beside_ms`: the same while a caller makes
 //!   artifacts as fast as it can. `scattered_ms`: of a lot that is spread evenly, so that each row is on a page of its own. `attempts_ms`: a pass that
 //!   marks a lot of volumes of attempts that ended.
-//! - `floor_ms`: five bare statements that write the same to a lot, in one transaction: what no pass can be faster than in these tables.
+//! - `floor_ms`: four bare statements that write the same to a lot, in one transaction: what no pass can be faster than in these tables.
 //! - `idle_ms`: passes with nothing to do; `waiting_ms`: the same, while all that was marked waits for gateways.
 //!   `create_…`, `locate_…`, `…_per_second`: other calls, before, beside and after.
 
@@ -332,9 +332,7 @@ impl Database {
             "UPDATE artifacts SET state = 'deleting', marked_at = 1, marked_why = 'every owner of it has let go', look_at = NULL
              WHERE artifact_id IN (SELECT artifact_id FROM floor_lot)",
             "INSERT INTO tombstones (artifact_id, look_at) SELECT artifact_id, 9000000000000000 FROM floor_lot",
-            "UPDATE volumes SET state = 'destroying', judged_after = 1, marked_at = 1, marked_why = 'its artifact is deleted', marked_from = state
-             WHERE handle IN (SELECT handle FROM floor_lot)",
-            "INSERT INTO marks (worker_id, handle) SELECT worker_id, handle FROM volumes WHERE handle IN (SELECT handle FROM floor_lot)",
+            "INSERT INTO marks (worker_id, handle, marked_at) SELECT worker_id, handle, 1 FROM volumes WHERE handle IN (SELECT handle FROM floor_lot)",
         ] {
             transaction.execute_unprepared(statement).await?;
         }

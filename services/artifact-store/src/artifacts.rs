@@ -25,12 +25,10 @@ use crate::entity::{
     resource_cache, resource_certs, volume,
 };
 use crate::facts::{self, Keepers};
-use crate::ids;
 use crate::mark::{self, Policy};
 use crate::owners::{self, OwnerEnded};
 use crate::trees::{self, NewTree};
-use crate::units;
-use crate::volumes;
+use crate::{ids, marks, units, volumes};
 
 /// How many of the things that keep an artifact are named.
 const MOST_KEEPERS: u64 = 50;
@@ -268,8 +266,8 @@ pub(crate) async fn adopt_by_digest(
         .lock_exclusive()
         .all(txn)
         .await?;
-    let mut replicas =
-        replicas_of(txn, candidates.iter().map(|row| row.artifact_id), &[State::Created]).await?;
+    let created = Condition::all().add(volume::Column::State.eq(State::Created));
+    let mut replicas = replicas_of(txn, &candidates, created).await?;
     for row in candidates {
         let mut replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
         replicas.retain(|replica| !without.contains(&replica.worker));
@@ -466,7 +464,12 @@ pub(crate) async fn locate_rows(
     conn: &impl ConnectionTrait,
     rows: Vec<artifact::Model>,
 ) -> Result<Vec<Located>, DbErr> {
-    let mut replicas = replicas_of(conn, rows.iter().map(|row| row.artifact_id), &State::PRESENT).await?;
+    let present = volume::Column::State.is_in(State::PRESENT);
+    let (deleted, live): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.state == ArtifactState::Deleting);
+    let mut replicas = replicas_of(conn, live, Condition::all().add(present.clone())).await?;
+    // Those that go with it are there no more.
+    let unmarked = Condition::all().add(present).add(Expr::cust(marks::without("volumes")));
+    replicas.extend(replicas_of(conn, deleted, unmarked).await?);
     let located = rows.into_iter().map(|row| {
         let replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
         Located { artifact: row, replicas }
@@ -474,13 +477,13 @@ pub(crate) async fn locate_rows(
     Ok(located.collect())
 }
 
-/// The complete replicas of artifacts, in these states.
+/// `those` of the complete replicas of artifacts.
 async fn replicas_of(
     conn: &impl ConnectionTrait,
-    ids: impl Iterator<Item = Uuid>,
-    states: &[State],
+    artifacts: impl IntoIterator<Item = &artifact::Model>,
+    those: Condition,
 ) -> Result<HashMap<Uuid, Vec<Replica>>, DbErr> {
-    let ids: Vec<_> = ids.collect();
+    let ids: Vec<_> = artifacts.into_iter().map(|row| row.artifact_id).collect();
     if ids.is_empty() {
         return Ok(HashMap::new());
     }
@@ -488,7 +491,7 @@ async fn replicas_of(
         .filter(volume::Column::ArtifactId.is_in(ids))
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
         .filter(Expr::cust(volumes::COMPLETE))
-        .filter(volume::Column::State.is_in(states.iter().copied()))
+        .filter(those)
         .order_by_asc(volume::Column::Handle)
         .all(conn)
         .await?;

@@ -42,8 +42,8 @@ use std::time::{Duration, Instant};
 use domain::{Timestamp, WorkerId};
 use sea_orm::sea_query::{LockBehavior, LockType};
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IdenStatic, QueryFilter,
-    QueryOrder, QuerySelect, Statement,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, EntityTrait, IdenStatic,
+    QueryFilter, QueryOrder, QuerySelect, Statement,
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -51,6 +51,7 @@ use uuid::Uuid;
 use crate::mark::{Collected, Kind, Look, Policy, Why};
 use crate::store::Store;
 use crate::{caches as cache_rows, ids, owners, replicas, sweep};
+pub(crate) use attempts::FORGOTTEN_LATER;
 use pace::Pace;
 
 /// After how long something is looked at again that may change unseen.
@@ -283,6 +284,7 @@ impl Step {
     /// Whether anything is to be looked at. Reads an index: without an order PostgreSQL may hope to find a first row sooner in the table, and where
     /// there is none reads all of it.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
+        let losses = losses::new();
         let sql = match self {
             Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::ResourceCaches => {
@@ -304,7 +306,7 @@ impl Step {
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
-            Self::Losses => losses::NEW,
+            Self::Losses => &losses,
             Self::OldLosses => losses::OLD,
         };
         let at = match self {
@@ -317,6 +319,11 @@ impl Step {
     }
 
     async fn run(self, txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+        if txn.get_database_backend() == DbBackend::Postgres {
+            // No statement here is planned better for its values, which are lists of ids for the most part. To plan some for each of the first batches
+            // of a connection, as PostgreSQL does to find that out, takes as long as to run them.
+            txn.execute_unprepared("SET LOCAL plan_cache_mode = force_generic_plan").await?;
+        }
         match self {
             Self::Builds => builds::look(txn, settings).await,
             Self::ResourceCaches => caches::look_at_resource_caches(txn, settings).await,

@@ -11,7 +11,7 @@ use crate::due::make_due;
 use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume, worker};
 use crate::mark::{self, Policy, Verdict};
 use crate::sessions::{SessionError, fence};
-use crate::{facts, sweep};
+use crate::{facts, marks, sweep};
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DisposeError {
@@ -44,7 +44,7 @@ pub(crate) async fn failed(
         .filter(container::Column::WorkerId.eq(claims.worker.uuid()))
         .all(txn)
         .await?;
-    let volumes = volume::Entity::find()
+    let mut volumes = volume::Entity::find()
         .filter(volume::Column::Handle.is_in(volumes.iter().map(|handle| handle.uuid())))
         .filter(volume::Column::WorkerId.eq(claims.worker.uuid()))
         .filter(volume::Column::State.is_not_in(State::GARBAGE))
@@ -52,6 +52,8 @@ pub(crate) async fn failed(
         .lock_exclusive()
         .all(txn)
         .await?;
+    marks::show(txn, &mut volumes).await?;
+    volumes.retain(|row| !row.state.is_garbage());
     if let Some(replica) = volumes.iter().find(|row| row.purpose == Purpose::Replica) {
         return Err(DisposeError::Replica(VolumeHandle::from_uuid(replica.handle)));
     }
@@ -112,7 +114,7 @@ pub(crate) async fn mark_volume(
         attempt::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
     }
     let row = volume::Entity::find_by_id(handle.uuid()).lock_exclusive().one(txn).await?;
-    let row = row.ok_or(DisposeError::VolumeNotFound(handle))?;
+    let row = marks::shown(txn, row.ok_or(DisposeError::VolumeNotFound(handle))?).await?;
     if row.state.is_garbage() {
         return Ok(Vec::new());
     }

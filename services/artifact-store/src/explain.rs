@@ -10,7 +10,7 @@ mod volumes;
 
 use std::time::Duration;
 
-use domain::Timestamp;
+use domain::{Timestamp, VolumeHandle};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, PaginatorTrait, QueryFilter, QueryOrder, QuerySelect,
@@ -23,6 +23,7 @@ use crate::entity::{
     resource_cache, set_aside, task_cache, volume, worker,
 };
 use crate::facts::{HoldsUntil, Terms};
+use crate::inventory;
 use crate::mark::{self, Policy, Verdict};
 
 /// How many things of a kind are named.
@@ -203,7 +204,7 @@ pub(crate) async fn explain(
             Ok(None)
         };
     }
-    if let Some(row) = volume::Entity::find_by_id(id).one(conn).await? {
+    if let Some(row) = inventory::volume(conn, VolumeHandle::from_uuid(id)).await? {
         return volumes::volume(conn, question, row).await;
     }
     if let Some(row) = container::Entity::find_by_id(id).one(conn).await? {

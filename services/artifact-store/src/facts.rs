@@ -9,14 +9,14 @@ use std::time::Duration;
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter,
-    QueryOrder, QueryResult, QuerySelect, Statement,
+    QueryOrder, QuerySelect, Statement,
 };
 use uuid::Uuid;
 
 use crate::entity::{ArtifactState, Purpose, artifact, task_cache_use, volume};
-use crate::ids;
 use crate::mark::{ArtifactFacts, Belongs, Held, Keeper, Keeping, VolumeFacts};
 use crate::rules::Uses;
+use crate::{ids, marks};
 
 /// Every thing that holds one of the artifacts `IDS` at the instant `$1`: which artifact, what kind of thing, which, and until when.
 const HOLDS: &str = "
@@ -73,7 +73,7 @@ const VOLUME_UNTIL: &str = "(
         LEFT JOIN containers t ON t.attempt_id = a.attempt_id AND t.state NOT IN ('destroying', 'sweeping')
                               AND t.touched_at > a.ended_at
         WHERE a.attempt_id = v.attempt_id AND a.ended_at IS NOT NULL AND v.purpose <> 'replica'
-          AND NOT EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND w.state NOT IN ('destroying', 'sweeping'))
+          AND NOT EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND UNMARKED(w))
         GROUP BY a.ended_at)";
 
 /// The settings that say until when something is kept that ends by itself.
@@ -89,6 +89,8 @@ impl Terms {
         let micros = |duration: Duration| i64::try_from(duration.as_micros()).unwrap_or(i64::MAX).to_string();
         sql.replace("CACHE_UNTIL", CACHE_UNTIL)
             .replace("VOLUME_UNTIL", VOLUME_UNTIL)
+            .replace("UNMARKED(v)", &marks::without("v"))
+            .replace("UNMARKED(w)", &marks::without("w"))
             .replace("TTL", &micros(self.resource_cache_ttl))
             .replace("GRACE", &micros(self.gc_grace))
     }
@@ -421,7 +423,7 @@ pub(crate) async fn children_until(
         "SELECT n.id AS id, n.until AS until, COUNT(*) OVER () AS total, COUNT(n.until) OVER () AS limited,
                 MAX(n.until) OVER () AS last
          FROM (SELECT v.handle AS id, VOLUME_UNTIL AS until FROM volumes v
-               WHERE v.parent IN (IDS) AND v.state NOT IN ('destroying', 'sweeping')) n
+               WHERE v.parent IN (IDS) AND UNMARKED(v)) n
          ORDER BY n.id LIMIT {most}"
     );
     let (mut children, mut holds) = (Keepers::default(), HoldsUntil::default());
@@ -475,11 +477,15 @@ pub(crate) async fn ended_attempts(
     if attempts.is_empty() {
         return Ok(HashMap::new());
     }
-    let sql = "SELECT attempt_id, ended_at FROM attempts WHERE attempt_id IN (IDS) AND ended_at IS NOT NULL";
-    let rows = conn.query_all_raw(of_ids(conn, sql, attempts)).await?;
-    let ended =
-        |row: QueryResult| Ok((row.try_get("", "attempt_id")?, Timestamp(row.try_get("", "ended_at")?)));
-    rows.into_iter().map(ended).collect()
+    // No condition on their end: where few have ended as far as PostgreSQL knows, it would read all of those for each id.
+    let sql = "SELECT attempt_id, ended_at FROM attempts WHERE attempt_id IN (IDS)";
+    let mut ended = HashMap::new();
+    for row in conn.query_all_raw(of_ids(conn, sql, attempts)).await? {
+        if let Some(at) = row.try_get("", "ended_at")? {
+            ended.insert(row.try_get("", "attempt_id")?, Timestamp(at));
+        }
+    }
+    Ok(ended)
 }
 
 /// What is read of a volume that is judged.
@@ -529,9 +535,11 @@ pub(crate) async fn volumes(
     }
     let handles = rows.iter().map(|row| row.handle);
     // A replica may have very many children: one row for each parent.
-    let with_children = "SELECT DISTINCT parent AS id FROM volumes
-        WHERE parent IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
-    let with_children = answered(conn, of_ids(conn, with_children, handles)).await?;
+    let with_children = format!(
+        "SELECT DISTINCT c.parent AS id FROM volumes c WHERE c.parent IN (IDS) AND {}",
+        marks::without("c")
+    );
+    let with_children = answered(conn, of_ids(conn, &with_children, handles)).await?;
     let ended = ended_attempts(conn, rows.iter().filter_map(|row| row.attempt_id)).await?;
     let with_container = if ended.is_empty() {
         HashSet::new()

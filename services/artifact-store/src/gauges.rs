@@ -16,6 +16,7 @@ use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 use crate::entity::{ArtifactState, State};
+use crate::marks;
 use crate::store::Store;
 
 /// How many rows are counted by one statement.
@@ -95,7 +96,8 @@ async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
         metrics::gauge!("gantry_store_artifacts", "state" => state.clone()).set(n);
         metrics::gauge!("gantry_store_artifact_bytes", "state" => state).set(bytes);
     }
-    let volumes = count(db, "volumes", "handle", "state", "size_bytes").await?;
+    let shown = marks::shown_state();
+    let volumes = count(db, "volumes", "handle", &shown, "size_bytes").await?;
     for state in State::iter().map(|state| state.to_value()) {
         let (n, bytes) = volumes.get(&state).copied().unwrap_or_default();
         metrics::gauge!("gantry_store_volumes", "state" => state.clone()).set(n);

@@ -5,7 +5,7 @@
 //! on these.
 
 use domain::{ArtifactId, Timestamp, WorkerId};
-use sea_orm::sea_query::{Condition, ExprTrait};
+use sea_orm::sea_query::{Condition, Expr, ExprTrait};
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
     QueryOrder, QuerySelect, Statement,
@@ -16,7 +16,7 @@ use crate::entity::{State, artifact, container, set_aside, volume, worker};
 use crate::facts::{self, JudgedArtifact};
 use crate::losses::{self, Lost};
 use crate::mark::{self, Policy, Verdict};
-use crate::{caches, ids, imports};
+use crate::{caches, ids, imports, marks};
 
 /// How many rows are looked at by one statement.
 const PAGE: u64 = 500;
@@ -177,6 +177,7 @@ async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) ->
             .filter(volume::Column::WorkerId.eq(id.uuid()))
             .filter(volume::Column::Handle.gt(after))
             .filter(lost)
+            .filter(Expr::cust(marks::without("volumes")))
             .order_by_asc(volume::Column::Handle)
             .limit(PAGE)
             .all(txn)

@@ -37,7 +37,7 @@ use crate::entity::{
 use crate::inventory::Bytes;
 use crate::mark::Why;
 use crate::sessions::{SessionError, fence};
-use crate::{sweep, volumes};
+use crate::{marks, sweep, volumes};
 
 /// Something that a worker brings along.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -295,10 +295,13 @@ pub(crate) async fn complete(
         .await?;
     let state = artifacts.iter().find(|artifact| artifact.artifact_id == row.artifact_id);
     let state = state.map(|artifact| artifact.state);
-    let volume = volume::Entity::find_by_id(handle.uuid()).lock_exclusive().one(txn).await?;
-    let Some(volume) = volume.filter(|volume| !volume.state.is_garbage()) else {
+    let Some(volume) = volume::Entity::find_by_id(handle.uuid()).lock_exclusive().one(txn).await? else {
         return Err(EndError::ClaimLost(handle));
     };
+    let volume = marks::shown(txn, volume).await?;
+    if volume.state.is_garbage() {
+        return Err(EndError::ClaimLost(handle));
+    }
     if volume.complete {
         let same = volume.digest.as_deref() == Some(bytes.digest.as_bytes());
         return if same { Ok(id) } else { Err(EndError::OtherBytes(handle)) };

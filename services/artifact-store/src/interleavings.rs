@@ -427,9 +427,7 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
         execute(&db, artifact, id()).await;
         let tombstone = "INSERT INTO tombstones (artifact_id, look_at) VALUES ($1, 0)";
         execute(&db, tombstone, id()).await;
-        let replica = "UPDATE volumes SET state = 'destroying', marked_from = 'created', marked_at = 0 WHERE artifact_id = $1";
-        execute(&db, replica, id()).await;
-        let mark = "INSERT INTO marks (worker_id, handle) SELECT worker_id, handle FROM volumes WHERE artifact_id = $1";
+        let mark = "INSERT INTO marks (worker_id, handle, marked_at) SELECT worker_id, handle, 0 FROM volumes WHERE artifact_id = $1";
         execute(&db, mark, id()).await;
 
         let (undeletes, hands_out) = (Party::default(), Party::default());

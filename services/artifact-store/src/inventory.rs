@@ -28,7 +28,7 @@ use crate::caches::task;
 use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
 use crate::pins::{self, HolderError};
 use crate::sessions::{SessionError, fence};
-use crate::volumes;
+use crate::{marks, volumes};
 
 /// What an attempt needs on its worker.
 #[derive(Debug, Clone)]
@@ -443,6 +443,7 @@ pub(crate) async fn volume_complete(
     let Some(row) = of_worker().lock_exclusive().one(txn).await? else {
         return Err(CompleteError::NotFound(handle));
     };
+    let row = marks::shown(txn, row).await?;
     if row.state.is_garbage() {
         return Err(refusal);
     }
@@ -526,7 +527,10 @@ pub(crate) async fn volume(
     conn: &impl ConnectionTrait,
     handle: VolumeHandle,
 ) -> Result<Option<volume::Model>, DbErr> {
-    volume::Entity::find_by_id(handle.uuid()).one(conn).await
+    match volume::Entity::find_by_id(handle.uuid()).one(conn).await? {
+        Some(row) => marks::shown(conn, row).await.map(Some),
+        None => Ok(None),
+    }
 }
 
 /// One container. `None`: there is none.
@@ -550,7 +554,7 @@ pub(crate) async fn list_volumes(
         query = query.filter(volume::Column::WorkerId.eq(worker.uuid()));
     }
     if let Some(state) = state {
-        query = query.filter(volume::Column::State.eq(state));
+        query = query.filter(marks::is_shown_as(state));
     }
     if !only.is_empty() {
         query = query.filter(volume::Column::Handle.is_in(only.iter().map(|handle| handle.uuid())));
@@ -558,7 +562,9 @@ pub(crate) async fn list_volumes(
     if let Some(after) = page.after {
         query = query.filter(volume::Column::Handle.lt(after));
     }
-    query.all(conn).await
+    let mut rows = query.all(conn).await?;
+    marks::show(conn, &mut rows).await?;
+    Ok(rows)
 }
 
 /// A page of containers, the newest first.

@@ -22,6 +22,10 @@ impl Migrations for Schema {
         },
         SqlMigration { name: "0013_imports", sql: include_str!("migrations/0013_imports.sql") },
         SqlMigration { name: "0014_graves", sql: include_str!("migrations/0014_graves.sql") },
+        SqlMigration {
+            name: "0015_marked_with_artifacts",
+            sql: include_str!("migrations/0015_marked_with_artifacts.sql"),
+        },
     ];
 }
 
@@ -94,5 +98,58 @@ mod tests {
         assert_eq!(asked(tombstones).await, ["deleting 11"]);
         let looks = "SELECT state || ' ' || COALESCE(CAST(look_at AS TEXT), 'never') AS text FROM artifacts ORDER BY 1";
         assert_eq!(asked(looks).await, ["deleting never", "open 10"]);
+    }
+
+    /// The schema from before replicas went with their artifacts.
+    struct EachByItself;
+
+    impl Migrations for EachByItself {
+        const ALL: &'static [SqlMigration] = Schema::ALL.split_at(13).0;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn no_transfer_is_in_the_way_of_another_for_what_was_marked_on_sqlite() {
+        no_transfer_is_in_the_way_of_another_for_what_was_marked(databases::sqlite()).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn no_transfer_is_in_the_way_of_another_for_what_was_marked_on_postgres() {
+        no_transfer_is_in_the_way_of_another_for_what_was_marked(databases::postgres().await).await;
+    }
+
+    async fn no_transfer_is_in_the_way_of_another_for_what_was_marked(database: TestDatabase) {
+        let next = Schema::ALL.iter().position(|migration| migration.name == "0015_marked_with_artifacts");
+        assert_eq!(next, Some(EachByItself::ALL.len()));
+        let db = Database::connect::<EachByItself>(&database.url).await.expect("a database");
+        let id = |n: u128| match db.is_sqlite() {
+            true => format!("x'{n:032x}'"),
+            false => format!("'{}'", uuid::Uuid::from_u128(n)),
+        };
+        let mut statements = vec![format!("INSERT INTO workers VALUES ({}, 1, 1, 9, 0)", id(1))];
+        for (n, state, transfer) in
+            [(20, "created", Some(30)), (21, "destroying", Some(31)), (22, "destroying", None)]
+        {
+            let transfer = transfer.map_or_else(|| "NULL".to_owned(), id);
+            statements.push(format!(
+                "INSERT INTO volumes (handle, worker_id, state, purpose, transfer_id, complete, size_bytes, verified, created_at, judged_after)
+                 VALUES ({}, {}, '{state}', 'scratch', {transfer}, FALSE, 0, FALSE, 1, 7)",
+                id(n),
+                id(1),
+            ));
+        }
+        let marks = "INSERT INTO marks (worker_id, handle) SELECT worker_id, handle FROM volumes WHERE state = 'destroying'";
+        statements.push(marks.to_owned());
+        db.read().execute_unprepared(&statements.join(";")).await.expect("written");
+        drop(db);
+
+        let db = Database::connect::<Schema>(&database.url).await.expect("migrated");
+        let in_the_way =
+            "SELECT state || CASE WHEN transfer_id IS NULL THEN '' ELSE ' by a transfer' END AS text
+                          FROM volumes WHERE given_up = FALSE ORDER BY 1";
+        let asked = Statement::from_string(db.read().get_database_backend(), in_the_way);
+        let answered = db.read().query_all_raw(asked).await.expect("asked");
+        let answered: Vec<String> =
+            answered.iter().map(|row| row.try_get("", "text").expect("a text")).collect();
+        assert_eq!(answered, ["created by a transfer", "destroying"]);
     }
 }

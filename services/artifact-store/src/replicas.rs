@@ -108,15 +108,7 @@ pub(crate) async fn plan(
         .lock_exclusive()
         .one(txn)
         .await?;
-    if let Some(garbage) = mine.as_ref().filter(|mine| mine.state.is_garbage()) {
-        // It arrived, and was marked with its artifact, which came back without it.
-        volume::Entity::update_many()
-            .col_expr(volume::Column::GivenUp, Expr::value(true))
-            .filter(volume::Column::Handle.eq(garbage.handle))
-            .exec(txn)
-            .await?;
-    }
-    if let Some(mine) = mine.filter(|mine| !mine.state.is_garbage()) {
+    if let Some(mine) = mine {
         if mine.artifact_id != Some(plan.artifact.uuid()) || mine.worker_id != plan.worker.uuid() {
             return Err(PlanError::TransferTaken(plan.transfer));
         }
@@ -220,6 +212,7 @@ pub(crate) async fn progress(
         .select_only()
         .column(artifact::Column::ArtifactId)
         .filter(its_artifact)
+        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
         .filter(artifacts::usable_by(team))
         .into_query();
     let holds = Condition::any()

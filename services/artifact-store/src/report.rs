@@ -14,10 +14,12 @@
 //!
 //! Since every row is judged on its own, a report that is cut short has done nothing wrong, and the next one does the rest.
 
+mod forget;
+
 use std::collections::{HashMap, HashSet};
 
 use domain::worker::SessionClaims;
-use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle, WorkerId};
+use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
@@ -26,11 +28,12 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{AsideKind, State, container, set_aside as aside, volume, worker};
-use crate::graves::{self, Epitaph};
+use crate::graves;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 use crate::sweep::Sweepable;
 use crate::{life, mark, marks, set_aside};
+use forget::{Memory, forget};
 
 /// How many handles one report may have: 16 bytes of memory each.
 pub(crate) const MOST_HANDLES: usize = 2_000_000;
@@ -339,6 +342,7 @@ async fn judge_all<E: Sweepable>(
     let mut after = Some(Uuid::nil());
     while let Some(from) = after {
         let page = page::<E>(store.db.read(), claims, from).await?;
+        let marked = marked_beside::<E>(store.db.read(), claims, from, &page).await?;
         after = page.last().filter(|_| page.len() == PAGE).map(|(handle, ..)| *handle);
         let mut judged: HashMap<Judgement, Vec<Uuid>> = HashMap::new();
         for (handle, state, judged_after) in page {
@@ -346,6 +350,7 @@ async fn judge_all<E: Sweepable>(
                 all.unknown.push(unknown);
             }
             let is_reported = reported.next_if_eq(&handle).is_some();
+            let state = if marked.contains(&handle) { State::Destroying } else { state };
             match judge(state, judged_after, is_reported, token.sequence) {
                 Judgement::Nothing => {}
                 judgement => judged.entry(judgement).or_default().push(handle),
@@ -382,6 +387,19 @@ async fn page<E: Sweepable>(
         .await
 }
 
+/// What of a page is garbage, though its row does not say so.
+async fn marked_beside<E: Sweepable>(
+    conn: &impl ConnectionTrait,
+    claims: &SessionClaims,
+    after: Uuid,
+    page: &[(Uuid, State, i64)],
+) -> Result<HashSet<Uuid>, DbErr> {
+    match page.last() {
+        Some((last, ..)) if E::HAS_QUEUE => marks::beside_rows(conn, claims.worker, after, *last).await,
+        _ => Ok(HashSet::new()),
+    }
+}
+
 /// Does what was found about one page of rows, as far as it still holds. Answers how many were lost and how many forgotten.
 async fn carry_out<E: Sweepable>(
     store: &Store,
@@ -399,9 +417,8 @@ async fn carry_out<E: Sweepable>(
             let missing = [State::Unconfirmed, State::Lost];
             set::<E>(&txn, found, &missing, (State::Created, None), token).await?;
             let lost = set::<E>(&txn, lost, &State::PRESENT, (State::Lost, Some(now)), token).await?;
-            let gone = forget::<E>(&txn, claims.worker, forgotten, token).await?;
-            let forgotten = u64::try_from(gone.len()).unwrap_or(u64::MAX);
-            graves::dig(&txn, &gone, now, store.config.tombstone).await?;
+            let memory = Memory { now, tombstone: store.config.tombstone };
+            let forgotten = forget::<E>(&txn, claims.worker, forgotten, token, memory).await?;
             Ok((lost, forgotten))
         })
         .await
@@ -428,29 +445,6 @@ async fn set<E: Sweepable>(
         .exec(txn)
         .await?;
     Ok(moved.rows_affected)
-}
-
-/// Deletes rows that were marked before the token, and answers what to remember of them.
-async fn forget<E: Sweepable>(
-    txn: &DatabaseTransaction,
-    worker: WorkerId,
-    handles: &[Uuid],
-    token: Token,
-) -> Result<Vec<Epitaph>, DbErr> {
-    if handles.is_empty() {
-        return Ok(Vec::new());
-    }
-    let forgotten = E::delete_many()
-        .filter(E::HANDLE.is_in(handles.iter().copied()))
-        .filter(E::STATE.is_in(State::GARBAGE))
-        .filter(E::JUDGED_AFTER.lt(token.sequence))
-        .exec_with_returning(txn)
-        .await?;
-    let epitaphs: Vec<_> = forgotten.into_iter().map(E::epitaph).collect();
-    if E::HAS_QUEUE {
-        marks::remove(txn, worker, epitaphs.iter().map(|epitaph| epitaph.id)).await?;
-    }
-    Ok(epitaphs)
 }
 
 /// Makes what was handed out before the token, and is there, news again for [`crate::sweep`]: containers, and then children before their
@@ -507,7 +501,7 @@ async fn renew<E: Sweepable>(
         .exec_with_returning(txn)
         .await?;
     if E::HAS_QUEUE {
-        let handles = renewed.into_iter().map(|row| E::epitaph(row).id);
+        let handles = renewed.iter().map(E::handle);
         marks::tell(txn, claims.worker, handles, row.sequence).await?;
     }
     Ok(())

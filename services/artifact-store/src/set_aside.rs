@@ -36,7 +36,7 @@ use crate::replicas::{self, SealError};
 use crate::sessions::{SessionError, fence};
 use crate::sweep::Wait;
 use crate::undelete::{self, KeptBy, UndeleteError};
-use crate::{ids, marks, sweep, volumes};
+use crate::{ids, inventory, marks, sweep, volumes};
 
 /// Why what is purged is garbage.
 const PURGED: &str = "an operator purged it: it was set aside after a backup had been restored";
@@ -354,6 +354,7 @@ async fn adopted(
     if adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id) {
         return Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)));
     }
+    let row = marks::shown(txn, row).await?;
     let id = row.artifact_id.filter(|_| row.adopted_at.is_some() && !row.state.is_garbage());
     let id = id.filter(|id| adoption.artifact.is_none_or(|wanted| wanted.uuid() == *id));
     let id = ArtifactId::from_uuid(id.ok_or(refused)?);
@@ -440,7 +441,8 @@ async fn must_be_garbage(
     handle: Uuid,
     on: Option<WorkerId>,
 ) -> Result<(), PurgeError> {
-    let volume = volume::Entity::find_by_id(handle).one(txn).await?.map(|row| (row.worker_id, row.state));
+    let volume = inventory::volume(txn, VolumeHandle::from_uuid(handle)).await?;
+    let volume = volume.map(|row| (row.worker_id, row.state));
     let container =
         container::Entity::find_by_id(handle).one(txn).await?.map(|row| (row.worker_id, row.state));
     match volume.or(container) {

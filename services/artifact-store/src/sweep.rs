@@ -1,7 +1,8 @@
 //! Marking volumes and containers, and handing the marks out to gateways.
 //!
-//! A mark makes a row `destroying`; handing it out makes it `sweeping`, which is final. A gateway's stream sends everything of its worker that
-//! is sweeping and that it has not sent yet: first what earlier streams handed out and nobody destroyed, then each mark as it comes.
+//! A mark makes a row `destroying`, or is all that says so ([`marks`]); handing it out makes the row `sweeping`, which is final. A gateway's
+//! stream sends everything of its worker that is sweeping and that it has not sent yet: first what earlier streams handed out and nobody
+//! destroyed, then each mark as it comes.
 //! So a mark that went into a stream whose reader was gone already comes again, from the stream that followed. What a report still names
 //! ([`crate::report`]) is sent again by the same stream.
 //!
@@ -27,9 +28,8 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::entity::{GraveKind, State, container, volume, worker};
-use crate::graves::Epitaph;
 use crate::ids;
-use crate::mark;
+use crate::mark::{self, Why};
 use crate::marks::{self, Marked};
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
@@ -47,7 +47,22 @@ pub(crate) async fn mark_volumes(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
+    Ok(workers_of(&mark_those_volumes(txn, handles, why, now).await?))
+}
+
+/// The same, and answers which it marked.
+pub(crate) async fn mark_those_volumes(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<Marked>, DbErr> {
     mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = state, given_up = TRUE").await
+}
+
+fn workers_of(marked: &[Marked]) -> Vec<WorkerId> {
+    let workers: HashSet<_> = marked.iter().map(|row| row.worker_id).collect();
+    workers.into_iter().map(WorkerId::from_uuid).collect()
 }
 
 /// The same of volumes of attempts that have ended: nobody makes another in the place of one.
@@ -57,7 +72,7 @@ pub(crate) async fn mark_volumes_of_ended(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = state").await
+    Ok(workers_of(&mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = state").await?))
 }
 
 /// Marks containers that are not marked yet, and answers their workers.
@@ -67,7 +82,7 @@ pub(crate) async fn mark_containers(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    mark_rows::<container::Entity>(txn, handles, why, now, "").await
+    Ok(workers_of(&mark_rows::<container::Entity>(txn, handles, why, now, "").await?))
 }
 
 /// Marks rows of one of the two tables, and sets `besides`.
@@ -77,13 +92,12 @@ async fn mark_rows<E: Sweepable>(
     why: impl fmt::Display,
     now: Timestamp,
     besides: &str,
-) -> Result<Vec<WorkerId>, DbErr> {
+) -> Result<Vec<Marked>, DbErr> {
     if handles.is_empty() {
         return Ok(Vec::new());
     }
     let backend = txn.get_database_backend();
-    let table = E::default();
-    let table = table.table_name();
+    let table = E::TABLE;
     let of_handles = format!("handle IN ({})", ids::query(backend, 1));
     let of_rows = format!("SELECT worker_id FROM {table} WHERE {of_handles}");
     let handles = ids::value(backend, handles.iter().copied());
@@ -94,14 +108,12 @@ async fn mark_rows<E: Sweepable>(
          WHERE {of_handles} AND state NOT IN ('destroying', 'sweeping')"
     );
     let values = [handles, why.to_string().into(), now.0.into()];
-    let marked = if E::HAS_QUEUE {
-        marks::mark(txn, "", &update, values).await?
+    if E::HAS_QUEUE {
+        marks::mark(txn, &update, values).await
     } else {
         let update = format!("{update} RETURNING worker_id, handle");
-        Marked::find_by_statement(Statement::from_sql_and_values(backend, update, values)).all(txn).await?
-    };
-    let workers: HashSet<_> = marked.into_iter().map(|row| row.worker_id).collect();
-    Ok(workers.into_iter().map(WorkerId::from_uuid).collect())
+        Marked::find_by_statement(Statement::from_sql_and_values(backend, update, values)).all(txn).await
+    }
 }
 
 /// Takes back marks of volumes that no gateway was told of. No report that began before now judges them. The transfer that made one is
@@ -111,8 +123,10 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
         return Ok(());
     }
     marks::take_back(txn, handles.iter().copied()).await?;
+    // What went with its artifact has its state still.
+    let before = "CASE WHEN state = 'destroying' THEN marked_from ELSE state END";
     volume::Entity::update_many()
-        .col_expr(volume::Column::State, Expr::col(volume::Column::MarkedFrom))
+        .col_expr(volume::Column::State, Expr::cust(before))
         .col_expr(volume::Column::GivenUp, Expr::value(false))
         .col_expr(volume::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}volumes.worker_id)")))
         .col_expr(volume::Column::MarkedWhy, Expr::value(None::<String>))
@@ -121,7 +135,7 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
         .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
         .col_expr(volume::Column::ClaimedUntil, Expr::value(None::<i64>))
         .filter(volume::Column::Handle.is_in(handles.iter().copied()))
-        .filter(volume::Column::State.eq(State::Destroying))
+        .filter(volume::Column::State.ne(State::Sweeping))
         .exec(txn)
         .await
         .map(|_| ())
@@ -138,12 +152,14 @@ pub(crate) trait Sweepable: EntityTrait {
     const LOST_AT: Self::Column;
     const LOSS_NOTICED: Self::Column;
 
-    /// What to remember of it once it is gone.
-    fn epitaph(row: Self::Model) -> Epitaph;
+    const TABLE: &str;
+    const KIND: GraveKind;
+
+    fn handle(row: &Self::Model) -> Uuid;
 }
 
 macro_rules! sweepable {
-    ($($table:ident: $kind:ident, $has_queue:literal;)+) => {$(
+    ($($table:ident: $name:literal, $kind:ident, $has_queue:literal;)+) => {$(
         impl Sweepable for $table::Entity {
             const HANDLE: Self::Column = $table::Column::Handle;
             const WORKER_ID: Self::Column = $table::Column::WorkerId;
@@ -153,17 +169,19 @@ macro_rules! sweepable {
             const LOST_AT: Self::Column = $table::Column::LostAt;
             const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
 
-            fn epitaph(row: Self::Model) -> Epitaph {
-                let $table::Model { handle: id, marked_why, marked_at, .. } = row;
-                Epitaph::of(id, GraveKind::$kind, marked_why, marked_at)
+            const TABLE: &str = $name;
+            const KIND: GraveKind = GraveKind::$kind;
+
+            fn handle(row: &Self::Model) -> Uuid {
+                row.handle
             }
         }
     )+};
 }
 
 sweepable! {
-    volume: Volume, true;
-    container: Container, false;
+    volume: "volumes", Volume, true;
+    container: "containers", Container, false;
 }
 
 /// Whether rows that somebody has locked are waited for.
@@ -291,17 +309,32 @@ pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) 
         .await?;
     let volumes = ready_volumes(txn, worker, BATCH).await?;
     if !volumes.is_empty() {
-        marks::tell(txn, claims.worker, volumes.iter().copied(), sequence).await?;
-        volume::Entity::update_many()
-            .col_expr(volume::Column::State, Expr::value(State::Sweeping))
-            .col_expr(volume::Column::GivenUp, Expr::value(true))
-            .col_expr(volume::Column::JudgedAfter, Expr::value(sequence))
-            .filter(volume::Column::Handle.is_in(volumes))
-            .filter(volume::Column::State.eq(State::Destroying))
-            .exec(txn)
-            .await?;
+        tell_volumes(txn, claims.worker, &volumes, sequence).await?;
     }
     Ok(())
+}
+
+/// Notes that the gateway of a worker is told of marked volumes. From now on the row of each says that it is garbage, and why.
+async fn tell_volumes(
+    txn: &DatabaseTransaction,
+    worker: WorkerId,
+    volumes: &[Uuid],
+    sequence: i64,
+) -> Result<(), DbErr> {
+    marks::tell(txn, worker, volumes.iter().copied(), sequence).await?;
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "UPDATE volumes SET state = 'sweeping', given_up = TRUE, judged_after = $2,
+                            marked_why = CASE WHEN marks.marked_at IS NULL THEN volumes.marked_why ELSE $3 END,
+                            marked_at = COALESCE(marks.marked_at, volumes.marked_at)
+         FROM marks
+         WHERE marks.worker_id = volumes.worker_id AND marks.handle = volumes.handle
+           AND volumes.handle IN ({}) AND volumes.state <> 'sweeping'",
+        ids::query(backend, 1)
+    );
+    let volumes = ids::value(backend, volumes.iter().copied());
+    let values = [volumes, sequence.into(), Why::ArtifactDeleted.to_string().into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
 /// Marked volumes of a worker whose children have all been handed out. What is set aside was not.

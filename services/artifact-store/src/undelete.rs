@@ -15,7 +15,7 @@ use sea_orm::{ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, Q
 use crate::entity::{ArtifactState, Purpose, State, artifact, volume};
 use crate::owners::{self, OwnerEnded};
 use crate::sweep::{self, Wait};
-use crate::tombstones;
+use crate::{marks, tombstones};
 
 /// What keeps an artifact that comes back.
 #[derive(Debug, Clone, Copy)]
@@ -80,16 +80,20 @@ pub(crate) async fn undelete(
     Ok(())
 }
 
-/// Takes back the marks of an artifact's replicas that are there. Of one that is not deleted, that is none.
+/// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. Of one that is not deleted,
+/// that is none.
 async fn restore(
     txn: &DatabaseTransaction,
     row: &artifact::Model,
     id: ArtifactId,
 ) -> Result<(), UndeleteError> {
-    let replicas = restorable(row).lock_exclusive().all(txn).await?;
+    let mut replicas = restorable(row).lock_exclusive().all(txn).await?;
     if replicas.is_empty() && !row.in_store {
         return Err(UndeleteError::BytesGone(id));
     }
+    let lost = complete_replicas(row).filter(volume::Column::State.eq(State::Lost));
+    replicas.extend(lost.lock_exclusive().all(txn).await?);
+    marks::show(txn, &mut replicas).await?;
     let marked = replicas.iter().filter(|replica| replica.state == State::Destroying);
     let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
     Ok(sweep::unmark_volumes(txn, &marked).await?)
@@ -103,10 +107,12 @@ pub(crate) fn restorable(row: &artifact::Model) -> sea_orm::Select<volume::Entit
             .add(volume::Column::State.eq(State::Destroying))
             .add(volume::Column::MarkedFrom.is_in(State::PRESENT)),
     );
+    complete_replicas(row).filter(volume::Column::Digest.eq(row.digest.clone())).filter(there)
+}
+
+fn complete_replicas(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
     volume::Entity::find()
         .filter(volume::Column::ArtifactId.eq(row.artifact_id))
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
         .filter(volume::Column::Complete.eq(true))
-        .filter(volume::Column::Digest.eq(row.digest.clone()))
-        .filter(there)
 }

@@ -1,6 +1,7 @@
 //! Attempts that ended: what they made goes, and in the end their rows.
 
 use std::collections::{BTreeMap, HashSet};
+use std::time::Duration;
 
 use domain::Timestamp;
 use sea_orm::{
@@ -17,6 +18,10 @@ use crate::ids;
 use crate::mark::{self, ContainerFacts, Verdict};
 use crate::sweep::{self, Wait};
 use crate::units::size;
+
+/// After how long an attempt is looked at again of which all that is left is marked, unless that is gone before ([`crate::report`]): it can be
+/// forgotten then.
+pub(crate) const FORGOTTEN_LATER: Duration = Duration::from_secs(10 * 60);
 
 /// How many volumes are judged at a time: an attempt may have thousands.
 const VOLUMES: usize = 1000;
@@ -45,7 +50,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
             None => forgettable.push(row.attempt_id),
         }
     }
-    next.extend(forget(txn, &forgettable).await?);
+    next.extend(forget(txn, settings, &forgettable).await?);
     look_next::<attempt::Entity>(txn, settings, &next).await?;
     Ok(batch)
 }
@@ -181,8 +186,12 @@ async fn volumes(
     make_due(txn, let_go, settings.now).await
 }
 
-/// Forgets attempts of which nothing is left. Answers when to look at the others.
-async fn forget(txn: &DatabaseTransaction, attempts: &[Uuid]) -> Result<Vec<(Uuid, Look)>, DbErr> {
+/// Forgets attempts of which nothing is left. Answers when to look at the others, whose volumes and containers are all marked.
+async fn forget(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    attempts: &[Uuid],
+) -> Result<Vec<(Uuid, Look)>, DbErr> {
     if attempts.is_empty() {
         return Ok(Vec::new());
     }
@@ -204,5 +213,6 @@ async fn forget(txn: &DatabaseTransaction, attempts: &[Uuid]) -> Result<Vec<(Uui
     let left: HashSet<_> = of_containers.into_iter().chain(of_volumes).collect();
     let gone = attempts.iter().copied().filter(|attempt| !left.contains(attempt));
     attempt::Entity::delete_many().filter(attempt::Column::AttemptId.is_in(gone)).exec(txn).await?;
-    Ok(left.into_iter().map(|attempt| (attempt, Look::Later)).collect())
+    let look = Look::At(settings.now + FORGOTTEN_LATER);
+    Ok(left.into_iter().map(|attempt| (attempt, look)).collect())
 }

@@ -106,7 +106,7 @@ pub(super) struct Replicas {
 }
 
 /// Marks the replicas of deleted artifacts, whose rows are locked, as [`crate::mark::volume`] says of them: those without a live child. None
-/// comes to have one, for whoever makes it must have locked the artifact.
+/// comes to have one, and none is completed, for whoever does that must have locked the artifact.
 pub(super) async fn mark_replicas(
     txn: &DatabaseTransaction,
     settings: &Settings,
@@ -114,65 +114,66 @@ pub(super) async fn mark_replicas(
     wait: Wait,
     batch: &mut Batch,
 ) -> Result<Replicas, DbErr> {
-    #[derive(FromQueryResult)]
-    struct Replica {
-        handle: Uuid,
-        worker_id: Uuid,
-        artifact_id: Uuid,
-        from_artifact_id: Option<Uuid>,
-        size_bytes: i64,
-    }
-
-    let backend = txn.get_database_backend();
-    let sql = format!(
-        "SELECT handle, worker_id, artifact_id, from_artifact_id, size_bytes FROM volumes
-         WHERE artifact_id IN ({}) AND purpose = 'replica' AND state NOT IN ('destroying', 'sweeping')",
-        ids::query(backend, 1)
-    );
-    let replicas = [ids::value(backend, artifacts.iter().copied())];
-    let replicas = Statement::from_sql_and_values(backend, sql, replicas);
-    let replicas = Replica::find_by_statement(replicas).all(txn).await?;
+    let replicas = unmarked_replicas(txn, artifacts).await?;
     if replicas.is_empty() {
         return Ok(Replicas::default());
     }
+    let backend = txn.get_database_backend();
     let workers: HashSet<_> = replicas.iter().map(|replica| replica.worker_id).collect();
     let workers = [ids::value(backend, workers)];
     let held = sweep::lock_workers(txn, &ids::query(backend, 1), workers, wait).await?;
 
-    let free = format!(
-        "free AS (SELECT v.handle FROM volumes v
-                  WHERE v.handle IN ({}) AND v.state NOT IN ('destroying', 'sweeping')
-                    AND NOT EXISTS (SELECT 1 FROM volumes c
-                                    WHERE c.parent = v.handle AND c.state NOT IN ('destroying', 'sweeping')){})",
-        ids::query(backend, 1),
-        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
-    );
-    let mark = "UPDATE volumes SET state = 'destroying', judged_after = workers.sequence, marked_why = $2, marked_at = $3,
-                            marked_from = volumes.state, given_up = (volumes.complete = FALSE)
-         FROM workers
-         WHERE workers.worker_id = volumes.worker_id AND volumes.handle IN (SELECT handle FROM free)";
-    let why = Why::ArtifactDeleted;
-    let handles = replicas.iter().filter(|replica| held.contains(&replica.worker_id));
-    let handles = ids::value(backend, handles.map(|replica| replica.handle));
-    let values = [handles, why.to_string().into(), settings.now.0.into()];
-    let marked = marks::mark(txn, &free, mark, values).await?;
+    let (why, now) = (Why::ArtifactDeleted, settings.now);
+    let (free, kept): (Vec<_>, Vec<_>) = replicas
+        .into_iter()
+        .partition(|replica| !replica.has_live_child && held.contains(&replica.worker_id));
+    let left = kept.into_iter().map(|replica| replica.artifact_id).collect();
+    let (complete, unfinished): (Vec<_>, Vec<_>) = free.into_iter().partition(|replica| replica.complete);
+    marks::add_with_artifacts(txn, complete.iter().map(|replica| replica.handle), now).await?;
+    let handles: Vec<_> = unfinished.iter().map(|replica| replica.handle).collect();
+    let marked = sweep::mark_those_volumes(txn, &handles, why, now).await?;
     let marked: HashSet<_> = marked.into_iter().map(|row| row.handle).collect();
 
-    let mut left = HashSet::new();
-    let (mut let_go, mut workers) = (HashSet::new(), HashSet::new());
-    for replica in replicas {
-        if !marked.contains(&replica.handle) {
-            left.insert(replica.artifact_id);
-            continue;
-        }
+    let (mut progress, mut let_go, mut workers) = (false, HashSet::new(), HashSet::new());
+    // Those that somebody else has marked meanwhile are his.
+    for replica in complete.into_iter().chain(unfinished.into_iter().filter(|it| marked.contains(&it.handle)))
+    {
         let size_bytes = size(replica.size_bytes);
         batch.collected.push(Collected { kind: Kind::Volume, id: replica.handle, why, size_bytes });
         let_go.extend(replica.from_artifact_id);
         workers.insert(replica.worker_id);
+        progress = true;
     }
     batch.workers.extend(workers.into_iter().map(WorkerId::from_uuid));
-    make_due(txn, let_go, settings.now).await?;
-    Ok(Replicas { progress: !marked.is_empty(), left })
+    make_due(txn, let_go, now).await?;
+    Ok(Replicas { progress, left })
+}
+
+/// A replica of a deleted artifact.
+#[derive(FromQueryResult)]
+struct Replica {
+    handle: Uuid,
+    worker_id: Uuid,
+    artifact_id: Uuid,
+    from_artifact_id: Option<Uuid>,
+    size_bytes: i64,
+    complete: bool,
+    has_live_child: bool,
+}
+
+/// The replicas of artifacts that are not marked.
+async fn unmarked_replicas(txn: &DatabaseTransaction, artifacts: &[Uuid]) -> Result<Vec<Replica>, DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "SELECT v.handle, v.worker_id, v.artifact_id, v.from_artifact_id, v.size_bytes, v.complete,
+                EXISTS (SELECT 1 FROM volumes c WHERE c.parent = v.handle AND {}) AS has_live_child
+         FROM volumes v WHERE v.artifact_id IN ({}) AND v.purpose = 'replica' AND {}",
+        marks::without("c"),
+        ids::query(backend, 1),
+        marks::without("v"),
+    );
+    let artifacts = [ids::value(backend, artifacts.iter().copied())];
+    Replica::find_by_statement(Statement::from_sql_and_values(backend, sql, artifacts)).all(txn).await
 }
 
 #[cfg(test)]
@@ -258,6 +259,8 @@ mod tests {
             worker::Entity::insert(row).exec_without_returning(&*txn).await?;
             let rows = replicas.iter().chain(children).map(|row| row.clone().into_active_model().reset_all());
             volume::Entity::insert_many(rows).exec_without_returning(&*txn).await?;
+            let garbage = replicas.iter().chain(children).filter(|row| row.state.is_garbage());
+            marks::add(&txn, garbage.map(|row| row.handle)).await?;
 
             let judged: Vec<_> = replicas.iter().map(JudgedVolume::from).collect();
             let facts = facts::volumes(&*txn, &judged).await?;
@@ -265,9 +268,11 @@ mod tests {
             let mut batch = Batch::default();
             let marked = mark_replicas(&txn, settings, &artifacts, Wait::Not, &mut batch).await?;
             let after = volume::Entity::find().all(&*txn).await?;
-            Ok::<_, DbErr>((facts, marked, batch, after))
+            let mut shown = after.clone();
+            marks::show(&*txn, &mut shown).await?;
+            Ok::<_, DbErr>((facts, marked, batch, after, shown))
         };
-        let (facts, marked, batch, after) = db.write(judge).await.expect("judged");
+        let (facts, marked, batch, after, shown) = db.write(judge).await.expect("judged");
 
         let (mut expected, mut left) = (HashSet::new(), HashSet::new());
         for (row, facts) in replicas.iter().zip(&facts) {
@@ -286,23 +291,27 @@ mod tests {
         assert_eq!((marked.progress, marked.left), (true, left));
         assert_eq!(batch.collected.iter().map(|marked| marked.id).collect::<HashSet<_>>(), expected);
         assert_eq!(batch.workers, [worker]);
-        for row in after {
+        for (row, shown) in after.into_iter().zip(shown) {
             let before = replicas.iter().chain(children).find(|before| before.handle == row.handle);
             let before = before.expect("no other").clone();
-            let expected = if expected.contains(&row.handle) {
-                volume::Model {
-                    state: State::Destroying,
-                    judged_after: SEQUENCE,
-                    marked_why: Some(Why::ArtifactDeleted.to_string()),
-                    marked_at: Some(NOW.0),
-                    marked_from: Some(before.state),
-                    given_up: !before.complete,
-                    ..before
-                }
-            } else {
-                before
+            if !expected.contains(&row.handle) {
+                assert_eq!((&row, &shown), (&before, &before));
+                continue;
+            }
+            let marked = volume::Model {
+                state: State::Destroying,
+                marked_why: Some(Why::ArtifactDeleted.to_string()),
+                marked_at: Some(NOW.0),
+                marked_from: Some(before.state),
+                ..before.clone()
             };
-            assert_eq!(row, expected);
+            if before.complete {
+                // Its mark alone says so.
+                assert_eq!((row, shown), (before, marked));
+            } else {
+                let expected = volume::Model { judged_after: SEQUENCE, given_up: true, ..marked };
+                assert_eq!((&row, &shown), (&expected, &expected));
+            }
         }
     }
 }

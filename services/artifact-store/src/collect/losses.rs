@@ -6,11 +6,17 @@ use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
 use super::{Batch, Settings};
 use crate::entity::{container, loss, store, volume};
 use crate::losses::{self, Lost};
+use crate::marks;
 
 /// What is lost and was not noticed, since `$1` or before.
-pub(super) const NEW: &str = "
-    SELECT 1 AS due WHERE EXISTS (SELECT 1 FROM volumes WHERE state = 'lost' AND loss_noticed = FALSE AND lost_at <= $1)
-        OR EXISTS (SELECT 1 FROM containers WHERE state = 'lost' AND loss_noticed = FALSE AND lost_at <= $1)";
+pub(super) fn new() -> String {
+    format!(
+        "SELECT 1 AS due
+         WHERE EXISTS (SELECT 1 FROM volumes WHERE {UNNOTICED} AND lost_at <= $1 AND {})
+            OR EXISTS (SELECT 1 FROM containers WHERE {UNNOTICED} AND lost_at <= $1)",
+        marks::without("volumes")
+    )
+}
 
 /// Losses that were noticed at `$1` or before.
 pub(super) const OLD: &str = "SELECT 1 AS due FROM losses WHERE noticed_at <= $1 ORDER BY noticed_at LIMIT 1";
@@ -23,6 +29,7 @@ pub(super) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Re
     let before = settings.now - settings.lost_grace;
     let volumes = volume::Entity::find()
         .filter(Expr::cust(UNNOTICED))
+        .filter(Expr::cust(marks::without("volumes")))
         .filter(volume::Column::LostAt.lte(before.0))
         .order_by_asc(volume::Column::LostAt)
         .limit(settings.batch)

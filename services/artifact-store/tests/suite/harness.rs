@@ -82,9 +82,12 @@ impl Suite {
 async fn queues_are_true(url: &str) {
     const FALSE: &str = "
         SELECT 'volume' AS what FROM volumes v LEFT JOIN marks m ON m.worker_id = v.worker_id AND m.handle = v.handle
-            WHERE (v.state IN ('destroying', 'sweeping')) <> (m.handle IS NOT NULL)
+            LEFT JOIN artifacts a ON a.artifact_id = v.artifact_id AND a.state = 'deleting'
+            WHERE (v.state = 'destroying') <> (m.handle IS NOT NULL AND m.number IS NULL AND m.marked_at IS NULL)
                OR (v.state = 'sweeping') <> (m.number IS NOT NULL) OR m.number <> v.judged_after
                OR (v.given_up = TRUE AND v.state NOT IN ('destroying', 'sweeping'))
+               OR (m.marked_at IS NOT NULL AND (v.purpose <> 'replica' OR v.complete = FALSE))
+               OR (m.marked_at IS NOT NULL AND m.number IS NULL AND a.artifact_id IS NULL)
         UNION ALL
         SELECT 'mark' FROM marks m WHERE NOT EXISTS (SELECT 1 FROM volumes v WHERE v.handle = m.handle)
         UNION ALL

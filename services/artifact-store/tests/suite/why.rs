@@ -30,6 +30,7 @@ on_both_databases! {
 }
 
 mod ends;
+mod replicas;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const HOUR: Duration = Duration::from_secs(3600);

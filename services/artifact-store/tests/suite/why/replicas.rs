@@ -1,0 +1,89 @@
+//! Replicas that go with their artifacts: what is said of them, whatever their own rows say.
+
+use super::*;
+
+on_both_databases! {
+    a_replica_goes_with_its_artifact_and_is_said_to,
+    what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason,
+    a_lost_replica_comes_back_as_lost_and_may_be_found,
+}
+
+const WHY: &str = "its artifact is deleted";
+
+/// The volumes that are listed in a state.
+async fn listed(suite: &Suite, state: InventoryState) -> Vec<String> {
+    let request = pb::ListVolumesRequest { state: state.into(), ..Default::default() };
+    let page = suite.inventory().list_volumes(request).await.expect("listed").into_inner();
+    page.volumes.into_iter().map(|volume| volume.volume_handle).collect()
+}
+
+async fn a_replica_goes_with_its_artifact_and_is_said_to(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    let (kept, other) = suite.upload(&gateway, None, 2).await.expect("uploaded");
+    let (artifact, replica) = suite.deleted(&gateway, 1).await;
+    let marked = Some(suite.clock.now());
+
+    assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Destroying));
+    assert_eq!(listed(&suite, InventoryState::Destroying).await, std::slice::from_ref(&replica));
+    assert_eq!(listed(&suite, InventoryState::Created).await, [other]);
+    assert_eq!(listed(&suite, InventoryState::Sweeping).await, Vec::<String>::new());
+    assert_eq!(suite.get(artifact).await.expect("its tombstone").replicas, []);
+    assert_eq!(suite.get(kept).await.expect("there").replicas.len(), 1);
+    // Who repeats itself too late hears so.
+    assert_refused(gateway.complete(&replica, digest(1)).await, Reason::ClaimLost);
+    // It is there still, and is not found anew by that.
+    let all = [listed(&suite, InventoryState::Created).await, vec![replica.clone()]].concat();
+    gateway.report(&all, &[]).await.expect("reported");
+    suite.clock.advance(MINUTE);
+    for state in ["destroying", "sweeping"] {
+        let explained = suite.explain(&replica).await.expect("explained");
+        assert_eq!((explained.state.as_str(), explained.why.as_str()), (state, WHY));
+        assert_eq!((explained.marked(), explained.kept_by.len()), (marked, 0), "{state}");
+        gateway.swept(&[], &[&replica]).await;
+    }
+    assert_eq!(listed(&suite, InventoryState::Sweeping).await, [replica]);
+    suite.stop().await;
+}
+
+async fn what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason(database: TestDatabase) {
+    let suite = suite(database).await;
+    let gateway = suite.gateway().await;
+    // It began before the mark, and lists what is there after it.
+    let (build, workload) = (BuildId::new(), WorkloadId::new());
+    suite.put_build(build, workload, None).await.expect("put");
+    let (_, replica) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    let early = gateway.begin_report().await.expect("begun");
+    suite.delete_build(build).await.expect("deleted");
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 2);
+    let marked = Some(suite.clock.now());
+    suite.clock.advance(MINUTE);
+
+    let reported = gateway.report_with(early, &[], &[]).await.expect("reported");
+    assert_eq!((reported.forgotten, reported.lost), (1, 0));
+    let explained = suite.explain(&replica).await.expect("explained");
+    assert_eq!((explained.state.as_str(), explained.why.as_str()), ("gone", WHY));
+    assert_eq!((explained.marked(), explained.gone()), (marked, suite.after(Duration::ZERO)));
+    suite.stop().await;
+}
+
+async fn a_lost_replica_comes_back_as_lost_and_may_be_found(database: TestDatabase) {
+    let suite = suite(database).await;
+    let (one, two) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
+    let copy = suite.plan(artifact, two.worker, TransferId::new()).await.expect("planned");
+    two.complete(&copy, digest(1)).await.expect("complete");
+    assert_eq!(two.report(&[], &[]).await.expect("reported").lost, 1);
+    suite.clock.advance(13 * HOUR);
+    assert_eq!(suite.collect(DryRun::Off).await.len(), 3, "the artifact, its replica, and the lost one");
+    assert_eq!(suite.volume_state(&copy).await, Some(InventoryState::Destroying));
+
+    let back = suite.undelete(artifact, None).await.expect("it is back");
+    assert_eq!(back.replicas.iter().map(|replica| &replica.volume_handle).collect::<Vec<_>>(), [&replica]);
+    assert_eq!(suite.volume_state(&copy).await, Some(InventoryState::Lost));
+    two.report(std::slice::from_ref(&copy), &[]).await.expect("reported");
+    assert_eq!(suite.volume_state(&copy).await, Some(InventoryState::Created));
+    assert_eq!(suite.get(artifact).await.expect("there").replicas.len(), 2);
+    assert_eq!(suite.collect(DryRun::Off).await, []);
+    suite.stop().await;
+}
