@@ -130,7 +130,14 @@ async fn place(
         };
         let placement = match placement::choose(demand, &known, &locations) {
             Choice::Placed(placement) => placement,
-            Choice::NotNow(refusals) | Choice::Never(refusals) => {
+            Choice::Never(refusals) => {
+                if let Some(ending) = workloads::last_failure(&row)? {
+                    return workloads::conclude(txn, row, ending, None, now, effects).await;
+                }
+                reasons = refusals.lines();
+                break;
+            }
+            Choice::NotNow(refusals) => {
                 reasons = refusals.lines();
                 break;
             }
@@ -169,7 +176,7 @@ pub(crate) async fn place_pending(
 ) -> Result<(), DbErr> {
     let row = workloads::lock(txn, id).await?.filter(|row| row.state == State::Pending);
     let Some(row) = row else { return Ok(()) };
-    let demand = Demand::of(&workloads::spec(&row)?).asked_by(row.id);
+    let demand = workloads::demand(&row)?;
     place(txn, row, Write::Update, &demand, None, now, effects).await
 }
 
@@ -182,7 +189,7 @@ pub(crate) async fn dispatch(scheduler: &Scheduler) -> Result<(), DbErr> {
         after = Some(last.sequence);
         let mut known = workers::for_placement(scheduler.db.read()).await?;
         for row in &page {
-            let demand = Demand::of(&workloads::spec(row)?).asked_by(row.id);
+            let demand = workloads::demand(row)?;
             // Decided on what was read, so that most of a long queue costs no transaction.
             let waits = decide(&demand, &mut known, &workloads::locations(row)?);
             if let Some(reasons) = waits
@@ -230,11 +237,7 @@ pub(crate) async fn ahead(
                 return Ok(count);
             }
             count += 1;
-            decide(
-                &Demand::of(&workloads::spec(&row)?).asked_by(row.id),
-                known,
-                &workloads::locations(&row)?,
-            );
+            decide(&workloads::demand(&row)?, known, &workloads::locations(&row)?);
         }
     }
 }

@@ -19,4 +19,6 @@ pub(crate) struct Effects {
     pub(crate) dispatch: bool,
     /// A deadline was set.
     pub(crate) deadline: bool,
+    /// Somebody who watches workers should look, and so should who sees them off.
+    pub(crate) registry: bool,
 }

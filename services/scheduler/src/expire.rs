@@ -53,7 +53,13 @@ pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
         scheduler.db.write(async |txn| leases::expire(&txn, now).await).await?;
     }
     if workers::any_silent(scheduler.db.read(), &scheduler.config, now).await? {
-        scheduler.db.write(async |txn| workers::notice_silence(&txn, &scheduler.config, now).await).await?;
+        scheduler
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                workers::notice_silence(&txn, &scheduler.config, now, &mut effects).await?;
+                Ok::<_, DbErr>(((), effects))
+            })
+            .await?;
     }
     scheduler.take_back_unheard().await?;
     scheduler.end_orphans().await

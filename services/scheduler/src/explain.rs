@@ -111,7 +111,7 @@ pub(crate) async fn workload(
     }
     let mut known = workers::for_placement(db).await?;
     let ahead = dispatch::ahead(db, Some(row.sequence), &mut known).await?;
-    let demand = Demand::of(&workloads::spec(&row)?).asked_by(row.id);
+    let demand = workloads::demand(&row)?;
     let mut explanation = judge(&demand, &known, &workloads::locations(&row)?);
     explanation.position = ahead + 1;
     Ok(explanation)

@@ -4,6 +4,7 @@
 //! another replica may have made the change.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, watch};
@@ -19,7 +20,13 @@ struct Inner {
     subscribers: Mutex<HashMap<Uuid, watch::Sender<()>>>,
     dispatch: Notify,
     timer: Notify,
+    registry: Notify,
+    /// Whether a worker shall land or go, as far as is known here.
+    someone_goes: AtomicBool,
 }
+
+/// What stands for all workers where somebody hears of changes of any.
+pub(crate) const ALL_WORKERS: Uuid = Uuid::nil();
 
 impl Hints {
     /// Something about the workload or worker `id` changed.
@@ -44,6 +51,23 @@ impl Hints {
     /// A deadline was set.
     pub(crate) fn timer(&self) -> &Notify {
         &self.0.timer
+    }
+
+    /// Something is to be done about workers that shall land or go.
+    pub(crate) fn registry(&self) -> &Notify {
+        &self.0.registry
+    }
+
+    /// Whether a worker shall land or go: then whatever changes about a worker's leases may be what that waits for.
+    pub(crate) fn someone_goes(&self, someone: bool) {
+        self.0.someone_goes.store(someone, Ordering::Relaxed);
+    }
+
+    /// Leases of a worker have changed.
+    pub(crate) fn leases_changed(&self) {
+        if self.0.someone_goes.load(Ordering::Relaxed) {
+            self.0.registry.notify_one();
+        }
     }
 
     fn subscribers(&self) -> MutexGuard<'_, HashMap<Uuid, watch::Sender<()>>> {

@@ -28,7 +28,9 @@ mod placement;
 #[cfg(test)]
 mod random_operations;
 mod reconcile;
+mod registry;
 mod service;
+mod set_aside;
 mod store;
 mod workers;
 mod workloads;
@@ -59,8 +61,10 @@ const MESSAGE_LIMIT: usize = 16 << 20;
 struct Schema;
 
 impl Migrations for Schema {
-    const ALL: &'static [SqlMigration] =
-        &[SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") }];
+    const ALL: &'static [SqlMigration] = &[
+        SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") },
+        SqlMigration { name: "0002_registry", sql: include_str!("migrations/0002_registry.sql") },
+    ];
 }
 
 /// Brings a database to the schema of this version.
@@ -100,6 +104,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     host.spawn(expire::expire_forever(scheduler.clone()));
     host.spawn(outbox::redeliver_forever(scheduler.clone()));
     host.spawn(reconcile::reconcile_forever(scheduler.clone()));
+    host.spawn(registry::see_off_forever(scheduler.clone()));
     host.add_service(
         WorkloadsServer::new(grpc::WorkloadsService(scheduler.clone()))
             .max_decoding_message_size(MESSAGE_LIMIT),

@@ -8,7 +8,7 @@ use std::fmt;
 
 use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
-use domain::workload::{Image, Limits, Network, WorkloadSpec};
+use domain::workload::{Failure, Image, Limits, Network, WorkloadSpec};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -28,6 +28,26 @@ pub(crate) struct Worker {
     pub(crate) labels: Labels,
     pub(crate) capacity: Capacity,
     pub(crate) active_tasks: u32,
+    /// The versions of the protocol that its gateway speaks, where none of them is spoken here.
+    pub(crate) unsupported_versions: Vec<u32>,
+    pub(crate) trust: Trust,
+}
+
+/// Whether a worker is trusted to start what is given to it. With what the last attempt said that it could not start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Trust {
+    Full,
+    /// It is tried with one task at a time.
+    OnProbation(String),
+    /// It is not tried for now.
+    SetAside(String),
+}
+
+/// An attempt that a worker could not start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FailedThere {
+    pub(crate) worker: WorkerId,
+    pub(crate) failure: Failure,
 }
 
 /// What is asked of a worker.
@@ -38,6 +58,8 @@ pub(crate) struct Demand {
     pub(crate) tags: Vec<String>,
     /// What shall run there. `None`: nothing, bytes are moved.
     pub(crate) process: Option<Process>,
+    /// Where it could not be started: not there again.
+    pub(crate) failed_on: Vec<FailedThere>,
     /// Who asks: a workload, or a lease. Decides between equal workers, so that many who ask are spread evenly.
     pub(crate) asked_by: Uuid,
 }
@@ -98,6 +120,10 @@ pub(crate) enum Refusal {
     Lost,
     /// It takes no more work, for good.
     Retiring,
+    /// Its gateway speaks only these versions of the protocol.
+    Incompatible(Vec<u32>),
+    /// An attempt at the same workload could not be started there.
+    FailedThere(Failure),
     /// It is of another platform.
     Platform(String),
     /// It is another team's.
@@ -116,6 +142,8 @@ pub(crate) enum Refusal {
     Landing,
     /// It is out of contact.
     Stalled,
+    /// It fails again and again, and is not tried for now, or only with one task.
+    SetAside(String),
     /// All of its slots are taken.
     Full { active: u32, max: u32 },
 }
@@ -123,7 +151,7 @@ pub(crate) enum Refusal {
 impl Refusal {
     /// Whether it may pass by itself.
     pub(crate) fn passes(&self) -> bool {
-        matches!(self, Self::Landing | Self::Stalled | Self::Full { .. })
+        matches!(self, Self::Landing | Self::Stalled | Self::SetAside(_) | Self::Full { .. })
     }
 
     /// For programs.
@@ -131,6 +159,8 @@ impl Refusal {
         match self {
             Self::Lost => "LOST",
             Self::Retiring => "RETIRING",
+            Self::Incompatible(_) => "INCOMPATIBLE",
+            Self::FailedThere(_) => "FAILED_THERE",
             Self::Platform(_) => "PLATFORM",
             Self::Team => "TEAM",
             Self::OnlyTagged(_) => "ONLY_TAGGED",
@@ -140,6 +170,7 @@ impl Refusal {
             Self::Capability(_) => "CAPABILITY",
             Self::Landing => "LANDING",
             Self::Stalled => "STALLED",
+            Self::SetAside(_) => "SET_ASIDE",
             Self::Full { .. } => "FULL",
         }
     }
@@ -149,6 +180,8 @@ impl Refusal {
         match self {
             Self::Lost | Self::Stalled => "its gateway is in contact again".to_owned(),
             Self::Retiring => "another worker takes its place".to_owned(),
+            Self::Incompatible(_) => "its gateway, or the scheduler, is of another version".to_owned(),
+            Self::FailedThere(_) => "it is submitted anew".to_owned(),
             Self::Platform(platform) => format!("the workload asks for platform {platform}"),
             Self::Team => "it serves all teams, or this one".to_owned(),
             Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
@@ -157,6 +190,7 @@ impl Refusal {
             Self::ResourceType(name) => format!("it brings an image of the resource type {name}"),
             Self::Capability(name) => format!("its runtime has {name}"),
             Self::Landing => "it is told to run again".to_owned(),
+            Self::SetAside(_) => "it was tried again, and works".to_owned(),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
         }
     }
@@ -167,6 +201,14 @@ impl fmt::Display for Refusal {
         match self {
             Self::Lost => f.write_str("is lost"),
             Self::Retiring => f.write_str("is retiring"),
+            Self::Incompatible(versions) => {
+                let versions: Vec<_> = versions.iter().map(ToString::to_string).collect();
+                let versions = if versions.is_empty() { "no".to_owned() } else { versions.join(", ") };
+                write!(f, "its gateway speaks another version of the protocol ({versions})")
+            }
+            Self::FailedThere(failure) => {
+                write!(f, "could not start it: {} ({})", failure.message, failure.reason)
+            }
             Self::Platform(platform) => write!(f, "its platform is {platform}"),
             Self::Team => f.write_str("serves another team"),
             Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
@@ -176,6 +218,7 @@ impl fmt::Display for Refusal {
             Self::Capability(name) => write!(f, "its runtime lacks {name}"),
             Self::Landing => f.write_str("is landing"),
             Self::Stalled => f.write_str("is out of contact"),
+            Self::SetAside(why) => write!(f, "is set aside, for it fails again and again: {why}"),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
         }
     }
@@ -203,8 +246,14 @@ impl Demand {
             platform: spec.platform.clone(),
             tags: spec.tags.clone(),
             process: Some(Process { image_kind: spec.image.kind(), resource_type, capabilities }),
+            failed_on: Vec::new(),
             asked_by: Uuid::nil(),
         }
+    }
+
+    /// The same, after attempts that could not be started.
+    pub(crate) fn failed_on(self, failed_on: Vec<FailedThere>) -> Self {
+        Self { failed_on, ..self }
     }
 
     /// The same, asked for by somebody.
@@ -267,6 +316,12 @@ pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
     if worker.desired == Desired::Retire {
         refusals.push(Refusal::Retiring);
     }
+    if !worker.unsupported_versions.is_empty() {
+        refusals.push(Refusal::Incompatible(worker.unsupported_versions.clone()));
+    }
+    if let Some(failed) = demand.failed_on.iter().find(|failed| failed.worker == worker.id) {
+        refusals.push(Refusal::FailedThere(failed.failure.clone()));
+    }
     if labels.platform != demand.platform {
         refusals.push(Refusal::Platform(labels.platform.clone()));
     }
@@ -299,6 +354,13 @@ pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
     if worker.state == State::Stalled {
         refusals.push(Refusal::Stalled);
     }
+    match &worker.trust {
+        Trust::SetAside(why) if demand.process.is_some() => refusals.push(Refusal::SetAside(why.clone())),
+        Trust::OnProbation(why) if demand.process.is_some() && worker.active_tasks > 0 => {
+            refusals.push(Refusal::SetAside(why.clone()));
+        }
+        Trust::Full | Trust::OnProbation(_) | Trust::SetAside(_) => {}
+    }
     if let Some(max) = worker.capacity.max_tasks
         && demand.process.is_some()
         && worker.active_tasks >= max
@@ -306,6 +368,21 @@ pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
         refusals.push(Refusal::Full { active: worker.active_tasks, max });
     }
     refusals
+}
+
+/// What speaks against giving any work to `worker`, whatever is asked for.
+pub(crate) fn standing_refusals(worker: &Worker) -> Vec<Refusal> {
+    let process = Process { image_kind: "", resource_type: None, capabilities: vec![] };
+    let anything = Demand {
+        team: worker.labels.team.clone().unwrap_or_default(),
+        platform: worker.labels.platform.clone(),
+        tags: worker.labels.tags.clone(),
+        process: Some(process),
+        failed_on: vec![],
+        asked_by: Uuid::nil(),
+    };
+    let refusals = refusals(&anything, worker).into_iter();
+    refusals.filter(|refusal| !matches!(refusal, Refusal::ImageKind(_))).collect()
 }
 
 /// The workers that would do, best first, each with how it compares with the others.
@@ -357,6 +434,7 @@ impl fmt::Display for Score {
 #[cfg(test)]
 mod tests {
     use domain::worker::ResourceType;
+    use domain::workload::FailureReason;
 
     use super::*;
 
@@ -379,7 +457,13 @@ mod tests {
             },
             capacity: Capacity { max_tasks: Some(2), disk_bytes: 0 },
             active_tasks: 0,
+            unsupported_versions: vec![],
+            trust: Trust::Full,
         }
+    }
+
+    fn failure() -> Failure {
+        Failure { reason: FailureReason::StartFailed, message: "no".to_owned() }
     }
 
     fn demand() -> Demand {
@@ -388,6 +472,7 @@ mod tests {
             platform: "linux".to_owned(),
             tags: vec![],
             process: Some(Process { image_kind: "host", resource_type: None, capabilities: vec![] }),
+            failed_on: vec![],
             asked_by: Uuid::nil(),
         }
     }
@@ -462,9 +547,14 @@ mod tests {
         let full = Worker { active_tasks: 2, ..worker("full") };
         let stalled = Worker { state: State::Stalled, ..worker("stalled") };
         let landing = Worker { desired: Desired::Land, ..worker("landing") };
-        for worker in [full, stalled, landing] {
+        let set_aside = Worker { trust: Trust::SetAside("why".to_owned()), ..worker("set-aside") };
+        let on_probation =
+            Worker { trust: Trust::OnProbation("why".to_owned()), active_tasks: 1, ..worker("tried") };
+        for worker in [full, stalled, landing, set_aside, on_probation.clone()] {
             assert!(matches!(choose(&demand(), &[worker], &[]), Choice::NotNow(_)));
         }
+        let idle = Worker { active_tasks: 0, ..on_probation };
+        assert!(matches!(choose(&demand(), &[idle], &[]), Choice::Placed(_)), "one task is tried");
     }
 
     #[test]
@@ -476,8 +566,13 @@ mod tests {
         let mut demanding = demand();
         demanding.process.as_mut().expect("a process").resource_type = Some("git".to_owned());
         assert_eq!(refusal(&demanding, &other), None, "in whichever version");
-        let cases: [(Change, Refusal); 10] = [
+        let cases: [(Change, Refusal); 12] = [
             (|w, _| w.state = State::Lost, Refusal::Lost),
+            (|w, _| w.unsupported_versions = vec![7], Refusal::Incompatible(vec![7])),
+            (
+                |w, d| d.failed_on.push(FailedThere { worker: w.id, failure: failure() }),
+                Refusal::FailedThere(failure()),
+            ),
             (|w, _| w.desired = Desired::Retire, Refusal::Retiring),
             (|_, d| d.platform = "plan9".to_owned(), Refusal::Platform("linux".to_owned())),
             (|w, _| w.labels.team = Some("other".to_owned()), Refusal::Team),

@@ -23,7 +23,14 @@ impl Placements for PlacementsService {
         parse_enum::<pb::PlacementKind>("kind", request.kind)?;
         let platform = if request.platform.is_empty() { "linux".to_owned() } else { request.platform };
         let team = parse_team("team", request.team)?;
-        let demand = Demand { team, platform, tags: request.tags, process: None, asked_by: lease.uuid() };
+        let demand = Demand {
+            team,
+            platform,
+            tags: request.tags,
+            process: None,
+            failed_on: Vec::new(),
+            asked_by: lease.uuid(),
+        };
 
         let granted = self.0.place(lease, &demand).await.map_err(Reasoned::status)?;
 
