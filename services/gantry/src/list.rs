@@ -364,7 +364,7 @@ fn resource_types(labels: &WorkerLabels) -> String {
 }
 
 /// Why a worker gets no work.
-fn no_work(worker: &Worker) -> String {
+pub(crate) fn no_work(worker: &Worker) -> String {
     worker.refusals.iter().map(|refusal| refusal.message.as_str()).collect::<Vec<_>>().join("; ")
 }
 
