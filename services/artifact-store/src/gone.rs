@@ -4,6 +4,8 @@
 //! meanwhile, and the rows of the artifacts that have replicas there, so that nobody drops another replica, or forgets another worker, and counts
 //! on these.
 
+use std::fmt;
+
 use domain::{ArtifactId, Timestamp, WorkerId};
 use sea_orm::sea_query::{Condition, Expr, ExprTrait};
 use sea_orm::{
@@ -21,6 +23,12 @@ use crate::{caches, ids, imports, marks};
 /// How many rows are looked at by one statement.
 const PAGE: u64 = 500;
 
+/// Up to which number artifacts are counted that would be lost.
+const MOST_COUNTED: u64 = 1000;
+
+/// How many of them are named.
+const NAMED: usize = 5;
+
 /// What a forgotten worker held.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Held {
@@ -28,14 +36,51 @@ pub(crate) struct Held {
     pub(crate) containers: u64,
 }
 
+/// Artifacts that are kept, and whose bytes are on one worker only.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct HeldAlone {
+    /// Up to [`MOST_COUNTED`].
+    pub(crate) count: u64,
+    /// Some of them.
+    pub(crate) some: Vec<ArtifactId>,
+}
+
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ForgetError {
-    #[error("worker {0} has the last replica of artifact {1}, which is kept")]
-    LastReplica(WorkerId, ArtifactId),
+    #[error("worker {0} has the last replica of {1}")]
+    LastReplica(WorkerId, HeldAlone),
     #[error("volumes or containers of worker {0} are set aside, and nobody has decided what becomes of them")]
     HoldsSetAside(WorkerId),
+    /// Nothing speaks against it, and nobody wants more than to know that: what was done is taken back.
+    #[error("worker {0} may be forgotten")]
+    OnlyChecked(WorkerId),
     #[error("database failed while forgetting a worker")]
     Database(#[from] DbErr),
+}
+
+impl fmt::Display for HeldAlone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.count {
+            1 => f.write_str("an artifact that something keeps")?,
+            MOST_COUNTED => write!(f, "{MOST_COUNTED} artifacts or more that something keeps")?,
+            count => write!(f, "{count} artifacts that something keeps")?,
+        }
+        let some: Vec<_> = self.some.iter().map(ToString::to_string).collect();
+        let more = if self.count > self.some.len() as u64 { " and others" } else { "" };
+        write!(f, ": {}{more}", some.join(", "))
+    }
+}
+
+/// Whether [`forget_worker`] would refuse. The transaction must not be committed.
+pub(crate) async fn check(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    force: bool,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Held, ForgetError> {
+    forget_worker(txn, id, force, now, policy).await?;
+    Err(ForgetError::OnlyChecked(id))
 }
 
 /// Forgets a worker and all that it held.
@@ -55,8 +100,12 @@ pub(crate) async fn forget_worker(
     let let_go = imports::forget_worker(txn, id).await?;
     caches::let_go(txn, let_go, now).await?;
     lock_artifacts(txn, id).await?;
-    if !force && let Some(artifact) = kept_here_only(txn, id, now, policy).await? {
-        return Err(ForgetError::LastReplica(id, artifact));
+    if !force {
+        // What it brought along has let go by now.
+        let alone = kept_here_only(txn, id, now, policy).await?;
+        if alone.count > 0 {
+            return Err(ForgetError::LastReplica(id, alone));
+        }
     }
     lock_unnoticed(txn, id).await?;
     note_losses(txn, id, now).await?;
@@ -101,13 +150,13 @@ async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
     Id::find_by_statement(statement).all(txn).await.map(|_| ())
 }
 
-/// An artifact that is kept, and whose bytes are neither in the store nor on another worker for sure.
+/// The artifacts that are kept, and whose bytes are neither in the store nor on another worker for sure.
 async fn kept_here_only(
     txn: &DatabaseTransaction,
     id: WorkerId,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Option<ArtifactId>, DbErr> {
+) -> Result<HeldAlone, DbErr> {
     let sql = format!(
         "SELECT a.artifact_id AS artifact_id FROM artifacts a
          WHERE a.artifact_id > $2 AND a.state = 'sealed' AND a.in_store = FALSE AND a.artifact_id IN ({ARTIFACTS_HERE})
@@ -115,23 +164,24 @@ async fn kept_here_only(
                            AND o.purpose = 'replica' AND o.complete = TRUE AND o.state = 'created')
          ORDER BY a.artifact_id LIMIT {PAGE}"
     );
-    let mut after = Uuid::nil();
+    let (mut alone, mut after) = (HeldAlone::default(), Uuid::nil());
     loop {
         let values = [id.uuid().into(), after.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), &sql, values);
         let ids: Vec<_> =
             Id::find_by_statement(statement).all(txn).await?.into_iter().map(|id| id.artifact_id).collect();
-        let Some(last) = ids.last() else { return Ok(None) };
+        let Some(last) = ids.last().filter(|_| alone.count < MOST_COUNTED) else { return Ok(alone) };
         after = *last;
         let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(txn).await?;
         let rows: Vec<_> = rows.iter().map(JudgedArtifact::from).collect();
         let facts = facts::artifacts(txn, &rows, now).await?;
-        let kept = rows
-            .iter()
-            .zip(&facts)
-            .find(|(_, facts)| matches!(mark::artifact(facts, now, policy), Verdict::Keep(_)));
-        if let Some((kept, _)) = kept {
-            return Ok(Some(ArtifactId::from_uuid(kept.artifact_id)));
+        for (row, facts) in rows.iter().zip(&facts) {
+            if alone.count < MOST_COUNTED && matches!(mark::artifact(facts, now, policy), Verdict::Keep(_)) {
+                alone.count += 1;
+                if alone.some.len() < NAMED {
+                    alone.some.push(ArtifactId::from_uuid(row.artifact_id));
+                }
+            }
         }
     }
 }

@@ -117,6 +117,15 @@ pub(crate) enum Command {
     /// Make garbage of volumes and containers that are set aside
     Purge(PurgeArgs),
 
+    /// Let a worker take no more work, and wait until what runs there has ended
+    Land(LandArgs),
+    /// Let a worker take work again that was landed, is retiring, was retired, or is set aside
+    Unland(UnlandArgs),
+    /// Take a worker out of service for good: as land, and then it is forgotten
+    Retire(RetireArgs),
+    /// Forget a worker that is not in contact and does not come back
+    Prune(PruneArgs),
+
     /// Keep a cluster on this machine in the foreground
     Up(UpArgs),
     /// Stop the cluster on this machine
@@ -232,6 +241,9 @@ pub(crate) struct RunArgs {
     /// Give up when no worker was free for this long
     #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
     pub(crate) queue_timeout: Option<Duration>,
+    /// Let it be interrupted when its worker lands or is retired, and begin again on another. It may run more than once, then. Only with --detach
+    #[arg(long, requires = "detach", help_heading = "When and where")]
+    pub(crate) interruptible: bool,
     /// Print the workload's id and leave it to itself
     #[arg(short, long, help_heading = "When and where")]
     pub(crate) detach: bool,
@@ -525,6 +537,70 @@ pub(crate) struct GcArgs {
     /// Say what would be marked, and change nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
+}
+
+/// How long a worker may take that goes.
+#[derive(Debug, Args)]
+pub(crate) struct WaitArgs {
+    /// Interrupt what is left after this long. Default: never
+    #[arg(long, value_name = "DURATION", value_parser = values::duration)]
+    pub(crate) deadline: Option<Duration>,
+    /// Say what shall be, and do not wait for it
+    #[arg(long)]
+    pub(crate) no_wait: bool,
+}
+
+/// `gantry land`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+It stays so, whatever the worker does, until `gantry unland`. What is marked as interruptible (`gantry run --interruptible`) does not hold it up: it \
+is stopped once everything else has ended, and begins again on another worker. With --deadline, so is then what was not started yet; what \
+was started and is not interruptible ends as errored (INTERRUPTED). Ctrl-C ends the waiting, and nothing else.")]
+pub(crate) struct LandArgs {
+    /// The worker's name or its id
+    #[arg(value_name = "WORKER")]
+    pub(crate) worker: String,
+    #[command(flatten)]
+    pub(crate) wait: WaitArgs,
+}
+
+/// `gantry unland`
+#[derive(Debug, Args)]
+pub(crate) struct UnlandArgs {
+    /// The worker's name or its id
+    #[arg(value_name = "WORKER")]
+    pub(crate) worker: String,
+}
+
+/// `gantry retire`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+It goes once nothing runs there, as with `gantry land`, and only if no artifact that something keeps has its bytes nowhere else. What it \
+holds stays on its disk, and is nobody's. Its gateway goes on asking and is not let in: stop it, and to have the machine back as a new worker, empty its \
+state directory first; or take that back with `gantry unland`.")]
+pub(crate) struct RetireArgs {
+    /// The worker's name or its id
+    #[arg(value_name = "WORKER")]
+    pub(crate) worker: String,
+    /// Even if that loses the last replica of something that is kept, or what is set aside there
+    #[arg(long)]
+    pub(crate) force: bool,
+    #[command(flatten)]
+    pub(crate) wait: WaitArgs,
+}
+
+/// `gantry prune`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+What it ran is given up at once: only say so of a worker that is really gone, or it may run on beside what takes its place. Were it to come \
+back, it would be a new worker that holds nothing.")]
+pub(crate) struct PruneArgs {
+    /// The worker's name or its id
+    #[arg(value_name = "WORKER")]
+    pub(crate) worker: String,
+    /// Even if that loses the last replica of something that is kept, or what is set aside there
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 /// `gantry up`

@@ -77,17 +77,14 @@ impl Follow<'_> {
         let mut state = State::default();
         let mut output_lost = false;
 
-        // Before the process runs there is nothing to copy.
-        while state.running.is_none() && state.finished.is_none() {
-            tokio::select! {
-                event = watch.next() => self.take(event?, &mut state),
-                code = signals.next() => self.signalled(code, &mut state).await?,
-            }
-        }
-        if let Some(whereabouts) = state.running.clone() {
-            output_lost = self.copy(whereabouts, &mut watch, signals, &mut state).await?;
-        }
         let finished = loop {
+            // Before the process runs there is nothing to copy. What was interrupted runs once more.
+            if let Some(whereabouts) = state.running.take() {
+                output_lost |= self.copy(whereabouts, &mut watch, signals, &mut state).await?;
+            }
+            if state.running.is_some() {
+                continue;
+            }
             if let Some(finished) = state.finished.take() {
                 break finished;
             }

@@ -68,6 +68,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
             "image_kinds": labels.image_kinds,
             "capabilities": labels.capabilities,
             "resource_types": resource_types(&labels),
+            "ephemeral": labels.ephemeral,
         },
         "capacity": { "max_tasks": capacity.max_tasks, "disk_bytes": capacity.disk_bytes },
         "active_tasks": worker.active_tasks,
@@ -75,6 +76,17 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
         "volumes": worker.volumes,
         "disk_free_bytes": worker.disk_free_bytes,
         "last_contact_at": worker.last_contact_at.as_ref().map(words::instant),
+        "desired": words::desire(worker.desired()),
+        "landed_at": worker.landed_at.as_ref().map(words::instant),
+        "interrupt_at": worker.interrupt_at.as_ref().map(words::instant),
+        "leases": worker.leases,
+        "uninterruptible_leases": worker.uninterruptible_leases,
+        "held_up_by": some(&worker.held_up_by),
+        "refusals": worker.refusals.iter().map(refusal).collect::<Vec<_>>(),
+        "failures": worker.failures,
+        "last_failure": some(&worker.last_failure),
+        "set_aside_until": worker.set_aside_until.as_ref().map(words::instant),
+        "unsupported_versions": worker.unsupported_versions,
     })
 }
 
@@ -83,15 +95,16 @@ fn resource_types(labels: &scheduler::WorkerLabels) -> Vec<Value> {
     types.map(|known| json!({ "name": known.name, "version": known.version })).collect()
 }
 
+fn refusal(refusal: &scheduler::PlacementRefusal) -> Value {
+    json!({
+        "reason": refusal.reason,
+        "message": refusal.message,
+        "passing": refusal.duration() == scheduler::RefusalDuration::Passing,
+        "ended_by": refusal.ended_by,
+    })
+}
+
 pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
-    let refusal = |refusal: &scheduler::PlacementRefusal| {
-        json!({
-            "reason": refusal.reason,
-            "message": refusal.message,
-            "passing": refusal.duration() == scheduler::RefusalDuration::Passing,
-            "ended_by": refusal.ended_by,
-        })
-    };
     let worker = |worker: &scheduler::WorkerExplanation| {
         json!({
             "worker_id": worker.worker_id,

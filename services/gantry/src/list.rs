@@ -343,7 +343,7 @@ fn worker_row(worker: &Worker) -> Vec<String> {
     let limit = worker.capacity.unwrap_or_default().max_tasks;
     vec![
         plain(&worker.name, 60),
-        words::worker_state(worker.state()).to_owned(),
+        words::standing(worker),
         plain(&labels.platform, 20),
         plain(&labels.tags.join(","), 40),
         if limit == 0 { worker.active_tasks.to_string() } else { format!("{}/{limit}", worker.active_tasks) },
@@ -363,6 +363,18 @@ fn resource_types(labels: &WorkerLabels) -> String {
     labels.resource_types.iter().map(word).collect::<Vec<_>>().join(", ")
 }
 
+/// Why a worker gets no work.
+pub(crate) fn no_work(worker: &Worker) -> String {
+    worker.refusals.iter().map(|refusal| refusal.message.as_str()).collect::<Vec<_>>().join("; ")
+}
+
+fn failures(worker: &Worker) -> String {
+    match worker.failures {
+        0 => String::new(),
+        failures => format!("{failures} in a row, the last: {}", plain(&worker.last_failure, 200)),
+    }
+}
+
 fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
     let labels = worker.labels.clone().unwrap_or_default();
     let capacity = worker.capacity.unwrap_or_default();
@@ -373,7 +385,15 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
     vec![
         ("name", plain(&worker.name, 255)),
         ("id", worker.worker_id.clone()),
-        ("state", words::worker_state(worker.state()).to_owned()),
+        ("state", words::standing(worker)),
+        ("shall", words::desire(worker.desired()).to_owned()),
+        ("gets no work", plain(&no_work(worker), 1000)),
+        ("landed", worker.landed_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("interrupted at", worker.interrupt_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("held up", plain(&worker.held_up_by, 1000)),
+        ("failures", failures(worker)),
+        ("set aside until", worker.set_aside_until.as_ref().map(words::instant).unwrap_or_default()),
+        ("ephemeral", if labels.ephemeral { "yes".to_owned() } else { String::new() }),
         ("platform", plain(&labels.platform, 100)),
         ("tags", plain(&labels.tags.join(" "), 1000)),
         ("team", labels.team.clone()),
@@ -381,6 +401,7 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("resource types", plain(&resource_types(&labels), 1000)),
         ("can", labels.capabilities.join(" ")),
         ("tasks", format!("{}, {limit}", worker.active_tasks)),
+        ("leases", format!("{}, {} may not be interrupted", worker.leases, worker.uninterruptible_leases)),
         ("containers", worker.containers.to_string()),
         ("volumes", worker.volumes.to_string()),
         (
@@ -411,7 +432,7 @@ fn workload_row(workload: &Workload) -> Vec<String> {
     ]
 }
 
-fn command(spec: Option<&WorkloadSpec>) -> String {
+pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
     let arguments = spec.into_iter().flat_map(|spec| &spec.command);
     arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
 }

@@ -24,6 +24,7 @@ mod follow;
 mod hint;
 mod imports;
 mod json;
+mod landing;
 mod list;
 mod logs;
 mod output;
@@ -205,6 +206,10 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Gc(args) => list::gc(connection, args, as_json).await?,
         Command::Adopt(args) => set_aside::adopt(connection, args, as_json).await?,
         Command::Purge(args) => set_aside::purge(connection, args, as_json).await?,
+        Command::Land(args) => landing::land(connection, ui, args, as_json).await?,
+        Command::Unland(args) => landing::unland(connection, args, as_json).await?,
+        Command::Retire(args) => landing::retire(connection, ui, args, as_json).await?,
+        Command::Prune(args) => landing::prune(connection, args, as_json).await?,
         Command::Undelete(args) => why::undelete(connection, args, as_json).await?,
         Command::Attach(_) | Command::Logs(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}

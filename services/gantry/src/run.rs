@@ -297,6 +297,7 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
         run_timeout: args.timeout.map(rpc::duration),
         build_id: String::new(),
         caches: Vec::new(),
+        interruptible: args.interruptible,
     })
 }
 

@@ -268,13 +268,9 @@ const WORKERS: [&str; 8] = ["WORKER", "STATE", "TASKS", "FREE DISK", "TAGS", "TE
 
 fn worker_row(worker: &Worker) -> Vec<String> {
     let state = match worker.state() {
-        WorkerState::Running => "running".to_owned(),
-        state => {
-            format!(
-                "{}, silent for {}",
-                words::worker_state(state),
-                words::ago(worker.last_contact_at.as_ref())
-            )
+        WorkerState::Running => words::standing(worker),
+        _ => {
+            format!("{}, silent for {}", words::standing(worker), words::ago(worker.last_contact_at.as_ref()))
         }
     };
     let tasks = match worker.capacity.unwrap_or_default().max_tasks {

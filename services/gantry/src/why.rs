@@ -122,7 +122,7 @@ fn decide(explained: &ExplainResponse) -> String {
 }
 
 fn of_worker(explained: &ExplainResponse, worker: Option<&Worker>) -> String {
-    let state = worker.map(|worker| words::worker_state(worker.state()).to_owned());
+    let state = worker.map(words::standing);
     let certs = explained.relations.iter().map(related).map(|(_, ids)| ids).collect::<Vec<_>>();
     let contact = worker.and_then(|worker| worker.last_contact_at.as_ref());
     let holds = match explained.label.as_str() {
@@ -133,6 +133,7 @@ fn of_worker(explained: &ExplainResponse, worker: Option<&Worker>) -> String {
         ("worker", explained.id.clone()),
         ("name", worker.map(|worker| plain(&worker.name, WIDTH)).unwrap_or_default()),
         ("state", state.unwrap_or_else(|| "unknown to the scheduler".to_owned())),
+        ("gets no work", worker.map(|worker| plain(&list::no_work(worker), WIDTH)).unwrap_or_default()),
         ("contact", past(contact)),
         ("holds", holds),
         ("certs", certs.join("\n")),

@@ -5,7 +5,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
 use rpc::pb::artifacts::{ArtifactState, ImportState, InventoryState, Thing, VolumePurpose};
-use rpc::pb::scheduler::{Outcome, Verdict, Worker, WorkerState, Workload, WorkloadState, exit::How};
+use rpc::pb::scheduler::{
+    Outcome, Verdict, Worker, WorkerDesire, WorkerState, Workload, WorkloadState, exit::How,
+};
 
 use crate::table::{bytes, duration};
 
@@ -19,6 +21,39 @@ pub(crate) fn worker_state(state: WorkerState) -> &'static str {
         WorkerState::Stalled => "stalled",
         WorkerState::Lost => "lost",
     }
+}
+
+/// Whether a worker is in contact, and everything else that decides whether it gets work.
+pub(crate) fn standing(worker: &Worker) -> String {
+    let mut words = vec![worker_state(worker.state())];
+    match (worker.desired(), &worker.landed_at) {
+        (WorkerDesire::Land, Some(_)) if worker.leases == 0 => words.push("landed"),
+        (WorkerDesire::Land, _) => words.push("landing"),
+        (WorkerDesire::Retire, _) => words.push("retiring"),
+        (WorkerDesire::Run | WorkerDesire::Unspecified, _) => {}
+    }
+    if !worker.unsupported_versions.is_empty() {
+        words.push("incompatible");
+    }
+    if worker.set_aside_until.is_some() {
+        words.push("set aside");
+    }
+    words.join(", ")
+}
+
+/// What a worker shall do.
+pub(crate) fn desire(desire: WorkerDesire) -> &'static str {
+    match desire {
+        WorkerDesire::Unspecified => "unknown",
+        WorkerDesire::Run => "run",
+        WorkerDesire::Land => "land",
+        WorkerDesire::Retire => "retire",
+    }
+}
+
+/// Whether a workload in this state holds a lease of its worker.
+pub(crate) fn holds_lease(state: WorkloadState) -> bool {
+    matches!(state, WorkloadState::Assigned | WorkloadState::Starting | WorkloadState::Running)
 }
 
 pub(crate) fn verdict(verdict: Verdict) -> &'static str {

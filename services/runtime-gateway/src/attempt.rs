@@ -237,7 +237,10 @@ pub(crate) async fn stop_unknown(
 ) {
     let waited = wait(&worker, attempt, &mut stop).await;
     let finish = match waited {
-        Ok(ended) => ended_finish(ended, None, None),
+        Ok(ended) => {
+            let interrupted = is_interrupted(&stop, &ended).then_some(CutShort::Interrupted);
+            ended_finish(ended, None, interrupted)
+        }
         Err(Stopped::GatewayStopping) => return,
         Err(Stopped::Worker(RuntimeError::ProcessNotFound(_))) => {
             let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
@@ -316,14 +319,14 @@ async fn carry_out(
     let ended = wait(worker, task.attempt, stop).instrument(process).await?;
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
-    let unwished = match ended {
+    let cut_short = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
             let destroyed = worker.was_destroyed(task.attempt).await?;
-            Some(if destroyed { Unwished::ContainerDestroyed } else { Unwished::ContactLost })
+            Some(if destroyed { CutShort::ContainerDestroyed } else { CutShort::ContactLost })
         }
-        _ => None,
+        _ => is_interrupted(stop, &ended).then_some(CutShort::Interrupted),
     };
-    let mut finish = ended_finish(ended, Some(started), unwished);
+    let mut finish = ended_finish(ended, Some(started), cut_short);
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.set_phase(task.lease, pb::LeasePhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
@@ -574,14 +577,24 @@ pub(crate) async fn complete(
     Ok(())
 }
 
-/// Why a process was stopped though nobody wanted it to.
+/// Why a process was stopped, where that has to be said beside how it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Unwished {
+enum CutShort {
+    /// Nobody wanted that.
     ContactLost,
+    /// Nor that.
     ContainerDestroyed,
+    /// Its worker goes. Whether it was stopped, or was faster, decides whether it begins again.
+    Interrupted,
 }
 
-impl Unwished {
+/// Whether a process was stopped because its worker goes.
+fn is_interrupted(stop: &watch::Receiver<Option<StopWish>>, ended: &Ended) -> bool {
+    let wished = stop.borrow().as_ref().is_some_and(|wish| wish.reason == FailureReason::Interrupted);
+    wished && matches!(ended, Ended::Exited { stopped: true, .. })
+}
+
+impl CutShort {
     fn failure(self) -> Failure {
         let (reason, message) = match self {
             Self::ContactLost => (
@@ -592,16 +605,19 @@ impl Unwished {
                 FailureReason::ContainerNotFound,
                 "its container was destroyed from outside, and the process with it",
             ),
+            Self::Interrupted => (
+                FailureReason::Interrupted,
+                "its worker was landed or retired, and the process was stopped for that",
+            ),
         };
         Failure { reason, message: message.to_owned() }
     }
 }
 
-/// `unwished`: why it was stopped, if it was and nobody wanted that.
-fn ended_finish(ended: Ended, started: Option<domain::Timestamp>, unwished: Option<Unwished>) -> Finish {
-    match (ended, unwished) {
-        (Ended::Exited { exit, stopped: true }, Some(unwished)) => {
-            let failure = Some(unwished.failure());
+fn ended_finish(ended: Ended, started: Option<domain::Timestamp>, cut_short: Option<CutShort>) -> Finish {
+    match (ended, cut_short) {
+        (Ended::Exited { exit, stopped: true }, Some(cut_short)) => {
+            let failure = Some(cut_short.failure());
             Finish { exit: Some(exit), failure, started, ..Finish::default() }
         }
         (Ended::Exited { exit, .. }, _) => Finish { exit: Some(exit), started, ..Finish::default() },

@@ -18,6 +18,8 @@ pub struct Config {
     pub team: Option<String>,
     /// Workloads at a time. `None`: no limit.
     pub max_tasks: Option<u32>,
+    /// Whether the worker is gone for good once it is lost.
+    pub ephemeral: bool,
     /// Where callers reach this gateway: `unix:///path` or `http://host:port`.
     pub endpoint: String,
     /// Where the scheduler listens.
@@ -56,6 +58,7 @@ impl Config {
             tags: Vec::new(),
             team: None,
             max_tasks: None,
+            ephemeral: false,
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: artifact_store.to_owned(),

@@ -70,6 +70,7 @@ impl Attended for Arc<FakeWorker> {
             tags: Vec::new(),
             team: None,
             max_tasks: None,
+            ephemeral: false,
             endpoint: NOBODY.to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: artifact_store.to_owned(),

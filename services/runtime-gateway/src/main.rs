@@ -65,6 +65,9 @@ struct Arguments {
     /// Workloads at a time. Default: no limit
     #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     max_tasks: Option<u32>,
+    /// The worker is gone for good once it is lost: the cluster forgets it then, with all that it holds
+    #[arg(long, env = "GANTRY_WORKER_EPHEMERAL", value_parser = clap::builder::BoolishValueParser::new())]
+    ephemeral: bool,
     /// Where volumes and containers are kept
     #[arg(long, env = "GANTRY_STATE_DIR", value_name = "DIR", default_value = "/var/lib/gantry")]
     state_dir: PathBuf,
@@ -134,6 +137,7 @@ impl server::Program for Arguments {
             tags: self.tags.clone(),
             team: self.team.clone(),
             max_tasks: self.max_tasks,
+            ephemeral: self.ephemeral,
             endpoint: self.endpoint.unwrap_or(starting.endpoint),
             scheduler: self.scheduler.clone(),
             artifact_store: self.artifact_store.unwrap_or_default(),

@@ -218,6 +218,7 @@ mod tests {
             run_timeout: None,
             build: None,
             caches: Vec::new(),
+            interruptible: false,
         }
     }
 

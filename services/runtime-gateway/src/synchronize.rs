@@ -41,12 +41,14 @@ enum Ended {
     Nonsense(&'static str),
     #[error("the scheduler ended the stream")]
     Closed,
+    #[error("the scheduler has forgotten this worker")]
+    Forgotten,
 }
 
 /// Keeps a stream to the scheduler open until the gateway stops.
 pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) {
     let mut pause = Duration::from_millis(20);
-    let mut standing_by = false;
+    let (mut standing_by, mut retired) = (false, false);
     loop {
         let ended = tokio::select! {
             ended = speak(&worker, instance, &mut pause) => ended,
@@ -62,6 +64,22 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
                 worker.runtime.taken_over().await;
                 instance = GatewayInstance::new();
             }
+            Ended::Forgotten => {
+                tracing::warn!(
+                    worker.name = worker.config.worker_name,
+                    "this worker was forgotten: it registers anew"
+                );
+                worker.set_session(None);
+            }
+            Ended::Refused(refusal) if refusal.is(Reason::WorkerRetired) => {
+                if !std::mem::replace(&mut retired, true) {
+                    tracing::warn!(
+                        worker.name = worker.config.worker_name,
+                        "this worker was retired: it starts and destroys nothing any more, unless it is told to run again"
+                    );
+                }
+                worker.set_session(None);
+            }
             Ended::Refused(refusal) if refusal.is_transient() => {
                 tracing::debug!(error = %refusal, "the scheduler does not answer");
             }
@@ -76,6 +94,7 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
             ended => tracing::warn!(error = %chain(ended), "cannot speak for the worker"),
         }
         standing_by &= worker.session().is_none();
+        retired &= worker.session().is_none();
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = worker.stopping.cancelled() => return,
@@ -127,7 +146,7 @@ async fn try_speak(
 
     let heartbeat = seconds(welcome.heartbeat, Duration::from_secs(5));
     let stop_after = seconds(welcome.stop_after, Duration::from_secs(600));
-    let mut applied = 0;
+    let (mut applied, mut directive) = (0, pb::Directive::Run);
     loop {
         let mut observed = observe(worker, &session, applied).await?;
         observed.number = contact.sending(since_boot());
@@ -150,7 +169,15 @@ async fn try_speak(
                             }
                             let before = applied;
                             applied = desired.generation;
-                            if apply(worker, desired) || applied != before {
+                            let told = desired.directive();
+                            if std::mem::replace(&mut directive, told) != told {
+                                say(worker, told);
+                            }
+                            let changed = apply(worker, desired);
+                            if told == pb::Directive::RegisterAgain {
+                                return Err(Ended::Forgotten);
+                            }
+                            if changed || applied != before {
                                 break;
                             }
                         }
@@ -162,6 +189,21 @@ async fn try_speak(
                 () = &mut due => break,
             }
         }
+    }
+}
+
+/// What the worker as a whole shall do has changed. The scheduler gives it no work, so there is nothing to do about it here.
+fn say(worker: &Worker, directive: pb::Directive) {
+    let name = &worker.config.worker_name;
+    match directive {
+        pb::Directive::Run | pb::Directive::Unspecified => {
+            tracing::info!(worker.name = name, "this worker may take work");
+        }
+        pb::Directive::Land => tracing::info!(worker.name = name, "this worker lands: it gets no more work"),
+        pb::Directive::Retire => {
+            tracing::info!(worker.name = name, "this worker is being retired: it gets no more work");
+        }
+        pb::Directive::RegisterAgain => {}
     }
 }
 
@@ -199,6 +241,7 @@ pub(crate) fn introduce(
                 .into_iter()
                 .map(|ResourceType { name, version }| pb::ResourceType { name, version })
                 .collect(),
+            ephemeral: config.ephemeral,
         }),
         capacity: Some(pb::Capacity {
             max_tasks: config.max_tasks.unwrap_or(0),

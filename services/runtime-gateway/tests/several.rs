@@ -85,6 +85,7 @@ impl Machine {
             tags: Vec::new(),
             team: None,
             max_tasks: None,
+            ephemeral: false,
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: NOBODY.to_owned(),

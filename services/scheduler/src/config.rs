@@ -32,8 +32,14 @@ pub struct Config {
     pub ticket_validity: Duration,
     /// How long a process may take to end when it ran for too long, before it is killed.
     pub timeout_grace: Duration,
-    /// How long a finished workload can be asked for.
+    /// How long a finished workload can be asked for, and which workers have gone is remembered.
     pub keep_finished: Duration,
+    /// After how many attempts in a row that ended before their process had started, through its fault, a worker is set aside.
+    pub set_aside_after: u32,
+    /// For how long, the first time. Each time in a row is twice as long.
+    pub set_aside_for: Duration,
+    /// For how long at most.
+    pub set_aside_for_at_most: Duration,
     /// How often what the artifact store holds for us is compared with what we know.
     pub reconcile_every: Duration,
     /// How long a holder of pins may be unknown or finished here before it is settled.
@@ -72,6 +78,9 @@ impl Config {
             ticket_validity: Duration::from_secs(5 * 60),
             timeout_grace: Duration::from_secs(10),
             keep_finished: Duration::from_secs(7 * 24 * 3600),
+            set_aside_after: 5,
+            set_aside_for: Duration::from_secs(10),
+            set_aside_for_at_most: Duration::from_secs(10 * 60),
             reconcile_every: Duration::from_secs(60),
             reconcile_grace: Duration::from_secs(5 * 60),
             chains: Chains::default(),
@@ -94,6 +103,12 @@ impl Config {
         ensure!(self.lost_after > self.stop_after, "--lost-after must be longer than --stop-after");
         ensure!(!self.lease_term.is_zero(), "--lease-term must not be zero");
         ensure!(!self.ticket_validity.is_zero(), "--ticket-validity must not be zero");
+        ensure!(self.set_aside_after > 0, "--set-aside-after must not be 0");
+        ensure!(!self.set_aside_for.is_zero(), "--set-aside-for must not be zero");
+        ensure!(
+            self.set_aside_for_at_most >= self.set_aside_for,
+            "--set-aside-for-at-most must not be shorter than --set-aside-for"
+        );
         ensure!(!self.reconcile_every.is_zero(), "--reconcile-interval must not be zero");
         Ok(())
     }

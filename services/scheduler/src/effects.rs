@@ -19,6 +19,8 @@ pub(crate) struct Effects {
     pub(crate) queued: Vec<WorkloadId>,
     /// A deadline was set.
     pub(crate) deadline: bool,
+    /// Somebody who watches workers should look, and so should who sees them off.
+    pub(crate) registry: bool,
 }
 
 impl Effects {
@@ -29,5 +31,6 @@ impl Effects {
         self.parcels.append(&mut other.parcels);
         self.queued.append(&mut other.queued);
         self.deadline |= other.deadline;
+        self.registry |= other.registry;
     }
 }

@@ -59,7 +59,13 @@ pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
             .await?;
     }
     if workers::any_silent(scheduler.db.read(), &scheduler.config, now).await? {
-        scheduler.db.write(async |txn| workers::notice_silence(&txn, &scheduler.config, now).await).await?;
+        scheduler
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                workers::notice_silence(&txn, &scheduler.config, now, &mut effects).await?;
+                Ok::<_, DbErr>(((), effects))
+            })
+            .await?;
     }
     scheduler.take_back_unheard().await?;
     scheduler.end_orphans().await

@@ -113,7 +113,7 @@ pub(crate) async fn workload(
     if !matches!(row.state, State::Accepted | State::Pending) {
         return Err(ExplainError::NotQueued(id, row.state));
     }
-    let demand = Demand::of(&workloads::spec(&row)?, row.id);
+    let demand = workloads::demand(&row)?;
     let locations = workloads::locations(&row)?;
     let since = Timestamp(row.submitted_at);
     let (is_behind, ahead) = {

@@ -2,8 +2,8 @@
 
 use db::Database;
 use sea_orm::{
-    ActiveEnum, ColumnTrait, ConnectionTrait, DbErr, EntityTrait, Iterable, QueryFilter, QuerySelect,
-    Statement,
+    ActiveEnum, ColumnTrait, ConnectionTrait, DbErr, EntityTrait, Iterable, PaginatorTrait, QueryFilter,
+    QuerySelect, Statement,
 };
 
 use crate::entity::{worker, workload};
@@ -11,6 +11,10 @@ use crate::entity::{worker, workload};
 /// Sets the gauges whenever somebody reads them.
 pub(crate) fn add(db: Database, host: &server::Host) {
     metrics::describe_gauge!("gantry_scheduler_workers", "Workers, by whether they are in contact.");
+    metrics::describe_gauge!(
+        "gantry_scheduler_workers_out_of_service",
+        "Workers that get no work although they may be in contact, by why; one may be several of these."
+    );
     metrics::describe_gauge!(
         "gantry_scheduler_workloads",
         "Workloads that have not finished, by state; `pending` is the queue."
@@ -47,6 +51,17 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     for state in worker::State::iter() {
         let count = workers.iter().find(|(of, _)| *of == state).map_or(0, |(_, count)| *count);
         metrics::gauge!("gantry_scheduler_workers", "state" => state.to_value()).set(count as f64);
+    }
+
+    let why = [
+        ("landing", worker::Column::Desired.eq(worker::Desired::Land)),
+        ("retiring", worker::Column::Desired.eq(worker::Desired::Retire)),
+        ("set_aside", worker::Column::SetAsideUntil.is_not_null()),
+        ("incompatible", worker::Column::UnsupportedVersions.ne("[]")),
+    ];
+    for (why, matching) in why {
+        let count = worker::Entity::find().filter(matching).count(db.read()).await?;
+        metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => why).set(count as f64);
     }
 
     let workloads: Vec<(workload::State, i64)> = workload::Entity::find()

@@ -12,6 +12,8 @@ use domain::{WorkerId, WorkloadId};
 use tokio::sync::Notify;
 use uuid::Uuid;
 
+use crate::effects::Effects;
+use crate::hints::ALL_WORKERS;
 use crate::service::Scheduler;
 
 const CHANNEL: &str = "gantry_scheduler";
@@ -42,6 +44,8 @@ enum News {
     Workload(WorkloadId),
     /// A deadline was set.
     Deadline,
+    /// Who watches workers should look.
+    Registry,
 }
 
 impl News {
@@ -51,6 +55,7 @@ impl News {
             Self::Queued(id) => format!("q{}", id.uuid().simple()),
             Self::Workload(id) => format!("e{}", id.uuid().simple()),
             Self::Deadline => "t".to_owned(),
+            Self::Registry => "r".to_owned(),
         }
     }
 
@@ -62,6 +67,7 @@ impl News {
             "q" => id().map(WorkloadId::from_uuid).map(Self::Queued),
             "e" => id().map(WorkloadId::from_uuid).map(Self::Workload),
             "t" => Some(Self::Deadline),
+            "r" => Some(Self::Registry),
             _ => None,
         }
     }
@@ -73,18 +79,14 @@ impl Gossip {
     }
 
     /// The others shall hear of these.
-    pub(crate) fn tell(
-        &self,
-        workers: &[WorkerId],
-        queued: &[WorkloadId],
-        workloads: &[WorkloadId],
-        deadline: bool,
-    ) {
+    pub(crate) fn tell(&self, effects: &Effects) {
+        let Effects { workloads, workers, parcels: _, queued, deadline, registry } = effects;
         let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
         news.extend(workers.iter().copied().map(News::Worker));
         news.extend(queued.iter().copied().map(News::Queued));
         news.extend(workloads.iter().copied().map(News::Workload));
         news.extend(deadline.then_some(News::Deadline));
+        news.extend(registry.then_some(News::Registry));
         if !news.is_empty() {
             self.some.notify_one();
         }
@@ -179,6 +181,7 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
             Some(News::Queued(id)) => queued.push(id),
             Some(News::Workload(id)) => scheduler.hints.changed(id.uuid()),
             Some(News::Deadline) => scheduler.hints.timer().notify_one(),
+            Some(News::Registry) => scheduler.hints.changed(ALL_WORKERS),
             // There is too much to tell.
             None => scheduler.dispatch.catch_up().await,
         }
@@ -195,7 +198,13 @@ mod tests {
         let gossip = Gossip::new();
         let workloads: Vec<_> = (0..500).map(|_| WorkloadId::new()).collect();
         let worker = WorkerId::new();
-        gossip.tell(&[worker, worker], &workloads[..1], &workloads, true);
+        gossip.tell(&Effects {
+            workers: vec![worker, worker],
+            queued: workloads[..1].to_vec(),
+            workloads: workloads.clone(),
+            deadline: true,
+            ..Effects::default()
+        });
         let hints = gossip.hints();
         assert!(hints.len() > 1 && hints.iter().all(|hint| hint.len() <= LONGEST));
         let words = hints.iter().flat_map(|hint| hint.split(' ').skip(1));
@@ -205,7 +214,7 @@ mod tests {
         assert_eq!(gossip.hints(), [""; 0], "it was told");
 
         let many: Vec<_> = (0..=MOST).map(|_| WorkloadId::new()).collect();
-        gossip.tell(&[], &[], &many, false);
+        gossip.tell(&Effects { workloads: many, ..Effects::default() });
         let [hint] = <[String; 1]>::try_from(gossip.hints()).expect("one hint");
         assert!(hint.ends_with(" *"));
         assert_eq!(News::parse("*"), None);

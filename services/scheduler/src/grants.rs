@@ -435,9 +435,10 @@ struct NewWorkload<'r> {
     whereabouts: Option<String>,
     waiting_for: &'r str,
     priority: i64,
+    interruptible: bool,
 }
 
-const NEW_WORKLOAD: [(&str, Column); 15] = [
+const NEW_WORKLOAD: [(&str, Column); 16] = [
     ("id", Column::Uuid),
     ("sequence", Column::Uuid),
     ("team", Column::Text),
@@ -453,6 +454,7 @@ const NEW_WORKLOAD: [(&str, Column); 15] = [
     ("whereabouts", Column::Text),
     ("waiting_for", Column::Text),
     ("priority", Column::Integer),
+    ("interruptible", Column::Boolean),
 ];
 
 /// Writes the workloads that are new: those that are placed as assigned, those that nothing was planned for as they are.
@@ -503,6 +505,7 @@ async fn submit(
             whereabouts,
             waiting_for: if grant.is_some() { "[]" } else { &row.waiting_for },
             priority: row.priority,
+            interruptible: row.interruptible,
         });
     }
     if fresh.is_empty() {
@@ -511,9 +514,9 @@ async fn submit(
     let backend = txn.get_database_backend();
     let query = format!(
         "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
-         queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority)
+         queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority, interruptible)
          SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
-         attempt_id, whereabouts, '[]', waiting_for, priority FROM ({}) AS given",
+         attempt_id, whereabouts, '[]', waiting_for, priority, interruptible FROM ({}) AS given",
         rows::query(backend, 1, &NEW_WORKLOAD)
     );
     txn.execute_raw(Statement::from_sql_and_values(backend, query, [rows::value(&fresh)?])).await?;

@@ -4,6 +4,7 @@
 //! replicas changed is told by [`crate::gossip`].
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use domain::{WorkerId, WorkloadId};
@@ -21,8 +22,13 @@ struct Inner {
     changed: Mutex<Changed>,
     dispatch: Notify,
     timer: Notify,
+    registry: Notify,
+    /// Whether a worker shall land or go, as far as is known here.
+    someone_goes: AtomicBool,
 }
 
+/// What stands for all workers where somebody hears of changes of any.
+pub(crate) const ALL_WORKERS: Uuid = Uuid::nil();
 /// What was changed in this process, and the dispatcher has not seen yet.
 #[derive(Debug, Default)]
 pub(crate) struct Changed {
@@ -80,6 +86,23 @@ impl Hints {
     /// A deadline was set.
     pub(crate) fn timer(&self) -> &Notify {
         &self.0.timer
+    }
+
+    /// Something is to be done about workers that shall land or go.
+    pub(crate) fn registry(&self) -> &Notify {
+        &self.0.registry
+    }
+
+    /// Whether a worker shall land or go: then whatever changes about a worker's leases may be what that waits for.
+    pub(crate) fn someone_goes(&self, someone: bool) {
+        self.0.someone_goes.store(someone, Ordering::Relaxed);
+    }
+
+    /// Leases of a worker have changed.
+    pub(crate) fn leases_changed(&self) {
+        if self.0.someone_goes.load(Ordering::Relaxed) {
+            self.0.registry.notify_one();
+        }
     }
 
     fn subscribers(&self) -> MutexGuard<'_, HashMap<Uuid, watch::Sender<()>>> {

@@ -32,7 +32,9 @@ mod queue;
 #[cfg(test)]
 mod random_operations;
 mod reconcile;
+mod registry;
 mod service;
+mod set_aside;
 mod store;
 mod workers;
 mod workloads;
@@ -68,6 +70,7 @@ struct Schema;
 impl Migrations for Schema {
     const ALL: &'static [SqlMigration] = &[
         SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") },
+        SqlMigration { name: "0002_registry", sql: include_str!("migrations/0002_registry.sql") },
         SqlMigration { name: "0003_grants", sql: include_str!("migrations/0003_grants.sql") },
     ];
 }
@@ -117,6 +120,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     host.spawn(expire::expire_forever(scheduler.clone()));
     host.spawn(outbox::redeliver_forever(scheduler.clone()));
     host.spawn(reconcile::reconcile_forever(scheduler.clone()));
+    host.spawn(registry::see_off_forever(scheduler.clone()));
     host.add_service(
         WorkloadsServer::new(grpc::WorkloadsService(scheduler.clone()))
             .max_decoding_message_size(MESSAGE_LIMIT),

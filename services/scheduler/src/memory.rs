@@ -17,7 +17,7 @@ use uuid::Uuid;
 use crate::config::Config;
 use crate::entity::worker::State;
 use crate::entity::{contact, from_json, worker};
-use crate::placement::{Index, Load, Resources, Worker};
+use crate::placement::{Index, Load, Resources, Trust, Worker};
 
 /// How often everything is read anew.
 const WHOLE_EVERY: Duration = Duration::from_secs(60);
@@ -109,6 +109,12 @@ impl Facts {
             state: row.state,
             awaited: contact.is_some_and(|contact| contact.last_contact_at < contact.patient_since),
             just_lost: row.state == State::Lost && silent < self.lost_after + self.remember,
+            unsupported_versions: from_json(&row.unsupported_versions)?,
+            trust: match row.set_aside_until {
+                Some(_) => Trust::SetAside(row.last_failure.clone()),
+                None if row.set_asides > 0 => Trust::OnProbation(row.last_failure.clone()),
+                None => Trust::Full,
+            },
             labels: match self.labels.get(&row.labels) {
                 Some(labels) => labels.clone(),
                 None => Arc::new(from_json(&row.labels)?),
@@ -142,6 +148,18 @@ impl Facts {
         }
         Ok(())
     }
+}
+
+/// All workers as they are, within a transaction. For what is rare: it reads them all.
+pub(crate) async fn index(db: &impl ConnectionTrait, config: &Config) -> Result<Index, DbErr> {
+    let mut facts = Facts::new(config);
+    let contacts = contact::Entity::find().all(db).await?;
+    facts.contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
+    let mut index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
+    for row in worker::Entity::find().all(db).await? {
+        index.put(facts.as_placed(&row)?);
+    }
+    Ok(index)
 }
 
 impl Memory {

@@ -86,7 +86,8 @@ impl Ending {
 /// What the end of an attempt means. `started`: it may have started; `stop`: somebody wanted it to stop.
 ///
 /// A wish to stop decides the outcome even where the process was faster: whoever wished it was told that it holds.
-pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -> Next {
+/// Only one that was to be interrupted ends as it does where the process was faster.
+pub(crate) fn decide(started: bool, interruptible: bool, stop: Option<StopReason>, end: AttemptEnd) -> Next {
     let (report, without_word) = match end {
         AttemptEnd::Reported(report) => (report, None),
         AttemptEnd::WorkerLost => {
@@ -106,7 +107,13 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
                 Ending::errored(FailureReason::RunTimeout, "it ran for longer than its run timeout");
             return Next::End(Ending { exit, ..timed_out });
         }
-        None => {}
+        Some(StopReason::Interrupted) if !ended_by_itself(exit, failure.as_ref()) => {
+            let message = "its worker was landed or retired, and the time that it had for that is over";
+            let interrupted = Ending::errored(FailureReason::Interrupted, message);
+            let again = !started || interruptible;
+            return if again { Next::Again } else { Next::End(Ending { exit, ..interrupted }) };
+        }
+        Some(StopReason::Interrupted) | None => {}
     }
     if let Some((reason, message)) = without_word {
         return if started { Next::End(Ending::errored(reason, message)) } else { Next::Again };
@@ -133,6 +140,31 @@ pub(crate) fn decide(started: bool, stop: Option<StopReason>, end: AttemptEnd) -
         }
     };
     Next::End(Ending { outcome, exit, failure, outputs, caches })
+}
+
+/// Whether a process that was to be interrupted had ended before it was.
+fn ended_by_itself(exit: Option<Exit>, failure: Option<&Failure>) -> bool {
+    exit.is_some() && failure.is_none_or(|failure| failure.reason != FailureReason::Interrupted)
+}
+
+/// How many attempts at one workload may end through the fault of their worker before the last one counts.
+pub(crate) const MOST_FAULTS: usize = 10;
+
+/// What a worker did wrong, if an attempt that its gateway reports as `report` ended through its fault before the process was started; then
+/// another worker may try. `announced`: the process was about to start, so only a failure that says that it was not counts.
+pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) -> Option<&Failure> {
+    let failure = report.failure.as_ref().filter(|_| report.exit.is_none() && stop.is_none())?;
+    let of_the_worker = match failure.reason {
+        FailureReason::StartFailed | FailureReason::CgroupUnavailable | FailureReason::Unsupported => true,
+        FailureReason::DiskFull | FailureReason::WorkerFailed => !announced && report.started_at.is_none(),
+        _ => false,
+    };
+    of_the_worker.then_some(failure)
+}
+
+/// Whether a fault speaks against the worker itself, and not only against giving it this workload.
+pub(crate) fn is_held_against(failure: &Failure) -> bool {
+    failure.reason != FailureReason::Unsupported
 }
 
 #[cfg(test)]
@@ -164,7 +196,7 @@ mod tests {
         stop: Option<StopReason>,
         end: AttemptEnd,
     ) -> (Option<Outcome>, Option<FailureReason>, usize) {
-        match decide(started, stop, end) {
+        match decide(started, false, stop, end) {
             Next::Again => (None, None, 0),
             Next::End(ending) => {
                 let reason = ending.failure.map(|failure| failure.reason);
@@ -248,9 +280,70 @@ mod tests {
             ),
             (true, Some(RunTimeout), AttemptEnd::Unknown, Some(Errored), Some(FailureReason::RunTimeout), 0),
         ];
+        let interrupted = StopReason::Interrupted;
+        let cases = cases.into_iter().chain([
+            (false, Some(interrupted), AttemptEnd::Unknown, None, None, 0),
+            (
+                true,
+                Some(interrupted),
+                AttemptEnd::WorkerLost,
+                Some(Errored),
+                Some(FailureReason::Interrupted),
+                0,
+            ),
+            (
+                true,
+                Some(interrupted),
+                report(Some(Exit::Signal(15)), Some(FailureReason::Interrupted)),
+                Some(Errored),
+                Some(FailureReason::Interrupted),
+                0,
+            ),
+            // It was faster.
+            (true, Some(interrupted), report(code(0), None), Some(Succeeded), None, 1),
+        ]);
         for (started, stop, end, expected, reason, outputs) in cases {
             let shown = format!("{started} {stop:?} {end:?}");
             assert_eq!(outcome(started, stop, end), (expected, reason, outputs), "{shown}");
         }
+    }
+
+    #[test]
+    fn what_may_be_interrupted_begins_again_unless_it_was_faster() {
+        let stop = Some(StopReason::Interrupted);
+        let stopped = report(Some(Exit::Signal(15)), Some(FailureReason::Interrupted));
+        assert_eq!(decide(true, true, stop, stopped), Next::Again);
+        assert_eq!(decide(true, true, stop, AttemptEnd::WorkerLost), Next::Again);
+        let faster = report(Some(Exit::Code(3)), None);
+        assert!(matches!(decide(true, true, stop, faster), Next::End(_)));
+        // That it may be interrupted does not mean that it may be lost.
+        assert!(matches!(decide(true, true, None, AttemptEnd::WorkerLost), Next::End(_)));
+    }
+
+    #[test]
+    fn only_what_surely_did_not_start_is_tried_elsewhere() {
+        let of = |exit: Option<Exit>, reason: FailureReason| match report(exit, Some(reason)) {
+            AttemptEnd::Reported(report) => report,
+            lost => panic!("{lost:?}"),
+        };
+        let is_fault =
+            |announced: bool, stop: Option<StopReason>, exit: Option<Exit>, reason: FailureReason| {
+                fault(announced, stop, &of(exit, reason)).is_some()
+            };
+        for reason in
+            [FailureReason::StartFailed, FailureReason::CgroupUnavailable, FailureReason::Unsupported]
+        {
+            assert!(is_fault(false, None, None, reason) && is_fault(true, None, None, reason), "{reason}");
+        }
+        for reason in [FailureReason::WorkerFailed, FailureReason::DiskFull] {
+            assert!(is_fault(false, None, None, reason) && !is_fault(true, None, None, reason), "{reason}");
+        }
+        let callers =
+            [FailureReason::ProgramNotFound, FailureReason::InvalidMount, FailureReason::InputUnavailable];
+        for reason in callers {
+            assert!(!is_fault(false, None, None, reason), "{reason}");
+        }
+        assert!(!is_fault(false, Some(StopReason::Cancelled), None, FailureReason::StartFailed));
+        assert!(!is_fault(true, None, Some(Exit::Code(1)), FailureReason::StartFailed));
     }
 }

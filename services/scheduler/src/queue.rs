@@ -208,7 +208,8 @@ impl Queue {
 }
 
 fn key(demand: &Demand) -> LineKey {
-    (demand.shape.clone(), demand.only, demand.avoid.clone())
+    let failed_on = demand.failed_on.iter().map(|failed| failed.worker);
+    (demand.shape.clone(), demand.only, demand.avoid.iter().copied().chain(failed_on).collect())
 }
 
 /// Asks those that wait in their turn.

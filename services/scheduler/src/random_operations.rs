@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use db::Database;
 use domain::worker::{Capacity, Labels, LeaseClaims, Marker, SessionClaims};
-use domain::workload::{Exit, Image, Limits, Network, OutputMode, Stdin, WorkloadSpec};
+use domain::workload::{
+    Exit, Failure, FailureReason, Image, Limits, Network, OutputMode, Stdin, WorkloadSpec,
+};
 use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -20,11 +22,13 @@ use crate::config::Config;
 use crate::dispatch::{Ask, Dispatcher, PlaceError, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
-use crate::entity::{event, from_json, lease, worker, workload};
+use crate::entity::{event, from_json, gone_worker, lease, worker, workload};
 use crate::events::Event;
 use crate::leases::{self, RenewError};
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
+use crate::registry::{self, Down, RegistryError};
+use crate::set_aside;
 use crate::workers::{self, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
@@ -48,6 +52,12 @@ struct Seen {
     ended_leases: HashSet<LeaseId>,
     /// Microseconds by which the clock was moved.
     moved: i64,
+    /// The live leases of workers that shall land or retire, when everything was at rest last, unless they may have run since.
+    down: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
+    /// Workers that have gone.
+    gone: HashSet<uuid::Uuid>,
+    /// The last revision of workers.
+    revision: i64,
 }
 
 #[derive(Clone)]
@@ -71,12 +81,17 @@ enum Operation {
     Silence,
     Contact,
     TimeOut,
+    Land,
+    Run,
+    Retire,
+    Prune,
+    SeeOff,
     PlaceDriven,
     RenewDriven,
     ReleaseDriven,
 }
 
-const OPERATIONS: [(Operation, u32); 14] = [
+const OPERATIONS: [(Operation, u32); 19] = [
     (Operation::Submit, 8),
     (Operation::Dispatch, 8),
     (Operation::Start, 8),
@@ -88,12 +103,18 @@ const OPERATIONS: [(Operation, u32); 14] = [
     (Operation::Silence, 1),
     (Operation::Contact, 5),
     (Operation::TimeOut, 3),
+    (Operation::Land, 2),
+    (Operation::Run, 4),
+    (Operation::Retire, 1),
+    (Operation::Prune, 1),
+    (Operation::SeeOff, 5),
     (Operation::PlaceDriven, 2),
     (Operation::RenewDriven, 2),
     (Operation::ReleaseDriven, 2),
 ];
 
-fn spec() -> WorkloadSpec {
+/// Every third may be interrupted.
+fn spec(id: WorkloadId) -> WorkloadSpec {
     WorkloadSpec {
         team: "main".to_owned(),
         image: Image::Host,
@@ -114,6 +135,7 @@ fn spec() -> WorkloadSpec {
         run_timeout: Some(Duration::from_secs(5)),
         build: None,
         caches: vec![],
+        interruptible: id.uuid().as_u128().is_multiple_of(3),
     }
 }
 
@@ -167,6 +189,7 @@ impl World {
                 memory_bytes: Some(25),
                 ..Capacity::default()
             },
+            ephemeral: false,
         };
         let session = self
             .db
@@ -182,8 +205,63 @@ impl World {
                 }
             }),
             Err(SessionError::Database(error)) => panic!("hello: {error}"),
-            Err(SessionError::Stale | SessionError::AlreadyAttended) => {}
+            Err(
+                SessionError::Stale
+                | SessionError::AlreadyAttended
+                | SessionError::Leaving
+                | SessionError::Retired
+                | SessionError::Forgotten,
+            ) => {}
+            Err(SessionError::OtherTeam) => panic!("all workers are all teams'"),
         }
+    }
+
+    /// What the service does about workers that shall land or go. The store keeps nothing.
+    async fn see_off(&self) {
+        for row in registry::going(self.db.read()).await.expect("workers") {
+            let live = lease::Entity::find()
+                .filter(lease::Column::WorkerId.eq(row.id))
+                .filter(lease::Column::State.ne(lease::State::Ended))
+                .all(self.db.read())
+                .await
+                .expect("leases");
+            let how = match row.desired {
+                _ if row.leaving.is_some() => gone_worker::WorkerEnd::Pruned,
+                worker::Desired::Retire => gone_worker::WorkerEnd::Retired,
+                worker::Desired::Land | worker::Desired::Run => {
+                    self.progress(&row, &live).await;
+                    continue;
+                }
+            };
+            self.progress(&row, &live).await;
+            let removed = self.db.write(async |txn| {
+                registry::remove(&txn, row.id, how, self.now(), &mut Effects::default()).await
+            });
+            if removed.await.expect("removed or not") {
+                self.seen(|seen| _ = seen.gone.insert(row.id));
+            }
+        }
+    }
+
+    async fn progress(&self, row: &worker::Model, live: &[lease::Model]) {
+        let load = registry::loads(self.db.read(), &[row.id]).await.expect("loads");
+        let load = load.get(&row.id).copied().unwrap_or_default();
+        let due = row.interrupt_at.is_some_and(|at| at <= self.now().0);
+        if due || load.uninterruptible == 0 {
+            for lease in live {
+                let Some(workload) = lease.workload_id.map(WorkloadId::from_uuid) else { continue };
+                let interrupted = self.db.write(async |txn| {
+                    let mut effects = Effects::default();
+                    workloads::interrupt(&txn, workload, lease, due, Duration::from_secs(1), &mut effects)
+                        .await
+                });
+                interrupted.await.expect("told to stop");
+            }
+        }
+        let noted = self.db.write(async |txn| {
+            registry::note_progress(&txn, row, due, self.now(), &mut Effects::default()).await
+        });
+        noted.await.expect("noted");
     }
 
     async fn end_orphans(&self) {
@@ -237,7 +315,7 @@ impl World {
             Operation::Submit => {
                 let again = self.seen(|seen| seen.workloads.choose(&mut dice).copied());
                 let id = again.filter(|_| dice.random_bool(0.2)).unwrap_or_else(WorkloadId::new);
-                let submission = Arc::new(Submission::new(id, spec(), None));
+                let submission = Arc::new(Submission::new(id, spec(id), None));
                 match self.ask(&mut dice, now, |answer| Request::Submit(submission, answer)).await {
                     Ok(()) => {}
                     // All of them are lost.
@@ -271,12 +349,23 @@ impl World {
             }
             Operation::Finish => {
                 let Some(claims) = claims else { return };
-                let exit = Some(Exit::Code(dice.random_range(0..2)));
+                let fails = dice.random_bool(0.2);
+                let interrupted = dice.random_bool(0.2);
+                let exit = Some(Exit::Code(dice.random_range(0..2))).filter(|_| !fails);
+                let reason = if fails { FailureReason::StartFailed } else { FailureReason::Interrupted };
+                let failure = (fails || interrupted).then(|| Failure { reason, message: "no".to_owned() });
                 let finished = self.db.write(async |txn| {
-                    let report = Report { exit, ..Report::default() };
-                    workloads::finish_attempt(&txn, &claims, report, now, &mut Effects::default()).await
+                    let report = Report { exit, failure: failure.clone(), ..Report::default() };
+                    let mut effects = Effects::default();
+                    workloads::finish_attempt(&txn, &claims, report, &self.config, now, &mut effects).await
                 });
                 match finished.await {
+                    Ok(()) if fails => {
+                        // It says that it was not started after all.
+                        if let Some((workload, _)) = claims.attempt {
+                            self.seen(|seen| seen.started.entry(workload).or_default().remove(&claims.lease));
+                        }
+                    }
                     Ok(()) | Err(AttemptError::LeaseLost) => {}
                     Err(AttemptError::Database(error)) => panic!("finish: {error}"),
                 }
@@ -317,8 +406,9 @@ impl World {
                 let lost = i64::try_from(self.config.lost_after.as_micros()).expect("fits");
                 self.seen(|seen| seen.moved += lost + 1);
                 let now = self.now();
-                let noticed =
-                    self.db.write(async |txn| workers::notice_silence(&txn, &self.config, now).await);
+                let noticed = self.db.write(async |txn| {
+                    workers::notice_silence(&txn, &self.config, now, &mut Effects::default()).await
+                });
                 noticed.await.expect("noticed");
                 self.end_orphans().await;
             }
@@ -328,9 +418,8 @@ impl World {
                 let contact = self.db.write(async |txn| {
                     workers::observe(&txn, &session, Kept::default(), now, &mut Effects::default()).await
                 });
-                match contact.await {
-                    Ok(()) | Err(SessionError::Stale | SessionError::AlreadyAttended) => {}
-                    Err(SessionError::Database(error)) => panic!("contact: {error}"),
+                if let Err(SessionError::Database(error)) = contact.await {
+                    panic!("contact: {error}");
                 }
             }
             Operation::TimeOut => {
@@ -346,7 +435,49 @@ impl World {
                 let expired =
                     self.db.write(async |txn| leases::expire(&txn, now, &mut Effects::default()).await);
                 expired.await.expect("expired");
+                let tried = self
+                    .db
+                    .write(async |txn| set_aside::put_on_probation(&txn, now, &mut Effects::default()).await);
+                tried.await.expect("tried again");
             }
+            Operation::Land | Operation::Retire => {
+                let name = format!("worker-{}", dice.random_range(0..WORKERS));
+                let after = dice.random_bool(0.3).then(|| Duration::from_secs(3));
+                let down = match operation {
+                    Operation::Land => Down::Land,
+                    _ => Down::Retire { force: dice.random_bool(0.5) },
+                };
+                let told = self.db.write(async |txn| {
+                    let mut effects = Effects::default();
+                    registry::bring_down(&txn, &name, down, after, now, &mut effects).await
+                });
+                match told.await {
+                    Ok(_) | Err(RegistryError::NotFound(_)) => {}
+                    Err(error) => panic!("{down:?}: {error}"),
+                }
+            }
+            Operation::Run => {
+                // From here on it may get leases.
+                let name = format!("worker-{}", dice.random_range(0..WORKERS));
+                self.seen(|seen| seen.down.clear());
+                let told =
+                    self.db.write(async |txn| registry::run(&txn, &name, &mut Effects::default()).await);
+                match told.await {
+                    Ok(_) | Err(RegistryError::NotFound(_)) => {}
+                    Err(error) => panic!("run: {error}"),
+                }
+            }
+            Operation::Prune => {
+                let name = format!("worker-{}", dice.random_range(0..WORKERS));
+                let told =
+                    self.db.write(async |txn| registry::prune(&txn, &name, &mut Effects::default()).await);
+                match told.await {
+                    Ok(()) | Err(RegistryError::NotFound(_) | RegistryError::InContact(_)) => {}
+                    Err(error) => panic!("prune: {error}"),
+                }
+                self.end_orphans().await;
+            }
+            Operation::SeeOff => self.see_off().await,
             Operation::PlaceDriven => {
                 let kinds = [Kind::Task, Kind::Check, Kind::Transfer];
                 let group = dice.random_bool(0.3).then_some(1);
@@ -445,6 +576,7 @@ impl World {
                 worker.name
             );
             assert!(worker.max_tasks.is_none_or(|max| tasks <= max), "{} has {tasks} tasks", worker.name);
+            self.check_worker(&worker, &live).await;
         }
         let mut held = HashSet::new();
         for lease in &live {
@@ -455,13 +587,50 @@ impl World {
         }
         let started = self.seen(|seen| seen.started.clone());
         for (workload, attempts) in started {
-            assert_eq!(attempts.len(), 1, "{workload} was started twice");
+            assert!(
+                attempts.len() <= 1 || spec(workload).interruptible,
+                "{workload} was started twice, and may not be interrupted"
+            );
         }
         let ended = all.iter().filter(|lease| lease.state == lease::State::Ended);
         let ended: HashSet<_> = ended.map(|lease| LeaseId::from_uuid(lease.id)).collect();
+        let live: HashSet<_> = live.iter().map(|lease| LeaseId::from_uuid(lease.id)).collect();
         self.seen(|seen| {
-            assert!(seen.ended_leases.is_subset(&ended), "a lease that had ended is live again");
-            seen.ended_leases = ended;
+            // Those of workers that have gone are forgotten.
+            assert!(seen.ended_leases.is_disjoint(&live), "a lease that had ended is live again");
+            seen.ended_leases.extend(ended);
+        });
+    }
+
+    async fn check_worker(&self, worker: &worker::Model, live: &[&lease::Model]) {
+        let own: HashSet<_> =
+            live.iter().filter(|lease| lease.worker_id == worker.id).map(|lease| lease.id).collect();
+        let load = registry::loads(self.db.read(), &[worker.id]).await.expect("loads");
+        let load = load.get(&worker.id).copied().unwrap_or_default();
+        assert_eq!(load.leases as usize, own.len());
+        if worker.landed_at.is_some() {
+            assert_ne!(worker.desired, worker::Desired::Run, "{} runs and has landed", worker.name);
+            assert_eq!(load.uninterruptible, 0, "{} has landed, and something holds it up", worker.name);
+        }
+        let last = registry::revisions(self.db.read()).await.expect("revisions").last;
+        assert!(worker.revision <= last, "{} has a revision that was never handed out", worker.name);
+        self.seen(|seen| {
+            assert!(seen.revision <= last, "revisions fall");
+            seen.revision = last;
+            assert!(!seen.gone.contains(&worker.id), "{} has gone and is there", worker.name);
+            if worker.desired == worker::Desired::Run {
+                assert_eq!(
+                    seen.down.remove(&worker.id),
+                    None,
+                    "{} runs, and nobody wanted that",
+                    worker.name
+                );
+                return;
+            }
+            if let Some(before) = seen.down.get(&worker.id) {
+                assert!(own.is_subset(before), "{} got a lease on its way down", worker.name);
+            }
+            seen.down.insert(worker.id, own);
         });
     }
 
@@ -505,6 +674,7 @@ impl World {
             self.hello(worker, MarkerId::new()).await;
         }
         self.end_orphans().await;
+        self.see_off().await;
         for id in self.seen(|seen| seen.workloads.clone()) {
             let cancelled = self.db.write(async |txn| {
                 workloads::cancel(&txn, "main", id, Duration::ZERO, self.now(), &mut Effects::default()).await

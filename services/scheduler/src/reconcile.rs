@@ -13,6 +13,7 @@ use sea_orm::DbErr;
 use crate::effects::Effects;
 use crate::leases;
 use crate::outbox::{self, Message, Settlement};
+use crate::registry;
 use crate::service::Scheduler;
 use crate::store::Holder;
 use crate::workloads;
@@ -40,6 +41,7 @@ async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
     }
     let before = now - config.keep_finished;
     while scheduler.db.write(async |txn| workloads::forget(&txn, before).await).await? > 0 {}
+    scheduler.db.write(async |txn| registry::forget(&txn, before).await).await?;
     scheduler.db.write(async |txn| leases::forget(&txn, before).await).await
 }
 

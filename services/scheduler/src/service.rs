@@ -22,13 +22,14 @@ use crate::entity::worker;
 use crate::entity::workload::State;
 use crate::events::InputProgress;
 use crate::gossip::Gossip;
-use crate::hints::Hints;
+use crate::hints::{ALL_WORKERS, Hints};
 use crate::leases::{self, RenewError};
 use crate::outbox;
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Choice, Demand, Location, Refusals};
+use crate::registry::{self, Down, Forget, RegistryError};
 use crate::store::Store;
-use crate::workers::{self, Hello, Kept, SessionError};
+use crate::workers::{self, Hello, Kept, SessionError, Worker};
 use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError, Write};
 
 /// What every handler and loop has. Cheap to clone; clones share it.
@@ -101,11 +102,18 @@ impl Scheduler {
 
     /// The same of what the dispatcher did, which knows that.
     pub(crate) fn announce_granted(&self, effects: Effects) {
-        let Effects { workloads, workers, parcels, queued, deadline } = effects;
         if self.config.share_hints {
-            self.gossip.tell(&workers, &queued, &workloads, deadline);
+            self.gossip.tell(&effects);
         }
+        let Effects { workloads, workers, parcels, queued: _, deadline, registry } = effects;
         workers.iter().for_each(|worker| self.hints.changed(worker.uuid()));
+        if !workers.is_empty() {
+            self.hints.leases_changed();
+        }
+        if registry {
+            self.hints.changed(ALL_WORKERS);
+            self.hints.registry().notify_one();
+        }
         workloads.iter().for_each(|workload| self.hints.changed(workload.uuid()));
         if deadline {
             self.hints.timer().notify_one();
@@ -254,7 +262,7 @@ impl Scheduler {
         self.change(async |txn| {
             let mut effects = Effects::default();
             let now = Timestamp::now();
-            workloads::finish_attempt(&txn, claims, report.clone(), now, &mut effects).await?;
+            workloads::finish_attempt(&txn, claims, report.clone(), &self.config, now, &mut effects).await?;
             Ok::<_, AttemptError>(((), effects))
         })
         .await
@@ -360,6 +368,78 @@ impl Scheduler {
         .await
     }
 
+    /// Lists the worker of a gateway with which we cannot speak.
+    pub(crate) async fn list_incompatible(
+        &self,
+        hello: &Hello,
+        versions: &[u32],
+    ) -> Result<(), SessionError> {
+        self.change(async |txn| {
+            let (now, mut effects) = (Timestamp::now(), Effects::default());
+            workers::list_incompatible(&txn, hello, versions, &self.config, now, &mut effects).await?;
+            Ok::<_, SessionError>(((), effects))
+        })
+        .await
+    }
+
+    /// Lets a worker land or retire. Answers it as it is then. `None`: it has gone.
+    pub(crate) async fn bring_down(
+        &self,
+        worker: &str,
+        down: Down,
+        interrupt_after: Option<Duration>,
+    ) -> Result<Option<Worker>, RegistryError> {
+        if down == (Down::Retire { force: false })
+            && let Some(known) = workers::get(self.db.read(), &self.config, worker).await?
+        {
+            self.store.forget_worker(known.placed.id, Forget::Check).await.map_err(RegistryError::Kept)?;
+        }
+        let id = self
+            .change(async |txn| {
+                let (now, mut effects) = (Timestamp::now(), Effects::default());
+                let id = registry::bring_down(&txn, worker, down, interrupt_after, now, &mut effects).await?;
+                Ok::<_, RegistryError>((id, effects))
+            })
+            .await?;
+        self.worker_now(id).await
+    }
+
+    /// Lets a worker take work again. `None`: it was retired, and may register again.
+    pub(crate) async fn run_worker(&self, worker: &str) -> Result<Option<Worker>, RegistryError> {
+        let id = self
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                let id = registry::run(&txn, worker, &mut effects).await?;
+                Ok::<_, RegistryError>((id, effects))
+            })
+            .await?;
+        self.worker_now(id).await
+    }
+
+    async fn worker_now(&self, worker: Option<WorkerId>) -> Result<Option<Worker>, RegistryError> {
+        let Some(id) = worker else { return Ok(None) };
+        Ok(workers::get(self.db.read(), &self.config, &id.to_string()).await?)
+    }
+
+    /// Forgets a worker that is not in contact. It has gone, but for what is left of its leases, once this answers.
+    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<(), RegistryError> {
+        let id = self.db.write(async |txn| registry::prunable(&txn, worker).await).await?;
+        if let Some(id) = id {
+            if !force {
+                self.store.forget_worker(id, Forget::Check).await.map_err(RegistryError::Kept)?;
+            }
+            self.change(async |txn| {
+                let mut effects = Effects::default();
+                registry::prune(&txn, worker, &mut effects).await?;
+                Ok::<_, RegistryError>(((), effects))
+            })
+            .await?;
+        }
+        self.end_orphans().await?;
+        registry::see_all_off(self, &mut registry::Asked::new()).await?;
+        Ok(())
+    }
+
     /// Ends the leases under which nothing can be running any more.
     pub(crate) async fn end_orphans(&self) -> Result<(), DbErr> {
         for lease in workers::orphans(self.db.read()).await? {
@@ -399,7 +479,7 @@ impl Scheduler {
         Ok(())
     }
 
-    async fn end_lease(&self, lease: LeaseId, by: EndedBy) -> Result<(), DbErr> {
+    pub(crate) async fn end_lease(&self, lease: LeaseId, by: EndedBy) -> Result<(), DbErr> {
         self.change(async |txn| {
             let mut effects = Effects::default();
             leases::end(&txn, lease, by, Timestamp::now(), &mut effects).await?;

@@ -4,20 +4,25 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use domain::workload::{Outcome, OutputOwner};
-use domain::{ArtifactId, AttemptId, CacheId, Timestamp, WorkloadId};
+use domain::{ArtifactId, AttemptId, CacheId, Timestamp, WorkerId, WorkloadId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::pins_client::PinsClient;
 use rpc::{Peer, Refusal};
 use tonic::Request;
 
 use crate::outbox::Settlement;
 use crate::placement::Location;
+use crate::registry::Forget;
 use crate::workloads::Submission;
 
 /// How long a call may take.
 const DEADLINE: Duration = Duration::from_secs(10);
+
+/// How long it may take to forget a worker, which may have held a lot.
+const FORGETTING: Duration = Duration::from_secs(60);
 
 /// Calls the store. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -25,6 +30,7 @@ pub(crate) struct Store {
     pins: PinsClient<Peer>,
     artifacts: ArtifactsClient<Peer>,
     caches: CachesClient<Peer>,
+    inventory: InventoryClient<Peer>,
 }
 
 /// A workload that the store keeps something for.
@@ -47,7 +53,8 @@ impl Store {
         Self {
             pins: PinsClient::new(peer.clone()),
             artifacts: ArtifactsClient::new(peer.clone()),
-            caches: CachesClient::new(peer),
+            caches: CachesClient::new(peer.clone()),
+            inventory: InventoryClient::new(peer),
         }
     }
 
@@ -149,6 +156,19 @@ impl Store {
         let request =
             pb::EndAttemptRequest { holder_id: workload.to_string(), attempt_id: attempt.to_string() };
         self.pins.clone().end_attempt(within(request)).await?;
+        Ok(())
+    }
+
+    /// Forgets a worker with all that it held, or says whether that would lose something that is kept.
+    pub(crate) async fn forget_worker(&self, worker: WorkerId, forget: Forget) -> Result<(), Refusal> {
+        let request = pb::ForgetWorkerRequest {
+            worker_id: worker.to_string(),
+            force: forget == Forget::Now,
+            only_check: forget == Forget::Check,
+        };
+        let mut request = Request::new(request);
+        request.set_timeout(FORGETTING);
+        self.inventory.clone().forget_worker(request).await?;
         Ok(())
     }
 

@@ -9,6 +9,7 @@
 //! ([`hello`]); what an older session says changes nothing ([`observe`]). What a worker shall do (`desired`) is never
 //! changed by what it says.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use domain::worker::{Capacity, Incarnation, Labels, Marker, Session, SessionClaims};
@@ -22,10 +23,13 @@ use uuid::Uuid;
 
 use crate::config::Config;
 use crate::effects::Effects;
+use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::worker::{self, Desired, Model, State};
-use crate::entity::{contact, lease, to_json, workload};
+use crate::entity::{contact, from_json, lease, to_json, workload};
 use crate::memory::Facts;
 use crate::placement;
+use crate::registry::{self, Load};
+use crate::set_aside;
 
 /// Between two writes of a contact time that says nothing new, at least this much passes.
 pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
@@ -41,6 +45,8 @@ pub(crate) struct Hello {
     pub(crate) endpoint: String,
     pub(crate) labels: Labels,
     pub(crate) capacity: Capacity,
+    /// It is gone for good once it is lost.
+    pub(crate) ephemeral: bool,
 }
 
 /// A gateway may not speak for a worker.
@@ -52,6 +58,18 @@ pub(crate) enum SessionError {
     /// Another gateway attends it and is in contact.
     #[error("another gateway attends this worker")]
     AlreadyAttended,
+    /// Its name is that of another team's worker, or of all teams'.
+    #[error("the worker of this name is not of this team")]
+    OtherTeam,
+    /// It was retired.
+    #[error("this worker was retired")]
+    Retired,
+    /// It was forgotten.
+    #[error("this worker was forgotten")]
+    Forgotten,
+    /// It is being forgotten just now.
+    #[error("this worker is being forgotten")]
+    Leaving,
     /// The database does not answer.
     #[error("the database failed")]
     Database(#[from] DbErr),
@@ -76,6 +94,16 @@ pub(crate) struct Worker {
     pub(crate) last_contact_at: Timestamp,
     /// Since when it has the TTL to come back, if it was not in contact since.
     pub(crate) awaited_since: Option<Timestamp>,
+    pub(crate) load: Load,
+    pub(crate) ephemeral: bool,
+    pub(crate) landed_at: Option<Timestamp>,
+    pub(crate) interrupt_at: Option<Timestamp>,
+    pub(crate) held_up_by: String,
+    pub(crate) failures: u32,
+    pub(crate) last_failure: String,
+    pub(crate) set_aside_until: Option<Timestamp>,
+    pub(crate) unsupported_versions: Vec<u32>,
+    pub(crate) revision: i64,
 }
 
 /// The next number, which no scheduler that lost its database hands out again.
@@ -104,6 +132,7 @@ pub(crate) async fn hello(
         .lock_exclusive()
         .one(txn)
         .await?;
+    may_register(txn, hello, known.as_ref()).await?;
     let (id, incarnation, session, generation) = match &known {
         None => (Uuid::now_v7(), now.0, now.0, 1),
         Some(known) => {
@@ -138,6 +167,13 @@ pub(crate) async fn hello(
         labels: Set(to_json(&hello.labels)?),
         disk_bytes: Set(number(hello.capacity.disk_bytes)),
         registered_at: known.as_ref().map_or(Set(now.0), |_| sea_orm::NotSet),
+        ephemeral: Set(hello.ephemeral),
+        unsupported_versions: Set("[]".to_owned()),
+        ..match &known {
+            // What made it fail may have gone with its last life.
+            Some(known) if known.incarnation == incarnation => Default::default(),
+            _ => set_aside::forgiven(),
+        }
     };
     match known {
         None => _ = worker::Entity::insert(row).exec_without_returning(txn).await?,
@@ -161,6 +197,7 @@ pub(crate) async fn hello(
     contact::Entity::insert(contact).on_conflict(again).exec_without_returning(txn).await?;
 
     let worker = WorkerId::from_uuid(id);
+    registry::changed(txn, &[id], effects).await?;
     effects.workers.push(worker);
     Ok(SessionClaims {
         worker,
@@ -168,6 +205,97 @@ pub(crate) async fn hello(
         session: Session(unsigned(session)),
         instance: hello.instance,
     })
+}
+
+/// Whether the worker that says `hello` may be the one that is known by its name.
+async fn may_register(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    known: Option<&Model>,
+) -> Result<(), SessionError> {
+    match known {
+        Some(known) if known.leaving.is_some() => Err(SessionError::Leaving),
+        Some(known) if from_json::<Labels>(&known.labels)?.team != hello.labels.team => {
+            Err(SessionError::OtherTeam)
+        }
+        Some(_) => Ok(()),
+        None if registry::is_retired(txn, &hello.name, hello.marker.id.uuid()).await? => {
+            Err(SessionError::Retired)
+        }
+        None => Ok(()),
+    }
+}
+
+/// Lists the worker that says `hello` although its gateway speaks only `versions` of the protocol, none of which we speak. Changes nothing
+/// while another gateway attends it.
+pub(crate) async fn list_incompatible(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    versions: &[u32],
+    config: &Config,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), SessionError> {
+    let known = worker::Entity::find()
+        .filter(worker::Column::Name.eq(&*hello.name))
+        .lock_exclusive()
+        .one(txn)
+        .await?;
+    may_register(txn, hello, known.as_ref()).await?;
+    let versions = to_json(&versions)?;
+    let id = match known {
+        Some(known) => {
+            continue_session(txn, hello, &known, config, now).await?;
+            // How long it is silent is counted on: what it runs has to end some time.
+            if known.unsupported_versions == versions {
+                return Ok(());
+            }
+            worker::Entity::update_many()
+                .col_expr(worker::Column::UnsupportedVersions, Expr::value(versions))
+                .filter(worker::Column::Id.eq(known.id))
+                .exec(txn)
+                .await?;
+            known.id
+        }
+        None => {
+            let id = Uuid::now_v7();
+            let row = worker::ActiveModel {
+                id: Set(id),
+                name: Set(hello.name.clone()),
+                desired: Set(Desired::Run),
+                state: Set(State::Stalled),
+                generation: Set(1),
+                active_tasks: Set(0),
+                max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
+                incarnation: Set(now.0),
+                session: Set(now.0),
+                gateway_instance: Set(hello.instance.uuid()),
+                marker_id: Set(hello.marker.id.uuid()),
+                boot_id: Set(hello.marker.boot.clone()),
+                endpoint: Set(hello.endpoint.clone()),
+                labels: Set(to_json(&hello.labels)?),
+                disk_bytes: Set(number(hello.capacity.disk_bytes)),
+                registered_at: Set(now.0),
+                ephemeral: Set(hello.ephemeral),
+                unsupported_versions: Set(versions),
+                ..Default::default()
+            };
+            worker::Entity::insert(row).exec_without_returning(txn).await?;
+            let contact = contact::ActiveModel {
+                worker_id: Set(id),
+                last_contact_at: Set(now.0),
+                patient_since: Set(now.0),
+                attended: Set(false),
+                containers: Set(0),
+                volumes: Set(0),
+                disk_free_bytes: Set(0),
+                kept_containers: Set(0),
+            };
+            contact::Entity::insert(contact).exec_without_returning(txn).await?;
+            id
+        }
+    };
+    Ok(registry::changed(txn, &[id], effects).await?)
 }
 
 /// The session in which `hello` may speak for `known`.
@@ -196,12 +324,18 @@ async fn continue_session(
     if attended { Err(SessionError::AlreadyAttended) } else { Ok(mint(known.session, now)) }
 }
 
-/// The row of the worker that `session` speaks for. Refused when a newer session or incarnation exists.
+/// The row of the worker that `session` speaks for. Refused when a newer session or incarnation exists, or the worker has gone.
 pub(crate) async fn speaks(
     db: &impl ConnectionTrait,
     session: &SessionClaims,
 ) -> Result<Model, SessionError> {
-    let row = worker::Entity::find_by_id(session.worker.uuid()).one(db).await?.ok_or(SessionError::Stale)?;
+    let Some(row) = worker::Entity::find_by_id(session.worker.uuid()).one(db).await? else {
+        let retired = registry::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired);
+        return Err(if retired { SessionError::Retired } else { SessionError::Forgotten });
+    };
+    if row.leaving.is_some() {
+        return Err(SessionError::Forgotten);
+    }
     let current =
         row.session == number(session.session.0) && row.incarnation == number(session.incarnation.0);
     if current { Ok(row) } else { Err(SessionError::Stale) }
@@ -230,7 +364,7 @@ pub(crate) async fn observe(
         .exec(txn)
         .await?;
     if row.state != State::Running {
-        set_state(txn, session, State::Running).await?;
+        set_state(txn, session, State::Running, effects).await?;
         effects.workers.push(session.worker);
     }
     Ok(())
@@ -242,6 +376,7 @@ pub(crate) async fn leave(
     txn: &DatabaseTransaction,
     session: &SessionClaims,
     contact: Timestamp,
+    effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let left = contact::Entity::update_many()
         .col_expr(contact::Column::Attended, Expr::value(false))
@@ -250,19 +385,27 @@ pub(crate) async fn leave(
         .exec(txn)
         .await?;
     if left.rows_affected > 0 {
-        set_state(txn, session, State::Stalled).await?;
+        set_state(txn, session, State::Stalled, effects).await?;
     }
     Ok(())
 }
 
-async fn set_state(txn: &DatabaseTransaction, session: &SessionClaims, state: State) -> Result<bool, DbErr> {
+async fn set_state(
+    txn: &DatabaseTransaction,
+    session: &SessionClaims,
+    state: State,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
     let set = worker::Entity::update_many()
         .col_expr(worker::Column::State, Expr::value(state))
         .filter(worker::Column::Id.eq(session.worker.uuid()))
         .filter(worker::Column::Session.eq(number(session.session.0)))
         .exec(txn)
         .await?;
-    Ok(set.rows_affected > 0)
+    if set.rows_affected > 0 {
+        registry::changed(txn, &[session.worker.uuid()], effects).await?;
+    }
+    Ok(())
 }
 
 /// It was perhaps our own silence: every worker has the TTL to come back, from `now` on. `alone`: no other replica can have a stream open, so no
@@ -318,7 +461,9 @@ pub(crate) async fn notice_silence(
     txn: &DatabaseTransaction,
     config: &Config,
     now: Timestamp,
+    effects: &mut Effects,
 ) -> Result<(), DbErr> {
+    let mut silent = Vec::new();
     for (from, to, term) in silences(config) {
         let changed = worker::Entity::update_many()
             .col_expr(worker::Column::State, Expr::value(to))
@@ -328,9 +473,10 @@ pub(crate) async fn notice_silence(
             .await?;
         for worker in changed {
             tracing::warn!(worker.name = worker.name, worker.state = ?to, "a worker is silent");
+            silent.push(worker.id);
         }
     }
-    Ok(())
+    registry::changed(txn, &silent, effects).await
 }
 
 /// Live leases under which nothing can be running any more: of a worker that is lost, or of an incarnation that is over.
@@ -392,7 +538,21 @@ fn awaited_since(contact: &contact::Model) -> Option<Timestamp> {
     (contact.last_contact_at < contact.patient_since).then_some(Timestamp(contact.patient_since))
 }
 
-fn view((row, contact): (Model, Option<contact::Model>), config: &Config) -> Result<Worker, DbErr> {
+/// Workers as they are now, with what they do.
+pub(crate) async fn view_all(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    rows: Vec<(Model, Option<contact::Model>)>,
+) -> Result<Vec<Worker>, DbErr> {
+    let loads = registry::loads(db, &rows.iter().map(|(row, _)| row.id).collect::<Vec<_>>()).await?;
+    rows.into_iter().map(|row| view(row, config, &loads)).collect()
+}
+
+fn view(
+    (row, contact): (Model, Option<contact::Model>),
+    config: &Config,
+    loads: &HashMap<Uuid, Load>,
+) -> Result<Worker, DbErr> {
     let kept = contact.as_ref().map(|contact| Kept {
         containers: unsigned(contact.containers),
         volumes: unsigned(contact.volumes),
@@ -405,6 +565,16 @@ fn view((row, contact): (Model, Option<contact::Model>), config: &Config) -> Res
         kept: kept.unwrap_or_default(),
         awaited_since: contact.as_ref().and_then(awaited_since),
         last_contact_at: Timestamp(contact.map_or(row.registered_at, |contact| contact.last_contact_at)),
+        load: loads.get(&row.id).copied().unwrap_or_default(),
+        ephemeral: row.ephemeral,
+        landed_at: row.landed_at.map(Timestamp),
+        interrupt_at: row.interrupt_at.map(Timestamp),
+        unsupported_versions: from_json(&row.unsupported_versions)?,
+        failures: u32::try_from(row.failures).unwrap_or(u32::MAX),
+        set_aside_until: row.set_aside_until.map(Timestamp),
+        revision: row.revision,
+        held_up_by: row.held_up_by,
+        last_failure: row.last_failure,
     })
 }
 
@@ -427,7 +597,29 @@ pub(crate) async fn list(
         );
     }
     let rows = query.order_by_asc(worker::Column::Name).limit(limit).all(db).await?;
-    rows.into_iter().map(|found| view(found, config)).collect()
+    view_all(db, config, rows).await
+}
+
+/// Workers whose last change has a revision after `after`, up to `last`, in its order.
+pub(crate) async fn changed_since(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    after: i64,
+    last: i64,
+) -> Result<Vec<Worker>, DbErr> {
+    let rows = worker::Entity::find()
+        .find_also_related(contact::Entity)
+        .filter(worker::Column::Revision.gt(after))
+        .filter(worker::Column::Revision.lte(last))
+        .order_by_asc(worker::Column::Revision)
+        .all(db)
+        .await?;
+    let mut workers = Vec::with_capacity(rows.len());
+    let mut rows = rows.into_iter().peekable();
+    while rows.peek().is_some() {
+        workers.extend(view_all(db, config, rows.by_ref().take(registry::COUNTED_AT_ONCE).collect()).await?);
+    }
+    Ok(workers)
 }
 
 /// One worker, by its name or its id.
@@ -441,7 +633,7 @@ pub(crate) async fn get(
         matches = matches.add(worker::Column::Id.eq(id.uuid()));
     }
     let row = worker::Entity::find().find_also_related(contact::Entity).filter(matches).one(db).await?;
-    row.map(|found| view(found, config)).transpose()
+    Ok(view_all(db, config, row.into_iter().collect()).await?.pop())
 }
 
 /// Whether a worker is in contact, and where its gateway listens. `None`: there is no such worker.

@@ -25,6 +25,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
+use crate::config::Config;
 use crate::dispatch::SubmitError;
 use crate::effects::Effects;
 use crate::entity::lease::{EndedBy, StopReason};
@@ -34,7 +35,13 @@ use crate::events::{self, Event, InputProgress, Whereabouts};
 use crate::leases;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::outcome::{self, AttemptEnd, Ending, Next, Report};
-use crate::placement::Location;
+use crate::placement::{Demand, Location};
+use crate::set_aside;
+
+mod again;
+
+use again::again;
+pub(crate) use again::{interrupt, last_failure};
 
 /// Written out, as in a partial index of the table: for a parameter in its place SQLite would plan the statement anew each time.
 const PENDING: &str = "state = 'pending'";
@@ -125,6 +132,8 @@ impl Submission {
             waiting_for: "[]".to_owned(),
             ending: None,
             priority: 0,
+            interruptible: self.spec.interruptible,
+            failed_on: "[]".to_owned(),
         }
     }
 
@@ -142,6 +151,11 @@ pub(crate) fn spec(row: &Model) -> Result<WorkloadSpec, DbErr> {
 /// Where its inputs were when they were pinned.
 pub(crate) fn locations(row: &Model) -> Result<Vec<Location>, DbErr> {
     from_json(&row.locations)
+}
+
+/// What the workload of `row` asks of its worker.
+pub(crate) fn demand(row: &Model) -> Result<Demand, DbErr> {
+    Ok(Demand::of(&spec(row)?, row.id).failed_on(from_json(&row.failed_on)?))
 }
 
 /// One row, as it was last committed.
@@ -214,6 +228,7 @@ pub(crate) async fn save(
                 locations: Set(row.locations),
                 waiting_for: Set(row.waiting_for),
                 ending: Set(row.ending),
+                failed_on: Set(row.failed_on),
                 ..Default::default()
             };
             workload::Entity::update_many()
@@ -369,14 +384,21 @@ pub(crate) async fn start_attempt(
 }
 
 /// Ends an attempt as its gateway reports. The first report counts; repeating it is acknowledged.
+///
+/// One that ended through the fault of its worker, before its process had started, is not the end of its workload as long as another worker
+/// could take that.
 pub(crate) async fn finish_attempt(
     txn: &DatabaseTransaction,
     claims: &LeaseClaims,
     report: Report,
+    config: &Config,
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), AttemptError> {
     if let Some((row, lease)) = hold(txn, claims).await? {
+        if again::after_fault(txn, &row, &lease, &report, config, now, effects).await? {
+            return Ok(());
+        }
         return Ok(end_attempt(txn, row, &lease, AttemptEnd::Reported(report), now, effects).await?);
     }
     match leases::find(txn, claims.lease).await? {
@@ -473,18 +495,9 @@ async fn end_attempt(
     if row.state == State::Starting && matches!(&end, AttemptEnd::Reported(report) if report.exit.is_some()) {
         ran(txn, &mut row, now, effects).await?;
     }
-    match outcome::decide(started, lease.stop_reason, end) {
+    match outcome::decide(started, row.interruptible, lease.stop_reason, end) {
         Next::End(ending) => conclude(txn, row, ending, attempt, now, effects).await,
-        Next::Again => {
-            if let Some(attempt) = attempt {
-                outbox::put(txn, id, Message::EndAttempt { attempt }, now, effects).await?;
-            }
-            row.lease_id = None;
-            row.attempt_id = None;
-            row.run_deadline = None;
-            effects.queued.push(id);
-            queue(txn, row, Write::Update, vec![], now, effects).await
-        }
+        Next::Again => again(txn, row, lease.attempt_id, vec![], now, effects).await,
     }
 }
 
@@ -500,6 +513,7 @@ async fn ran(
 ) -> Result<(), DbErr> {
     let Some(whereabouts) = whereabouts(row)? else { return Ok(()) };
     let id = WorkloadId::from_uuid(row.id);
+    set_aside::works(txn, whereabouts.worker.uuid(), effects).await?;
     row.state = State::Running;
     row.started_at.get_or_insert(now.0);
     row.revision += 1;
@@ -543,6 +557,7 @@ pub(crate) async fn observe_phase(
             row.state = State::Running;
             row.started_at = Some(now.0);
             let Some(whereabouts) = whereabouts(&row)? else { return Ok(()) };
+            set_aside::works(txn, lease.worker_id, effects).await?;
             Event::Running { whereabouts }
         }
         (Phase::Publishing, State::Starting | State::Running) => {

@@ -82,6 +82,7 @@ impl Suite {
                 tags: Vec::new(),
                 team: None,
                 max_tasks: None,
+                ephemeral: false,
                 endpoint: endpoint.clone(),
                 scheduler: endpoint.clone(),
                 artifact_store: endpoint.clone(),

@@ -53,6 +53,8 @@ pub struct WorkloadSpec {
     pub build: Option<BuildId>,
     /// Task caches that it finds as directories, each once; paths are absolute.
     pub caches: Vec<CacheMount>,
+    /// Whether it may be interrupted when its worker goes, and run once more.
+    pub interruptible: bool,
 }
 
 impl WorkloadSpec {
@@ -298,6 +300,7 @@ failure_reasons! {
     Cancelled = "CANCELLED";
     QueueTimeout = "QUEUE_TIMEOUT";
     RunTimeout = "RUN_TIMEOUT";
+    Interrupted = "INTERRUPTED";
     WorkerLost = "WORKER_LOST";
     StartUnknown = "START_UNKNOWN";
     ExitUnknown = "EXIT_UNKNOWN";

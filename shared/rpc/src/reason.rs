@@ -58,6 +58,9 @@ reasons! {
     UnsupportedProtocol = "UNSUPPORTED_PROTOCOL", FailedPrecondition;
     WorkerNotFound = "WORKER_NOT_FOUND", NotFound;
     WorkerUnreachable = "WORKER_UNREACHABLE", FailedPrecondition;
+    WorkerInContact = "WORKER_IN_CONTACT", FailedPrecondition;
+    WorkerRetired = "WORKER_RETIRED", FailedPrecondition;
+    WorkerOfAnotherTeam = "WORKER_OF_ANOTHER_TEAM", FailedPrecondition;
 
     ArtifactExists = "ARTIFACT_EXISTS", AlreadyExists;
     ArtifactNotFound = "ARTIFACT_NOT_FOUND", NotFound;

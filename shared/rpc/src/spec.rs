@@ -68,6 +68,12 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         b"" => DEFAULT_DIRECTORY.to_vec(),
         directory => absolute("spec.directory", directory, DEFAULT_DIRECTORY)?,
     };
+    if spec.interruptible && spec.stdin == i32::from(pb::StdinMode::Attached) {
+        return Err(invalid_field(
+            "spec.interruptible",
+            "standard input that was read cannot be read once more",
+        ));
+    }
     let inputs = parse_inputs(spec.inputs, &directory)?;
     // A cache is named once, whether it is found as a directory or owns an output.
     let mut owners = HashSet::new();
@@ -107,6 +113,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         run_timeout: parse_duration("spec.run_timeout", spec.run_timeout)?,
         build: parse_optional_id("spec.build_id", &spec.build_id)?,
         caches,
+        interruptible: spec.interruptible,
     })
 }
 
@@ -185,6 +192,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
             .iter()
             .map(|mount| pb::CacheMount { task_cache_id: mount.cache.to_string(), path: bytes(&mount.path) })
             .collect(),
+        interruptible: spec.interruptible,
     }
 }
 
@@ -491,6 +499,14 @@ mod tests {
         assert!(refusal(pb::WorkloadSpec { command: vec![], ..spec() }).contains("names no program"));
         assert!(refusal(pb::WorkloadSpec { stdin: 0, ..spec() }).contains("is required"));
         assert!(refusal(pb::WorkloadSpec { stdin: 99, ..spec() }).contains("99"));
+    }
+
+    #[test]
+    fn what_may_be_interrupted_has_no_attached_input() {
+        let with =
+            |stdin: pb::StdinMode| pb::WorkloadSpec { interruptible: true, stdin: stdin.into(), ..spec() };
+        assert!(parse(with(pb::StdinMode::None)).expect("a spec").interruptible);
+        assert!(refusal(with(pb::StdinMode::Attached)).contains("spec.interruptible"));
     }
 
     #[test]

@@ -95,6 +95,7 @@ fn spec() -> scheduler::WorkloadSpec {
         run_timeout: duration(3600, 500_000_000),
         build_id: text(ID),
         caches: vec![CacheMount { task_cache_id: text(ID), path: bytes(b"/cache/\xff") }],
+        interruptible: true,
     }
 }
 

@@ -470,6 +470,18 @@ impl pb::inventory_server::Inventory for Handlers {
         let worker = rpc::parse_id("worker_id", &request.worker_id)?;
         let (now, policy) = (self.store.now(), &self.policy());
 
+        if request.only_check {
+            let checked = self
+                .store
+                .db
+                .write(|txn| async move { gone::check(&txn, worker, request.force, now, policy).await });
+            return match checked.await {
+                Ok(_) | Err(gone::ForgetError::OnlyChecked(_)) => {
+                    Ok(Response::new(pb::ForgetWorkerResponse::default()))
+                }
+                Err(error) => Err(error.into()),
+            };
+        }
         let held = self
             .store
             .db

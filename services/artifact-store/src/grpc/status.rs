@@ -415,7 +415,17 @@ impl From<DropError> for Status {
 impl From<ForgetError> for Status {
     fn from(error: ForgetError) -> Self {
         match error {
-            ForgetError::LastReplica(_, id) => artifact(Reason::LastReplica, error.to_string(), id),
+            ForgetError::LastReplica(_, ref alone) => {
+                let named = (1..).zip(&alone.some).map(|(number, artifact)| {
+                    let key =
+                        if number == 1 { "artifact_id".to_owned() } else { format!("artifact_id_{number}") };
+                    (key, artifact.to_string())
+                });
+                let about = named.chain([("artifacts".to_owned(), alone.count.to_string())]);
+                Reason::LastReplica.status_about(SERVICE, error.to_string(), about.collect::<Vec<_>>())
+            }
+            // The handler answers that itself.
+            ForgetError::OnlyChecked(_) => Reason::Unavailable.status(SERVICE, error.to_string()),
             ForgetError::HoldsSetAside(_) => Reason::HoldsSetAside.status(SERVICE, error.to_string()),
             ForgetError::Database(source) => database("forget a worker", &source),
         }

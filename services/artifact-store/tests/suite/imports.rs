@@ -102,7 +102,7 @@ impl Suite {
     }
 
     async fn forget(&self, worker: WorkerId, force: bool) -> Answer<()> {
-        let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force };
+        let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force, only_check: false };
         self.inventory().forget_worker(request).await?;
         Ok(())
     }

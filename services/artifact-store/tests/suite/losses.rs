@@ -55,7 +55,13 @@ async fn copy(suite: &Suite, gateway: &Gateway, artifact: ArtifactId, content: u
 }
 
 async fn forget(suite: &Suite, worker: WorkerId, force: bool) -> Answer<pb::ForgetWorkerResponse> {
-    let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force };
+    let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force, only_check: false };
+    Ok(suite.inventory().forget_worker(request).await?.into_inner())
+}
+
+/// Whether it would be forgotten without force.
+async fn check(suite: &Suite, worker: WorkerId) -> Answer<pb::ForgetWorkerResponse> {
+    let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force: false, only_check: true };
     Ok(suite.inventory().forget_worker(request).await?.into_inner())
 }
 
@@ -259,8 +265,10 @@ async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(databas
     let before = suite.volumes().await;
     let refused = forget(&suite, gone.worker, false).await.expect_err("it is kept");
     assert_eq!(refused.about.get("artifact_id"), Some(&artifact.to_string()));
+    assert_eq!(refused.about.get("artifacts").map(String::as_str), Some("1"));
     assert_refused::<()>(Err(refused), Reason::LastReplica);
     assert_eq!(suite.volumes().await, before, "nothing was changed");
+    assert_refused(check(&suite, gone.worker).await, Reason::LastReplica);
     gone.begin_report().await.expect("it may speak");
 
     // One that may be there is not there for sure.
@@ -269,6 +277,9 @@ async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(databas
     reborn.begin_report().await.expect("it may speak");
     assert_refused(forget(&suite, gone.worker, false).await, Reason::LastReplica);
     reborn.report(std::slice::from_ref(&second), &[]).await.expect("reported");
+    let before = suite.volumes().await;
+    check(&suite, gone.worker).await.expect("there is another");
+    assert_eq!(suite.volumes().await, before, "nothing was changed");
     let forgotten = forget(&suite, gone.worker, false).await.expect("there is another");
     assert_eq!((forgotten.volumes, forgotten.containers), (2, 0));
     assert_eq!(suite.volume_state(&replica).await, None);

@@ -295,7 +295,8 @@ async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase)
     gateway.life = None;
     let reported = gateway.report(std::slice::from_ref(&stray), &[]).await.expect("reported");
     assert_nothing_unknown(&reported);
-    let forget = |force| pb::ForgetWorkerRequest { worker_id: gateway.worker.to_string(), force };
+    let forget =
+        |force| pb::ForgetWorkerRequest { worker_id: gateway.worker.to_string(), force, only_check: false };
     let refused = suite.inventory().forget_worker(forget(false)).await.map_err(rpc::Refusal::from);
     assert_refused(refused, Reason::HoldsSetAside);
     assert_eq!(list(&suite, None, 0).await.len(), 1, "nothing was decided");

@@ -225,7 +225,8 @@ async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestD
     let other = suite.gateway().await;
     let planned = suite.planned(artifact, other.worker).await;
     other.complete(&planned.volume_handle, tree_digest).await.expect("complete");
-    let forget = pb::ForgetWorkerRequest { worker_id: other.worker.to_string(), force: false };
+    let forget =
+        pb::ForgetWorkerRequest { worker_id: other.worker.to_string(), force: false, only_check: false };
     suite.inventory().forget_worker(forget).await.expect("the store has the bytes");
     let watched = suite.inventory().watch_lost(pb::WatchLostRequest::default()).await.expect("watched");
     let told = watched.into_inner().message().await.expect("no error").expect("a loss");

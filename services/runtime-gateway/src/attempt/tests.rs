@@ -20,9 +20,9 @@ fn whatever_is_refused_becomes_a_failure_that_is_documented() {
 #[test]
 fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
-    let reason = |unwished| ended_finish(ended(), None, unwished).failure.map(|failure| failure.reason);
-    assert_eq!(reason(Some(Unwished::ContactLost)), Some(FailureReason::ContactLost));
-    assert_eq!(reason(Some(Unwished::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
+    let reason = |cut_short| ended_finish(ended(), None, cut_short).failure.map(|failure| failure.reason);
+    assert_eq!(reason(Some(CutShort::ContactLost)), Some(FailureReason::ContactLost));
+    assert_eq!(reason(Some(CutShort::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
     assert_eq!(reason(None), None);
 }
 

@@ -97,6 +97,43 @@ impl scheduler::workers_server::Workers for Schedule {
             valid_for: Some(rpc::duration(Duration::from_secs(60))),
         }))
     }
+
+    type WatchWorkersStream = ReceiverStream<Result<scheduler::WatchWorkersResponse, Status>>;
+
+    async fn watch_workers(
+        &self,
+        _: tonic::Request<scheduler::WatchWorkersRequest>,
+    ) -> Result<Response<Self::WatchWorkersStream>, Status> {
+        no_part()
+    }
+
+    async fn land_worker(
+        &self,
+        _: tonic::Request<scheduler::LandWorkerRequest>,
+    ) -> Result<Response<scheduler::LandWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn run_worker(
+        &self,
+        _: tonic::Request<scheduler::RunWorkerRequest>,
+    ) -> Result<Response<scheduler::RunWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn retire_worker(
+        &self,
+        _: tonic::Request<scheduler::RetireWorkerRequest>,
+    ) -> Result<Response<scheduler::RetireWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn prune_worker(
+        &self,
+        _: tonic::Request<scheduler::PruneWorkerRequest>,
+    ) -> Result<Response<scheduler::PruneWorkerResponse>, Status> {
+        no_part()
+    }
 }
 
 /// What a gateway does with a call.

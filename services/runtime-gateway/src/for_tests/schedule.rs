@@ -81,4 +81,41 @@ impl Workers for Schedule {
     ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
         no_part()
     }
+
+    type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
+
+    async fn watch_workers(
+        &self,
+        _: Request<pb::WatchWorkersRequest>,
+    ) -> Result<Response<Self::WatchWorkersStream>, Status> {
+        no_part()
+    }
+
+    async fn land_worker(
+        &self,
+        _: Request<pb::LandWorkerRequest>,
+    ) -> Result<Response<pb::LandWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn run_worker(
+        &self,
+        _: Request<pb::RunWorkerRequest>,
+    ) -> Result<Response<pb::RunWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn retire_worker(
+        &self,
+        _: Request<pb::RetireWorkerRequest>,
+    ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn prune_worker(
+        &self,
+        _: Request<pb::PruneWorkerRequest>,
+    ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
+        no_part()
+    }
 }

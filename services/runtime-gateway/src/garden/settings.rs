@@ -64,6 +64,9 @@ pub struct GardenWorker {
     /// Workloads at a time.
     #[serde(default)]
     pub max_tasks: Option<u32>,
+    /// Whether it is gone for good once it is lost.
+    #[serde(default, deserialize_with = "nullable")]
+    pub ephemeral: bool,
     /// How archives travel. Default: the best that the worker knows.
     #[serde(default)]
     pub encoding: Option<Encoding>,
@@ -201,6 +204,7 @@ impl GardenWorker {
             tags: self.tags.clone(),
             team: Some(self.team.clone()).filter(|team| !team.is_empty()),
             max_tasks: self.max_tasks,
+            ephemeral: self.ephemeral || common.ephemeral,
             manifest_dir: state_dir.join("manifests"),
             ..common.clone()
         };
@@ -279,6 +283,7 @@ mod tests {
             tags: vec!["another".to_owned()],
             team: Some("another".to_owned()),
             max_tasks: None,
+            ephemeral: false,
             endpoint: "http://gateway".to_owned(),
             scheduler: "http://scheduler".to_owned(),
             artifact_store: "http://store".to_owned(),
@@ -290,6 +295,7 @@ mod tests {
             hold_destruction: false,
         };
         let (config, garden) = worker.config(&common, Path::new("/state"));
+        assert!(config.ephemeral);
         assert_eq!((config.worker_name.as_str(), config.team, config.tags.len()), ("w1", None, 0));
         assert_eq!(config.manifest_dir, Path::new("/state/w1/manifests"));
         let environment: Vec<_> = garden.environment.iter().map(|(name, _)| name.as_str()).collect();

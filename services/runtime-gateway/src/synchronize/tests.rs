@@ -77,6 +77,43 @@ impl Workers for Script {
     ) -> Result<Response<pb::GetWorkerResponse>, Status> {
         no_part()
     }
+
+    type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
+
+    async fn watch_workers(
+        &self,
+        _: Request<pb::WatchWorkersRequest>,
+    ) -> Result<Response<Self::WatchWorkersStream>, Status> {
+        no_part()
+    }
+
+    async fn land_worker(
+        &self,
+        _: Request<pb::LandWorkerRequest>,
+    ) -> Result<Response<pb::LandWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn run_worker(
+        &self,
+        _: Request<pb::RunWorkerRequest>,
+    ) -> Result<Response<pb::RunWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn retire_worker(
+        &self,
+        _: Request<pb::RetireWorkerRequest>,
+    ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn prune_worker(
+        &self,
+        _: Request<pb::PruneWorkerRequest>,
+    ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
+        no_part()
+    }
 }
 
 #[tonic::async_trait]
@@ -129,6 +166,8 @@ struct Scene {
     generation: u64,
     /// The last that it said, and when.
     observed: (pb::Observed, Duration),
+    /// The streams that it opens after the first.
+    streams: mpsc::Receiver<(Streaming<pb::SynchronizeRequest>, Told)>,
     speaking: JoinHandle<()>,
     served: JoinHandle<anyhow::Result<()>>,
     stop: oneshot::Sender<()>,
@@ -156,8 +195,7 @@ impl Scene {
         let worker = machine.attended(&endpoint, artifact_store);
         let speaking = tokio::spawn(forever(worker.clone(), GatewayInstance::new()));
         let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
-        let hello = within("hello", said.message()).await.expect("a message").and_then(|said| said.message);
-        assert!(matches!(hello, Some(Up::Hello(_))), "{hello:?}");
+        hello_of(&mut said).await;
         let welcome = pb::Welcome {
             session_credential: "credential".to_owned(),
             worker_id: WorkerId::new().to_string(),
@@ -172,13 +210,33 @@ impl Scene {
         told.send(Ok(response)).await.expect("a stream");
         let observed = (pb::Observed::default(), Duration::ZERO);
         let machine = machine.clone();
-        Self { machine, worker, said, told, finished, generation: 0, observed, speaking, served, stop }
+        let streams = opened;
+        Self {
+            machine,
+            worker,
+            said,
+            told,
+            finished,
+            generation: 0,
+            observed,
+            streams,
+            speaking,
+            served,
+            stop,
+        }
+    }
+
+    /// Waits for another stream, and for the first word on it.
+    async fn another_stream(&mut self) -> pb::Hello {
+        (self.said, self.told) = within("another stream", self.streams.recv()).await.expect("a stream");
+        hello_of(&mut self.said).await
     }
 
     /// Says what is wanted, and waits until the gateway has taken it up.
     async fn desire(&mut self, heard: u64, leases: Vec<pb::DesiredLease>) {
         self.generation += 1;
-        let desired = pb::Desired { generation: self.generation, leases, heard };
+        let desired =
+            pb::Desired { generation: self.generation, leases, heard, directive: pb::Directive::Run.into() };
         let response = pb::SynchronizeResponse { message: Some(Down::Desired(desired)) };
         self.told.send(Ok(response)).await.expect("a stream");
         self.observe("what it has taken up", |observed, generation| {
@@ -218,9 +276,17 @@ impl Scene {
         self.speaking.await.expect("no panic");
         self.worker.tasks.close();
         self.worker.tasks.wait().await;
-        drop((self.said, self.told));
+        drop((self.said, self.told, self.streams));
         self.stop.send(()).expect("it is served");
         self.served.await.expect("no panic").expect("it ends well");
+    }
+}
+
+/// The first word on a stream.
+async fn hello_of(said: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
+    match within("hello", said.message()).await.expect("a message").and_then(|said| said.message) {
+        Some(Up::Hello(hello)) => hello,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -447,6 +513,79 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
         assert_eq!((output.name.as_str(), output.size_bytes, output.entries), ("out", 10, 1));
         assert_eq!(output.artifact_id, workload.output_artifact("out").to_string());
         assert_eq!(machine.read(attempt.volumes["output/out"]), "line\nline\n");
+        scene.ended(&[lease]).await;
+        scene.end().await;
+        store.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_was_forgotten_registers_anew_and_one_that_was_retired_keeps_still() {
+    let mut scene = Scene::start().await;
+    scene.desire(0, vec![]).await;
+    let directive = pb::Directive::RegisterAgain.into();
+    let again = pb::Desired { generation: 9, directive, ..pb::Desired::default() };
+    let again = pb::SynchronizeResponse { message: Some(Down::Desired(again)) };
+    scene.told.send(Ok(again)).await.expect("a stream");
+    let anew = scene.another_stream().await;
+    assert_eq!(anew.session_credential, "", "that session is over");
+    assert!(scene.worker.session().is_none());
+
+    let retired = Reason::WorkerRetired.status("gantry.scheduler", "it was retired");
+    scene.told.send(Err(retired)).await.expect("a stream");
+    // It asks now and then whether it may run again, as whom it was.
+    let asking = scene.another_stream().await;
+    assert_eq!(asking.gateway_instance, anew.gateway_instance);
+    assert!(scene.worker.session().is_none());
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not() {
+    for (command, reason, code) in
+        [(programs::sleep(), Some("INTERRUPTED"), None), (programs::exit(3), None, Some(3))]
+    {
+        let mut store = Store::start().await;
+        let mut scene = Scene::of(&FakeWorker::near(), &store.endpoint).await;
+        let (lease, attempt_id) = (LeaseId::new(), AttemptId::new().to_string());
+        let run = pb::RunAttempt {
+            lease_token: "token".to_owned(),
+            workload_id: WorkloadId::new().to_string(),
+            attempt_id: attempt_id.clone(),
+            spec: Some(spec(&command)),
+            ..pb::RunAttempt::default()
+        };
+        let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
+        scene.desire(0, vec![wish]).await;
+        attempt.prepared(&mut store).await;
+        if code.is_none() {
+            scene
+                .observe("a process that runs", |observed, _| {
+                    observed.leases.iter().any(|lease| lease.phase() == pb::LeasePhase::Running)
+                })
+                .await;
+        } else {
+            // By itself, before anybody wanted it to stop.
+            let runtime = scene.machine.runtime();
+            let attempt: AttemptId = attempt_id.parse().expect("an id");
+            within("its end", async {
+                while runtime.wait(attempt).await.is_err() {
+                    tokio::task::yield_now().await;
+                }
+            })
+            .await;
+        }
+        let mut stopped = stop(lease, "token");
+        if let Some(Wish::Stop(stop)) = &mut stopped.wish {
+            (stop.reason, stop.attempt_id) = ("INTERRUPTED".to_owned(), attempt_id);
+        }
+        scene.desire(0, vec![stopped]).await;
+        let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
+        assert_eq!(finish.failure.as_ref().map(|failure| failure.reason.as_str()), reason, "{finish:?}");
+        if let Some(code) = code {
+            assert_eq!(finish.exit, Some(rpc::exit(domain::workload::Exit::Code(code))));
+        }
         scene.ended(&[lease]).await;
         scene.end().await;
         store.end().await;

@@ -14,7 +14,7 @@ use crate::effects::Effects;
 use crate::entity::workload::{self, Model, State};
 use crate::grants::Plan;
 use crate::hints::Hints;
-use crate::placement::{Choice, Demand};
+use crate::placement::Choice;
 use crate::queue::{Turn, Waiting};
 use crate::workloads::{self, Write};
 
@@ -40,9 +40,9 @@ impl Dispatcher {
             return Ok(());
         }
         loop {
-            let (plan, taken, turns) = self.plan_turns(now);
+            let (plan, taken, turns, hopeless) = self.plan_turns(now);
             if plan.grants.is_empty() {
-                return Ok(());
+                return self.give_up(hopeless, now, effects).await;
             }
             let spans: Vec<_> =
                 turns.values().map(|turn| super::span(turn.workload(), &turn.waiting.traceparent)).collect();
@@ -71,14 +71,22 @@ impl Dispatcher {
     }
 
     /// Plans who of those that wait gets what, and takes them out of the queue.
-    fn plan_turns(&mut self, now: Timestamp) -> (Plan, Taken, HashMap<LeaseId, Turn>) {
+    fn plan_turns(&mut self, now: Timestamp) -> (Plan, Taken, HashMap<LeaseId, Turn>, Vec<Waiting>) {
         let (mut plan, mut taken, mut turns) = (Plan::default(), Taken::default(), HashMap::new());
+        let mut hopeless = Vec::new();
         let mut round = self.queue().round(now);
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
             let Waiting { demand, locations, .. } = &turn.waiting;
             let choice = self.memory.workers.lock().choose(demand, locations);
-            let Choice::Placed(placement) = choice else { continue };
+            let placement = match choice {
+                Choice::Placed(placement) => placement,
+                Choice::Never if !demand.failed_on.is_empty() => {
+                    hopeless.push(turn.waiting);
+                    continue;
+                }
+                Choice::NotNow | Choice::Never => continue,
+            };
             let Some(grant) = self.grant_to_workload(turn.workload(), demand, placement, &mut taken) else {
                 continue;
             };
@@ -90,7 +98,40 @@ impl Dispatcher {
             turns.insert(grant.lease, turn);
             plan.grants.push(grant);
         }
-        (plan, taken, turns)
+        (plan, taken, turns, hopeless)
+    }
+
+    /// Ends those that some workers could not start, and that no other could ever take.
+    async fn give_up(
+        &mut self,
+        hopeless: Vec<Waiting>,
+        now: Timestamp,
+        effects: &mut Effects,
+    ) -> Result<(), DbErr> {
+        if hopeless.is_empty() {
+            return Ok(());
+        }
+        // What is remembered may be out of date.
+        self.memory.catch_up(&self.db).await?;
+        for waiting in hopeless {
+            if self.memory.workers.lock().choose(&waiting.demand, &waiting.locations) != Choice::Never {
+                self.look = true;
+                continue;
+            }
+            let given_up = self.db.write(async |txn| {
+                let mut effects = Effects::default();
+                let row = workloads::lock(&txn, WorkloadId::from_uuid(waiting.id)).await?;
+                if let Some(row) = row.filter(|row| row.state == State::Pending)
+                    && let Some(ending) = workloads::last_failure(&row)?
+                {
+                    workloads::conclude(&txn, row, ending, None, now, &mut effects).await?;
+                }
+                Ok::<_, DbErr>(effects)
+            });
+            effects.append(given_up.await?);
+            self.queue().remove(waiting.id);
+        }
+        Ok(())
     }
 
     /// Notes what was changed in this process.
@@ -219,13 +260,12 @@ impl Dispatcher {
 }
 
 fn waiting(row: Model) -> Result<Waiting, DbErr> {
-    let spec = workloads::spec(&row)?;
     Ok(Waiting {
         id: row.id,
         sequence: row.sequence,
         priority: row.priority,
         since: Timestamp(row.submitted_at),
-        demand: Arc::new(Demand::of(&spec, row.id)),
+        demand: Arc::new(workloads::demand(&row)?),
         locations: workloads::locations(&row)?.into(),
         told: crate::entity::from_json::<Vec<String>>(&row.waiting_for)?.into(),
         traceparent: row.traceparent,

@@ -85,6 +85,8 @@ pub(crate) enum StopReason {
     Cancelled,
     /// It ran for too long.
     RunTimeout,
+    /// Its worker lands or retires.
+    Interrupted,
 }
 
 /// Who ended a lease.

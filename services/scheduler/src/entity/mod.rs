@@ -3,10 +3,12 @@
 
 pub(crate) mod contact;
 pub(crate) mod event;
+pub(crate) mod gone_worker;
 pub(crate) mod lease;
 pub(crate) mod outbox;
 pub(crate) mod signing_key;
 pub(crate) mod worker;
+pub(crate) mod worker_revision;
 pub(crate) mod workload;
 
 /// JSON of a column that this service wrote.

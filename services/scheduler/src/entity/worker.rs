@@ -2,6 +2,8 @@
 
 use sea_orm::entity::prelude::*;
 
+use super::gone_worker::WorkerEnd;
+
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
 #[sea_orm(table_name = "workers")]
 pub(crate) struct Model {
@@ -22,6 +24,18 @@ pub(crate) struct Model {
     pub(crate) labels: String,
     pub(crate) disk_bytes: i64,
     pub(crate) registered_at: i64,
+    pub(crate) interrupt_at: Option<i64>,
+    pub(crate) landed_at: Option<i64>,
+    pub(crate) force_retire: bool,
+    pub(crate) held_up_by: String,
+    pub(crate) leaving: Option<WorkerEnd>,
+    pub(crate) ephemeral: bool,
+    pub(crate) unsupported_versions: String,
+    pub(crate) failures: i64,
+    pub(crate) last_failure: String,
+    pub(crate) set_asides: i64,
+    pub(crate) set_aside_until: Option<i64>,
+    pub(crate) revision: i64,
     pub(crate) max_containers: Option<i64>,
     pub(crate) max_volumes: Option<i64>,
     pub(crate) cpu_millis: Option<i64>,

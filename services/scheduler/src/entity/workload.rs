@@ -26,6 +26,8 @@ pub(crate) struct Model {
     pub(crate) locations: String,
     pub(crate) waiting_for: String,
     pub(crate) ending: Option<String>,
+    pub(crate) interruptible: bool,
+    pub(crate) failed_on: String,
     pub(crate) priority: i64,
 }
 

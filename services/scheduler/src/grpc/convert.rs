@@ -9,11 +9,12 @@ use rpc::pb::scheduler as pb;
 use rpc::{invalid_field, timestamp};
 use tonic::Status;
 
+use crate::entity::gone_worker::{self, WorkerEnd};
 use crate::entity::{worker, workload};
 use crate::events::{Event, InputProgress, Revision, Whereabouts};
 use crate::explain::{Explanation, Opinion, Verdict};
 use crate::outcome::Ending;
-use crate::placement::Refusal;
+use crate::placement::{self, Refusal};
 use crate::workers::Worker;
 use crate::workloads::Workload;
 
@@ -104,7 +105,7 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
     }
 }
 
-fn labels(labels: Labels) -> pb::WorkerLabels {
+fn labels(labels: Labels, ephemeral: bool) -> pb::WorkerLabels {
     pb::WorkerLabels {
         platform: labels.platform,
         tags: labels.tags,
@@ -112,12 +113,19 @@ fn labels(labels: Labels) -> pb::WorkerLabels {
         image_kinds: labels.image_kinds,
         capabilities: labels.capabilities,
         resource_types: labels.resource_types.into_iter().map(resource_type).collect(),
+        ephemeral,
     }
 }
 
 /// `ttl`: for how long one that is awaited may come back.
 pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worker {
-    let Worker { placed, session, kept, last_contact_at, awaited_since } = worker;
+    let refusals = placement::standing_refusals(&worker.placed).iter().map(refusal).collect();
+    let Worker { placed, session, kept, last_contact_at, awaited_since, .. } = worker;
+    let desired = match placed.desired {
+        worker::Desired::Run => pb::WorkerDesire::Run,
+        worker::Desired::Land => pb::WorkerDesire::Land,
+        worker::Desired::Retire => pb::WorkerDesire::Retire,
+    };
     let state = match placed.state {
         worker::State::Running => pb::WorkerState::Running,
         worker::State::Stalled => pb::WorkerState::Stalled,
@@ -130,7 +138,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         incarnation: placed.incarnation.0,
         session: session.0,
         gateway_endpoint: placed.endpoint,
-        labels: Some(labels(Arc::unwrap_or_clone(placed.labels))),
+        labels: Some(labels(Arc::unwrap_or_clone(placed.labels), worker.ephemeral)),
         capacity: Some(pb::Capacity {
             max_tasks: placed.capacity.max_tasks.unwrap_or(0),
             disk_bytes: placed.capacity.disk_bytes,
@@ -145,6 +153,31 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         disk_free_bytes: kept.disk_free_bytes,
         last_contact_at: Some(timestamp(last_contact_at)),
         awaited: awaited_since.is_some_and(|since| now.since(since) < ttl),
+        desired: desired.into(),
+        landed_at: worker.landed_at.map(timestamp),
+        interrupt_at: worker.interrupt_at.map(timestamp),
+        leases: worker.load.leases,
+        uninterruptible_leases: worker.load.uninterruptible,
+        held_up_by: worker.held_up_by,
+        refusals,
+        failures: worker.failures,
+        last_failure: worker.last_failure,
+        set_aside_until: worker.set_aside_until.map(timestamp),
+        unsupported_versions: worker.unsupported_versions,
+    }
+}
+
+pub(super) fn gone_worker(gone: gone_worker::Model) -> pb::GoneWorker {
+    let how = match gone.how {
+        WorkerEnd::Retired => pb::WorkerEnd::Retired,
+        WorkerEnd::Pruned => pb::WorkerEnd::Pruned,
+        WorkerEnd::Expired => pb::WorkerEnd::Expired,
+    };
+    pb::GoneWorker {
+        worker_id: gone.id.to_string(),
+        name: gone.name,
+        how: how.into(),
+        at: Some(timestamp(Timestamp(gone.gone_at))),
     }
 }
 

@@ -3,6 +3,7 @@
 mod convert;
 mod placements;
 mod synchronize;
+mod watch_workers;
 mod workers;
 mod workloads;
 
@@ -14,6 +15,7 @@ use crate::dispatch::{PlaceError, SubmitError};
 use crate::explain::ExplainError;
 use crate::leases::RenewError;
 use crate::placement::Refusals;
+use crate::registry::{self, RegistryError};
 use crate::service::TicketError;
 use crate::workers::SessionError;
 use crate::workloads::{AttemptError, WorkloadError};
@@ -91,7 +93,32 @@ impl Reasoned for SessionError {
         match self {
             Self::Stale => Reason::StaleSession.status(SERVICE, self.to_string()),
             Self::AlreadyAttended => Reason::AlreadyAttended.status(SERVICE, self.to_string()),
+            Self::OtherTeam => Reason::WorkerOfAnotherTeam.status(SERVICE, self.to_string()),
+            Self::Retired => Reason::WorkerRetired.status(SERVICE, self.to_string()),
+            // Where there is a stream, it has said before to begin anew.
+            Self::Forgotten => Reason::StaleSession.status(SERVICE, self.to_string()),
+            Self::Leaving => Reason::Unavailable.status(SERVICE, self.to_string()),
             Self::Database(error) => database("attend a worker", &error),
+        }
+    }
+}
+
+impl Reasoned for RegistryError {
+    fn status(self) -> Status {
+        match self {
+            Self::NotFound(_) => Reason::WorkerNotFound.status(SERVICE, self.to_string()),
+            Self::InContact(_) => Reason::WorkerInContact.status(SERVICE, self.to_string()),
+            Self::Kept(refusal) => {
+                let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
+                match reason {
+                    // The store's reason is the answer to the operator's question.
+                    Some(reason) if registry::is_kept(&refusal) => {
+                        reason.status_about(SERVICE, refusal.message, refusal.about)
+                    }
+                    _ => rpc::unavailable(SERVICE, "ask what a worker holds", &refusal),
+                }
+            }
+            Self::Database(error) => database("change a worker", &error),
         }
     }
 }

@@ -19,11 +19,13 @@ use tonic::{Status, Streaming};
 use uuid::Uuid;
 
 use super::{Reasoned, SERVICE, convert, database};
+use crate::effects::Effects;
 use crate::entity::lease;
+use crate::entity::worker::Desired;
 use crate::events::InputProgress;
 use crate::leases;
 use crate::service::Scheduler;
-use crate::workers::{self, CONTACT_EVERY, Hello, Kept};
+use crate::workers::{self, CONTACT_EVERY, Hello, Kept, SessionError};
 use crate::workloads::{self, Phase};
 
 /// The version of the protocol that is spoken here.
@@ -38,7 +40,16 @@ pub(super) async fn attend(
     answers: &Answers,
 ) -> Result<(), Status> {
     let hello = match inbound.message().await?.and_then(|message| message.message) {
-        Some(Said::Hello(hello)) => parse_hello(scheduler, hello)?,
+        Some(Said::Hello(hello)) => {
+            let versions = hello.protocol_versions.clone();
+            let hello = parse_hello(scheduler, hello)?;
+            if !versions.contains(&PROTOCOL) {
+                scheduler.list_incompatible(&hello, &versions).await.map_err(Reasoned::status)?;
+                let message = format!("this scheduler speaks version {PROTOCOL}");
+                return Err(Reason::UnsupportedProtocol.status(SERVICE, message));
+            }
+            hello
+        }
         Some(Said::Observed(_)) | None => {
             return Err(invalid_field("hello", "must be the first message"));
         }
@@ -120,6 +131,19 @@ impl Attendance<'_> {
         self.answers.send(Ok(response)).await.map_err(|_| Status::cancelled("the gateway has left"))
     }
 
+    /// What ends this stream. The gateway of a worker that was forgotten is told to begin anew: it has not been superseded.
+    async fn refuse(&self, error: SessionError) -> Status {
+        if matches!(error, SessionError::Forgotten) {
+            let generation = self.told.unwrap_or_default().saturating_add(1);
+            let directive = pb::Directive::RegisterAgain.into();
+            let desired = pb::Desired { generation, leases: vec![], heard: self.heard, directive };
+            if let Err(left) = self.send(Told::Desired(desired)).await {
+                return left;
+            }
+        }
+        error.status()
+    }
+
     async fn welcome(&self) -> Result<(), Status> {
         let config = &self.scheduler.config;
         self.send(Told::Welcome(pb::Welcome {
@@ -139,7 +163,16 @@ impl Attendance<'_> {
     async fn tell(&mut self, always: bool) -> Result<(), Status> {
         let db = self.scheduler.db.read();
         // The generation is read first: the leases are at least as new as it says.
-        let worker = workers::speaks(db, &self.session).await.map_err(Reasoned::status)?;
+        let worker = match workers::speaks(db, &self.session).await {
+            Ok(worker) => worker,
+            Err(error) => return Err(self.refuse(error).await),
+        };
+        let directive = match worker.desired {
+            Desired::Run => pb::Directive::Run,
+            Desired::Land => pb::Directive::Land,
+            Desired::Retire => pb::Directive::Retire,
+        };
+        let directive = directive.into();
         let generation = worker.generation.unsigned_abs();
         if !always && self.told == Some(generation) {
             return Ok(());
@@ -154,7 +187,8 @@ impl Attendance<'_> {
                 desired.push(pb::DesiredLease { lease_id: lease.id.to_string(), wish: Some(wish) });
             }
         }
-        self.send(Told::Desired(pb::Desired { generation, leases: desired, heard: self.heard })).await?;
+        self.send(Told::Desired(pb::Desired { generation, leases: desired, heard: self.heard, directive }))
+            .await?;
         self.told = Some(generation);
         Ok(())
     }
@@ -167,6 +201,7 @@ impl Attendance<'_> {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
                 reason: match lease.stop_reason {
                     Some(lease::StopReason::RunTimeout) => FailureReason::RunTimeout.to_string(),
+                    Some(lease::StopReason::Interrupted) => FailureReason::Interrupted.to_string(),
                     Some(lease::StopReason::Cancelled) | None => FailureReason::Cancelled.to_string(),
                 },
                 lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
@@ -221,10 +256,13 @@ impl Attendance<'_> {
         };
         let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
         if Timestamp::now().since(self.noted) >= every {
-            self.noted = self.scheduler.contact(&self.session, kept).await.map_err(Reasoned::status)?;
+            self.noted = match self.scheduler.contact(&self.session, kept).await {
+                Ok(noted) => noted,
+                Err(error) => return Err(self.refuse(error).await),
+            };
             self.heard = observed.number;
-        } else {
-            workers::speaks(self.scheduler.db.read(), &self.session).await.map_err(Reasoned::status)?;
+        } else if let Err(error) = workers::speaks(self.scheduler.db.read(), &self.session).await {
+            return Err(self.refuse(error).await);
         }
         let inputs = observed.leases.into_iter().filter(|lease| !lease.inputs.is_empty());
         let inputs =
@@ -310,18 +348,17 @@ impl Attendance<'_> {
     async fn leave(&self) -> Result<(), Status> {
         tracing::info!(worker.id = %self.session.worker, "a gateway said goodbye");
         self.scheduler
-            .db
-            .write(async |txn| workers::leave(&txn, &self.session, self.noted).await)
+            .change(async |txn| {
+                let mut effects = Effects::default();
+                workers::leave(&txn, &self.session, self.noted, &mut effects).await?;
+                Ok::<_, sea_orm::DbErr>(((), effects))
+            })
             .await
             .map_err(|error| database("let a gateway leave", &error))
     }
 }
 
 fn parse_hello(scheduler: &Scheduler, hello: pb::Hello) -> Result<Hello, Status> {
-    if !hello.protocol_versions.contains(&PROTOCOL) {
-        let message = format!("this scheduler speaks version {PROTOCOL}");
-        return Err(Reason::UnsupportedProtocol.status(SERVICE, message));
-    }
     if hello.worker_name.is_empty() || hello.worker_name.len() > 255 {
         return Err(invalid_field("hello.worker_name", "must be 1 to 255 bytes"));
     }
@@ -329,6 +366,7 @@ fn parse_hello(scheduler: &Scheduler, hello: pb::Hello) -> Result<Hello, Status>
         return Err(invalid_field("hello.endpoint", "is required"));
     }
     let marker = required("hello.marker", hello.marker)?;
+    let labels = required("hello.labels", hello.labels)?;
     Ok(Hello {
         name: hello.worker_name,
         instance: parse_id("hello.gateway_instance", &hello.gateway_instance)?,
@@ -336,7 +374,8 @@ fn parse_hello(scheduler: &Scheduler, hello: pb::Hello) -> Result<Hello, Status>
         last: scheduler.signer.verify(&hello.session_credential).ok(),
         marker: Marker { id: parse_id("hello.marker.marker_id", &marker.marker_id)?, boot: marker.boot_id },
         endpoint: hello.endpoint,
-        labels: convert::parse_labels(required("hello.labels", hello.labels)?)?,
+        ephemeral: labels.ephemeral,
+        labels: convert::parse_labels(labels)?,
         capacity: convert::parse_capacity(hello.capacity.unwrap_or_default()),
     })
 }

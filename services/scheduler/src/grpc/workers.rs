@@ -10,12 +10,24 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Reasoned, SERVICE, convert, database, stopping, synchronize};
+use super::{Reasoned, SERVICE, convert, database, stopping, synchronize, watch_workers};
+use crate::registry::Down;
 use crate::service::Scheduler;
 use crate::workers;
 
+/// A worker's name or id, which must be one.
+fn named(worker: &str) -> Result<&str, Status> {
+    if worker.is_empty() { Err(rpc::invalid_field("worker", "is required")) } else { Ok(worker) }
+}
+
 /// Service `Workers`.
 pub(crate) struct WorkersService(pub(crate) Scheduler);
+
+impl WorkersService {
+    fn shown(&self, worker: workers::Worker) -> pb::Worker {
+        convert::worker(worker, self.0.config.worker_ttl, Timestamp::now())
+    }
+}
 
 #[tonic::async_trait]
 impl Workers for WorkersService {
@@ -120,7 +132,78 @@ impl Workers for WorkersService {
 
         let worker = worker
             .ok_or_else(|| Reason::WorkerNotFound.status(SERVICE, format!("worker {name:?} is unknown")))?;
-        let worker = convert::worker(worker, self.0.config.worker_ttl, Timestamp::now());
-        Ok(Response::new(pb::GetWorkerResponse { worker: Some(worker) }))
+        Ok(Response::new(pb::GetWorkerResponse { worker: Some(self.shown(worker)) }))
+    }
+
+    type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
+
+    async fn watch_workers(
+        &self,
+        request: Request<pb::WatchWorkersRequest>,
+    ) -> Result<Response<Self::WatchWorkersStream>, Status> {
+        let after = request.into_inner().after_revision;
+        let (changes, outbound) = mpsc::channel(watch_workers::BATCH);
+        let scheduler = self.0.clone();
+        self.0.tasks.spawn(async move {
+            let end = tokio::select! {
+                () = changes.closed() => return,
+                () = scheduler.stopping.cancelled() => Err(stopping()),
+                end = watch_workers::follow(&scheduler, after, &changes) => end,
+            };
+            if let Err(status) = end {
+                // The watcher may have left.
+                changes.send(Err(status)).await.ok();
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(outbound)))
+    }
+
+    async fn land_worker(
+        &self,
+        request: Request<pb::LandWorkerRequest>,
+    ) -> Result<Response<pb::LandWorkerResponse>, Status> {
+        let request = request.into_inner();
+        let interrupt_after = rpc::parse_duration("interrupt_after", request.interrupt_after)?;
+
+        let landing = self.0.bring_down(named(&request.worker)?, Down::Land, interrupt_after).await;
+
+        let worker = landing.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
+        Ok(Response::new(pb::LandWorkerResponse { worker }))
+    }
+
+    async fn run_worker(
+        &self,
+        request: Request<pb::RunWorkerRequest>,
+    ) -> Result<Response<pb::RunWorkerResponse>, Status> {
+        let request = request.into_inner();
+
+        let running = self.0.run_worker(named(&request.worker)?).await.map_err(Reasoned::status)?;
+
+        Ok(Response::new(pb::RunWorkerResponse { worker: running.map(|worker| self.shown(worker)) }))
+    }
+
+    async fn retire_worker(
+        &self,
+        request: Request<pb::RetireWorkerRequest>,
+    ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
+        let request = request.into_inner();
+        let interrupt_after = rpc::parse_duration("interrupt_after", request.interrupt_after)?;
+        let down = Down::Retire { force: request.force };
+
+        let retiring = self.0.bring_down(named(&request.worker)?, down, interrupt_after).await;
+
+        let worker = retiring.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
+        Ok(Response::new(pb::RetireWorkerResponse { worker }))
+    }
+
+    async fn prune_worker(
+        &self,
+        request: Request<pb::PruneWorkerRequest>,
+    ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
+        let request = request.into_inner();
+
+        self.0.prune(named(&request.worker)?, request.force).await.map_err(Reasoned::status)?;
+
+        Ok(Response::new(pb::PruneWorkerResponse {}))
     }
 }

@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use super::strategy::Cost;
 use super::{
-    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Worker, full, of_class, of_load,
+    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Trust, Worker, full, of_class, of_load,
     of_place,
 };
 use crate::entity::worker::{Desired, State};
@@ -76,6 +76,8 @@ struct Key {
     state: State,
     awaited: bool,
     just_lost: bool,
+    unsupported_versions: Vec<u32>,
+    trust: Trust,
 }
 
 #[derive(Debug)]
@@ -201,6 +203,8 @@ impl Index {
             state: worker.state,
             awaited: worker.awaited,
             just_lost: worker.just_lost,
+            unsupported_versions: worker.unsupported_versions.clone(),
+            trust: worker.trust.clone(),
         };
         if let Some(class) = self.by_key.get(&key) {
             return *class;

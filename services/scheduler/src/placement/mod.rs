@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
-use domain::workload::{Image, Limits, Network, WorkloadSpec};
+use domain::workload::{Failure, Image, Limits, Network, WorkloadSpec};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -44,9 +44,29 @@ pub(crate) struct Worker {
     pub(crate) awaited: bool,
     /// It was lost only minutes ago.
     pub(crate) just_lost: bool,
+    /// The versions of the protocol that its gateway speaks, where none of them is spoken here.
+    pub(crate) unsupported_versions: Vec<u32>,
+    pub(crate) trust: Trust,
     pub(crate) labels: Arc<Labels>,
     pub(crate) capacity: Capacity,
     pub(crate) load: Load,
+}
+
+/// Whether a worker is trusted to start what is given to it. With what the last attempt said that it could not start.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) enum Trust {
+    Full,
+    /// It is tried with one task at a time.
+    OnProbation(String),
+    /// It is not tried for now.
+    SetAside(String),
+}
+
+/// An attempt that a worker could not start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FailedThere {
+    pub(crate) worker: WorkerId,
+    pub(crate) failure: Failure,
 }
 
 /// What of a worker is taken.
@@ -110,6 +130,8 @@ pub(crate) struct Demand {
     pub(crate) only: Option<WorkerId>,
     /// Where it must not be.
     pub(crate) avoid: BTreeSet<WorkerId>,
+    /// Where it could not be started: not there again.
+    pub(crate) failed_on: Vec<FailedThere>,
     /// Where it shall be if that is possible, whatever the strategies say.
     pub(crate) prefer: BTreeSet<WorkerId>,
     /// Who asks: a workload, or a lease. Draws between equal workers, so that many who ask are spread evenly.
@@ -178,6 +200,7 @@ impl Shape {
             shape: Arc::new(self),
             only: None,
             avoid: BTreeSet::new(),
+            failed_on: Vec::new(),
             prefer: BTreeSet::new(),
             asked_by,
         }
@@ -188,6 +211,11 @@ impl Demand {
     /// What a workload asks of its worker.
     pub(crate) fn of(spec: &WorkloadSpec, asked_by: Uuid) -> Self {
         Shape::of(spec).asked_by(asked_by)
+    }
+
+    /// The same, after attempts that could not be started.
+    pub(crate) fn failed_on(self, failed_on: Vec<FailedThere>) -> Self {
+        Self { failed_on, ..self }
     }
 }
 
@@ -210,6 +238,9 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     }
     if worker.desired == Desired::Retire {
         refusals.push(Refusal::Retiring);
+    }
+    if !worker.unsupported_versions.is_empty() {
+        refusals.push(Refusal::Incompatible(worker.unsupported_versions.clone()));
     }
     if labels.platform != shape.platform {
         refusals.push(Refusal::Platform(labels.platform.clone()));
@@ -242,6 +273,11 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     if worker.state == State::Stalled {
         refusals.push(Refusal::Stalled);
     }
+    if let Trust::SetAside(why) = &worker.trust
+        && shape.process.is_some()
+    {
+        refusals.push(Refusal::SetAside(why.clone()));
+    }
     refusals
 }
 
@@ -249,6 +285,9 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
 fn of_place(demand: &Demand, worker: &Worker) -> Option<Refusal> {
     if demand.only.is_some_and(|only| only != worker.id) {
         return Some(Refusal::NotSame);
+    }
+    if let Some(failed) = demand.failed_on.iter().find(|failed| failed.worker == worker.id) {
+        return Some(Refusal::FailedThere(failed.failure.clone()));
     }
     demand.avoid.contains(&worker.id).then_some(Refusal::Avoided)
 }
@@ -283,6 +322,11 @@ fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
 /// Why nothing more may run on `worker`, whatever it asks for.
 fn full(worker: &Worker) -> Option<Refusal> {
     let Worker { capacity, load, .. } = worker;
+    if let Trust::OnProbation(why) = &worker.trust
+        && load.tasks > 0
+    {
+        return Some(Refusal::SetAside(why.clone()));
+    }
     if let Some(max) = capacity.max_tasks
         && load.tasks >= max
     {
@@ -299,4 +343,19 @@ fn full(worker: &Worker) -> Option<Refusal> {
         }
         _ => None,
     }
+}
+
+/// What speaks against giving any work to `worker`, whatever is asked for.
+pub(crate) fn standing_refusals(worker: &Worker) -> Vec<Refusal> {
+    let process = Process { image_kind: Cow::Borrowed(""), resource_type: None, capabilities: vec![] };
+    let anything = Shape {
+        team: worker.labels.team.clone().unwrap_or_default(),
+        platform: worker.labels.platform.clone(),
+        tags: worker.labels.tags.clone(),
+        process: Some(process),
+        requests: Resources::default(),
+        purpose: Purpose::Build,
+    };
+    let refusals = refusals(&anything.asked_by(Uuid::nil()), worker).into_iter();
+    refusals.filter(|refusal| !matches!(refusal, Refusal::ImageKind(_))).collect()
 }

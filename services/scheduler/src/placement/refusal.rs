@@ -3,8 +3,10 @@
 use std::borrow::Cow;
 use std::fmt;
 
+use domain::workload::Failure;
+
 /// One reason.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// It has been out of contact for so long that it does not count.
     Lost,
@@ -12,6 +14,10 @@ pub(crate) enum Refusal {
     JustLost,
     /// It takes no more work, for good.
     Retiring,
+    /// Its gateway speaks only these versions of the protocol.
+    Incompatible(Vec<u32>),
+    /// An attempt at the same workload could not be started there.
+    FailedThere(Failure),
     /// It is of another platform.
     Platform(String),
     /// It is another team's.
@@ -36,6 +42,8 @@ pub(crate) enum Refusal {
     Landing,
     /// It is out of contact.
     Stalled,
+    /// It fails again and again, and is not tried for now, or only with one task.
+    SetAside(String),
     /// The team has workers of its own, and keeps to them.
     TeamKeepsToItsOwn,
     /// All of its slots are taken.
@@ -74,6 +82,7 @@ impl Refusal {
             Self::JustLost
             | Self::Landing
             | Self::Stalled
+            | Self::SetAside(_)
             | Self::TeamKeepsToItsOwn
             | Self::Full { .. }
             | Self::FullOfContainers { .. }
@@ -81,6 +90,8 @@ impl Refusal {
             | Self::Short(_) => true,
             Self::Lost
             | Self::Retiring
+            | Self::Incompatible(_)
+            | Self::FailedThere(_)
             | Self::Platform(_)
             | Self::Team
             | Self::OnlyTagged(_)
@@ -100,6 +111,8 @@ impl Refusal {
             Self::Lost => "LOST",
             Self::JustLost => "JUST_LOST",
             Self::Retiring => "RETIRING",
+            Self::Incompatible(_) => "INCOMPATIBLE",
+            Self::FailedThere(_) => "FAILED_THERE",
             Self::Platform(_) => "PLATFORM",
             Self::Team => "TEAM",
             Self::OnlyTagged(_) => "ONLY_TAGGED",
@@ -112,6 +125,7 @@ impl Refusal {
             Self::NotSame => "NOT_SAME",
             Self::Landing => "LANDING",
             Self::Stalled => "STALLED",
+            Self::SetAside(_) => "SET_ASIDE",
             Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
             Self::Full { .. } => "FULL",
             Self::FullOfContainers { .. } => "FULL_OF_CONTAINERS",
@@ -126,6 +140,8 @@ impl Refusal {
             Self::Lost | Self::Stalled => "its gateway is in contact again".to_owned(),
             Self::JustLost => "it comes back".to_owned(),
             Self::Retiring => "another worker takes its place".to_owned(),
+            Self::Incompatible(_) => "its gateway, or the scheduler, is of another version".to_owned(),
+            Self::FailedThere(_) => "it is submitted anew".to_owned(),
             Self::Platform(platform) => format!("the workload asks for platform {platform}"),
             Self::Team => "it serves all teams, or this one".to_owned(),
             Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
@@ -137,6 +153,7 @@ impl Refusal {
             Self::Avoided => "it is not among those to be avoided".to_owned(),
             Self::NotSame => "it need not be near something else".to_owned(),
             Self::Landing => "it is told to run again".to_owned(),
+            Self::SetAside(_) => "it was tried again, and works".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
             Self::FullOfContainers { .. } => "one of its containers goes".to_owned(),
@@ -151,6 +168,8 @@ impl Refusal {
             Self::Lost => "are lost".to_owned(),
             Self::JustLost => "were there minutes ago".to_owned(),
             Self::Retiring => "are retiring".to_owned(),
+            Self::Incompatible(_) => "have gateways that speak other versions of the protocol".to_owned(),
+            Self::FailedThere(_) => "could not start it".to_owned(),
             Self::Platform(platform) => format!("are of platform {platform}"),
             Self::Team => "serve other teams".to_owned(),
             Self::OnlyTagged(tags) => format!("serve only workloads tagged {}", tags.join(", ")),
@@ -163,6 +182,7 @@ impl Refusal {
             Self::NotSame => "are not the worker that is asked for".to_owned(),
             Self::Landing => "are landing".to_owned(),
             Self::Stalled => "are out of contact".to_owned(),
+            Self::SetAside(_) => "are set aside, for they fail again and again".to_owned(),
             Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
             Self::Full { .. } => "are full".to_owned(),
             Self::FullOfContainers { .. } => "have as many containers as they may have".to_owned(),
@@ -178,6 +198,14 @@ impl fmt::Display for Refusal {
             Self::Lost => f.write_str("is lost"),
             Self::JustLost => f.write_str("was there minutes ago"),
             Self::Retiring => f.write_str("is retiring"),
+            Self::Incompatible(versions) => {
+                let versions: Vec<_> = versions.iter().map(ToString::to_string).collect();
+                let versions = if versions.is_empty() { "no".to_owned() } else { versions.join(", ") };
+                write!(f, "its gateway speaks another version of the protocol ({versions})")
+            }
+            Self::FailedThere(failure) => {
+                write!(f, "could not start it: {} ({})", failure.message, failure.reason)
+            }
             Self::Platform(platform) => write!(f, "its platform is {platform}"),
             Self::Team => f.write_str("serves another team"),
             Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
@@ -192,6 +220,7 @@ impl fmt::Display for Refusal {
             Self::NotSame => f.write_str("is not the worker that is asked for"),
             Self::Landing => f.write_str("is landing"),
             Self::Stalled => f.write_str("is out of contact"),
+            Self::SetAside(why) => write!(f, "is set aside, for it fails again and again: {why}"),
             Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
             Self::FullOfContainers { count, max } => write!(f, "has {count} of {max} containers"),

@@ -1,6 +1,7 @@
 //! Placement compared with a plain restatement of its rules, which looks at every worker.
 
 use domain::worker::ResourceType;
+use domain::workload::FailureReason;
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
@@ -28,6 +29,8 @@ fn worker(name: &str) -> Worker {
         state: State::Running,
         awaited: false,
         just_lost: false,
+        unsupported_versions: vec![],
+        trust: Trust::Full,
         labels: Arc::new(labels()),
         capacity: Capacity { max_tasks: Some(2), ..Capacity::default() },
         load: Load::default(),
@@ -42,6 +45,10 @@ fn with_labels(name: &str, change: impl FnOnce(&mut Labels)) -> Worker {
 
 fn busy(tasks: u32, worker: Worker) -> Worker {
     Worker { load: Load { tasks, ..Load::default() }, ..worker }
+}
+
+fn failure() -> Failure {
+    Failure { reason: FailureReason::StartFailed, message: "no".to_owned() }
 }
 
 fn shape() -> Shape {
@@ -135,8 +142,13 @@ fn every_lasting_refusal_has_its_reason() {
     fn change_labels(worker: &mut Worker, change: impl FnOnce(&mut Labels)) {
         change(Arc::make_mut(&mut worker.labels));
     }
-    let cases: [(Change, Refusal); 9] = [
+    let cases: [(Change, Refusal); 11] = [
         (|w, _| w.state = State::Lost, Refusal::Lost),
+        (|w, _| w.unsupported_versions = vec![7], Refusal::Incompatible(vec![7])),
+        (
+            |w, d| d.failed_on.push(FailedThere { worker: w.id, failure: failure() }),
+            Refusal::FailedThere(failure()),
+        ),
         (|w, _| w.desired = Desired::Retire, Refusal::Retiring),
         (
             |_, d| Arc::make_mut(&mut d.shape).platform = "darwin".to_owned(),
@@ -181,6 +193,19 @@ fn every_lasting_refusal_has_its_reason() {
         assert_eq!(index.choose(&demand, &[]), Choice::Never, "{expected:?}");
         assert_eq!(index.refusals(&demand).reasons(), [&expected]);
     }
+}
+
+#[test]
+fn whatever_passes_by_itself_is_waited_for() {
+    let full = busy(2, worker("full"));
+    let stalled = Worker { state: State::Stalled, ..worker("stalled") };
+    let landing = Worker { desired: Desired::Land, ..worker("landing") };
+    let set_aside = Worker { trust: Trust::SetAside("why".to_owned()), ..worker("set-aside") };
+    let on_probation = Worker { trust: Trust::OnProbation("why".to_owned()), ..worker("tried") };
+    for worker in [full, stalled, landing, set_aside, busy(1, on_probation.clone())] {
+        assert_eq!(index([worker]).choose(&demand(), &[]), Choice::NotNow);
+    }
+    assert!(placed(&mut index([on_probation]), &demand(), &[]).is_some(), "one task is tried");
 }
 
 #[test]
@@ -247,6 +272,14 @@ impl Dice {
             desired: self.some(&[Desired::Run, Desired::Run, Desired::Run, Desired::Land, Desired::Retire]),
             awaited: self.0.random_bool(0.2),
             just_lost: self.0.random_bool(0.5),
+            unsupported_versions: if self.0.random_bool(0.1) { vec![7] } else { vec![] },
+            trust: self.some(&[
+                Trust::Full,
+                Trust::Full,
+                Trust::Full,
+                Trust::OnProbation("why".to_owned()),
+                Trust::SetAside("why".to_owned()),
+            ]),
             labels: Arc::new(labels),
             capacity,
             ..worker(&format!("w{n}"))

@@ -33,6 +33,7 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
         run_timeout: None,
         build: None,
         caches: vec![],
+        interruptible: false,
     }
 }
 

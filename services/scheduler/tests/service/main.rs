@@ -3,6 +3,8 @@
 mod explain;
 mod inputs;
 mod leases;
+mod lists;
+mod registry;
 mod replicas;
 mod store;
 mod support;
@@ -23,9 +25,21 @@ use leases::{
     many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
     what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
 };
+use lists::lists_come_in_pages;
+use registry::{
+    a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it,
+    a_process_that_starts_ends_the_probation,
+    a_retired_worker_goes_once_nothing_would_be_lost_and_stays_away, a_worker_cannot_change_its_team,
+    a_worker_that_fails_again_and_again_is_set_aside_and_tried_again,
+    a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran,
+    a_worker_with_which_nobody_can_speak_is_listed_and_never_chosen,
+    an_ephemeral_worker_goes_once_it_is_lost, at_its_time_the_rest_of_a_landing_worker_is_interrupted,
+    what_comes_to_be_on_a_retiring_worker_holds_it_up, what_one_worker_cannot_start_another_does,
+    whoever_watches_workers_misses_nothing,
+};
+use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
-use rpc::{Reason, Refusal};
 use store::{
     a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
     an_output_goes_to_the_caches_that_its_spec_names, inputs_that_cannot_be_pinned_are_refused,
@@ -556,84 +570,6 @@ async fn a_ticket_is_good_for_a_worker_that_can_be_reached(database: TestDatabas
     scheduler.stop().await;
 }
 
-async fn lists_come_in_pages(database: TestDatabase) {
-    let scheduler = Running::start(config(&database)).await;
-    let mut gateways = Vec::new();
-    for name in ["c", "a", "b"] {
-        let tagged = pb::WorkerLabels { tags: vec!["x".to_owned()], ..hello(name).labels.expect("labels") };
-        let hello = pb::Hello { labels: Some(tagged), ..hello(name) };
-        gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
-    }
-    let mut listed = Vec::new();
-    let mut page_token = String::new();
-    loop {
-        let request = pb::ListWorkersRequest { page_size: 2, page_token };
-        let page = scheduler.workers().list_workers(request).await.expect("a page").into_inner();
-        listed.extend(page.workers.into_iter().map(|worker| worker.name));
-        page_token = page.next_page_token;
-        if page_token.is_empty() {
-            break;
-        }
-    }
-    assert_eq!(listed, ["a", "b", "c"]);
-    let by_id = scheduler.worker(&gateways[0].welcome.worker_id).await;
-    assert_eq!(by_id.name, "c");
-
-    let mut submitted = Vec::new();
-    for _ in 0..5 {
-        let spec = pb::WorkloadSpec { tags: vec!["x".to_owned()], ..spec() };
-        // Ids of callers are in no order.
-        let id = WorkloadId::from_uuid(uuid::Uuid::new_v4());
-        scheduler.submit_as(id, spec).await.expect("accepted");
-        submitted.push(id.to_string());
-    }
-    let mut listed = Vec::new();
-    let mut page_token = String::new();
-    loop {
-        let team = "main".to_owned();
-        let request = pb::ListRequest { team, page_size: 2, page_token, state: 0 };
-        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
-        listed.extend(page.workloads.into_iter().map(|workload| workload.workload_id));
-        page_token = page.next_page_token;
-        if page_token.is_empty() {
-            break;
-        }
-    }
-    submitted.reverse();
-    assert_eq!(listed, submitted, "newest first");
-
-    let of_another = scheduler
-        .submit(pb::WorkloadSpec { team: "other".to_owned(), tags: vec!["x".to_owned()], ..spec() })
-        .await;
-    let of_another = of_another.expect("accepted").to_string();
-    let list = async |team: &str| {
-        let request = pb::ListRequest { team: team.to_owned(), ..pb::ListRequest::default() };
-        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
-        page.workloads.into_iter().map(|workload| workload.workload_id).collect::<Vec<_>>()
-    };
-    assert_eq!(list("main").await, submitted, "of one team");
-    submitted.insert(0, of_another);
-    assert_eq!(list("").await, submitted, "of all teams");
-
-    // A token goes on with its own list, and with no other.
-    let request = pb::ListRequest { team: "main".to_owned(), page_size: 1, ..pb::ListRequest::default() };
-    let page_token =
-        scheduler.workloads().list(request.clone()).await.expect("a page").into_inner().next_page_token;
-    let own = pb::ListRequest { page_token, ..request };
-    scheduler.workloads().list(own.clone()).await.expect("the next page");
-    let of_all = pb::ListRequest { team: String::new(), ..own.clone() };
-    let finished = pb::ListRequest { state: pb::WorkloadState::Finished.into(), ..own.clone() };
-    for foreign in [of_all, finished] {
-        let refused = scheduler.workloads().list(foreign).await.map_err(Refusal::from).expect_err("foreign");
-        assert!(refused.is(Reason::InvalidPageToken), "{refused:?}");
-    }
-    let workers = pb::ListWorkersRequest { page_size: 1, page_token: own.page_token };
-    let refused =
-        scheduler.workers().list_workers(workers).await.map_err(Refusal::from).expect_err("foreign");
-    assert!(refused.is(Reason::InvalidPageToken), "{refused:?}");
-    scheduler.stop().await;
-}
-
 async fn secrets_are_not_shown(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let variable =
@@ -710,6 +646,23 @@ on_both! {
     a_store_that_is_away_delays_the_end_and_nothing_else,
     a_spec_is_explained_and_nothing_comes_of_it,
     a_queued_workload_is_told_its_place_and_what_it_waits_for,
+    a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it,
+    at_its_time_the_rest_of_a_landing_worker_is_interrupted,
+    a_retired_worker_goes_once_nothing_would_be_lost_and_stays_away,
+    what_comes_to_be_on_a_retiring_worker_holds_it_up,
+    a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran,
+    an_ephemeral_worker_goes_once_it_is_lost,
+    a_worker_cannot_change_its_team,
+    a_worker_with_which_nobody_can_speak_is_listed_and_never_chosen,
+    whoever_watches_workers_misses_nothing,
+    what_one_worker_cannot_start_another_does,
+    a_worker_that_fails_again_and_again_is_set_aside_and_tried_again,
+    a_process_that_starts_ends_the_probation,
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn watchers_of_workers_see_what_another_replica_changes() {
+    registry::watchers_see_changes_that_another_replica_makes().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

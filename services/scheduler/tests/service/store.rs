@@ -30,17 +30,17 @@ use tracing::Instrument;
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
 /// A place for an artifact store, which a test can start late.
-struct Place {
+pub(crate) struct Place {
     directory: TempDir,
 }
 
-struct Store {
+pub(crate) struct Store {
     stop: oneshot::Sender<()>,
     served: JoinHandle<anyhow::Result<()>>,
 }
 
 impl Place {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { directory: tempfile::tempdir().expect("a temporary directory") }
     }
 
@@ -48,12 +48,12 @@ impl Place {
         self.directory.path().join("store.sock")
     }
 
-    fn endpoint(&self) -> String {
+    pub(crate) fn endpoint(&self) -> String {
         format!("unix://{}", self.socket().display())
     }
 
     #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
-    fn start(&self) -> Store {
+    pub(crate) fn start(&self) -> Store {
         let url = format!("sqlite://{}/store.db", self.directory.path().display());
         let config = artifact_store::Config::new(url, KeySource::Fixed(vec![signer().public()]));
         let listener = Listener::Unix(UnixListener::bind(self.socket()).expect("a socket"));
@@ -70,8 +70,21 @@ impl Place {
 
     /// An artifact that was uploaded to a worker of which the scheduler does not know.
     async fn upload(&self) -> Result<ArtifactId, Refusal> {
+        self.upload_to(WorkerId::new()).await
+    }
+
+    /// Where the bytes of an artifact are.
+    pub(crate) async fn replicas(&self, artifact: ArtifactId) -> Result<Vec<store::Replica>, Refusal> {
+        let request =
+            store::GetArtifactRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+        let answer = ArtifactsClient::new(self.peer()).get_artifact(request).await?.into_inner();
+        Ok(answer.artifact.expect("an artifact").replicas)
+    }
+
+    /// An artifact that was uploaded to a worker.
+    pub(crate) async fn upload_to(&self, worker: WorkerId) -> Result<ArtifactId, Refusal> {
         let claims = SessionClaims {
-            worker: WorkerId::new(),
+            worker,
             incarnation: Incarnation(1),
             session: Session(1),
             instance: GatewayInstance::new(),
@@ -196,7 +209,7 @@ fn signer() -> TokenSigner {
 }
 
 impl Store {
-    async fn stop(self) {
+    pub(crate) async fn stop(self) {
         self.stop.send(()).expect("the store runs");
         self.served.await.expect("no panic").expect("it ends well");
     }

@@ -298,6 +298,15 @@ impl Gateway {
         .await
     }
 
+    /// Waits until it shall run something.
+    pub(crate) async fn run_any(&mut self) -> (String, pb::RunAttempt) {
+        self.desires("to run something", |lease| match &lease.wish {
+            Some(pb::desired_lease::Wish::Run(run)) => Some((lease.lease_id.clone(), run.clone())),
+            _ => None,
+        })
+        .await
+    }
+
     /// Waits until it shall run a workload that is none of `others`.
     pub(crate) async fn run_other_than(&mut self, others: &HashSet<String>) -> pb::RunAttempt {
         self.desires("to run another", |lease| match &lease.wish {

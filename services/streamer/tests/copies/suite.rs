@@ -161,6 +161,7 @@ impl Suite {
             tags: Vec::new(),
             team: None,
             max_tasks: None,
+            ephemeral: false,
             endpoint: link.endpoint.clone(),
             scheduler: self.core.endpoint.clone(),
             artifact_store: self.core.endpoint.clone(),

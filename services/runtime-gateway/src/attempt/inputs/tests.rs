@@ -169,6 +169,7 @@ fn task() -> Task {
         run_timeout: None,
         build: None,
         caches: Vec::new(),
+        interruptible: false,
     };
     Task {
         lease: LeaseId::new(),

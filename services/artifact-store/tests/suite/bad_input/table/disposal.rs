@@ -107,7 +107,8 @@ fn ends(world: &World<'_>) -> Vec<Call> {
         why,
         force: true,
     };
-    let forget = pb::ForgetWorkerRequest { worker_id: world.here.worker.to_string(), force: true };
+    let forget =
+        pb::ForgetWorkerRequest { worker_id: world.here.worker.to_string(), force: true, only_check: false };
     let unforced = || Expected::Refused(LastReplica, String::new());
     vec![
         call(
@@ -193,6 +194,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 id("worker_id"),
                 nothing("worker_id", "unknown", text(WorkerId::new())),
                 change("force", "missing", Value::Bool(false), unforced()),
+                nothing("only_check", "asked for", Value::Bool(true)),
             ],
         ),
     ]

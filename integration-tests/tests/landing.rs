@@ -1,0 +1,152 @@
+//! Workers are taken out of service and put back, as an operator does it.
+
+use std::process::{Output, Stdio};
+
+use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use integration_tests::{describe, id, may_run_containers, wait_for};
+use serde_json::Value;
+
+/// Services, and two host workers.
+fn start() -> Suite {
+    let settings = [SHORT_TERMS, &[("GANTRY_STOP_AFTER", "6s"), ("GANTRY_LOST_AFTER", "8s")]].concat();
+    let mut suite = Suite::start(Shape::NO_WORKER, &settings);
+    for worker in ["one", "two"] {
+        suite.attend(worker, worker, &[("GANTRY_WORKER_TAGS", &format!("{worker},any"))]);
+        suite.attended(worker, worker);
+    }
+    suite
+}
+
+fn detached(suite: &Suite, more: &[&str], script: &str) -> String {
+    id(suite.succeed(&[&["run", "--quiet", "-d"][..], more, &["--", "sh", "-c", script]].concat()))
+}
+
+fn json(suite: &Suite, arguments: &[&str]) -> Value {
+    let shown = suite.succeed(&[arguments, &["--json"]].concat());
+    serde_json::from_str(shown.trim()).expect("JSON")
+}
+
+fn wait_for_state(suite: &Suite, workload: &str, state: &str) -> Value {
+    wait_for(&format!("{workload}, which is {state},"), || {
+        let shown = json(suite, &["show", "workload", workload]);
+        (shown["state"] == state).then_some(shown)
+    })
+}
+
+fn text(output: &Output) -> (String, String) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes_elsewhere() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = start();
+    let blocks = detached(&suite, &["--tag", "two"], "sleep 600");
+    wait_for_state(&suite, &blocks, "running");
+    let goes = detached(&suite, &["--tag", "any", "--interruptible"], "sleep 600");
+    let first = wait_for_state(&suite, &goes, "running");
+    assert_eq!(first["whereabouts"]["worker_name"], "one", "the other has more to do");
+    let mut stays = suite.gantry(&["run", "--quiet", "--tag", "one", "--", "cat"]);
+    let stays = stays.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry runs");
+    wait_for("both on the first worker", || {
+        (json(&suite, &["show", "worker", "one"])["leases"] == 2).then_some(())
+    });
+
+    let landing = suite.gantry(&["land", "one"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let landing = landing.expect("gantry runs");
+    wait_for("a landing worker", || {
+        (json(&suite, &["show", "worker", "one"])["desired"] == "land").then_some(())
+    });
+    let listed = suite.succeed(&["list", "workers"]);
+    assert!(listed.contains("running, landing"), "{listed}");
+    let status = suite.succeed(&["status"]);
+    assert!(status.contains("running, landing"), "{status}");
+    let shown = suite.succeed(&["show", "worker", "one"]);
+    assert!(shown.contains("gets no work:") && shown.contains("is landing"), "{shown}");
+    let waiting = detached(&suite, &["--tag", "one"], "true");
+    let why = suite.succeed(&["explain", &waiting]);
+    assert!(why.contains("is landing") && why.contains("it is told to run again"), "{why}");
+    assert_eq!(json(&suite, &["show", "workload", &goes])["state"], "running");
+
+    // It reads its standard input to the end.
+    let stayed = stays.wait_with_output().expect("gantry ends");
+    assert!(stayed.status.success(), "{}", describe(&stayed));
+    let output = landing.wait_with_output().expect("gantry ends");
+    assert!(output.status.success(), "{}", describe(&output));
+    let (answer, said) = text(&output);
+    assert_eq!(answer, "worker one: running, landed\n");
+    assert!(said.contains("1 of them may be interrupted") && said.contains(&goes), "{said}");
+    let moved = wait_for("the interruptible workload on the other worker", || {
+        let shown = json(&suite, &["show", "workload", &goes]);
+        (shown["state"] == "running" && shown["whereabouts"]["worker_name"] == "two").then_some(shown)
+    });
+    assert_ne!(moved["whereabouts"]["attempt_id"], first["whereabouts"]["attempt_id"]);
+    suite.succeed(&["cancel", &goes, "--grace", "0s"]);
+
+    // The gateway comes back, and the worker has landed all the same.
+    let mut suite = suite;
+    suite.kill("one");
+    suite.spawn("one");
+    suite.attended("one", "one");
+    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, landed\n");
+    assert_eq!(json(&suite, &["show", "workload", &waiting])["state"], "pending");
+    assert_eq!(suite.succeed(&["unland", "one"]), "worker one: running\n");
+    assert_eq!(wait_for_state(&suite, &waiting, "finished")["outcome"], "succeeded");
+
+    let long = detached(&suite, &["--tag", "one"], "sleep 600");
+    wait_for_state(&suite, &long, "running");
+    let landed = json(&suite, &["land", "one", "--deadline", "1s", "--quiet"]);
+    assert_eq!((&landed["desired"], &landed["leases"]), (&"land".into(), &0.into()));
+    let ended = wait_for_state(&suite, &long, "finished");
+    assert_eq!((&ended["outcome"], &ended["failure"]["reason"]), (&"errored".into(), &"INTERRUPTED".into()));
+}
+
+#[test]
+fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = start();
+    let made = detached(&suite, &["--tag", "one", "-o", "out"], "echo bytes > out/file");
+    let outputs = wait_for_state(&suite, &made, "finished");
+    let artifact = outputs["outputs"][0]["artifact_id"].as_str().expect("an artifact").to_owned();
+    let refused = suite.gantry(&["retire", "one"]).output().expect("gantry runs");
+    let (_, said) = text(&refused);
+    assert!(!refused.status.success());
+    assert!(said.contains("LAST_REPLICA") && said.contains(&artifact) && said.contains("--force"), "{said}");
+    assert_eq!(json(&suite, &["show", "worker", "one"])["desired"], "run");
+    let in_contact = suite.gantry(&["prune", "one", "--force"]).output().expect("gantry runs");
+    assert!(text(&in_contact).1.contains("WORKER_IN_CONTACT"), "{}", describe(&in_contact));
+
+    // Somebody uses it on the other worker: a copy is there then, and nothing is lost.
+    let input = format!("in=artifact:{artifact}");
+    suite.succeed(&["run", "--quiet", "--tag", "two", "-i", &input, "--", "cat", "in/file"]);
+    assert_eq!(suite.succeed(&["retire", "one"]), "worker one: it has gone\n");
+    assert_eq!(suite.succeed(&["retire", "one"]), "worker one: it has gone\n");
+    suite.wait_until_it_says("one", "this worker was retired");
+    suite.succeed(&["run", "--quiet", "--tag", "two", "-i", &input, "--", "cat", "in/file"]);
+    // Started again, it is who it was, until somebody lets it.
+    suite.terminate("one");
+    suite.spawn("one");
+    wait_for("a gateway that is not let in", || {
+        (suite.said("one").matches("this worker was retired").count() > 1).then_some(())
+    });
+    assert_eq!(suite.succeed(&["unland", "one"]), "worker one: it may register again\n");
+    suite.attended("one", "one");
+    suite.succeed(&["run", "--quiet", "--tag", "one", "--", "true"]);
+
+    suite.kill("two");
+    wait_for("a worker that is out of contact", || {
+        (json(&suite, &["show", "worker", "two"])["state"] != "running").then_some(())
+    });
+    let refused = suite.gantry(&["prune", "two"]).output().expect("gantry runs");
+    assert!(text(&refused).1.contains(&artifact), "{}", describe(&refused));
+    assert_eq!(suite.succeed(&["prune", "two", "--force"]), "worker two: it has gone\n");
+    let workers = suite.succeed(&["list", "workers"]);
+    assert!(!workers.contains("two"), "{workers}");
+    let lost = suite.gantry(&["download", &artifact, "out"]).output().expect("gantry runs");
+    assert!(!lost.status.success(), "its bytes went with the worker");
+}

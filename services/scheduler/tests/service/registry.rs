@@ -1,0 +1,779 @@
+//! Workers land, retire, are pruned and expire; what they may register as; and who watches that.
+
+use std::time::Duration;
+
+use domain::{GatewayInstance, LeaseId, MarkerId, WorkloadId};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::watch_workers_response::Change;
+use rpc::{Reason, Refusal};
+use scheduler::Config;
+use testing::databases::TestDatabase;
+use tonic::Streaming;
+
+use crate::store::Place;
+use crate::support::{Gateway, Running, config, finish, hello, spec, start, until, within};
+
+impl Running {
+    pub(crate) async fn land(
+        &self,
+        worker: &str,
+        interrupt_after: Option<Duration>,
+    ) -> Result<pb::Worker, Refusal> {
+        let interrupt_after = interrupt_after.map(rpc::duration);
+        let request = pb::LandWorkerRequest { worker: worker.to_owned(), interrupt_after };
+        Ok(self.workers().land_worker(request).await?.into_inner().worker.expect("a worker"))
+    }
+
+    pub(crate) async fn retire(&self, worker: &str, force: bool) -> Result<Option<pb::Worker>, Refusal> {
+        let request = pb::RetireWorkerRequest { worker: worker.to_owned(), interrupt_after: None, force };
+        Ok(self.workers().retire_worker(request).await?.into_inner().worker)
+    }
+
+    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<(), Refusal> {
+        let request = pb::PruneWorkerRequest { worker: worker.to_owned(), force };
+        self.workers().prune_worker(request).await?;
+        Ok(())
+    }
+
+    async fn run_worker(&self, worker: &str) -> Result<Option<pb::Worker>, Refusal> {
+        let request = pb::RunWorkerRequest { worker: worker.to_owned() };
+        Ok(self.workers().run_worker(request).await?.into_inner().worker)
+    }
+
+    pub(crate) async fn find_worker(&self, worker: &str) -> Option<pb::Worker> {
+        let request = pb::GetWorkerRequest { worker: worker.to_owned() };
+        match self.workers().get_worker(request).await {
+            Ok(answer) => answer.into_inner().worker,
+            Err(status) => {
+                assert!(Refusal::from(status).is(Reason::WorkerNotFound));
+                None
+            }
+        }
+    }
+
+    async fn gone(&self, worker: &str) {
+        until(&format!("{worker} has gone"), async || self.find_worker(worker).await.is_none().then_some(()))
+            .await;
+    }
+}
+
+fn interruptible() -> pb::WorkloadSpec {
+    pb::WorkloadSpec { interruptible: true, ..spec() }
+}
+
+/// Says that a process was stopped because its worker goes.
+async fn finish_interrupted(scheduler: &Running, token: &str) {
+    let request = pb::FinishAttemptRequest {
+        lease_token: token.to_owned(),
+        exit: Some(pb::Exit { how: Some(pb::exit::How::Signal(15)) }),
+        failure: Some(pb::Failure { reason: "INTERRUPTED".to_owned(), message: "stopped".to_owned() }),
+        ..pb::FinishAttemptRequest::default()
+    };
+    scheduler.workloads().finish_attempt(request).await.expect("heard");
+}
+
+fn reasons(worker: &pb::Worker) -> Vec<&str> {
+    worker.refusals.iter().map(|refusal| refusal.reason.as_str()).collect()
+}
+
+pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it(
+    database: TestDatabase,
+) {
+    let scheduler = Running::start(config(&database)).await;
+    let first = hello("one");
+    let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    assert_eq!(gateway.desired.directive(), pb::Directive::Run);
+    let (stays, goes) = (
+        scheduler.submit(spec()).await.expect("accepted"),
+        scheduler.submit(interruptible()).await.expect("accepted"),
+    );
+    let (_, staying) = gateway.run(stays).await;
+    let (_, going) = gateway.run(goes).await;
+    for run in [&staying, &going] {
+        start(&scheduler, &run.lease_token).await.expect("started");
+    }
+
+    let landing = scheduler.land("one", None).await.expect("told");
+    assert_eq!(landing.desired(), pb::WorkerDesire::Land);
+    assert_eq!((landing.leases, landing.uninterruptible_leases), (2, 1));
+    within("the gateway hears", async {
+        while gateway.desired.directive() != pb::Directive::Land {
+            gateway.next().await.expect("the stream is open");
+        }
+    })
+    .await;
+    let waits = scheduler.submit(spec()).await.expect("queued");
+    until("it waits for the worker to come back", async || {
+        (scheduler.get(waits).await.waiting_for == ["one: is landing"]).then_some(())
+    })
+    .await;
+
+    // Neither a reconnect, nor another gateway, nor another life of what it holds means that it shall run.
+    drop(gateway);
+    let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("the same again");
+    assert_eq!(gateway.desired.directive(), pb::Directive::Land);
+    assert_eq!(gateway.desired.leases.len(), 2);
+    scheduler.land(&landing.worker_id, None).await.expect("a repeat, by its id");
+    let worker = scheduler.worker("one").await;
+    assert_eq!((worker.desired(), worker.landed_at), (pb::WorkerDesire::Land, None));
+    assert_eq!(reasons(&worker), ["LANDING", "FULL"]);
+
+    finish(&scheduler, &staying.lease_token, 0).await.expect("finished");
+    let (_, stop) = gateway.stop(goes).await;
+    assert_eq!((stop.reason.as_str(), &stop.attempt_id), ("INTERRUPTED", &going.attempt_id));
+    let landed = until("it has landed", async || {
+        Some(scheduler.worker("one").await).filter(|worker| worker.landed_at.is_some())
+    })
+    .await;
+    assert_eq!((landed.leases, landed.uninterruptible_leases), (1, 0));
+    finish_interrupted(&scheduler, &going.lease_token).await;
+    scheduler.wait_for(goes, pb::WorkloadState::Pending).await;
+    gateway.leave().await;
+    let reborn = pb::Hello {
+        marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "other".to_owned() }),
+        gateway_instance: GatewayInstance::new().to_string(),
+        ..first
+    };
+    let mut gateway = Gateway::connect(&scheduler, reborn).await.expect("welcome");
+    assert_eq!(gateway.desired.directive(), pb::Directive::Land);
+    assert_eq!(scheduler.worker("one").await.landed_at, landed.landed_at);
+
+    for _ in 0..2 {
+        let running = scheduler.run_worker("one").await.expect("told").expect("a worker");
+        assert_eq!((running.desired(), running.landed_at), (pb::WorkerDesire::Run, None));
+    }
+    let (_, again) = gateway.run(goes).await;
+    assert_ne!(again.attempt_id, going.attempt_id);
+    for (id, run) in [(goes, again), (waits, gateway.run(waits).await.1)] {
+        start(&scheduler, &run.lease_token).await.expect("started");
+        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+        assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
+    }
+    let unknown = scheduler.land("nobody", None).await.expect_err("there is none");
+    assert!(unknown.is(Reason::WorkerNotFound));
+    scheduler.stop().await;
+}
+
+pub(crate) async fn at_its_time_the_rest_of_a_landing_worker_is_interrupted(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let (started, unstarted) = (
+        scheduler.submit(spec()).await.expect("accepted"),
+        scheduler.submit(spec()).await.expect("accepted"),
+    );
+    let (_, run) = gateway.run(started).await;
+    let (_, other) = gateway.run(unstarted).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let place = pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        ..pb::PlaceRequest::default()
+    };
+    let transfer = scheduler.placements().place(place).await.expect("granted").into_inner();
+
+    let hour = Duration::from_secs(3600);
+    let landing = scheduler.land("one", Some(hour)).await.expect("told");
+    assert!(landing.interrupt_at.is_some());
+    assert_eq!((landing.leases, landing.uninterruptible_leases), (3, 3), "a transfer counts, too");
+    let again = scheduler.land("one", None).await.expect("a repeat");
+    assert_eq!(again.interrupt_at, landing.interrupt_at, "what was said stands");
+    scheduler.land("one", Some(Duration::ZERO)).await.expect("told");
+    let (_, stop) = gateway.stop(started).await;
+    assert_eq!(stop.reason, "INTERRUPTED");
+    gateway.stop(unstarted).await;
+    let renew = pb::RenewRequest { lease_token: transfer.lease_token };
+    until("the transfer has lost its lease", async || {
+        let lost = scheduler.placements().renew(renew.clone()).await.err()?;
+        Refusal::from(lost).is(Reason::LeaseLost).then_some(())
+    })
+    .await;
+
+    let refused = start(&scheduler, &other.lease_token).await.expect_err("it shall stop");
+    assert!(refused.is(Reason::LeaseLost));
+    fail(&scheduler, &other.lease_token, "STOPPED_BEFORE_START").await;
+    assert_eq!(scheduler.get(unstarted).await.state(), pb::WorkloadState::Pending, "nothing of it ran");
+    assert_eq!(scheduler.worker("one").await.landed_at, None);
+    finish_interrupted(&scheduler, &run.lease_token).await;
+    let finished = scheduler.finished(started).await;
+    assert_eq!(finished.outcome(), pb::Outcome::Errored);
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("INTERRUPTED".to_owned()));
+    let landed = until("it has landed", async || {
+        Some(scheduler.worker("one").await).filter(|worker| worker.landed_at.is_some())
+    })
+    .await;
+    assert_eq!((landed.leases, landed.interrupt_at), (0, None));
+    scheduler.stop().await;
+}
+
+/// Says that an attempt ended before its process had started.
+pub(crate) async fn fail(scheduler: &Running, token: &str, reason: &str) {
+    let request = pb::FinishAttemptRequest {
+        lease_token: token.to_owned(),
+        failure: Some(pb::Failure { reason: reason.to_owned(), message: "it does not work".to_owned() }),
+        ..pb::FinishAttemptRequest::default()
+    };
+    scheduler.workloads().finish_attempt(request).await.expect("heard");
+}
+
+pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_away(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let config = Config { artifact_store: place.endpoint(), ..config(&database) };
+    let scheduler = Running::start(config).await;
+    let hello = hello("one");
+    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let id = gateway.welcome.worker_id.clone();
+    let busy = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(busy).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+
+    let artifact =
+        until("the store takes an upload", async || place.upload_to(id.parse().expect("an id")).await.ok())
+            .await;
+    for refused in [scheduler.retire("one", false).await.map(|_| ()), scheduler.prune("one", false).await] {
+        let refused = refused.expect_err("not like that");
+        if refused.is(Reason::WorkerInContact) {
+            continue;
+        }
+        assert!(refused.is(Reason::LastReplica), "{refused}");
+        assert_eq!(refused.about.get("artifact_id"), Some(&artifact.to_string()));
+        assert_eq!(refused.about.get("artifacts").map(String::as_str), Some("1"));
+    }
+    assert_eq!(scheduler.worker("one").await.desired(), pb::WorkerDesire::Run, "nothing was changed");
+
+    // What was forced may be taken back as long as it is not done, and so may all of it.
+    let retiring = scheduler.retire("one", true).await.expect("told").expect("it is there yet");
+    assert_eq!(retiring.desired(), pb::WorkerDesire::Retire);
+    assert_eq!(reasons(&retiring), ["RETIRING"]);
+    scheduler.run_worker("one").await.expect("told");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    gateway.holds_nothing().await;
+    assert!(scheduler.find_worker("one").await.is_some());
+
+    scheduler.retire("one", true).await.expect("told");
+    scheduler.gone("one").await;
+    assert!(scheduler.retire("one", true).await.expect("a repeat").is_none());
+    assert!(scheduler.retire(&id, false).await.expect("a repeat, by its id").is_none());
+    let told = within("the gateway hears", async {
+        loop {
+            match gateway.next().await {
+                Ok(()) => {}
+                Err(told) => break told,
+            }
+        }
+    });
+    assert!(told.await.is(Reason::WorkerRetired));
+    until("the store has forgotten it", async || {
+        let replicas = place.replicas(artifact).await.ok()?;
+        replicas.is_empty().then_some(())
+    })
+    .await;
+
+    let again = |hello: &pb::Hello| pb::Hello {
+        gateway_instance: GatewayInstance::new().to_string(),
+        ..hello.clone()
+    };
+    let refused = Gateway::connect(&scheduler, again(&hello)).await.err().expect("it was retired");
+    assert!(refused.is(Reason::WorkerRetired), "{refused}");
+    assert!(scheduler.run_worker("one").await.expect("told").is_none());
+    let back = Gateway::connect(&scheduler, again(&hello)).await.expect("it may");
+    assert_ne!(back.welcome.worker_id, id);
+    scheduler.retire("one", true).await.expect("told");
+    scheduler.gone("one").await;
+    // One that holds nothing may take the name of another.
+    let empty = pb::Hello {
+        marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() }),
+        ..again(&hello)
+    };
+    Gateway::connect(&scheduler, empty).await.expect("another worker");
+    store.stop().await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_comes_to_be_on_a_retiring_worker_holds_it_up(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let config = Config { artifact_store: place.endpoint(), ..config(&database) };
+    let scheduler = Running::start(config).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let busy = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(busy).await;
+    until("the store answers", async || scheduler.retire("one", false).await.ok()).await;
+    let worker = gateway.welcome.worker_id.parse().expect("an id");
+    until("the store takes an upload", async || place.upload_to(worker).await.ok()).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+
+    let held_up = until("it is held up", async || {
+        Some(scheduler.worker("one").await).filter(|worker| !worker.held_up_by.is_empty())
+    })
+    .await;
+    assert!(held_up.held_up_by.contains("last replica of an artifact"), "{}", held_up.held_up_by);
+    assert!(held_up.landed_at.is_some());
+    scheduler.retire("one", true).await.expect("forced");
+    scheduler.gone("one").await;
+    store.stop().await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start();
+    let ttl = Duration::from_millis(400);
+    let config = Config { artifact_store: place.endpoint(), worker_ttl: ttl, ..config(&database) };
+    let scheduler = Running::start(config).await;
+    let hello = hello("one");
+    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let id = gateway.welcome.worker_id.clone();
+    let started = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(started).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let refused = loop {
+        // Whether it is stalled or not depends on how fast this is.
+        gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+        match scheduler.prune("one", true).await {
+            Err(refused) if refused.is(Reason::WorkerInContact) => break refused,
+            other => other.expect_err("it was not in contact, and may be pruned: too slow to test"),
+        };
+    };
+    assert!(refused.message.contains("one"), "{refused}");
+
+    until("it is stalled", async || {
+        (scheduler.worker("one").await.state() == pb::WorkerState::Stalled).then_some(())
+    })
+    .await;
+    let artifact =
+        until("the store takes an upload", async || place.upload_to(id.parse().expect("an id")).await.ok())
+            .await;
+    let refused = scheduler.prune("one", false).await.expect_err("it has the last replica");
+    assert!(refused.is(Reason::LastReplica), "{refused}");
+    assert_eq!(refused.about.get("artifact_id"), Some(&artifact.to_string()));
+    scheduler.prune("one", true).await.expect("forced");
+    assert!(scheduler.find_worker("one").await.is_none(), "it has gone once that is answered");
+    scheduler.prune("one", true).await.expect("a repeat");
+    scheduler.prune(&id, false).await.expect("a repeat, by its id");
+    let unknown = scheduler.prune("nobody", false).await.expect_err("there never was one");
+    assert!(unknown.is(Reason::WorkerNotFound));
+    let finished = scheduler.finished(started).await;
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
+
+    // Its gateway was not superseded: it is to begin anew, and is another worker then.
+    within("the gateway hears", async {
+        while gateway.desired.directive() != pb::Directive::RegisterAgain {
+            gateway.next().await.expect("the stream is open");
+        }
+    })
+    .await;
+    assert_eq!(gateway.desired.leases, []);
+    let again = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    assert_ne!(again.welcome.worker_id, id);
+    store.stop().await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn an_ephemeral_worker_goes_once_it_is_lost(database: TestDatabase) {
+    let config = Config {
+        worker_ttl: Duration::from_millis(300),
+        stop_after: Duration::from_millis(500),
+        lost_after: Duration::from_millis(800),
+        ..config(&database)
+    };
+    let scheduler = Running::start(config).await;
+    let ephemeral = |name: &str, ephemeral| {
+        let hello = hello(name);
+        pb::Hello { labels: hello.labels.map(|labels| pb::WorkerLabels { ephemeral, ..labels }), ..hello }
+    };
+    let mut gateway = Gateway::connect(&scheduler, ephemeral("brief", true)).await.expect("welcome");
+    assert!(scheduler.worker("brief").await.labels.expect("labels").ephemeral);
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let other = Gateway::connect(&scheduler, ephemeral("lasting", false)).await.expect("welcome");
+    gateway.leave().await;
+    other.leave().await;
+    scheduler.gone("brief").await;
+    let finished = scheduler.finished(id).await;
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));
+    until("the other is lost, and stays", async || {
+        (scheduler.worker("lasting").await.state() == pb::WorkerState::Lost).then_some(())
+    })
+    .await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_worker_cannot_change_its_team(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let of = |name: &str, team: &str| {
+        let (hello, team) = (hello(name), team.to_owned());
+        pb::Hello { labels: hello.labels.map(|labels| pb::WorkerLabels { team, ..labels }), ..hello }
+    };
+    for (first, second) in [("main", "other"), ("main", ""), ("", "main")] {
+        let name = format!("{first}-{second}");
+        let gateway = Gateway::connect(&scheduler, of(&name, first)).await.expect("welcome");
+        gateway.leave().await;
+        let refused = Gateway::connect(&scheduler, of(&name, second)).await.err().expect("not of this team");
+        assert!(refused.is(Reason::WorkerOfAnotherTeam), "{refused}");
+        assert_eq!(scheduler.worker(&name).await.labels.expect("labels").team, first);
+        Gateway::connect(&scheduler, of(&name, first)).await.expect("as before");
+    }
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_worker_with_which_nobody_can_speak_is_listed_and_never_chosen(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let newer = pb::Hello { protocol_versions: vec![2, 3], ..hello("newer") };
+    for _ in 0..2 {
+        let refused = Gateway::connect(&scheduler, newer.clone()).await.err().expect("no version in common");
+        assert!(refused.is(Reason::UnsupportedProtocol), "{refused}");
+    }
+    let listed = scheduler.worker("newer").await;
+    assert_eq!(listed.unsupported_versions, [2, 3]);
+    assert_eq!(reasons(&listed), ["INCOMPATIBLE", "STALLED"]);
+    assert!(listed.refusals[0].message.contains("another version of the protocol (2, 3)"), "{listed:?}");
+    let refused = scheduler.submit(spec()).await.expect_err("it will never do");
+    assert!(refused.is(Reason::NoCompatibleWorker), "{refused}");
+
+    // While another gateway attends a worker, one that cannot be spoken with changes nothing.
+    let one = hello("one");
+    let gateway = Gateway::connect(&scheduler, one.clone()).await.expect("welcome");
+    let other = pb::Hello {
+        gateway_instance: GatewayInstance::new().to_string(),
+        protocol_versions: vec![],
+        ..one.clone()
+    };
+    let refused = Gateway::connect(&scheduler, other.clone()).await.err().expect("it is attended");
+    assert!(refused.is(Reason::AlreadyAttended), "{refused}");
+    assert_eq!(reasons(&scheduler.worker("one").await), [""; 0]);
+    gateway.leave().await;
+    Gateway::connect(&scheduler, other).await.err().expect("no version in common");
+    assert_eq!(reasons(&scheduler.worker("one").await), ["STALLED"], "it names no version at all");
+
+    // Upgraded, or taken back to its old version, it is as any other.
+    let mut gateway = Gateway::connect(&scheduler, pb::Hello { protocol_versions: vec![3, 1], ..newer })
+        .await
+        .expect("a version in common");
+    assert_eq!(scheduler.worker("newer").await.unsupported_versions, [0; 0]);
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    gateway.run(id).await;
+    scheduler.stop().await;
+}
+
+/// Somebody who watches workers.
+struct Watcher(Streaming<pb::WatchWorkersResponse>);
+
+impl Watcher {
+    async fn after(scheduler: &Running, after_revision: u64) -> Self {
+        let request = pb::WatchWorkersRequest { after_revision };
+        Self(scheduler.workers().watch_workers(request).await.expect("a stream").into_inner())
+    }
+
+    async fn next(&mut self) -> Result<(u64, Change), Refusal> {
+        let message = within("the next change", self.0.message()).await?.expect("it goes on");
+        Ok((message.revision, message.change.expect("a change")))
+    }
+
+    /// What was there when the call was made, and the revision up to which that is.
+    async fn synced(&mut self) -> (u64, Vec<Change>) {
+        let mut changes = Vec::new();
+        loop {
+            match self.next().await.expect("a change") {
+                (revision, Change::Synced(_)) => return (revision, changes),
+                (_, change) => changes.push(change),
+            }
+        }
+    }
+
+    /// Waits for a change of which `pick` makes something, and answers its revision, too.
+    async fn until<T>(&mut self, pick: impl Fn(&Change) -> Option<T>) -> (u64, T) {
+        loop {
+            let (revision, change) = self.next().await.expect("a change");
+            if let Some(found) = pick(&change) {
+                return (revision, found);
+            }
+        }
+    }
+}
+
+fn names(changes: &[Change]) -> Vec<&str> {
+    changes
+        .iter()
+        .map(|change| match change {
+            Change::Worker(worker) => worker.name.as_str(),
+            Change::Gone(gone) => gone.name.as_str(),
+            Change::Synced(_) => "synced",
+        })
+        .collect()
+}
+
+pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabase) {
+    let keep = Config { keep_finished: Duration::from_secs(3600), ..config(&database) };
+    let scheduler = Running::start(keep).await;
+    let mut watcher = Watcher::after(&scheduler, 0).await;
+    assert_eq!(watcher.synced().await.1, []);
+    let _one = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let two = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let (seen_two, _) = watcher
+        .until(|change| matches!(change, Change::Worker(worker) if worker.name == "two").then_some(()))
+        .await;
+
+    // Whoever comes later sees the same, each once.
+    let mut late = Watcher::after(&scheduler, 0).await;
+    let (revision, there) = late.synced().await;
+    assert_eq!(names(&there), ["one", "two"]);
+    scheduler.land("one", None).await.expect("told");
+    for watcher in [&mut watcher, &mut late] {
+        let landing = |change: &Change| match change {
+            Change::Worker(worker) if worker.desired() == pb::WorkerDesire::Land => Some(worker.name.clone()),
+            _ => None,
+        };
+        let (at, name) = watcher.until(landing).await;
+        assert_eq!(name, "one");
+        assert!(at > revision && at > seen_two);
+    }
+    two.leave().await;
+    until("it is stalled", async || {
+        (scheduler.worker("two").await.state() == pb::WorkerState::Stalled).then_some(())
+    })
+    .await;
+    scheduler.prune("two", true).await.expect("pruned");
+    let (last, gone) = watcher
+        .until(|change| match change {
+            Change::Gone(gone) => Some(gone.clone()),
+            _ => None,
+        })
+        .await;
+    assert_eq!((gone.name.as_str(), gone.how()), ("two", pb::WorkerEnd::Pruned));
+
+    // Whoever resumes is told what has changed since, and of all that have gone; whoever begins, of none.
+    let (_, since) = Watcher::after(&scheduler, revision).await.synced().await;
+    assert_eq!(names(&since), ["one", "two"]);
+    assert!(matches!(since.last(), Some(Change::Gone(_))));
+    let (_, there) = Watcher::after(&scheduler, 0).await.synced().await;
+    assert_eq!(names(&there), ["one"]);
+    let (_, nothing) = Watcher::after(&scheduler, last).await.synced().await;
+    assert_eq!(nothing, []);
+    let refused = Watcher::after(&scheduler, u64::MAX).await.next().await.expect_err("never reached");
+    assert!(refused.is(Reason::Compacted), "{refused}");
+    scheduler.stop().await;
+
+    // Once that is forgotten, whoever might not have heard of it is told so.
+    let place = Place::new();
+    let store = place.start();
+    let forget = Config {
+        keep_finished: Duration::ZERO,
+        reconcile_every: Duration::from_millis(50),
+        artifact_store: place.endpoint(),
+        ..config(&database)
+    };
+    let scheduler = Running::start(forget).await;
+    until("it is forgotten", async || {
+        let refused = Watcher::after(&scheduler, revision).await.next().await.err()?;
+        refused.is(Reason::Compacted).then_some(())
+    })
+    .await;
+    Watcher::after(&scheduler, last).await.synced().await;
+    store.stop().await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn watchers_see_changes_that_another_replica_makes() {
+    let database = testing::databases::postgres().await;
+    let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
+    let mut watchers = [Watcher::after(&replicas[0], 0).await, Watcher::after(&replicas[1], 0).await];
+    let mut gateways = Vec::new();
+    for turn in 0..12 {
+        let name = format!("worker-{turn}");
+        gateways.push(Gateway::connect(&replicas[turn % 2], hello(&name)).await.expect("welcome"));
+    }
+    for turn in 0..12 {
+        replicas[(turn + 1) % 2].land(&format!("worker-{turn}"), None).await.expect("told");
+    }
+    for watcher in &mut watchers {
+        let (mut landed, mut before) = (std::collections::HashSet::new(), 0);
+        while landed.len() < 12 {
+            let (revision, change) = watcher.next().await.expect("a change");
+            assert!(revision >= before, "revisions fall");
+            before = revision;
+            if let Change::Worker(worker) = change
+                && worker.landed_at.is_some()
+            {
+                landed.insert(worker.name);
+            }
+        }
+    }
+    for replica in replicas {
+        replica.stop().await;
+    }
+}
+
+/// Fails an attempt at `id` on the worker of `gateway`.
+async fn fail_on(scheduler: &Running, gateway: &mut Gateway, id: WorkloadId) {
+    let (_, run) = gateway.run(id).await;
+    fail(scheduler, &run.lease_token, "START_FAILED").await;
+}
+
+pub(crate) async fn what_one_worker_cannot_start_another_does(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut bad = Gateway::connect(&scheduler, hello("bad")).await.expect("welcome");
+    let alone = scheduler.submit(spec()).await.expect("accepted");
+    fail_on(&scheduler, &mut bad, alone).await;
+    let finished = scheduler.finished(alone).await;
+    let failure = finished.failure.expect("nobody else could take it");
+    assert_eq!((failure.reason.as_str(), failure.message.as_str()), ("START_FAILED", "it does not work"));
+
+    // One that is full could take it later.
+    let small = pb::Capacity { max_tasks: 1, ..pb::Capacity::default() };
+    let mut good = Gateway::connect(&scheduler, pb::Hello { capacity: Some(small), ..hello("good") })
+        .await
+        .expect("welcome");
+    let mut ids = Vec::new();
+    for _ in 0..3 {
+        ids.push(scheduler.submit(spec()).await.expect("accepted"));
+    }
+    let busy = within("one is on the good worker", async {
+        loop {
+            for id in &ids {
+                let run = good.desired.leases.iter().find_map(|lease| match &lease.wish {
+                    Some(pb::desired_lease::Wish::Run(run)) if run.workload_id == id.to_string() => Some(run),
+                    _ => None,
+                });
+                if let Some(run) = run {
+                    return (*id, run.clone());
+                }
+            }
+            good.next().await.expect("the stream is open");
+        }
+    })
+    .await;
+    ids.retain(|id| *id != busy.0);
+    for id in &ids {
+        fail_on(&scheduler, &mut bad, *id).await;
+        let expected =
+            ["bad: could not start it: it does not work (START_FAILED)", "good: is full (1 of 1 tasks)"];
+        until("it waits for the good worker", async || {
+            (scheduler.get(*id).await.waiting_for == expected).then_some(())
+        })
+        .await;
+    }
+    finish(&scheduler, &busy.1.lease_token, 0).await.expect("finished");
+    for id in &ids {
+        let (_, run) = good.run(*id).await;
+        start(&scheduler, &run.lease_token).await.expect("started");
+        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+        assert_eq!(scheduler.finished(*id).await.outcome(), pb::Outcome::Succeeded);
+    }
+
+    // When the only other one that could take it goes for good, it ends with what the last one said.
+    let last = scheduler.submit(spec()).await.expect("accepted");
+    let blocker = scheduler.submit(spec()).await.expect("accepted");
+    let (mut on_bad, mut on_good) = (None, None);
+    within("both are placed", async {
+        while on_bad.is_none() || on_good.is_none() {
+            for id in [last, blocker] {
+                if let Some(there) = scheduler.get(id).await.whereabouts {
+                    match there.worker_name.as_str() {
+                        "bad" => on_bad = Some(id),
+                        _ => on_good = Some(id),
+                    }
+                }
+            }
+        }
+    })
+    .await;
+    let (failing, blocking) = (on_bad.expect("one"), on_good.expect("the other"));
+    let (_, blocked) = good.run(blocking).await;
+    fail_on(&scheduler, &mut bad, failing).await;
+    scheduler.wait_for(failing, pb::WorkloadState::Pending).await;
+    scheduler.retire("good", true).await.expect("told");
+    let finished = scheduler.finished(failing).await;
+    assert_eq!(finished.failure.map(|failure| failure.reason), Some("START_FAILED".to_owned()));
+    finish(&scheduler, &blocked.lease_token, 0).await.expect("finished");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_again(database: TestDatabase) {
+    let config = Config {
+        set_aside_after: 2,
+        set_aside_for: Duration::from_millis(300),
+        set_aside_for_at_most: Duration::from_secs(3600),
+        ..config(&database)
+    };
+    let scheduler = Running::start(config).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    for _ in 0..2 {
+        let id = scheduler.submit(spec()).await.expect("accepted");
+        fail_on(&scheduler, &mut gateway, id).await;
+        gateway.holds_nothing().await;
+    }
+    // Short as it is, it may be over by now; what it is there for is that it grows.
+    let mut waiting = Vec::new();
+    for _ in 0..2 {
+        waiting.push(scheduler.submit(spec()).await.expect("it waits, or is tried"));
+    }
+    let mut failures = 2;
+    let set_aside = within("it is set aside for long", async {
+        loop {
+            let worker = scheduler.worker("one").await;
+            assert_eq!(worker.failures, failures);
+            if let Some(until) = &worker.set_aside_until
+                && rpc::from_timestamp(until).since(domain::Timestamp::now()) > Duration::from_secs(3)
+            {
+                return worker;
+            }
+            // On probation it gets one at a time.
+            let Some(run) = gateway.desired.leases.iter().find_map(|lease| match &lease.wish {
+                Some(pb::desired_lease::Wish::Run(run)) => Some(run.clone()),
+                _ => None,
+            }) else {
+                gateway.next().await.expect("the stream is open");
+                continue;
+            };
+            assert_eq!(gateway.desired.leases.len(), 1, "one at a time");
+            fail(&scheduler, &run.lease_token, "START_FAILED").await;
+            failures += 1;
+            waiting.push(scheduler.submit(spec()).await.expect("it waits, or is tried"));
+            gateway.holds_nothing().await;
+        }
+    })
+    .await;
+    assert_eq!(reasons(&set_aside), ["SET_ASIDE"]);
+    assert_eq!(set_aside.last_failure, "it does not work (START_FAILED)");
+    let id = scheduler.submit(spec()).await.expect("it waits");
+    let said = until("it waits", async || scheduler.get(id).await.waiting_for.first().cloned()).await;
+    assert_eq!(said, "one: is set aside, for it fails again and again: it does not work (START_FAILED)");
+
+    // Who says that it shall run has mended it; and then it works.
+    scheduler.run_worker("one").await.expect("told");
+    let trusted = scheduler.worker("one").await;
+    assert_eq!((trusted.failures, trusted.set_aside_until), (0, None));
+    let (_, run) = gateway.run_any().await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.worker("one").await.failures, 0);
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatabase) {
+    let config = Config {
+        set_aside_after: 1,
+        set_aside_for: Duration::from_millis(50),
+        set_aside_for_at_most: Duration::from_millis(50),
+        ..config(&database)
+    };
+    let scheduler = Running::start(config).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    fail_on(&scheduler, &mut gateway, id).await;
+    let ids =
+        [scheduler.submit(spec()).await.expect("queued"), scheduler.submit(spec()).await.expect("queued")];
+    let (lease, run) = gateway.run(ids[0]).await;
+    let worker = scheduler.worker("one").await;
+    assert_eq!((worker.failures, worker.set_aside_until.is_none()), (1, true));
+    assert_eq!(reasons(&worker), ["SET_ASIDE"], "one task is enough to try it");
+    assert_eq!(scheduler.get(ids[1]).await.state(), pb::WorkloadState::Pending);
+    start(&scheduler, &run.lease_token).await.expect("started");
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    gateway.run(ids[1]).await;
+    assert_eq!(scheduler.worker("one").await.failures, 0);
+    scheduler.stop().await;
+}
