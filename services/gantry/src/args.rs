@@ -241,6 +241,25 @@ pub(crate) struct RunArgs {
     /// Give up when no worker was free for this long
     #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
     pub(crate) queue_timeout: Option<Duration>,
+    /// Be placed before those that wait with a lower one: -100 to 100
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        allow_hyphen_values = true,
+        value_parser = clap::value_parser!(i32).range(-100..=100),
+        help_heading = "When and where"
+    )]
+    pub(crate) priority: i32,
+    /// Only where so much processor time is free, and is kept free for it: `0.5`, `2`
+    #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "When and where")]
+    pub(crate) reserve_cpu: Option<u64>,
+    /// The same of memory
+    #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "When and where")]
+    pub(crate) reserve_memory: Option<u64>,
+    /// The same of disk
+    #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "When and where")]
+    pub(crate) reserve_disk: Option<u64>,
     /// Let it be interrupted when its worker lands or is retired, and begin again on another. It may run more than once, then. Only with --detach
     #[arg(long, requires = "detach", help_heading = "When and where")]
     pub(crate) interruptible: bool,

@@ -12,8 +12,8 @@ use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::{
     Access, CacheMount, EnvironmentVariable, Finished, HostImage, Image, Input, Limits, Network, Output,
-    OutputMode, Privilege, PublishedOutput, StdinMode, SubmitRequest, WorkloadKind, WorkloadSpec,
-    image::Source as ImageSource,
+    OutputMode, Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind,
+    WorkloadSpec, image::Source as ImageSource,
 };
 use serde_json::json;
 use tracing::{Instrument, info_span};
@@ -298,6 +298,12 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
         build_id: String::new(),
         caches: Vec::new(),
         interruptible: args.interruptible,
+        priority: args.priority,
+        requests: Some(ResourceRequests {
+            cpu_millis: args.reserve_cpu.unwrap_or(0),
+            memory_bytes: args.reserve_memory.unwrap_or(0),
+            disk_bytes: args.reserve_disk.unwrap_or(0),
+        }),
     })
 }
 

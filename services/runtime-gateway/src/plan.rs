@@ -219,6 +219,8 @@ mod tests {
             build: None,
             caches: Vec::new(),
             interruptible: false,
+            priority: 0,
+            requests: Default::default(),
         }
     }
 

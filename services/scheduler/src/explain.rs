@@ -89,9 +89,10 @@ pub(crate) async fn spec(scheduler: &Scheduler, spec: &WorkloadSpec) -> Result<E
     scheduler.dispatch.catch_up().await;
     let now = Timestamp::now();
     let demand = Demand::of(spec, Uuid::now_v7());
+    let priority = i64::from(spec.priority);
     let (is_behind, ahead) = {
         let queue = scheduler.dispatch.queue();
-        (queue.is_before(&demand, 0, now), queue.ahead(0, now, Uuid::max()))
+        (queue.is_before(&demand, priority, now), queue.ahead(priority, now, Uuid::max()))
     };
     let mut explanation = judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, is_behind);
     if explanation.verdict == Verdict::NotNow {

@@ -1,12 +1,14 @@
 //! What operators see of the scheduler's rows: counted when they look.
 
+use std::collections::HashMap;
+
 use db::Database;
 use sea_orm::{
     ActiveEnum, ColumnTrait, ConnectionTrait, DbErr, EntityTrait, Iterable, PaginatorTrait, QueryFilter,
     QuerySelect, Statement,
 };
 
-use crate::entity::{worker, workload};
+use crate::entity::{lease, worker, workload};
 
 /// Sets the gauges whenever somebody reads them.
 pub(crate) fn add(db: Database, host: &server::Host) {
@@ -79,18 +81,25 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     }
 
     // In one statement, so that what is compared belongs together.
-    let sums = "SELECT (SELECT CAST(COALESCE(SUM(active_tasks), 0) AS BIGINT) FROM workers) AS slots, \
-                (SELECT COUNT(*) FROM leases WHERE kind = 'task' AND state <> 'ended') AS tasks, \
-                (SELECT COUNT(*) FROM leases WHERE kind = 'transfer' AND state <> 'ended') AS transfers, \
-                (SELECT COUNT(*) FROM outbox) AS owed";
+    let sums = "SELECT (SELECT CAST(COALESCE(SUM(active_tasks), 0) AS BIGINT) FROM workers) AS slots, kind, COUNT(*) AS leases, \
+                (SELECT COUNT(*) FROM outbox) AS owed FROM \
+                (SELECT kind FROM leases WHERE state <> 'ended' UNION ALL SELECT NULL) AS live GROUP BY kind";
     let sums = Statement::from_string(db.read().get_database_backend(), sums);
-    let Some(sums) = db.read().query_one_raw(sums).await? else { return Ok(()) };
-    let sum = |name: &str| sums.try_get::<i64>("", name);
-    let (slots, tasks) = (sum("slots")?, sum("tasks")?);
+    let (mut slots, mut owed, mut leases) = (0, 0, HashMap::new());
+    for row in db.read().query_all_raw(sums).await? {
+        (slots, owed) = (row.try_get("", "slots")?, row.try_get("", "owed")?);
+        if let Some(kind) = row.try_get::<Option<lease::Kind>>("", "kind")? {
+            leases.insert(kind, row.try_get::<i64>("", "leases")?);
+        }
+    }
+    let mut taken: i64 = 0;
+    for kind in lease::Kind::iter() {
+        let count = leases.get(&kind).copied().unwrap_or(0);
+        metrics::gauge!("gantry_scheduler_leases", "kind" => kind.to_value()).set(count as f64);
+        taken += if kind.takes_a_slot() { count } else { 0 };
+    }
     metrics::gauge!("gantry_scheduler_slots_in_use").set(slots as f64);
-    metrics::gauge!("gantry_scheduler_slots_drift").set((slots - tasks) as f64);
-    metrics::gauge!("gantry_scheduler_leases", "kind" => "task").set(tasks as f64);
-    metrics::gauge!("gantry_scheduler_leases", "kind" => "transfer").set(sum("transfers")? as f64);
-    metrics::gauge!("gantry_scheduler_outbox").set(sum("owed")? as f64);
+    metrics::gauge!("gantry_scheduler_slots_drift").set((slots - taken) as f64);
+    metrics::gauge!("gantry_scheduler_outbox").set(owed as f64);
     Ok(())
 }

@@ -136,6 +136,8 @@ fn spec(id: WorkloadId) -> WorkloadSpec {
         build: None,
         caches: vec![],
         interruptible: id.uuid().as_u128().is_multiple_of(3),
+        priority: i32::from(id.uuid().as_bytes()[15] % 3),
+        requests: domain::workload::ResourceRequests { memory_bytes: 10, ..Default::default() },
     }
 }
 

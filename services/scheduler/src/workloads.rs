@@ -131,7 +131,7 @@ impl Submission {
             locations: "[]".to_owned(),
             waiting_for: "[]".to_owned(),
             ending: None,
-            priority: 0,
+            priority: i64::from(self.spec.priority),
             interruptible: self.spec.interruptible,
             failed_on: "[]".to_owned(),
         }

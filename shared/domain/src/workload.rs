@@ -55,6 +55,21 @@ pub struct WorkloadSpec {
     pub caches: Vec<CacheMount>,
     /// Whether it may be interrupted when its worker goes, and run once more.
     pub interruptible: bool,
+    /// Higher is placed first.
+    pub priority: i32,
+    /// What of the worker is kept free for it.
+    pub requests: ResourceRequests,
+}
+
+/// Amounts of what a worker has. 0: none is asked for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ResourceRequests {
+    /// Thousandths of a processor.
+    pub cpu_millis: u64,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Bytes of the file system that holds the worker's volumes.
+    pub disk_bytes: u64,
 }
 
 impl WorkloadSpec {

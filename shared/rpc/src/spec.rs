@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use domain::workload::{
     Bytes, CacheMount, EnvironmentVariable, Image, Input, Limits, Network, Output, OutputMode, OutputOwner,
-    Stdin, WorkloadSpec,
+    ResourceRequests, Stdin, WorkloadSpec,
 };
 use prost::Message;
 use tonic::Status;
@@ -114,6 +114,8 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         build: parse_optional_id("spec.build_id", &spec.build_id)?,
         caches,
         interruptible: spec.interruptible,
+        priority: parse_priority(spec.priority)?,
+        requests: parse_requests("spec.requests", spec.requests)?,
     })
 }
 
@@ -193,6 +195,12 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
             .map(|mount| pb::CacheMount { task_cache_id: mount.cache.to_string(), path: bytes(&mount.path) })
             .collect(),
         interruptible: spec.interruptible,
+        priority: spec.priority,
+        requests: (spec.requests != ResourceRequests::default()).then(|| pb::ResourceRequests {
+            cpu_millis: spec.requests.cpu_millis,
+            memory_bytes: spec.requests.memory_bytes,
+            disk_bytes: spec.requests.disk_bytes,
+        }),
     }
 }
 
@@ -313,6 +321,29 @@ fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
         }
     }
     Ok(())
+}
+
+fn parse_priority(priority: i32) -> Result<i32, Status> {
+    let most = -100..=100;
+    if most.contains(&priority) {
+        Ok(priority)
+    } else {
+        Err(invalid_field("spec.priority", "must be -100 to 100"))
+    }
+}
+
+/// What of a worker shall be kept free.
+pub fn parse_requests(
+    field: &str,
+    requests: Option<pb::ResourceRequests>,
+) -> Result<ResourceRequests, Status> {
+    let pb::ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = requests.unwrap_or_default();
+    // As much as a database can count, and its sum over some millions of leases.
+    let most = 1 << 50;
+    if [cpu_millis, memory_bytes, disk_bytes].iter().any(|amount| *amount > most) {
+        return Err(invalid_field(field, "is more than any worker has"));
+    }
+    Ok(ResourceRequests { cpu_millis, memory_bytes, disk_bytes })
 }
 
 fn parse_limits(limits: pb::Limits) -> Limits {

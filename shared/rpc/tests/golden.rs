@@ -96,6 +96,8 @@ fn spec() -> scheduler::WorkloadSpec {
         build_id: text(ID),
         caches: vec![CacheMount { task_cache_id: text(ID), path: bytes(b"/cache/\xff") }],
         interruptible: true,
+        priority: -7,
+        requests: Some(ResourceRequests { cpu_millis: 500, memory_bytes: LARGE, disk_bytes: 0 }),
     }
 }
 

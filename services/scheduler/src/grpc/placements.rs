@@ -16,7 +16,7 @@ use crate::entity::lease::{self, Kind};
 use crate::entity::to_json;
 use crate::explain;
 use crate::leases;
-use crate::placement::{self, Demand, Purpose, Resources, Shape};
+use crate::placement::{self, Demand, Purpose, Shape};
 use crate::service::Scheduler;
 
 /// Service `Placements`.
@@ -187,18 +187,13 @@ impl PlacementsService {
         let of = |name: &str| format!("{field}{name}");
         let lease: LeaseId = parse_id(&of("lease_id"), &request.lease_id)?;
         let (kind, purpose) = kind(parse_enum(&of("kind"), request.kind)?);
-        let requests = request.requests.unwrap_or_default();
-        let pb::ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = requests;
-        let too_much = |amount: &u64| i64::try_from(*amount).is_err();
-        if [cpu_millis, memory_bytes, disk_bytes].iter().any(too_much) {
-            return Err(invalid_field(of("requests"), "is more than there can be"));
-        }
+        let requests = rpc::spec::parse_requests(&of("requests"), request.requests)?;
         let shape = Shape {
             team: parse_team(&of("team"), request.team)?,
             platform: Some(request.platform).filter(|name| !name.is_empty()).unwrap_or("linux".to_owned()),
             tags: request.tags,
             process: kind.takes_a_slot().then(|| process(field, request.process)).transpose()?,
-            requests: Resources { cpu_millis, memory_bytes, disk_bytes },
+            requests: requests.into(),
             purpose,
         };
         let avoid = parse_workers(&of("avoid_workers"), &request.avoid_workers)?;

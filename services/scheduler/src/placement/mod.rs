@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
-use domain::workload::{Failure, Image, Limits, Network, WorkloadSpec};
+use domain::workload::{Failure, Image, Limits, Network, ResourceRequests, WorkloadSpec};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -122,6 +122,13 @@ pub(crate) struct Resources {
     pub(crate) disk_bytes: u64,
 }
 
+impl From<ResourceRequests> for Resources {
+    fn from(asked: ResourceRequests) -> Self {
+        let ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = asked;
+        Self { cpu_millis, memory_bytes, disk_bytes }
+    }
+}
+
 /// What is asked of a worker.
 #[derive(Debug, Clone)]
 pub(crate) struct Demand {
@@ -189,7 +196,7 @@ impl Shape {
             platform: spec.platform.clone(),
             tags: spec.tags.clone(),
             process: Some(Process { image_kind: spec.image.kind().into(), resource_type, capabilities }),
-            requests: Resources::default(),
+            requests: spec.requests.into(),
             purpose: if has_inputs { Purpose::Build } else { Purpose::WithoutInputs },
         }
     }

@@ -34,6 +34,8 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
         build: None,
         caches: vec![],
         interruptible: false,
+        priority: 0,
+        requests: Default::default(),
     }
 }
 

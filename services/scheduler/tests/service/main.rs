@@ -9,6 +9,7 @@ mod replicas;
 mod store;
 mod support;
 mod terms;
+mod turns;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -52,6 +53,10 @@ use terms::{
     after_a_restart_work_goes_to_those_that_came_back,
 };
 use testing::databases::TestDatabase;
+use turns::{
+    a_higher_priority_is_placed_first, a_team_with_more_that_waits_is_not_before_others,
+    what_a_workload_asks_for_is_kept_free,
+};
 
 /// Runs each test on both databases.
 macro_rules! on_both {
@@ -623,6 +628,9 @@ on_both! {
     work_survives_the_scheduler,
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
+    a_higher_priority_is_placed_first,
+    a_team_with_more_that_waits_is_not_before_others,
+    what_a_workload_asks_for_is_kept_free,
     many_are_spread_and_never_more_than_there_are_slots,
     a_group_is_granted_whole_or_not_at_all,
     two_groups_never_wait_for_each_other,

@@ -170,6 +170,8 @@ fn task() -> Task {
         build: None,
         caches: Vec::new(),
         interruptible: false,
+        priority: 0,
+        requests: Default::default(),
     };
     Task {
         lease: LeaseId::new(),

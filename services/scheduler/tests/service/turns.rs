@@ -1,0 +1,96 @@
+//! Whose turn it is, of those that wait.
+
+use std::collections::HashMap;
+
+use rpc::Reason;
+use rpc::pb::scheduler as pb;
+use testing::databases::TestDatabase;
+
+use crate::support::{Gateway, Running, config, finish, hello, spec};
+
+async fn with_one_slot(scheduler: &Running) -> Gateway {
+    let mut hello = hello("one");
+    hello.capacity =
+        Some(pb::Capacity { max_tasks: 1, memory_bytes: 100, cpu_millis: 2000, ..pb::Capacity::default() });
+    Gateway::connect(scheduler, hello).await.expect("welcome")
+}
+
+/// Submits while the only slot is taken, then frees it again and again, and answers in which order they ran: their numbers.
+async fn order(scheduler: &Running, specs: Vec<pb::WorkloadSpec>) -> Vec<usize> {
+    let mut gateway = with_one_slot(scheduler).await;
+    let first = scheduler.submit(spec()).await.expect("accepted");
+    let (_, mut run) = gateway.run(first).await;
+    let mut numbers = HashMap::new();
+    for (number, spec) in specs.into_iter().enumerate() {
+        let id = scheduler.submit(spec).await.expect("accepted");
+        numbers.insert(id.to_string(), number);
+    }
+    let (mut seen, mut order) = (std::collections::HashSet::from([run.workload_id.clone()]), Vec::new());
+    while order.len() < numbers.len() {
+        finish(scheduler, &run.lease_token, 0).await.expect("finished");
+        run = gateway.run_other_than(&seen).await;
+        seen.insert(run.workload_id.clone());
+        order.push(numbers[&run.workload_id]);
+    }
+    order
+}
+
+pub(crate) async fn a_higher_priority_is_placed_first(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let with = |priority: i32| pb::WorkloadSpec { priority, ..spec() };
+    let order = order(&scheduler, vec![with(0), with(-5), with(7), with(0), with(7)]).await;
+    assert_eq!(order, [2, 4, 0, 3, 1]);
+    let refused = scheduler.submit(with(101)).await.expect_err("refused");
+    assert!(refused.is(Reason::InvalidField) && refused.message.contains("spec.priority"));
+    scheduler.stop().await;
+}
+
+/// With one slot nobody holds one when it is free: who came first is first, and no team is passed over.
+pub(crate) async fn a_team_with_more_that_waits_is_not_before_others(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let of = |team: &str| pb::WorkloadSpec { team: team.to_owned(), ..spec() };
+    // Two slots: both are taken by one team, which has more that waits than the other, and had it before.
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        let id = scheduler.submit(of("many")).await.expect("accepted");
+        runs.push(gateway.run(id).await.1);
+    }
+    for _ in 0..5 {
+        scheduler.submit(of("many")).await.expect("accepted");
+    }
+    let few = scheduler.submit(of("few")).await.expect("accepted");
+    let freed = runs.pop().expect("two run");
+    finish(&scheduler, &freed.lease_token, 0).await.expect("finished");
+    let (_, run) = gateway.run(few).await;
+    assert_eq!(run.workload_id, few.to_string());
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_a_workload_asks_for_is_kept_free(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut hello = hello("one");
+    hello.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let asking = |memory_bytes: u64| {
+        let requests = Some(pb::ResourceRequests { memory_bytes, ..pb::ResourceRequests::default() });
+        pb::WorkloadSpec { requests, ..spec() }
+    };
+    let never = scheduler.submit(asking(101)).await.expect_err("refused");
+    assert!(never.is(Reason::NoCompatibleWorker), "{never:?}");
+    let first = scheduler.submit(asking(60)).await.expect("accepted");
+    let (_, run) = gateway.run(first).await;
+    let second = scheduler.submit(asking(60)).await.expect("accepted");
+    let waiting = scheduler.get(second).await;
+    assert_eq!(waiting.state(), pb::WorkloadState::Pending);
+    assert_eq!(
+        waiting.waiting_for,
+        ["one: has 40 bytes of memory left, and 60 bytes of memory is asked for"]
+    );
+    // Less is there, and who asks for less is not held up.
+    let small = scheduler.submit(asking(40)).await.expect("accepted");
+    gateway.run(small).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    gateway.run(second).await;
+    scheduler.stop().await;
+}
