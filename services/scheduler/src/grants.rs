@@ -1,6 +1,6 @@
 //! Grants: many leases, and what is given back, in one transaction.
 //!
-//! What shall be granted was decided on what this replica remembers of the workers ([`crate::placer`]). Here the rows of those workers are locked,
+//! What shall be granted was decided on what this replica remembers of the workers ([`crate::dispatch`]). Here the rows of those workers are locked,
 //! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
 //! many replicas grant at once, and whatever they remember. What does not hold any more is left out, and told.
 //!

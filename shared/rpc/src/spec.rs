@@ -196,7 +196,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
             .collect(),
         interruptible: spec.interruptible,
         priority: spec.priority,
-        requests: (spec.requests != ResourceRequests::default()).then(|| pb::ResourceRequests {
+        requests: (spec.requests != ResourceRequests::default()).then_some(pb::ResourceRequests {
             cpu_millis: spec.requests.cpu_millis,
             memory_bytes: spec.requests.memory_bytes,
             disk_bytes: spec.requests.disk_bytes,

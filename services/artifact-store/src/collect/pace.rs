@@ -26,7 +26,7 @@ impl Pace {
             Self { rows: 100, aim: Duration::from_millis(10), fewest: 20 }
         } else {
             // Who needs one of its rows does.
-            Self { rows: 1000, aim: Duration::from_millis(40), fewest: 500 }
+            Self { rows: 2000, aim: Duration::from_millis(80), fewest: 500 }
         }
     }
 
