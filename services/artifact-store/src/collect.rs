@@ -18,7 +18,7 @@
 //! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
 //! locks: any number of replicas may run rounds at once, and one that dies in a batch leaves it to the next. Facts are gathered in a later
 //! statement, behind the locks. A batch is as large as can be done in a time that others may wait for it, and takes as many statements however
-//! large it is; what is marked is written once, with its next look.
+//! large it is; what is marked is written once, with its next look. Where there is more than one of a step, two are done side by side on PostgreSQL, as two replicas would.
 //!
 //! Invariant: whatever nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
 //! something that says when it ends ([`Look::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::due`]). What is kept by something
@@ -180,12 +180,19 @@ async fn round_noting(
             *looked = store.now();
         }
         let mut pace = Pace::of(store);
+        let mut side_by_side = false;
         // Rows that are looked at are not due any more, unless there is more to do about them: this ends.
         while step.is_due(store.db.read(), &settings).await? {
             let settings = Settings { batch: pace.rows, ..settings };
             let begun = Instant::now();
-            let batch = store.db.write(|txn| async move { step.run(&txn, &settings).await }).await?;
+            let slice = || store.db.write(|txn| async move { step.run(&txn, &settings).await });
+            let batch = match side_by_side {
+                true => tokio::try_join!(slice(), slice()).map(|(one, other)| one.and(other))?,
+                false => slice().await?,
+            };
             pace.took(begun.elapsed());
+            // There was more than one batch of it. PostgreSQL works on one while we read another.
+            side_by_side = !store.db.is_sqlite();
             store.marks.wake(batch.workers);
             store.collections.tell(&batch.collected);
             collected.extend(batch.collected);
@@ -261,6 +268,16 @@ pub(crate) struct Batch {
     looked: bool,
     collected: Vec<Collected>,
     workers: Vec<WorkerId>,
+}
+
+impl Batch {
+    /// Both of two.
+    fn and(mut self, other: Self) -> Self {
+        self.looked |= other.looked;
+        self.collected.extend(other.collected);
+        self.workers.extend(other.workers);
+        self
+    }
 }
 
 impl Step {
