@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 cargo build --release --locked --workspace --bins
 cargo build --release --locked -p runtime-gateway --example direct
 cargo build --release --locked -p artifact-store --examples
+cargo build --release --locked -p scheduler --examples
 if ! command -v runc >/dev/null 2>&1; then
     apt-get install -y -qq --no-install-recommends runc >/dev/null || echo "runc cannot be installed" >&2
 fi

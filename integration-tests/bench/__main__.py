@@ -13,6 +13,7 @@ from compose import bench_compose
 from garden import bench_garden
 from measure import machine
 from output import bench_output
+from placing import bench_placing
 from processes import bench_processes
 from start import bench_start
 from store import bench_store
@@ -43,6 +44,7 @@ def sections(quick):
         "transfers": lambda: bench_transfers(DISK, 1 if quick else 3),
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
         "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),
+        "placing": lambda: bench_placing(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 1 if quick else 5),
         "compose": bench_compose,
     }
 

@@ -186,20 +186,31 @@ async fn round_noting(
             let settings = Settings { batch: pace.rows, ..settings };
             let begun = Instant::now();
             let slice = || store.db.write(|txn| async move { step.run(&txn, &settings).await });
-            let batch = match side_by_side {
-                true => tokio::try_join!(slice(), slice()).map(|(one, other)| one.and(other))?,
-                false => slice().await?,
+            let slices = match side_by_side {
+                true => <[_; 2]>::from(tokio::join!(slice(), slice())).into(),
+                false => vec![slice().await],
             };
             pace.took(begun.elapsed());
             // There was more than one batch of it. PostgreSQL works on one while we read another.
             side_by_side = !store.db.is_sqlite();
-            store.marks.wake(batch.workers);
-            store.collections.tell(&batch.collected);
-            collected.extend(batch.collected);
+            let (mut looked, mut failed) = (false, None);
+            for slice in slices {
+                match slice {
+                    Ok(batch) => {
+                        looked |= batch.looked;
+                        store.marks.wake(batch.workers);
+                        store.collections.tell(&batch.collected);
+                        collected.extend(batch.collected);
+                    }
+                    Err(error) => failed = Some(error),
+                }
+            }
+            // What the other did is told.
+            failed.map_or(Ok(()), Err)?;
             if stopping.is_cancelled() {
                 return Ok(collected);
             }
-            if !batch.looked {
+            if !looked {
                 // Others have locked what is left.
                 break;
             }
@@ -268,16 +279,6 @@ pub(crate) struct Batch {
     looked: bool,
     collected: Vec<Collected>,
     workers: Vec<WorkerId>,
-}
-
-impl Batch {
-    /// Both of two.
-    fn and(mut self, other: Self) -> Self {
-        self.looked |= other.looked;
-        self.collected.extend(other.collected);
-        self.workers.extend(other.workers);
-        self
-    }
 }
 
 impl Step {

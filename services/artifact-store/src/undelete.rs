@@ -87,12 +87,13 @@ async fn restore(
     row: &artifact::Model,
     id: ArtifactId,
 ) -> Result<(), UndeleteError> {
-    let mut replicas = restorable(row).lock_exclusive().all(txn).await?;
-    if replicas.is_empty() && !row.in_store {
+    // In one statement: a report may find what is lost between two.
+    let any = Condition::any().add(is_restorable(row)).add(volume::Column::State.eq(State::Lost));
+    let mut replicas = complete_replicas(row).filter(any).lock_exclusive().all(txn).await?;
+    let are_lost = replicas.iter().all(|replica| replica.state == State::Lost);
+    if are_lost && !row.in_store {
         return Err(UndeleteError::BytesGone(id));
     }
-    let lost = complete_replicas(row).filter(volume::Column::State.eq(State::Lost));
-    replicas.extend(lost.lock_exclusive().all(txn).await?);
     marks::show(txn, &mut replicas).await?;
     let marked = replicas.iter().filter(|replica| replica.state == State::Destroying);
     let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
@@ -102,12 +103,16 @@ async fn restore(
 /// The replicas with which a deleted artifact comes back: they hold its bytes, were there when they were marked, and nobody was told to
 /// destroy them.
 pub(crate) fn restorable(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
+    complete_replicas(row).filter(is_restorable(row))
+}
+
+fn is_restorable(row: &artifact::Model) -> Condition {
     let there = Condition::any().add(volume::Column::State.is_in(State::PRESENT)).add(
         Condition::all()
             .add(volume::Column::State.eq(State::Destroying))
             .add(volume::Column::MarkedFrom.is_in(State::PRESENT)),
     );
-    complete_replicas(row).filter(volume::Column::Digest.eq(row.digest.clone())).filter(there)
+    Condition::all().add(volume::Column::Digest.eq(row.digest.clone())).add(there)
 }
 
 fn complete_replicas(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {

@@ -49,7 +49,7 @@ pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
             })
             .await?;
     }
-    if leases::any_expired(scheduler.db.read(), now).await? {
+    while leases::any_expired(scheduler.db.read(), now).await? {
         scheduler
             .change(async |txn| {
                 let mut effects = Effects::default();

@@ -85,7 +85,7 @@ async fn set(db: &Database) -> Result<(), DbErr> {
                 (SELECT COUNT(*) FROM outbox) AS owed FROM \
                 (SELECT kind FROM leases WHERE state <> 'ended' UNION ALL SELECT NULL) AS live GROUP BY kind";
     let sums = Statement::from_string(db.read().get_database_backend(), sums);
-    let (mut slots, mut owed, mut leases) = (0, 0, HashMap::new());
+    let (mut slots, mut owed, mut leases) = (0_i64, 0_i64, HashMap::new());
     for row in db.read().query_all_raw(sums).await? {
         (slots, owed) = (row.try_get("", "slots")?, row.try_get("", "owed")?);
         if let Some(kind) = row.try_get::<Option<lease::Kind>>("", "kind")? {
@@ -102,4 +102,18 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     metrics::gauge!("gantry_scheduler_slots_drift").set((slots - taken) as f64);
     metrics::gauge!("gantry_scheduler_outbox").set(owed as f64);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn everything_is_counted_on_both_databases() {
+        let (sqlite, postgres) = (testing::databases::sqlite(), testing::databases::postgres().await);
+        for database in [sqlite, postgres] {
+            let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+            set(&db).await.expect("counted");
+        }
+    }
 }

@@ -46,6 +46,8 @@ enum News {
     Deadline,
     /// Who watches workers should look.
     Registry,
+    /// More than can be told.
+    Much,
 }
 
 impl News {
@@ -56,6 +58,7 @@ impl News {
             Self::Workload(id) => format!("e{}", id.uuid().simple()),
             Self::Deadline => "t".to_owned(),
             Self::Registry => "r".to_owned(),
+            Self::Much => "*".to_owned(),
         }
     }
 
@@ -68,6 +71,7 @@ impl News {
             "e" => id().map(WorkloadId::from_uuid).map(Self::Workload),
             "t" => Some(Self::Deadline),
             "r" => Some(Self::Registry),
+            "*" => Some(Self::Much),
             _ => None,
         }
     }
@@ -87,6 +91,9 @@ impl Gossip {
         news.extend(workloads.iter().copied().map(News::Workload));
         news.extend(deadline.then_some(News::Deadline));
         news.extend(registry.then_some(News::Registry));
+        if news.len() > MOST {
+            *news = HashSet::from([News::Much]);
+        }
         if !news.is_empty() {
             self.some.notify_one();
         }
@@ -96,9 +103,6 @@ impl Gossip {
     fn hints(&self) -> Vec<String> {
         let news = std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner));
         let from = self.replica.simple().to_string();
-        if news.len() > MOST {
-            return vec![format!("{from} *")];
-        }
         let mut hints = Vec::new();
         for word in news.into_iter().map(News::word) {
             match hints.last_mut() {
@@ -171,7 +175,7 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
     if words.next().and_then(|from| Uuid::try_parse(from).ok()) == Some(own) {
         return;
     }
-    let (mut workers, mut queued) = (Vec::new(), Vec::new());
+    let (mut workers, mut queued, mut much) = (Vec::new(), Vec::new(), false);
     for word in words {
         match News::parse(word) {
             Some(News::Worker(id)) => {
@@ -182,11 +186,14 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
             Some(News::Workload(id)) => scheduler.hints.changed(id.uuid()),
             Some(News::Deadline) => scheduler.hints.timer().notify_one(),
             Some(News::Registry) => scheduler.hints.changed(ALL_WORKERS),
-            // There is too much to tell.
-            None => scheduler.dispatch.catch_up().await,
+            // What another version has to tell is not known here.
+            Some(News::Much) | None => much = true,
         }
     }
     scheduler.hints.look_at(workers, queued);
+    if much {
+        scheduler.dispatch.catch_up().await;
+    }
 }
 
 #[cfg(test)]
@@ -217,6 +224,6 @@ mod tests {
         gossip.tell(&Effects { workloads: many, ..Effects::default() });
         let [hint] = <[String; 1]>::try_from(gossip.hints()).expect("one hint");
         assert!(hint.ends_with(" *"));
-        assert_eq!(News::parse("*"), None);
+        assert_eq!(News::parse("x"), None);
     }
 }

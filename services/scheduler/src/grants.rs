@@ -83,6 +83,8 @@ pub(crate) struct Done {
     pub(crate) existing: HashMap<LeaseId, lease::Model>,
     /// Whether a slot was freed.
     pub(crate) freed: bool,
+    /// What sorts workloads that were accepted before, and when they were.
+    pub(crate) came: HashMap<WorkloadId, (Uuid, Timestamp)>,
     /// The workers of workloads that were placed: what they shall do has changed.
     placed: HashMap<LeaseId, WorkerId>,
 }
@@ -125,7 +127,16 @@ pub(crate) async fn carry_out(
         changes.give_back(&lease);
     }
 
-    let grants: Vec<_> = plan.grants.iter().filter(|grant| !done.is_moot(grant)).collect();
+    let mut grants = Vec::with_capacity(plan.grants.len());
+    for together in plan.grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
+        let (moot, others): (Vec<_>, Vec<_>) = together.iter().partition(|grant| done.is_moot(grant));
+        if moot.is_empty() {
+            grants.extend(others);
+        } else {
+            // What is left of a group is not granted alone.
+            done.refused.extend(others.iter().map(|grant| grant.lease));
+        }
+    }
     let workers = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
     let locked = lock_workers(txn, workers).await?;
     let mut present: HashMap<_, _> = HashMap::with_capacity(locked.len());
@@ -162,7 +173,7 @@ pub(crate) async fn carry_out(
     let of_workloads = held.iter().filter(|grant| matches!(grant.holder, Holder::Workload { .. }));
     done.placed = of_workloads.map(|grant| (grant.lease, grant.worker)).collect();
     submit(txn, plan, &done, &held, now).await?;
-    assign(txn, plan, &waiting, &held, now).await?;
+    assign(txn, plan, &waiting, &held, &mut done, now).await?;
     insert_leases(txn, &held, &done.workers, now).await?;
     Ok(done)
 }
@@ -587,6 +598,7 @@ async fn assign(
     plan: &Plan,
     waiting: &HashSet<WorkloadId>,
     held: &[&Grant],
+    done: &mut Done,
     now: Timestamp,
 ) -> Result<(), DbErr> {
     let (mut moved, mut events) = (Vec::new(), HashMap::new());
@@ -630,7 +642,8 @@ async fn assign(
         "UPDATE workloads SET state = given.state, revision = revision + 1, lease_id = given.lease_id,
          attempt_id = given.attempt_id, whereabouts = COALESCE(given.whereabouts, workloads.whereabouts),
          locations = COALESCE(given.locations, workloads.locations), waiting_for = given.waiting_for
-         FROM ({}) AS given WHERE workloads.id = given.id RETURNING workloads.id, workloads.revision",
+         FROM ({}) AS given WHERE workloads.id = given.id
+         RETURNING workloads.id, workloads.revision, workloads.sequence, workloads.submitted_at",
         rows::query(backend, 1, &MOVED)
     );
     let statement = Statement::from_sql_and_values(backend, query, [rows::value(&moved)?]);
@@ -639,6 +652,8 @@ async fn assign(
         let id: Uuid = row.try_get("", "id")?;
         let Some(event) = events.remove(&id) else { continue };
         fresh.push(NewEvent { id, revision: row.try_get("", "revision")?, event });
+        let came = (row.try_get("", "sequence")?, Timestamp(row.try_get("", "submitted_at")?));
+        done.came.insert(WorkloadId::from_uuid(id), came);
     }
     insert_events(txn, &fresh, now).await
 }

@@ -216,7 +216,7 @@ pub(crate) async fn be_patient(
         .map(|_| ())
 }
 
-/// Ends the driven leases that were not renewed in time.
+/// Ends the driven leases that were not renewed in time, up to 1000 of them.
 pub(crate) async fn expire(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -227,6 +227,7 @@ pub(crate) async fn expire(
         .filter(Expr::cust(NOT_ENDED))
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .order_by_asc(lease::Column::Id)
+        .limit(1000)
         .lock_exclusive()
         .all(txn)
         .await?;

@@ -98,7 +98,8 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     };
     taken_up.await.context("cannot take up what the last start left")?;
 
-    let config = Arc::new(config);
+    // Nobody is there to be told.
+    let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
     let (dispatch, dispatcher) = Dispatcher::new(db.clone(), config.clone());
     let scheduler = Scheduler {
         db,
@@ -113,7 +114,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         stopping: host.stopping(),
     };
     host.spawn(dispatch::dispatch_forever(dispatcher, scheduler.clone()));
-    if scheduler.config.share_hints && !alone {
+    if scheduler.config.share_hints {
         host.spawn(gossip::tell_forever(scheduler.clone()));
         host.spawn(gossip::hear_forever(scheduler.clone()));
     }

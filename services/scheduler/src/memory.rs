@@ -230,9 +230,12 @@ impl Memory {
 
         self.facts.now = Timestamp::now();
         let there: HashSet<_> = found.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
-        self.forget(ids.difference(&there).copied());
+        let gone: Vec<_> = ids.difference(&there).copied().collect();
+        let some_went = !gone.is_empty();
+        self.forget(gone);
         self.heard_of(contacts);
-        self.note(&found)
+        // Who waited for one that has gone may have to be told so.
+        Ok(self.note(&found)? || some_went)
     }
 
     fn heard_of(&mut self, contacts: Vec<contact::Model>) {
@@ -295,7 +298,6 @@ impl Memory {
         let contacts = contact::Entity::find().all(db.read()).await?;
         let rows = worker::Entity::find().all(db.read()).await?;
         self.facts.now = now;
-        self.whole_at = Some(now);
         let in_use: HashSet<_> = rows.iter().map(|row| &row.labels).collect();
         self.facts.labels.retain(|text, _| in_use.contains(text));
         self.heard_of(contacts);
@@ -309,6 +311,8 @@ impl Memory {
             .filter(|(_, since)| now.since(**since) >= self.facts.remember)
             .map(|(id, _)| *id)
             .collect();
+        let better = better || !over.is_empty();
+        self.whole_at = Some(now);
         for id in over {
             self.gone.remove(&id);
             self.workers.lock().remove(id);

@@ -333,7 +333,7 @@ impl World {
             Operation::Dispatch => {
                 let mut dispatcher = self.dispatcher(&mut dice).await;
                 let mut effects = Effects::default();
-                dispatcher.catch_up(&mut effects).await.expect("the database answers");
+                dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
                 dispatcher.take_turns(now, &mut effects).await.expect("placed or not");
             }
             Operation::Start => {
@@ -547,7 +547,7 @@ impl World {
         let mut dispatcher = self.dispatcher(dice).await;
         let mut effects = Effects::default();
         if dice.random_bool(0.5) {
-            dispatcher.catch_up(&mut effects).await.expect("the database answers");
+            dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
         }
         dispatcher.round(vec![request(answer)], now, &mut effects).await;
         answered.await.expect("an answer")

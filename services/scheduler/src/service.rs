@@ -9,7 +9,7 @@ use domain::workload::WorkloadSpec;
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use rpc::Refusal;
 use rpc::token::TokenSigner;
-use sea_orm::DbErr;
+use sea_orm::{ConnAcquireErr, DbErr};
 use tokio::sync::{Notify, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -142,6 +142,13 @@ impl Scheduler {
             let submitted = self.dispatch.ask(|answer| Request::Submit(submission, answer));
             return submitted.await.unwrap_or(Err(SubmitError::Stopping));
         }
+        if let Some(refusals) = self.never(&submission).await {
+            // A repeat is no news, whatever has become of the workers.
+            return match workloads::find(self.db.read(), submission.id).await? {
+                Some(_) => self.known(&submission).await,
+                None => Err(SubmitError::NoCompatibleWorker(refusals)),
+            };
+        }
         let checked = Notify::new();
         let accepting = self.db.write(async |txn| {
             let accepted = self.accept(&txn, &submission, Timestamp::now()).await?;
@@ -189,23 +196,22 @@ impl Scheduler {
             let is_new = known.state == State::Accepted;
             return Ok(if is_new { Accepted::Pinning } else { Accepted::Queued });
         }
-        let demand = Demand::of(&submission.spec, submission.id.uuid());
-        if let Some(refusals) = self.never(&demand) {
-            // What is remembered may be out of date.
-            self.dispatch.catch_up().await;
-            if self.never(&demand).is_some() {
-                return Err(SubmitError::NoCompatibleWorker(refusals));
-            }
-        }
         let row = submission.row(State::Accepted, now);
         workloads::save(txn, row, Write::Insert, None, now, &mut Effects::default()).await?;
         Ok(Accepted::Pinning)
     }
 
     /// Why no worker could ever do, if that is so.
-    fn never(&self, demand: &Demand) -> Option<Refusals> {
-        let mut workers = self.dispatch.workers.lock();
-        (workers.choose(demand, &[]) == Choice::Never).then(|| workers.refusals(demand))
+    async fn never(&self, submission: &Submission) -> Option<Refusals> {
+        let demand = Demand::of(&submission.spec, submission.id.uuid());
+        let never = || {
+            let mut workers = self.dispatch.workers.lock();
+            (workers.choose(&demand, &[]) == Choice::Never).then(|| workers.refusals(&demand))
+        };
+        never()?;
+        // What is remembered may be out of date.
+        self.dispatch.catch_up().await;
+        never()
     }
 
     async fn known(&self, submission: &Arc<Submission>) -> Result<(), SubmitError> {
@@ -509,7 +515,7 @@ impl Scheduler {
             return Ok(());
         }
         let released = self.dispatch.ask(|answer| Request::Release(leases, answer)).await;
-        released.unwrap_or(Ok(()))
+        released.unwrap_or(Err(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed)))
     }
 
     /// Signs a permission for one transfer with a worker.

@@ -339,7 +339,7 @@ pub fn parse_requests(
 ) -> Result<ResourceRequests, Status> {
     let pb::ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = requests.unwrap_or_default();
     // As much as a database can count, and its sum over some millions of leases.
-    let most = 1 << 50;
+    let most = 1 << 42;
     if [cpu_millis, memory_bytes, disk_bytes].iter().any(|amount| *amount > most) {
         return Err(invalid_field(field, "is more than any worker has"));
     }

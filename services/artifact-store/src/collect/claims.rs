@@ -41,7 +41,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
     let workers = format!("SELECT worker_id {of_candidates}");
     sweep::lock_workers(txn, &workers, values.clone(), Wait::Long).await?;
     let sql = format!(
-        "SELECT {} {of_candidates} AND state NOT IN ('destroying', 'sweeping'){}",
+        "SELECT {} {of_candidates} AND complete = FALSE AND state NOT IN ('destroying', 'sweeping'){}",
         JudgedVolume::COLUMNS,
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );

@@ -133,7 +133,10 @@ async fn one_after_the_other<E: Sweepable>(
     txn.execute_raw(Statement::from_sql_and_values(backend, make_due, due)).await?;
     txn.execute_raw(Statement::from_sql_and_values(backend, dig, values)).await?;
     let goes = match beside {
-        Some(beside) => format!("EXISTS (SELECT 1 FROM {beside} WHERE {goes})"),
+        // As a join, which is found by its indexes.
+        Some(beside) => {
+            format!("handle IN (SELECT {table}.handle FROM {table}, {beside} WHERE {goes})")
+        }
         None => goes,
     };
     let delete = format!("DELETE FROM {table} WHERE {goes}");

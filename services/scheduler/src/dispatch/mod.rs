@@ -5,7 +5,8 @@
 //! less each costs; and what is read of the workers is noted in its order. What did not hold there is decided anew. After that those that
 //! wait in the queue have their turns ([`crate::queue`]), when there is something new for them.
 //!
-//! Nobody is overtaken by one that asks for the same: who comes while such a one waits waits behind it.
+//! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
+//! it; nothing is kept free for one that asks for more than there is at a time.
 //!
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
 
@@ -169,6 +170,8 @@ pub(crate) struct Dispatcher {
     look: bool,
     /// When all that waits was read last.
     whole_at: Option<Timestamp>,
+    /// When it was counted last how many slots each team holds.
+    held_at: Option<Timestamp>,
     /// Why demands of a shape wait, as those who wait for that were told.
     reasons: HashMap<Arc<Shape>, Arc<[String]>>,
 }
@@ -180,8 +183,17 @@ impl Dispatcher {
         let memory = Memory::new(&config);
         let queue = Arc::new(Mutex::new(Queue::new(config.queue_aging, config.team_weights.clone())));
         let dispatch = Dispatch { requests: sender, workers: memory.workers.clone(), queue: queue.clone() };
-        let dispatcher =
-            Self { db, config, memory, queue, requests, look: true, whole_at: None, reasons: HashMap::new() };
+        let dispatcher = Self {
+            db,
+            config,
+            memory,
+            queue,
+            requests,
+            look: true,
+            whole_at: None,
+            held_at: None,
+            reasons: HashMap::new(),
+        };
         (dispatch, dispatcher)
     }
 
@@ -201,15 +213,14 @@ impl Dispatcher {
             }
         };
         let there: HashSet<_> = done.workers.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
-        let gone: HashSet<_> =
-            plan.grants.iter().map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
+        // Of those whose rows were looked for: what was moot was not.
+        let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
+        let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
         // Where nothing was granted after all their rows were not read.
         taken.give_back(&self.memory.workers);
         self.look |= done.freed;
-        if plan.grants.iter().any(|grant| done.refused.contains(&grant.lease)) {
-            self.memory.forget(gone);
-        }
-        self.memory.note(&done.workers)?;
+        self.memory.forget(gone);
+        self.look |= self.memory.note(&done.workers)?;
         Ok(done)
     }
 
@@ -258,24 +269,30 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             biased;
             () = scheduler.stopping.cancelled() => return,
             _ = poll.tick() => is_due = true,
-            () = scheduler.hints.dispatch().notified() => {}
+            // Before the hints, which are heard in every pass: however many there are, who asks is answered.
             count = dispatcher.requests.recv_many(&mut requests, BATCH) => if count == 0 { return },
+            () = scheduler.hints.dispatch().notified() => {}
         }
         let mut effects = Effects::default();
-        is_due |= requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
-        if std::mem::take(&mut is_due)
-            && let Err(error) = dispatcher.catch_up(&mut effects).await
+        let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
+        let is_due = std::mem::take(&mut is_due);
+        if (is_due || asked)
+            && let Err(error) = dispatcher.catch_up(is_due, &mut effects).await
         {
             tracing::warn!(error = %error, "cannot look at the workers and the queue");
         }
         // What was changed before something was asked for is seen before it is decided.
         dispatcher.hear(&scheduler.hints).await;
+        // Who waits is before who comes.
+        if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
+            tracing::warn!(error = %error, "cannot place what waits");
+        }
         if !requests.is_empty() {
             dispatcher.round(std::mem::take(&mut requests), Timestamp::now(), &mut effects).await;
             scheduler.announce_granted(std::mem::take(&mut effects));
-        }
-        if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
-            tracing::warn!(error = %error, "cannot place what waits");
+            if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
+                tracing::warn!(error = %error, "cannot place what waits");
+            }
         }
         scheduler.announce_granted(effects);
     }

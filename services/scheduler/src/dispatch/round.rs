@@ -141,9 +141,12 @@ impl Dispatcher {
             open.units.append(&mut repeats);
             if !doubted.is_empty() {
                 caught_up = true;
-                if let Err(error) = self.memory.catch_up(&self.db).await {
-                    open.units.append(&mut doubted);
-                    return open.fail(&error);
+                match self.memory.catch_up(&self.db).await {
+                    Ok(better) => self.look |= better,
+                    Err(error) => {
+                        open.units.append(&mut doubted);
+                        return open.fail(&error);
+                    }
                 }
                 open.units.append(&mut doubted);
             }
@@ -327,10 +330,13 @@ impl Dispatcher {
                     None => {
                         effects.workloads.push(id);
                         match submitted.lease {
-                            Some(_) => effects.workers.extend(done.worker_of(submitted.lease)),
+                            Some(_) => {
+                                effects.workers.extend(done.worker_of(submitted.lease));
+                                self.queue().took(&submitted.demand.shape.team);
+                            }
                             None => {
                                 effects.deadline |= submitted.row.queue_deadline.is_some();
-                                let waiting = submitted.waiting();
+                                let waiting = submitted.waiting(done.came.get(&id).copied());
                                 self.queue().put(waiting);
                                 // Somebody may have made room after it was decided.
                                 self.look = true;
@@ -373,12 +379,14 @@ impl Dispatcher {
 }
 
 impl Submitted {
-    fn waiting(&self) -> Waiting {
+    /// `came`: where it was accepted before, what sorts it, and when that was.
+    fn waiting(&self, came: Option<(Uuid, Timestamp)>) -> Waiting {
+        let (sequence, since) = came.unwrap_or((self.row.sequence, Timestamp(self.row.submitted_at)));
         Waiting {
             id: self.row.id,
-            sequence: self.row.sequence,
+            sequence,
             priority: self.row.priority,
-            since: Timestamp(self.row.submitted_at),
+            since,
             demand: self.demand.clone(),
             locations: self.locations.clone(),
             told: self.reasons.clone(),

@@ -24,6 +24,9 @@ const TOLD: usize = 20;
 /// Of how many lines.
 const LINES_TOLD: usize = 100;
 
+/// How many are told with one look: each costs a transaction, and meanwhile nothing is placed.
+const TOLD_AT_ONCE: usize = 30;
+
 /// How often all that waits is read anew.
 const WHOLE_EVERY: Duration = Duration::from_secs(60);
 
@@ -36,14 +39,25 @@ const PAGE: u64 = 5000;
 impl Dispatcher {
     /// Places those that wait, in their turn, as far as there is room.
     pub(crate) async fn take_turns(&mut self, now: Timestamp, effects: &mut Effects) -> Result<(), DbErr> {
-        if !std::mem::take(&mut self.look) || self.queue().len() == 0 {
-            return Ok(());
+        let is_counted = self.held_at.is_some_and(|at| now.since(at) < self.config.poll);
+        if self.look && !is_counted && self.queue().len() > 0 {
+            self.count_held(now).await?;
         }
-        loop {
+        while std::mem::take(&mut self.look) && self.queue().len() > 0 {
             let (plan, taken, turns, hopeless) = self.plan_turns(now);
-            if plan.grants.is_empty() {
-                return self.give_up(hopeless, now, effects).await;
+            if let Err(error) = self.give_up(hopeless, now, effects).await {
+                taken.give_back(&self.memory.workers);
+                let mut queue = self.queue();
+                turns.into_values().for_each(|turn| queue.put(turn.waiting));
+                drop(queue);
+                self.look = true;
+                return Err(error);
             }
+            if plan.grants.is_empty() {
+                continue;
+            }
+            // There may be more of them than one transaction places.
+            self.look = true;
             let spans: Vec<_> =
                 turns.values().map(|turn| super::span(turn.workload(), &turn.waiting.traceparent)).collect();
             let done = match self.carry_out(&plan, taken, now).await {
@@ -68,6 +82,7 @@ impl Dispatcher {
                 }
             }
         }
+        Ok(())
     }
 
     /// Plans who of those that wait gets what, and takes them out of the queue.
@@ -82,6 +97,7 @@ impl Dispatcher {
             let placement = match choice {
                 Choice::Placed(placement) => placement,
                 Choice::Never if !demand.failed_on.is_empty() => {
+                    round.placed(&self.queue(), &turn);
                     hopeless.push(turn.waiting);
                     continue;
                 }
@@ -112,7 +128,7 @@ impl Dispatcher {
             return Ok(());
         }
         // What is remembered may be out of date.
-        self.memory.catch_up(&self.db).await?;
+        self.look |= self.memory.catch_up(&self.db).await?;
         for waiting in hopeless {
             if self.memory.workers.lock().choose(&waiting.demand, &waiting.locations) != Choice::Never {
                 self.look = true;
@@ -148,7 +164,8 @@ impl Dispatcher {
     }
 
     /// Sees what others changed since the last look.
-    pub(crate) async fn catch_up(&mut self, effects: &mut Effects) -> Result<(), DbErr> {
+    /// `tell`: those that wait are told why, where that is news.
+    pub(crate) async fn catch_up(&mut self, tell: bool, effects: &mut Effects) -> Result<(), DbErr> {
         self.look |= self.memory.catch_up(&self.db).await?;
         let now = Timestamp::now();
         let is_due = self.whole_at.is_none_or(|at| now.since(at) >= WHOLE_EVERY);
@@ -156,10 +173,12 @@ impl Dispatcher {
         if is_due {
             self.whole_at = Some(now);
         }
+        self.reasons.clear();
         if self.queue().len() > 0 {
-            let held = self.held().await?;
-            self.queue().hold(held);
-            self.tell_why(now, effects).await?;
+            self.count_held(now).await?;
+            if tell {
+                self.tell_why(now, effects).await?;
+            }
         }
         Ok(())
     }
@@ -220,8 +239,8 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// How many slots each team holds.
-    async fn held(&self) -> Result<HashMap<String, u32>, DbErr> {
+    /// Counts how many slots each team holds.
+    async fn count_held(&mut self, now: Timestamp) -> Result<(), DbErr> {
         let query = "SELECT team, CAST(COUNT(*) AS BIGINT) AS held FROM leases WHERE state <> 'ended' AND kind <> 'transfer' GROUP BY team";
         let (db, backend) = (self.db.read(), self.db.read().get_database_backend());
         let rows = db.query_all_raw(Statement::from_string(backend, query)).await?;
@@ -229,19 +248,23 @@ impl Dispatcher {
             let held: i64 = row.try_get("", "held")?;
             Ok((row.try_get("", "team")?, u32::try_from(held).unwrap_or(u32::MAX)))
         });
-        held.collect()
+        let held = held.collect::<Result<_, DbErr>>()?;
+        self.queue().hold(held);
+        self.held_at = Some(now);
+        Ok(())
     }
 
-    /// Keeps true, for the first of each line, what those who watch them are told of why they wait.
+    /// Keeps true, for the first of the first lines, what those who watch them are told of why they wait.
     async fn tell_why(&mut self, now: Timestamp, effects: &mut Effects) -> Result<(), DbErr> {
         let lines: Vec<_> =
             self.queue().lines().map(|(first, _)| first.demand.clone()).take(LINES_TOLD).collect();
-        self.reasons.clear();
+        let mut left = TOLD_AT_ONCE;
         for demand in lines {
             let reasons: Arc<[String]> = self.memory.workers.lock().refusals(&demand).lines().into();
             self.reasons.insert(demand.shape.clone(), reasons.clone());
             let untold = self.queue().untold(&demand, &reasons, TOLD);
-            for id in untold {
+            for id in untold.into_iter().take(left) {
+                left -= 1;
                 let told = self.db.write(async |txn| {
                     let mut effects = Effects::default();
                     let row = workloads::lock(&txn, WorkloadId::from_uuid(id)).await?;

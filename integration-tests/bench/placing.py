@@ -1,0 +1,43 @@
+"""Placing workloads on workers, beside the way in which CI systems do it."""
+
+import pathlib
+import shutil
+import tempfile
+
+from measure import row, table
+from store import DATABASES, of_example
+
+
+def bench_placing(base, workers, seconds):
+    """Figures of one scheduler on PostgreSQL with each of these numbers of workers."""
+    home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-placing-", dir=base))
+    # The server is not run by root.
+    home.chmod(0o755)
+    try:
+        arguments = ["--workers", ",".join(map(str, workers)), "--seconds", str(seconds)]
+        said = of_example(home, DATABASES[0], "placing", *arguments)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    lines = []
+    for count in workers:
+        baseline = [said[f"{count}_cached_16"]]
+        rate = lambda what, key, reference=None: row(f"{count:,} workers: {what}", [said[f"{count}_{key}"]], reference, "/s")
+        lines += [
+            rate("from a cache, a row for each container, 16 callers", "cached_16"),
+            rate("the same, with limits on tasks", "limited_16"),
+            rate("`Place` and `Release`, one lease in a call, 16 callers", "single_16", baseline),
+            rate("`Place` and `Release`, one lease in a call, 64 callers", "single_64", baseline),
+            row(f"{count:,} workers: `Place` of 64 callers, p99", [said[f"{count}_single_64_p99_ms"]]),
+            rate("`PlaceMany` and `ReleaseMany` of 100, 16 callers", "batched_16", baseline),
+            rate("`PlaceMany` of 100 alone, 16 callers", "placed_16", baseline),
+            rate("`Submit` to assigned, 16 callers", "submit_16", baseline),
+            rate("`Submit` to assigned, 64 callers", "submit_64", baseline),
+        ]
+    text = [
+        "One scheduler, its callers and PostgreSQL (fsync on) share the cores. Each worker has a limit on its tasks, and room. *From a cache* is how CI systems place:",
+        "all workers from a cache, filtered, shuffled and sorted for each placement, and a row with a commit of its own for each container; *with limits*, one",
+        "counter is read for each worker, and one raised under a guard and lowered again. It checks nothing else, and nobody is called. A pair of `Place` and `Release` is two",
+        "calls, two tokens and two writes of the lease. *Alone* counts the time in the calls of `PlaceMany` only, while `ReleaseMany` goes on beside it.",
+        "",
+    ]
+    return [*table("Placing on workers", lines), *text]
