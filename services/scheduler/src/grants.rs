@@ -2,7 +2,8 @@
 //!
 //! What shall be granted was decided on what this replica remembers of the workers ([`crate::dispatch`]). Here the rows of those workers are locked,
 //! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
-//! many replicas grant at once, and whatever they remember. What does not hold any more is left out, and told.
+//! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
+//! worker's last word. What does not hold any more is left out, and told.
 //!
 //! Rows are locked in one order: workloads, leases, workers; of each kind by id.
 

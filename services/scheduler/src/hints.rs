@@ -29,7 +29,7 @@ struct Inner {
 
 /// What stands for all workers where somebody hears of changes of any.
 pub(crate) const ALL_WORKERS: Uuid = Uuid::nil();
-/// What was changed in this process, and the dispatcher has not seen yet.
+/// What was changed, here or by who told us, and the dispatcher has not seen yet.
 #[derive(Debug, Default)]
 pub(crate) struct Changed {
     pub(crate) workers: HashSet<WorkerId>,

@@ -2,7 +2,8 @@
 //!
 //! Those that ask for the same wait in one *line*: where the first of a line finds no worker, nobody behind it would. So as many lines are
 //! looked at as there are different demands, however many wait. Between the heads of lines the higher priority is first, then the team that
-//! holds the fewest slots for its weight, then who came first. Waiting raises the priority, by one for each [`Queue::aging`]: nobody starves.
+//! holds the fewest slots for its weight, then who came first. Waiting raises the priority, by one for each [`Queue::aging`], so nobody is
+//! passed over for ever by others that ask for as much.
 //!
 //! It is a memory of what the database says: a workload that does not wait any more is found out when it is placed.
 
@@ -19,7 +20,7 @@ use crate::placement::{Demand, Location, Shape};
 /// A workload that waits.
 #[derive(Debug, Clone)]
 pub(crate) struct Waiting {
-    /// The workload, or the lease that somebody waits for.
+    /// The workload.
     pub(crate) id: Uuid,
     /// Sorts by age.
     pub(crate) sequence: Uuid,

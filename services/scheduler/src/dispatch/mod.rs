@@ -2,8 +2,8 @@
 //!
 //! One task of each replica does it ([`dispatch_forever`]), in rounds: it takes all that was asked for meanwhile, decides on what it remembers of
 //! the workers ([`crate::memory`]), and has it granted in one transaction ([`crate::grants`]). So the more is asked for at once, the
-//! less each costs; and what is read of the workers is noted in its order. What did not hold there is decided anew. After that those that
-//! wait in the queue have their turns ([`crate::queue`]), when there is something new for them.
+//! less each costs; and what is read of the workers is noted in its order. What did not hold there is decided anew. Before and after it
+//! those that wait in the queue have their turns ([`crate::queue`]), when there is something new for them.
 //!
 //! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
 //! it; nothing is kept free for one that asks for more than there is at a time.

@@ -150,7 +150,7 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Notes what was changed in this process.
+    /// Notes what was changed in this process, or in another that said so.
     pub(crate) async fn hear(&mut self, hints: &Hints) {
         let changed = hints.take_changed();
         let heard = async {
@@ -163,8 +163,7 @@ impl Dispatcher {
         }
     }
 
-    /// Sees what others changed since the last look.
-    /// `tell`: those that wait are told why, where that is news.
+    /// Sees what others changed since the last look. `tell`: those that wait are told why, where that is news.
     pub(crate) async fn catch_up(&mut self, tell: bool, effects: &mut Effects) -> Result<(), DbErr> {
         self.look |= self.memory.catch_up(&self.db).await?;
         let now = Timestamp::now();
