@@ -256,7 +256,7 @@ pub(crate) async fn dry_round(store: &Store, most: usize) -> Result<Vec<Collecte
     }
 }
 
-/// The steps of a round, in an order in which one round does all that can be done.
+/// The steps of a round, each after those that give it something to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Builds,

@@ -13,7 +13,7 @@ pub(crate) enum State {
 }
 
 impl State {
-    /// What is garbage: marked, whether its gateway was told or not.
+    /// What is marked for a reason of its own, whether its gateway was told or not. Replicas that go with their artifacts are marked beside ([`crate::marks`]).
     pub(crate) const GARBAGE: [Self; 2] = [Self::Destroying, Self::Sweeping];
     /// What is there, as far as we know.
     pub(crate) const PRESENT: [Self; 2] = [Self::Created, Self::Unconfirmed];

@@ -79,7 +79,7 @@ pub(crate) async fn check(
     now: Timestamp,
     policy: &Policy,
 ) -> Result<Held, ForgetError> {
-    forget_worker(txn, id, force, now, policy).await?;
+    may_go(txn, id, force, now, policy).await?;
     Err(ForgetError::OnlyChecked(id))
 }
 
@@ -91,21 +91,8 @@ pub(crate) async fn forget_worker(
     now: Timestamp,
     policy: &Policy,
 ) -> Result<Held, ForgetError> {
-    if worker::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?.is_none() {
+    if !may_go(txn, id, force, now, policy).await? {
         return Ok(Held::default());
-    }
-    if !force && holds_set_aside(txn, id).await? {
-        return Err(ForgetError::HoldsSetAside(id));
-    }
-    let let_go = imports::forget_worker(txn, id).await?;
-    caches::let_go(txn, let_go, now).await?;
-    lock_artifacts(txn, id).await?;
-    if !force {
-        // What it brought along has let go by now.
-        let alone = kept_here_only(txn, id, now, policy).await?;
-        if alone.count > 0 {
-            return Err(ForgetError::LastReplica(id, alone));
-        }
     }
     lock_unnoticed(txn, id).await?;
     note_losses(txn, id, now).await?;
@@ -119,6 +106,34 @@ pub(crate) async fn forget_worker(
     set_aside::Entity::delete_many().filter(set_aside::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
     Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
+}
+
+/// Holds a worker and the artifacts that have replicas there, lets go what it brought along, and refuses what must not be lost. `false`: it is unknown.
+async fn may_go(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    force: bool,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<bool, ForgetError> {
+    if worker::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?.is_none() {
+        return Ok(false);
+    }
+    if !force && holds_set_aside(txn, id).await? {
+        return Err(ForgetError::HoldsSetAside(id));
+    }
+    // Taken back where it is only checked.
+    let let_go = imports::forget_worker(txn, id).await?;
+    caches::let_go(txn, let_go, now).await?;
+    lock_artifacts(txn, id).await?;
+    if !force {
+        // What it brought along has let go by now.
+        let alone = kept_here_only(txn, id, now, policy).await?;
+        if alone.count > 0 {
+            return Err(ForgetError::LastReplica(id, alone));
+        }
+    }
+    Ok(true)
 }
 
 async fn holds_set_aside(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, DbErr> {

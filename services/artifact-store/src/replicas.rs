@@ -320,7 +320,7 @@ pub(crate) async fn abandon(
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     let of_transfer = || volume::Entity::find().filter(volume::Column::TransferId.eq(transfer.uuid()));
-    // Nothing that is garbage is in the index of transfers.
+    // The index of transfers has none that was given up.
     let planned = match of_transfer().filter(Expr::cust("given_up = FALSE")).one(txn).await? {
         Some(planned) => Some(planned),
         None => of_transfer().order_by_desc(volume::Column::Handle).one(txn).await?,

@@ -1,7 +1,7 @@
 //! Reports: what workers say they hold, and what follows from it.
 //!
-//! The gateway takes a token ([`begin`]) *before* it lists what its worker holds, and reports the list with it. [`apply`] judges the
-//! worker's rows one by one: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage, or set aside where
+//! The gateway takes a token ([`begin`]) *before* it lists what its worker holds, and reports the list with it. [`apply`] judges each of the
+//! worker's rows by that list: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage, or set aside where
 //! the database came out of a backup ([`crate::set_aside`]); and what is still there although its gateway was told to destroy it, is told again.
 //!
 //! Two invariants, however late a report comes, how often, and beside which others:

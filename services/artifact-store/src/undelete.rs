@@ -1,6 +1,6 @@
 //! Bringing deleted artifacts back, while their bytes are there.
 //!
-//! Invariant: what a gateway was told to destroy stays told. A replica comes back only from `destroying`; handing out what is destroying
+//! Invariant: what a gateway was told to destroy stays told. A replica comes back only while its gateway was not told; handing out what is destroying
 //! ([`crate::sweep`]) takes the worker's row as a writer, and whoever brings something back shares it, so one of them is first, and the
 //! other sees what it did. A report judges what came back only by a token that was minted after it.
 //!
@@ -80,8 +80,8 @@ pub(crate) async fn undelete(
     Ok(())
 }
 
-/// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. Of one that is not deleted,
-/// that is none.
+/// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. Of
+/// one that is not deleted none is marked.
 async fn restore(
     txn: &DatabaseTransaction,
     row: &artifact::Model,
