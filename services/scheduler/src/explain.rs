@@ -2,7 +2,7 @@
 //!
 //! Judged by the same [`Index`] that places it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use domain::workload::WorkloadSpec;
 use domain::{ArtifactId, Timestamp, WorkerId, WorkloadId};
@@ -12,6 +12,7 @@ use uuid::Uuid;
 use crate::entity::workload::State;
 use crate::placement::{Choice, Demand, Index, Location, Refusal};
 use crate::service::Scheduler;
+use crate::store::{Found, Inputs};
 use crate::workloads;
 
 /// What becomes of a workload.
@@ -70,21 +71,12 @@ pub(crate) enum ExplainError {
 
 /// What would become of `spec` if it were submitted now, with its inputs where the artifact store says that they are.
 pub(crate) async fn spec(scheduler: &Scheduler, spec: &WorkloadSpec) -> Result<Explanation, ExplainError> {
-    let store = &scheduler.store;
-    let artifacts = spec.artifacts();
-    let mut located = match artifacts.is_empty() {
-        true => BTreeMap::new(),
-        false => store.locate(&spec.team, &artifacts).await.map_err(ExplainError::NotLocated)?,
+    let inputs =
+        Inputs { artifacts: spec.artifacts(), caches: spec.caches.iter().map(|mount| mount.cache).collect() };
+    let locations = match scheduler.store.find(&spec.team, &inputs).await.map_err(ExplainError::NotLocated)? {
+        Found::All(locations) => locations,
+        Found::Missing(artifact) => return Err(ExplainError::InputUnavailable(artifact)),
     };
-    let locations = artifacts
-        .into_iter()
-        .map(|artifact| located.remove(&artifact).ok_or(ExplainError::InputUnavailable(artifact)));
-    let mut locations = locations.collect::<Result<Vec<_>, _>>()?;
-    if !spec.caches.is_empty() {
-        let caches = spec.caches.iter().map(|mount| mount.cache);
-        let found = store.locate_caches(&spec.team, caches).await.map_err(ExplainError::NotLocated)?;
-        locations.extend(found);
-    }
 
     scheduler.dispatch.catch_up().await;
     let now = Timestamp::now();

@@ -5,7 +5,9 @@
 //! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
 //! worker's last word. What does not hold any more is left out, and told.
 //!
-//! Rows are locked in one order: workloads, leases, workers; of each kind by id.
+//! Rows are locked in one order: workloads, leases, workers, owners of containers; of each kind by id.
+
+mod owners;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -14,7 +16,7 @@ use db::rows::{self, Column};
 use domain::worker::Incarnation;
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::{
-    ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, Statement, Value,
+    ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, Statement,
 };
 use serde::Serialize;
 use uuid::Uuid;
@@ -22,7 +24,9 @@ use uuid::Uuid;
 use crate::entity::lease::{self, EndedBy, Kind, State};
 use crate::entity::{to_json, worker, workload};
 use crate::events::{Event, Whereabouts};
+use crate::leases;
 use crate::memory::Facts;
+use crate::outbox::Parcel;
 use crate::placement::{self, Demand};
 
 /// What shall be done in one transaction.
@@ -65,8 +69,16 @@ pub(crate) struct Grant {
 /// Who holds a lease.
 #[derive(Debug, Clone)]
 pub(crate) enum Holder {
-    /// Whoever asked: it renews it until `expires_at`. `request`: to tell a repeat from another request.
-    Driven { expires_at: Timestamp, request: String },
+    /// Whoever asked: it renews it until `expires_at`.
+    Driven {
+        expires_at: Timestamp,
+        /// To tell a repeat from another request.
+        request: String,
+        /// Whose containers run there. Empty: nobody's in particular.
+        owner: String,
+        /// Whether the artifact store will hold something for it.
+        settles: bool,
+    },
     /// A workload that waits, or that is submitted in the same transaction.
     Workload { id: WorkloadId, attempt: AttemptId, whereabouts: Whereabouts, reason: String },
 }
@@ -82,8 +94,12 @@ pub(crate) struct Done {
     pub(crate) settled: HashMap<WorkloadId, Option<Known>>,
     /// Leases that were there before.
     pub(crate) existing: HashMap<LeaseId, lease::Model>,
+    /// Where the containers of owners are for whom it was decided otherwise.
+    pub(crate) kept_to: HashMap<LeaseId, WorkerId>,
     /// Whether a slot was freed.
     pub(crate) freed: bool,
+    /// What the artifact store shall be told.
+    pub(crate) parcels: Vec<Parcel>,
     /// What sorts workloads that were accepted before, and when they were.
     pub(crate) came: HashMap<WorkloadId, (Uuid, Timestamp)>,
     /// The workers of workloads that were placed: what they shall do has changed.
@@ -98,17 +114,6 @@ pub(crate) struct Known {
     pub(crate) state: workload::State,
 }
 
-#[derive(Serialize)]
-struct Id {
-    id: Uuid,
-}
-
-const IDS: [(&str, Column); 1] = [("id", Column::Uuid)];
-
-fn ids(of: impl IntoIterator<Item = Uuid>) -> Result<Value, DbErr> {
-    rows::value(&of.into_iter().map(|id| Id { id }).collect::<Vec<_>>())
-}
-
 /// Carries out `plan`. `facts`: what is known of workers beside their rows.
 pub(crate) async fn carry_out(
     txn: &DatabaseTransaction,
@@ -120,13 +125,16 @@ pub(crate) async fn carry_out(
     known_workloads(txn, plan, &mut done).await?;
     let waiting = lock_waiting(txn, plan, &mut done).await?;
     if plan.leases_may_exist {
-        existing_leases(txn, plan, &mut done).await?;
+        let leases: Vec<_> = plan.grants.iter().map(|grant| grant.lease).collect();
+        done.existing = leases::find_all(txn, &leases).await?;
     }
     let mut changes = Changes::default();
-    for lease in release(txn, &plan.releases, now).await? {
+    let released = release(txn, &plan.releases, now).await?;
+    for lease in &released {
         done.freed |= lease.kind.takes_a_slot();
-        changes.give_back(&lease);
+        changes.give_back(lease);
     }
+    done.parcels = leases::let_go(txn, &released, now).await?;
 
     let mut grants = Vec::with_capacity(plan.grants.len());
     for together in plan.grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
@@ -158,7 +166,6 @@ pub(crate) async fn carry_out(
             holds
         });
         if all {
-            together.iter().for_each(|grant| changes.take(grant));
             held.extend(together);
             continue;
         }
@@ -167,6 +174,8 @@ pub(crate) async fn carry_out(
         }
         done.refused.extend(together.iter().map(|grant| grant.lease));
     }
+    let held = owners::keep_to_workers(txn, held, &mut done, now).await?;
+    held.iter().for_each(|grant| changes.take(grant));
     changes.write(txn).await?;
     done.workers = locked;
     changes.note(&mut done.workers);
@@ -209,9 +218,9 @@ async fn known_workloads(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done
     let backend = txn.get_database_backend();
     let query = format!(
         "SELECT id, spec_digest, state FROM workloads WHERE id IN ({})",
-        rows::query(backend, 1, &IDS)
+        rows::query(backend, 1, &rows::IDS)
     );
-    let ids = ids(plan.submitted.iter().map(|row| row.id))?;
+    let ids = rows::ids(plan.submitted.iter().map(|row| row.id))?;
     let known = Known::find_by_statement(Statement::from_sql_and_values(backend, query, [ids]));
     for known in known.all(txn).await? {
         done.settled.insert(WorkloadId::from_uuid(known.id), Some(known));
@@ -238,10 +247,10 @@ async fn lock_waiting(
     let backend = txn.get_database_backend();
     let query = format!(
         "SELECT id, state FROM workloads WHERE id IN ({}) AND state IN ('accepted', 'pending') ORDER BY id {}",
-        rows::query(backend, 1, &IDS),
+        rows::query(backend, 1, &rows::IDS),
         rows::lock(backend, "FOR UPDATE")
     );
-    let values = [ids(asked.iter().map(|id| id.uuid()))?];
+    let values = [rows::ids(asked.iter().map(|id| id.uuid()))?];
     let mut waiting = HashSet::with_capacity(asked.len());
     for row in txn.query_all_raw(Statement::from_sql_and_values(backend, query, values)).await? {
         let (id, state): (Uuid, workload::State) = (row.try_get("", "id")?, row.try_get("", "state")?);
@@ -252,17 +261,6 @@ async fn lock_waiting(
     }
     done.settled.extend(asked.difference(&waiting).map(|id| (*id, None)));
     Ok(waiting)
-}
-
-async fn existing_leases(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
-    let backend = txn.get_database_backend();
-    let query = format!("SELECT * FROM leases WHERE id IN ({})", rows::query(backend, 1, &IDS));
-    let values = [ids(plan.grants.iter().map(|grant| grant.lease.uuid()))?];
-    let statement = Statement::from_sql_and_values(backend, query, values);
-    for lease in lease::Entity::find().from_raw_sql(statement).all(txn).await? {
-        done.existing.insert(LeaseId::from_uuid(lease.id), lease);
-    }
-    Ok(())
 }
 
 /// Ends driven leases, and answers those that had not ended before.
@@ -279,10 +277,10 @@ async fn release(
         "UPDATE leases SET state = 'ended', ended_at = $2, ended_by = $3
          WHERE id IN (SELECT id FROM leases WHERE id IN ({}) AND state <> 'ended' AND workload_id IS NULL ORDER BY id {})
          RETURNING *",
-        rows::query(backend, 1, &IDS),
+        rows::query(backend, 1, &rows::IDS),
         rows::lock(backend, "FOR UPDATE"),
     );
-    let ids = ids(released.iter().map(|lease| lease.uuid()))?;
+    let ids = rows::ids(released.iter().map(|lease| lease.uuid()))?;
     let by = EndedBy::Reported.to_value().into();
     let statement = Statement::from_sql_and_values(backend, query, [ids, now.0.into(), by]);
     lease::Entity::find().from_raw_sql(statement).all(txn).await
@@ -299,10 +297,10 @@ async fn lock_workers(
     let backend = txn.get_database_backend();
     let query = format!(
         "SELECT * FROM workers WHERE id IN ({}) ORDER BY id {}",
-        rows::query(backend, 1, &IDS),
+        rows::query(backend, 1, &rows::IDS),
         rows::lock(backend, "FOR NO KEY UPDATE"),
     );
-    let statement = Statement::from_sql_and_values(backend, query, [ids(workers)?]);
+    let statement = Statement::from_sql_and_values(backend, query, [rows::ids(workers)?]);
     worker::Entity::find().from_raw_sql(statement).all(txn).await
 }
 
@@ -674,9 +672,11 @@ struct NewLease<'g> {
     cpu_millis: i64,
     memory_bytes: i64,
     disk_bytes: i64,
+    settles: bool,
+    owner: &'g str,
 }
 
-const NEW_LEASE: [(&str, Column); 13] = [
+const NEW_LEASE: [(&str, Column); 15] = [
     ("id", Column::Uuid),
     ("worker_id", Column::Uuid),
     ("incarnation", Column::Integer),
@@ -690,6 +690,8 @@ const NEW_LEASE: [(&str, Column); 13] = [
     ("cpu_millis", Column::Integer),
     ("memory_bytes", Column::Integer),
     ("disk_bytes", Column::Integer),
+    ("settles", Column::Boolean),
+    ("owner", Column::Text),
 ];
 
 async fn insert_leases(
@@ -703,9 +705,11 @@ async fn insert_leases(
     }
     let generations: HashMap<_, _> = workers.iter().map(|row| (row.id, row.generation)).collect();
     let fresh = held.iter().map(|grant| {
-        let (workload_id, attempt_id, request, expires_at) = match &grant.holder {
-            Holder::Driven { expires_at, request } => (None, None, request.as_str(), Some(expires_at.0)),
-            Holder::Workload { id, attempt, .. } => (Some(id.uuid()), Some(attempt.uuid()), "", None),
+        let (workload_id, attempt_id, request, expires_at, settles) = match &grant.holder {
+            Holder::Driven { expires_at, request, settles, .. } => {
+                (None, None, request.as_str(), Some(expires_at.0), *settles)
+            }
+            Holder::Workload { id, attempt, .. } => (Some(id.uuid()), Some(attempt.uuid()), "", None, false),
         };
         let asked = &grant.demand.shape.requests;
         NewLease {
@@ -722,15 +726,17 @@ async fn insert_leases(
             cpu_millis: signed(asked.cpu_millis),
             memory_bytes: signed(asked.memory_bytes),
             disk_bytes: signed(asked.disk_bytes),
+            settles,
+            owner: grant.owner().map_or("", |(_, owner)| owner),
         }
     });
     let fresh: Vec<_> = fresh.collect();
     let backend = txn.get_database_backend();
     let query = format!(
         "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, workload_id, attempt_id, phase, request,
-         expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes)
+         expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes, settles, owner)
          SELECT id, worker_id, incarnation, kind, team, $2, generation, workload_id, attempt_id, 0, request, expires_at, $3,
-         cpu_millis, memory_bytes, disk_bytes FROM ({}) AS given",
+         cpu_millis, memory_bytes, disk_bytes, settles, owner FROM ({}) AS given",
         rows::query(backend, 1, &NEW_LEASE)
     );
     let values = [rows::value(&fresh)?, State::Granted.to_value().into(), now.0.into()];

@@ -16,20 +16,23 @@
 //!
 //! Where a lease has a workload, the workload's row is locked first; so what is read of the lease after that stays true.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
+use db::rows;
 use domain::worker::{Incarnation, LeaseClaims};
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
-    QueryOrder, QuerySelect, Select,
+    QueryOrder, QuerySelect, Select, Statement,
 };
 
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy, State, StopReason};
-use crate::entity::worker;
+use crate::entity::{owner_worker, worker};
 use crate::grants::Changes;
+use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::placement::Placement;
 
 /// Written out, as in the partial indexes of the table: for a parameter in its place SQLite would plan the statement anew each time.
@@ -73,6 +76,22 @@ pub(crate) fn driven_claims(lease: LeaseId, placement: &Placement, team: &str) -
 /// One lease.
 pub(crate) async fn find(db: &impl ConnectionTrait, lease: LeaseId) -> Result<Option<lease::Model>, DbErr> {
     lease::Entity::find_by_id(lease.uuid()).one(db).await
+}
+
+/// Those of these leases that are there.
+pub(crate) async fn find_all(
+    db: &impl ConnectionTrait,
+    leases: &[LeaseId],
+) -> Result<HashMap<LeaseId, lease::Model>, DbErr> {
+    if leases.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let backend = db.get_database_backend();
+    let query = format!("SELECT * FROM leases WHERE id IN ({})", rows::query(backend, 1, &rows::IDS));
+    let values = [rows::ids(leases.iter().map(|lease| lease.uuid()))?];
+    let found = lease::Entity::find().from_raw_sql(Statement::from_sql_and_values(backend, query, values));
+    let found = found.all(db).await?.into_iter().map(|lease| (LeaseId::from_uuid(lease.id), lease));
+    Ok(found.collect())
 }
 
 /// The leases of `worker` for attempts that have not ended, in its incarnation `incarnation`.
@@ -151,20 +170,36 @@ pub(crate) async fn end(
         .filter(Expr::cust(NOT_ENDED))
         .exec_with_returning(txn)
         .await?;
-    freed(txn, &ended, effects).await?;
+    freed(txn, &ended, now, effects).await?;
     Ok(!ended.is_empty())
 }
 
-/// Gives what these leases took back to their workers: they ended in this transaction.
+/// Gives what these leases took back to their workers, and lets go what was pinned for them: they ended in this transaction.
 async fn freed(
     txn: &DatabaseTransaction,
     ended: &[lease::Model],
+    now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let mut changes = Changes::default();
     ended.iter().for_each(|lease| changes.give_back(lease));
     effects.workers.extend(changes.lock_and_write(txn).await?);
+    effects.parcels.extend(let_go(txn, ended, now).await?);
     Ok(())
+}
+
+/// The artifact store shall drop what it holds for driven leases that ended in this transaction.
+pub(crate) async fn let_go(
+    txn: &DatabaseTransaction,
+    ended: &[lease::Model],
+    now: Timestamp,
+) -> Result<Vec<Parcel>, DbErr> {
+    let mut effects = Effects::default();
+    for lease in ended.iter().filter(|lease| lease.settles) {
+        let nothing = Message::Settle(Settlement::nothing(lease.team.clone()));
+        outbox::put(txn, lease.id, nothing, now, &mut effects).await?;
+    }
+    Ok(effects.parcels)
 }
 
 /// What `worker` shall do changes.
@@ -240,7 +275,7 @@ pub(crate) async fn expire(
         .filter(lease::Column::Id.is_in(late.iter().map(|lease| lease.id)))
         .exec(txn)
         .await?;
-    freed(txn, &late, effects).await
+    freed(txn, &late, now, effects).await
 }
 
 /// Whether a driven lease was not renewed in time.
@@ -252,6 +287,38 @@ pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Re
         .one(db)
         .await?;
     Ok(expired.is_some())
+}
+
+/// Whether a driven lease holds something in the artifact store: it has not ended.
+pub(crate) async fn holds(db: &impl ConnectionTrait, lease: LeaseId) -> Result<bool, DbErr> {
+    let lease = find(db, lease).await?;
+    Ok(lease.is_some_and(|lease| lease.is_driven() && lease.state != State::Ended))
+}
+
+/// The worker that the containers of `owner` keep to.
+pub(crate) async fn worker_of_owner(
+    db: &impl ConnectionTrait,
+    team: &str,
+    owner: &str,
+) -> Result<Option<WorkerId>, DbErr> {
+    if owner.is_empty() {
+        return Ok(None);
+    }
+    let key = (team.to_owned(), owner.to_owned());
+    let row = owner_worker::Entity::find_by_id(key).one(db).await?;
+    Ok(row.map(|row| WorkerId::from_uuid(row.worker_id)))
+}
+
+/// Forgets where owners of containers were that had no lease granted since `before` and have none now.
+pub(crate) async fn forget_owners(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
+    let unused = "NOT EXISTS (SELECT 1 FROM leases WHERE leases.team = owner_workers.team AND leases.owner = owner_workers.owner \
+                  AND leases.state <> 'ended' AND leases.owner <> '')";
+    owner_worker::Entity::delete_many()
+        .filter(owner_worker::Column::GrantedAt.lt(before.0))
+        .filter(Expr::cust(unused))
+        .exec(txn)
+        .await
+        .map(|_| ())
 }
 
 /// Forgets driven leases that ended before `before`; the others go with their workloads.
@@ -267,7 +334,7 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
 
 #[cfg(test)]
 mod tests {
-    use sea_orm::{DbBackend, QueryTrait, Statement};
+    use sea_orm::{DbBackend, QueryTrait};
 
     use super::*;
 

@@ -58,8 +58,8 @@ pub(crate) struct Settlement {
 }
 
 impl Settlement {
-    /// Of a workload that nobody remembers: nothing is kept of it.
-    pub(crate) fn unknown(team: String) -> Self {
+    /// Nothing is kept: of a driven lease, or of a holder that nobody remembers.
+    pub(crate) fn nothing(team: String) -> Self {
         let outcome = Outcome::Errored;
         Self { team, attempt: None, outputs: vec![], build: None, outcome, owners: vec![], caches: vec![] }
     }
@@ -69,15 +69,23 @@ impl Settlement {
 #[derive(Debug, Clone)]
 pub(crate) struct Parcel {
     pub(crate) id: Uuid,
-    pub(crate) workload: WorkloadId,
+    /// A workload, or a driven lease.
+    pub(crate) holder: Uuid,
     pub(crate) message: Message,
     pub(crate) tries: i64,
+}
+
+impl Parcel {
+    /// The workload that it is about, if it is about one.
+    pub(crate) fn workload(&self) -> WorkloadId {
+        WorkloadId::from_uuid(self.holder)
+    }
 }
 
 /// Puts `message` into the outbox. Whoever commits it delivers it.
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
-    workload: WorkloadId,
+    holder: Uuid,
     message: Message,
     now: Timestamp,
     effects: &mut Effects,
@@ -85,13 +93,13 @@ pub(crate) async fn put(
     let id = Uuid::now_v7();
     let row = outbox::ActiveModel {
         id: Set(id),
-        workload_id: Set(workload.uuid()),
+        workload_id: Set(holder),
         message: Set(to_json(&message)?),
         tries: Set(0),
         due_at: Set((now + CLAIM).0),
     };
     row.insert(txn).await?;
-    effects.parcels.push(Parcel { id, workload, message, tries: 0 });
+    effects.parcels.push(Parcel { id, holder, message, tries: 0 });
     Ok(())
 }
 
@@ -115,7 +123,7 @@ async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<Vec<Parcel>,
         .map(|row| {
             Ok(Parcel {
                 id: row.id,
-                workload: WorkloadId::from_uuid(row.workload_id),
+                holder: row.workload_id,
                 message: from_json(&row.message)?,
                 tries: row.tries,
             })
@@ -151,12 +159,9 @@ async fn postpone(txn: &DatabaseTransaction, parcel: &Parcel, now: Timestamp) ->
         .map(|_| ())
 }
 
-/// Whether something about `workload` is still to be told.
-pub(crate) async fn pending(
-    txn: &impl sea_orm::ConnectionTrait,
-    workload: WorkloadId,
-) -> Result<bool, DbErr> {
-    let row = outbox::Entity::find().filter(outbox::Column::WorkloadId.eq(workload.uuid())).one(txn).await?;
+/// Whether something about `holder` is still to be told.
+pub(crate) async fn pending(txn: &impl sea_orm::ConnectionTrait, holder: Uuid) -> Result<bool, DbErr> {
+    let row = outbox::Entity::find().filter(outbox::Column::WorkloadId.eq(holder)).one(txn).await?;
     Ok(row.is_some())
 }
 
@@ -175,12 +180,12 @@ pub(crate) async fn deliver(scheduler: Scheduler, mut parcel: Parcel) {
     let Ok(_permit) = scheduler.deliveries.clone().acquire_owned().await else { return };
     let span = match &parcel.message {
         Message::Settle(_) => {
-            tracing::info_span!(target: "gantry", "settle", service = "scheduler", workload.id = %parcel.workload)
+            tracing::info_span!(target: "gantry", "settle", service = "scheduler", holder.id = %parcel.holder)
         }
         Message::EndAttempt { .. } => tracing::Span::none(),
     };
     if !span.is_none() {
-        match workloads::find(scheduler.db.read(), parcel.workload).await {
+        match workloads::find(scheduler.db.read(), parcel.workload()).await {
             // Also when another process accepted the workload than delivers this.
             Ok(row) => rpc::trace::continue_from(&span, row.as_ref().map_or("", |row| &row.traceparent)),
             Err(error) => tracing::debug!(error = %error, "cannot read whose trace this belongs to"),
@@ -188,7 +193,7 @@ pub(crate) async fn deliver(scheduler: Scheduler, mut parcel: Parcel) {
     }
     if let Err(error) = deliver_once(&scheduler, &mut parcel).instrument(span).await {
         if parcel.tries > 3 {
-            tracing::warn!(workload.id = %parcel.workload, tries = parcel.tries, error = %error, "cannot tell the artifact store how a workload ended");
+            tracing::warn!(holder.id = %parcel.holder, tries = parcel.tries, error = %error, "cannot tell the artifact store how a workload ended");
         }
         let postponed = scheduler.db.write(async |txn| postpone(&txn, &parcel, Timestamp::now()).await).await;
         if let Err(error) = postponed {
@@ -208,8 +213,8 @@ enum DeliveryError {
 async fn deliver_once(scheduler: &Scheduler, parcel: &mut Parcel) -> Result<(), DeliveryError> {
     loop {
         let answer = match &parcel.message {
-            Message::Settle(settlement) => scheduler.store.settle(parcel.workload, settlement).await,
-            Message::EndAttempt { attempt } => scheduler.store.end_attempt(parcel.workload, *attempt).await,
+            Message::Settle(settlement) => scheduler.store.settle(parcel.holder, settlement).await,
+            Message::EndAttempt { attempt } => scheduler.store.end_attempt(parcel.holder, *attempt).await,
         };
         match (answer, &mut parcel.message) {
             (Ok(()), _) => break,
@@ -217,7 +222,7 @@ async fn deliver_once(scheduler: &Scheduler, parcel: &mut Parcel) -> Result<(), 
                 if refusal.is(Reason::CandidateMissing)
                     && !(settlement.outputs.is_empty() && settlement.caches.is_empty()) =>
             {
-                tracing::warn!(workload.id = %parcel.workload, error = %refusal, "settling without outputs");
+                tracing::warn!(holder.id = %parcel.holder, error = %refusal, "settling without outputs");
                 settlement.outputs.clear();
                 settlement.caches.clear();
                 settlement.outcome = Outcome::Errored;
@@ -232,7 +237,7 @@ async fn deliver_once(scheduler: &Scheduler, parcel: &mut Parcel) -> Result<(), 
         .change(async |txn| {
             let mut effects = Effects::default();
             if remove(&txn, parcel.id).await? && matches!(parcel.message, Message::Settle(_)) {
-                workloads::settled(&txn, parcel.workload, Timestamp::now(), &mut effects).await?;
+                workloads::settled(&txn, parcel.workload(), Timestamp::now(), &mut effects).await?;
             }
             Ok::<_, DbErr>(((), effects))
         })

@@ -5,7 +5,8 @@
 //! holds the fewest slots for its weight, then who came first. Waiting raises the priority, by one for each [`Queue::aging`], so nobody is
 //! passed over for ever by others that ask for as much.
 //!
-//! It is a memory of what the database says: a workload that does not wait any more is found out when it is placed.
+//! Of workloads it is a memory of what the database says: one that does not wait any more is found out when it is placed. Who waits for leases
+//! waits here alone ([`crate::dispatch`]).
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
@@ -17,11 +18,13 @@ use uuid::Uuid;
 
 use crate::placement::{Demand, Location, Shape};
 
-/// A workload that waits.
+/// Somebody who waits: a workload, or who asks for leases.
 #[derive(Debug, Clone)]
 pub(crate) struct Waiting {
-    /// The workload.
+    /// The workload, or the first of the leases.
     pub(crate) id: Uuid,
+    /// Whether it asks for several leases at once: it has a line of its own.
+    pub(crate) is_group: bool,
     /// Sorts by age.
     pub(crate) sequence: Uuid,
     pub(crate) priority: i64,
@@ -33,8 +36,8 @@ pub(crate) struct Waiting {
     pub(crate) traceparent: String,
 }
 
-/// What all in a line ask for.
-type LineKey = (Arc<Shape>, Option<WorkerId>, BTreeSet<WorkerId>);
+/// What all in a line ask for. Nobody asks for the same as a group.
+type LineKey = (Arc<Shape>, Option<WorkerId>, BTreeSet<WorkerId>, Option<Uuid>);
 
 /// A place in a line: when it came, or would have come to wait here now with priority 0; then by age.
 type Position = (i64, Uuid);
@@ -89,7 +92,7 @@ impl Queue {
     /// Somebody waits, or waits for something else than before.
     pub(crate) fn put(&mut self, waiting: Waiting) {
         self.remove(waiting.id);
-        let key = key(&waiting.demand);
+        let key = key(&waiting.demand, waiting.is_group.then_some(waiting.id));
         let line = *self.by_key.entry(key.clone()).or_insert_with(|| {
             self.next += 1;
             self.lines.insert(self.next, Line { key, waiting: BTreeMap::new() });
@@ -122,7 +125,10 @@ impl Queue {
 
     /// The same for one that has waited `since` then.
     pub(crate) fn is_behind(&self, demand: &Demand, priority: i64, since: Timestamp, sequence: Uuid) -> bool {
-        let line = self.by_key.get(&key(demand)).and_then(|line| self.lines.get(line));
+        if self.places.is_empty() {
+            return false;
+        }
+        let line = self.by_key.get(&key(demand, None)).and_then(|line| self.lines.get(line));
         let first = line.and_then(|line| line.waiting.first_key_value());
         first.is_some_and(|(first, _)| *first < self.position(priority, since, sequence))
     }
@@ -188,7 +194,7 @@ impl Queue {
 
     /// Of the first `count` that ask for the same as `demand`, those that were told other reasons.
     pub(crate) fn untold(&self, demand: &Demand, reasons: &[String], count: usize) -> Vec<Uuid> {
-        let line = self.by_key.get(&key(demand)).and_then(|line| self.lines.get(line));
+        let line = self.by_key.get(&key(demand, None)).and_then(|line| self.lines.get(line));
         let first = line.into_iter().flat_map(|line| line.waiting.values().take(count));
         first.filter(|waiting| *waiting.told != *reasons).map(|waiting| waiting.id).collect()
     }
@@ -208,9 +214,9 @@ impl Queue {
     }
 }
 
-fn key(demand: &Demand) -> LineKey {
+fn key(demand: &Demand, group: Option<Uuid>) -> LineKey {
     let failed_on = demand.failed_on.iter().map(|failed| failed.worker);
-    (demand.shape.clone(), demand.only, demand.avoid.iter().copied().chain(failed_on).collect())
+    (demand.shape.clone(), demand.only, demand.avoid.iter().copied().chain(failed_on).collect(), group)
 }
 
 /// Asks those that wait in their turn.
@@ -273,6 +279,7 @@ mod tests {
         let id = Uuid::now_v7();
         Waiting {
             id,
+            is_group: false,
             sequence: Uuid::now_v7(),
             priority,
             since: Timestamp(since),

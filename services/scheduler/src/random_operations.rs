@@ -155,7 +155,19 @@ fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
         purpose: Purpose::WithoutInputs,
     };
     let demand = Arc::new(shape.asked_by(lease.uuid()));
-    Ask { lease, kind, demand, locations: Arc::default(), request: String::new(), group }
+    Ask {
+        lease,
+        kind,
+        demand,
+        locations: Arc::default(),
+        request: String::new(),
+        group,
+        inputs: Arc::default(),
+        owner: String::new(),
+        kept_to: None,
+        wait: Duration::ZERO,
+        priority: 0,
+    }
 }
 
 fn max_tasks(worker: usize) -> Option<u32> {

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use domain::Timestamp;
+use domain::{LeaseId, Timestamp, WorkloadId};
 use rand::RngExt;
 use sea_orm::DbErr;
 
@@ -17,6 +17,9 @@ use crate::registry;
 use crate::service::Scheduler;
 use crate::store::Holder;
 use crate::workloads;
+
+/// For how long the containers of an owner keep to their worker after a lease was granted, if none lives.
+const OWNERS_KEPT: Duration = Duration::from_secs(3600);
 
 #[derive(Debug, thiserror::Error)]
 enum ReconcileError {
@@ -42,7 +45,9 @@ async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
     let before = now - config.keep_finished;
     while scheduler.db.write(async |txn| workloads::forget(&txn, before).await).await? > 0 {}
     scheduler.db.write(async |txn| registry::forget(&txn, before).await).await?;
-    scheduler.db.write(async |txn| leases::forget(&txn, before).await).await
+    scheduler.db.write(async |txn| leases::forget(&txn, before).await).await?;
+    let before = now - OWNERS_KEPT;
+    scheduler.db.write(async |txn| leases::forget_owners(&txn, before).await).await
 }
 
 /// Settles what the store still holds pins for although it has finished here, or is unknown.
@@ -62,14 +67,15 @@ async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError> {
 }
 
 async fn settle_again(scheduler: &Scheduler, holder: &Holder) -> Result<(), DbErr> {
-    let id = holder.workload;
-    let settlement = match workloads::find(scheduler.db.read(), id).await? {
+    let id = holder.id;
+    let settlement = match workloads::find(scheduler.db.read(), WorkloadId::from_uuid(id)).await? {
         Some(row) => match workloads::settlement_of_finished(&row)? {
             Some(settlement) => settlement,
             None => return Ok(()),
         },
-        // Forgotten, or lost with a database: nobody else would ever settle it.
-        None => Settlement::unknown(holder.team.clone()),
+        None if leases::holds(scheduler.db.read(), LeaseId::from_uuid(id)).await? => return Ok(()),
+        // A lease that has ended, or forgotten, or lost with a database: nobody else would ever settle it.
+        None => Settlement::nothing(holder.team.clone()),
     };
     if outbox::pending(scheduler.db.read(), id).await? {
         return Ok(());

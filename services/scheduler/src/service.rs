@@ -7,6 +7,7 @@ use db::{Database, Transaction};
 use domain::worker::{DoorClaims, LeaseClaims, SessionClaims, TicketClaims, TicketOperation};
 use domain::workload::WorkloadSpec;
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
+use futures::StreamExt;
 use rpc::Refusal;
 use rpc::token::TokenSigner;
 use sea_orm::{ConnAcquireErr, DbErr};
@@ -28,7 +29,7 @@ use crate::outbox;
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Choice, Demand, Location, Refusals};
 use crate::registry::{self, Down, Forget, RegistryError};
-use crate::store::Store;
+use crate::store::{Inputs, Store};
 use crate::workers::{self, Hello, Kept, SessionError, Worker};
 use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError, Write};
 
@@ -47,6 +48,9 @@ pub(crate) struct Scheduler {
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
 }
+
+/// How many leases are pinned for at a time, of one call.
+const PINS: usize = 16;
 
 /// How far a submitted workload is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -494,11 +498,55 @@ impl Scheduler {
         .await
     }
 
-    /// Grants driven leases, or answers the live ones that their ids name: for each what became of it.
+    /// Grants driven leases, or answers the live ones that their ids name: for each what became of it. What they use is pinned.
     pub(crate) async fn place(&self, asks: Vec<Ask>) -> Vec<Placed> {
-        let count = asks.len();
+        let uses: Vec<_> = asks.iter().map(|ask| (ask.group, ask.inputs.clone())).collect();
         let placed = self.dispatch.ask(|answer| Request::Place(asks, answer)).await;
-        placed.unwrap_or_else(|_| vec![Err(PlaceError::Stopping); count])
+        let mut placed = placed.unwrap_or_else(|_| vec![Err(PlaceError::Stopping); uses.len()]);
+        if uses.iter().any(|(_, inputs)| !inputs.is_empty()) {
+            self.pin_for(&uses, &mut placed).await;
+        }
+        placed
+    }
+
+    /// Pins what is used under leases that were granted. One for which that is refused is given back, with its group. One for which it is unknown stays
+    /// until its term is over: a repeat finds it.
+    async fn pin_for(&self, uses: &[(Option<u32>, Arc<Inputs>)], placed: &mut [Placed]) {
+        let mut pins = Vec::new();
+        for (number, (placed, (_, inputs))) in placed.iter().zip(uses).enumerate() {
+            if let Ok(granted) = placed
+                && !inputs.is_empty()
+            {
+                let (store, claims, inputs) = (self.store.clone(), granted.claims.clone(), inputs.clone());
+                pins.push(async move {
+                    (number, store.pin_for_lease(claims.lease, &claims.team, &inputs).await.err())
+                });
+            }
+        }
+        let mut failed = vec![None; placed.len()];
+        let mut pinned = futures::stream::iter(pins).buffer_unordered(PINS);
+        while let Some((number, refusal)) = pinned.next().await {
+            failed[number] = refusal.map(PlaceError::NotPinned);
+        }
+        for number in 0..failed.len() {
+            let (Some(group), Some(error)) = (uses[number].0, failed[number].clone()) else { continue };
+            for (other, (of, _)) in uses.iter().enumerate() {
+                if *of == Some(group) && failed[other].is_none() {
+                    failed[other] = Some(error.clone());
+                }
+            }
+        }
+        let mut given_back = Vec::new();
+        for (placed, error) in placed.iter_mut().zip(failed) {
+            let (Ok(granted), Some(error)) = (&*placed, error) else { continue };
+            if matches!(&error, PlaceError::NotPinned(refusal) if !refusal.is_transient()) {
+                given_back.push(granted.claims.clone());
+            }
+            *placed = Err(error);
+        }
+        if let Err(error) = self.release(&given_back).await {
+            tracing::debug!(error = %error, "leases that nobody has got end with their terms");
+        }
     }
 
     /// Keeps a driven lease for another term.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use domain::workload::{Outcome, OutputOwner};
-use domain::{ArtifactId, AttemptId, CacheId, Timestamp, WorkerId, WorkloadId};
+use domain::{ArtifactId, AttemptId, CacheId, LeaseId, Timestamp, WorkerId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
@@ -12,6 +12,7 @@ use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::pins_client::PinsClient;
 use rpc::{Peer, Refusal};
 use tonic::Request;
+use uuid::Uuid;
 
 use crate::outbox::Settlement;
 use crate::placement::Location;
@@ -33,12 +34,35 @@ pub(crate) struct Store {
     inventory: InventoryClient<Peer>,
 }
 
-/// A workload that the store keeps something for.
+/// A workload or a driven lease that the store keeps something for.
 #[derive(Debug, Clone)]
 pub(crate) struct Holder {
-    pub(crate) workload: WorkloadId,
+    pub(crate) id: Uuid,
     pub(crate) team: String,
     pub(crate) pinned_at: Timestamp,
+}
+
+/// What is used by somebody.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Inputs {
+    pub(crate) artifacts: BTreeSet<ArtifactId>,
+    pub(crate) caches: BTreeSet<CacheId>,
+}
+
+impl Inputs {
+    /// Whether nothing is used.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.artifacts.is_empty() && self.caches.is_empty()
+    }
+}
+
+/// Where inputs are.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// All of them, and the latest versions of those caches that have some.
+    All(Vec<Location>),
+    /// This one is unknown to the team, not sealed, or nowhere.
+    Missing(ArtifactId),
 }
 
 fn within<T>(message: T) -> Request<T> {
@@ -56,6 +80,41 @@ impl Store {
             caches: CachesClient::new(peer.clone()),
             inventory: InventoryClient::new(peer),
         }
+    }
+
+    /// Pins what is used under a driven lease.
+    pub(crate) async fn pin_for_lease(
+        &self,
+        lease: LeaseId,
+        team: &str,
+        inputs: &Inputs,
+    ) -> Result<(), Refusal> {
+        let request = pb::PinRequest {
+            holder_id: lease.to_string(),
+            team: team.to_owned(),
+            artifact_ids: inputs.artifacts.iter().map(ToString::to_string).collect(),
+            build_id: String::new(),
+            task_cache_ids: inputs.caches.iter().map(ToString::to_string).collect(),
+        };
+        self.pins.clone().pin(within(request)).await.map(drop).map_err(Refusal::from)
+    }
+
+    /// Where inputs are, as far as they are somewhere, without pinning them.
+    pub(crate) async fn find(&self, team: &str, inputs: &Inputs) -> Result<Found, Refusal> {
+        let mut locations = Vec::with_capacity(inputs.artifacts.len());
+        if !inputs.artifacts.is_empty() {
+            let mut located = self.locate(team, &inputs.artifacts).await?;
+            for artifact in &inputs.artifacts {
+                match located.remove(artifact) {
+                    Some(location) => locations.push(location),
+                    None => return Ok(Found::Missing(*artifact)),
+                }
+            }
+        }
+        if !inputs.caches.is_empty() {
+            locations.extend(self.locate_caches(team, inputs.caches.iter().copied()).await?);
+        }
+        Ok(Found::All(locations))
     }
 
     /// Pins what a workload uses, and answers where that is, and the latest versions of its caches.
@@ -104,8 +163,8 @@ impl Store {
         Ok(answer.locations.iter().filter_map(|found| Some(location(found.location.as_ref()?))).collect())
     }
 
-    /// Ends a workload for good.
-    pub(crate) async fn settle(&self, workload: WorkloadId, settlement: &Settlement) -> Result<(), Refusal> {
+    /// Ends a workload, or a driven lease, for good.
+    pub(crate) async fn settle(&self, holder: Uuid, settlement: &Settlement) -> Result<(), Refusal> {
         let outputs = settlement.outputs.iter().map(|output| pb::SettledOutput {
             artifact_id: output.artifact.to_string(),
             digest: output.digest.as_bytes().to_vec().into(),
@@ -132,7 +191,7 @@ impl Store {
             Outcome::Aborted => pb::BuildStatus::Aborted,
         };
         let request = pb::SettleRequest {
-            holder_id: workload.to_string(),
+            holder_id: holder.to_string(),
             team: settlement.team.clone(),
             attempt_id: settlement.attempt.map(|attempt| attempt.to_string()).unwrap_or_default(),
             outputs: outputs.chain(caches).collect(),
@@ -142,7 +201,7 @@ impl Store {
         let answer = self.pins.clone().settle(within(request)).await?.into_inner();
         for missing in answer.missing {
             tracing::warn!(
-                workload.id = %workload,
+                holder.id = %holder,
                 artifact.id = missing.artifact_id,
                 owner = ?missing.owner,
                 "an output has one owner less than it should: that is gone"
@@ -152,9 +211,9 @@ impl Store {
     }
 
     /// Ends one attempt at a workload.
-    pub(crate) async fn end_attempt(&self, workload: WorkloadId, attempt: AttemptId) -> Result<(), Refusal> {
+    pub(crate) async fn end_attempt(&self, holder: Uuid, attempt: AttemptId) -> Result<(), Refusal> {
         let request =
-            pb::EndAttemptRequest { holder_id: workload.to_string(), attempt_id: attempt.to_string() };
+            pb::EndAttemptRequest { holder_id: holder.to_string(), attempt_id: attempt.to_string() };
         self.pins.clone().end_attempt(within(request)).await?;
         Ok(())
     }
@@ -172,13 +231,13 @@ impl Store {
         Ok(())
     }
 
-    /// One page of the workloads that the store keeps something for, and where to go on.
+    /// One page of those that the store keeps something for, and where to go on.
     pub(crate) async fn holders(&self, page_token: String) -> Result<(Vec<Holder>, String), Refusal> {
         let request = pb::ListPinsRequest { page_size: 1000, page_token };
         let answer = self.pins.clone().list_pins(within(request)).await?.into_inner();
         let holders = answer.holders.into_iter().filter_map(|holder| {
             let pinned_at = holder.pinned_at.as_ref().map_or(Timestamp::now(), rpc::from_timestamp);
-            Some(Holder { workload: holder.holder_id.parse().ok()?, team: holder.team, pinned_at })
+            Some(Holder { id: holder.holder_id.parse().ok()?, team: holder.team, pinned_at })
         });
         Ok((holders.collect(), answer.next_page_token))
     }

@@ -307,9 +307,9 @@ pub(crate) async fn conclude(
             owners: spec.owners_of(&ending.outputs),
             caches: ending.caches.clone(),
         };
-        outbox::put(txn, id, Message::Settle(settlement), now, effects).await?;
+        outbox::put(txn, id.uuid(), Message::Settle(settlement), now, effects).await?;
     } else if let Some(attempt) = attempt {
-        outbox::put(txn, id, Message::EndAttempt { attempt }, now, effects).await?;
+        outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now, effects).await?;
     }
     if awaited {
         row.state = State::Settling;
@@ -346,7 +346,7 @@ pub(crate) async fn settled(
 /// The artifact store lacks an output: the workload and its parcel go on without outputs, and leave nothing in caches.
 pub(crate) async fn lose_outputs(txn: &DatabaseTransaction, parcel: &Parcel) -> Result<(), DbErr> {
     outbox::replace(txn, parcel.id, &parcel.message).await?;
-    let row = lock(txn, parcel.workload).await?.filter(|row| row.state == State::Settling);
+    let row = lock(txn, parcel.workload()).await?.filter(|row| row.state == State::Settling);
     let Some(mut row) = row else { return Ok(()) };
     row.ending = Some(to_json(&ending(&row)?.without_outputs())?);
     save(txn, row, Write::Update, None, Timestamp(0), &mut Effects::default()).await
@@ -720,7 +720,7 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
         .await?;
     let mut forgotten = 0;
     for id in old {
-        if !outbox::pending(txn, WorkloadId::from_uuid(id)).await? {
+        if !outbox::pending(txn, id).await? {
             forgotten += workload::Entity::delete_by_id(id).exec(txn).await?.rows_affected;
         }
     }

@@ -5,6 +5,7 @@
 
 use sea_orm::{DbBackend, DbErr, Value};
 use serde::Serialize;
+use uuid::Uuid;
 
 /// What a column of such rows holds, and as what its field is serialized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +62,18 @@ pub fn query(backend: DbBackend, n: usize, columns: &[(&str, Column)]) -> String
 pub fn value<R: Serialize>(rows: &[R]) -> Result<Value, DbErr> {
     let text = serde_json::to_string(rows).map_err(|error| DbErr::Type(error.to_string()))?;
     Ok(Value::from(text))
+}
+
+/// The column of rows that are ids alone.
+pub const IDS: [(&str, Column); 1] = [("id", Column::Uuid)];
+
+/// These ids, for [`query`] with [`IDS`].
+pub fn ids(ids: impl IntoIterator<Item = Uuid>) -> Result<Value, DbErr> {
+    #[derive(Serialize)]
+    struct Row {
+        id: Uuid,
+    }
+    value(&ids.into_iter().map(|id| Row { id }).collect::<Vec<_>>())
 }
 
 /// A lock of the rows that a query names, where there are locks.

@@ -114,7 +114,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         build: parse_optional_id("spec.build_id", &spec.build_id)?,
         caches,
         interruptible: spec.interruptible,
-        priority: parse_priority(spec.priority)?,
+        priority: parse_priority("spec.priority", spec.priority)?,
         requests: parse_requests("spec.requests", spec.requests)?,
     })
 }
@@ -323,13 +323,10 @@ fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
     Ok(())
 }
 
-fn parse_priority(priority: i32) -> Result<i32, Status> {
+/// Which of those that wait is first.
+pub fn parse_priority(field: &str, priority: i32) -> Result<i32, Status> {
     let most = -100..=100;
-    if most.contains(&priority) {
-        Ok(priority)
-    } else {
-        Err(invalid_field("spec.priority", "must be -100 to 100"))
-    }
+    if most.contains(&priority) { Ok(priority) } else { Err(invalid_field(field, "must be -100 to 100")) }
 }
 
 /// What of a worker shall be kept free.

@@ -5,32 +5,38 @@
 //! less each costs; and what is read of the workers is noted in its order. What did not hold there is decided anew. Before and after it
 //! those that wait in the queue have their turns ([`crate::queue`]), when there is something new for them.
 //!
+//! Calls for leases may wait, too ([`asking`]): they have their turns in the same queue, at this replica.
+//!
 //! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
 //! it; nothing is kept free for one that asks for more than there is at a time.
 //!
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
 
+mod asking;
 mod round;
 mod turns;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use db::Database;
 use domain::worker::LeaseClaims;
-use domain::{LeaseId, Timestamp, WorkerId, WorkloadId};
+use domain::{ArtifactId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
 use crate::config::Config;
+use crate::dispatch::asking::Asking;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::grants::{self, Done, Plan};
 use crate::memory::{Memory, Workers};
-use crate::placement::{Demand, Load, Location, Placement, Refusals, Resources, Shape};
+use crate::placement::{Choice, Demand, Load, Location, Placement, Refusals, Resources, Shape};
 use crate::queue::Queue;
 use crate::service::Scheduler;
+use crate::store::Inputs;
 use crate::workloads::Submission;
 
 /// How often something is decided anew because what was decided on had changed in the meantime.
@@ -54,6 +60,9 @@ pub(crate) enum SubmitError {
     /// The artifact store refused to pin its inputs, or could not be asked.
     #[error("its inputs cannot be pinned")]
     NotPinned(#[source] rpc::Refusal),
+    /// What it was decided on changed again and again.
+    #[error("the workers changed too often while it was decided")]
+    Undecided,
     /// The service stops.
     #[error("the scheduler is stopping")]
     Stopping,
@@ -77,6 +86,15 @@ pub(crate) enum PlaceError {
     /// The lease that it shall be near to is unknown, or has ended.
     #[error("the lease whose worker it shall have is unknown, or has ended")]
     NoSuchLease,
+    /// An input is unknown to the team, not sealed, or its bytes are lost.
+    #[error("artifact {0} cannot be used as an input")]
+    InputUnavailable(ArtifactId),
+    /// The artifact store refused to pin its inputs, or could not be asked.
+    #[error("its inputs cannot be pinned")]
+    NotPinned(#[source] rpc::Refusal),
+    /// What it was decided on changed again and again.
+    #[error("the workers changed too often while it was decided")]
+    Undecided,
     /// The service stops.
     #[error("the scheduler is stopping")]
     Stopping,
@@ -102,11 +120,20 @@ pub(crate) struct Ask {
     pub(crate) lease: LeaseId,
     pub(crate) kind: Kind,
     pub(crate) demand: Arc<Demand>,
+    /// What shall be pinned for it, and where that is.
+    pub(crate) inputs: Arc<Inputs>,
     pub(crate) locations: Arc<[Location]>,
     /// To tell a repeat from another request.
     pub(crate) request: String,
     /// Those of one group are granted together, or none.
     pub(crate) group: Option<u32>,
+    /// Whose containers run under it. Empty: nobody's in particular.
+    pub(crate) owner: String,
+    /// Where they are: there alone it is granted, as long as that worker takes work.
+    pub(crate) kept_to: Option<WorkerId>,
+    /// How long it waits for a worker that could but cannot now. Of a group, the longest counts, and the highest priority.
+    pub(crate) wait: Duration,
+    pub(crate) priority: i64,
 }
 
 /// What is asked of the dispatcher.
@@ -166,6 +193,8 @@ pub(crate) struct Dispatcher {
     memory: Memory,
     queue: Arc<Mutex<Queue>>,
     requests: mpsc::Receiver<Request>,
+    /// The calls for leases that wait, which are in the queue as well.
+    asking: Asking,
     /// Whether those that wait may find something that they did not find before.
     look: bool,
     /// When all that waits was read last.
@@ -189,6 +218,7 @@ impl Dispatcher {
             memory,
             queue,
             requests,
+            asking: Asking::default(),
             look: true,
             whole_at: None,
             held_at: None,
@@ -238,7 +268,17 @@ impl Dispatcher {
         if let Some(known) = self.reasons.get(&demand.shape) {
             return known.clone();
         }
-        let reasons: Arc<[String]> = self.memory.workers.lock().refusals(demand).lines().into();
+        self.reasons_now(demand)
+    }
+
+    /// The same, as it is now.
+    fn reasons_now(&mut self, demand: &Demand) -> Arc<[String]> {
+        let mut workers = self.memory.workers.lock();
+        let reasons: Arc<[String]> = match workers.choose(demand, &[]) {
+            Choice::Placed(_) => Arc::new(["others that ask for the same are before it".to_owned()]),
+            Choice::NotNow | Choice::Never => workers.refusals(demand).lines().into(),
+        };
+        drop(workers);
         self.reasons.insert(demand.shape.clone(), reasons.clone());
         reasons
     }
@@ -265,6 +305,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
     poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut requests, mut is_due) = (Vec::new(), false);
     loop {
+        let patience = dispatcher.asking.next_end();
         tokio::select! {
             biased;
             () = scheduler.stopping.cancelled() => return,
@@ -272,6 +313,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             // Before the hints, which are heard in every pass: however many there are, who asks is answered.
             count = dispatcher.requests.recv_many(&mut requests, BATCH) => if count == 0 { return },
             () = scheduler.hints.dispatch().notified() => {}
+            () = patience_ends(patience) => {}
         }
         let mut effects = Effects::default();
         let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
@@ -294,7 +336,16 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
                 tracing::warn!(error = %error, "cannot place what waits");
             }
         }
+        dispatcher.end_patience(Instant::now(), is_due);
         scheduler.announce_granted(effects);
+    }
+}
+
+/// Resolves when somebody who waits has waited long enough, if anybody does.
+async fn patience_ends(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -1,18 +1,20 @@
 //! A round: everything that was asked for meanwhile is decided together, and granted in one transaction.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
+use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::DbErr;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::asking::{Call, Leases, Member};
 use super::{Ask, DECISIONS, Dispatcher, Granted, PlaceError, Placed, Request, SubmitError, Taken};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::entity::workload::{self, State};
-use crate::entity::{lease, to_json};
+use crate::entity::{lease, to_json, worker};
 use crate::events::Whereabouts;
 use crate::grants::{Done, Grant, Holder, Known, Pinned, Plan};
 use crate::leases;
@@ -28,7 +30,7 @@ type Answer<T> = oneshot::Sender<Result<T, SubmitError>>;
 #[derive(Debug)]
 enum Unit {
     Workload(Box<Submitted>),
-    Leases(Vec<Member>),
+    Leases(Leases),
 }
 
 /// A workload that is submitted, or was accepted and is pinned now.
@@ -46,25 +48,9 @@ struct Submitted {
     reasons: Arc<[String]>,
 }
 
-/// One of several leases that a call asks for.
-#[derive(Debug)]
-struct Member {
-    ask: Ask,
-    call: usize,
-    item: usize,
-    granted: Option<Granted>,
-}
-
-/// A call for leases, until all of them are decided.
-#[derive(Debug)]
-struct Call {
-    placed: Vec<Option<Placed>>,
-    answer: oneshot::Sender<Vec<Placed>>,
-}
-
 /// Nobody takes it.
 #[derive(Debug)]
-enum Refused {
+pub(super) enum Refused {
     NotNow(Refusals),
     Never(Refusals),
 }
@@ -73,7 +59,6 @@ enum Refused {
 #[derive(Debug, Default)]
 struct Open {
     units: VecDeque<Unit>,
-    calls: Vec<Call>,
     releases: Vec<LeaseId>,
     released: Vec<oneshot::Sender<Result<(), DbErr>>>,
 }
@@ -82,7 +67,8 @@ impl Dispatcher {
     /// Does all that is asked for, and answers.
     pub(crate) async fn round(&mut self, requests: Vec<Request>, now: Timestamp, effects: &mut Effects) {
         let mut open = Open::of(requests, now);
-        let (mut leases_may_exist, mut caught_up) = (false, false);
+        let mut leases_may_exist = self.replace_waiting(&mut open.units);
+        let mut caught_up = false;
         // What was done in this round, so that several with one id come after each other.
         let mut concluded = HashSet::new();
         for decision in 0..=DECISIONS {
@@ -92,6 +78,7 @@ impl Dispatcher {
             let mut plan = Plan { releases: open.releases.clone(), leases_may_exist, ..Plan::default() };
             let (mut taken, mut planned, mut doubted) = (Taken::default(), Vec::new(), VecDeque::new());
             let (mut spans, mut ids, mut repeats) = (Vec::new(), HashSet::new(), VecDeque::new());
+            let mut refused = Vec::new();
             while let Some(mut unit) = open.units.pop_front() {
                 if unit.ids().any(|id| ids.contains(&id) && !concluded.contains(&id)) {
                     repeats.push_back(unit);
@@ -106,23 +93,26 @@ impl Dispatcher {
                     }
                     // What is remembered may be out of date.
                     Err(_) if !caught_up => doubted.push_back(unit),
-                    Err(refused) => self.refuse(unit, refused, &mut open.calls).await,
+                    Err(why) => refused.push((unit, why)),
                 }
             }
+            self.refuse(refused).await;
             if plan.is_empty() {
                 taken.give_back(&self.memory.workers);
             } else {
                 match self.carry_out(&plan, taken, now).await {
                     Ok(done) => {
                         open.releases.clear();
-                        for unit in planned {
+                        for mut unit in planned {
                             if unit.leases().any(|lease| done.refused.contains(&lease)) {
+                                unit.keep_to(&done.kept_to);
                                 open.units.push_back(unit);
                             } else {
                                 concluded.extend(unit.ids());
-                                self.conclude(unit, &done, &mut open.calls, effects);
+                                self.conclude(unit, &done, effects);
                             }
                         }
+                        effects.parcels.extend(done.parcels);
                     }
                     // Another call with the same id was faster. It is known now.
                     Err(error) if is_duplicate(&error) && decision < DECISIONS => {
@@ -154,6 +144,19 @@ impl Dispatcher {
         open.answer();
     }
 
+    /// What is asked for now takes the places of what waits by the same ids. Answers whether there is any.
+    fn replace_waiting(&mut self, units: &mut VecDeque<Unit>) -> bool {
+        let mut some = false;
+        for unit in units {
+            let Unit::Leases(leases) = unit else { continue };
+            let Some(old) = self.asking.replace(leases) else { continue };
+            some = true;
+            self.queue().remove(old.id());
+            old.members.iter().for_each(|member| member.decide(Err(PlaceError::Undecided)));
+        }
+        some
+    }
+
     /// Plans what becomes of a unit, all of it or nothing. `is_last`: nothing is decided again after this.
     fn decide(
         &mut self,
@@ -165,23 +168,52 @@ impl Dispatcher {
     ) -> Result<(), Refused> {
         match unit {
             Unit::Workload(submitted) => self.decide_workload(submitted, plan, taken, is_last, now),
-            Unit::Leases(members) => {
-                let (mut grants, mut mine) = (Vec::with_capacity(members.len()), Taken::default());
-                let group = (members.len() > 1).then_some(plan.grants.len());
-                for member in members {
-                    match self.decide_lease(member, group, &mut mine, now) {
-                        Ok(grant) => grants.push(grant),
-                        Err(refused) => {
-                            mine.give_back(&self.memory.workers);
-                            return Err(refused);
-                        }
-                    }
+            Unit::Leases(leases) => {
+                // One that waits and asks for the same has found nobody, and was here before.
+                let is_behind = |member: &Member| {
+                    let demand = &member.ask.demand;
+                    self.queue().is_behind(demand, leases.priority, leases.since, leases.sequence)
+                };
+                if let Some(member) = leases.members.iter().find(|member| is_behind(member)) {
+                    return Err(self.refused(&member.ask.demand, Refused::NotNow));
                 }
-                plan.grants.append(&mut grants);
-                taken.append(mine);
-                Ok(())
+                self.decide_leases(leases, plan, taken, now)
             }
         }
+    }
+
+    /// Plans leases, all of them or none.
+    pub(super) fn decide_leases(
+        &self,
+        leases: &mut Leases,
+        plan: &mut Plan,
+        taken: &mut Taken,
+        now: Timestamp,
+    ) -> Result<(), Refused> {
+        let members = &mut leases.members;
+        let (mut grants, mut mine) = (Vec::<Grant>::with_capacity(members.len()), Taken::default());
+        let group = (members.len() > 1).then_some(plan.grants.len());
+        for number in 0..members.len() {
+            let (before, rest) = members.split_at_mut(number);
+            let Some(member) = rest.first_mut() else { break };
+            // What belongs together goes where the first of it goes.
+            let same = before.iter().position(|other| {
+                !member.ask.owner.is_empty()
+                    && other.ask.owner == member.ask.owner
+                    && other.ask.demand.shape.team == member.ask.demand.shape.team
+            });
+            let near = same.and_then(|same| grants.get(same)).map(|grant| grant.worker);
+            match self.decide_lease(member, near, group, &mut mine, now) {
+                Ok(grant) => grants.push(grant),
+                Err(refused) => {
+                    mine.give_back(&self.memory.workers);
+                    return Err(refused);
+                }
+            }
+        }
+        plan.grants.append(&mut grants);
+        taken.append(mine);
+        Ok(())
     }
 
     fn decide_workload(
@@ -249,17 +281,28 @@ impl Dispatcher {
         })
     }
 
+    /// `near`: where another is for the same owner.
     fn decide_lease(
         &self,
         member: &mut Member,
+        near: Option<WorkerId>,
         group: Option<usize>,
         taken: &mut Taken,
         now: Timestamp,
     ) -> Result<Grant, Refused> {
-        let Ask { lease, kind, demand, locations, .. } = &member.ask;
+        let Ask { lease, kind, demand, locations, owner, inputs, .. } = &member.ask;
+        let near = near.or(member.ask.kept_to.filter(|worker| self.takes_work(*worker)));
+        let demand = match near {
+            Some(worker) => &Arc::new(Demand { only: Some(worker), ..(**demand).clone() }),
+            None => demand,
+        };
         let choice = self.memory.workers.lock().choose(demand, locations);
         let placement = match choice {
             Choice::Placed(placement) => placement,
+            // The others may do once that worker is lost.
+            Choice::NotNow | Choice::Never if near.is_some() => {
+                return Err(self.refused(demand, Refused::NotNow));
+            }
             Choice::NotNow => return Err(self.refused(demand, Refused::NotNow)),
             Choice::Never => return Err(self.refused(demand, Refused::Never)),
         };
@@ -280,7 +323,18 @@ impl Dispatcher {
             holder: Holder::Driven {
                 expires_at: now + self.config.lease_term,
                 request: member.ask.request.clone(),
+                owner: owner.clone(),
+                settles: !inputs.is_empty(),
             },
+        })
+    }
+
+    /// Whether the containers of an owner that are on a worker keep it there.
+    fn takes_work(&self, worker: WorkerId) -> bool {
+        let workers = self.memory.workers.lock();
+        let worker = workers.get(worker);
+        worker.is_some_and(|worker| {
+            worker.state != worker::State::Lost && worker.desired == worker::Desired::Run
         })
     }
 
@@ -288,38 +342,80 @@ impl Dispatcher {
         refused(self.memory.workers.lock().refusals(demand))
     }
 
-    /// Nobody takes a unit, and what is remembered is true.
-    async fn refuse(&self, unit: Unit, refused: Refused, calls: &mut [Call]) {
-        match unit {
-            Unit::Workload(submitted) => {
-                let (Refused::Never(refusals) | Refused::NotNow(refusals)) = refused;
-                // A repeat is no news, whatever has become of the workers.
-                let known = workloads::find(self.db.read(), submitted.submission.id).await;
-                _ = submitted.answer.send(match known {
-                    Ok(Some(row)) => submitted.submission.repeats(&row.spec_digest),
-                    Ok(None) => Err(SubmitError::NoCompatibleWorker(refusals)),
-                    Err(error) => Err(error.into()),
-                });
-            }
-            Unit::Leases(members) => {
-                let error = match refused {
-                    Refused::NotNow(refusals) => PlaceError::AllWorkersBusy(refusals),
-                    Refused::Never(refusals) => PlaceError::NoCompatibleWorker(refusals),
-                };
-                for member in members {
-                    let known = leases::find(self.db.read(), member.ask.lease).await;
-                    calls[member.call].placed[member.item] = Some(match known {
-                        Ok(Some(lease)) => self.existing(&member.ask, &lease),
-                        Ok(None) => Err(error.clone()),
+    /// Nobody takes these, and what is remembered is true: they wait, or are refused.
+    async fn refuse(&mut self, refused: Vec<(Unit, Refused)>) {
+        let leases: Vec<_> = refused.iter().flat_map(|(unit, _)| unit.leases()).collect();
+        if refused.is_empty() {
+            return;
+        }
+        // A repeat is no news, whatever has become of the workers.
+        let known = leases::find_all(self.db.read(), &leases).await;
+        for (unit, why) in refused {
+            match unit {
+                Unit::Workload(submitted) => {
+                    let (Refused::Never(refusals) | Refused::NotNow(refusals)) = why;
+                    let known = workloads::find(self.db.read(), submitted.submission.id).await;
+                    _ = submitted.answer.send(match known {
+                        Ok(Some(row)) => submitted.submission.repeats(&row.spec_digest),
+                        Ok(None) => Err(SubmitError::NoCompatibleWorker(refusals)),
                         Err(error) => Err(error.into()),
                     });
                 }
+                Unit::Leases(leases) => match &known {
+                    Ok(known) => self.wait_or_refuse(leases, why, known),
+                    Err(error) => {
+                        leases.members.iter().for_each(|member| member.decide(Err(error.clone().into())));
+                    }
+                },
+            }
+        }
+    }
+
+    /// `known`: leases that are there already.
+    fn wait_or_refuse(&mut self, leases: Leases, why: Refused, known: &HashMap<LeaseId, lease::Model>) {
+        let is_known = leases.leases().any(|lease| known.contains_key(&lease));
+        let leases = match (&why, leases.waiting()) {
+            (Refused::NotNow(_), Some(waiting)) if !is_known => match self.asking.put(leases) {
+                Ok(()) => {
+                    self.queue().put(waiting);
+                    // Somebody may have made room after it was decided.
+                    self.look = true;
+                    return;
+                }
+                Err(leases) => leases,
+            },
+            _ => leases,
+        };
+        let error = why.error();
+        for member in &leases.members {
+            member.decide(match known.get(&member.ask.lease) {
+                Some(lease) => self.existing(&member.ask, lease),
+                None => Err(error.clone()),
+            });
+        }
+    }
+
+    /// Answers those who have waited for long enough. `is_due`: looks for those who have gone away, too.
+    pub(super) fn end_patience(&mut self, now: Instant, is_due: bool) {
+        for leases in self.asking.take_ended(now) {
+            self.queue().remove(leases.id());
+            for member in &leases.members {
+                let Ask { demand, locations, .. } = &member.ask;
+                let choice = self.memory.workers.lock().choose(demand, locations);
+                let why = if choice == Choice::Never { Refused::Never } else { Refused::NotNow };
+                member.decide(Err(self.refused(demand, why).error()));
+            }
+        }
+        if is_due {
+            for gone in self.asking.gone() {
+                self.asking.take(gone);
+                self.queue().remove(gone);
             }
         }
     }
 
     /// Answers what was done about a unit.
-    fn conclude(&mut self, unit: Unit, done: &Done, calls: &mut [Call], effects: &mut Effects) {
+    fn conclude(&mut self, unit: Unit, done: &Done, effects: &mut Effects) {
         match unit {
             Unit::Workload(submitted) => {
                 let id = submitted.submission.id;
@@ -347,16 +443,25 @@ impl Dispatcher {
                 };
                 _ = submitted.answer.send(answer);
             }
-            Unit::Leases(members) => {
-                for member in members {
-                    let placed = match done.existing.get(&member.ask.lease) {
-                        Some(lease) => self.existing(&member.ask, lease),
-                        // Its worker was there when it was granted.
-                        None => member.granted.ok_or_else(|| PlaceError::AllWorkersBusy(Refusals::default())),
-                    };
-                    calls[member.call].placed[member.item] = Some(placed);
+            Unit::Leases(leases) => self.conclude_leases(leases, done),
+        }
+    }
+
+    /// Answers what was done about leases.
+    pub(super) fn conclude_leases(&mut self, leases: Leases, done: &Done) {
+        for mut member in leases.members {
+            let placed = match (done.existing.get(&member.ask.lease), member.granted.take()) {
+                (Some(lease), _) => self.existing(&member.ask, lease),
+                (None, Some(granted)) => {
+                    if member.ask.kind.takes_a_slot() {
+                        self.queue().took(&member.ask.demand.shape.team);
+                    }
+                    Ok(granted)
                 }
-            }
+                // Its worker went while it was decided.
+                (None, None) => Err(PlaceError::Undecided),
+            };
+            member.decide(placed);
         }
     }
 
@@ -378,12 +483,22 @@ impl Dispatcher {
     }
 }
 
+impl Refused {
+    fn error(self) -> PlaceError {
+        match self {
+            Self::NotNow(refusals) => PlaceError::AllWorkersBusy(refusals),
+            Self::Never(refusals) => PlaceError::NoCompatibleWorker(refusals),
+        }
+    }
+}
+
 impl Submitted {
     /// `came`: where it was accepted before, what sorts it, and when that was.
     fn waiting(&self, came: Option<(Uuid, Timestamp)>) -> Waiting {
         let (sequence, since) = came.unwrap_or((self.row.sequence, Timestamp(self.row.submitted_at)));
         Waiting {
             id: self.row.id,
+            is_group: false,
             sequence,
             priority: self.row.priority,
             since,
@@ -399,7 +514,7 @@ impl Unit {
     fn leases(&self) -> impl Iterator<Item = LeaseId> {
         let (workload, members): (_, &[Member]) = match self {
             Self::Workload(submitted) => (submitted.lease, &[]),
-            Self::Leases(members) => (None, members),
+            Self::Leases(leases) => (None, &leases.members),
         };
         workload.into_iter().chain(members.iter().map(|member| member.ask.lease))
     }
@@ -408,9 +523,16 @@ impl Unit {
     fn ids(&self) -> impl Iterator<Item = Uuid> {
         let (workload, members): (_, &[Member]) = match self {
             Self::Workload(submitted) => (Some(submitted.row.id), &[]),
-            Self::Leases(members) => (None, members),
+            Self::Leases(leases) => (None, &leases.members),
         };
         workload.into_iter().chain(members.iter().map(|member| member.ask.lease.uuid()))
+    }
+
+    /// The containers of owners are on these workers.
+    fn keep_to(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
+        if let Self::Leases(leases) = self {
+            leases.keep_to(kept);
+        }
     }
 
     /// A span for the time until it is placed, in the trace of who submitted it.
@@ -436,12 +558,11 @@ impl Open {
                     open.units.push_back(workload(submission, Some(locations), answer, now));
                 }
                 Request::Place(asks, answer) => {
-                    let call = open.calls.len();
-                    open.calls.push(Call { placed: vec![None; asks.len()], answer });
+                    let call = Call::new(asks.len(), answer);
                     let mut members: Vec<_> = asks
                         .into_iter()
                         .enumerate()
-                        .map(|(item, ask)| Member { ask, call, item, granted: None })
+                        .map(|(item, ask)| Member { ask, call: call.clone(), item, granted: None })
                         .collect();
                     members.sort_by_key(|member| member.ask.group);
                     while let Some(member) = members.pop() {
@@ -450,7 +571,7 @@ impl Open {
                         while group.is_some() && members.last().is_some_and(|last| last.ask.group == group) {
                             unit.extend(members.pop());
                         }
-                        open.units.push_back(Unit::Leases(unit));
+                        open.units.extend(Leases::new(unit, now).map(Unit::Leases));
                     }
                 }
                 // It was done before the round.
@@ -466,31 +587,27 @@ impl Open {
 
     /// The database does not answer.
     fn fail(self, error: &DbErr) {
-        let Self { units, mut calls, released, .. } = self;
-        for unit in units {
+        for unit in self.units {
             match unit {
                 Unit::Workload(submitted) => _ = submitted.answer.send(Err(error.clone().into())),
-                Unit::Leases(members) => {
-                    for member in members {
-                        calls[member.call].placed[member.item] = Some(Err(error.clone().into()));
-                    }
+                Unit::Leases(leases) => {
+                    leases.members.iter().for_each(|member| member.decide(Err(error.clone().into())));
                 }
             }
         }
-        released.into_iter().for_each(|answer| _ = answer.send(Err(error.clone())));
-        answer_calls(calls);
+        self.released.into_iter().for_each(|answer| _ = answer.send(Err(error.clone())));
     }
 
     fn answer(self) {
         self.released.into_iter().for_each(|answer| _ = answer.send(Ok(())));
-        answer_calls(self.calls);
-    }
-}
-
-fn answer_calls(calls: Vec<Call>) {
-    for Call { placed, answer } in calls {
-        let undecided = || Err(PlaceError::AllWorkersBusy(Refusals::default()));
-        _ = answer.send(placed.into_iter().map(|placed| placed.unwrap_or_else(undecided)).collect());
+        for unit in self.units {
+            match unit {
+                Unit::Workload(submitted) => _ = submitted.answer.send(Err(SubmitError::Undecided)),
+                Unit::Leases(leases) => {
+                    leases.members.iter().for_each(|member| member.decide(Err(PlaceError::Undecided)));
+                }
+            }
+        }
     }
 }
 

@@ -4,17 +4,18 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use db::rows::{self, Column};
+use db::rows;
 use domain::{LeaseId, Timestamp, WorkloadId};
 use sea_orm::{ConnectionTrait, DbErr, EntityTrait, Statement};
 use uuid::Uuid;
 
-use super::{BATCH, Dispatcher, Taken};
+use super::asking::Leases;
+use super::{BATCH, Dispatcher, PlaceError, Taken};
 use crate::effects::Effects;
 use crate::entity::workload::{self, Model, State};
 use crate::grants::Plan;
 use crate::hints::Hints;
-use crate::placement::Choice;
+use crate::placement::{Choice, Refusals};
 use crate::queue::{Turn, Waiting};
 use crate::workloads::{self, Write};
 
@@ -36,6 +37,18 @@ const CLOCKS: Duration = Duration::from_secs(10);
 /// How many rows of those that wait are read at a time.
 const PAGE: u64 = 5000;
 
+/// Who of those that wait gets what. All of these were taken out of the queue but the last.
+#[derive(Debug, Default)]
+struct Planned {
+    plan: Plan,
+    taken: Taken,
+    turns: HashMap<LeaseId, Turn>,
+    /// Calls for leases.
+    asked: Vec<Leases>,
+    /// Workloads that nobody could ever take any more.
+    hopeless: Vec<Waiting>,
+}
+
 impl Dispatcher {
     /// Places those that wait, in their turn, as far as there is room.
     pub(crate) async fn take_turns(&mut self, now: Timestamp, effects: &mut Effects) -> Result<(), DbErr> {
@@ -44,13 +57,10 @@ impl Dispatcher {
             self.count_held(now).await?;
         }
         while std::mem::take(&mut self.look) && self.queue().len() > 0 {
-            let (plan, taken, turns, hopeless) = self.plan_turns(now);
+            let Planned { plan, taken, turns, asked, hopeless } = self.plan_turns(now);
             if let Err(error) = self.give_up(hopeless, now, effects).await {
                 taken.give_back(&self.memory.workers);
-                let mut queue = self.queue();
-                turns.into_values().for_each(|turn| queue.put(turn.waiting));
-                drop(queue);
-                self.look = true;
+                self.wait_on(turns, asked);
                 return Err(error);
             }
             if plan.grants.is_empty() {
@@ -63,11 +73,7 @@ impl Dispatcher {
             let done = match self.carry_out(&plan, taken, now).await {
                 Ok(done) => done,
                 Err(error) => {
-                    // They wait still, and somebody looks again.
-                    let mut queue = self.queue();
-                    turns.into_values().for_each(|turn| queue.put(turn.waiting));
-                    drop(queue);
-                    self.look = true;
+                    self.wait_on(turns, asked);
                     return Err(error);
                 }
             };
@@ -81,17 +87,62 @@ impl Dispatcher {
                     effects.workers.extend(done.worker_of(Some(lease)));
                 }
             }
+            for mut leases in asked {
+                if leases.leases().any(|lease| done.refused.contains(&lease)) {
+                    leases.keep_to(&done.kept_to);
+                    self.ask_again(leases);
+                } else {
+                    self.conclude_leases(leases, &done);
+                }
+            }
+            effects.parcels.extend(done.parcels);
         }
         Ok(())
     }
 
+    /// These wait still, and somebody looks again.
+    fn wait_on(&mut self, turns: HashMap<LeaseId, Turn>, asked: Vec<Leases>) {
+        turns.into_values().for_each(|turn| self.queue().put(turn.waiting));
+        asked.into_iter().for_each(|leases| self.ask_again(leases));
+        self.look = true;
+    }
+
+    fn ask_again(&mut self, leases: Leases) {
+        let waiting = leases.waiting();
+        match (self.asking.put(leases), waiting) {
+            (Ok(()), Some(waiting)) => self.queue().put(waiting),
+            (Ok(()), None) => {}
+            // It has waited for long enough, or its caller has gone.
+            (Err(leases), _) => asked_in_vain(&leases),
+        }
+    }
+
     /// Plans who of those that wait gets what, and takes them out of the queue.
-    fn plan_turns(&mut self, now: Timestamp) -> (Plan, Taken, HashMap<LeaseId, Turn>, Vec<Waiting>) {
-        let (mut plan, mut taken, mut turns) = (Plan::default(), Taken::default(), HashMap::new());
-        let mut hopeless = Vec::new();
+    fn plan_turns(&mut self, now: Timestamp) -> Planned {
+        let Planned { mut plan, mut taken, mut turns, mut asked, mut hopeless } = Planned::default();
         let mut round = self.queue().round(now);
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
+            if let Some(mut leases) = self.asking.take(turn.waiting.id) {
+                let is_granted =
+                    !leases.has_gone() && self.decide_leases(&mut leases, &mut plan, &mut taken, now).is_ok();
+                if is_granted {
+                    // The same id may have been granted where else it was asked for.
+                    plan.leases_may_exist = true;
+                    let mut queue = self.queue();
+                    round.placed(&queue, &turn);
+                    queue.remove(turn.waiting.id);
+                    drop(queue);
+                    asked.push(leases);
+                } else if let Err(leases) = self.asking.put(leases) {
+                    let mut queue = self.queue();
+                    round.placed(&queue, &turn);
+                    queue.remove(turn.waiting.id);
+                    drop(queue);
+                    asked_in_vain(&leases);
+                }
+                continue;
+            }
             let Waiting { demand, locations, .. } = &turn.waiting;
             let choice = self.memory.workers.lock().choose(demand, locations);
             let placement = match choice {
@@ -114,7 +165,7 @@ impl Dispatcher {
             turns.insert(grant.lease, turn);
             plan.grants.push(grant);
         }
-        (plan, taken, turns, hopeless)
+        Planned { plan, taken, turns, asked, hopeless }
     }
 
     /// Ends those that some workers could not start, and that no other could ever take.
@@ -187,15 +238,11 @@ impl Dispatcher {
         if ids.is_empty() {
             return Ok(());
         }
-        #[derive(serde::Serialize)]
-        struct Id {
-            id: Uuid,
-        }
-        let given: Vec<_> = ids.iter().map(|id| Id { id: id.uuid() }).collect();
+        let given = rows::ids(ids.iter().map(|id| id.uuid()))?;
         let (db, backend) = (self.db.read(), self.db.read().get_database_backend());
-        let among = rows::query(backend, 1, &[("id", Column::Uuid)]);
+        let among = rows::query(backend, 1, &rows::IDS);
         let query = format!("SELECT * FROM workloads WHERE id IN ({among}) AND state = 'pending'");
-        let found = Statement::from_sql_and_values(backend, query, [rows::value(&given)?]);
+        let found = Statement::from_sql_and_values(backend, query, [given]);
         let found = workload::Entity::find().from_raw_sql(found).all(db).await?;
         let waiting: HashSet<_> = found.iter().map(|row| WorkloadId::from_uuid(row.id)).collect();
         for id in ids.difference(&waiting) {
@@ -232,7 +279,8 @@ impl Dispatcher {
             }
         }
         if all {
-            let gone: Vec<_> = self.queue().ids().filter(|id| !found.contains(id)).collect();
+            let is_gone = |id: &Uuid| !found.contains(id) && !self.asking.contains(*id);
+            let gone: Vec<_> = self.queue().ids().filter(is_gone).collect();
             gone.into_iter().for_each(|id| _ = self.queue().remove(id));
         }
         Ok(())
@@ -259,9 +307,10 @@ impl Dispatcher {
             self.queue().lines().map(|(first, _)| first.demand.clone()).take(LINES_TOLD).collect();
         let mut left = TOLD_AT_ONCE;
         for demand in lines {
-            let reasons: Arc<[String]> = self.memory.workers.lock().refusals(&demand).lines().into();
-            self.reasons.insert(demand.shape.clone(), reasons.clone());
-            let untold = self.queue().untold(&demand, &reasons, TOLD);
+            let reasons = self.reasons_now(&demand);
+            let mut untold = self.queue().untold(&demand, &reasons, TOLD);
+            // Who asks for leases hears when it has waited for long enough.
+            untold.retain(|id| !self.asking.contains(*id));
             for id in untold.into_iter().take(left) {
                 left -= 1;
                 let told = self.db.write(async |txn| {
@@ -281,9 +330,16 @@ impl Dispatcher {
     }
 }
 
+/// Who asked for these has waited for long enough, or has gone.
+fn asked_in_vain(leases: &Leases) {
+    let busy = PlaceError::AllWorkersBusy(Refusals::default());
+    leases.members.iter().for_each(|member| member.decide(Err(busy.clone())));
+}
+
 fn waiting(row: Model) -> Result<Waiting, DbErr> {
     Ok(Waiting {
         id: row.id,
+        is_group: false,
         sequence: row.sequence,
         priority: row.priority,
         since: Timestamp(row.submitted_at),

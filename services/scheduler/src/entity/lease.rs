@@ -26,6 +26,8 @@ pub(crate) struct Model {
     pub(crate) cpu_millis: i64,
     pub(crate) memory_bytes: i64,
     pub(crate) disk_bytes: i64,
+    pub(crate) settles: bool,
+    pub(crate) owner: String,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

@@ -6,6 +6,7 @@ pub(crate) mod event;
 pub(crate) mod gone_worker;
 pub(crate) mod lease;
 pub(crate) mod outbox;
+pub(crate) mod owner_worker;
 pub(crate) mod signing_key;
 pub(crate) mod worker;
 pub(crate) mod worker_revision;

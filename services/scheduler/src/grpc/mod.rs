@@ -35,16 +35,8 @@ impl Reasoned for SubmitError {
         match self {
             Self::Exists(id) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
-            Self::NotPinned(refusal) => {
-                // The store's reason is the answer to the caller's question.
-                let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
-                match reason {
-                    Some(reason) if !refusal.is_transient() => {
-                        reason.status_about(SERVICE, refusal.message, refusal.about)
-                    }
-                    _ => rpc::unavailable(SERVICE, "pin the inputs", &refusal),
-                }
-            }
+            Self::NotPinned(refusal) => not_pinned(refusal),
+            Self::Undecided => undecided(),
             Self::Stopping => stopping(),
             Self::Database(error) => database("accept a workload", &error),
         }
@@ -69,10 +61,7 @@ impl Reasoned for ExplainError {
                 let about = [("workload_id", id.to_string()), ("state", state)];
                 Reason::WorkloadNotQueued.status_about(SERVICE, self.to_string(), about)
             }
-            Self::InputUnavailable(artifact) => {
-                let about = [("artifact_id", artifact.to_string())];
-                Reason::InputUnavailable.status_about(SERVICE, self.to_string(), about)
-            }
+            Self::InputUnavailable(artifact) => input_unavailable(&self.to_string(), artifact),
             Self::NotLocated(refusal) => rpc::unavailable(SERVICE, "locate the inputs", &refusal),
             Self::Database(error) => database("explain a placement", &error),
         }
@@ -132,6 +121,9 @@ impl Reasoned for PlaceError {
             }
             Self::Exists => Reason::LeaseExists.status(SERVICE, self.to_string()),
             Self::NoSuchLease => Reason::LeaseLost.status(SERVICE, self.to_string()),
+            Self::InputUnavailable(artifact) => input_unavailable(&self.to_string(), artifact),
+            Self::NotPinned(refusal) => not_pinned(refusal),
+            Self::Undecided => undecided(),
             Self::Stopping => stopping(),
             Self::Database(error) => database("grant a lease", &error),
         }
@@ -177,6 +169,25 @@ fn incompatible(refusals: &Refusals) -> Status {
 
 fn named(refusals: &Refusals) -> Vec<(String, String)> {
     refusals.entries().into_iter().take(NAMED).collect()
+}
+
+fn not_pinned(refusal: rpc::Refusal) -> Status {
+    // The store's reason is the answer to the caller's question.
+    let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
+    match reason {
+        Some(reason) if !refusal.is_transient() => {
+            reason.status_about(SERVICE, refusal.message, refusal.about)
+        }
+        _ => rpc::unavailable(SERVICE, "pin the inputs", &refusal),
+    }
+}
+
+fn input_unavailable(message: &str, artifact: domain::ArtifactId) -> Status {
+    Reason::InputUnavailable.status_about(SERVICE, message, [("artifact_id", artifact.to_string())])
+}
+
+fn undecided() -> Status {
+    Reason::Unavailable.status(SERVICE, "the workers changed too often while it was decided, call again")
 }
 
 fn invalid_token(_: rpc::token::InvalidToken) -> Status {

@@ -2,13 +2,15 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use domain::worker::LeaseClaims;
-use domain::{LeaseId, WorkerId};
+use domain::{ArtifactId, CacheId, LeaseId, WorkerId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
 use rpc::{Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
 use tonic::{Request, Response, Status};
+use uuid::Uuid;
 
 use super::{Reasoned, convert, database, invalid_token};
 use crate::dispatch::{Ask, Granted, PlaceError, Placed};
@@ -18,6 +20,7 @@ use crate::explain;
 use crate::leases;
 use crate::placement::{self, Demand, Purpose, Shape};
 use crate::service::Scheduler;
+use crate::store::{Found, Inputs};
 
 /// Service `Placements`.
 pub(crate) struct PlacementsService(pub(crate) Scheduler);
@@ -127,6 +130,9 @@ impl Placements for PlacementsService {
 /// How many leases one call may be about.
 const MANY: usize = 1000;
 
+/// How long somebody may wait for a lease.
+const LONGEST_WAIT: Duration = Duration::from_secs(3600);
+
 fn check_count(field: &str, count: usize) -> Result<(), Status> {
     if (1..=MANY).contains(&count) {
         Ok(())
@@ -198,8 +204,35 @@ impl PlacementsService {
         };
         let avoid = parse_workers(&of("avoid_workers"), &request.avoid_workers)?;
         let prefer = parse_workers(&of("prefer_workers"), &request.prefer_workers)?;
+        let ids = |name: &str, ids: &[String], most: usize| {
+            let field = of(name);
+            if ids.len() > most {
+                return Err(invalid_field(field, format!("must be at most {most}")));
+            }
+            ids.iter().map(|id| parse_id::<Uuid>(&field, id)).collect::<Result<Vec<_>, _>>()
+        };
+        let artifacts = ids("artifact_ids", &request.artifact_ids, 1000)?;
+        let caches = ids("task_cache_ids", &request.task_cache_ids, 100)?;
+        let inputs = Inputs {
+            artifacts: artifacts.into_iter().map(ArtifactId::from_uuid).collect(),
+            caches: caches.into_iter().map(CacheId::from_uuid).collect(),
+        };
+        let owner = request.owner;
+        if owner.len() > 200 || owner.chars().any(char::is_control) {
+            return Err(invalid_field(of("owner"), "must be at most 200 bytes of text"));
+        }
+        if !owner.is_empty() && !request.same_worker_as.is_empty() {
+            return Err(invalid_field(of("owner"), "does not go with same_worker_as"));
+        }
+        let wait = rpc::parse_duration(&of("wait"), request.wait)?.unwrap_or_default();
+        if wait > LONGEST_WAIT {
+            return Err(invalid_field(of("wait"), "must be at most an hour"));
+        }
+        let priority = rpc::spec::parse_priority(&of("priority"), request.priority)?;
         let asked = (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as);
-        let asked = to_json(&(asked, &avoid)).map_err(|error| database("write down a request", &error))?;
+        let uses = (&owner, &inputs.artifacts, &inputs.caches);
+        let asked =
+            to_json(&(asked, &avoid, uses)).map_err(|error| database("write down a request", &error))?;
         let only = match request.same_worker_as.as_str() {
             "" => None,
             near => {
@@ -213,14 +246,26 @@ impl PlacementsService {
                 }
             }
         };
+        let found = leases::worker_of_owner(self.0.db.read(), &shape.team, &owner).await;
+        let kept_to = found.map_err(|error| database("look where an owner's containers are", &error))?;
+        let locations = match self.0.store.find(&shape.team, &inputs).await {
+            Ok(Found::All(locations)) => locations.into(),
+            Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
+            Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
+        };
         let demand = Demand { only, avoid, prefer, ..shape.asked_by(lease.uuid()) };
         Ok(Ok(Ask {
             lease,
             kind,
             demand: Arc::new(demand),
-            locations: Arc::default(),
+            inputs: Arc::new(inputs),
+            locations,
             request: asked,
             group,
+            owner,
+            kept_to,
+            wait,
+            priority: priority.into(),
         }))
     }
 

@@ -81,7 +81,7 @@ pub(super) async fn again(
 ) -> Result<(), DbErr> {
     if let Some(attempt) = attempt.map(AttemptId::from_uuid) {
         let id = WorkloadId::from_uuid(row.id);
-        outbox::put(txn, id, Message::EndAttempt { attempt }, now, effects).await?;
+        outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now, effects).await?;
     }
     row.lease_id = None;
     row.attempt_id = None;

@@ -22,20 +22,23 @@ fn of_kind(kind: pb::PlacementKind) -> pb::PlaceRequest {
     }
 }
 
-fn task() -> pb::PlaceRequest {
+pub(crate) fn task() -> pb::PlaceRequest {
     of_kind(pb::PlacementKind::Task)
 }
 
-fn grouped(requests: impl IntoIterator<Item = pb::PlaceRequest>, group: u32) -> Vec<pb::PlaceItem> {
+pub(crate) fn grouped(
+    requests: impl IntoIterator<Item = pb::PlaceRequest>,
+    group: u32,
+) -> Vec<pb::PlaceItem> {
     requests.into_iter().map(|request| pb::PlaceItem { request: Some(request), group }).collect()
 }
 
-async fn place_many(scheduler: &Running, items: Vec<pb::PlaceItem>) -> Vec<Placed> {
+pub(crate) async fn place_many(scheduler: &Running, items: Vec<pb::PlaceItem>) -> Vec<Placed> {
     let answer = scheduler.placements().place_many(pb::PlaceManyRequest { items }).await.expect("answered");
     answer.into_inner().results.into_iter().map(|result| result.result.expect("a result")).collect()
 }
 
-fn granted(results: &[Placed]) -> Vec<pb::PlaceResponse> {
+pub(crate) fn granted(results: &[Placed]) -> Vec<pb::PlaceResponse> {
     let granted = results.iter().filter_map(|result| match result {
         Placed::Placed(placed) => Some(placed.clone()),
         Placed::Failure(_) => None,
@@ -54,13 +57,13 @@ fn failures(results: &[Placed]) -> BTreeMap<String, usize> {
     failures
 }
 
-async fn with_slots(scheduler: &Running, name: &str, max_tasks: u32) -> Gateway {
+pub(crate) async fn with_slots(scheduler: &Running, name: &str, max_tasks: u32) -> Gateway {
     let mut hello = hello(name);
     hello.capacity = Some(pb::Capacity { max_tasks, ..pb::Capacity::default() });
     Gateway::connect(scheduler, hello).await.expect("welcome")
 }
 
-async fn refused(scheduler: &Running, request: pb::PlaceRequest) -> rpc::Refusal {
+pub(crate) async fn refused(scheduler: &Running, request: pb::PlaceRequest) -> rpc::Refusal {
     scheduler.placements().place(request).await.expect_err("refused").into()
 }
 

@@ -4,6 +4,7 @@ mod explain;
 mod inputs;
 mod leases;
 mod lists;
+mod places;
 mod registry;
 mod replicas;
 mod store;
@@ -27,6 +28,12 @@ use leases::{
     what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
 };
 use lists::lists_come_in_pages;
+use places::{
+    a_lease_holds_what_it_uses_until_it_ends, groups_that_wait_get_all_at_once,
+    pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
+    the_containers_of_an_owner_keep_to_their_worker, who_has_waited_long_enough_or_has_gone_waits_no_more,
+    who_waits_for_a_lease_has_a_place_in_the_queue,
+};
 use registry::{
     a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it,
     a_process_that_starts_ends_the_probation,
@@ -666,6 +673,12 @@ on_both! {
     what_one_worker_cannot_start_another_does,
     a_worker_that_fails_again_and_again_is_set_aside_and_tried_again,
     a_process_that_starts_ends_the_probation,
+    who_waits_for_a_lease_has_a_place_in_the_queue,
+    who_has_waited_long_enough_or_has_gone_waits_no_more,
+    groups_that_wait_get_all_at_once,
+    the_containers_of_an_owner_keep_to_their_worker,
+    a_lease_holds_what_it_uses_until_it_ends,
+    pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
 }
 
 #[tokio::test(flavor = "multi_thread")]

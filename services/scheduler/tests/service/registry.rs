@@ -739,8 +739,13 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
     assert_eq!(reasons(&set_aside), ["SET_ASIDE"]);
     assert_eq!(set_aside.last_failure, "it does not work (START_FAILED)");
     let id = scheduler.submit(spec()).await.expect("it waits");
-    let said = until("it waits", async || scheduler.get(id).await.waiting_for.first().cloned()).await;
-    assert_eq!(said, "one: is set aside, for it fails again and again: it does not work (START_FAILED)");
+    let expected = "one: is set aside, for it fails again and again: it does not work (START_FAILED)";
+    until("it is told", async || {
+        let said = scheduler.get(id).await.waiting_for;
+        assert_ne!(said, ["no worker has registered yet"]);
+        (said == [expected]).then_some(())
+    })
+    .await;
 
     // Who says that it shall run has mended it; and then it works.
     scheduler.run_worker("one").await.expect("told");

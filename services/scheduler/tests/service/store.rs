@@ -64,6 +64,11 @@ impl Place {
         Store { stop, served }
     }
 
+    /// Makes room for another start.
+    pub(crate) fn gone(&self) {
+        std::fs::remove_file(self.socket()).ok();
+    }
+
     fn peer(&self) -> Peer {
         peer(&self.endpoint(), Outgoing::internal()).expect("an address")
     }
@@ -167,7 +172,7 @@ impl Place {
     }
 
     /// Pins an artifact for a workload, as a scheduler would.
-    async fn pin(&self, artifact: ArtifactId, holder: WorkloadId) -> Result<(), Refusal> {
+    pub(crate) async fn pin(&self, artifact: ArtifactId, holder: WorkloadId) -> Result<(), Refusal> {
         let request = store::PinRequest {
             holder_id: holder.to_string(),
             team: "main".to_owned(),
@@ -180,14 +185,14 @@ impl Place {
     }
 
     /// What keeps an artifact.
-    async fn kept_by(&self, artifact: ArtifactId) -> Vec<String> {
+    pub(crate) async fn kept_by(&self, artifact: ArtifactId) -> Vec<String> {
         let request =
             store::GetArtifactRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
         let answer = ArtifactsClient::new(self.peer()).get_artifact(request).await.expect("it is there");
         answer.into_inner().artifact.expect("the artifact").kept_by
     }
 
-    fn config(&self, database: &TestDatabase) -> Config {
+    pub(crate) fn config(&self, database: &TestDatabase) -> Config {
         Config { artifact_store: self.endpoint(), ..config(database) }
     }
 
@@ -541,7 +546,7 @@ pub(crate) async fn settling_belongs_to_the_trace_of_the_workload(database: Test
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
     store.stop().await;
-    std::fs::remove_file(place.socket()).ok();
+    place.gone();
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     scheduler.wait_for(id, pb::WorkloadState::Settling).await;
     scheduler.stop().await;

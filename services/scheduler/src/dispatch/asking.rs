@@ -1,0 +1,200 @@
+//! Calls for leases, and those of them that wait.
+//!
+//! Who waits is held by this process alone: a caller that goes away, or whose replica ends, has asked for nothing. In the queue it stands
+//! beside the workloads, so that neither passes the other over.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use domain::{LeaseId, Timestamp, WorkerId};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::{Ask, Granted, Placed};
+use crate::placement::Demand;
+use crate::queue::Waiting;
+
+/// How many calls wait at a replica. One that comes while so many wait hears at once that all are busy.
+const MOST: usize = 10_000;
+
+/// A call for leases, until all of them are decided.
+#[derive(Debug)]
+pub(super) struct Call(Mutex<Undecided>);
+
+#[derive(Debug)]
+struct Undecided {
+    placed: Vec<Option<Placed>>,
+    left: usize,
+    answer: Option<oneshot::Sender<Vec<Placed>>>,
+}
+
+impl Call {
+    pub(super) fn new(count: usize, answer: oneshot::Sender<Vec<Placed>>) -> Arc<Self> {
+        let undecided = Undecided { placed: vec![None; count], left: count, answer: Some(answer) };
+        Arc::new(Self(Mutex::new(undecided)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Undecided> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What became of one that was asked for. Once all are decided it is answered.
+    fn decide(&self, item: usize, placed: Placed) {
+        let mut call = self.lock();
+        let Some(open) = call.placed.get_mut(item).filter(|open| open.is_none()) else { return };
+        *open = Some(placed);
+        call.left -= 1;
+        if call.left == 0
+            && let Some(answer) = call.answer.take()
+        {
+            // Whoever has gone needs no answer.
+            _ = answer.send(std::mem::take(&mut call.placed).into_iter().flatten().collect());
+        }
+    }
+
+    fn has_gone(&self) -> bool {
+        self.lock().answer.as_ref().is_none_or(oneshot::Sender::is_closed)
+    }
+}
+
+/// One of several leases that a call asks for.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) ask: Ask,
+    pub(super) call: Arc<Call>,
+    pub(super) item: usize,
+    pub(super) granted: Option<Granted>,
+}
+
+impl Member {
+    pub(super) fn decide(&self, placed: Placed) {
+        self.call.decide(self.item, placed);
+    }
+}
+
+/// Leases that are granted together, or none of them.
+#[derive(Debug)]
+pub(super) struct Leases {
+    pub(super) members: Vec<Member>,
+    pub(super) priority: i64,
+    pub(super) since: Timestamp,
+    pub(super) sequence: Uuid,
+    /// Until when somebody waits for them.
+    until: Instant,
+}
+
+impl Leases {
+    /// `None`: there are no members.
+    pub(super) fn new(members: Vec<Member>, now: Timestamp) -> Option<Self> {
+        let wait = members.iter().map(|member| member.ask.wait).max()?;
+        let priority = members.iter().map(|member| member.ask.priority).max()?;
+        let until = Instant::now() + wait;
+        Some(Self { members, priority, since: now, sequence: Uuid::now_v7(), until })
+    }
+
+    /// What it is called while it waits.
+    pub(super) fn id(&self) -> Uuid {
+        self.members.first().map_or(Uuid::nil(), |member| member.ask.lease.uuid())
+    }
+
+    pub(super) fn leases(&self) -> impl Iterator<Item = LeaseId> {
+        self.members.iter().map(|member| member.ask.lease)
+    }
+
+    /// Whether nobody waits for it any more.
+    pub(super) fn has_gone(&self) -> bool {
+        self.members.iter().all(|member| member.call.has_gone())
+    }
+
+    /// Comes in the place of another that asked for the same.
+    fn take_over(&mut self, other: &Self) {
+        (self.since, self.sequence) = (other.since, other.sequence);
+    }
+
+    /// The containers of an owner are on this worker.
+    pub(super) fn keep_to(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
+        for member in &mut self.members {
+            if let Some(worker) = kept.get(&member.ask.lease) {
+                member.ask.kept_to = Some(*worker);
+            }
+        }
+    }
+
+    /// As it stands in the queue.
+    pub(super) fn waiting(&self) -> Option<Waiting> {
+        let first = &self.members.first()?.ask;
+        let demand = match first.kept_to {
+            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*first.demand).clone() }),
+            None => first.demand.clone(),
+        };
+        Some(Waiting {
+            id: self.id(),
+            is_group: self.members.len() > 1,
+            sequence: self.sequence,
+            priority: self.priority,
+            since: self.since,
+            demand,
+            locations: first.locations.clone(),
+            told: Arc::default(),
+            traceparent: String::new(),
+        })
+    }
+}
+
+/// The calls that wait, by what they are called in the queue.
+#[derive(Debug, Default)]
+pub(super) struct Asking {
+    waiting: HashMap<Uuid, Leases>,
+    ends: BTreeSet<(Instant, Uuid)>,
+}
+
+impl Asking {
+    /// Whether something waits by this id.
+    pub(super) fn contains(&self, id: Uuid) -> bool {
+        self.waiting.contains_key(&id)
+    }
+
+    /// Lets it wait, unless nobody waits for it, or too many wait: then it is given back.
+    pub(super) fn put(&mut self, leases: Leases) -> Result<(), Leases> {
+        if leases.until <= Instant::now() || leases.has_gone() || self.waiting.len() >= MOST {
+            return Err(leases);
+        }
+        self.ends.insert((leases.until, leases.id()));
+        self.waiting.insert(leases.id(), leases);
+        Ok(())
+    }
+
+    pub(super) fn take(&mut self, id: Uuid) -> Option<Leases> {
+        let leases = self.waiting.remove(&id)?;
+        self.ends.remove(&(leases.until, id));
+        Some(leases)
+    }
+
+    /// When somebody has waited long enough next.
+    pub(super) fn next_end(&self) -> Option<Instant> {
+        self.ends.first().map(|(at, _)| *at)
+    }
+
+    /// Those who have waited long enough.
+    pub(super) fn take_ended(&mut self, now: Instant) -> Vec<Leases> {
+        let mut ended = Vec::new();
+        while let Some((at, id)) = self.ends.first().copied().filter(|(at, _)| *at <= now) {
+            self.ends.remove(&(at, id));
+            ended.extend(self.waiting.remove(&id));
+        }
+        ended
+    }
+
+    /// Those for whom nobody waits any more.
+    pub(super) fn gone(&self) -> Vec<Uuid> {
+        self.waiting.iter().filter(|(_, leases)| leases.has_gone()).map(|(id, _)| *id).collect()
+    }
+
+    /// `leases` is asked for, and takes the place of one that waits by its id.
+    pub(super) fn replace(&mut self, leases: &mut Leases) -> Option<Leases> {
+        let old = self.take(leases.id())?;
+        leases.take_over(&old);
+        Some(old)
+    }
+}

@@ -1,0 +1,332 @@
+//! `Placements.Place` in full: who waits for a worker, what a lease holds in the artifact store, and where the containers of an owner are.
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use domain::{ArtifactId, LeaseId, WorkerId};
+use rpc::pb::scheduler as pb;
+use rpc::{Reason, Refusal};
+use scheduler::Config;
+use testing::databases::TestDatabase;
+
+use crate::leases::{grouped, place_many, refused, task, with_slots};
+use crate::store::Place;
+use crate::support::{Gateway, Running, config, finish, hello, spec, until, within};
+
+fn waiting(request: pb::PlaceRequest) -> pb::PlaceRequest {
+    pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_secs(60))), ..request }
+}
+
+fn of_owner(owner: &str) -> pb::PlaceRequest {
+    pb::PlaceRequest { owner: owner.to_owned(), ..task() }
+}
+
+async fn place(scheduler: &Running, request: pb::PlaceRequest) -> Result<pb::PlaceResponse, Refusal> {
+    let placed = within("it is decided", scheduler.placements().place(request)).await;
+    Ok(placed?.into_inner())
+}
+
+async fn release(scheduler: &Running, lease_token: &str) {
+    let release = pb::ReleaseRequest { lease_token: lease_token.to_owned() };
+    scheduler.placements().release(release).await.expect("released");
+}
+
+/// So many wait for something like a task.
+async fn so_many_wait(scheduler: &Running, count: u64) {
+    until("they wait", async || {
+        let subject = Some(pb::explain_request::Subject::Spec(spec()));
+        let explained = scheduler.placements().explain(pb::ExplainRequest { subject }).await;
+        (explained.expect("explained").into_inner().queue_position == count + 1).then_some(())
+    })
+    .await;
+}
+
+pub(crate) async fn who_waits_for_a_lease_has_a_place_in_the_queue(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = with_slots(&scheduler, "one", 1).await;
+    let first = place(&scheduler, task()).await.expect("granted");
+    let busy = refused(&scheduler, task()).await;
+    assert!(busy.is(Reason::AllWorkersBusy), "who does not wait hears at once: {busy}");
+
+    let second = task();
+    let second = async || place(&scheduler, waiting(second.clone())).await.expect("granted");
+    let then = async {
+        so_many_wait(&scheduler, 1).await;
+        let workload = scheduler.submit(spec()).await.expect("accepted");
+        so_many_wait(&scheduler, 2).await;
+        let urgent = waiting(pb::PlaceRequest { priority: 5, ..task() });
+        let urgent = async || place(&scheduler, urgent.clone()).await.expect("granted");
+        let then = async {
+            so_many_wait(&scheduler, 3).await;
+            release(&scheduler, &first.lease_token).await;
+        };
+        let (urgent, ()) = futures::join!(urgent(), then);
+        assert_eq!(scheduler.worker("one").await.active_tasks, 1, "the others wait still");
+        release(&scheduler, &urgent.lease_token).await;
+        workload
+    };
+    let (second, workload) = futures::join!(second(), then);
+    assert_eq!(scheduler.get(workload).await.state(), pb::WorkloadState::Pending, "it came later");
+    release(&scheduler, &second.lease_token).await;
+    let (_, run) = gateway.run(workload).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    so_many_wait_no_more(&scheduler).await;
+    scheduler.stop().await;
+}
+
+async fn so_many_wait_no_more(scheduler: &Running) {
+    until("nobody waits", async || {
+        let subject = Some(pb::explain_request::Subject::Spec(spec()));
+        let explained = scheduler.placements().explain(pb::ExplainRequest { subject }).await;
+        (explained.expect("explained").into_inner().queue_position == 0).then_some(())
+    })
+    .await;
+}
+
+pub(crate) async fn who_has_waited_long_enough_or_has_gone_waits_no_more(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 1).await;
+    let held = place(&scheduler, task()).await.expect("granted");
+    let brief = pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_millis(50))), ..task() };
+    let busy = place(&scheduler, brief).await.expect_err("nobody made room");
+    assert!(busy.is(Reason::AllWorkersBusy), "{busy}");
+    assert_eq!(busy.about.get("one").map(String::as_str), Some("is full (1 of 1 tasks)"), "{busy:?}");
+
+    let impatient = waiting(task());
+    let call = place(&scheduler, impatient.clone());
+    let gone = tokio::time::timeout(Duration::from_millis(100), call).await;
+    assert!(gone.is_err(), "it waits, and its caller goes away");
+    // Whoever comes again has the place of the first call, and there is only one of it.
+    let again = async || place(&scheduler, impatient.clone()).await;
+    let then = async {
+        so_many_wait(&scheduler, 1).await;
+        release(&scheduler, &held.lease_token).await;
+    };
+    let (granted, ()) = futures::join!(again(), then);
+    let granted = granted.expect("granted");
+    assert_eq!(place(&scheduler, impatient).await.expect("a repeat"), granted);
+    let call = place(&scheduler, waiting(task()));
+    let gone = tokio::time::timeout(Duration::from_millis(100), call).await;
+    assert!(gone.is_err());
+    release(&scheduler, &granted.lease_token).await;
+    until("nothing is granted to who has gone", async || {
+        (scheduler.worker("one").await.active_tasks == 0).then_some(())
+    })
+    .await;
+
+    let never = pb::PlaceRequest { platform: "darwin".to_owned(), ..task() };
+    let never = place(&scheduler, waiting(never)).await.expect_err("waiting does not help");
+    assert!(never.is(Reason::NoCompatibleWorker), "{never}");
+    let long = pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_secs(3601))), ..task() };
+    let refusal = refused(&scheduler, long).await;
+    assert!(refusal.is(Reason::InvalidField) && refusal.message.contains("wait"), "{refusal}");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 2).await;
+    for _ in 0..10 {
+        let held = [place(&scheduler, task()).await, place(&scheduler, task()).await];
+        let group = async || {
+            let both = grouped([waiting(task()), waiting(task())], 1);
+            let results = place_many(&scheduler, both).await;
+            let granted = crate::leases::granted(&results);
+            assert_eq!(granted.len(), 2, "{results:?}");
+            assert_eq!(scheduler.worker("one").await.active_tasks, 2);
+            let lease_tokens = granted.into_iter().map(|placed| placed.lease_token).collect();
+            let release = pb::ReleaseManyRequest { lease_tokens };
+            scheduler.placements().release_many(release).await.expect("released");
+        };
+        let then = async {
+            so_many_wait(&scheduler, 2).await;
+            // One slot is not enough for any of them.
+            for held in held {
+                release(&scheduler, &held.expect("granted").lease_token).await;
+            }
+        };
+        futures::join!(group(), group(), then);
+    }
+    assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+    scheduler.stop().await;
+}
+
+pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: TestDatabase) {
+    let config = Config {
+        worker_ttl: Duration::from_millis(800),
+        stop_after: Duration::from_millis(900),
+        lost_after: Duration::from_millis(1600),
+        ..config(&database)
+    };
+    let scheduler = Running::start(config).await;
+    let mut gateways = Vec::new();
+    for name in ["a", "b", "c"] {
+        gateways.push(with_slots(&scheduler, name, 3).await);
+    }
+    let silent = Mutex::new(String::new());
+    let attend = async {
+        loop {
+            for (gateway, name) in gateways.iter().zip(["a", "b", "c"]) {
+                if *silent.lock().expect("no panic") != name {
+                    gateway.observe(&[]).await;
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    let test = async {
+        // However many ask at once, together or apart, and after all of them were given back.
+        let asked = futures::future::join_all((0..2).map(|_| place(&scheduler, of_owner("check 1")))).await;
+        let granted = asked.into_iter().map(|placed| placed.expect("granted")).collect::<Vec<_>>();
+        let workers: BTreeSet<_> = granted.iter().map(|placed| placed.worker_name.clone()).collect();
+        assert_eq!(workers.len(), 1, "{workers:?}");
+        let home = granted[0].worker_name.clone();
+        for placed in &granted {
+            release(&scheduler, &placed.lease_token).await;
+        }
+        for _ in 0..3 {
+            assert_eq!(place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name, home);
+        }
+        let full = refused(&scheduler, of_owner("check 1")).await;
+        assert!(full.is(Reason::AllWorkersBusy), "others have room: {full}");
+        let others = pb::PlaceRequest { team: "other".to_owned(), ..of_owner("check 1") };
+        assert_ne!(place(&scheduler, others).await.expect("granted").worker_name, home, "another team's");
+        let both = grouped([of_owner("check 2"), of_owner("check 2")], 1);
+        let both = crate::leases::granted(&place_many(&scheduler, both).await);
+        assert_eq!(both.len(), 2);
+        assert_eq!(both[0].worker_name, both[1].worker_name);
+        let near = pb::PlaceRequest { same_worker_as: LeaseId::new().to_string(), ..of_owner("x") };
+        assert!(refused(&scheduler, near).await.is(Reason::InvalidField));
+
+        // Once its worker is lost, they go elsewhere, all to the same one; and while it is only silent, nowhere.
+        silent.lock().expect("no panic").clone_from(&home);
+        let next = until("it is lost", async || match place(&scheduler, of_owner("check 1")).await {
+            Ok(placed) => Some(placed.worker_name),
+            Err(busy) => {
+                assert!(busy.is(Reason::AllWorkersBusy), "{busy}");
+                None
+            }
+        })
+        .await;
+        assert_ne!(next, home);
+        assert_eq!(scheduler.worker(&home).await.state(), pb::WorkerState::Lost);
+        assert_eq!(place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name, next);
+        let land = pb::LandWorkerRequest { worker: next.clone(), ..Default::default() };
+        scheduler.workers().land_worker(land).await.expect("it lands");
+        let last = place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name;
+        assert!(last != home && last != next, "{last}");
+    };
+    tokio::select! {
+        () = test => {}
+        () = attend => unreachable!("it goes on for ever"),
+    }
+    scheduler.stop().await;
+}
+
+/// Each replica decides without the other; the first grant counts for both.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_owner_has_one_worker_whichever_replica_is_asked() {
+    let database = testing::databases::postgres().await;
+    let (one, other) = (Running::start(config(&database)).await, Running::start(config(&database)).await);
+    let mut gateways = Vec::new();
+    for name in ["a", "b", "c", "d"] {
+        gateways.push(with_slots(&one, name, 100).await);
+    }
+    until("the other knows them", async || {
+        let subject = Some(pb::explain_request::Subject::Spec(spec()));
+        let explained = other.placements().explain(pb::ExplainRequest { subject }).await.expect("explained");
+        (explained.into_inner().workers.len() == 4).then_some(())
+    })
+    .await;
+    for turn in 0..30 {
+        let owner = format!("check {turn}");
+        let (here, there) = futures::join!(place(&one, of_owner(&owner)), place(&other, of_owner(&owner)));
+        let (here, there) = (here.expect("granted"), there.expect("granted"));
+        assert_eq!(here.worker_name, there.worker_name);
+    }
+    one.stop().await;
+    other.stop().await;
+}
+
+pub(crate) async fn a_lease_holds_what_it_uses_until_it_ends(database: TestDatabase) {
+    let bytes = Place::new();
+    let store = bytes.start();
+    let term = Duration::from_millis(200);
+    let scheduler = Running::start(Config { lease_term: term, ..bytes.config(&database) }).await;
+    let (one, other) = (with_slots(&scheduler, "one", 9).await, with_slots(&scheduler, "other", 9).await);
+    let holder = |gateway: &Gateway| gateway.welcome.worker_id.parse::<WorkerId>().expect("an id");
+    for (gateway, name) in [(&one, "one"), (&other, "other")] {
+        let artifact = until("the store answers", async || bytes.upload_to(holder(gateway)).await.ok()).await;
+        let using = || pb::PlaceRequest { artifact_ids: vec![artifact.to_string()], ..task() };
+        let near = place(&scheduler, using()).await.expect("granted");
+        assert_eq!(near.worker_name, name, "nothing has to be moved there");
+        let expected = [format!("pinned by {}", lease_of(&scheduler, &near).await)];
+        assert_eq!(bytes.kept_by(artifact).await, expected);
+        release(&scheduler, &near.lease_token).await;
+        until("it is let go", async || (!bytes.kept_by(artifact).await.contains(&expected[0])).then_some(()))
+            .await;
+
+        // One that nobody renews lets go as well.
+        let brief = using();
+        place(&scheduler, brief.clone()).await.expect("granted");
+        until("it is let go", async || {
+            let pinned = format!("pinned by {}", brief.lease_id);
+            (!bytes.kept_by(artifact).await.contains(&pinned)).then_some(())
+        })
+        .await;
+
+        // Of a group of which one cannot be had nothing is held.
+        let unknown = ArtifactId::new();
+        let lost = pb::PlaceRequest { artifact_ids: vec![unknown.to_string()], ..task() };
+        let results = place_many(&scheduler, grouped([using(), lost.clone()], 3)).await;
+        assert!(crate::leases::granted(&results).is_empty(), "{results:?}");
+        let refusal = refused(&scheduler, lost).await;
+        assert!(refusal.is(Reason::InputUnavailable), "{refusal}");
+        assert_eq!(refusal.about.get("artifact_id"), Some(&unknown.to_string()));
+    }
+    until("every slot is free", async || {
+        let taken = scheduler.worker("one").await.active_tasks + scheduler.worker("other").await.active_tasks;
+        (taken == 0).then_some(())
+    })
+    .await;
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+async fn lease_of(scheduler: &Running, placed: &pb::PlaceResponse) -> LeaseId {
+    let keys = rpc::token::Keys::new(scheduler.peer());
+    keys.verify::<domain::worker::LeaseClaims>(&placed.lease_token).await.expect("ours").lease
+}
+
+/// What nobody came to release, of leases that end while the store is away, is released once it is back; a lease that lives keeps what it holds.
+pub(crate) async fn pins_of_leases_outlive_neither_them_nor_a_store_that_is_away(database: TestDatabase) {
+    let bytes = Place::new();
+    let store = bytes.start();
+    let every_moment = Config {
+        reconcile_every: Duration::from_millis(20),
+        reconcile_grace: Duration::ZERO,
+        ..bytes.config(&database)
+    };
+    let scheduler = Running::start(every_moment).await;
+    let _gateway = with_slots(&scheduler, "one", 9).await;
+    let worker = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    let worker = worker.welcome.worker_id.parse::<WorkerId>().expect("an id");
+    let artifact = until("the store answers", async || bytes.upload_to(worker).await.ok()).await;
+    let using = || pb::PlaceRequest { artifact_ids: vec![artifact.to_string()], ..task() };
+    let lives = place(&scheduler, using()).await.expect("granted");
+    let ends = place(&scheduler, using()).await.expect("granted");
+    store.stop().await;
+    bytes.gone();
+    release(&scheduler, &ends.lease_token).await;
+    let store = bytes.start();
+    let kept = [format!("pinned by {}", lease_of(&scheduler, &lives).await)];
+    until("one is left", async || (bytes.kept_by(artifact).await == kept).then_some(())).await;
+    // Another is pinned and let go: the living one was looked at meanwhile.
+    let unknown = domain::WorkloadId::new();
+    bytes.pin(artifact, unknown).await.expect("pinned");
+    until("it is settled", async || bytes.pin(artifact, unknown).await.err()).await;
+    assert_eq!(bytes.kept_by(artifact).await, kept);
+    scheduler.stop().await;
+    store.stop().await;
+}
