@@ -19,6 +19,7 @@ from start import bench_start
 from store import bench_store
 from transfers import bench_transfers
 from trees import bench_trees
+from waiting import bench_waiting
 
 DISK = "/var/tmp"
 FILE = ROOT / "docs/performance.md"
@@ -45,6 +46,7 @@ def sections(quick):
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
         "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),
         "placing": lambda: bench_placing(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 1 if quick else 5),
+        "waiting": lambda: bench_waiting(DISK, (10, 1_000) if quick else (10, 1_000, 10_000), 5_000 if quick else 100_000, 100 if quick else 1_000, 1 if quick else 4),
         "compose": bench_compose,
     }
 

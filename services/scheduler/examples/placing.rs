@@ -14,23 +14,24 @@
 //!   container, with a commit of its own; where tasks are limited, the counter of each worker is read as well, and one is raised under
 //!   a guard. A container and its count are removed again.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, Command, ExitCode, Stdio};
+mod common;
+
+use std::io::Write;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use clap::Parser;
-use domain::{LeaseId, WorkloadId};
+use common::{Server, connect, fill, repeated, serve, spec, task};
+use domain::WorkloadId;
 use rand::seq::SliceRandom;
 use rpc::client::Outgoing;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
-use scheduler::Config;
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement, Value};
-use tokio::task::JoinSet;
 use uuid::Uuid;
 
 /// Leases in one call.
@@ -53,7 +54,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match if arguments.serve { serve(arguments) } else { measure(arguments) } {
+    match if arguments.serve { serve(arguments.database_url) } else { measure(arguments) } {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{error:#}");
@@ -63,61 +64,16 @@ fn main() -> ExitCode {
 }
 
 #[tokio::main]
-async fn serve(arguments: Arguments) -> anyhow::Result<()> {
-    let day = Duration::from_secs(24 * 3600);
-    let config = Config {
-        // Nobody speaks for the workers.
-        worker_ttl: day,
-        stop_after: day * 2,
-        lost_after: day * 3,
-        ..Config::new(arguments.database_url, "http://127.0.0.1:9")
-    };
-    let listener = server::Listener::Tcp(tokio::net::TcpListener::bind("127.0.0.1:0").await?);
-    writeln!(std::io::stdout(), "{}", listener.endpoint()?)?;
-    let ended = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new()));
-    scheduler::serve(config, listener, async { drop(ended.await) }).await
-}
-
-/// A scheduler in a process of its own.
-struct Server {
-    process: Child,
-    endpoint: String,
-}
-
-impl Server {
-    fn start(database: &str) -> anyhow::Result<Self> {
-        let mut process = Command::new(std::env::current_exe()?)
-            .args([database, "--serve"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let mut endpoint = String::new();
-        let output = process.stdout.take().context("its output")?;
-        BufReader::new(output).read_line(&mut endpoint)?;
-        Ok(Self { process, endpoint: endpoint.trim().to_owned() })
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        drop(self.process.stdin.take());
-        self.process.wait().ok();
-    }
-}
-
-#[tokio::main]
 async fn measure(arguments: Arguments) -> anyhow::Result<()> {
-    scheduler::migrate(&arguments.database_url.as_str().into()).await?;
-    let mut options = sea_orm::ConnectOptions::new(&arguments.database_url);
-    options.sqlx_logging(false).max_connections(16);
-    let database = sea_orm::Database::connect(options).await?;
-    ensure!(database.get_database_backend() == DbBackend::Postgres, "measured on PostgreSQL only");
+    let database = connect(&arguments.database_url).await?;
     let baseline = "CREATE TABLE cached_workers (name TEXT PRIMARY KEY, active_tasks BIGINT NOT NULL CHECK (active_tasks >= 0));
          CREATE TABLE cached_containers (id UUID PRIMARY KEY, worker TEXT NOT NULL, state TEXT NOT NULL)";
     database.execute_unprepared(baseline).await?;
     let mut said = Vec::new();
     for count in &arguments.workers {
         fill(&database, *count, arguments.limit).await?;
+        database.execute_unprepared("TRUNCATE cached_workers, cached_containers; INSERT INTO cached_workers SELECT name, 0 FROM workers").await?;
+        database.execute_unprepared("VACUUM ANALYZE cached_workers").await?;
         let server = Server::start(&arguments.database_url)?;
         let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
         for callers in [16, 64] {
@@ -136,63 +92,6 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     }
     writeln!(std::io::stdout(), "{{\"seconds\": {}, {}}}", arguments.seconds, said.join(", "))?;
     Ok(())
-}
-
-/// Has `count` workers, and nothing on them.
-async fn fill(database: &DatabaseConnection, count: usize, limit: u32) -> anyhow::Result<()> {
-    let labels = "{\"platform\": \"linux\", \"tags\": [], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": []}";
-    let sql = format!(
-        "TRUNCATE leases, events, outbox, workloads, worker_contacts, workers, cached_workers, cached_containers;
-         INSERT INTO workers (id, name, desired, state, generation, active_tasks, max_tasks, incarnation, session, gateway_instance,
-                              marker_id, boot_id, endpoint, labels, disk_bytes, registered_at)
-         SELECT gen_random_uuid(), 'worker-' || n, 'run', 'running', 1, 0, {limit}, 1, 1, gen_random_uuid(), gen_random_uuid(), '',
-                'http://127.0.0.1:1', '{labels}', 0, 0 FROM generate_series(1, {count}) AS numbers (n);
-         INSERT INTO worker_contacts (worker_id, last_contact_at, patient_since, attended, containers, volumes, disk_free_bytes)
-         SELECT id, CAST(extract(epoch FROM now()) * 1000000 AS BIGINT) + 86400000000, 0, TRUE, 0, 0, 0 FROM workers;
-         INSERT INTO cached_workers SELECT name, 0 FROM workers"
-    );
-    database.execute_unprepared(&sql).await?;
-    for table in ["workers", "worker_contacts", "cached_workers"] {
-        database.execute_unprepared(&format!("VACUUM ANALYZE {table}")).await?;
-    }
-    database.execute_unprepared("CHECKPOINT").await?;
-    Ok(())
-}
-
-/// Does something again and again by as many callers for as long, and answers how often it was done per second, and how long each took.
-async fn repeated<F, C>(callers: usize, seconds: u64, call: C) -> anyhow::Result<(f64, Vec<Duration>)>
-where
-    C: Fn() -> F + Clone + Send + 'static,
-    F: Future<Output = anyhow::Result<Duration>> + Send,
-{
-    let begun = Instant::now();
-    let until = begun + Duration::from_secs(seconds);
-    let mut running = JoinSet::new();
-    for _ in 0..callers {
-        let call = call.clone();
-        running.spawn(async move {
-            let mut took = Vec::new();
-            while Instant::now() < until {
-                took.push(call().await?);
-            }
-            anyhow::Ok(took)
-        });
-    }
-    let mut took = Vec::new();
-    while let Some(done) = running.join_next().await {
-        took.extend(done??);
-    }
-    took.sort();
-    Ok((took.len() as f64 / begun.elapsed().as_secs_f64(), took))
-}
-
-fn task() -> pb::PlaceRequest {
-    pb::PlaceRequest {
-        lease_id: LeaseId::new().to_string(),
-        team: "main".to_owned(),
-        kind: pb::PlacementKind::Task.into(),
-        ..pb::PlaceRequest::default()
-    }
 }
 
 async fn singles(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {
@@ -246,21 +145,9 @@ async fn submits(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
         let (mut workloads, last) = (workloads.clone(), last.clone());
         async move {
             let workload_id = WorkloadId::new().to_string();
-            let spec = pb::WorkloadSpec {
-                team: "main".to_owned(),
-                kind: pb::WorkloadKind::Task.into(),
-                stdin: pb::StdinMode::None.into(),
-                output: pb::OutputMode::Spooled.into(),
-                privilege: pb::Privilege::Confined.into(),
-                network: pb::Network::Host.into(),
-                image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
-                command: vec![b"true".to_vec().into()],
-                platform: "linux".to_owned(),
-                ..pb::WorkloadSpec::default()
-            };
             let begun = Instant::now();
             workloads
-                .submit(pb::SubmitRequest { workload_id: workload_id.clone(), spec: Some(spec) })
+                .submit(pb::SubmitRequest { workload_id: workload_id.clone(), spec: Some(spec()) })
                 .await?;
             let took = begun.elapsed();
             if last.fetch_add(1, Ordering::Relaxed).is_multiple_of(1000) {

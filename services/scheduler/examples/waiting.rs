@@ -1,0 +1,272 @@
+//! Measures waiting for workers, against schedulers in processes of their own, and prints one line of JSON. For `make bench`.
+//!
+//! ```text
+//! waiting DATABASE_URL [--workers 10,1000,10000] [--queue 100000] [--freed 1000] [--seconds 4]
+//! ```
+//!
+//! The database must be empty, and PostgreSQL. Times are in ms.
+//!
+//! - `freed_p50_ms`, `freed_p99_ms`: from the call that gives a slot back, at one replica, until whoever watches the workload that waited for it hears at
+//!   another replica that it is placed; `freed_after_…`: from the answer to that call.
+//! - `N_explain_p50_ms`, `N_explain_p99_ms`: `Explain` of a spec over N workers that have room; `N_explain_full_…`: over as many that are full.
+//! - `N_busy_16`: leases per second that are asked for by 16 callers and refused, for all N workers are full; `N_queued_16`: workloads per second that are
+//!   submitted then, and wait.
+//! - `queue_submit_64`: workloads per second that 64 callers submit while there is no worker, until as many wait as `--queue` says;
+//!   `queue_bytes`: the memory of the scheduler for each; `queue_fill_ms`: from the hello of a worker with 1000 slots until it is told of 1000 leases.
+
+mod common;
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use clap::Parser;
+use common::{Server, connect, fill, repeated, serve, spec, task};
+use domain::{GatewayInstance, MarkerId, WorkloadId};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::{Peer, Reason, Refusal};
+use sea_orm::DatabaseConnection;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::ReceiverStream;
+
+/// Slots of the worker that a long queue waits for.
+const SLOTS: usize = 1000;
+
+#[derive(Debug, Clone, Parser)]
+struct Arguments {
+    database_url: String,
+    #[arg(long, value_delimiter = ',', default_value = "10,1000,10000")]
+    workers: Vec<usize>,
+    /// How many wait in a long queue
+    #[arg(long, default_value_t = 100_000)]
+    queue: usize,
+    /// How many slots are given back, one after the other
+    #[arg(long, default_value_t = 1000)]
+    freed: usize,
+    #[arg(long, default_value_t = 4)]
+    seconds: u64,
+    /// Be the scheduler, until standard input ends
+    #[arg(long, hide = true)]
+    serve: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match if arguments.serve { serve(arguments.database_url) } else { measure(arguments) } {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn measure(arguments: Arguments) -> anyhow::Result<()> {
+    let database = connect(&arguments.database_url).await?;
+    let mut said = Vec::new();
+    let mut say = |name: &str, figure: f64| said.push(format!("\"{name}\": {figure:.2}"));
+
+    let (freed, after) = freed_slots(&database, &arguments).await?;
+    for (name, took) in [("freed", freed), ("freed_after", after)] {
+        say(&format!("{name}_p50_ms"), percentile(&took, 50)?);
+        say(&format!("{name}_p99_ms"), percentile(&took, 99)?);
+    }
+    for count in &arguments.workers {
+        for (name, limit) in [("explain", 1_000_000), ("explain_full", 0)] {
+            fill(&database, *count, limit).await?;
+            let server = Server::start(&arguments.database_url)?;
+            let took = explained(&server, arguments.seconds).await?;
+            say(&format!("{count}_{name}_p50_ms"), percentile(&took, 50)?);
+            say(&format!("{count}_{name}_p99_ms"), percentile(&took, 99)?);
+            if limit == 0 {
+                say(&format!("{count}_busy_16"), refused(&server, arguments.seconds).await?);
+                say(&format!("{count}_queued_16"), queued(&server, 16, arguments.seconds).await?);
+            }
+        }
+    }
+    let (rate, bytes, filled) = long_queue(&database, &arguments).await?;
+    say("queue_submit_64", rate);
+    say("queue_bytes", bytes);
+    say("queue_fill_ms", filled);
+    writeln!(std::io::stdout(), "{{\"queue\": {}, {}}}", arguments.queue, said.join(", "))?;
+    Ok(())
+}
+
+fn connected(server: &Server) -> anyhow::Result<Peer> {
+    Ok(peer(&server.endpoint, Outgoing::default())?)
+}
+
+/// Of sorted times, in ms.
+fn percentile(took: &[Duration], percent: usize) -> anyhow::Result<f64> {
+    let at = took.get(took.len() * percent / 100).context("nothing was measured")?;
+    Ok(at.as_secs_f64() * 1e3)
+}
+
+async fn submit(workloads: &mut WorkloadsClient<Peer>) -> anyhow::Result<WorkloadId> {
+    let id = WorkloadId::new();
+    let request = pb::SubmitRequest { workload_id: id.to_string(), spec: Some(spec()) };
+    workloads.submit(request).await?;
+    Ok(id)
+}
+
+/// How long it takes until a slot that one replica is given back has who waits for it at another one: from the call, and from its answer.
+async fn freed_slots(
+    database: &DatabaseConnection,
+    arguments: &Arguments,
+) -> anyhow::Result<(Vec<Duration>, Vec<Duration>)> {
+    fill(database, arguments.freed, 1).await?;
+    let (here, there) = (Server::start(&arguments.database_url)?, Server::start(&arguments.database_url)?);
+    let mut placements = PlacementsClient::new(connected(&here)?);
+    let mut held = Vec::with_capacity(arguments.freed);
+    for _ in 0..arguments.freed {
+        held.push(placements.place(task()).await?.into_inner().lease_token);
+    }
+    let mut workloads = WorkloadsClient::new(connected(&there)?);
+    let (placed, mut heard) = mpsc::channel(16);
+    let mut watching = JoinSet::new();
+    for _ in 0..arguments.freed {
+        let workload_id = submit(&mut workloads).await?.to_string();
+        let request = pb::WatchRequest { team: "main".to_owned(), workload_id, after_revision: 0 };
+        let mut events = workloads.watch(request).await?.into_inner();
+        let placed = placed.clone();
+        watching.spawn(async move {
+            while let Some(event) = events.message().await? {
+                if matches!(event.event, Some(pb::watch_response::Event::Placed(_))) {
+                    placed.send(Instant::now()).await?;
+                    break;
+                }
+            }
+            anyhow::Ok(())
+        });
+    }
+    // What was begun meanwhile has come to its end.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let (mut took, mut after) = (Vec::new(), Vec::new());
+    for lease_token in held {
+        let begun = Instant::now();
+        placements.release(pb::ReleaseRequest { lease_token }).await?;
+        let answered = Instant::now();
+        let placed = heard.recv().await.context("whoever waits is placed")?;
+        took.push(placed - begun);
+        after.push(placed.saturating_duration_since(answered));
+    }
+    while let Some(watched) = watching.join_next().await {
+        watched??;
+    }
+    took.sort();
+    after.sort();
+    Ok((took, after))
+}
+
+async fn explained(server: &Server, seconds: u64) -> anyhow::Result<Vec<Duration>> {
+    let placements = PlacementsClient::new(connected(server)?);
+    let explain = move || {
+        let mut placements = placements.clone();
+        async move {
+            let subject = Some(pb::explain_request::Subject::Spec(spec()));
+            let begun = Instant::now();
+            placements.explain(pb::ExplainRequest { subject }).await?;
+            Ok(begun.elapsed())
+        }
+    };
+    repeated(1, 1, explain.clone()).await?;
+    Ok(repeated(1, seconds, explain).await?.1)
+}
+
+async fn refused(server: &Server, seconds: u64) -> anyhow::Result<f64> {
+    let placements = PlacementsClient::new(connected(server)?);
+    let (rate, _) = repeated(16, seconds, move || {
+        let mut placements = placements.clone();
+        async move {
+            let begun = Instant::now();
+            let Err(busy) = placements.place(task()).await else { bail!("it was granted") };
+            let busy = Refusal::from(busy);
+            ensure!(busy.is(Reason::AllWorkersBusy), "{busy}");
+            Ok(begun.elapsed())
+        }
+    })
+    .await?;
+    Ok(rate)
+}
+
+async fn queued(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<f64> {
+    let workloads = WorkloadsClient::new(connected(server)?);
+    let (rate, _) = repeated(callers, seconds, move || {
+        let mut workloads = workloads.clone();
+        async move {
+            let begun = Instant::now();
+            submit(&mut workloads).await?;
+            Ok(begun.elapsed())
+        }
+    })
+    .await?;
+    Ok(rate)
+}
+
+/// How many workloads are submitted per second while nobody takes any, what each costs of memory, and how long a worker waits that then appears.
+async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<(f64, f64, f64)> {
+    fill(database, 0, 0).await?;
+    let server = Server::start(&arguments.database_url)?;
+    let workloads = WorkloadsClient::new(connected(&server)?);
+    submit(&mut workloads.clone()).await?;
+    let empty = server.memory()?;
+    let (begun, left) = (Instant::now(), Arc::new(AtomicUsize::new(arguments.queue)));
+    let mut callers = JoinSet::new();
+    for _ in 0..64 {
+        let (mut workloads, left) = (workloads.clone(), left.clone());
+        callers.spawn(async move {
+            while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
+            {
+                submit(&mut workloads).await?;
+            }
+            anyhow::Ok(())
+        });
+    }
+    while let Some(done) = callers.join_next().await {
+        done??;
+    }
+    let rate = arguments.queue as f64 / begun.elapsed().as_secs_f64();
+    let bytes = server.memory()?.saturating_sub(empty) as f64 / arguments.queue as f64;
+
+    let hello = pb::Hello {
+        worker_name: "one".to_owned(),
+        gateway_instance: GatewayInstance::new().to_string(),
+        marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() }),
+        endpoint: "http://127.0.0.1:1".to_owned(),
+        labels: Some(pb::WorkerLabels {
+            platform: "linux".to_owned(),
+            image_kinds: vec!["host".to_owned()],
+            ..pb::WorkerLabels::default()
+        }),
+        capacity: Some(pb::Capacity {
+            max_tasks: u32::try_from(SLOTS)?,
+            disk_bytes: 1 << 30,
+            ..pb::Capacity::default()
+        }),
+        protocol_versions: vec![1],
+        ..pb::Hello::default()
+    };
+    let (said, messages) = mpsc::channel(1);
+    let begun = Instant::now();
+    let hello = pb::synchronize_request::Message::Hello(hello);
+    said.send(pb::SynchronizeRequest { message: Some(hello) }).await?;
+    let mut workers = WorkersClient::new(connected(&server)?).max_decoding_message_size(1 << 30);
+    let mut told = workers.synchronize(ReceiverStream::new(messages)).await?.into_inner();
+    while let Some(message) = told.message().await? {
+        if let Some(pb::synchronize_response::Message::Desired(desired)) = message.message
+            && desired.leases.len() == SLOTS
+        {
+            return Ok((rate, bytes, begun.elapsed().as_secs_f64() * 1e3));
+        }
+    }
+    bail!("the stream has ended before the worker was full")
+}
