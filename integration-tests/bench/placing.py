@@ -30,6 +30,7 @@ def bench_placing(base, workers, seconds):
             row(f"{count:,} workers: `Place` of 64 callers, p99", [said[f"{count}_single_64_p99_ms"]]),
             rate("`PlaceMany` and `ReleaseMany` of 100, 16 callers", "batched_16", baseline),
             rate("`PlaceMany` of 100 alone, 16 callers", "placed_16", baseline),
+            rate("`Place` and `Release` of what uses five artifacts, 16 callers", "near_16"),
             rate("`Submit` to assigned, 16 callers", "submit_16", baseline),
             rate("`Submit` to assigned, 64 callers", "submit_64", baseline),
         ]

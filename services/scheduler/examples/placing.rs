@@ -10,6 +10,8 @@
 //! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
 //!   in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
+//! - `near_16`: pairs as in `single_16`, of leases that use five of 10,000 artifacts, each of which is on three of the workers: they are located in an
+//!   artifact store, pinned there and let go, and the worker is chosen to which the fewest bytes have to move.
 //! - `cached_16`, `limited_16`: the baseline, as CI systems do it: all workers from a cache, filtered, shuffled and sorted for each placement, and a row for each
 //!   container, with a commit of its own; where tasks are limited, the counter of each worker is read as well, and one is raised under
 //!   a guard. A container and its count are removed again.
@@ -24,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use clap::Parser;
-use common::{Server, connect, fill, repeated, serve, spec, task};
+use common::{Server, connect, fill, repeated, serve, serve_store, spec, task};
 use domain::WorkloadId;
 use rand::seq::SliceRandom;
 use rpc::client::Outgoing;
@@ -50,11 +52,24 @@ struct Arguments {
     /// Be the scheduler, until standard input ends
     #[arg(long, hide = true)]
     serve: bool,
+    /// The artifact store of the scheduler
+    #[arg(long, hide = true)]
+    store: Option<String>,
+    /// Be an artifact store, until standard input ends
+    #[arg(long, hide = true)]
+    serve_store: bool,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match if arguments.serve { serve(arguments.database_url) } else { measure(arguments) } {
+    let done = if arguments.serve {
+        serve(arguments.database_url, arguments.store)
+    } else if arguments.serve_store {
+        serve_store(arguments.database_url)
+    } else {
+        measure(arguments)
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{error:#}");
@@ -87,6 +102,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
             said.push(of(&format!("submit_{callers}"), submits(&server, callers, arguments.seconds).await?));
         }
         drop(server);
+        said.push(of("near_16", near(&database, &arguments).await?));
         said.push(of("cached_16", cached(&database, *count, false, arguments.seconds).await?));
         said.push(of("limited_16", cached(&database, *count, true, arguments.seconds).await?));
     }
@@ -155,6 +171,61 @@ async fn submits(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
                 let workload = workloads.get(get).await?.into_inner().workload.context("it is known")?;
                 ensure!(workload.state() == pb::WorkloadState::Assigned, "{:?}", workload.state());
             }
+            Ok(took)
+        }
+    })
+    .await?;
+    Ok(rate)
+}
+
+/// Pairs of leases that use artifacts.
+async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<f64> {
+    const ARTIFACTS: u64 = 10_000;
+    const ARTIFACT: &str = "CAST('00000000-0000-4000-8000-' || lpad(to_hex(n), 12, '0') AS UUID)";
+    database.execute_unprepared("DROP DATABASE IF EXISTS store").await?;
+    database.execute_unprepared("CREATE DATABASE store").await?;
+    let (url, _) = arguments.database_url.rsplit_once('/').context("a URL with a database")?;
+    let url = format!("{url}/store");
+    artifact_store::migrate(&url.as_str().into()).await?;
+    let query = Statement::from_string(DbBackend::Postgres, "SELECT id FROM workers");
+    let mut workers = Vec::new();
+    for row in database.query_all_raw(query).await? {
+        workers.push(format!("'{}'", row.try_get::<Uuid>("", "id")?));
+    }
+    let rows = sea_orm::Database::connect(&url).await?;
+    let workers = format!("(ARRAY[{}]::UUID[])", workers.join(", "));
+    for statement in [
+        format!("INSERT INTO workers SELECT id, 1, 1, 1, 0 FROM unnest({workers}) AS given (id)"),
+        format!(
+            "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at)
+             SELECT {ARTIFACT}, {ARTIFACT}, 'main', '', 'sealed', decode(md5(n::TEXT) || md5(n::TEXT), 'hex'), 1000 + n, TRUE, 1
+             FROM generate_series(1, {ARTIFACTS}) AS numbers (n)"
+        ),
+        format!(
+            "INSERT INTO volumes (handle, worker_id, state, purpose, artifact_id, complete, digest, size_bytes, verified, created_at, judged_after)
+             SELECT gen_random_uuid(), {workers}[1 + (n * 7 + copy * 31) % cardinality({workers})], 'created', 'replica', {ARTIFACT}, TRUE,
+             decode(md5(n::TEXT) || md5(n::TEXT), 'hex'), 1000 + n, TRUE, 1, 0
+             FROM generate_series(1, {ARTIFACTS}) AS numbers (n), generate_series(0, 2) AS copies (copy)"
+        ),
+        "VACUUM ANALYZE".to_owned(),
+    ] {
+        rows.execute_unprepared(&statement).await?;
+    }
+    rows.close().await?;
+    let store = Server::run(&[&url, "--serve-store"])?;
+    let server = Server::run(&[&arguments.database_url, "--serve", "--store", &store.endpoint])?;
+    let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
+    let (rate, _) = repeated(16, arguments.seconds, move || {
+        let mut placements = placements.clone();
+        async move {
+            let artifacts = std::iter::repeat_with(|| rand::random_range(1..=ARTIFACTS));
+            let artifact_ids =
+                artifacts.take(5).map(|n| format!("00000000-0000-4000-8000-{n:012x}")).collect();
+            let begun = Instant::now();
+            let placed = placements.place(pb::PlaceRequest { artifact_ids, ..task() }).await?;
+            let took = begun.elapsed();
+            let lease_token = placed.into_inner().lease_token;
+            placements.release(pb::ReleaseRequest { lease_token }).await?;
             Ok(took)
         }
     })

@@ -60,7 +60,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match if arguments.serve { serve(arguments.database_url) } else { measure(arguments) } {
+    match if arguments.serve { serve(arguments.database_url, None) } else { measure(arguments) } {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{error:#}");

@@ -13,33 +13,53 @@ use scheduler::Config;
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend};
 use tokio::task::JoinSet;
 
-/// Is the scheduler, until standard input ends.
+/// Is the scheduler, until standard input ends. `store`: where its artifact store listens, if there is one.
 #[tokio::main]
-pub(crate) async fn serve(database_url: String) -> anyhow::Result<()> {
+pub(crate) async fn serve(database_url: String, store: Option<String>) -> anyhow::Result<()> {
     let day = Duration::from_secs(24 * 3600);
     let config = Config {
         // Nobody speaks for the workers.
         worker_ttl: day,
         stop_after: day * 2,
         lost_after: day * 3,
-        ..Config::new(database_url, "http://127.0.0.1:9")
+        ..Config::new(database_url, store.unwrap_or("http://127.0.0.1:9".to_owned()))
     };
+    let (listener, ended) = listen().await?;
+    scheduler::serve(config, listener, ended).await
+}
+
+/// Is an artifact store, until standard input ends.
+#[tokio::main]
+pub(crate) async fn serve_store(database_url: String) -> anyhow::Result<()> {
+    let config = artifact_store::Config::new(database_url, artifact_store::KeySource::Fixed(vec![]));
+    let (listener, ended) = listen().await?;
+    artifact_store::serve(config, listener, ended).await
+}
+
+/// Says where it listens, and when standard input ends.
+async fn listen() -> anyhow::Result<(server::Listener, impl Future<Output = ()>)> {
     let listener = server::Listener::Tcp(tokio::net::TcpListener::bind("127.0.0.1:0").await?);
     writeln!(std::io::stdout(), "{}", listener.endpoint()?)?;
     let ended = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new()));
-    scheduler::serve(config, listener, async { drop(ended.await) }).await
+    Ok((listener, async { drop(ended.await) }))
 }
 
-/// A scheduler in a process of its own.
+/// A service in a process of its own.
 pub(crate) struct Server {
     process: Child,
     pub(crate) endpoint: String,
 }
 
 impl Server {
+    /// A scheduler.
     pub(crate) fn start(database: &str) -> anyhow::Result<Self> {
+        Self::run(&[database, "--serve"])
+    }
+
+    /// Ourselves, with these arguments.
+    pub(crate) fn run(arguments: &[&str]) -> anyhow::Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
-            .args([database, "--serve"])
+            .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
