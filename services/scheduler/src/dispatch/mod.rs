@@ -13,7 +13,7 @@
 mod round;
 mod turns;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use db::Database;
@@ -21,11 +21,12 @@ use domain::worker::LeaseClaims;
 use domain::{LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
+use crate::gauges;
 use crate::grants::{self, Done, Plan};
 use crate::memory::{Memory, Workers};
 use crate::placement::{Demand, Load, Location, Placement, Refusals, Resources, Shape};
@@ -173,7 +174,7 @@ pub(crate) struct Dispatcher {
     /// When it was counted last how many slots each team holds.
     held_at: Option<Timestamp>,
     /// Why demands of a shape wait, as those who wait for that were told.
-    reasons: HashMap<Arc<Shape>, Arc<[String]>>,
+    reasons: HashMap<Arc<Shape>, Why>,
 }
 
 impl Dispatcher {
@@ -228,6 +229,7 @@ impl Dispatcher {
     fn take(&self, placement: &Placement, kind: Kind, requests: &Resources, taken: &mut Taken) {
         let mut workers = self.memory.workers.lock();
         let Some(load) = workers.get(placement.worker).map(|worker| worker.load) else { return };
+        gauges::placed(placement);
         taken.0.push((placement.worker, load));
         workers.load(placement.worker, load.with(kind, requests));
     }
@@ -235,12 +237,26 @@ impl Dispatcher {
     /// Why nobody takes `demand` now, for those who wait for that.
     fn reasons(&mut self, demand: &Demand) -> Arc<[String]> {
         // Told anew when that changes: see [`Dispatcher::tell_why`].
-        if let Some(known) = self.reasons.get(&demand.shape) {
-            return known.clone();
+        if !self.reasons.contains_key(&demand.shape) {
+            let why = Why::of(&self.memory.workers.lock().refusals(demand));
+            self.reasons.insert(demand.shape.clone(), why);
         }
-        let reasons: Arc<[String]> = self.memory.workers.lock().refusals(demand).lines().into();
-        self.reasons.insert(demand.shape.clone(), reasons.clone());
-        reasons
+        let Some(why) = self.reasons.get(&demand.shape) else { return Arc::default() };
+        gauges::refused(why.codes.iter().copied());
+        why.lines.clone()
+    }
+}
+
+/// Why demands of a shape wait.
+#[derive(Debug, Clone)]
+struct Why {
+    lines: Arc<[String]>,
+    codes: BTreeSet<&'static str>,
+}
+
+impl Why {
+    fn of(refusals: &Refusals) -> Self {
+        Self { lines: refusals.lines().into(), codes: refusals.codes() }
     }
 }
 
@@ -288,7 +304,9 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             tracing::warn!(error = %error, "cannot place what waits");
         }
         if !requests.is_empty() {
+            let began = Instant::now();
             dispatcher.round(std::mem::take(&mut requests), Timestamp::now(), &mut effects).await;
+            gauges::decided_in(began.elapsed());
             scheduler.announce_granted(std::mem::take(&mut effects));
             if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
                 tracing::warn!(error = %error, "cannot place what waits");

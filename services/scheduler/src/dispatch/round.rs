@@ -14,6 +14,7 @@ use crate::entity::lease::Kind;
 use crate::entity::workload::{self, State};
 use crate::entity::{lease, to_json};
 use crate::events::Whereabouts;
+use crate::gauges;
 use crate::grants::{Done, Grant, Holder, Known, Pinned, Plan};
 use crate::leases;
 use crate::placement::{Choice, Demand, Location, Placement, Refusals};
@@ -290,6 +291,8 @@ impl Dispatcher {
 
     /// Nobody takes a unit, and what is remembered is true.
     async fn refuse(&self, unit: Unit, refused: Refused, calls: &mut [Call]) {
+        let (Refused::Never(said) | Refused::NotNow(said)) = &refused;
+        gauges::refused(said.codes());
         match unit {
             Unit::Workload(submitted) => {
                 let (Refused::Never(refusals) | Refused::NotNow(refusals)) = refused;

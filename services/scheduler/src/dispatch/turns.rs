@@ -9,7 +9,7 @@ use domain::{LeaseId, Timestamp, WorkloadId};
 use sea_orm::{ConnectionTrait, DbErr, EntityTrait, Statement};
 use uuid::Uuid;
 
-use super::{BATCH, Dispatcher, Taken};
+use super::{BATCH, Dispatcher, Taken, Why};
 use crate::effects::Effects;
 use crate::entity::workload::{self, Model, State};
 use crate::grants::Plan;
@@ -259,8 +259,9 @@ impl Dispatcher {
             self.queue().lines().map(|(first, _)| first.demand.clone()).take(LINES_TOLD).collect();
         let mut left = TOLD_AT_ONCE;
         for demand in lines {
-            let reasons: Arc<[String]> = self.memory.workers.lock().refusals(&demand).lines().into();
-            self.reasons.insert(demand.shape.clone(), reasons.clone());
+            let why = Why::of(&self.memory.workers.lock().refusals(&demand));
+            let reasons = why.lines.clone();
+            self.reasons.insert(demand.shape.clone(), why);
             let untold = self.queue().untold(&demand, &reasons, TOLD);
             for id in untold.into_iter().take(left) {
                 left -= 1;
