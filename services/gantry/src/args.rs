@@ -76,7 +76,7 @@ pub(crate) struct Global {
     /// Say nothing but answers, warnings and errors
     #[arg(short, long, global = true, help_heading = "Global options")]
     pub(crate) quiet: bool,
-    /// Answer in JSON on standard output: one object, or with run, attach, logs and list one a line
+    /// Answer in JSON on standard output: one object, or with run, attach, logs, watch and list one a line
     #[arg(long, global = true, help_heading = "Global options")]
     pub(crate) json: bool,
 }
@@ -90,6 +90,8 @@ pub(crate) enum Command {
     Attach(AttachArgs),
     /// Print the output of a workload and follow it to its end; also for a while after that
     Logs(WorkloadArgs),
+    /// Print what happens to a workload, from its submission to its end: where it waits, why it is placed where, what is brought there
+    Watch(WatchArgs),
     /// Say why a workload waits, worker by worker; or why anything else is there or went, and when
     Explain(ExplainArgs),
     /// Ask a workload to stop
@@ -125,6 +127,9 @@ pub(crate) enum Command {
     Retire(RetireArgs),
     /// Forget a worker that is not in contact and does not come back
     Prune(PruneArgs),
+
+    /// Say what waits for what kind of worker, what workers there are, and which of them go with the least harm: of all teams
+    Demand,
 
     /// Keep a cluster on this machine in the foreground
     Up(UpArgs),
@@ -359,6 +364,17 @@ pub(crate) struct WorkloadArgs {
     pub(crate) workload: WorkloadId,
 }
 
+/// `gantry watch`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Begins with what has happened before, and exits as `gantry run` would once the workload has ended. Ctrl-C leaves the workload to itself. \
+With --json, each event is a line.")]
+pub(crate) struct WatchArgs {
+    /// The workload
+    #[arg(value_name = "WORKLOAD")]
+    pub(crate) workload: WorkloadId,
+}
+
 /// `gantry explain`
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -371,6 +387,12 @@ pub(crate) struct ExplainArgs {
     /// The id of a workload, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker
     #[arg(value_name = "ID", value_parser = values::any_id)]
     pub(crate) id: String,
+    /// Of a workload that waits: how many workers are told one by one. Default: 20. All are told together with those that say the same
+    #[arg(long, value_name = "COUNT", default_value = "0", hide_default_value = true)]
+    pub(crate) workers: u32,
+    /// Of a workload that waits: only what this worker says, by its name or id. May be repeated
+    #[arg(long = "worker", value_name = "WORKER")]
+    pub(crate) only: Vec<String>,
 }
 
 /// `gantry undelete`

@@ -1,5 +1,7 @@
 //! `gantry explain` and `gantry run --explain`: where a workload would be placed, or why it is not. [`crate::why`] explains the rest.
 
+use std::time::Duration;
+
 use prost_types::Timestamp;
 use rpc::Reason;
 use rpc::pb::scheduler::explain_request::Subject;
@@ -8,18 +10,25 @@ use rpc::pb::scheduler::{
     WorkloadState,
 };
 
+use crate::args::ExplainArgs;
 use crate::connect::{Connection, repeat};
 use crate::stdout::{print, print_json};
-use crate::table::{fields, plain, render};
+use crate::table::{duration, fields, filled, plain, render};
 use crate::{error, json, list, why, words};
 
 /// How wide a cell is at most.
 const WIDTH: usize = 100;
 
 /// `gantry explain`: the scheduler says why a workload waits, or what became of it, and what it does not know the artifact store may.
-pub(crate) async fn whatever(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
+pub(crate) async fn whatever(
+    connection: &Connection,
+    args: &ExplainArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let id = args.id.as_str();
+    let told = Told { most: args.workers, only: args.only.clone() };
     let waiting = WaitingWorkload { team: connection.team.clone(), workload_id: id.to_owned() };
-    match explain(connection, Subject::Workload(waiting), as_json).await {
+    match explain(connection, Subject::Workload(waiting), &told, as_json).await {
         Err(error) if is_for(&error, Reason::WorkloadNotFound) => why::explain(connection, id, as_json).await,
         Err(error) if is_for(&error, Reason::WorkloadNotQueued) => placed(connection, id, as_json).await,
         answered => answered,
@@ -69,28 +78,101 @@ fn waits_no_more(workload: &Workload) -> String {
 
 /// `gantry run --explain`
 pub(crate) async fn spec(connection: &Connection, spec: WorkloadSpec, as_json: bool) -> anyhow::Result<()> {
-    explain(connection, Subject::Spec(spec), as_json).await
+    explain(connection, Subject::Spec(spec), &Told::default(), as_json).await
 }
 
-async fn explain(connection: &Connection, subject: Subject, as_json: bool) -> anyhow::Result<()> {
-    let (placements, request) = (connection.placements(), ExplainRequest { subject: Some(subject) });
+/// Which workers are told one by one.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Told {
+    /// How many at most. 0: as many as the scheduler likes.
+    pub(crate) most: u32,
+    /// Only these.
+    pub(crate) only: Vec<String>,
+}
+
+async fn explain(
+    connection: &Connection,
+    subject: Subject,
+    told: &Told,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let request =
+        ExplainRequest { subject: Some(subject), max_workers: told.most, workers: told.only.clone() };
+    let placements = connection.placements();
     let response =
         repeat("cannot explain it", async || placements.clone().explain(request.clone()).await).await?;
     if as_json { print_json(&json::explanation(&response)) } else { print(&text(&response)) }
 }
 
+/// Why it waits, in one line.
+pub(crate) fn short(response: &ExplainResponse) -> String {
+    let why = plain(&response.summary, WIDTH);
+    let wait = match expected(response) {
+        Some(wait) => format!("; about {}", duration(wait)),
+        None => String::new(),
+    };
+    format!("waiting, {} in the queue: {why}{wait}", ordinal(response.queue_position))
+}
+
+/// How long it may wait, in seconds.
+pub(crate) fn expected_seconds(response: &ExplainResponse) -> Option<f64> {
+    expected(response).map(|wait| wait.as_secs_f64())
+}
+
+fn expected(response: &ExplainResponse) -> Option<Duration> {
+    response.expected_wait.and_then(|wait| Duration::try_from(wait).ok())
+}
+
+fn ordinal(number: u64) -> String {
+    let ending = match (number % 100, number % 10) {
+        (11..=13, _) => "th",
+        (_, 1) => "st",
+        (_, 2) => "nd",
+        (_, 3) => "rd",
+        _ => "th",
+    };
+    format!("{number}{ending}")
+}
+
 fn text(response: &ExplainResponse) -> String {
-    let ExplainResponse { queue_position, workers, unblocked_by, .. } = response;
+    let ExplainResponse { queue_position, workers, unblocked_by, summary, groups, .. } = response;
     let best = workers.first().map_or("", |worker| worker.worker_name.as_str());
+    let summary = plain(summary, WIDTH);
     let mut text = match response.verdict() {
+        Verdict::Placed if best.is_empty() => "it is placed at once\n".to_owned(),
         Verdict::Placed => format!("it is placed at once, on {}\n", plain(best, WIDTH)),
-        Verdict::NotNow => format!("it waits, as number {queue_position} of the queue\n"),
+        Verdict::NotNow if summary.is_empty() => {
+            format!("it waits, as number {queue_position} of the queue\n")
+        }
+        Verdict::NotNow => format!("it waits, as number {queue_position} of the queue: {summary}\n"),
         Verdict::Never => "no worker that is known could ever run it\n".to_owned(),
         Verdict::Unspecified => "the scheduler gives no verdict that is known here\n".to_owned(),
     };
+    if response.verdict() == Verdict::NotNow {
+        let basis = plain(&response.expected_wait_basis, WIDTH);
+        match expected(response) {
+            Some(wait) => text.push_str(&format!("it may take about {}: {basis}\n", duration(wait))),
+            None if !basis.is_empty() => text.push_str(&format!("how long that may take is {basis}\n")),
+            None => {}
+        }
+    }
     if !workers.is_empty() {
         text.push('\n');
         text.push_str(&render(&["WORKER", "SAYS"], &workers.iter().map(row).collect::<Vec<_>>()));
+    }
+    // All others.
+    if response.workers_known > workers.len() as u64 {
+        let willing = response.workers_willing;
+        let would = (willing > 0).then(|| vec![willing.to_string(), "would do".to_owned(), String::new()]);
+        let refuse = groups.iter().map(|group| {
+            let says: Vec<_> = group.refusals.iter().map(|refusal| refusal.message.as_str()).collect();
+            let more = if group.count > group.names.len() as u64 { ", …" } else { "" };
+            let such_as = plain(&group.names.join(", "), WIDTH);
+            vec![group.count.to_string(), plain(&says.join(", "), WIDTH), format!("{such_as}{more}")]
+        });
+        let rows: Vec<_> = would.into_iter().chain(refuse).collect();
+        text.push_str(&format!("\nOf all {} workers\n", response.workers_known));
+        text.push_str(&filled(&["COUNT", "SAY", "SUCH AS"], &rows));
     }
     if !unblocked_by.is_empty() {
         text.push_str("\nIt is placed as soon as\n");
@@ -110,7 +192,7 @@ fn row(worker: &WorkerExplanation) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::scheduler::{Failure, Outcome, PlacementRefusal, Whereabouts};
+    use rpc::pb::scheduler::{Failure, Outcome, PlacementRefusal, RefusingWorkers, Whereabouts};
 
     use super::*;
 
@@ -151,9 +233,40 @@ mod tests {
                 ..Default::default()
             }],
             unblocked_by: vec!["one: it is told to run again, and one of its tasks ends".to_owned()],
+            workers_known: 1,
+            ..Default::default()
         };
         let expected = "it waits, as number 3 of the queue\n\nWORKER  SAYS\none     is landing, is full (2 of 2 tasks)\n\n\
             It is placed as soon as\n  one: it is told to run again, and one of its tasks ends\n";
         assert_eq!(text(&response), expected);
+    }
+
+    #[test]
+    fn many_workers_are_told_together_and_the_wait_in_one_line() {
+        let refusal = PlacementRefusal { message: "are full".to_owned(), ..Default::default() };
+        let names = vec!["a".to_owned(), "b".to_owned()];
+        let group = RefusingWorkers { refusals: vec![refusal], count: 12, names };
+        let mut response = ExplainResponse {
+            verdict: Verdict::NotNow.into(),
+            queue_position: 3,
+            summary: "all 12 workers that could take it are full".to_owned(),
+            expected_wait: Some(rpc::duration(Duration::from_millis(40_400))),
+            expected_wait_basis: "a slot was held for 40 s".to_owned(),
+            workers_known: 12,
+            groups: vec![group],
+            ..Default::default()
+        };
+        let expected = "it waits, as number 3 of the queue: all 12 workers that could take it are full\n\
+            it may take about 40 s: a slot was held for 40 s\n\nOf all 12 workers\n\
+            COUNT  SAY       SUCH AS\n12     are full  a, b, …\n";
+        assert_eq!(text(&response), expected);
+        let line = "waiting, 3rd in the queue: all 12 workers that could take it are full";
+        assert_eq!(short(&response), format!("{line}; about 40 s"));
+        response.expected_wait = None;
+        response.expected_wait_basis = "unknown: none came free".to_owned();
+        assert_eq!(short(&response), line);
+        assert!(text(&response).contains("\nhow long that may take is unknown: none came free\n"));
+        let ordinals = [1, 2, 11, 12, 13, 21, 102, 111, 1013].map(ordinal);
+        assert_eq!(ordinals, ["1st", "2nd", "11th", "12th", "13th", "21st", "102nd", "111th", "1013th"]);
     }
 }

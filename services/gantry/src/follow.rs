@@ -5,9 +5,8 @@ use std::time::Duration;
 use anyhow::Context;
 use rpc::Reason;
 use rpc::pb::scheduler::{
-    CancelRequest, Finished, GetRequest, InputProgress, Whereabouts, WorkloadState, watch_response::Event,
+    CancelRequest, Finished, GetRequest, Whereabouts, WorkloadState, watch_response::Event,
 };
-use serde_json::json;
 use tokio::task::JoinSet;
 use tracing::Instrument;
 
@@ -15,7 +14,7 @@ use crate::attach::{Attached, Streams, attach, detach};
 use crate::connect::{Connection, Pause};
 use crate::error::{Interrupted, Refused, refused};
 use crate::exit;
-use crate::json as shown;
+use crate::narrate::{Waiting, said};
 use crate::output::{Sink, Which};
 use crate::signals::Signals;
 use crate::stdin::Stdin;
@@ -68,6 +67,8 @@ struct State {
     /// The exit code of whatever made us cancel it.
     asked: Option<u8>,
     cancelling: JoinSet<anyhow::Result<()>>,
+    /// Why it waits.
+    waiting: Waiting,
 }
 
 impl Follow<'_> {
@@ -90,6 +91,10 @@ impl Follow<'_> {
             }
             tokio::select! {
                 event = watch.next() => self.take(event?, &mut state),
+                Some(why) = state.waiting.next() => {
+                    self.ui.event("waiting", why.details);
+                    self.ui.note(&why.text);
+                }
                 code = signals.next() => self.signalled(code, &mut state).await?,
             }
         };
@@ -161,8 +166,9 @@ impl Follow<'_> {
 
     /// Says what happened, and keeps what we need of it.
     fn take(&self, event: Event, state: &mut State) {
+        state.waiting.over();
         if self.narrate {
-            self.say(&event);
+            self.say(&event, state);
         }
         match event {
             Event::Running(event) => state.running = event.whereabouts,
@@ -175,61 +181,20 @@ impl Follow<'_> {
         }
     }
 
-    fn say(&self, event: &Event) {
-        let ui = self.ui;
-        match event {
-            Event::Queued(queued) => {
-                ui.event("queued", json!({ "reasons": queued.reasons }));
-                match queued.reasons.as_slice() {
-                    [] => {}
-                    [reason] => ui.note(&format!("waits for a worker: {reason}")),
-                    reasons => ui.note(&format!("waits for a worker:\n  {}", reasons.join("\n  "))),
-                }
-            }
-            Event::Placed(placed) => {
-                let worker = placed.whereabouts.as_ref();
-                ui.event(
-                    "placed",
-                    json!({ "whereabouts": worker.map(shown::whereabouts), "reason": placed.reason }),
-                );
-                let name = worker.map_or("a worker", |worker| worker.worker_name.as_str());
-                ui.note(&format!("placed on {name}: {}", placed.reason));
-            }
-            Event::Preparing(_) => ui.event("preparing", json!({})),
-            Event::Materializing(materializing) => self.say_brought(&materializing.inputs),
-            Event::Running(running) => {
-                let worker = running.whereabouts.as_ref();
-                ui.event("running", json!({ "whereabouts": worker.map(shown::whereabouts) }));
-            }
-            Event::Publishing(_) => ui.event("publishing", json!({})),
-            // Said last, with the exit code.
-            Event::Finished(_) => {}
-        }
-    }
-
-    /// How far the inputs are that are brought to the worker.
-    fn say_brought(&self, inputs: &[InputProgress]) {
-        let shown = inputs.iter().map(|input| {
-            let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
-            json!({ "name": name, "bytes_done": bytes_done, "bytes_total": bytes_total, "waits_for": waits_for })
-        });
-        self.ui.event("materializing", json!({ "inputs": shown.collect::<Vec<_>>() }));
-        let mut waits = inputs.iter().filter(|input| !input.waits_for.is_empty()).peekable();
-        if waits.peek().is_some() {
-            for InputProgress { name, waits_for, .. } in waits {
-                self.ui.note(&format!("cannot bring {name} to the worker yet: {waits_for}"));
-            }
+    fn say(&self, event: &Event, state: &mut State) {
+        // Said last, with the exit code.
+        if matches!(event, Event::Finished(_)) {
             return;
         }
-        let names: Vec<_> = inputs.iter().map(|input| input.name.as_str()).collect();
-        let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
-        let (done, total) = (of(|input| input.bytes_done), of(|input| input.bytes_total));
-        let far = if total == 0 {
-            String::new()
-        } else {
-            format!(": {} of {}", crate::table::bytes(done), crate::table::bytes(total))
-        };
-        self.ui.note(&format!("brings {} to the worker{far}", names.join(", ")));
+        let said = said(event);
+        self.ui.event(said.name, said.details.clone());
+        if !said.is_news {
+            return;
+        }
+        match event {
+            Event::Queued(_) => state.waiting.changed(self.connection, &self.workload, said),
+            _ => said.text.lines().for_each(|line| self.ui.note(line)),
+        }
     }
 
     /// While there is nothing to detach from.

@@ -5,7 +5,7 @@
 use rpc::pb::{artifacts, scheduler};
 use serde_json::{Value, json};
 
-use crate::words;
+use crate::{explain, words};
 
 pub(crate) fn whereabouts(whereabouts: &scheduler::Whereabouts) -> Value {
     json!({
@@ -101,7 +101,15 @@ fn refusal(refusal: &scheduler::PlacementRefusal) -> Value {
         "message": refusal.message,
         "passing": refusal.duration() == scheduler::RefusalDuration::Passing,
         "ended_by": refusal.ended_by,
+        "limit": refusal.limit.as_ref().map(|limit| {
+            json!({ "of": limit.of, "limit": limit.limit, "amount": limit.amount })
+        }),
+        "labels": refusal.labels,
     })
+}
+
+fn score(score: &scheduler::StrategyScore) -> Value {
+    json!({ "strategy": score.strategy, "value": score.value })
 }
 
 pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
@@ -111,6 +119,14 @@ pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
             "worker_name": worker.worker_name,
             "refusals": worker.refusals.iter().map(refusal).collect::<Vec<_>>(),
             "standing": worker.standing,
+            "scores": worker.scores.iter().map(score).collect::<Vec<_>>(),
+        })
+    };
+    let group = |group: &scheduler::RefusingWorkers| {
+        json!({
+            "refusals": group.refusals.iter().map(refusal).collect::<Vec<_>>(),
+            "count": group.count,
+            "names": group.names,
         })
     };
     json!({
@@ -118,6 +134,12 @@ pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
         "queue_position": (explanation.queue_position > 0).then_some(explanation.queue_position),
         "workers": explanation.workers.iter().map(worker).collect::<Vec<_>>(),
         "unblocked_by": explanation.unblocked_by,
+        "summary": explanation.summary,
+        "expected_wait_seconds": explain::expected_seconds(explanation),
+        "expected_wait_basis": some(&explanation.expected_wait_basis),
+        "workers_known": explanation.workers_known,
+        "workers_willing": explanation.workers_willing,
+        "groups": explanation.groups.iter().map(group).collect::<Vec<_>>(),
     })
 }
 

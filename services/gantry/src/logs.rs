@@ -1,19 +1,25 @@
-//! `gantry attach`, `gantry logs` and `gantry cancel`: workloads that somebody submitted.
+//! `gantry attach`, `gantry logs`, `gantry watch` and `gantry cancel`: workloads that somebody submitted.
 
 use anyhow::bail;
+use prost_types::Timestamp;
+use rpc::pb::scheduler::watch_response::Event;
 use rpc::pb::scheduler::{Finished, Outcome, StdinMode, Workload, WorkloadState};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use crate::args::{AttachArgs, CancelArgs, WorkloadArgs};
+use crate::args::{AttachArgs, CancelArgs, WatchArgs, WorkloadArgs};
 use crate::connect::Connection;
+use crate::error::Interrupted;
+use crate::exit;
 use crate::follow::{self, Follow, OnSignal};
 use crate::json as shown;
 use crate::list::workload;
+use crate::narrate::{Waiting, said};
 use crate::signals::Signals;
 use crate::stdin;
-use crate::stdout::print_json;
+use crate::stdout::{print, print_json};
 use crate::ui::Ui;
-use crate::words;
+use crate::watch::Watch;
+use crate::words::{self, now};
 
 /// `gantry attach`. Answers the exit code.
 pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &Ui) -> anyhow::Result<u8> {
@@ -69,6 +75,49 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
     }
     ui.event("finished", shown::finished(&followed.finished, 0));
     Ok(())
+}
+
+/// `gantry watch`: everything that happens to a workload, from its submission to its end. Answers the exit code.
+pub(crate) async fn watch(
+    args: &WatchArgs,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<u8> {
+    let mut signals = Signals::catch()?;
+    let id = args.workload.to_string();
+    let (mut watch, mut waiting) = (Watch::new(connection, ui, id.clone()), Waiting::default());
+    loop {
+        let (at, event) = tokio::select! {
+            event = watch.next_at() => event?,
+            Some(why) = waiting.next() => {
+                happened(&now(), "waiting", why.details, &why.text, as_json)?;
+                continue;
+            }
+            code = signals.next() => return Err(Interrupted(code).into()),
+        };
+        waiting.over();
+        let said = said(&event);
+        happened(&at, said.name, said.details.clone(), &said.text, as_json)?;
+        match event {
+            Event::Queued(_) => waiting.changed(connection, &id, said),
+            Event::Finished(finished) => return Ok(exit::end(&finished, None).code),
+            _ => {}
+        }
+    }
+}
+
+/// Prints what has happened to a workload. `details` is an object.
+fn happened(at: &Timestamp, name: &str, details: Value, text: &str, as_json: bool) -> anyhow::Result<()> {
+    let at = words::instant(at);
+    if !as_json {
+        return print(&format!("{at}  {}\n", text.replace('\n', "\n    ")));
+    }
+    let mut event = json!({ "event": name, "at": at });
+    if let (Value::Object(event), Value::Object(details)) = (&mut event, details) {
+        event.extend(details);
+    }
+    print_json(&event)
 }
 
 /// `gantry cancel`. One that has ended stays as it is, which is said.

@@ -16,6 +16,7 @@ mod cat;
 mod check;
 mod cluster;
 mod connect;
+mod demand;
 mod download;
 mod error;
 mod exit;
@@ -27,6 +28,7 @@ mod json;
 mod landing;
 mod list;
 mod logs;
+mod narrate;
 mod output;
 mod progress;
 mod rules;
@@ -168,6 +170,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
     match command {
         Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
         Command::Logs(args) => return logs::logs(args, &connection, ui).await.map(|()| 0),
+        Command::Watch(args) => return logs::watch(args, &connection, ui, global.json).await,
         _ => {}
     }
     let mut signals = Signals::catch()?;
@@ -180,7 +183,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
 /// Commands that may be interrupted at any point.
 async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     match command {
-        Command::Explain(args) => explain::whatever(connection, &args.id, as_json).await?,
+        Command::Explain(args) => explain::whatever(connection, args, as_json).await?,
         Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
         Command::Upload(args) => {
             let artifact = upload::command(connection, ui, args).await?;
@@ -210,8 +213,9 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Unland(args) => landing::unland(connection, args, as_json).await?,
         Command::Retire(args) => landing::retire(connection, ui, args, as_json).await?,
         Command::Prune(args) => landing::prune(connection, args, as_json).await?,
+        Command::Demand => demand::demand(connection, as_json).await?,
         Command::Undelete(args) => why::undelete(connection, args, as_json).await?,
-        Command::Attach(_) | Command::Logs(_) | Command::Run(_) => {}
+        Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
     }
     Ok(())

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Context;
+use prost_types::Timestamp;
 use rpc::pb::scheduler::{WatchRequest, WatchResponse, watch_response::Event};
 use tokio::time::Instant;
 use tonic::Streaming;
@@ -31,6 +32,11 @@ impl<'a> Watch<'a> {
 
     /// The next event. Cancel safe.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Event> {
+        Ok(self.next_at().await?.1)
+    }
+
+    /// The next event, and when it happened. Cancel safe.
+    pub(crate) async fn next_at(&mut self) -> anyhow::Result<(Timestamp, Event)> {
         let mut pause = Pause::default();
         let give_up = Instant::now() + PATIENCE;
         loop {
@@ -49,7 +55,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    async fn try_next(&mut self) -> Result<Event, Refused> {
+    async fn try_next(&mut self) -> Result<(Timestamp, Event), Refused> {
         loop {
             let stream = match &mut self.stream {
                 Some(stream) => stream,
@@ -63,10 +69,10 @@ impl<'a> Watch<'a> {
                     self.stream.insert(response.into_inner())
                 }
             };
-            let WatchResponse { revision, event, .. } = stream.message().await?.ok_or_else(Refused::cut)?;
+            let WatchResponse { revision, event, at } = stream.message().await?.ok_or_else(Refused::cut)?;
             self.revision = revision;
             if let Some(event) = event {
-                return Ok(event);
+                return Ok((at.unwrap_or_default(), event));
             }
         }
     }

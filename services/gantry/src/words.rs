@@ -182,15 +182,20 @@ pub(crate) fn instant(at: &Timestamp) -> String {
 /// How long ago it was, by our clock.
 pub(crate) fn ago(at: Option<&Timestamp>) -> String {
     let Some(at) = at else { return String::new() };
-    duration(now().saturating_sub(since_1970(at)))
+    duration(passed().saturating_sub(since_1970(at)))
 }
 
 /// How long it is until then, by our clock. `None`: that is over.
 pub(crate) fn from_now(at: &Timestamp) -> Option<Duration> {
-    since_1970(at).checked_sub(now()).filter(|left| !left.is_zero())
+    since_1970(at).checked_sub(passed()).filter(|left| !left.is_zero())
 }
 
-fn now() -> Duration {
+/// The present, by our clock.
+pub(crate) fn now() -> Timestamp {
+    SystemTime::now().into()
+}
+
+fn passed() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
@@ -221,7 +226,7 @@ mod tests {
         assert_eq!(hex(&[0, 0xab, 0xff]), "00abff");
         assert_eq!(ago(None), "");
         assert_eq!(from_now(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), None);
-        let day = now() + Duration::from_secs(24 * 60 * 60);
+        let day = passed() + Duration::from_secs(24 * 60 * 60);
         let day = Timestamp { seconds: i64::try_from(day.as_secs()).expect("a number"), nanos: 0 };
         assert_eq!(from_now(&day).map(duration).as_deref(), Some("23 h"));
         assert_eq!(ago(Some(&Timestamp { seconds: i64::MAX, nanos: 0 })), "0 ms");

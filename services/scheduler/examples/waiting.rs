@@ -174,7 +174,7 @@ async fn explained(server: &Server, seconds: u64) -> anyhow::Result<Vec<Duration
         async move {
             let subject = Some(pb::explain_request::Subject::Spec(spec()));
             let begun = Instant::now();
-            placements.explain(pb::ExplainRequest { subject }).await?;
+            placements.explain(pb::ExplainRequest { subject, ..Default::default() }).await?;
             Ok(begun.elapsed())
         }
     };

@@ -3,14 +3,15 @@
 //! Judged by the same [`Index`] that places it.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use domain::workload::WorkloadSpec;
-use domain::{ArtifactId, Timestamp, WorkerId, WorkloadId};
+use domain::{ArtifactId, Timestamp, WorkloadId};
 use sea_orm::DbErr;
 use uuid::Uuid;
 
 use crate::entity::workload::State;
-use crate::placement::{Choice, Demand, Index, Location, Refusal};
+use crate::placement::{Choice, Demand, Group, Index, Location, Outlook, Refusal, Says, Tell};
 use crate::service::Scheduler;
 use crate::store::{Found, Inputs};
 use crate::workloads;
@@ -26,27 +27,22 @@ pub(crate) enum Verdict {
     Never,
 }
 
-/// What one worker says to it.
-#[derive(Debug)]
-pub(crate) struct Opinion {
-    pub(crate) worker: WorkerId,
-    pub(crate) name: String,
-    /// Empty: it would do.
-    pub(crate) refusals: Vec<Refusal>,
-    /// How it compares with others, where it would do.
-    pub(crate) standing: String,
-}
-
 /// What becomes of a workload, and why.
 #[derive(Debug)]
 pub(crate) struct Explanation {
     pub(crate) verdict: Verdict,
     /// From 1. 0: it would not wait.
     pub(crate) position: u64,
-    /// Those that would do, best first, then those that refuse, by name.
-    pub(crate) opinions: Vec<Opinion>,
+    /// What the workers say.
+    pub(crate) outlook: Outlook,
     /// Each alone is enough.
     pub(crate) unblocked_by: Vec<String>,
+    /// All of it, for people.
+    pub(crate) summary: String,
+    /// For how long it may wait. `None`: it would not, or that is unknown.
+    pub(crate) expected_wait: Option<Duration>,
+    /// What that rests on, for people.
+    pub(crate) expected_wait_basis: String,
 }
 
 /// A workload cannot be explained.
@@ -69,8 +65,23 @@ pub(crate) enum ExplainError {
     Database(#[from] DbErr),
 }
 
+/// Its place in the queue.
+#[derive(Debug, Clone, Copy)]
+struct Turn {
+    /// How many wait before it.
+    ahead: u64,
+    /// How many of them ask for the same workers.
+    rivals: u64,
+    /// One that asks for the same waits before it.
+    is_behind: bool,
+}
+
 /// What would become of `spec` if it were submitted now, with its inputs where the artifact store says that they are.
-pub(crate) async fn spec(scheduler: &Scheduler, spec: &WorkloadSpec) -> Result<Explanation, ExplainError> {
+pub(crate) async fn spec(
+    scheduler: &Scheduler,
+    spec: &WorkloadSpec,
+    tell: &Tell,
+) -> Result<Explanation, ExplainError> {
     let inputs =
         Inputs { artifacts: spec.artifacts(), caches: spec.caches.iter().map(|mount| mount.cache).collect() };
     let locations = match scheduler.store.find(&spec.team, &inputs).await.map_err(ExplainError::NotLocated)? {
@@ -82,13 +93,17 @@ pub(crate) async fn spec(scheduler: &Scheduler, spec: &WorkloadSpec) -> Result<E
     let now = Timestamp::now();
     let demand = Demand::of(spec, Uuid::now_v7());
     let priority = i64::from(spec.priority);
-    let (is_behind, ahead) = {
+    let turn = {
         let queue = scheduler.dispatch.queue();
-        (queue.is_before(&demand, priority, now), queue.ahead(priority, now, Uuid::max()))
+        Turn {
+            ahead: queue.ahead(priority, now, Uuid::max()),
+            rivals: queue.rivals(&demand, priority, now, Uuid::max()),
+            is_behind: queue.is_before(&demand, priority, now),
+        }
     };
-    let mut explanation = judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, is_behind);
-    if explanation.verdict == Verdict::NotNow {
-        explanation.position = ahead + 1;
+    let mut explanation = judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, turn, tell, now);
+    if explanation.verdict != Verdict::NotNow {
+        explanation.position = 0;
     }
     Ok(explanation)
 }
@@ -98,6 +113,7 @@ pub(crate) async fn workload(
     scheduler: &Scheduler,
     team: &str,
     id: WorkloadId,
+    tell: &Tell,
 ) -> Result<Explanation, ExplainError> {
     scheduler.dispatch.catch_up().await;
     let row = workloads::find(scheduler.db.read(), id).await?.filter(|row| row.team == team);
@@ -109,58 +125,151 @@ pub(crate) async fn workload(
     let demand = workloads::demand(&row)?;
     let locations = workloads::locations(&row)?;
     let since = Timestamp(row.submitted_at);
-    let (is_behind, ahead) = {
+    let turn = {
         let queue = scheduler.dispatch.queue();
-        let is_behind = queue.is_behind(&demand, row.priority, since, row.sequence);
-        (is_behind, queue.ahead(row.priority, since, row.sequence))
+        Turn {
+            ahead: queue.ahead(row.priority, since, row.sequence),
+            rivals: queue.rivals(&demand, row.priority, since, row.sequence),
+            is_behind: queue.is_behind(&demand, row.priority, since, row.sequence),
+        }
     };
-    let mut explanation = judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, is_behind);
-    explanation.position = ahead + 1;
-    Ok(explanation)
+    let now = Timestamp::now();
+    Ok(judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, turn, tell, now))
 }
 
-/// `is_behind`: one that asks for the same waits before it.
-fn judge(workers: &mut Index, demand: &Demand, locations: &[Location], is_behind: bool) -> Explanation {
+fn judge(
+    workers: &mut Index,
+    demand: &Demand,
+    locations: &[Location],
+    turn: Turn,
+    tell: &Tell,
+    now: Timestamp,
+) -> Explanation {
     let verdict = match workers.choose(demand, locations) {
-        Choice::Placed(_) if !is_behind => Verdict::Placed,
+        Choice::Placed(_) if !turn.is_behind => Verdict::Placed,
         Choice::Placed(_) | Choice::NotNow => Verdict::NotNow,
         Choice::Never => Verdict::Never,
     };
-    let mut opinions: Vec<_> = workers
-        .ranking(demand, locations)
-        .into_iter()
-        .map(|(worker, standing)| Opinion {
-            worker: worker.id,
-            name: worker.name.clone(),
-            refusals: Vec::new(),
-            standing,
-        })
-        .collect();
-    let best = opinions.len();
-    opinions.extend(workers.opinions(demand).into_iter().filter(|(_, refusals)| !refusals.is_empty()).map(
-        |(worker, refusals)| Opinion {
-            worker: worker.id,
-            name: worker.name.clone(),
-            refusals,
-            standing: String::new(),
-        },
-    ));
-    opinions[best..].sort_by(|one, other| one.name.cmp(&other.name));
-    let unblocked_by = if verdict == Verdict::Placed { Vec::new() } else { unblocked_by(demand, &opinions) };
-    Explanation { verdict, position: 0, opinions, unblocked_by }
+    // Where there are few, what would help is said of each.
+    let few = Tell { most: tell.most.max(FEW), only: tell.only.clone() };
+    let mut outlook = workers.outlook(demand, locations, &few, now);
+    let unblocked_by = match verdict {
+        Verdict::Placed => Vec::new(),
+        Verdict::NotNow | Verdict::Never => unblocked_by(demand, &outlook, verdict),
+    };
+    let summary = summary(verdict, &outlook);
+    outlook.opinions.truncate(tell.most);
+    let (expected_wait, expected_wait_basis) = match verdict {
+        Verdict::NotNow => expected_wait(&outlook, turn.rivals),
+        Verdict::Placed | Verdict::Never => (None, String::new()),
+    };
+    let position = turn.ahead + 1;
+    Explanation { verdict, position, outlook, unblocked_by, summary, expected_wait, expected_wait_basis }
 }
 
-/// What would let it be placed: for each worker, all that it refuses for would have to end.
-fn unblocked_by(demand: &Demand, opinions: &[Opinion]) -> Vec<String> {
-    let waiting = opinions.iter().any(|opinion| opinion.refusals.iter().all(Refusal::passes));
-    let mut lines = BTreeSet::new();
-    for opinion in opinions {
-        // Where waiting is enough somewhere, nobody has to change anything.
-        if waiting && !opinion.refusals.iter().all(Refusal::passes) {
-            continue;
+/// How long one may wait behind so many `rivals`, and what that rests on.
+fn expected_wait(outlook: &Outlook, rivals: u64) -> (Option<Duration>, String) {
+    let pace = &outlook.pace;
+    let workers = pace.workers;
+    if workers == 0 {
+        return (None, "unknown: no worker that is in contact could take it".to_owned());
+    }
+    match (pace.until_freed(rivals + 1), pace.held_for()) {
+        (Some(wait), Some(held_for)) => {
+            let held_for = held_for.as_secs_f64();
+            let whose = match workers {
+                1 => "of the worker that could take it".to_owned(),
+                _ => format!("of the {workers} workers that could take it"),
+            };
+            let basis = format!(
+                "lately a slot {whose} was held for {held_for:.1} s, and {rivals} before it ask for the same"
+            );
+            (Some(wait), basis)
         }
-        let ends: Vec<_> = opinion.refusals.iter().map(Refusal::ended_by).collect();
-        lines.insert(format!("{}: {}", opinion.name, ends.join(", and ")));
+        _ => (None, "unknown: no slot of a worker that could take it came free lately".to_owned()),
+    }
+}
+
+/// All of it in a few words.
+fn summary(verdict: Verdict, outlook: &Outlook) -> String {
+    match verdict {
+        Verdict::Placed => {
+            return match outlook.willing {
+                1 => format!("1 of {} workers would take it now", outlook.known),
+                willing => format!("{willing} of {} workers would take it now", outlook.known),
+            };
+        }
+        Verdict::Never => return "no worker that is known could ever take it".to_owned(),
+        Verdict::NotNow if outlook.known == 0 => return "no worker has registered yet".to_owned(),
+        Verdict::NotNow if outlook.willing > 0 => {
+            return "others that ask for the same are before it".to_owned();
+        }
+        Verdict::NotNow => {}
+    }
+    let could: Vec<_> = outlook.groups.iter().filter(|group| group.passes()).collect();
+    let count: usize = could.iter().map(|group| group.count).sum();
+    match (could.as_slice(), count) {
+        ([], _) => "no worker that is known could take it".to_owned(),
+        ([only], 1) => format!("the only worker that could take it, {}, {}", only.names.join(""), one(only)),
+        ([all], count) => format!("all {count} workers that could take it {}", all.words()),
+        (several, count) => {
+            let parts = several.iter().map(|group| match group.count {
+                1 => format!("{} {}", group.names.join(""), one(group)),
+                some => format!("{some} {}", group.words()),
+            });
+            let parts: Vec<_> = parts.collect();
+            format!("of {count} workers that could take it {}", parts.join(", "))
+        }
+    }
+}
+
+/// What a group of one says.
+fn one(group: &Group) -> String {
+    let words: Vec<_> = group.refusals.iter().map(ToString::to_string).collect();
+    words.join(" and ")
+}
+
+/// Up to how many workers what would help is said of each alone.
+const FEW: usize = 10;
+
+/// How many of a group are named here.
+const NAMED: usize = 3;
+
+/// What would let it be placed: for each worker, or each group of them, all that it refuses for would have to end.
+fn unblocked_by(demand: &Demand, outlook: &Outlook, verdict: Verdict) -> Vec<String> {
+    let mut lines = BTreeSet::new();
+    let waiting = verdict == Verdict::NotNow && outlook.known > 0;
+    if outlook.willing > 0 && waiting {
+        lines.insert("those before it that ask for the same are placed".to_owned());
+    }
+    let few: Option<Vec<_>> = (outlook.known <= FEW && outlook.opinions.len() == outlook.known).then(|| {
+        let refusing = outlook.opinions.iter().filter_map(|opinion| match &opinion.says {
+            Says::WouldNot(refusals) => Some((&opinion.name, refusals)),
+            Says::Would(_) => None,
+        });
+        refusing.collect()
+    });
+    // Where waiting is enough somewhere, nobody has to change anything.
+    let helps = |refusals: &[Refusal]| !waiting || refusals.iter().all(Refusal::passes);
+    match few {
+        Some(few) => {
+            for (name, refusals) in few.into_iter().filter(|(_, refusals)| helps(refusals)) {
+                let ends: Vec<_> = refusals.iter().map(Refusal::ended_by).collect();
+                lines.insert(format!("{name}: {}", ends.join(", and ")));
+            }
+        }
+        None => {
+            for group in outlook.groups.iter().filter(|group| helps(&group.refusals)) {
+                let named = group.names.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
+                let more = if group.count > NAMED { ", …" } else { "" };
+                let (who, ended_by): (_, fn(&Refusal) -> String) = match group.count {
+                    1 => (named, Refusal::ended_by),
+                    count => (format!("one of {count} workers ({named}{more})"), Refusal::ended_by_of_many),
+                };
+                let ends: Vec<_> = group.refusals.iter().map(ended_by).collect();
+                lines.insert(format!("{who}: {}", ends.join(", and ")));
+            }
+        }
     }
     let mut lines: Vec<_> = lines.into_iter().collect();
     if !waiting {

@@ -1,17 +1,163 @@
 //! What operators see of the scheduler's rows: counted when they look.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use db::Database;
+use domain::Timestamp;
 use sea_orm::{
     ActiveEnum, ColumnTrait, ConnectionTrait, DbErr, EntityTrait, Iterable, PaginatorTrait, QueryFilter,
     QuerySelect, Statement,
 };
 
 use crate::entity::{lease, worker, workload};
+use crate::placement::{CODES, DecidedBy, Placement, WAITS_FOR};
+use crate::service::Scheduler;
+
+/// How many teams have gauges of their own. All others are one.
+const TEAMS: usize = 100;
+
+/// The name of all others.
+const OTHER: &str = "other";
+
+/// Something was placed, as far as this replica remembers.
+pub(crate) fn placed(placement: &Placement) {
+    metrics::counter!("gantry_scheduler_placements_total", "decided_by" => placement.decided_by.name())
+        .increment(1);
+}
+
+/// Something was not placed at once, for these reasons.
+pub(crate) fn refused(codes: impl IntoIterator<Item = &'static str>) {
+    for code in codes {
+        metrics::counter!("gantry_scheduler_refusals_total", "reason" => code).increment(1);
+    }
+}
+
+/// What was asked for together was answered after this time.
+pub(crate) fn decided_in(time: Duration) {
+    metrics::histogram!("gantry_scheduler_decision_seconds").record(time);
+}
 
 /// Sets the gauges whenever somebody reads them.
-pub(crate) fn add(db: Database, host: &server::Host) {
+pub(crate) fn add(scheduler: Scheduler, host: &server::Host) {
+    describe();
+    // What has not happened yet is 0, and not missing.
+    for decided_by in DecidedBy::all() {
+        metrics::counter!("gantry_scheduler_placements_total", "decided_by" => decided_by.name()).absolute(0);
+    }
+    for code in CODES {
+        metrics::counter!("gantry_scheduler_refusals_total", "reason" => code).absolute(0);
+    }
+    _ = metrics::histogram!("gantry_scheduler_decision_seconds");
+    let shown = Arc::new(Mutex::new(Shown::default()));
+    host.add_gauges(move || {
+        let (scheduler, shown) = (scheduler.clone(), shown.clone());
+        async move {
+            let waiting = waiting(&scheduler, Timestamp::now());
+            shown.lock().unwrap_or_else(PoisonError::into_inner).show(waiting);
+            let drift = scheduler.drift.total();
+            for (what, count) in [("missing", drift.missing), ("stray", drift.stray)] {
+                metrics::gauge!("gantry_scheduler_leases_drift", "what" => what).set(count as f64);
+            }
+            if let Err(error) = set(&scheduler.db).await {
+                tracing::debug!(error = domain::chain(&error), "cannot count for metrics");
+            }
+        }
+    });
+}
+
+/// Those of a team that wait for the same reason.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Waiting {
+    count: usize,
+    /// For how long the oldest has.
+    oldest: Duration,
+}
+
+/// Who waits, by team and reason.
+fn waiting(scheduler: &Scheduler, now: Timestamp) -> HashMap<(String, &'static str), Waiting> {
+    let lines: Vec<_> = {
+        let queue = scheduler.dispatch.queue();
+        queue.demand().map(|(demand, count, oldest)| (demand.clone(), count, oldest)).collect()
+    };
+    let mut waiting = HashMap::<_, Waiting>::new();
+    for (demand, count, oldest) in lines {
+        // Each for itself, so that nothing that is placed waits for all of them.
+        let reason = scheduler.dispatch.workers.lock().waits_for(&demand);
+        let of = waiting.entry((demand.shape.team.clone(), reason)).or_default();
+        of.count += count;
+        of.oldest = of.oldest.max(now.since(oldest));
+    }
+    waiting
+}
+
+/// What is shown of those that wait, so that what is over becomes 0.
+#[derive(Debug, Default)]
+struct Shown {
+    teams: HashSet<String>,
+    labels: HashSet<(String, &'static str)>,
+}
+
+impl Shown {
+    fn show(&mut self, waiting: HashMap<(String, &'static str), Waiting>) {
+        for ((team, reason), now) in self.now(waiting) {
+            let labels = [("team", team), ("reason", reason.to_owned())];
+            metrics::gauge!("gantry_scheduler_queue_length", &labels).set(now.count as f64);
+            metrics::gauge!("gantry_scheduler_queue_oldest_seconds", &labels).set(now.oldest.as_secs_f64());
+        }
+    }
+
+    fn now(
+        &mut self,
+        waiting: HashMap<(String, &'static str), Waiting>,
+    ) -> HashMap<(String, &'static str), Waiting> {
+        let none = WAITS_FOR.into_iter().map(|reason| (OTHER.to_owned(), reason));
+        let none = none.chain(self.labels.drain()).map(|labels| (labels, Waiting::default()));
+        let mut now: HashMap<_, _> = none.collect();
+        let mut waiting: Vec<_> = waiting.into_iter().collect();
+        // Of many that are new the largest are shown.
+        waiting.sort_by_key(|(_, waiting)| std::cmp::Reverse(waiting.count));
+        for ((team, reason), more) in waiting {
+            let is_shown = self.teams.contains(&team) || self.teams.len() < TEAMS;
+            let team = if is_shown { team } else { OTHER.to_owned() };
+            if is_shown {
+                self.teams.insert(team.clone());
+            }
+            let of = now.entry((team, reason)).or_default();
+            of.count += more.count;
+            of.oldest = of.oldest.max(more.oldest);
+        }
+        self.labels = now.keys().cloned().collect();
+        now
+    }
+}
+
+fn describe() {
+    metrics::describe_gauge!(
+        "gantry_scheduler_queue_length",
+        "Workloads that wait for a worker, by team and by what they wait for."
+    );
+    metrics::describe_gauge!(
+        "gantry_scheduler_queue_oldest_seconds",
+        "For how long the oldest of them has waited."
+    );
+    metrics::describe_counter!(
+        "gantry_scheduler_placements_total",
+        "What was placed by this replica, by what made the difference between the worker and the next best."
+    );
+    metrics::describe_counter!(
+        "gantry_scheduler_refusals_total",
+        "What was not placed at once by this replica, by each reason that workers had."
+    );
+    metrics::describe_histogram!(
+        "gantry_scheduler_decision_seconds",
+        "How long this replica took to decide and grant what was asked for together."
+    );
+    metrics::describe_gauge!(
+        "gantry_scheduler_leases_drift",
+        "Leases that their workers do not have, or have although they ended, for longer than messages take. Not 0: a defect."
+    );
     metrics::describe_gauge!("gantry_scheduler_workers", "Workers, by whether they are in contact.");
     metrics::describe_gauge!(
         "gantry_scheduler_workers_out_of_service",
@@ -31,14 +177,6 @@ pub(crate) fn add(db: Database, host: &server::Host) {
         "How much the counters of workers and their leases disagree. Not 0: a defect."
     );
     metrics::describe_gauge!("gantry_scheduler_outbox", "What the artifact store has not acknowledged yet.");
-    host.add_gauges(move || {
-        let db = db.clone();
-        async move {
-            if let Err(error) = set(&db).await {
-                tracing::debug!(error = domain::chain(&error), "cannot count for metrics");
-            }
-        }
-    });
 }
 
 async fn set(db: &Database) -> Result<(), DbErr> {
@@ -107,6 +245,24 @@ async fn set(db: &Database) -> Result<(), DbErr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_waits_no_more_becomes_none_and_teams_beyond_the_bound_are_one() {
+        let waiting = |count: usize| Waiting { count, oldest: Duration::from_secs(count as u64) };
+        let of = |team: usize, reason: &'static str| (format!("team-{team:03}"), reason);
+        let mut shown = Shown::default();
+        let now = shown.now((0..150).map(|team| (of(team, "FULL"), waiting(1000 - team))).collect());
+        assert_eq!(now[&of(99, "FULL")], waiting(901));
+        assert!(!now.contains_key(&of(100, "FULL")));
+        let others = now[&(OTHER.to_owned(), "FULL")];
+        assert_eq!(others, Waiting { count: (851..=900).sum(), oldest: Duration::from_secs(900) });
+        let now = shown.now(HashMap::from([(of(7, "STALLED"), waiting(1)), (of(120, "FULL"), waiting(2))]));
+        assert_eq!(now[&of(7, "FULL")], Waiting::default());
+        assert_eq!(now[&of(7, "STALLED")], waiting(1));
+        assert_eq!(now[&(OTHER.to_owned(), "FULL")], waiting(2));
+        assert_eq!(now.len(), 100 + WAITS_FOR.len() + 1);
+        assert!(shown.now(HashMap::new()).values().all(|waiting| waiting.count == 0));
+    }
 
     #[tokio::test]
     async fn everything_is_counted_on_both_databases() {

@@ -12,7 +12,9 @@
 //! of leases is done afterwards.
 
 mod config;
+mod demand;
 mod dispatch;
+mod drift;
 mod effects;
 mod entity;
 mod events;
@@ -111,6 +113,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         hints: hints::Hints::default(),
         dispatch,
         gossip: gossip::Gossip::new(),
+        drift: drift::Drift::default(),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };
@@ -143,7 +146,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         let db = db.clone();
         async move { db.answers().await }
     });
-    gauges::add(scheduler.db, host);
+    gauges::add(scheduler, host);
     Ok(())
 }
 

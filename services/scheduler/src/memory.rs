@@ -188,7 +188,7 @@ impl Memory {
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
             better |= index.get(worker.id).is_none_or(|known| is_better(known, &worker));
-            index.put(worker);
+            index.observe(worker, self.facts.now);
         }
         Ok(better)
     }

@@ -187,9 +187,28 @@ impl Queue {
         before.sum()
     }
 
+    /// How many of those before it ask for the same platform and tags as `demand`, and so for the same workers.
+    pub(crate) fn rivals(&self, demand: &Demand, priority: i64, since: Timestamp, sequence: Uuid) -> u64 {
+        let position = self.position(priority, since, sequence);
+        let asks_alike = |line: &&Line| {
+            let (shape, only, ..) = &line.key;
+            shape.platform == demand.shape.platform && shape.tags == demand.shape.tags && *only == demand.only
+        };
+        let before = self.lines.values().filter(asks_alike);
+        before.map(|line| line.waiting.range(..position).count() as u64).sum()
+    }
+
     /// The first of each line, with how many wait in it.
     pub(crate) fn lines(&self) -> impl Iterator<Item = (&Waiting, usize)> {
         self.lines.values().filter_map(|line| Some((line.waiting.values().next()?, line.waiting.len())))
+    }
+
+    /// What those of each line ask for, how many they are, and since when the oldest waits.
+    pub(crate) fn demand(&self) -> impl Iterator<Item = (&Arc<Demand>, usize, Timestamp)> {
+        self.lines.values().filter_map(|line| {
+            let oldest = line.waiting.values().map(|waiting| waiting.since).min()?;
+            Some((&line.waiting.values().next()?.demand, line.waiting.len(), oldest))
+        })
     }
 
     /// Of the first `count` that ask for the same as `demand`, those that were told other reasons.

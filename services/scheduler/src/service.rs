@@ -17,6 +17,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::config::Config;
 use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, Request, SubmitError};
+use crate::drift::Drift;
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy};
 use crate::entity::worker;
@@ -45,6 +46,7 @@ pub(crate) struct Scheduler {
     pub(crate) hints: Hints,
     pub(crate) dispatch: Dispatch,
     pub(crate) gossip: Gossip,
+    pub(crate) drift: Drift,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
 }

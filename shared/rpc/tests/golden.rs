@@ -166,6 +166,8 @@ fn of_the_scheduler(corpus: &mut Corpus) {
                 team: text("main"),
                 workload_id: text(ID),
             })),
+            max_workers: 1,
+            workers: vec![text("one")],
         },
     );
     let refusal = PlacementRefusal {
@@ -173,6 +175,16 @@ fn of_the_scheduler(corpus: &mut Corpus) {
         message: text("is full (2 of 2 tasks)"),
         duration: RefusalDuration::Passing.into(),
         ended_by: text("one of its tasks ends"),
+        limit: Some(ReachedLimit { of: text("tasks"), limit: 2, amount: 2 }),
+        labels: Vec::new(),
+    };
+    let of_many = PlacementRefusal {
+        reason: text("MISSING_TAGS"),
+        message: text("lack the tags gpu"),
+        duration: RefusalDuration::Lasting.into(),
+        ended_by: text("it has the tags gpu"),
+        limit: None,
+        labels: vec![text("gpu")],
     };
     corpus.add(
         "full",
@@ -184,8 +196,19 @@ fn of_the_scheduler(corpus: &mut Corpus) {
                 worker_name: text("one"),
                 refusals: vec![refusal],
                 standing: String::new(),
+                scores: vec![StrategyScore { strategy: text("limit-active-tasks"), value: LARGE }],
             }],
             unblocked_by: vec![text("one: one of its tasks ends")],
+            summary: text("the only worker that could take it, one, is full (2 of 2 tasks)"),
+            expected_wait: duration(40, 1),
+            expected_wait_basis: text("lately a slot was held for 40 s"),
+            workers_known: LARGE,
+            workers_willing: 0,
+            groups: vec![RefusingWorkers {
+                refusals: vec![of_many],
+                count: LARGE - 1,
+                names: vec![text("other")],
+            }],
         },
     );
 }

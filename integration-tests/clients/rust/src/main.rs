@@ -394,7 +394,7 @@ async fn main() -> anyhow::Result<()> {
     ensure!(status.code() == Code::FailedPrecondition && info.reason == "NO_COMPATIBLE_WORKER", "{status}");
     println!("refused: {} of {}, {:?}", info.reason, info.domain, info.metadata);
 
-    let request = ExplainRequest { subject: Some(explain_request::Subject::Spec(impossible)) };
+    let request = ExplainRequest { subject: Some(explain_request::Subject::Spec(impossible)), ..Default::default() };
     let explain = async || client.placements.clone().explain(request.clone()).await;
     let explained = retry("gantry.scheduler.v1.Placements", "Explain", explain).await?;
     ensure!(explained.verdict() == Verdict::Never, "{explained:?}");

@@ -16,7 +16,7 @@ mod asking;
 mod round;
 mod turns;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -31,6 +31,7 @@ use crate::config::Config;
 use crate::dispatch::asking::Asking;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
+use crate::gauges;
 use crate::grants::{self, Done, Plan};
 use crate::memory::{Memory, Workers};
 use crate::placement::{Choice, Demand, Load, Location, Placement, Refusals, Resources, Shape};
@@ -202,7 +203,7 @@ pub(crate) struct Dispatcher {
     /// When it was counted last how many slots each team holds.
     held_at: Option<Timestamp>,
     /// Why demands of a shape wait, as those who wait for that were told.
-    reasons: HashMap<Arc<Shape>, Arc<[String]>>,
+    reasons: HashMap<Arc<Shape>, Why>,
 }
 
 impl Dispatcher {
@@ -258,6 +259,7 @@ impl Dispatcher {
     fn take(&self, placement: &Placement, kind: Kind, requests: &Resources, taken: &mut Taken) {
         let mut workers = self.memory.workers.lock();
         let Some(load) = workers.get(placement.worker).map(|worker| worker.load) else { return };
+        gauges::placed(placement);
         taken.0.push((placement.worker, load));
         workers.load(placement.worker, load.with(kind, requests));
     }
@@ -265,22 +267,43 @@ impl Dispatcher {
     /// Why nobody takes `demand` now, for those who wait for that.
     fn reasons(&mut self, demand: &Demand) -> Arc<[String]> {
         // Told anew when that changes: see [`Dispatcher::tell_why`].
-        if let Some(known) = self.reasons.get(&demand.shape) {
-            return known.clone();
+        if !self.reasons.contains_key(&demand.shape) {
+            self.reasons_now(demand);
         }
-        self.reasons_now(demand)
+        let Some(why) = self.reasons.get(&demand.shape) else { return Arc::default() };
+        gauges::refused(why.codes.iter().copied());
+        why.lines.clone()
     }
 
     /// The same, as it is now.
     fn reasons_now(&mut self, demand: &Demand) -> Arc<[String]> {
         let mut workers = self.memory.workers.lock();
-        let reasons: Arc<[String]> = match workers.choose(demand, &[]) {
-            Choice::Placed(_) => Arc::new(["others that ask for the same are before it".to_owned()]),
-            Choice::NotNow | Choice::Never => workers.refusals(demand).lines().into(),
+        let why = match workers.choose(demand, &[]) {
+            Choice::Placed(_) => Why::others_are_before(),
+            Choice::NotNow | Choice::Never => Why::of(&workers.refusals(demand)),
         };
         drop(workers);
-        self.reasons.insert(demand.shape.clone(), reasons.clone());
-        reasons
+        let lines = why.lines.clone();
+        self.reasons.insert(demand.shape.clone(), why);
+        lines
+    }
+}
+
+/// Why demands of a shape wait.
+#[derive(Debug, Clone)]
+struct Why {
+    lines: Arc<[String]>,
+    codes: BTreeSet<&'static str>,
+}
+
+impl Why {
+    fn others_are_before() -> Self {
+        let lines = Arc::new(["others that ask for the same are before it".to_owned()]);
+        Self { lines, codes: BTreeSet::new() }
+    }
+
+    fn of(refusals: &Refusals) -> Self {
+        Self { lines: refusals.lines().into(), codes: refusals.codes() }
     }
 }
 
@@ -330,7 +353,9 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             tracing::warn!(error = %error, "cannot place what waits");
         }
         if !requests.is_empty() {
+            let began = Instant::now();
             dispatcher.round(std::mem::take(&mut requests), Timestamp::now(), &mut effects).await;
+            gauges::decided_in(began.elapsed());
             scheduler.announce_granted(std::mem::take(&mut effects));
             if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
                 tracing::warn!(error = %error, "cannot place what waits");

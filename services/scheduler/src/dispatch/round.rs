@@ -16,6 +16,7 @@ use crate::entity::lease::Kind;
 use crate::entity::workload::{self, State};
 use crate::entity::{lease, to_json, worker};
 use crate::events::Whereabouts;
+use crate::gauges;
 use crate::grants::{Done, Grant, Holder, Known, Pinned, Plan};
 use crate::leases;
 use crate::placement::{Choice, Demand, Location, Placement, Refusals};
@@ -351,6 +352,8 @@ impl Dispatcher {
         // A repeat is no news, whatever has become of the workers.
         let known = leases::find_all(self.db.read(), &leases).await;
         for (unit, why) in refused {
+            let (Refused::Never(said) | Refused::NotNow(said)) = &why;
+            gauges::refused(said.codes());
             match unit {
                 Unit::Workload(submitted) => {
                     let (Refused::Never(refusals) | Refused::NotNow(refusals)) = why;

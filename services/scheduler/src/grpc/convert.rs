@@ -9,12 +9,13 @@ use rpc::pb::scheduler as pb;
 use rpc::{invalid_field, timestamp};
 use tonic::Status;
 
+use crate::demand;
 use crate::entity::gone_worker::{self, WorkerEnd};
 use crate::entity::{worker, workload};
 use crate::events::{Event, InputProgress, Revision, Whereabouts};
-use crate::explain::{Explanation, Opinion, Verdict};
+use crate::explain::{Explanation, Verdict};
 use crate::outcome::Ending;
-use crate::placement::{self, Refusal};
+use crate::placement::{self, Group, Opinion, Outlook, Refusal, Resources, Says, Standing, Strategy, Tell};
 use crate::workers::Worker;
 use crate::workloads::Workload;
 
@@ -181,24 +182,85 @@ pub(super) fn gone_worker(gone: gone_worker::Model) -> pb::GoneWorker {
     }
 }
 
+/// How many workers an explanation tells one by one.
+const TOLD: usize = 20;
+
+/// How many at most.
+const TOLD_AT_MOST: u32 = 10_000;
+
+/// How many may be asked for by name.
+const NAMED: usize = 1000;
+
+pub(super) fn parse_tell(max_workers: u32, workers: Vec<String>) -> Result<Tell, Status> {
+    if max_workers > TOLD_AT_MOST {
+        return Err(invalid_field("max_workers", format!("must be 0 to {TOLD_AT_MOST}")));
+    }
+    if workers.len() > NAMED {
+        return Err(invalid_field("workers", format!("must be at most {NAMED}")));
+    }
+    let most = match (usize::try_from(max_workers).unwrap_or(0), workers.len()) {
+        (0, named) => named.max(TOLD),
+        (most, _) => most,
+    };
+    let only = (!workers.is_empty()).then(|| {
+        let ids = workers.iter().filter_map(|worker| worker.parse().ok()).collect();
+        (ids, workers.into_iter().collect())
+    });
+    Ok(Tell { most, only })
+}
+
 pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
     let verdict = match explanation.verdict {
         Verdict::Placed => pb::Verdict::Placed,
         Verdict::NotNow => pb::Verdict::NotNow,
         Verdict::Never => pb::Verdict::Never,
     };
-    let opinion = |opinion: Opinion| pb::WorkerExplanation {
-        worker_id: opinion.worker.to_string(),
-        worker_name: opinion.name,
-        refusals: opinion.refusals.iter().map(refusal).collect(),
-        standing: opinion.standing,
-    };
+    let Outlook { known, willing, opinions, groups, pace: _ } = explanation.outlook;
     pb::ExplainResponse {
         verdict: verdict.into(),
         queue_position: explanation.position,
-        workers: explanation.opinions.into_iter().map(opinion).collect(),
+        workers: opinions.into_iter().map(opinion).collect(),
         unblocked_by: explanation.unblocked_by,
+        summary: explanation.summary,
+        expected_wait: explanation.expected_wait.map(rpc::duration),
+        expected_wait_basis: explanation.expected_wait_basis,
+        workers_known: known as u64,
+        workers_willing: willing as u64,
+        groups: groups.into_iter().map(group).collect(),
     }
+}
+
+fn opinion(opinion: Opinion) -> pb::WorkerExplanation {
+    let (refusals, standing) = match opinion.says {
+        Says::Would(standing) => (Vec::new(), Some(standing)),
+        Says::WouldNot(refusals) => (refusals.iter().map(refusal).collect(), None),
+    };
+    let (standing, scores) = standing.map_or_else(Default::default, |Standing { words, scores }| {
+        let score =
+            |(strategy, value): (Strategy, u64)| pb::StrategyScore { strategy: strategy.to_string(), value };
+        (words, scores.into_iter().map(score).collect())
+    });
+    pb::WorkerExplanation {
+        worker_id: opinion.worker.to_string(),
+        worker_name: opinion.name,
+        refusals,
+        standing,
+        scores,
+    }
+}
+
+fn group(group: Group) -> pb::RefusingWorkers {
+    let of_many = |one: &Refusal| match group.count {
+        1 => refusal(one),
+        _ => pb::PlacementRefusal {
+            message: one.of_many(),
+            ended_by: one.ended_by_of_many(),
+            limit: None,
+            ..refusal(one)
+        },
+    };
+    let refusals = group.refusals.iter().map(of_many).collect();
+    pb::RefusingWorkers { refusals, count: group.count as u64, names: group.names }
 }
 
 fn refusal(refusal: &Refusal) -> pb::PlacementRefusal {
@@ -208,6 +270,108 @@ fn refusal(refusal: &Refusal) -> pb::PlacementRefusal {
         message: refusal.to_string(),
         duration: duration.into(),
         ended_by: refusal.ended_by(),
+        limit: refusal.limit().map(|(of, limit, amount)| pb::ReachedLimit {
+            of: of.to_owned(),
+            limit,
+            amount,
+        }),
+        labels: refusal.labels(),
+    }
+}
+
+pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<demand::Ask, Status> {
+    let bounded = |field: &str, count: u32, default: usize| match usize::try_from(count) {
+        Ok(0) => Ok(default),
+        Ok(count) if count <= NAMED => Ok(count),
+        _ => Err(invalid_field(field, format!("must be at most {NAMED}"))),
+    };
+    let replicas = pb::ReplicaCheck::try_from(request.replica_check).map_err(|_| {
+        invalid_field("replica_check", format!("{} is not a value of this enum", request.replica_check))
+    })?;
+    Ok(demand::Ask {
+        shapes: bounded("max_shapes", request.max_shapes, 100)?,
+        removable: bounded("max_removable", request.max_removable, 10)?,
+        replicas: replicas == pb::ReplicaCheck::Each,
+    })
+}
+
+pub(super) fn feed(feed: demand::Feed, now: Timestamp) -> pb::GetDemandResponse {
+    pb::GetDemandResponse {
+        waiting: feed.waiting as u64,
+        waiting_for_none: feed.for_none as u64,
+        oldest_since: feed.oldest.map(timestamp),
+        demand: feed.demand.into_iter().map(waiting_shape).collect(),
+        supply: feed.supply.into_iter().map(worker_shape).collect(),
+        removable: feed.removable.into_iter().map(|worker| removable(worker, now)).collect(),
+    }
+}
+
+fn waiting_shape(waiting: demand::Waiting) -> pb::WaitingShape {
+    let shape = &*waiting.shape;
+    let process = shape.process.as_ref().map(|process| pb::ProcessRequirements {
+        image_kind: process.image_kind.clone().into_owned(),
+        resource_type: process.resource_type.clone().unwrap_or_default(),
+        capabilities: process.capabilities.iter().map(|name| name.clone().into_owned()).collect(),
+    });
+    let Resources { cpu_millis, memory_bytes, disk_bytes } = shape.requests;
+    let requests = (shape.requests != Resources::default()).then_some(pb::ResourceRequests {
+        cpu_millis,
+        memory_bytes,
+        disk_bytes,
+    });
+    let team_workers = match waiting.keeps_to_its_own {
+        true => pb::TeamWorkers::Own,
+        false => pb::TeamWorkers::Any,
+    };
+    pb::WaitingShape {
+        team: shape.team.clone(),
+        platform: shape.platform.clone(),
+        tags: shape.tags.clone(),
+        process,
+        requests,
+        team_workers: team_workers.into(),
+        count: waiting.count as u64,
+        count_for_none: waiting.for_none as u64,
+        oldest_since: Some(timestamp(waiting.oldest)),
+        waits_for: waiting.waits_for.to_owned(),
+        never_for: waiting.never_for,
+    }
+}
+
+fn worker_shape(supply: demand::Supply) -> pb::WorkerShape {
+    let demand::Supply { labels, workers, in_service, idle, slots_in_use, slots_free, without_limit } =
+        supply;
+    let labels = Arc::unwrap_or_clone(labels);
+    pb::WorkerShape {
+        platform: labels.platform,
+        tags: labels.tags,
+        team: labels.team.unwrap_or_default(),
+        image_kinds: labels.image_kinds,
+        capabilities: labels.capabilities,
+        workers: workers as u64,
+        workers_in_service: in_service as u64,
+        workers_idle: idle as u64,
+        slots_in_use,
+        slots_free,
+        workers_without_limit: without_limit as u64,
+    }
+}
+
+fn removable(worker: demand::Removable, now: Timestamp) -> pb::RemovableWorker {
+    let would_lose = match worker.would_lose {
+        Some(true) => pb::WouldLose::Something,
+        Some(false) => pb::WouldLose::Nothing,
+        None => pb::WouldLose::Unspecified,
+    };
+    pb::RemovableWorker {
+        worker_id: worker.id.to_string(),
+        reason: worker.words(now),
+        worker_name: worker.name,
+        leases: worker.leases,
+        kept_containers: worker.kept_containers,
+        kept_volumes: worker.kept_volumes,
+        idle_since: worker.idle_since.map(timestamp),
+        would_lose: would_lose.into(),
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::worker::LeaseClaims;
-use domain::{ArtifactId, CacheId, LeaseId, WorkerId};
+use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
 use rpc::{Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
@@ -13,6 +13,7 @@ use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
 use super::{Reasoned, convert, database, invalid_token};
+use crate::demand;
 use crate::dispatch::{Ask, Granted, PlaceError, Placed};
 use crate::entity::lease::{self, Kind};
 use crate::entity::to_json;
@@ -112,18 +113,29 @@ impl Placements for PlacementsService {
         request: Request<pb::ExplainRequest>,
     ) -> Result<Response<pb::ExplainResponse>, Status> {
         use pb::explain_request::Subject;
-        let explained = match required("subject", request.into_inner().subject)? {
+        let pb::ExplainRequest { subject, max_workers, workers } = request.into_inner();
+        let tell = convert::parse_tell(max_workers, workers)?;
+        let explained = match required("subject", subject)? {
             Subject::Spec(spec) => {
                 let spec = rpc::spec::parse(spec)?;
-                explain::spec(&self.0, &spec).await
+                explain::spec(&self.0, &spec, &tell).await
             }
             Subject::Workload(waiting) => {
                 let team = parse_team("workload.team", waiting.team)?;
                 let id = parse_id("workload.workload_id", &waiting.workload_id)?;
-                explain::workload(&self.0, &team, id).await
+                explain::workload(&self.0, &team, id, &tell).await
             }
         };
         Ok(Response::new(convert::explanation(explained.map_err(Reasoned::status)?)))
+    }
+
+    async fn get_demand(
+        &self,
+        request: Request<pb::GetDemandRequest>,
+    ) -> Result<Response<pb::GetDemandResponse>, Status> {
+        let ask = convert::parse_demand(&request.into_inner())?;
+        let feed = demand::feed(&self.0, ask).await.map_err(|error| database("tell the demand", &error))?;
+        Ok(Response::new(convert::feed(feed, Timestamp::now())))
     }
 }
 

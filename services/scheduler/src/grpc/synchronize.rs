@@ -3,7 +3,7 @@
 //! Both directions carry complete states, so nothing is kept here that a reconnect would miss: what was sent is remembered only to
 //! send less. A gateway that shuts down ends its side of the stream; one whose stream breaks is waited for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use domain::worker::{Marker, SessionClaims};
@@ -19,6 +19,7 @@ use tonic::{Status, Streaming};
 use uuid::Uuid;
 
 use super::{Reasoned, SERVICE, convert, database};
+use crate::drift;
 use crate::effects::Effects;
 use crate::entity::lease;
 use crate::entity::worker::Desired;
@@ -76,6 +77,7 @@ pub(super) async fn attend(
         heard: 0,
         ended: HashMap::new(),
         brought: HashMap::new(),
+        drift: scheduler.drift.of_stream(),
     };
     attendance.welcome().await?;
     attendance.tell(true).await?;
@@ -123,6 +125,8 @@ struct Attendance<'s> {
     ended: HashMap<Uuid, Timestamp>,
     /// How far the inputs of leases were, in tenths, and what each waited for, when that was noted last.
     brought: HashMap<Uuid, (u64, Vec<String>)>,
+    /// What it and we do not agree about.
+    drift: drift::OfStream,
 }
 
 impl Attendance<'_> {
@@ -283,6 +287,7 @@ impl Attendance<'_> {
         let live = leases::live_tasks(db, self.session.worker, self.session.incarnation).await?;
         let brought = self.newly_brought(&live, inputs);
         let now = Timestamp::now();
+        self.note_drift(&live, phases, applied_generation, now);
         let mut ended = HashMap::new();
         let mut advanced = Vec::new();
         for lease in live {
@@ -316,6 +321,25 @@ impl Attendance<'_> {
             return Ok(());
         }
         self.scheduler.observe_inputs(&brought).await
+    }
+
+    /// Notes which leases are here and not there, or the other way round.
+    fn note_drift(
+        &mut self,
+        live: &[lease::Model],
+        phases: &HashMap<LeaseId, Phase>,
+        applied_generation: u64,
+        now: Timestamp,
+    ) {
+        let here: HashSet<_> = live.iter().map(|lease| lease.id).collect();
+        let there = |lease: &&lease::Model| phases.contains_key(&LeaseId::from_uuid(lease.id));
+        let heard = |lease: &&lease::Model| lease.generation.unsigned_abs() <= applied_generation;
+        let missing = live.iter().filter(|lease| heard(lease) && !there(lease)).map(|lease| lease.id);
+        let is_told = self.told.is_some_and(|told| told <= applied_generation);
+        let runs = phases.iter().filter(|(_, phase)| is_told && !matches!(phase, Phase::Ended));
+        let stray = runs.map(|(lease, _)| lease.uuid()).filter(|lease| !here.contains(lease));
+        let patience = self.scheduler.config.worker_ttl;
+        self.drift.note(&missing.collect(), &stray.collect(), patience, now);
     }
 
     /// The leases whose inputs have come another tenth of the way, or wait for something else, in the order of their workloads.

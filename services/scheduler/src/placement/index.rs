@@ -8,21 +8,49 @@
 //!
 //! Invariant: every worker is in exactly one class, and there in one line of every chain. [`Index::put`] and [`Index::load`] keep it.
 
+pub(super) mod outlook;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Bound;
 use std::sync::Arc;
 
-use domain::WorkerId;
 use domain::worker::{Incarnation, Labels};
+use domain::{Timestamp, WorkerId};
 use uuid::Uuid;
 
+use super::pace::Turnover;
 use super::strategy::Cost;
 use super::{
-    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Trust, Worker, full, of_class, of_load,
-    of_place,
+    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Strategy, Trust, Worker, full, of_class,
+    of_load, of_place,
 };
 use crate::entity::worker::{Desired, State};
+
+/// No worker has registered yet.
+const NOBODY: &str = "NOBODY";
+
+/// No worker that is known could ever take it.
+const NEVER: &str = "NEVER";
+
+/// Everything that [`Index::waits_for`] answers.
+pub(crate) const WAITS_FOR: [&str; 12] = [
+    PENDING,
+    NOBODY,
+    NEVER,
+    "JUST_LOST",
+    "LANDING",
+    "STALLED",
+    "SET_ASIDE",
+    "TEAM_KEEPS_TO_ITS_OWN",
+    "FULL",
+    "FULL_OF_CONTAINERS",
+    "FULL_OF_VOLUMES",
+    "SHORT",
+];
+
+/// A worker would take it.
+const PENDING: &str = "PENDING";
 
 /// How many shapes of demand are remembered with what was judged for them.
 const REMEMBERED: usize = 4096;
@@ -45,6 +73,58 @@ pub(crate) struct Placement {
     pub(crate) incarnation: Incarnation,
     /// Why it and no other, for people.
     pub(crate) reason: String,
+    /// What made the difference.
+    pub(crate) decided_by: DecidedBy,
+}
+
+/// What made the difference between the worker that was chosen and the next best.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DecidedBy {
+    /// No other would do.
+    Only,
+    /// It was asked for.
+    AskedFor,
+    /// It was preferred.
+    Preference,
+    /// Others were not heard since the scheduler started.
+    Contact,
+    /// The first strategy that compares them differently.
+    Strategy(Strategy),
+    /// Nothing: they are all equal.
+    Lot,
+}
+
+impl DecidedBy {
+    /// All that there are.
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        let strategies = Strategy::all().filter(|strategy| *strategy != Strategy::Random);
+        let others = [Self::Only, Self::AskedFor, Self::Preference, Self::Contact, Self::Lot];
+        others.into_iter().chain(strategies.map(Self::Strategy))
+    }
+
+    /// For programs.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Only => "only",
+            Self::AskedFor => "asked-for",
+            Self::Preference => "preference",
+            Self::Contact => "contact",
+            Self::Strategy(strategy) => strategy.name(),
+            Self::Lot => "lot",
+        }
+    }
+
+    /// `next`: the best of those that are not as good. `equal`: how many are as good.
+    fn of(chain: &Chain, best: Score, next: Option<Score>, equal: usize) -> Self {
+        let Some(next) = next else { return if equal > 1 { Self::Lot } else { Self::Only } };
+        if best.0 != next.0 {
+            return Self::Contact;
+        }
+        if best.1 != next.1 {
+            return Self::Preference;
+        }
+        chain.difference(best.2, next.2).map_or(Self::Lot, Self::Strategy)
+    }
 }
 
 /// All workers that are known.
@@ -66,6 +146,8 @@ pub(crate) struct Index {
 struct Place {
     worker: Worker,
     class: usize,
+    /// `None`: nobody said when what was seen.
+    turnover: Option<Turnover>,
 }
 
 /// All that a class has in common.
@@ -118,6 +200,8 @@ struct Best {
     score: Score,
     place: usize,
     equal: usize,
+    /// In what it is better than the next best that is not as good.
+    decided_by: DecidedBy,
 }
 
 impl Index {
@@ -143,20 +227,45 @@ impl Index {
         self.places.iter().flatten().map(|place| &place.worker)
     }
 
+    /// Each worker, with since when none of its slots was taken, as far as was seen. `None`: one is, or nobody looked.
+    pub(crate) fn workers_and_idleness(&self) -> impl Iterator<Item = (&Worker, Option<Timestamp>)> {
+        self.places.iter().flatten().map(|Place { worker, turnover, .. }| {
+            (worker, turnover.filter(|_| worker.load.tasks == 0).map(Turnover::at))
+        })
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.by_id.len()
     }
 
+    /// The same, as was read `now`: what was on it before and is not now came free.
+    pub(crate) fn observe(&mut self, worker: Worker, now: Timestamp) {
+        let (id, tasks) = (worker.id, worker.load.tasks);
+        let known = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref());
+        let turnover = match known.map(|known| (known.worker.load.tasks, known.turnover)) {
+            Some((before, Some(turnover))) if before != tasks => {
+                turnover.passed(before, now).freed(before.saturating_sub(tasks))
+            }
+            Some((_, Some(turnover))) => turnover,
+            Some((_, None)) | None => Turnover::new(now),
+        };
+        self.put(worker);
+        if let Some(place) = self.by_id.get(&id).and_then(|place| self.places[*place].as_mut()) {
+            place.turnover = Some(turnover);
+        }
+    }
+
     /// This is how a worker is from now on.
     pub(crate) fn put(&mut self, worker: Worker) {
-        let known = self.by_id.get(&worker.id).copied();
+        let (known, mut turnover) = (self.by_id.get(&worker.id).copied(), None);
         if let Some(place) = known {
             if self.worker(place) == Some(&worker) {
                 return;
             }
             self.take_out(place);
-            if let Some(Place { class, .. }) = self.places[place].take() {
-                self.left(class);
+            if let Some(was) = self.places[place].take() {
+                turnover = was.turnover;
+                self.left(was.class);
             }
         }
         let place = known.or_else(|| self.free.pop()).unwrap_or_else(|| {
@@ -165,7 +274,7 @@ impl Index {
         });
         self.by_id.insert(worker.id, place);
         let class = self.class_of(&worker);
-        self.places[place] = Some(Place { worker, class });
+        self.places[place] = Some(Place { worker, class, turnover });
         self.put_in(place);
     }
 
@@ -241,7 +350,7 @@ impl Index {
 
     fn change_lines(&mut self, place: usize, put: bool) {
         let Self { places, classes, chains, .. } = self;
-        let Some(Place { worker, class }) = &places[place] else { return };
+        let Some(Place { worker, class, .. }) = &places[place] else { return };
         let has_room = full(worker).is_none();
         let id_of = |place: &usize| places[*place].as_ref().map(|place| place.worker.id);
         let class = &mut classes[*class];
@@ -312,15 +421,27 @@ impl Index {
                 let willing = classes.iter().map(|class| self.classes[*class].with_room).sum();
                 let reason = self.reason(demand, &best, willing);
                 let Worker { id, incarnation, .. } = *worker;
-                return Choice::Placed(Placement { worker: id, incarnation, reason });
+                let decided_by = if demand.only.is_some() { DecidedBy::AskedFor } else { best.decided_by };
+                return Choice::Placed(Placement { worker: id, incarnation, reason, decided_by });
             }
         }
+        if self.is_hopeless(demand) { Choice::Never } else { Choice::NotNow }
+    }
+
+    /// Whether no worker that is known could ever take `demand`.
+    pub(crate) fn is_hopeless(&mut self, demand: &Demand) -> bool {
+        let judged = self.judged(&demand.shape);
         let classes = judged.own.iter().chain(&judged.global).chain(&judged.passing);
         let mut could = classes.flat_map(|class| self.members(*class)).filter(|worker| {
             let by_load = of_load(&demand.shape, worker);
             of_place(demand, worker).is_none() && by_load.iter().all(Refusal::passes)
         });
-        if self.by_id.is_empty() || could.next().is_some() { Choice::NotNow } else { Choice::Never }
+        !self.by_id.is_empty() && could.next().is_none()
+    }
+
+    /// Whether the team of `demand` uses none but its own workers.
+    pub(crate) fn keeps_to_its_own(&mut self, demand: &Demand) -> bool {
+        self.judged(&demand.shape).keeps_to_its_own
     }
 
     /// Why nobody, or not everybody, would do.
@@ -345,15 +466,20 @@ impl Index {
         refusals.sorted()
     }
 
-    /// Everything that speaks against each worker that is known.
-    pub(crate) fn opinions(&mut self, demand: &Demand) -> Vec<(&Worker, Vec<Refusal>)> {
+    /// Why the first of those that could take `demand` does not, as a code: `PENDING` where one would, `NOBODY` where no worker has
+    /// registered yet, and `NEVER` where none that is known could.
+    pub(crate) fn waits_for(&mut self, demand: &Demand) -> &'static str {
         let judged = self.judged(&demand.shape);
-        let opinion = |worker| {
-            let mut refusals = super::refusals(demand, worker);
-            refusals.extend(keeps_out(worker, judged.keeps_to_its_own));
-            (worker, refusals)
-        };
-        self.workers().map(opinion).collect()
+        let by_load = judged.own.iter().chain(&judged.global).flat_map(|class| self.members(*class).next());
+        let mut codes = by_load.filter_map(|worker| {
+            let first = self.first_refusal(demand, worker, judged.keeps_to_its_own);
+            first.map_or(Some(PENDING), |refusal| refusal.passes().then(|| refusal.code()))
+        });
+        let by_class = judged.passing.iter().filter_map(|class| {
+            of_class(&demand.shape, &self.classes[*class].like).first().map(Refusal::code)
+        });
+        let nobody = if self.by_id.is_empty() { NOBODY } else { NEVER };
+        codes.next().or_else(|| by_class.min()).unwrap_or(nobody)
     }
 
     fn first_refusal(&self, demand: &Demand, worker: &Worker, keeps_to_its_own: bool) -> Option<Refusal> {
@@ -372,17 +498,18 @@ impl Index {
         let chain = self.chains.of(demand.shape.purpose);
         let locations = if chain.is_by_locality() { locations } else { &[] };
         let named = self.named(demand, locations, classes);
-        let singled_out = named
+        let scores: Vec<_> = named
             .iter()
             .filter_map(|place| Some((self.score(demand, chain, locations, *place)?, *place)))
-            .min_by_key(|(score, _)| *score)
-            .map(|(least, _)| least);
-        let singled_out = singled_out.map(|least| {
-            let equal = named.iter().copied();
+            .collect();
+        let least = scores.iter().map(|(score, _)| *score).min();
+        let singled_out = least.map(|least| {
             let equal: Vec<_> =
-                equal.filter(|place| self.score(demand, chain, locations, *place) == Some(least)).collect();
+                scores.iter().filter(|(score, _)| *score == least).map(|(_, place)| *place).collect();
             let drawn = draw(demand.asked_by, 0, equal.len());
-            Best { score: least, place: equal[drawn], equal: equal.len() }
+            let next = scores.iter().map(|(score, _)| *score).filter(|score| *score != least).min();
+            let decided_by = DecidedBy::of(chain, least, next, equal.len());
+            Best { score: least, place: equal[drawn], equal: equal.len(), decided_by }
         });
         if demand.only.is_some() {
             return singled_out;
@@ -394,7 +521,11 @@ impl Index {
                 let is_one = draw(demand.asked_by, 1, equal) < one.equal;
                 Some(Best { equal, ..if is_one { one } else { rest } })
             }
-            (Some(one), Some(rest)) => Some(if one.score < rest.score { one } else { rest }),
+            (Some(one), Some(rest)) => {
+                let (better, worse) = if one.score < rest.score { (one, rest) } else { (rest, one) };
+                let decided_by = DecidedBy::of(chain, better.score, Some(worse.score), better.equal);
+                Some(Best { decided_by, ..better })
+            }
             (one, rest) => one.or(rest),
         }
     }
@@ -462,8 +593,22 @@ impl Index {
                 let would_do =
                     of_place(demand, worker).is_none() && of_load(&demand.shape, worker).is_empty();
                 if would_do && !named.contains(place) {
+                    let behind = lines().filter_map(|(of, lines)| {
+                        let from = match of == awaited {
+                            true => Bound::Excluded(&cost),
+                            false if of => Bound::Unbounded,
+                            false => return None,
+                        };
+                        lines.range((from, Bound::Unbounded)).next().map(|(next, _)| (of, true, *next))
+                    });
+                    let decided_by = DecidedBy::of(chain, (awaited, true, cost), behind.min(), count);
                     let cost = chain.cost(&worker.load, bytes(locations.iter()));
-                    return Some(Best { score: (awaited, true, cost), place: *place, equal: count });
+                    return Some(Best {
+                        score: (awaited, true, cost),
+                        place: *place,
+                        equal: count,
+                        decided_by,
+                    });
                 }
             }
             passed = Some((awaited, cost));
@@ -487,26 +632,6 @@ impl Index {
         let awaited = if awaited { "awaited since the scheduler started, " } else { "" };
         let preferred = if not_preferred { "" } else { "preferred, " };
         format!("{awaited}{preferred}{words}")
-    }
-
-    /// How each worker that would do compares with the others, for people, best first; of those that are equal, by name.
-    pub(crate) fn ranking(&mut self, demand: &Demand, locations: &[Location]) -> Vec<(&Worker, String)> {
-        let judged = self.judged(&demand.shape);
-        let chain = self.chains.of(demand.shape.purpose);
-        let locations = if chain.is_by_locality() { locations } else { &[] };
-        let mut ranking = Vec::new();
-        let global: &[usize] = if judged.keeps_to_its_own { &[] } else { &judged.global };
-        for (level, classes) in [&*judged.own, global].into_iter().enumerate() {
-            let members = classes.iter().flat_map(|class| self.members(*class));
-            ranking.extend(members.filter_map(|worker| {
-                let score = self.score(demand, chain, locations, *self.by_id.get(&worker.id)?)?;
-                Some((level, score, worker))
-            }));
-        }
-        ranking.sort_by(|(level, score, one), (other_level, other_score, other)| {
-            (level, score, &one.name).cmp(&(other_level, other_score, &other.name))
-        });
-        ranking.into_iter().map(|(_, score, worker)| (worker, self.words(demand, score))).collect()
     }
 }
 

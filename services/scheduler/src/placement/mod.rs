@@ -8,6 +8,7 @@
 //! and lie in it sorted by what they cost. Its tests compare it with a plain restatement that looks at everyone.
 
 mod index;
+mod pace;
 mod refusal;
 mod strategy;
 #[cfg(test)]
@@ -26,8 +27,10 @@ use uuid::Uuid;
 use crate::entity::lease::Kind;
 use crate::entity::worker::{Desired, State};
 
-pub(crate) use index::{Choice, Index, Placement};
-pub(crate) use refusal::{Refusal, Refusals, Resource, Shortage};
+pub(crate) use index::outlook::{Group, Opinion, Outlook, Says, Standing, Tell};
+pub(crate) use index::{Choice, DecidedBy, Index, Placement, WAITS_FOR};
+pub(crate) use pace::Pace;
+pub(crate) use refusal::{CODES, Refusal, Refusals, Resource, Shortage};
 pub(crate) use strategy::Purpose;
 pub use strategy::{Chain, Chains, ParseChainError, Strategy};
 

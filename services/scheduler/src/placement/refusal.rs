@@ -1,6 +1,7 @@
 //! Why a worker does not do.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use domain::workload::Failure;
@@ -74,6 +75,33 @@ pub(crate) enum Resource {
     /// Bytes.
     Disk,
 }
+
+/// Every [`Refusal::code`].
+pub(crate) const CODES: [&str; 23] = [
+    "LOST",
+    "JUST_LOST",
+    "RETIRING",
+    "INCOMPATIBLE",
+    "FAILED_THERE",
+    "PLATFORM",
+    "TEAM",
+    "ONLY_TAGGED",
+    "MISSING_TAGS",
+    "IMAGE_KIND",
+    "RESOURCE_TYPE",
+    "CAPABILITY",
+    "TOO_SMALL",
+    "AVOIDED",
+    "NOT_SAME",
+    "LANDING",
+    "STALLED",
+    "SET_ASIDE",
+    "TEAM_KEEPS_TO_ITS_OWN",
+    "FULL",
+    "FULL_OF_CONTAINERS",
+    "FULL_OF_VOLUMES",
+    "SHORT",
+];
 
 impl Refusal {
     /// Whether it may pass by itself.
@@ -162,8 +190,80 @@ impl Refusal {
         }
     }
 
+    /// What would end it on each of many, for people.
+    pub(crate) fn ended_by_of_many(&self) -> String {
+        match self {
+            Self::Lost | Self::Stalled => "its gateway is in contact again".to_owned(),
+            Self::OnlyTagged(tags) if tags.is_empty() => "the workload asks for its tags".to_owned(),
+            Self::Full { .. } => "a task ends".to_owned(),
+            Self::FullOfContainers { .. } => "a container goes".to_owned(),
+            Self::FullOfVolumes { .. } => "some volumes go".to_owned(),
+            Self::TooSmall(shortage) => format!("less {} is asked for", shortage.of()),
+            one => one.ended_by(),
+        }
+    }
+
+    /// What of it workers have in common that refuse for different tags, versions, or failures. The rest is left out.
+    pub(crate) fn in_common(self) -> Self {
+        match self {
+            Self::OnlyTagged(_) => Self::OnlyTagged(Vec::new()),
+            Self::Incompatible(_) => Self::Incompatible(Vec::new()),
+            Self::SetAside(_) => Self::SetAside(String::new()),
+            other => other,
+        }
+    }
+
+    /// The limit that is reached: its name, how much it is, and how much there is or is asked for.
+    pub(crate) fn limit(&self) -> Option<(&'static str, u64, u64)> {
+        match self {
+            Self::Full { active, max } => Some(("tasks", u64::from(*max), u64::from(*active))),
+            Self::FullOfContainers { count, max } => Some(("containers", u64::from(*max), *count)),
+            Self::FullOfVolumes { count, max } => Some(("volumes", u64::from(*max), *count)),
+            Self::TooSmall(shortage) | Self::Short(shortage) => {
+                Some((shortage.of.name(), shortage.left, shortage.asked))
+            }
+            _ => None,
+        }
+    }
+
+    /// The labels that it is about.
+    pub(crate) fn labels(&self) -> Vec<String> {
+        match self {
+            Self::Platform(name) | Self::ResourceType(name) => vec![name.clone()],
+            Self::OnlyTagged(tags) | Self::MissingTags(tags) => tags.clone(),
+            Self::ImageKind(name) | Self::Capability(name) => vec![name.clone().into_owned()],
+            _ => Vec::new(),
+        }
+    }
+
+    /// Tells apart what workers of one class may refuse for: one bit for each.
+    pub(super) fn mark(&self) -> u32 {
+        let number = match self {
+            Self::NotSame => 0,
+            Self::Avoided => 1,
+            Self::FailedThere(_) => 2,
+            Self::TeamKeepsToItsOwn => 3,
+            Self::SetAside(_) => 4,
+            Self::Full { .. } => 5,
+            Self::FullOfContainers { .. } => 6,
+            Self::FullOfVolumes { .. } => 7,
+            Self::TooSmall(shortage) => 8 + shortage.of as u32,
+            Self::Short(shortage) => 11 + shortage.of as u32,
+            _ => 31,
+        };
+        1 << number
+    }
+
+    /// Whether it refuses for nothing but what is on it now.
+    pub(super) fn is_for_load(&self) -> bool {
+        matches!(
+            self,
+            Self::Full { .. } | Self::FullOfContainers { .. } | Self::FullOfVolumes { .. } | Self::Short(_)
+        )
+    }
+
     /// The same of many, without what is different from one to the next.
-    fn of_many(&self) -> String {
+    pub(crate) fn of_many(&self) -> String {
         match self {
             Self::Lost => "are lost".to_owned(),
             Self::JustLost => "were there minutes ago".to_owned(),
@@ -172,6 +272,7 @@ impl Refusal {
             Self::FailedThere(_) => "could not start it".to_owned(),
             Self::Platform(platform) => format!("are of platform {platform}"),
             Self::Team => "serve other teams".to_owned(),
+            Self::OnlyTagged(tags) if tags.is_empty() => "serve only workloads with their tags".to_owned(),
             Self::OnlyTagged(tags) => format!("serve only workloads tagged {}", tags.join(", ")),
             Self::MissingTags(tags) => format!("lack the tags {}", tags.join(", ")),
             Self::ImageKind(kind) => format!("cannot run {kind} images"),
@@ -228,6 +329,16 @@ impl fmt::Display for Refusal {
             Self::Short(shortage) => {
                 write!(f, "has {} left, and {} is asked for", shortage.left(), shortage.asked())
             }
+        }
+    }
+}
+
+impl Resource {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu_millis",
+            Self::Memory => "memory_bytes",
+            Self::Disk => "disk_bytes",
         }
     }
 }
@@ -361,6 +472,11 @@ impl Refusals {
             }
         }
         entries
+    }
+
+    /// The code of each, once.
+    pub(crate) fn codes(&self) -> BTreeSet<&'static str> {
+        self.0.iter().map(|group| group.refusal.code()).collect()
     }
 
     /// The entries as lines.

@@ -37,10 +37,20 @@ const NAMES: [(Strategy, &str); 6] = [
 /// How many strategies a chain can have: each once, and `random` compares nothing.
 pub(crate) const LONGEST: usize = NAMES.len() - 1;
 
+impl Strategy {
+    /// All that there are.
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        NAMES.into_iter().map(|(strategy, _)| strategy)
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        NAMES.iter().find(|(strategy, _)| *strategy == self).map_or("", |(_, name)| name)
+    }
+}
+
 impl fmt::Display for Strategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = NAMES.iter().find(|(strategy, _)| strategy == self).map_or("", |(_, name)| name);
-        f.write_str(name)
+        f.write_str(self.name())
     }
 }
 
@@ -160,15 +170,27 @@ impl Chain {
         self.0.contains(&Strategy::VolumeLocality)
     }
 
+    /// The first strategy that counts something else in one than in the other.
+    pub(crate) fn difference(&self, one: Cost, other: Cost) -> Option<Strategy> {
+        let mut counted = self.0.iter().zip(one.0.iter().zip(other.0));
+        counted.find(|(_, (one, other))| **one != *other).map(|(strategy, _)| *strategy)
+    }
+
+    /// What each strategy that compares anything counts.
+    pub(crate) fn counts(&self, cost: Cost) -> impl Iterator<Item = (Strategy, u64)> {
+        let strategies = self.0.iter().copied().filter(|strategy| *strategy != Strategy::Random);
+        strategies.zip(cost.0)
+    }
+
     /// What a cost counts, for people.
     pub(crate) fn words(&self, cost: Cost) -> String {
-        let words = self.0.iter().zip(cost.0).filter_map(|(strategy, count)| match strategy {
-            Strategy::VolumeLocality => Some(format!("{count} bytes to move")),
-            Strategy::FewestBuildContainers => Some(format!("{count} containers of builds")),
-            Strategy::LimitActiveTasks => Some(format!("{count} active tasks")),
-            Strategy::LimitActiveContainers => Some(format!("{count} containers")),
-            Strategy::LimitActiveVolumes => Some(format!("{count} volumes")),
-            Strategy::Random => None,
+        let words = self.counts(cost).map(|(strategy, count)| match strategy {
+            Strategy::VolumeLocality => format!("{count} bytes to move"),
+            Strategy::FewestBuildContainers => format!("{count} containers of builds"),
+            Strategy::LimitActiveTasks => format!("{count} active tasks"),
+            Strategy::LimitActiveContainers => format!("{count} containers"),
+            Strategy::LimitActiveVolumes => format!("{count} volumes"),
+            Strategy::Random => String::new(),
         });
         let words: Vec<_> = words.collect();
         if words.is_empty() { "drawn by lot".to_owned() } else { words.join(", ") }

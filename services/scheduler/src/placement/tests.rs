@@ -1,5 +1,8 @@
 //! Placement compared with a plain restatement of its rules, which looks at every worker.
 
+use std::collections::HashMap;
+
+use domain::Timestamp;
 use domain::worker::ResourceType;
 use domain::workload::FailureReason;
 use rand::rngs::StdRng;
@@ -456,15 +459,66 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             assert_eq!(other.choose(&demand, &locations), choice);
 
             // Each refusal is true, everyone that refuses says so, and the ranking names those that would do.
-            let told: usize = index.opinions(&demand).iter().filter(|(_, said)| !said.is_empty()).count();
             let refusing: Vec<_> = workers.iter().filter(|worker| !willing(worker)).collect();
-            assert_eq!(told, refusing.len(), "{refusing:?} {keeps} {demand:?} {:?}", index.opinions(&demand));
-            let ranking: Vec<_> =
-                index.ranking(&demand, &locations).into_iter().map(|(worker, _)| standing(worker)).collect();
+            let outlook = index.outlook(&demand, &locations, &Tell::first(usize::MAX), Timestamp(0));
+            assert_eq!((outlook.known, outlook.willing), (workers.len(), workers.len() - refusing.len()));
+            assert_eq!(outlook.opinions.len(), workers.len());
+            let (mut ranking, mut alike) = (Vec::new(), HashMap::new());
+            for opinion in &outlook.opinions {
+                let worker = workers.iter().find(|worker| worker.id == opinion.worker).expect("known");
+                match &opinion.says {
+                    Says::Would(_) => ranking.push(standing(worker)),
+                    Says::WouldNot(said) => {
+                        let true_ones = refusals(&demand, worker);
+                        let kept_out = *said.last().expect("a reason") == Refusal::TeamKeepsToItsOwn;
+                        assert_eq!(said[..said.len() - usize::from(kept_out)], true_ones);
+                        assert_eq!(kept_out, keeps && !is_own(worker) && worker.labels.team.is_none());
+                        let codes: Vec<_> = said.iter().map(Refusal::code).collect();
+                        *alike.entry(codes).or_insert(0) += 1;
+                    }
+                }
+            }
             assert!(ranking.is_sorted());
-            assert_eq!(ranking.len(), workers.iter().filter(willing).count());
+            assert_eq!(ranking.len(), outlook.willing);
+            // Together they are told of as one by one, and the first of many are those that are told of few.
+            for (codes, count) in alike {
+                let said =
+                    |group: &&Group| group.refusals.iter().map(Refusal::code).collect::<Vec<_>>() == codes;
+                let together: usize = outlook.groups.iter().filter(said).map(|group| group.count).sum();
+                assert_eq!(together, count, "{codes:?} {:?}", outlook.groups);
+            }
+            let few = index.outlook(&demand, &locations, &Tell::first(3), Timestamp(0));
+            assert_eq!(few.opinions, outlook.opinions[..few.opinions.len()]);
+            assert_eq!(few.opinions.len(), workers.len().min(3));
             assert_eq!(index.refusals(&demand).entries().is_empty(), refusing.is_empty());
         }
     }
     assert!(placed > 100 && not_now > 20 && never > 20, "{placed} {not_now} {never}: all three are met");
+}
+
+#[test]
+fn many_are_told_together_and_some_by_name() {
+    let full = (0..40).map(|n| busy(2, worker(&format!("full-{n:02}"))));
+    let tagged = (0..30)
+        .map(|n| with_labels(&format!("tagged-{n:02}"), |labels| labels.tags = vec![format!("only-{n}")]));
+    let mut index = index(full.chain(tagged).chain([worker("free")]));
+    let tell = |most| Tell::first(most);
+    let outlook = index.outlook(&demand(), &[], &tell(2), Timestamp(0));
+    let told: Vec<_> = outlook.opinions.iter().map(|opinion| opinion.name.as_str()).collect();
+    assert_eq!(told, ["free", "full-00"], "who would do, then for whom waiting may help");
+    let groups = outlook.groups.iter().map(|group| (group.words(), group.count, group.names.join(" ")));
+    let expected = [
+        ("are full".to_owned(), 40, "full-00 full-01 full-02 full-03 full-04".to_owned()),
+        (
+            "serve only workloads with their tags".to_owned(),
+            30,
+            "tagged-00 tagged-01 tagged-02 tagged-03 tagged-04".to_owned(),
+        ),
+    ];
+    assert_eq!(groups.collect::<Vec<_>>(), expected);
+    let only = Tell { most: 9, only: Some((BTreeSet::new(), BTreeSet::from(["tagged-07".to_owned()]))) };
+    let outlook = index.outlook(&demand(), &[], &only, Timestamp(0));
+    assert_eq!(outlook.opinions.len(), 1);
+    assert_eq!((outlook.opinions[0].name.as_str(), outlook.willing), ("tagged-07", 1));
+    assert_eq!(index.outlook(&demand(), &[], &tell(0), Timestamp(0)).opinions, []);
 }

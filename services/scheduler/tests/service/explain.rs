@@ -1,15 +1,17 @@
 //! `Placements.Explain`.
 
+use std::time::Duration;
+
 use domain::WorkloadId;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::{Reason, Refusal};
 use testing::databases::TestDatabase;
 
-use super::support::{Gateway, Running, config, hello, spec};
+use super::support::{Gateway, Running, config, finish, hello, spec, start};
 
 async fn explain(scheduler: &Running, subject: Subject) -> Result<pb::ExplainResponse, Refusal> {
-    let request = pb::ExplainRequest { subject: Some(subject) };
+    let request = pb::ExplainRequest { subject: Some(subject), ..Default::default() };
     Ok(scheduler.placements().explain(request).await?.into_inner())
 }
 
@@ -23,6 +25,10 @@ fn waiting(team: &str, id: WorkloadId) -> Subject {
 
 fn reasons(worker: &pb::WorkerExplanation) -> Vec<(&str, pb::RefusalDuration)> {
     worker.refusals.iter().map(|refusal| (refusal.reason.as_str(), refusal.duration())).collect()
+}
+
+fn score(strategy: &str, value: u64) -> pb::StrategyScore {
+    pb::StrategyScore { strategy: strategy.to_owned(), value }
 }
 
 pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDatabase) {
@@ -45,7 +51,12 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
     assert_eq!(reasons(one), []);
     assert_eq!(reasons(other), [("ONLY_TAGGED", pb::RefusalDuration::Lasting)]);
     assert_eq!(other.standing, "");
+    assert_eq!(one.scores, [score("limit-active-tasks", 0)]);
+    assert_eq!(other.refusals[0].labels, ["gpu"]);
     assert_eq!(placed.unblocked_by, [""; 0]);
+    assert_eq!((placed.workers_known, placed.workers_willing), (2, 1));
+    assert_eq!(placed.summary, "1 of 2 workers would take it now");
+    assert_eq!((placed.expected_wait, placed.expected_wait_basis.as_str()), (None, ""));
 
     let hopeless = pb::WorkloadSpec {
         tags: vec!["big".to_owned()],
@@ -67,6 +78,10 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
             "a worker registers that can do it (platform linux, tags big)",
         ]
     );
+
+    let [group] = never.groups.as_slice() else { panic!("{never:?}") };
+    assert_eq!((group.count, group.names.as_slice()), (2, ["one".to_owned(), "other".to_owned()].as_slice()));
+    assert_eq!(group.refusals[0].message, "lack the tags big");
 
     let malformed = pb::WorkloadSpec { team: String::new(), ..spec() };
     let refused = explain(&scheduler, Subject::Spec(malformed)).await.expect_err("no team");
@@ -91,6 +106,10 @@ pub(crate) async fn a_queued_workload_is_told_its_place_and_what_it_waits_for(da
         assert_eq!(reasons(&waits.workers[0]), [("FULL", pb::RefusalDuration::Passing)]);
         assert_eq!(waits.unblocked_by, ["one: one of its tasks ends"]);
     }
+    let waits = explain(&scheduler, waiting("main", ids[2])).await.expect("explained");
+    assert_eq!(waits.summary, "the only worker that could take it, one, is full (2 of 2 tasks)");
+    let limit = waits.workers[0].refusals[0].limit.clone().expect("a limit");
+    assert_eq!((limit.of.as_str(), limit.limit, limit.amount), ("tasks", 2, 2));
     let later = explain_spec(&scheduler, spec()).await;
     assert_eq!((later.verdict(), later.queue_position), (pb::Verdict::NotNow, 3));
 
@@ -99,5 +118,83 @@ pub(crate) async fn a_queued_workload_is_told_its_place_and_what_it_waits_for(da
     assert_eq!(placed.about.get("state").map(String::as_str), Some("WORKLOAD_STATE_ASSIGNED"));
     let foreign = explain(&scheduler, waiting("other", ids[2])).await.expect_err("not theirs");
     assert!(foreign.is(Reason::WorkloadNotFound), "{foreign}");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for(
+    database: TestDatabase,
+) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateways = Vec::new();
+    for n in 0..15 {
+        let mut one = hello(&format!("full-{n:02}"));
+        one.capacity = one.capacity.map(|capacity| pb::Capacity { max_tasks: 1, ..capacity });
+        gateways.push(Gateway::connect(&scheduler, one).await.expect("welcome"));
+        let mut other = hello(&format!("other-{n:02}"));
+        other.labels.as_mut().expect("labels").platform = "darwin".to_owned();
+        gateways.push(Gateway::connect(&scheduler, other).await.expect("welcome"));
+    }
+    for _ in 0..15 {
+        scheduler.submit(spec()).await.expect("placed");
+    }
+    let waits = scheduler.submit(spec()).await.expect("accepted");
+    let ask = async |max_workers: u32, workers: &[&str]| {
+        let request = pb::ExplainRequest {
+            subject: Some(waiting("main", waits)),
+            max_workers,
+            workers: workers.iter().map(|&worker| worker.to_owned()).collect(),
+        };
+        Ok::<_, Refusal>(scheduler.placements().explain(request).await?.into_inner())
+    };
+    let told = ask(0, &[]).await.expect("explained");
+    assert_eq!((told.workers_known, told.workers_willing, told.queue_position), (30, 0, 1));
+    assert_eq!(told.workers.len(), 20);
+    assert_eq!(reasons(&told.workers[14]), [("FULL", pb::RefusalDuration::Passing)]);
+    assert_eq!(reasons(&told.workers[15]), [("PLATFORM", pb::RefusalDuration::Lasting)]);
+    assert_eq!(told.summary, "all 15 workers that could take it are full");
+    assert_eq!(told.unblocked_by, ["one of 15 workers (full-00, full-01, full-02, …): a task ends"]);
+    let groups: Vec<_> =
+        told.groups.iter().map(|group| (group.refusals[0].message.as_str(), group.count)).collect();
+    assert_eq!(groups, [("are full", 15), ("are of platform darwin", 15)]);
+    assert_eq!(told.groups[0].names, ["full-00", "full-01", "full-02", "full-03", "full-04"]);
+    assert!(told.expected_wait.is_none() && told.expected_wait_basis.starts_with("unknown: "), "{told:?}");
+
+    let one = ask(1, &[]).await.expect("explained");
+    assert_eq!(one.workers, told.workers[..1]);
+    assert_eq!(one.groups, told.groups);
+    assert_eq!(ask(30, &[]).await.expect("explained").workers.len(), 30);
+    let id = scheduler.worker("other-07").await.worker_id;
+    let named = ask(0, &["full-03", &id, "nobody"]).await.expect("explained");
+    let names: Vec<_> = named.workers.iter().map(|worker| worker.worker_name.as_str()).collect();
+    assert_eq!(names, ["full-03", "other-07"]);
+    for (max_workers, workers) in [(10_001, vec![]), (0, vec!["w"; 1001])] {
+        let refused = ask(max_workers, &workers).await.expect_err("too many");
+        assert!(refused.is(Reason::InvalidField), "{refused}");
+    }
+    scheduler.stop().await;
+}
+
+pub(crate) async fn how_long_it_may_take_is_judged_by_what_came_free(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    for _ in 0..3 {
+        let id = scheduler.submit(spec()).await.expect("accepted");
+        let (_, run) = gateway.run(id).await;
+        start(&scheduler, &run.lease_token).await.expect("started");
+        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+        scheduler.wait_for(id, pb::WorkloadState::Finished).await;
+    }
+    let mut ids = Vec::new();
+    for _ in 0..4 {
+        ids.push(scheduler.submit(spec()).await.expect("accepted"));
+    }
+    let mut expected = Vec::new();
+    for id in ids.split_off(2) {
+        let waits = explain(&scheduler, waiting("main", id)).await.expect("explained");
+        assert!(waits.expected_wait_basis.contains("the worker that could take it"), "{waits:?}");
+        let wait = waits.expected_wait.expect("known");
+        expected.push(Duration::try_from(wait).expect("positive"));
+    }
+    assert!(expected[0] < expected[1], "who comes later waits for longer: {expected:?}");
     scheduler.stop().await;
 }

@@ -1,5 +1,6 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
+mod demand;
 mod explain;
 mod inputs;
 mod leases;
@@ -15,10 +16,13 @@ mod turns;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use demand::whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is;
 use domain::worker::TicketClaims;
 use domain::{GatewayInstance, MarkerId, VolumeHandle, WorkloadId};
 use explain::{
     a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
+    how_long_it_may_take_is_judged_by_what_came_free,
+    many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,
 };
 use inputs::watchers_see_inputs_come_in_steps;
 use leases::{
@@ -660,6 +664,9 @@ on_both! {
     settling_belongs_to_the_trace_of_the_workload,
     a_store_that_is_away_delays_the_end_and_nothing_else,
     a_spec_is_explained_and_nothing_comes_of_it,
+    whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
+    how_long_it_may_take_is_judged_by_what_came_free,
+    many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,
     a_queued_workload_is_told_its_place_and_what_it_waits_for,
     a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it,
     at_its_time_the_rest_of_a_landing_worker_is_interrupted,

@@ -36,7 +36,8 @@ async fn release(scheduler: &Running, lease_token: &str) {
 async fn so_many_wait(scheduler: &Running, count: u64) {
     until("they wait", async || {
         let subject = Some(pb::explain_request::Subject::Spec(spec()));
-        let explained = scheduler.placements().explain(pb::ExplainRequest { subject }).await;
+        let explained =
+            scheduler.placements().explain(pb::ExplainRequest { subject, ..Default::default() }).await;
         (explained.expect("explained").into_inner().queue_position == count + 1).then_some(())
     })
     .await;
@@ -78,7 +79,8 @@ pub(crate) async fn who_waits_for_a_lease_has_a_place_in_the_queue(database: Tes
 async fn so_many_wait_no_more(scheduler: &Running) {
     until("nobody waits", async || {
         let subject = Some(pb::explain_request::Subject::Spec(spec()));
-        let explained = scheduler.placements().explain(pb::ExplainRequest { subject }).await;
+        let explained =
+            scheduler.placements().explain(pb::ExplainRequest { subject, ..Default::default() }).await;
         (explained.expect("explained").into_inner().queue_position == 0).then_some(())
     })
     .await;
@@ -235,7 +237,11 @@ async fn an_owner_has_one_worker_whichever_replica_is_asked() {
     }
     until("the other knows them", async || {
         let subject = Some(pb::explain_request::Subject::Spec(spec()));
-        let explained = other.placements().explain(pb::ExplainRequest { subject }).await.expect("explained");
+        let explained = other
+            .placements()
+            .explain(pb::ExplainRequest { subject, ..Default::default() })
+            .await
+            .expect("explained");
         (explained.into_inner().workers.len() == 4).then_some(())
     })
     .await;

@@ -256,7 +256,8 @@ pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatab
     let id = WorkloadId::new();
     let reading = pb::WorkloadSpec { inputs: vec![input], ..spec() };
     let subject = Some(pb::explain_request::Subject::Spec(reading.clone()));
-    let explained = scheduler.placements().explain(pb::ExplainRequest { subject }).await;
+    let explained =
+        scheduler.placements().explain(pb::ExplainRequest { subject, ..Default::default() }).await;
     let explained =
         Refusal::from(explained.expect_err("what is refused is no other than what Submit refuses"));
     let refused = scheduler.submit_as(id, reading).await.expect_err("there is no such artifact");
@@ -437,7 +438,7 @@ pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDa
     let spec = pb::WorkloadSpec { caches: vec![mount(&ours, "/cache")], ..spec() };
     let to_move = async || {
         let subject = pb::explain_request::Subject::Spec(spec.clone());
-        let request = pb::ExplainRequest { subject: Some(subject) };
+        let request = pb::ExplainRequest { subject: Some(subject), ..Default::default() };
         let explained = scheduler.placements().explain(request).await.expect("explained").into_inner();
         explained.workers[0].standing.clone()
     };

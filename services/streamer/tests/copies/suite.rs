@@ -242,7 +242,8 @@ impl Suite {
             network: Network::Host.into(),
             ..WorkloadSpec::default()
         };
-        let request = ExplainRequest { subject: Some(explain_request::Subject::Spec(spec)) };
+        let request =
+            ExplainRequest { subject: Some(explain_request::Subject::Spec(spec)), ..Default::default() };
         let explained = PlacementsClient::new(client(&self.core.endpoint)).explain(request).await;
         let workers = explained.expect("explained").into_inner().workers.into_iter();
         workers.map(|worker| (worker.worker_name, worker.standing)).collect()

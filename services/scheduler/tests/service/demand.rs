@@ -1,0 +1,112 @@
+//! `Placements.GetDemand`.
+
+use domain::LeaseId;
+use rpc::Reason;
+use rpc::pb::scheduler as pb;
+use testing::databases::TestDatabase;
+
+use super::support::{Gateway, Running, config, finish, hello, spec, start, until};
+
+async fn demand(scheduler: &Running) -> pb::GetDemandResponse {
+    let request = pb::GetDemandRequest::default();
+    scheduler.placements().get_demand(request).await.expect("told").into_inner()
+}
+
+pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is(
+    database: TestDatabase,
+) {
+    let scheduler = Running::start(config(&database)).await;
+    assert_eq!(demand(&scheduler).await, pb::GetDemandResponse::default());
+
+    let tagged = |tag: &str| pb::WorkloadSpec { tags: vec![tag.to_owned()], ..spec() };
+    let early = scheduler.submit(tagged("gpu")).await.expect("accepted while there is no worker");
+    let told = demand(&scheduler).await;
+    assert_eq!((told.waiting, told.waiting_for_none), (1, 0));
+    assert_eq!(told.demand[0].waits_for, "NOBODY");
+
+    let mut one = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let two = pb::Hello {
+        capacity: Some(pb::Capacity { max_tasks: 0, disk_bytes: 1 << 30, ..Default::default() }),
+        labels: Some(pb::WorkerLabels {
+            tags: vec!["arm".to_owned()],
+            ..hello("two").labels.expect("labels")
+        }),
+        ..hello("two")
+    };
+    let two = Gateway::connect(&scheduler, two).await.expect("welcome");
+    two.observe(&[]).await;
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        runs.push(scheduler.submit(spec()).await.expect("placed"));
+    }
+    let requests = pb::ResourceRequests { memory_bytes: 7, ..Default::default() };
+    for _ in 0..3 {
+        let waits = pb::WorkloadSpec { requests: Some(requests), ..spec() };
+        scheduler.submit(waits).await.expect("accepted");
+    }
+    let told = demand(&scheduler).await;
+    assert_eq!((told.waiting, told.waiting_for_none), (4, 1));
+    let [full, none] = told.demand.as_slice() else { panic!("{told:?}") };
+    assert_eq!((full.count, full.count_for_none, full.waits_for.as_str()), (3, 0, "FULL"));
+    assert_eq!(full.requests, Some(requests));
+    assert_eq!(full.process.as_ref().map(|process| process.image_kind.as_str()), Some("host"));
+    assert_eq!((full.team.as_str(), full.team_workers()), ("main", pb::TeamWorkers::Any));
+    assert!(full.never_for.is_empty());
+    assert_eq!((none.count, none.count_for_none, none.waits_for.as_str()), (1, 1, "NEVER"));
+    assert_eq!(none.tags, ["gpu"]);
+    assert_eq!(none.never_for, ["one: lacks the tags gpu", "two: lacks the tags gpu"]);
+    assert_eq!(told.oldest_since, none.oldest_since);
+    assert_eq!(none.oldest_since, scheduler.get(early).await.submitted_at);
+
+    let [arm, plain] = told.supply.as_slice() else { panic!("{told:?}") };
+    let (arm, plain) = if arm.tags.is_empty() { (plain, arm) } else { (arm, plain) };
+    assert_eq!((arm.workers, arm.workers_in_service, arm.workers_idle), (1, 1, 1));
+    assert_eq!((arm.slots_free, arm.workers_without_limit), (0, 1));
+    assert_eq!((plain.workers, plain.workers_idle, plain.slots_in_use, plain.slots_free), (1, 0, 2, 0));
+
+    let names = |told: &pb::GetDemandResponse| {
+        told.removable.iter().map(|worker| worker.worker_name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&told), ["two", "one"]);
+    assert!(told.removable[0].idle_since.is_some() && told.removable[1].idle_since.is_none(), "{told:?}");
+    assert_eq!(told.removable[1].leases, 2);
+    assert_eq!(told.removable[0].would_lose(), pb::WouldLose::Unspecified);
+
+    // A transfer takes no slot, and is in the way all the same.
+    let lease = pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        tags: vec!["arm".to_owned()],
+        ..Default::default()
+    };
+    scheduler.placements().place(lease).await.expect("placed");
+    assert_eq!(demand(&scheduler).await.removable[0].leases, 1);
+
+    // One that is on its way out is told of no more, and what came free is.
+    let request = pb::LandWorkerRequest { worker: "two".to_owned(), interrupt_after: None };
+    scheduler.workers().land_worker(request).await.expect("landing");
+    let told =
+        until("it lands", async || Some(demand(&scheduler).await).filter(|told| names(told) == ["one"]))
+            .await;
+    let arm = told.supply.iter().find(|shape| !shape.tags.is_empty()).expect("it is there");
+    assert_eq!((arm.workers, arm.workers_in_service), (1, 0));
+    for id in runs {
+        let (_, run) = one.run(id).await;
+        start(&scheduler, &run.lease_token).await.expect("started");
+        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    }
+    let told =
+        until("one is left", async || Some(demand(&scheduler).await).filter(|told| told.waiting == 2)).await;
+    assert_eq!(told.demand.iter().map(|shape| shape.count).collect::<Vec<_>>(), [1, 1]);
+
+    for request in [
+        pb::GetDemandRequest { max_shapes: 1001, ..Default::default() },
+        pb::GetDemandRequest { max_removable: 1001, ..Default::default() },
+        pb::GetDemandRequest { replica_check: 77, ..Default::default() },
+    ] {
+        let status = scheduler.placements().get_demand(request).await.expect_err("refused");
+        assert!(rpc::Refusal::from(status).is(Reason::InvalidField), "{request:?}");
+    }
+    scheduler.stop().await;
+}
