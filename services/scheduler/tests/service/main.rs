@@ -1,5 +1,6 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
+mod connected;
 mod explain;
 mod inputs;
 mod leases;
@@ -14,6 +15,7 @@ mod turns;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use connected::each_of_many_workers_hears_what_it_shall_do;
 use domain::worker::TicketClaims;
 use domain::{GatewayInstance, MarkerId, VolumeHandle, WorkloadId};
 use explain::{
@@ -606,6 +608,7 @@ async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: Test
 }
 
 on_both! {
+    each_of_many_workers_hears_what_it_shall_do,
     a_workload_goes_from_its_submission_to_its_end,
     watchers_see_inputs_come_in_steps,
     a_repeated_submission_is_one_workload,
