@@ -134,7 +134,8 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
             .max_decoding_message_size(MESSAGE_LIMIT),
     );
     host.add_service(
-        WorkersServer::new(grpc::WorkersService(scheduler.clone())).max_decoding_message_size(MESSAGE_LIMIT),
+        WorkersServer::new(grpc::WorkersService(Arc::new(scheduler.clone())))
+            .max_decoding_message_size(MESSAGE_LIMIT),
     );
     host.add_service(PlacementsServer::new(grpc::PlacementsService(scheduler.clone())));
     host.describe(server::Service {

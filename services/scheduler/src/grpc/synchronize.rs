@@ -15,7 +15,7 @@ use domain::workload::FailureReason;
 use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::synchronize_request::Message as Said;
-use rpc::pb::scheduler::synchronize_response::Message as Told;
+use rpc::pb::scheduler::synchronize_response::Message as Tell;
 use rpc::{Reason, invalid_field, parse_id, required};
 use tokio::sync::mpsc::Sender;
 use tokio::time::{MissedTickBehavior, interval};
@@ -37,14 +37,48 @@ use crate::workloads::{self, Phase};
 /// The version of the protocol that is spoken here.
 const PROTOCOL: u32 = 1;
 
-type Answers = Sender<Result<pb::SynchronizeResponse, Status>>;
+/// What a gateway is told.
+pub(super) type Told = Result<pb::SynchronizeResponse, Status>;
+
+/// The same, in as little of the channel as possible: that has room for many, and there is one for each stream.
+pub(super) type Answer = Box<Told>;
+
+type Answers = Sender<Answer>;
 
 /// Attends one stream of a gateway, until it ends or another gateway takes over.
+///
+/// What is done now and then is in boxes of its own, so that a stream that waits takes little room.
 pub(super) async fn attend(
     scheduler: &Scheduler,
     mut inbound: Streaming<pb::SynchronizeRequest>,
     answers: &Answers,
 ) -> Result<(), Status> {
+    let mut attendance = Box::pin(begin(scheduler, &mut inbound, answers)).await?;
+    let mut heartbeat = interval(scheduler.config.heartbeat);
+    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    heartbeat.reset();
+    loop {
+        tokio::select! {
+            message = inbound.message() => match message {
+                Ok(Some(message)) => Box::pin(attendance.hear(message)).await?,
+                Ok(None) => return Box::pin(attendance.leave()).await,
+                Err(status) => {
+                    tracing::info!(worker.name = attendance.name, error = %status, "the stream of a gateway broke");
+                    return Ok(());
+                }
+            },
+            () = attendance.news.changed() => Box::pin(attendance.tell(false)).await?,
+            _ = heartbeat.tick() => Box::pin(attendance.tell(true)).await?,
+        }
+    }
+}
+
+/// Hears who speaks for whom, and tells what shall be.
+async fn begin<'s>(
+    scheduler: &'s Scheduler,
+    inbound: &mut Streaming<pb::SynchronizeRequest>,
+    answers: &'s Answers,
+) -> Result<Attendance<'s>, Status> {
     let hello = match inbound.message().await?.and_then(|message| message.message) {
         Some(Said::Hello(hello)) => {
             let versions = hello.protocol_versions.clone();
@@ -72,6 +106,7 @@ pub(super) async fn attend(
     let mut attendance = Attendance {
         scheduler,
         answers,
+        name: hello.name,
         credential: scheduler.signer.sign(&session),
         // Subscribed before the first look, so that nothing falls in between.
         news: scheduler.attended.subscribe(session.worker),
@@ -84,29 +119,9 @@ pub(super) async fn attend(
         ended: HashMap::new(),
         brought: HashMap::new(),
     };
-    // The rest would be kept for as long as the stream is open.
-    let name = hello.name.clone();
-    drop(hello);
     attendance.welcome().await?;
     attendance.tell(true).await?;
-
-    let mut heartbeat = interval(scheduler.config.heartbeat);
-    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    heartbeat.reset();
-    loop {
-        tokio::select! {
-            message = inbound.message() => match message {
-                Ok(Some(message)) => attendance.hear(message).await?,
-                Ok(None) => return attendance.leave().await,
-                Err(status) => {
-                    tracing::info!(worker.name = name, error = %status, "the stream of a gateway broke");
-                    return Ok(());
-                }
-            },
-            () = attendance.news.changed() => attendance.tell(false).await?,
-            _ = heartbeat.tick() => attendance.tell(true).await?,
-        }
-    }
+    Ok(attendance)
 }
 
 /// The leases of attempts on a worker that had not ended, as they were read.
@@ -137,6 +152,7 @@ impl Observation {
 struct Attendance<'s> {
     scheduler: &'s Scheduler,
     answers: &'s Answers,
+    name: String,
     session: SessionClaims,
     credential: String,
     /// What the worker shall do.
@@ -157,9 +173,9 @@ struct Attendance<'s> {
 }
 
 impl Attendance<'_> {
-    async fn send(&self, message: Told) -> Result<(), Status> {
+    async fn send(&self, message: Tell) -> Result<(), Status> {
         let response = pb::SynchronizeResponse { message: Some(message) };
-        self.answers.send(Ok(response)).await.map_err(|_| Status::cancelled("the gateway has left"))
+        self.answers.send(Box::new(Ok(response))).await.map_err(|_| Status::cancelled("the gateway has left"))
     }
 
     /// What ends this stream. The gateway of a worker that was forgotten is told to begin anew: it has not been superseded.
@@ -168,7 +184,7 @@ impl Attendance<'_> {
             let generation = self.told.unwrap_or_default().unsigned_abs().saturating_add(1);
             let directive = pb::Directive::RegisterAgain.into();
             let desired = pb::Desired { generation, leases: vec![], heard: self.heard, directive };
-            if let Err(left) = self.send(Told::Desired(desired)).await {
+            if let Err(left) = self.send(Tell::Desired(desired)).await {
                 return left;
             }
         }
@@ -177,7 +193,7 @@ impl Attendance<'_> {
 
     async fn welcome(&self) -> Result<(), Status> {
         let config = &self.scheduler.config;
-        self.send(Told::Welcome(pb::Welcome {
+        self.send(Tell::Welcome(pb::Welcome {
             session_credential: self.credential.clone(),
             worker_id: self.session.worker.to_string(),
             incarnation: self.session.incarnation.0,
@@ -243,7 +259,7 @@ impl Attendance<'_> {
         self.live.leases = live;
         let generation = known.generation.unsigned_abs();
         let directive = directive.into();
-        self.send(Told::Desired(pb::Desired { generation, leases, heard: self.heard, directive })).await?;
+        self.send(Tell::Desired(pb::Desired { generation, leases, heard: self.heard, directive })).await?;
         if is_news && self.told.is_some() {
             attended::told(since);
         }
