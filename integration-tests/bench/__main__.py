@@ -17,6 +17,7 @@ from placing import bench_placing
 from processes import bench_processes
 from start import bench_start
 from store import bench_store
+from synchronizing import bench_synchronizing
 from transfers import bench_transfers
 from trees import bench_trees
 from waiting import bench_waiting
@@ -47,6 +48,7 @@ def sections(quick):
         "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),
         "placing": lambda: bench_placing(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 1 if quick else 5),
         "waiting": lambda: bench_waiting(DISK, (10, 1_000) if quick else (10, 1_000, 10_000), 5_000 if quick else 100_000, 100 if quick else 1_000, 1 if quick else 4),
+        "synchronizing": lambda: bench_synchronizing(DISK, (1_000,) if quick else (1_000, 10_000, 100_000), 10 if quick else 60, 20 if quick else 500),
         "compose": bench_compose,
     }
 

@@ -53,7 +53,7 @@ def of_example(home, database, example, *arguments):
     own = pathlib.Path(tempfile.mkdtemp(dir=home))
     try:
         url = postgres.url("postgres") if postgres else f"sqlite://{own}/store.db"
-        if postgres and example == "reports":
+        if postgres and example in ("reports", "synchronizing"):
             arguments = (*arguments, "--postgres", str(postgres.child.pid))
         command = [str(RELEASE / "examples" / example), url, *arguments]
         return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)

@@ -178,10 +178,7 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
     let (mut workers, mut queued, mut much) = (Vec::new(), Vec::new(), false);
     for word in words {
         match News::parse(word) {
-            Some(News::Worker(id)) => {
-                scheduler.hints.changed(id.uuid());
-                workers.push(id);
-            }
+            Some(News::Worker(id)) => workers.push(id),
             Some(News::Queued(id)) => queued.push(id),
             Some(News::Workload(id)) => scheduler.hints.changed(id.uuid()),
             Some(News::Deadline) => scheduler.hints.timer().notify_one(),
@@ -190,6 +187,7 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
             Some(News::Much) | None => much = true,
         }
     }
+    scheduler.attended.look_at(workers.iter().copied());
     scheduler.hints.look_at(workers, queued);
     if much {
         scheduler.dispatch.catch_up().await;

@@ -286,7 +286,8 @@ async fn release(
     lease::Entity::find().from_raw_sql(statement).all(txn).await
 }
 
-async fn lock_workers(
+/// Locks the rows of these workers, in their order, and answers them.
+pub(crate) async fn lock_workers(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
 ) -> Result<Vec<worker::Model>, DbErr> {

@@ -1,7 +1,8 @@
 //! Hints: those who wait for a change in this process hear of it at once.
 //!
 //! A hint is given after the commit, and nothing depends on it: whoever waits also looks at the database now and then. What other
-//! replicas changed is told by [`crate::gossip`].
+//! replicas changed is told by [`crate::gossip`]. What the workers shall do whose gateways speak with this replica has a place of its own
+//! ([`crate::attended`]).
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +18,7 @@ pub(crate) struct Hints(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// By workload or worker.
+    /// By workload, or [`ALL_WORKERS`].
     subscribers: Mutex<HashMap<Uuid, watch::Sender<()>>>,
     changed: Mutex<Changed>,
     dispatch: Notify,
@@ -38,14 +39,14 @@ pub(crate) struct Changed {
 }
 
 impl Hints {
-    /// Something about the workload or worker `id` changed.
+    /// Something about the workload `id` changed, or about [`ALL_WORKERS`].
     pub(crate) fn changed(&self, id: Uuid) {
         if let Some(sender) = self.subscribers().get(&id) {
             sender.send_replace(());
         }
     }
 
-    /// Hears of changes of the workload or worker `id` from now on.
+    /// Hears of changes of the workload `id`, or of [`ALL_WORKERS`], from now on.
     pub(crate) fn subscribe(&self, id: Uuid) -> Subscription {
         let mut subscribers = self.subscribers();
         let receiver = subscribers.entry(id).or_insert_with(|| watch::Sender::new(())).subscribe();

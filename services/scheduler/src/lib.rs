@@ -1,17 +1,19 @@
 //! The scheduler: who may run what, where, and until when.
 //!
 //! It owns the workers (who they are, who speaks for them), the leases on their slots, and the workloads and their queue. It touches no
-//! container, volume or byte, and does not know what an owner of an artifact is. Gateways dial it ([`grpc`]'s Synchronize);
-//! the artifact store is told how workloads end through an outbox ([`outbox`]).
+//! container, volume or byte, and does not know what an owner of an artifact is. Gateways dial it ([`grpc`]'s Synchronize) and hear
+//! what their replica knows ([`attended`]); the artifact store is told how workloads end through an outbox ([`outbox`]).
 //!
 //! Layers, one direction: [`grpc`] → [`service`] (one transaction for each thing asked) → domain functions over a transaction
 //! ([`workloads`], [`workers`], [`leases`], [`dispatch`]) → [`entity`]. What is decided is decided by pure functions
 //! ([`placement`], [`outcome`]).
 //!
-//! Locks are taken in one order: a workload's row, then its lease's and its worker's. Hello locks a worker alone, and what it makes
-//! of leases is done afterwards.
+//! Locks are taken in one order: a workload's row, then its lease's and its worker's. Hello locks a worker alone, and then its
+//! contact; what it makes of leases is done afterwards.
 
+mod attended;
 mod config;
+mod contacts;
 mod demand;
 mod dispatch;
 mod drift;
@@ -104,6 +106,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     // Nobody is there to be told.
     let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
     let (dispatch, dispatcher) = Dispatcher::new(db.clone(), config.clone());
+    let (contacts, said) = contacts::channel();
     let scheduler = Scheduler {
         db,
         config,
@@ -111,6 +114,8 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         store,
         deliveries: Arc::new(Semaphore::new(outbox::DELIVERIES)),
         hints: hints::Hints::default(),
+        attended: dispatch.workers.attended.clone(),
+        contacts,
         dispatch,
         gossip: gossip::Gossip::new(),
         drift: drift::Drift::default(),
@@ -118,6 +123,8 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         stopping: host.stopping(),
     };
     host.spawn(dispatch::dispatch_forever(dispatcher, scheduler.clone()));
+    host.spawn(attended::look_forever(scheduler.clone()));
+    host.spawn(contacts::note_forever(scheduler.clone(), said));
     if scheduler.config.share_hints {
         host.spawn(gossip::tell_forever(scheduler.clone()));
         host.spawn(gossip::hear_forever(scheduler.clone()));
@@ -131,7 +138,8 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
             .max_decoding_message_size(MESSAGE_LIMIT),
     );
     host.add_service(
-        WorkersServer::new(grpc::WorkersService(scheduler.clone())).max_decoding_message_size(MESSAGE_LIMIT),
+        WorkersServer::new(grpc::WorkersService(Arc::new(scheduler.clone())))
+            .max_decoding_message_size(MESSAGE_LIMIT),
     );
     host.add_service(PlacementsServer::new(grpc::PlacementsService(scheduler.clone())));
     host.describe(server::Service {
@@ -146,6 +154,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         let db = db.clone();
         async move { db.answers().await }
     });
+    attended::describe();
     gauges::add(scheduler, host);
     Ok(())
 }

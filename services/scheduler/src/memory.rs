@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use db::Database;
 use db::rows::{self, Column};
@@ -14,22 +14,28 @@ use domain::{Timestamp, WorkerId};
 use sea_orm::{ConnectionTrait, DbBackend, DbErr, EntityTrait, Statement};
 use uuid::Uuid;
 
+use crate::attended::Attended;
 use crate::config::Config;
 use crate::entity::worker::State;
 use crate::entity::{contact, from_json, worker};
 use crate::placement::{Index, Load, Resources, Trust, Worker};
+use crate::workers;
 
 /// How often everything is read anew.
 const WHOLE_EVERY: Duration = Duration::from_secs(60);
 
 /// The workers, as every part of this replica sees them. Cheap to clone; clones share it.
 #[derive(Debug, Clone)]
-pub(crate) struct Workers(Arc<Mutex<Index>>);
+pub(crate) struct Workers {
+    index: Arc<Mutex<Index>>,
+    /// Those whose gateways speak with this replica, who hear of what is noted here.
+    pub(crate) attended: Attended,
+}
 
 impl Workers {
     /// A look at them, during which nobody else sees or changes any.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Index> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -166,7 +172,7 @@ impl Memory {
     pub(crate) fn new(config: &Config) -> Self {
         let index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
         Self {
-            workers: Workers(Arc::new(Mutex::new(index))),
+            workers: Workers { index: Arc::new(Mutex::new(index)), attended: Attended::default() },
             facts: Facts::new(config),
             seen: None,
             whole_at: None,
@@ -181,6 +187,7 @@ impl Memory {
 
     /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
     pub(crate) fn note(&mut self, rows: &[worker::Model]) -> Result<bool, DbErr> {
+        self.workers.attended.note(rows, Instant::now());
         let mut better = false;
         for row in rows {
             self.facts.learn(row)?;
@@ -195,6 +202,8 @@ impl Memory {
 
     /// These workers are not there any more. They count as just lost for a while.
     pub(crate) fn forget(&mut self, ids: impl IntoIterator<Item = WorkerId>) {
+        let ids: Vec<_> = ids.into_iter().collect();
+        self.workers.attended.forget(ids.iter().copied());
         let mut index = self.workers.lock();
         for id in ids {
             let Some(known) = index.get(id).cloned() else { continue };
@@ -222,11 +231,9 @@ impl Memory {
         let given = rows::value(&given)?;
         let among = rows::query(backend, 1, &[("id", Column::Uuid)]);
         let query = format!("SELECT * FROM worker_contacts WHERE worker_id IN ({among})");
-        let contacts = Statement::from_sql_and_values(backend, query, [given.clone()]);
+        let contacts = Statement::from_sql_and_values(backend, query, [given]);
         let contacts = contact::Entity::find().from_raw_sql(contacts).all(db).await?;
-        let query = format!("SELECT * FROM workers WHERE id IN ({among})");
-        let found = Statement::from_sql_and_values(backend, query, [given]);
-        let found = worker::Entity::find().from_raw_sql(found).all(db).await?;
+        let found = workers::find_all(db, ids.iter().copied()).await?;
 
         self.facts.now = Timestamp::now();
         let there: HashSet<_> = found.iter().map(|row| WorkerId::from_uuid(row.id)).collect();

@@ -29,7 +29,7 @@ use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
 use crate::registry::{self, Down, RegistryError};
 use crate::set_aside;
-use crate::workers::{self, Hello, Kept, SessionError};
+use crate::workers::{self, Heard, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
 const WORKERS: usize = 3;
@@ -40,7 +40,8 @@ const AT_ONCE: usize = 6;
 /// What the operations have seen. Only what can be said whatever the others do at the same time.
 #[derive(Default)]
 struct Seen {
-    sessions: HashMap<usize, SessionClaims>,
+    /// Those that are over as well.
+    sessions: Vec<SessionClaims>,
     workloads: Vec<WorkloadId>,
     /// Every lease that was ever live, so that stale ones are used as well.
     claims: Vec<LeaseClaims>,
@@ -58,6 +59,15 @@ struct Seen {
     gone: HashSet<uuid::Uuid>,
     /// The last revision of workers.
     revision: i64,
+}
+
+impl Seen {
+    /// Whether `session` certainly speaks for nobody any more.
+    fn is_over(&self, session: &SessionClaims) -> bool {
+        let is_newer =
+            |other: &SessionClaims| other.worker == session.worker && other.incarnation > session.incarnation;
+        self.gone.contains(&session.worker.uuid()) || self.sessions.iter().any(is_newer)
+    }
 }
 
 #[derive(Clone)]
@@ -212,12 +222,7 @@ impl World {
             })
             .await;
         match session {
-            Ok(session) => self.seen(|seen| {
-                let newest = seen.sessions.entry(worker).or_insert_with(|| session.clone());
-                if newest.incarnation < session.incarnation {
-                    *newest = session;
-                }
-            }),
+            Ok(session) => self.seen(|seen| seen.sessions.push(session)),
             Err(SessionError::Database(error)) => panic!("hello: {error}"),
             Err(
                 SessionError::Stale
@@ -427,14 +432,26 @@ impl World {
                 self.end_orphans().await;
             }
             Operation::Contact => {
-                let worker = dice.random_range(0..WORKERS);
-                let Some(session) = self.seen(|seen| seen.sessions.get(&worker).cloned()) else { return };
-                let contact = self.db.write(async |txn| {
-                    workers::observe(&txn, &session, Kept::default(), now, &mut Effects::default()).await
+                let (sessions, over): (Vec<_>, Vec<_>) = self.seen(|seen| {
+                    // Mostly recent ones.
+                    let recent = seen.sessions.len().saturating_sub(2 * WORKERS);
+                    let sessions = seen.sessions[recent..].sample(&mut dice, 4);
+                    sessions.map(|session| (session.clone(), seen.is_over(session))).unzip()
                 });
-                if let Err(SessionError::Database(error)) = contact.await {
-                    panic!("contact: {error}");
+                let heard = |session| Heard { session, kept: Kept::default(), at: now };
+                let heard: Vec<_> = sessions.iter().cloned().map(heard).collect();
+                let judged = self.db.write(async |txn| workers::observe(&txn, &heard).await).await;
+                let judged = judged.expect("heard or refused");
+                assert_eq!(judged.len(), heard.len());
+                for ((session, was_over), judged) in sessions.iter().zip(over).zip(&judged) {
+                    assert!(!was_over || judged.is_err(), "{session:?} is over and was heard");
                 }
+                let current = sessions.into_iter().zip(&judged).filter(|(_, judged)| judged.is_ok());
+                let current: Vec<_> = current.map(|(session, _)| session).collect();
+                let back = self
+                    .db
+                    .write(async |txn| workers::come_back(&txn, &current, &mut Effects::default()).await);
+                back.await.expect("back");
             }
             Operation::TimeOut => {
                 self.seen(|seen| seen.moved += 6_000_000);

@@ -15,7 +15,9 @@ use tokio::sync::{Notify, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::attended::Attended;
 use crate::config::Config;
+use crate::contacts::Contacts;
 use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, Request, SubmitError};
 use crate::drift::Drift;
 use crate::effects::Effects;
@@ -31,7 +33,7 @@ use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Choice, Demand, Location, Refusals};
 use crate::registry::{self, Down, Forget, RegistryError};
 use crate::store::{Inputs, Store};
-use crate::workers::{self, Hello, Kept, SessionError, Worker};
+use crate::workers::{self, Hello, SessionError, Worker};
 use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError, Write};
 
 /// What every handler and loop has. Cheap to clone; clones share it.
@@ -45,6 +47,8 @@ pub(crate) struct Scheduler {
     pub(crate) deliveries: Arc<Semaphore>,
     pub(crate) hints: Hints,
     pub(crate) dispatch: Dispatch,
+    pub(crate) attended: Attended,
+    pub(crate) contacts: Contacts,
     pub(crate) gossip: Gossip,
     pub(crate) drift: Drift,
     pub(crate) tasks: TaskTracker,
@@ -102,6 +106,7 @@ impl Scheduler {
 
     /// Tells those who wait what was committed, and delivers what was put into the outbox.
     pub(crate) fn announce(&self, effects: Effects) {
+        self.attended.look_at(effects.workers.iter().copied());
         self.hints.look_at(effects.workers.iter().copied(), effects.queued.iter().copied());
         self.announce_granted(effects);
     }
@@ -112,7 +117,6 @@ impl Scheduler {
             self.gossip.tell(&effects);
         }
         let Effects { workloads, workers, parcels, queued: _, deadline, registry } = effects;
-        workers.iter().for_each(|worker| self.hints.changed(worker.uuid()));
         if !workers.is_empty() {
             self.hints.leases_changed();
         }
@@ -326,20 +330,6 @@ impl Scheduler {
             .await?;
         self.end_orphans().await?;
         Ok(session)
-    }
-
-    /// The gateway of `session` is in contact. Answers as of when.
-    pub(crate) async fn contact(
-        &self,
-        session: &SessionClaims,
-        kept: Kept,
-    ) -> Result<Timestamp, SessionError> {
-        self.change(async |txn| {
-            let (now, mut effects) = (Timestamp::now(), Effects::default());
-            workers::observe(&txn, session, kept, now, &mut effects).await?;
-            Ok::<_, SessionError>((now, effects))
-        })
-        .await
     }
 
     /// A gateway says how far it is with its leases.

@@ -12,20 +12,24 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use db::rows::{self, Column};
 use domain::worker::{Capacity, Incarnation, Labels, Marker, Session, SessionClaims};
 use domain::{GatewayInstance, Timestamp, WorkerId};
 use sea_orm::sea_query::{Expr, OnConflict, Query};
 use sea_orm::{
     ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
-    QueryOrder, QuerySelect, Set,
+    QueryOrder, QuerySelect, Set, Statement,
 };
+use serde::Serialize;
 use uuid::Uuid;
 
+use crate::attended::Known;
 use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::worker::{self, Desired, Model, State};
 use crate::entity::{contact, from_json, lease, to_json, workload};
+use crate::grants::lock_workers;
 use crate::memory::Facts;
 use crate::placement;
 use crate::registry::{self, Load};
@@ -317,7 +321,8 @@ async fn continue_session(
     if hello.last.as_ref().is_some_and(superseded) {
         return Err(SessionError::Stale);
     }
-    let contact = contact::Entity::find_by_id(known.id).one(txn).await?;
+    // Locked: who was heard while this is decided was heard before, or is refused ([`observe`]).
+    let contact = contact::Entity::find_by_id(known.id).lock_exclusive().one(txn).await?;
     let attended = contact.is_some_and(|contact| {
         contact.attended && now.since(Timestamp(contact.last_contact_at)) < config.worker_ttl
     });
@@ -329,45 +334,155 @@ pub(crate) async fn speaks(
     db: &impl ConnectionTrait,
     session: &SessionClaims,
 ) -> Result<Model, SessionError> {
-    let Some(row) = worker::Entity::find_by_id(session.worker.uuid()).one(db).await? else {
-        let retired = registry::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired);
-        return Err(if retired { SessionError::Retired } else { SessionError::Forgotten });
-    };
-    if row.leaving.is_some() {
-        return Err(SessionError::Forgotten);
-    }
-    let current =
-        row.session == number(session.session.0) && row.incarnation == number(session.incarnation.0);
-    if current { Ok(row) } else { Err(SessionError::Stale) }
+    let row = worker::Entity::find_by_id(session.worker.uuid()).one(db).await?;
+    judge(db, row.as_ref(), session).await?;
+    row.ok_or(SessionError::Forgotten)
 }
 
-/// The worker of `session` was in contact just now.
+/// Whether `session` speaks for the worker whose row is `row`.
+async fn judge(
+    db: &impl ConnectionTrait,
+    row: Option<&Model>,
+    session: &SessionClaims,
+) -> Result<(), SessionError> {
+    match row {
+        Some(row) if Known::of(row).is_spoken_for_by(session) => Ok(()),
+        Some(row) if row.leaving.is_none() => Err(SessionError::Stale),
+        Some(_) => Err(SessionError::Forgotten),
+        None if registry::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired) => {
+            Err(SessionError::Retired)
+        }
+        None => Err(SessionError::Forgotten),
+    }
+}
+
+/// The rows of these workers, of those that are there.
+pub(crate) async fn find_all(
+    db: &impl ConnectionTrait,
+    ids: impl IntoIterator<Item = WorkerId>,
+) -> Result<Vec<Model>, DbErr> {
+    #[derive(Serialize)]
+    struct Id {
+        id: Uuid,
+    }
+    let given: Vec<_> = ids.into_iter().map(|id| Id { id: id.uuid() }).collect();
+    if given.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = db.get_database_backend();
+    let query =
+        format!("SELECT * FROM workers WHERE id IN ({})", rows::query(backend, 1, &[("id", Column::Uuid)]));
+    let statement = Statement::from_sql_and_values(backend, query, [rows::value(&given)?]);
+    worker::Entity::find().from_raw_sql(statement).all(db).await
+}
+
+/// A gateway that was heard, and what it said.
+#[derive(Debug, Clone)]
+pub(crate) struct Heard {
+    pub(crate) session: SessionClaims,
+    pub(crate) kept: Kept,
+    pub(crate) at: Timestamp,
+}
+
+#[derive(Serialize)]
+struct HeardRow {
+    worker_id: Uuid,
+    session: i64,
+    incarnation: i64,
+    last_contact_at: i64,
+    containers: i64,
+    volumes: i64,
+    disk_free_bytes: i64,
+    kept_containers: i64,
+}
+
+const HEARD: [(&str, Column); 8] = [
+    ("worker_id", Column::Uuid),
+    ("session", Column::Integer),
+    ("incarnation", Column::Integer),
+    ("last_contact_at", Column::Integer),
+    ("containers", Column::Integer),
+    ("volumes", Column::Integer),
+    ("disk_free_bytes", Column::Integer),
+    ("kept_containers", Column::Integer),
+];
+
+impl Heard {
+    fn row(&self) -> HeardRow {
+        HeardRow {
+            worker_id: self.session.worker.uuid(),
+            session: number(self.session.session.0),
+            incarnation: number(self.session.incarnation.0),
+            last_contact_at: self.at.0,
+            containers: number(self.kept.containers),
+            volumes: number(self.kept.volumes),
+            disk_free_bytes: number(self.kept.disk_free_bytes),
+            kept_containers: number(self.kept.kept_containers),
+        }
+    }
+}
+
+/// These gateways were heard, in this order. Answers for each in which state its worker is, or why its session does not speak for it any more:
+/// then nothing was noted of it.
+///
+/// No row of a worker is written or locked, and yet nobody takes over who was heard: whoever takes over locks the contact before it decides
+/// ([`hello`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
 pub(crate) async fn observe(
     txn: &DatabaseTransaction,
-    session: &SessionClaims,
-    kept: Kept,
-    now: Timestamp,
+    heard: &[Heard],
+) -> Result<Vec<Result<State, SessionError>>, DbErr> {
+    // Of two streams of one session the last word counts. No row may be there twice.
+    let last: HashMap<_, _> = heard
+        .iter()
+        .map(|heard| ((heard.session.worker, heard.session.session, heard.session.incarnation), heard.row()))
+        .collect();
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "UPDATE worker_contacts SET last_contact_at = given.last_contact_at, attended = TRUE, containers = given.containers,
+             volumes = given.volumes, disk_free_bytes = given.disk_free_bytes, kept_containers = given.kept_containers
+         FROM ({}) AS given JOIN workers ON workers.id = given.worker_id
+         WHERE worker_contacts.worker_id = given.worker_id AND workers.session = given.session
+             AND workers.incarnation = given.incarnation AND workers.leaving IS NULL",
+        rows::query(backend, 1, &HEARD)
+    );
+    let given = rows::value(&last.into_values().collect::<Vec<_>>())?;
+    txn.execute_raw(Statement::from_sql_and_values(backend, query, [given])).await?;
+
+    let rows = find_all(txn, heard.iter().map(|heard| heard.session.worker)).await?;
+    let rows: HashMap<_, _> = rows.into_iter().map(|row| (WorkerId::from_uuid(row.id), row)).collect();
+    let mut judged = Vec::with_capacity(heard.len());
+    for Heard { session, .. } in heard {
+        let row = rows.get(&session.worker);
+        judged.push(match judge(txn, row, session).await {
+            Ok(()) => Ok(row.map_or(State::Running, |row| row.state)),
+            Err(SessionError::Database(error)) => return Err(error),
+            Err(refused) => Err(refused),
+        });
+    }
+    Ok(judged)
+}
+
+/// The gateways of these sessions were heard again, whose workers counted as silent.
+pub(crate) async fn come_back(
+    txn: &DatabaseTransaction,
+    sessions: &[SessionClaims],
     effects: &mut Effects,
-) -> Result<(), SessionError> {
-    let row = speaks(txn, session).await?;
-    contact::Entity::update_many()
-        .set(contact::ActiveModel {
-            last_contact_at: Set(now.0),
-            attended: Set(true),
-            containers: Set(number(kept.containers)),
-            volumes: Set(number(kept.volumes)),
-            disk_free_bytes: Set(number(kept.disk_free_bytes)),
-            kept_containers: Set(number(kept.kept_containers)),
-            ..Default::default()
-        })
-        .filter(contact::Column::WorkerId.eq(session.worker.uuid()))
+) -> Result<(), DbErr> {
+    let sessions: HashMap<_, _> = sessions.iter().map(|session| (session.worker.uuid(), session)).collect();
+    let rows = lock_workers(txn, sessions.keys().copied()).await?;
+    let is_spoken_for =
+        |row: &Model| sessions.get(&row.id).is_some_and(|session| Known::of(row).is_spoken_for_by(session));
+    let back = rows.iter().filter(|row| row.state != State::Running && is_spoken_for(row));
+    let back: Vec<_> = back.map(|row| row.id).collect();
+    if back.is_empty() {
+        return Ok(());
+    }
+    worker::Entity::update_many()
+        .col_expr(worker::Column::State, Expr::value(State::Running))
+        .filter(worker::Column::Id.is_in(back.iter().copied()))
         .exec(txn)
         .await?;
-    if row.state != State::Running {
-        set_state(txn, session, State::Running, effects).await?;
-        effects.workers.push(session.worker);
-    }
-    Ok(())
+    registry::changed(txn, &back, effects).await
 }
 
 /// The gateway of `session` said goodbye: another may take over at once. Does nothing when one has already, or when this one has

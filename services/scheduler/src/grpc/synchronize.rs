@@ -2,23 +2,29 @@
 //!
 //! Both directions carry complete states, so nothing is kept here that a reconnect would miss: what was sent is remembered only to
 //! send less. A gateway that shuts down ends its side of the stream; one whose stream breaks is waited for.
+//!
+//! A stream reads nothing by itself as long as nothing changes. What its worker shall do it hears ([`crate::attended`]), and its leases
+//! it reads once for each generation of that. They are the same until the next, for whatever changes them raises it, but for how far they are; and
+//! whatever is made of them is judged again on their rows.
 
 use std::collections::{HashMap, HashSet};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use domain::worker::{Marker, SessionClaims};
 use domain::workload::FailureReason;
 use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::synchronize_request::Message as Said;
-use rpc::pb::scheduler::synchronize_response::Message as Told;
+use rpc::pb::scheduler::synchronize_response::Message as Tell;
 use rpc::{Reason, invalid_field, parse_id, required};
 use tokio::sync::mpsc::Sender;
 use tokio::time::{MissedTickBehavior, interval};
 use tonic::{Status, Streaming};
 use uuid::Uuid;
 
-use super::{Reasoned, SERVICE, convert, database};
+use super::{Reasoned, SERVICE, convert, database, stopping};
+use crate::attended::{self, Known, News, Subscription};
+use crate::contacts::Urgency;
 use crate::drift;
 use crate::effects::Effects;
 use crate::entity::lease;
@@ -32,14 +38,48 @@ use crate::workloads::{self, Phase};
 /// The version of the protocol that is spoken here.
 const PROTOCOL: u32 = 1;
 
-type Answers = Sender<Result<pb::SynchronizeResponse, Status>>;
+/// What a gateway is told.
+pub(super) type Told = Result<pb::SynchronizeResponse, Status>;
+
+/// The same, in as little of the channel as possible: that has room for many, and there is one for each stream.
+pub(super) type Answer = Box<Told>;
+
+type Answers = Sender<Answer>;
 
 /// Attends one stream of a gateway, until it ends or another gateway takes over.
+///
+/// What is done now and then is in boxes of its own, so that a stream that waits takes little room.
 pub(super) async fn attend(
     scheduler: &Scheduler,
     mut inbound: Streaming<pb::SynchronizeRequest>,
     answers: &Answers,
 ) -> Result<(), Status> {
+    let mut attendance = Box::pin(begin(scheduler, &mut inbound, answers)).await?;
+    let mut heartbeat = interval(scheduler.config.heartbeat);
+    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    heartbeat.reset();
+    loop {
+        tokio::select! {
+            message = inbound.message() => match message {
+                Ok(Some(message)) => Box::pin(attendance.hear(message)).await?,
+                Ok(None) => return Box::pin(attendance.leave()).await,
+                Err(status) => {
+                    tracing::info!(worker.name = attendance.name, error = %status, "the stream of a gateway broke");
+                    return Ok(());
+                }
+            },
+            () = attendance.news.changed() => Box::pin(attendance.tell(false)).await?,
+            _ = heartbeat.tick() => Box::pin(attendance.tell(true)).await?,
+        }
+    }
+}
+
+/// Hears who speaks for whom, and tells what shall be.
+async fn begin<'s>(
+    scheduler: &'s Scheduler,
+    inbound: &mut Streaming<pb::SynchronizeRequest>,
+    answers: &'s Answers,
+) -> Result<Attendance<'s>, Status> {
     let hello = match inbound.message().await?.and_then(|message| message.message) {
         Some(Said::Hello(hello)) => {
             let versions = hello.protocol_versions.clone();
@@ -64,14 +104,16 @@ pub(super) async fn attend(
         "a gateway speaks for a worker"
     );
 
-    // Subscribed before the first look, so that nothing falls in between.
-    let mut hints = scheduler.hints.subscribe(session.worker.uuid());
     let mut attendance = Attendance {
         scheduler,
         answers,
+        name: hello.name,
         credential: scheduler.signer.sign(&session),
+        // Subscribed before the first look, so that nothing falls in between.
+        news: scheduler.attended.subscribe(session.worker),
         session,
         told: None,
+        live: Live::default(),
         runs: HashMap::new(),
         noted,
         heard: 0,
@@ -81,29 +123,30 @@ pub(super) async fn attend(
     };
     attendance.welcome().await?;
     attendance.tell(true).await?;
+    Ok(attendance)
+}
 
-    let every = |period: Duration| {
-        let mut ticks = interval(period);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        ticks.reset();
-        ticks
-    };
-    let mut heartbeat = every(scheduler.config.heartbeat);
-    let mut poll = every(scheduler.config.poll);
-    loop {
-        tokio::select! {
-            message = inbound.message() => match message {
-                Ok(Some(message)) => attendance.hear(message).await?,
-                Ok(None) => return attendance.leave().await,
-                Err(status) => {
-                    tracing::info!(worker.name = hello.name, error = %status, "the stream of a gateway broke");
-                    return Ok(());
-                }
-            },
-            () = hints.changed() => attendance.tell(false).await?,
-            _ = poll.tick() => attendance.tell(false).await?,
-            _ = heartbeat.tick() => attendance.tell(true).await?,
-        }
+/// The leases of attempts on a worker that had not ended, as they were read.
+#[derive(Default)]
+struct Live {
+    /// When they are known: they are at least as new as this generation says.
+    as_of: Option<i64>,
+    leases: Vec<lease::Model>,
+}
+
+/// What a gateway says about leases that was not known.
+#[derive(Default)]
+struct Observation {
+    /// It does not know them, or cannot say how they ended.
+    absent: Vec<lease::Model>,
+    advanced: Vec<(lease::Model, Phase)>,
+    brought: Vec<(lease::Model, Vec<InputProgress>)>,
+}
+
+impl Observation {
+    fn is_empty(&self) -> bool {
+        let Self { absent, advanced, brought } = self;
+        absent.is_empty() && advanced.is_empty() && brought.is_empty()
     }
 }
 
@@ -111,10 +154,14 @@ pub(super) async fn attend(
 struct Attendance<'s> {
     scheduler: &'s Scheduler,
     answers: &'s Answers,
+    name: String,
     session: SessionClaims,
     credential: String,
+    /// What the worker shall do.
+    news: Subscription,
     /// The generation that was sent last.
-    told: Option<u64>,
+    told: Option<i64>,
+    live: Live,
     /// What was sent about leases that are still live: it never changes, and is long.
     runs: HashMap<Uuid, pb::RunAttempt>,
     /// The contact that was noted last.
@@ -130,18 +177,18 @@ struct Attendance<'s> {
 }
 
 impl Attendance<'_> {
-    async fn send(&self, message: Told) -> Result<(), Status> {
+    async fn send(&self, message: Tell) -> Result<(), Status> {
         let response = pb::SynchronizeResponse { message: Some(message) };
-        self.answers.send(Ok(response)).await.map_err(|_| Status::cancelled("the gateway has left"))
+        self.answers.send(Box::new(Ok(response))).await.map_err(|_| Status::cancelled("the gateway has left"))
     }
 
     /// What ends this stream. The gateway of a worker that was forgotten is told to begin anew: it has not been superseded.
     async fn refuse(&self, error: SessionError) -> Status {
         if matches!(error, SessionError::Forgotten) {
-            let generation = self.told.unwrap_or_default().saturating_add(1);
+            let generation = self.told.unwrap_or_default().unsigned_abs().saturating_add(1);
             let directive = pb::Directive::RegisterAgain.into();
             let desired = pb::Desired { generation, leases: vec![], heard: self.heard, directive };
-            if let Err(left) = self.send(Told::Desired(desired)).await {
+            if let Err(left) = self.send(Tell::Desired(desired)).await {
                 return left;
             }
         }
@@ -150,7 +197,7 @@ impl Attendance<'_> {
 
     async fn welcome(&self) -> Result<(), Status> {
         let config = &self.scheduler.config;
-        self.send(Told::Welcome(pb::Welcome {
+        self.send(Tell::Welcome(pb::Welcome {
             session_credential: self.credential.clone(),
             worker_id: self.session.worker.to_string(),
             incarnation: self.session.incarnation.0,
@@ -163,37 +210,64 @@ impl Attendance<'_> {
         .await
     }
 
+    /// What is known of the worker, unless another session or nobody speaks for it any more.
+    async fn present(&self) -> Result<News, Status> {
+        if let Some(news) = self.news.news()
+            && news.known.is_spoken_for_by(&self.session)
+        {
+            return Ok(news);
+        }
+        // Why, is said by the row.
+        let since = Instant::now();
+        match workers::speaks(self.scheduler.db.read(), &self.session).await {
+            Ok(row) => {
+                self.scheduler.attended.note(std::slice::from_ref(&row), since);
+                Ok(News { known: Known::of(&row), since })
+            }
+            Err(error) => Err(self.refuse(error).await),
+        }
+    }
+
+    /// The leases as of what is known of the worker. Whoever has changed them puts them back.
+    async fn take_live(&mut self, known: &Known) -> Result<Vec<lease::Model>, Status> {
+        if self.live.as_of != Some(known.generation) {
+            let (worker, incarnation) = (self.session.worker, self.session.incarnation);
+            self.live.leases = leases::live_tasks(self.scheduler.db.read(), worker, incarnation)
+                .await
+                .map_err(|error| database("read leases", &error))?;
+            self.live.as_of = Some(known.generation);
+        }
+        Ok(std::mem::take(&mut self.live.leases))
+    }
+
     /// Tells what the worker shall do, if it is new or `always`.
     async fn tell(&mut self, always: bool) -> Result<(), Status> {
-        let db = self.scheduler.db.read();
-        // The generation is read first: the leases are at least as new as it says.
-        let worker = match workers::speaks(db, &self.session).await {
-            Ok(worker) => worker,
-            Err(error) => return Err(self.refuse(error).await),
-        };
-        let directive = match worker.desired {
+        let News { known, since } = self.present().await?;
+        let is_news = self.told != Some(known.generation);
+        if !always && !is_news {
+            return Ok(());
+        }
+        let directive = match known.desired {
             Desired::Run => pb::Directive::Run,
             Desired::Land => pb::Directive::Land,
             Desired::Retire => pb::Directive::Retire,
         };
-        let directive = directive.into();
-        let generation = worker.generation.unsigned_abs();
-        if !always && self.told == Some(generation) {
-            return Ok(());
-        }
-        let live = leases::live_tasks(db, self.session.worker, self.session.incarnation)
-            .await
-            .map_err(|error| database("read leases", &error))?;
+        let live = self.take_live(&known).await?;
         self.runs.retain(|id, _| live.iter().any(|lease| lease.id == *id));
-        let mut desired = Vec::with_capacity(live.len());
+        let mut leases = Vec::with_capacity(live.len());
         for lease in &live {
             if let Some(wish) = self.wish(lease).await? {
-                desired.push(pb::DesiredLease { lease_id: lease.id.to_string(), wish: Some(wish) });
+                leases.push(pb::DesiredLease { lease_id: lease.id.to_string(), wish: Some(wish) });
             }
         }
-        self.send(Told::Desired(pb::Desired { generation, leases: desired, heard: self.heard, directive }))
-            .await?;
-        self.told = Some(generation);
+        self.live.leases = live;
+        let generation = known.generation.unsigned_abs();
+        let directive = directive.into();
+        self.send(Tell::Desired(pb::Desired { generation, leases, heard: self.heard, directive })).await?;
+        if is_news && self.told.is_some() {
+            attended::told(since);
+        }
+        self.told = Some(known.generation);
         Ok(())
     }
 
@@ -258,38 +332,44 @@ impl Attendance<'_> {
             volumes: observed.volumes,
             disk_free_bytes: observed.disk_free_bytes,
         };
-        let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
-        if Timestamp::now().since(self.noted) >= every {
-            self.noted = match self.scheduler.contact(&self.session, kept).await {
-                Ok(noted) => noted,
-                Err(error) => return Err(self.refuse(error).await),
-            };
-            self.heard = observed.number;
-        } else if let Err(error) = workers::speaks(self.scheduler.db.read(), &self.session).await {
-            return Err(self.refuse(error).await);
-        }
         let inputs = observed.leases.into_iter().filter(|lease| !lease.inputs.is_empty());
         let inputs =
             inputs.map(|lease| Ok((parse_id("observed.leases.lease_id", &lease.lease_id)?, lease.inputs)));
         let inputs = inputs.collect::<Result<HashMap<LeaseId, _>, Status>>()?;
-        self.observe(&phases, observed.applied_generation, inputs)
+
+        let News { known, .. } = self.present().await?;
+        let mut live = self.take_live(&known).await?;
+        let observation = self.compare(&live, &phases, observed.applied_generation, inputs);
+        let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
+        if Timestamp::now().since(self.noted) >= every {
+            let urgency = if observation.is_empty() { Urgency::Soon } else { Urgency::Now };
+            let contacts = &self.scheduler.contacts;
+            self.noted = match contacts.heard(&self.session, kept, urgency).await {
+                Some(Ok(noted)) => noted,
+                Some(Err(error)) => return Err(self.refuse(error).await),
+                None => return Err(stopping()),
+            };
+            self.heard = observed.number;
+        }
+        self.note(&mut live, observation)
             .await
-            .map_err(|error| database("note what a worker does", &error))
+            .map_err(|error| database("note what a worker does", &error))?;
+        self.live.leases = live;
+        Ok(())
     }
 
-    async fn observe(
+    /// What a message says that was not known.
+    fn compare(
         &mut self,
+        live: &[lease::Model],
         phases: &HashMap<LeaseId, Phase>,
         applied_generation: u64,
         inputs: HashMap<LeaseId, Vec<pb::InputProgress>>,
-    ) -> Result<(), sea_orm::DbErr> {
-        let db = self.scheduler.db.read();
-        let live = leases::live_tasks(db, self.session.worker, self.session.incarnation).await?;
-        let brought = self.newly_brought(&live, inputs);
+    ) -> Observation {
+        let mut observation = Observation { brought: self.newly_brought(live, inputs), ..Default::default() };
         let now = Timestamp::now();
-        self.note_drift(&live, phases, applied_generation, now);
+        self.note_drift(live, phases, applied_generation, now);
         let mut ended = HashMap::new();
-        let mut advanced = Vec::new();
         for lease in live {
             match phases.get(&LeaseId::from_uuid(lease.id)) {
                 // How it has ended is said by FinishAttempt, unless it shall stop and was refused to start. A gateway that does not
@@ -301,21 +381,40 @@ impl Attendance<'_> {
                         continue;
                     }
                     tracing::warn!(lease.id = %lease.id, "a gateway cannot say how an attempt ended");
-                    self.scheduler.observe_absence(&lease).await?;
+                    observation.absent.push(lease.clone());
                 }
-                Some(phase) if *phase as i64 > lease.phase => advanced.push((lease, *phase)),
+                Some(phase) if *phase as i64 > lease.phase => {
+                    observation.advanced.push((lease.clone(), *phase))
+                }
                 Some(_) => {}
                 None if lease.generation.unsigned_abs() <= applied_generation => {
-                    self.scheduler.observe_absence(&lease).await?;
+                    observation.absent.push(lease.clone());
                 }
                 None => {}
             }
         }
         self.ended = ended;
+        // Always in the same order, so that two that lock several rows do not wait for each other.
+        observation.advanced.sort_by_key(|(lease, _)| lease.workload_id);
+        observation
+    }
+
+    async fn note(
+        &self,
+        live: &mut Vec<lease::Model>,
+        observation: Observation,
+    ) -> Result<(), sea_orm::DbErr> {
+        let Observation { absent, advanced, brought } = observation;
+        for lease in &absent {
+            self.scheduler.observe_absence(lease).await?;
+        }
+        live.retain(|lease| !absent.iter().any(|absent| absent.id == lease.id));
         if !advanced.is_empty() {
-            // Always in the same order, so that two that lock several rows do not wait for each other.
-            advanced.sort_by_key(|(lease, _)| lease.workload_id);
             self.scheduler.observe_phases(&advanced).await?;
+            for lease in live {
+                let advanced = advanced.iter().find(|(advanced, _)| advanced.id == lease.id);
+                lease.phase = advanced.map_or(lease.phase, |(_, phase)| *phase as i64);
+            }
         }
         if brought.is_empty() {
             return Ok(());
@@ -335,7 +434,7 @@ impl Attendance<'_> {
         let there = |lease: &&lease::Model| phases.contains_key(&LeaseId::from_uuid(lease.id));
         let heard = |lease: &&lease::Model| lease.generation.unsigned_abs() <= applied_generation;
         let missing = live.iter().filter(|lease| heard(lease) && !there(lease)).map(|lease| lease.id);
-        let is_told = self.told.is_some_and(|told| told <= applied_generation);
+        let is_told = self.told.is_some_and(|told| told.unsigned_abs() <= applied_generation);
         let runs = phases.iter().filter(|(_, phase)| is_told && !matches!(phase, Phase::Ended));
         let stray = runs.map(|(lease, _)| lease.uuid()).filter(|lease| !here.contains(lease));
         let patience = self.scheduler.config.worker_ttl;

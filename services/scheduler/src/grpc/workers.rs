@@ -1,7 +1,11 @@
 //! Service `Workers`.
 
+use std::sync::Arc;
+
 use domain::worker::TicketOperation;
 use domain::{Timestamp, WorkerId};
+use futures::StreamExt;
+use futures::stream::Map;
 use rpc::page::Page;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_server::Workers;
@@ -10,7 +14,8 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Reasoned, SERVICE, convert, database, stopping, synchronize, watch_workers};
+use super::synchronize::{self, Answer, Told};
+use super::{Reasoned, SERVICE, convert, database, stopping, watch_workers};
 use crate::registry::Down;
 use crate::service::Scheduler;
 use crate::workers;
@@ -21,7 +26,7 @@ fn named(worker: &str) -> Result<&str, Status> {
 }
 
 /// Service `Workers`.
-pub(crate) struct WorkersService(pub(crate) Scheduler);
+pub(crate) struct WorkersService(pub(crate) Arc<Scheduler>);
 
 impl WorkersService {
     fn shown(&self, worker: workers::Worker) -> pb::Worker {
@@ -31,7 +36,7 @@ impl WorkersService {
 
 #[tonic::async_trait]
 impl Workers for WorkersService {
-    type SynchronizeStream = ReceiverStream<Result<pb::SynchronizeResponse, Status>>;
+    type SynchronizeStream = Map<ReceiverStream<Answer>, fn(Answer) -> Told>;
 
     async fn synchronize(
         &self,
@@ -47,10 +52,11 @@ impl Workers for WorkersService {
             };
             if let Err(status) = end {
                 // The gateway may have left.
-                answers.send(Err(status)).await.ok();
+                answers.send(Box::new(Err(status))).await.ok();
             }
         });
-        Ok(Response::new(ReceiverStream::new(outbound)))
+        let unboxed: fn(Answer) -> Told = |answer| *answer;
+        Ok(Response::new(ReceiverStream::new(outbound).map(unboxed)))
     }
 
     async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {

@@ -1,5 +1,6 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
+mod connected;
 mod demand;
 mod explain;
 mod inputs;
@@ -16,6 +17,7 @@ mod turns;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use connected::each_of_many_workers_hears_what_it_shall_do;
 use demand::whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is;
 use domain::worker::TicketClaims;
 use domain::{GatewayInstance, MarkerId, VolumeHandle, WorkloadId};
@@ -617,6 +619,7 @@ async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: Test
 }
 
 on_both! {
+    each_of_many_workers_hears_what_it_shall_do,
     a_workload_goes_from_its_submission_to_its_end,
     watchers_see_inputs_come_in_steps,
     a_repeated_submission_is_one_workload,

@@ -1,0 +1,41 @@
+"""Many workers connected to one scheduler: what that costs while nothing changes, and how soon one hears what it shall do."""
+
+import pathlib
+import shutil
+import tempfile
+
+from measure import row, table
+from store import DATABASES, of_example
+
+
+def bench_synchronizing(base, workers, seconds, landings):
+    """Figures of one scheduler on PostgreSQL with each of these numbers of workers."""
+    home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-synchronizing-", dir=base))
+    # The server is not run by root.
+    home.chmod(0o755)
+    try:
+        arguments = ["--workers", ",".join(map(str, workers)), "--seconds", str(seconds), "--landings", str(landings)]
+        said = of_example(home, DATABASES[0], "synchronizing", *arguments)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    lines = []
+    for count in workers:
+        of = lambda key: said[f"{count}_{key}"]
+        one = lambda what, key, unit, scale=1: row(f"{count:,} workers: {what}", [of(key) * scale], None, unit)
+        lines += [
+            one("the scheduler, while nothing changes", "core", "% of a core", 100),
+            one("PostgreSQL, while nothing changes", "database_core", "% of a core", 100),
+            one("transactions, while nothing changes", "transactions", "/s"),
+            one("rows of workers written, while nothing changes", "worker_writes", ""),
+            one("the scheduler's memory, of each", "bytes", "KiB", 1 / 1024),
+            one("let in, 64 at a time", "hellos", "/s"),
+            one("`LandWorker` until its worker hears it, p50", "land_p50_ms", "ms"),
+            one("`LandWorker` until its worker hears it, p99", "land_p99_ms", "ms"),
+        ]
+    text = [
+        f"Each worker is a stream of `Synchronize`; {said['streams']} share a connection. Each says something every {said['heartbeat']} s, holds nothing, and is told",
+        f"something as often; nothing changes for {said['seconds']} s. Then {said['landings']} of them land and run again, one after the other, in the same load. The scheduler, those",
+        "who speak for the workers, and PostgreSQL (fsync on) share the cores.",
+        "",
+    ]
+    return [*table("Workers that are connected", lines), *text]
