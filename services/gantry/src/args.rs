@@ -661,6 +661,8 @@ pub(crate) struct UpArgs {
     #[arg(long)]
     pub(crate) restored: bool,
     #[command(flatten)]
+    pub(crate) amounts: runtime_gateway::Amounts,
+    #[command(flatten)]
     pub(crate) concourse: runtime_gateway::garden::GardenArgs,
     /// Started by another command.
     #[arg(long, hide = true)]

@@ -378,9 +378,9 @@ fn failures(worker: &Worker) -> String {
 fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
     let labels = worker.labels.clone().unwrap_or_default();
     let capacity = worker.capacity.unwrap_or_default();
-    let limit = match capacity.max_tasks {
-        0 => "no limit".to_owned(),
-        limit => format!("at most {limit}"),
+    let limited = |count: u64, limit: u32| match limit {
+        0 => format!("{count}, no limit"),
+        limit => format!("{count}, at most {limit}"),
     };
     vec![
         ("name", plain(&worker.name, 255)),
@@ -400,10 +400,12 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("images", labels.image_kinds.join(" ")),
         ("resource types", plain(&resource_types(&labels), 1000)),
         ("can", labels.capabilities.join(" ")),
-        ("tasks", format!("{}, {limit}", worker.active_tasks)),
+        ("tasks", limited(worker.active_tasks.into(), capacity.max_tasks)),
         ("leases", format!("{}, {} may not be interrupted", worker.leases, worker.uninterruptible_leases)),
-        ("containers", worker.containers.to_string()),
-        ("volumes", worker.volumes.to_string()),
+        ("containers", limited(worker.containers, capacity.max_containers)),
+        ("volumes", limited(worker.volumes, capacity.max_volumes)),
+        ("cores", if capacity.cpu_millis == 0 { String::new() } else { cores(capacity.cpu_millis) }),
+        ("memory", if capacity.memory_bytes == 0 { String::new() } else { bytes(capacity.memory_bytes) }),
         (
             "disk",
             match capacity.disk_bytes {
@@ -416,6 +418,15 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("session", worker.session.to_string()),
         ("contact", format!("{} ago", words::ago(worker.last_contact_at.as_ref()))),
     ]
+}
+
+/// Thousandths of a core, as they are written on the command line.
+fn cores(millis: u64) -> String {
+    match (millis / 1000, millis % 1000) {
+        (cores, 0) => cores.to_string(),
+        (0, millis) => format!("{millis}m"),
+        (cores, millis) => format!("{cores}.{millis:03}").trim_end_matches('0').to_owned(),
+    }
 }
 
 const WORKLOADS: &[&str] = &["ID", "STATE", "END", "WORKER", "AGE", "COMMAND"];

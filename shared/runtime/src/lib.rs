@@ -59,6 +59,10 @@ pub struct Capabilities {
     pub brought: Vec<BroughtAlong>,
     /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
     pub copy_on_write: String,
+    /// Thousandths of a processor that its containers can have in all. `None`: it does not say.
+    pub cpu_millis: Option<u64>,
+    /// Bytes of memory that its containers can have in all. `None`: it does not say.
+    pub memory_bytes: Option<u64>,
 }
 
 impl Capabilities {

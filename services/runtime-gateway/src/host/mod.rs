@@ -288,6 +288,8 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
         features: features.into_iter().map(str::to_owned).collect(),
         brought: Vec::new(),
         copy_on_write,
+        cpu_millis: cgroups.cpu_millis(),
+        memory_bytes: cgroups.memory_bytes(),
     }
 }
 
