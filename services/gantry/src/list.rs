@@ -8,7 +8,7 @@ use rpc::pb::artifacts::{
     ListContainersRequest, ListVolumesRequest, Replica, Volume,
 };
 use rpc::pb::scheduler::{
-    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Worker,
+    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Usage, Worker,
     WorkerLabels, WorkerState, Workload, WorkloadSpec,
 };
 use serde_json::Value;
@@ -17,7 +17,7 @@ use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
 use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
-use crate::table::{bytes, count, fields, plain, render};
+use crate::table::{bytes, count, duration, fields, plain, render};
 use crate::{caches, imports, set_aside, why, words};
 
 /// `gantry list`
@@ -480,7 +480,35 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
         ("submitted", instant(&workload.submitted_at)),
         ("started", instant(&workload.started_at)),
         ("finished", instant(&workload.finished_at)),
+        (
+            "begun again",
+            if workload.retried == 0 { String::new() } else { count(workload.retried.into(), "time") },
+        ),
+        ("times", workload.usage.as_ref().map(usage_times).unwrap_or_default()),
+        ("used", workload.usage.as_ref().map(used).unwrap_or_default()),
     ]
+}
+
+/// How long the last attempt took, as far as that is known.
+fn usage_times(usage: &Usage) -> String {
+    let known = [("waited", usage.queued), ("prepared", usage.preparing), ("ran", usage.running)];
+    let known = known.into_iter().filter_map(|(what, time)| Some(format!("{what} {}", self::time(time?))));
+    known.collect::<Vec<_>>().join(", ")
+}
+
+/// What the last attempt used, as far as its worker knows.
+fn used(usage: &Usage) -> String {
+    let known = [
+        usage.cpu_time.map(|used| format!("{} of processors", time(used))),
+        usage.peak_memory_bytes.map(|most| format!("{} of memory at most", bytes(most))),
+        usage.bytes_in.map(|brought| format!("{} brought", bytes(brought))),
+        usage.bytes_out.map(|published| format!("{} published", bytes(published))),
+    ];
+    known.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+fn time(time: prost_types::Duration) -> String {
+    duration(time.try_into().unwrap_or_default())
 }
 
 const ARTIFACTS: &[&str] = &["ID", "STATE", "SIZE", "AGE", "REPLICAS", "LABEL", "KEPT BY"];

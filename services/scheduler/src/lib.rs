@@ -72,6 +72,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") },
         SqlMigration { name: "0002_registry", sql: include_str!("migrations/0002_registry.sql") },
         SqlMigration { name: "0003_grants", sql: include_str!("migrations/0003_grants.sql") },
+        SqlMigration { name: "0007_retries", sql: include_str!("migrations/0007_retries.sql") },
     ];
 }
 

@@ -130,6 +130,23 @@ impl Cgroups {
         count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
     }
 
+    /// Processor time that was used in the groups of that name. `None`: nobody counts it.
+    pub(super) fn cpu_time(&self, name: &str) -> Option<Duration> {
+        if let Some((root, _)) = &self.v2 {
+            let stat = fs::read_to_string(root.join(name).join("cpu.stat")).ok()?;
+            let used = stat.lines().find_map(|line| line.strip_prefix("usage_usec "))?;
+            return used.trim().parse().ok().map(Duration::from_micros);
+        }
+        let used = fs::read_to_string(self.controller("cpuacct")?.join(name).join("cpuacct.usage")).ok()?;
+        used.trim().parse().ok().map(Duration::from_nanos)
+    }
+
+    /// The most memory that the group of that name held at a time, in bytes. `None`: nobody counts it.
+    pub(super) fn peak_memory(&self, name: &str) -> Option<u64> {
+        let file = if self.v2.is_some() { "memory.peak" } else { "memory.max_usage_in_bytes" };
+        fs::read_to_string(self.controller("memory")?.join(name).join(file)).ok()?.trim().parse().ok()
+    }
+
     /// Kills what is in the groups, and removes them.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         let deadline = Instant::now() + REMOVAL;
