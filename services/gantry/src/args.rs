@@ -246,6 +246,20 @@ pub(crate) struct RunArgs {
     /// Give up when no worker was free for this long
     #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
     pub(crate) queue_timeout: Option<Duration>,
+    /// Give up when the command was not started this long after a worker was found, or with --retries try once more
+    #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
+    pub(crate) start_timeout: Option<Duration>,
+    /// Begin again so many times when the worker is lost, or the command does not start in time. It may run more than once, then, though never twice
+    /// at a time. How it ends by itself is no reason. Only with --detach
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u32).range(0..=i64::from(rpc::spec::MOST_RETRIES)),
+        requires = "detach",
+        help_heading = "When and where"
+    )]
+    pub(crate) retries: u32,
     /// Be placed before those that wait with a lower one: -100 to 100
     #[arg(
         long,
@@ -682,6 +696,8 @@ pub(crate) struct UpArgs {
     /// The database of the artifact store, artifact-store.db in the state directory, was restored from a backup: what it does not know is set aside
     #[arg(long)]
     pub(crate) restored: bool,
+    #[command(flatten)]
+    pub(crate) amounts: runtime_gateway::Amounts,
     #[command(flatten)]
     pub(crate) concourse: runtime_gateway::garden::GardenArgs,
     /// Started by another command.

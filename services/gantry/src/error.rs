@@ -250,9 +250,10 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "WORKING_DIRECTORY_MISSING" => "check the path given with --dir",
         "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name its interpreter",
         "WORKER_LOST" | "START_UNKNOWN" | "EXIT_UNKNOWN" | "CONTACT_LOST" => {
-            "run it again if it may run twice"
+            "run it again if it may run twice, or have that done with --retries"
         }
         "SETTLE_FAILED" => "run it again",
+        "START_TIMEOUT" => "allow more time with --start-timeout, or tries with --retries",
         "QUEUE_TIMEOUT" => "allow more time with --queue-timeout, or see `gantry list workers`",
         _ => return None,
     })

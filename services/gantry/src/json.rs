@@ -70,7 +70,14 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
             "resource_types": resource_types(&labels),
             "ephemeral": labels.ephemeral,
         },
-        "capacity": { "max_tasks": capacity.max_tasks, "disk_bytes": capacity.disk_bytes },
+        "capacity": {
+            "max_tasks": capacity.max_tasks,
+            "max_containers": capacity.max_containers,
+            "max_volumes": capacity.max_volumes,
+            "cpu_millis": capacity.cpu_millis,
+            "memory_bytes": capacity.memory_bytes,
+            "disk_bytes": capacity.disk_bytes,
+        },
         "active_tasks": worker.active_tasks,
         "containers": worker.containers,
         "volumes": worker.volumes,
@@ -157,6 +164,24 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
         "failure": workload.failure.as_ref().map(failure),
         "outputs": workload.outputs.iter().map(output).collect::<Vec<_>>(),
         "waiting_for": workload.waiting_for,
+        "usage": workload.usage.as_ref().map(usage),
+        "retried": workload.retried,
+    })
+}
+
+/// What is not known is null.
+fn usage(usage: &scheduler::Usage) -> Value {
+    let millis = |time: Option<prost_types::Duration>| {
+        time.map(|time| time.seconds * 1000 + i64::from(time.nanos) / 1_000_000)
+    };
+    json!({
+        "queued_ms": millis(usage.queued),
+        "preparing_ms": millis(usage.preparing),
+        "running_ms": millis(usage.running),
+        "cpu_ms": millis(usage.cpu_time),
+        "peak_memory_bytes": usage.peak_memory_bytes,
+        "bytes_in": usage.bytes_in,
+        "bytes_out": usage.bytes_out,
     })
 }
 

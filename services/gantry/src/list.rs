@@ -8,7 +8,7 @@ use rpc::pb::artifacts::{
     ListContainersRequest, ListVolumesRequest, Replica, Volume,
 };
 use rpc::pb::scheduler::{
-    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Worker,
+    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Usage, Worker,
     WorkerLabels, WorkerState, Workload, WorkloadSpec,
 };
 use serde_json::Value;
@@ -17,7 +17,7 @@ use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
 use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
-use crate::table::{bytes, count, fields, plain, render};
+use crate::table::{bytes, count, duration, fields, plain, render};
 use crate::{caches, imports, set_aside, why, words};
 
 /// `gantry list`
@@ -378,9 +378,9 @@ fn failures(worker: &Worker) -> String {
 fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
     let labels = worker.labels.clone().unwrap_or_default();
     let capacity = worker.capacity.unwrap_or_default();
-    let limit = match capacity.max_tasks {
-        0 => "no limit".to_owned(),
-        limit => format!("at most {limit}"),
+    let limited = |count: u64, limit: u32| match limit {
+        0 => format!("{count}, no limit"),
+        limit => format!("{count}, at most {limit}"),
     };
     vec![
         ("name", plain(&worker.name, 255)),
@@ -400,10 +400,12 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("images", labels.image_kinds.join(" ")),
         ("resource types", plain(&resource_types(&labels), 1000)),
         ("can", labels.capabilities.join(" ")),
-        ("tasks", format!("{}, {limit}", worker.active_tasks)),
+        ("tasks", limited(worker.active_tasks.into(), capacity.max_tasks)),
         ("leases", format!("{}, {} may not be interrupted", worker.leases, worker.uninterruptible_leases)),
-        ("containers", worker.containers.to_string()),
-        ("volumes", worker.volumes.to_string()),
+        ("containers", limited(worker.containers, capacity.max_containers)),
+        ("volumes", limited(worker.volumes, capacity.max_volumes)),
+        ("cores", if capacity.cpu_millis == 0 { String::new() } else { cores(capacity.cpu_millis) }),
+        ("memory", if capacity.memory_bytes == 0 { String::new() } else { bytes(capacity.memory_bytes) }),
         (
             "disk",
             match capacity.disk_bytes {
@@ -416,6 +418,15 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("session", worker.session.to_string()),
         ("contact", format!("{} ago", words::ago(worker.last_contact_at.as_ref()))),
     ]
+}
+
+/// Thousandths of a core, as they are written on the command line.
+fn cores(millis: u64) -> String {
+    match (millis / 1000, millis % 1000) {
+        (cores, 0) => cores.to_string(),
+        (0, millis) => format!("{millis}m"),
+        (cores, millis) => format!("{cores}.{millis:03}").trim_end_matches('0').to_owned(),
+    }
 }
 
 const WORKLOADS: &[&str] = &["ID", "STATE", "END", "WORKER", "AGE", "COMMAND"];
@@ -469,7 +480,35 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
         ("submitted", instant(&workload.submitted_at)),
         ("started", instant(&workload.started_at)),
         ("finished", instant(&workload.finished_at)),
+        (
+            "begun again",
+            if workload.retried == 0 { String::new() } else { count(workload.retried.into(), "time") },
+        ),
+        ("times", workload.usage.as_ref().map(usage_times).unwrap_or_default()),
+        ("used", workload.usage.as_ref().map(used).unwrap_or_default()),
     ]
+}
+
+/// How long the last attempt took, as far as that is known.
+fn usage_times(usage: &Usage) -> String {
+    let known = [("waited", usage.queued), ("prepared", usage.preparing), ("ran", usage.running)];
+    let known = known.into_iter().filter_map(|(what, time)| Some(format!("{what} {}", self::time(time?))));
+    known.collect::<Vec<_>>().join(", ")
+}
+
+/// What the last attempt used, as far as its worker knows.
+fn used(usage: &Usage) -> String {
+    let known = [
+        usage.cpu_time.map(|used| format!("{} of processors", time(used))),
+        usage.peak_memory_bytes.map(|most| format!("{} of memory at most", bytes(most))),
+        usage.bytes_in.map(|brought| format!("{} brought", bytes(brought))),
+        usage.bytes_out.map(|published| format!("{} published", bytes(published))),
+    ];
+    known.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+fn time(time: prost_types::Duration) -> String {
+    duration(time.try_into().unwrap_or_default())
 }
 
 const ARTIFACTS: &[&str] = &["ID", "STATE", "SIZE", "AGE", "REPLICAS", "LABEL", "KEPT BY"];

@@ -304,6 +304,8 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
             memory_bytes: args.reserve_memory.unwrap_or(0),
             disk_bytes: args.reserve_disk.unwrap_or(0),
         }),
+        start_timeout: args.start_timeout.map(rpc::duration),
+        retries: args.retries,
     })
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use domain::ArtifactId;
 use domain::workload::Image;
-use rpc::spec::{LEAST_MEMORY_BYTES, MOST_CPU_MILLIS, MOST_MEMORY_BYTES};
-pub(crate) use server::settings::duration;
+use rpc::spec::{LEAST_MEMORY_BYTES, MOST_MEMORY_BYTES};
+pub(crate) use server::settings::{cpu, duration, size};
 
 use crate::table;
 
@@ -184,29 +184,6 @@ pub(crate) fn term(text: &str) -> Result<Duration, String> {
     Ok(term)
 }
 
-/// Parses a size in bytes: `1048576`, `512M`, `512MiB`, `1.5G`. `M` is 1024², `MB` is 1000².
-pub(crate) fn size(text: &str) -> Result<u64, String> {
-    let malformed = || format!("{text:?} is no size: write 512M, 2G or 1.5GiB");
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, unit) = text.split_at(end);
-    let unit = unit.to_ascii_lowercase();
-    let (letter, base) = match unit.as_str() {
-        "" | "b" => ("", 1024),
-        unit if unit.ends_with("ib") => (&unit[..unit.len() - 2], 1024),
-        unit if unit.ends_with('b') => (&unit[..unit.len() - 1], 1000),
-        unit => (unit, 1024_u64),
-    };
-    let power = match letter {
-        "" => 0,
-        "k" => 1,
-        "m" => 2,
-        "g" => 3,
-        "t" => 4,
-        _ => return Err(malformed()),
-    };
-    scaled(number, base.pow(power)).filter(|&bytes| bytes > 0).ok_or_else(malformed)
-}
-
 /// Parses the memory of a container, as [`size`] does.
 pub(crate) fn memory(text: &str) -> Result<u64, String> {
     let bytes = size(text)?;
@@ -220,33 +197,6 @@ pub(crate) fn memory(text: &str) -> Result<u64, String> {
         return Err("no worker has as much".to_owned());
     }
     Ok(bytes)
-}
-
-/// Parses processor time in cores into thousandths of a core: `2`, `0.5`, `500m`.
-pub(crate) fn cpu(text: &str) -> Result<u64, String> {
-    let malformed = || format!("{text:?} is no number of cores: write 2, 0.5 or 500m, and 1m at the least");
-    let millis = match text.strip_suffix('m') {
-        Some(millis) => millis.parse().ok(),
-        None => scaled(text, 1000),
-    };
-    let millis = millis.filter(|&millis| millis > 0).ok_or_else(malformed)?;
-    if millis > MOST_CPU_MILLIS {
-        return Err("no worker has as many cores".to_owned());
-    }
-    Ok(millis)
-}
-
-/// `number`, which may have a decimal fraction, times `factor`, rounded down.
-fn scaled(number: &str, factor: u64) -> Option<u64> {
-    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    if whole.is_empty() || fraction.len() > 9 || fraction.contains('.') {
-        return None;
-    }
-    let whole: u64 = whole.parse().ok()?;
-    let fraction_value: u64 = if fraction.is_empty() { 0 } else { fraction.parse().ok()? };
-    let parts =
-        u128::from(fraction_value) * u128::from(factor) / 10_u128.pow(u32::try_from(fraction.len()).ok()?);
-    whole.checked_mul(factor)?.checked_add(u64::try_from(parts).ok()?)
 }
 
 #[cfg(test)]
@@ -322,26 +272,11 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_cores() {
-        assert_eq!(size("1048576"), Ok(1 << 20));
-        assert_eq!(size("512M"), Ok(512 << 20));
-        assert_eq!(size("512MiB"), Ok(512 << 20));
-        assert_eq!(size("1.5g"), Ok(3 << 29));
-        assert_eq!(size("2KB"), Ok(2000));
-        for wrong in ["", "M", "0", "1X", "1.2.3", "-1", ".5G", "99999999999T"] {
-            assert!(size(wrong).is_err(), "{wrong}");
-        }
+    fn memory_is_enough_for_a_container() {
         assert_eq!(memory("6M"), Ok(6 << 20));
         for wrong in ["1K", "5M", "2097152T"] {
             assert!(memory(wrong).is_err(), "{wrong}");
         }
         assert!(memory("1K").expect_err("refused").contains("6.0 MiB"));
-        assert_eq!(cpu("1m"), Ok(1));
-        assert_eq!(cpu("2"), Ok(2000));
-        assert_eq!(cpu("0.5"), Ok(500));
-        assert_eq!(cpu("250m"), Ok(250));
-        for wrong in ["", "0", "x", "-1", "1.x", "0.0001", "1000000"] {
-            assert!(cpu(wrong).is_err(), "{wrong}");
-        }
     }
 }

@@ -14,10 +14,10 @@
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use domain::workload::{
-    EnvironmentVariable, Exit, Failure, FailureReason, PublishedCache, PublishedOutput, WorkloadSpec,
+    EnvironmentVariable, Exit, Failure, FailureReason, PublishedCache, PublishedOutput, Usage, WorkloadSpec,
 };
 use domain::{ArtifactId, AttemptId, Digest, LeaseId, VolumeHandle, WorkloadId, chain};
 use futures::FutureExt;
@@ -71,6 +71,7 @@ struct Finish {
     outputs: Vec<PublishedOutput>,
     caches: Vec<PublishedCache>,
     started: Option<domain::Timestamp>,
+    usage: Usage,
 }
 
 impl Finish {
@@ -239,7 +240,8 @@ pub(crate) async fn stop_unknown(
     let finish = match waited {
         Ok(ended) => {
             let interrupted = is_interrupted(&stop, &ended).then_some(CutShort::Interrupted);
-            ended_finish(ended, None, interrupted)
+            let usage = used(&worker, attempt).await;
+            Finish { usage, ..ended_finish(ended, None, interrupted) }
         }
         Err(Stopped::GatewayStopping) => return,
         Err(Stopped::Worker(RuntimeError::ProcessNotFound(_))) => {
@@ -290,6 +292,7 @@ async fn carry_out(
         () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
     };
     let (plan, prepared) = prepared?;
+    let mut since = None;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
         let defaults = match make(worker, task, &plan, &prepared).await {
             Ok(defaults) => defaults,
@@ -309,6 +312,7 @@ async fn carry_out(
             .runtime
             .start(prepared.container, task.attempt, process_spec(task, defaults.environment))
             .await?;
+        since = Some(Instant::now());
     } else {
         known?;
     }
@@ -317,6 +321,11 @@ async fn carry_out(
 
     let process = tracing::info_span!(target: "gantry", "process", service = "runtime-gateway");
     let ended = wait(worker, task.attempt, stop).instrument(process).await?;
+    let mut usage = used(worker, task.attempt).await;
+    if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
+        usage.running.get_or_insert(since.elapsed());
+        usage.bytes_in = Some(prepared.bytes_in);
+    }
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
     let cut_short = match ended {
@@ -326,7 +335,7 @@ async fn carry_out(
         }
         _ => is_interrupted(stop, &ended).then_some(CutShort::Interrupted),
     };
-    let mut finish = ended_finish(ended, Some(started), cut_short);
+    let mut finish = Finish { usage, ..ended_finish(ended, Some(started), cut_short) };
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.set_phase(task.lease, pb::LeasePhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
@@ -344,7 +353,19 @@ async fn carry_out(
         }
         finish.caches = caches::publish(worker, task, &plan, &prepared).instrument(publishing).await?;
     }
+    if publishable {
+        let sizes = finish.outputs.iter().map(|output| output.size_bytes);
+        finish.usage.bytes_out = Some(sizes.fold(0, u64::saturating_add));
+    }
     Ok(finish)
+}
+
+/// What a process that has ended has used. That it is not known is no failure.
+async fn used(worker: &Worker, attempt: AttemptId) -> Usage {
+    worker.runtime.usage(attempt).await.unwrap_or_else(|error| {
+        tracing::debug!(attempt.id = %attempt, error = chain(&error), "cannot say what a process has used");
+        Usage::default()
+    })
 }
 
 /// Makes the volumes and the container on the worker. Answers what the image says of its processes.
@@ -635,6 +656,7 @@ async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Fi
         outputs: finish.outputs.iter().map(rpc::published_output).collect(),
         started_at: finish.started.map(rpc::timestamp),
         caches: finish.caches.iter().map(rpc::published_cache).collect(),
+        usage: Some(rpc::usage(&finish.usage)),
     };
     let call = || {
         let (mut workloads, request) = (worker.workloads.clone(), request.clone());

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use domain::worker::Labels;
 
+use crate::Amounts;
+
 /// Settings of a gateway that attends one worker.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -16,8 +18,8 @@ pub struct Config {
     pub tags: Vec<String>,
     /// The only team that may use it. `None`: every team.
     pub team: Option<String>,
-    /// Workloads at a time. `None`: no limit.
-    pub max_tasks: Option<u32>,
+    /// How much it takes, and has to give.
+    pub amounts: Amounts,
     /// Whether the worker is gone for good once it is lost.
     pub ephemeral: bool,
     /// Where callers reach this gateway: `unix:///path` or `http://host:port`.
@@ -57,7 +59,7 @@ impl Config {
             platform: "linux".to_owned(),
             tags: Vec::new(),
             team: None,
-            max_tasks: None,
+            amounts: Amounts::default(),
             ephemeral: false,
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),

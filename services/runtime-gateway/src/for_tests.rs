@@ -69,7 +69,7 @@ impl Attended for Arc<FakeWorker> {
             platform: "linux".to_owned(),
             tags: Vec::new(),
             team: None,
-            max_tasks: None,
+            amounts: crate::Amounts::default(),
             ephemeral: false,
             endpoint: NOBODY.to_owned(),
             scheduler: scheduler.to_owned(),

@@ -9,6 +9,7 @@
 //! [`garden`] is the runtime for a Concourse worker, [`host`] for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
+mod amounts;
 mod archives;
 mod attempt;
 mod blocking;
@@ -51,6 +52,7 @@ use anyhow::Context;
 use runtime::Runtime;
 use server::{Host, Listener};
 
+pub use amounts::Amounts;
 pub use config::Config;
 pub use door::{serve_door, start_door};
 pub use gateway::Gateway;

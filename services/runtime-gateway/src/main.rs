@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Parser;
 use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::HostConfig;
-use runtime_gateway::{Config, Gateway};
+use runtime_gateway::{Amounts, Config, Gateway};
 use server::settings::term;
 use server::{Host, ListenArgs, Starting};
 
@@ -62,9 +62,8 @@ struct Arguments {
     /// The only team that may use the worker. Default: every team
     #[arg(long, env = "GANTRY_WORKER_TEAM", value_name = "TEAM")]
     team: Option<String>,
-    /// Workloads at a time. Default: no limit
-    #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
-    max_tasks: Option<u32>,
+    #[command(flatten)]
+    amounts: Amounts,
     /// The worker is gone for good once it is lost: the cluster forgets it then, with all that it holds
     #[arg(long, env = "GANTRY_WORKER_EPHEMERAL", value_parser = clap::builder::BoolishValueParser::new())]
     ephemeral: bool,
@@ -136,7 +135,7 @@ impl server::Program for Arguments {
             platform: self.platform.clone(),
             tags: self.tags.clone(),
             team: self.team.clone(),
-            max_tasks: self.max_tasks,
+            amounts: self.amounts.clone(),
             ephemeral: self.ephemeral,
             endpoint: self.endpoint.unwrap_or(starting.endpoint),
             scheduler: self.scheduler.clone(),
@@ -166,7 +165,7 @@ impl server::Program for Arguments {
             platform: self.platform,
             tags: self.tags,
             team: self.team.unwrap_or_default(),
-            max_tasks: self.max_tasks,
+            amounts: self.amounts,
             ..GardenWorker::default()
         };
         for worker in self.concourse.workers(given)? {

@@ -221,6 +221,8 @@ mod tests {
             interruptible: false,
             priority: 0,
             requests: Default::default(),
+            start_timeout: None,
+            retries: 0,
         }
     }
 

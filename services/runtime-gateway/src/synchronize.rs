@@ -224,6 +224,7 @@ pub(crate) fn introduce(
     credential: String,
 ) -> pb::Hello {
     let labels = config.labels(capabilities);
+    let capacity = config.amounts.capacity(capabilities, disk);
     pb::Hello {
         worker_name: config.worker_name.clone(),
         gateway_instance: instance.to_string(),
@@ -244,9 +245,12 @@ pub(crate) fn introduce(
             ephemeral: config.ephemeral,
         }),
         capacity: Some(pb::Capacity {
-            max_tasks: config.max_tasks.unwrap_or(0),
-            disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
-            ..pb::Capacity::default()
+            max_tasks: capacity.max_tasks.unwrap_or(0),
+            disk_bytes: capacity.disk_bytes,
+            max_containers: capacity.max_containers.unwrap_or(0),
+            max_volumes: capacity.max_volumes.unwrap_or(0),
+            cpu_millis: capacity.cpu_millis.unwrap_or(0),
+            memory_bytes: capacity.memory_bytes.unwrap_or(0),
         }),
         protocol_versions: vec![PROTOCOL],
     }

@@ -84,7 +84,7 @@ impl Machine {
             worker_name: self.name.to_owned(),
             tags: Vec::new(),
             team: None,
-            max_tasks: None,
+            amounts: runtime_gateway::Amounts::default(),
             ephemeral: false,
             endpoint: endpoint.to_owned(),
             scheduler: scheduler.to_owned(),

@@ -447,9 +447,10 @@ struct NewWorkload<'r> {
     waiting_for: &'r str,
     priority: i64,
     interruptible: bool,
+    start_timeout_us: Option<i64>,
 }
 
-const NEW_WORKLOAD: [(&str, Column); 16] = [
+const NEW_WORKLOAD: [(&str, Column); 17] = [
     ("id", Column::Uuid),
     ("sequence", Column::Uuid),
     ("team", Column::Text),
@@ -466,6 +467,7 @@ const NEW_WORKLOAD: [(&str, Column); 16] = [
     ("waiting_for", Column::Text),
     ("priority", Column::Integer),
     ("interruptible", Column::Boolean),
+    ("start_timeout_us", Column::Integer),
 ];
 
 /// Writes the workloads that are new: those that are placed as assigned, those that nothing was planned for as they are.
@@ -517,6 +519,7 @@ async fn submit(
             waiting_for: if grant.is_some() { "[]" } else { &row.waiting_for },
             priority: row.priority,
             interruptible: row.interruptible,
+            start_timeout_us: row.start_timeout_us,
         });
     }
     if fresh.is_empty() {
@@ -525,9 +528,10 @@ async fn submit(
     let backend = txn.get_database_backend();
     let query = format!(
         "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
-         queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority, interruptible)
+         queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority, interruptible,
+         start_timeout_us)
          SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
-         attempt_id, whereabouts, '[]', waiting_for, priority, interruptible FROM ({}) AS given",
+         attempt_id, whereabouts, '[]', waiting_for, priority, interruptible, start_timeout_us FROM ({}) AS given",
         rows::query(backend, 1, &NEW_WORKLOAD)
     );
     txn.execute_raw(Statement::from_sql_and_values(backend, query, [rows::value(&fresh)?])).await?;

@@ -77,6 +77,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0002_registry", sql: include_str!("migrations/0002_registry.sql") },
         SqlMigration { name: "0003_grants", sql: include_str!("migrations/0003_grants.sql") },
         SqlMigration { name: "0004_places", sql: include_str!("migrations/0004_places.sql") },
+        SqlMigration { name: "0007_retries", sql: include_str!("migrations/0007_retries.sql") },
     ];
 }
 

@@ -1,7 +1,7 @@
 //! Outcomes: what an attempt's end means for its workload. Pure.
 
 use domain::Timestamp;
-use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput};
+use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput, Usage};
 use serde::{Deserialize, Serialize};
 
 use crate::entity::lease::StopReason;
@@ -16,13 +16,16 @@ pub(crate) struct Ending {
     /// What was left in task caches.
     #[serde(default)]
     pub(crate) caches: Vec<PublishedCache>,
+    /// What its last attempt used, if it ended with one.
+    #[serde(default)]
+    pub(crate) usage: Option<Usage>,
 }
 
 /// How an attempt ended.
 #[derive(Debug, Clone)]
 pub(crate) enum AttemptEnd {
     /// Its gateway said so.
-    Reported(Report),
+    Reported(Box<Report>),
     /// Its worker is gone, or came back without it.
     WorkerLost,
     /// Its gateway was told of it and does not know it, or cannot say how it ended.
@@ -37,13 +40,34 @@ pub(crate) struct Report {
     pub(crate) outputs: Vec<PublishedOutput>,
     pub(crate) caches: Vec<PublishedCache>,
     pub(crate) started_at: Option<Timestamp>,
+    pub(crate) usage: Usage,
+}
+
+/// Whether a workload may begin again after an attempt that may have run.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Allowed {
+    /// When its worker goes, as often as that happens.
+    pub(crate) interruptible: bool,
+    /// When an attempt is lost or late, so many times.
+    pub(crate) retries: u32,
+    /// How often it has, of these times.
+    pub(crate) retried: u32,
+}
+
+impl Allowed {
+    /// Whether it may once more.
+    pub(crate) fn once_more(self) -> bool {
+        self.retried < self.retries
+    }
 }
 
 /// What becomes of the workload.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Nothing of it ran: it waits for another worker.
+    /// Nothing of it ran, or it may be interrupted: it waits for another worker.
     Again,
+    /// Its attempt was lost or late for this reason, and it may begin again.
+    Retry(Failure),
     /// It has ended.
     End(Ending),
 }
@@ -63,6 +87,7 @@ impl Ending {
             failure: Some(failure),
             outputs: vec![],
             caches: vec![],
+            usage: None,
         }
     }
 
@@ -79,7 +104,7 @@ impl Ending {
     /// Its outputs could not be sealed.
     pub(crate) fn without_outputs(self) -> Self {
         let message = "the artifact store does not have the outputs that the worker published";
-        Self { exit: self.exit, ..Self::errored(FailureReason::SettleFailed, message) }
+        Self { exit: self.exit, usage: self.usage, ..Self::errored(FailureReason::SettleFailed, message) }
     }
 }
 
@@ -87,9 +112,45 @@ impl Ending {
 ///
 /// A wish to stop decides the outcome even where the process was faster: whoever wished it was told that it holds.
 /// Only one that was to be interrupted ends as it does where the process was faster.
-pub(crate) fn decide(started: bool, interruptible: bool, stop: Option<StopReason>, end: AttemptEnd) -> Next {
+///
+/// An attempt that was lost though it may have run is made up for only as `allowed`, and only where it was lost: how a process ends by itself is the
+/// workload's end.
+pub(crate) fn decide(started: bool, allowed: Allowed, stop: Option<StopReason>, end: AttemptEnd) -> Next {
+    let next = decide_once(started, allowed.interruptible, stop, end);
+    match next {
+        Next::End(Ending { outcome: Outcome::Errored, failure: Some(failure), .. })
+            if allowed.once_more() && is_lost_or_late(failure.reason) =>
+        {
+            Next::Retry(failure)
+        }
+        next => next,
+    }
+}
+
+/// Whether an attempt ended so that it may be made up for: it was lost, or not started in time.
+fn is_lost_or_late(reason: FailureReason) -> bool {
+    matches!(
+        reason,
+        FailureReason::WorkerLost
+            | FailureReason::ContactLost
+            | FailureReason::StartUnknown
+            | FailureReason::ExitUnknown
+            | FailureReason::Interrupted
+            | FailureReason::StartTimeout
+    )
+}
+
+/// Why an attempt is stopped whose process was not started in time.
+pub(crate) fn start_timeout() -> Failure {
+    Failure {
+        reason: FailureReason::StartTimeout,
+        message: "its process was not started within its start timeout".to_owned(),
+    }
+}
+
+fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end: AttemptEnd) -> Next {
     let (report, without_word) = match end {
-        AttemptEnd::Reported(report) => (report, None),
+        AttemptEnd::Reported(report) => (*report, None),
         AttemptEnd::WorkerLost => {
             (Report::default(), Some((FailureReason::WorkerLost, "its worker was lost")))
         }
@@ -98,10 +159,14 @@ pub(crate) fn decide(started: bool, interruptible: bool, stop: Option<StopReason
             Some((FailureReason::StartUnknown, "its worker does not know whether it started")),
         ),
     };
-    let Report { exit, failure, outputs, caches, started_at: _ } = report;
+    let Report { exit, failure, outputs, caches, started_at: _, usage: _ } = report;
 
     match stop {
         Some(StopReason::Cancelled) => return Next::End(Ending { exit, ..Ending::aborted() }),
+        Some(StopReason::StartTimeout) => {
+            let Failure { reason, message } = start_timeout();
+            return Next::End(Ending { exit, ..Ending::errored(reason, &message) });
+        }
         Some(StopReason::RunTimeout) => {
             let timed_out =
                 Ending::errored(FailureReason::RunTimeout, "it ran for longer than its run timeout");
@@ -130,7 +195,14 @@ pub(crate) fn decide(started: bool, interruptible: bool, stop: Option<StopReason
         (Some(_), _) => Outcome::Failed,
         (None, Some(_)) => {
             let (outputs, caches) = (vec![], vec![]);
-            return Next::End(Ending { outcome: Outcome::Errored, exit, failure, outputs, caches });
+            return Next::End(Ending {
+                outcome: Outcome::Errored,
+                exit,
+                failure,
+                outputs,
+                caches,
+                usage: None,
+            });
         }
         (None, None) => {
             return Next::End(Ending::errored(
@@ -139,7 +211,7 @@ pub(crate) fn decide(started: bool, interruptible: bool, stop: Option<StopReason
             ));
         }
     };
-    Next::End(Ending { outcome, exit, failure, outputs, caches })
+    Next::End(Ending { outcome, exit, failure, outputs, caches, usage: None })
 }
 
 /// Whether a process that was to be interrupted had ended before it was.
@@ -182,13 +254,13 @@ mod tests {
         };
         let cache =
             PublishedCache { cache: CacheId::new(), artifact: output.artifact, digest: output.digest };
-        AttemptEnd::Reported(Report {
+        AttemptEnd::Reported(Box::new(Report {
             exit,
             failure: failure.map(|reason| Failure { reason, message: String::new() }),
             outputs: vec![output],
             caches: vec![cache],
-            started_at: None,
-        })
+            ..Report::default()
+        }))
     }
 
     fn outcome(
@@ -196,8 +268,9 @@ mod tests {
         stop: Option<StopReason>,
         end: AttemptEnd,
     ) -> (Option<Outcome>, Option<FailureReason>, usize) {
-        match decide(started, false, stop, end) {
+        match decide(started, Allowed::default(), stop, end) {
             Next::Again => (None, None, 0),
+            Next::Retry(failure) => panic!("nothing allows it: {failure:?}"),
             Next::End(ending) => {
                 let reason = ending.failure.map(|failure| failure.reason);
                 assert_eq!(ending.outputs.len(), ending.caches.len(), "caches are kept as outputs are");
@@ -209,7 +282,7 @@ mod tests {
     #[test]
     fn each_end_has_its_outcome() {
         use Outcome::{Aborted, Errored, Failed, Succeeded};
-        use StopReason::{Cancelled, RunTimeout};
+        use StopReason::{Cancelled, RunTimeout, StartTimeout};
         let code = |code| Some(Exit::Code(code));
         let cases = [
             (true, None, report(code(0), None), Some(Succeeded), None, 1),
@@ -266,6 +339,22 @@ mod tests {
                 Some(FailureReason::RunTimeout),
                 0,
             ),
+            (
+                false,
+                Some(StartTimeout),
+                report(None, Some(FailureReason::StartTimeout)),
+                Some(Errored),
+                Some(FailureReason::StartTimeout),
+                0,
+            ),
+            (
+                false,
+                Some(StartTimeout),
+                AttemptEnd::WorkerLost,
+                Some(Errored),
+                Some(FailureReason::StartTimeout),
+                0,
+            ),
             (false, None, AttemptEnd::WorkerLost, None, None, 0),
             (true, None, AttemptEnd::WorkerLost, Some(Errored), Some(FailureReason::WorkerLost), 0),
             (false, None, AttemptEnd::Unknown, None, None, 0),
@@ -309,21 +398,55 @@ mod tests {
     }
 
     #[test]
+    fn what_was_lost_begins_again_as_often_as_allowed() {
+        let once = |retried| Allowed { retries: 1, retried, ..Allowed::default() };
+        let retried = |started: bool, stop: Option<StopReason>, end: AttemptEnd| {
+            assert!(
+                matches!(decide(started, once(1), stop, end.clone()), Next::End(_) | Next::Again),
+                "{end:?}: no more are allowed"
+            );
+            matches!(decide(started, once(0), stop, end), Next::Retry(_))
+        };
+        let signal = Some(Exit::Signal(15));
+        let (late, interrupted) = (Some(StopReason::StartTimeout), Some(StopReason::Interrupted));
+        assert!(retried(true, None, AttemptEnd::WorkerLost));
+        assert!(retried(true, None, AttemptEnd::Unknown));
+        assert!(retried(true, None, report(signal, Some(FailureReason::ContactLost))));
+        assert!(retried(true, None, report(None, Some(FailureReason::StartUnknown))));
+        assert!(retried(true, None, report(None, Some(FailureReason::ExitUnknown))));
+        assert!(retried(true, interrupted, report(signal, Some(FailureReason::Interrupted))));
+        assert!(retried(false, late, report(None, Some(FailureReason::StartTimeout))));
+        // Nothing ran: that takes none of them.
+        assert_eq!(decide(false, once(0), None, AttemptEnd::WorkerLost), Next::Again);
+        // It ended by itself, or somebody wanted that.
+        for exit in [Exit::Code(0), Exit::Code(1), Exit::Signal(9), Exit::OutOfMemory] {
+            assert!(!retried(true, None, report(Some(exit), None)), "{exit:?}");
+        }
+        assert!(!retried(true, None, report(Some(Exit::Code(0)), Some(FailureReason::DiskFull))));
+        assert!(!retried(true, None, report(signal, Some(FailureReason::ContainerNotFound))));
+        assert!(!retried(false, None, report(None, Some(FailureReason::ProgramNotFound))));
+        for stop in [StopReason::Cancelled, StopReason::RunTimeout] {
+            assert!(!retried(true, Some(stop), AttemptEnd::WorkerLost), "{stop:?}");
+        }
+    }
+
+    #[test]
     fn what_may_be_interrupted_begins_again_unless_it_was_faster() {
+        let interruptible = Allowed { interruptible: true, ..Allowed::default() };
         let stop = Some(StopReason::Interrupted);
         let stopped = report(Some(Exit::Signal(15)), Some(FailureReason::Interrupted));
-        assert_eq!(decide(true, true, stop, stopped), Next::Again);
-        assert_eq!(decide(true, true, stop, AttemptEnd::WorkerLost), Next::Again);
+        assert_eq!(decide(true, interruptible, stop, stopped), Next::Again);
+        assert_eq!(decide(true, interruptible, stop, AttemptEnd::WorkerLost), Next::Again);
         let faster = report(Some(Exit::Code(3)), None);
-        assert!(matches!(decide(true, true, stop, faster), Next::End(_)));
+        assert!(matches!(decide(true, interruptible, stop, faster), Next::End(_)));
         // That it may be interrupted does not mean that it may be lost.
-        assert!(matches!(decide(true, true, None, AttemptEnd::WorkerLost), Next::End(_)));
+        assert!(matches!(decide(true, interruptible, None, AttemptEnd::WorkerLost), Next::End(_)));
     }
 
     #[test]
     fn only_what_surely_did_not_start_is_tried_elsewhere() {
         let of = |exit: Option<Exit>, reason: FailureReason| match report(exit, Some(reason)) {
-            AttemptEnd::Reported(report) => report,
+            AttemptEnd::Reported(report) => *report,
             lost => panic!("{lost:?}"),
         };
         let is_fault =

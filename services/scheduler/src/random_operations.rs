@@ -16,14 +16,13 @@ use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
-use sea_orm::{ColumnTrait, EntityTrait, QueryFilter, QueryOrder};
+use sea_orm::{ColumnTrait, EntityTrait, QueryFilter};
 
 use crate::config::Config;
 use crate::dispatch::{Ask, Dispatcher, PlaceError, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
-use crate::entity::{event, from_json, gone_worker, lease, worker, workload};
-use crate::events::Event;
+use crate::entity::{gone_worker, lease, worker, workload};
 use crate::leases::{self, RenewError};
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
@@ -32,7 +31,11 @@ use crate::set_aside;
 use crate::workers::{self, Heard, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
-const WORKERS: usize = 3;
+mod checks;
+
+const WORKERS: usize = 4;
+/// The last of them is gone for good once it is lost.
+const EPHEMERAL: usize = 3;
 const REPLICAS: usize = 2;
 const ROUNDS: usize = 60;
 const AT_ONCE: usize = 6;
@@ -50,11 +53,14 @@ struct Seen {
     started: HashMap<WorkloadId, HashSet<LeaseId>>,
     /// How finished workloads ended.
     endings: HashMap<WorkloadId, String>,
-    ended_leases: HashSet<LeaseId>,
+    /// The leases that have ended, each with its worker. Those of workers that have gone are forgotten, and their ids may be used again.
+    ended_leases: HashMap<LeaseId, uuid::Uuid>,
     /// Microseconds by which the clock was moved.
     moved: i64,
     /// The live leases of workers that shall land or retire, when everything was at rest last, unless they may have run since.
     down: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
+    /// The live leases of workers with which nobody can speak, when everything was at rest last, unless somebody could have since.
+    misfits: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
     /// Workers that have gone.
     gone: HashSet<uuid::Uuid>,
     /// The last revision of workers.
@@ -88,6 +94,7 @@ enum Operation {
     Observe,
     Forget,
     Restart,
+    Misfit,
     Silence,
     Contact,
     TimeOut,
@@ -101,7 +108,7 @@ enum Operation {
     ReleaseDriven,
 }
 
-const OPERATIONS: [(Operation, u32); 19] = [
+const OPERATIONS: [(Operation, u32); 20] = [
     (Operation::Submit, 8),
     (Operation::Dispatch, 8),
     (Operation::Start, 8),
@@ -110,6 +117,7 @@ const OPERATIONS: [(Operation, u32); 19] = [
     (Operation::Observe, 5),
     (Operation::Forget, 2),
     (Operation::Restart, 2),
+    (Operation::Misfit, 2),
     (Operation::Silence, 1),
     (Operation::Contact, 5),
     (Operation::TimeOut, 3),
@@ -123,7 +131,7 @@ const OPERATIONS: [(Operation, u32); 19] = [
     (Operation::ReleaseDriven, 2),
 ];
 
-/// Every third may be interrupted.
+/// Every third may be interrupted, every other must start in time, and some may begin again when they are lost or late.
 fn spec(id: WorkloadId) -> WorkloadSpec {
     WorkloadSpec {
         team: "main".to_owned(),
@@ -148,6 +156,8 @@ fn spec(id: WorkloadId) -> WorkloadSpec {
         interruptible: id.uuid().as_u128().is_multiple_of(3),
         priority: i32::from(id.uuid().as_bytes()[15] % 3),
         requests: domain::workload::ResourceRequests { memory_bytes: 10, ..Default::default() },
+        start_timeout: id.uuid().as_bytes()[15].is_multiple_of(2).then_some(Duration::from_secs(4)),
+        retries: u32::from(id.uuid().as_bytes()[14] % 3),
     }
 }
 
@@ -181,7 +191,7 @@ fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
 }
 
 fn max_tasks(worker: usize) -> Option<u32> {
-    [Some(1), Some(3), None][worker]
+    [Some(1), Some(3), None, Some(2)][worker]
 }
 
 impl World {
@@ -193,8 +203,8 @@ impl World {
         Timestamp(Timestamp::now().0 + self.seen(|seen| seen.moved))
     }
 
-    async fn hello(&self, worker: usize, marker: MarkerId) {
-        let hello = Hello {
+    fn introduce(worker: usize, marker: MarkerId) -> Hello {
+        Hello {
             name: format!("worker-{worker}"),
             instance: GatewayInstance::from_uuid(uuid::Uuid::from_u128(worker as u128 + 1)),
             last: None,
@@ -213,8 +223,14 @@ impl World {
                 memory_bytes: Some(25),
                 ..Capacity::default()
             },
-            ephemeral: false,
-        };
+            ephemeral: worker == EPHEMERAL,
+        }
+    }
+
+    async fn hello(&self, worker: usize, marker: MarkerId) {
+        let hello = Self::introduce(worker, marker);
+        // From here on it may get leases.
+        self.seen(|seen| seen.misfits.clear());
         let session = self
             .db
             .write(async |txn| {
@@ -235,6 +251,18 @@ impl World {
         }
     }
 
+    /// A gateway that speaks another protocol says hello for a worker.
+    async fn misfit(&self, worker: usize, marker: MarkerId) {
+        let hello = Self::introduce(worker, marker);
+        let listed = self.db.write(async |txn| {
+            let (now, mut effects) = (self.now(), Effects::default());
+            workers::list_incompatible(&txn, &hello, &[99], &self.config, now, &mut effects).await
+        });
+        if let Err(SessionError::Database(error)) = listed.await {
+            panic!("misfit: {error}");
+        }
+    }
+
     /// What the service does about workers that shall land or go. The store keeps nothing.
     async fn see_off(&self) {
         for row in registry::going(self.db.read()).await.expect("workers") {
@@ -246,6 +274,7 @@ impl World {
                 .expect("leases");
             let how = match row.desired {
                 _ if row.leaving.is_some() => gone_worker::WorkerEnd::Pruned,
+                _ if row.ephemeral && row.state == worker::State::Lost => gone_worker::WorkerEnd::Expired,
                 worker::Desired::Retire => gone_worker::WorkerEnd::Retired,
                 worker::Desired::Land | worker::Desired::Run => {
                     self.progress(&row, &live).await;
@@ -368,11 +397,16 @@ impl World {
             }
             Operation::Finish => {
                 let Some(claims) = claims else { return };
-                let fails = dice.random_bool(0.2);
-                let interrupted = dice.random_bool(0.2);
-                let exit = Some(Exit::Code(dice.random_range(0..2))).filter(|_| !fails);
-                let reason = if fails { FailureReason::StartFailed } else { FailureReason::Interrupted };
-                let failure = (fails || interrupted).then(|| Failure { reason, message: "no".to_owned() });
+                let code = Some(Exit::Code(dice.random_range(0..2)));
+                let (exit, reason) = match dice.random_range(0..10) {
+                    0 | 1 => (None, Some(FailureReason::StartFailed)),
+                    2 => (None, Some(FailureReason::ExitUnknown)),
+                    3 => (Some(Exit::Signal(15)), Some(FailureReason::ContactLost)),
+                    4 | 5 => (code, Some(FailureReason::Interrupted)),
+                    _ => (code, None),
+                };
+                let fails = reason == Some(FailureReason::StartFailed);
+                let failure = reason.map(|reason| Failure { reason, message: "no".to_owned() });
                 let finished = self.db.write(async |txn| {
                     let report = Report { exit, failure: failure.clone(), ..Report::default() };
                     let mut effects = Effects::default();
@@ -421,6 +455,7 @@ impl World {
                 self.hello(dice.random_range(0..WORKERS), MarkerId::new()).await;
                 self.end_orphans().await;
             }
+            Operation::Misfit => self.misfit(dice.random_range(0..WORKERS), MarkerId::new()).await,
             Operation::Silence => {
                 let lost = i64::try_from(self.config.lost_after.as_micros()).expect("fits");
                 self.seen(|seen| seen.moved += lost + 1);
@@ -548,8 +583,12 @@ impl World {
                 let renewed =
                     self.db.write(async |txn| leases::renew(&txn, claims.lease, now, term).await).await;
                 assert!(!matches!(renewed, Err(RenewError::Database(_))), "{renewed:?}");
-                let ended = self.seen(|seen| seen.ended_leases.contains(&claims.lease));
-                assert!(!ended || renewed.is_err(), "a lease that had ended was renewed");
+                let worker = self.seen(|seen| seen.ended_leases.get(&claims.lease).copied());
+                if let (Some(worker), Ok(())) = (worker, renewed) {
+                    let known =
+                        worker::Entity::find_by_id(worker).one(self.db.read()).await.expect("workers");
+                    assert!(known.is_none(), "a lease that had ended was renewed");
+                }
             }
             Operation::ReleaseDriven => {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
@@ -586,121 +625,14 @@ impl World {
         leases::find(self.db.read(), claims?.lease).await.expect("leases")
     }
 
-    /// Everything is at rest: what must hold, holds.
-    async fn check(&self) {
-        let db = self.db.read();
-        let all = lease::Entity::find().all(db).await.expect("leases");
-        let live: Vec<_> = all.iter().filter(|lease| lease.state != lease::State::Ended).collect();
-
-        for worker in worker::Entity::find().all(db).await.expect("workers") {
-            let tasks: Vec<_> =
-                live.iter().filter(|l| l.worker_id == worker.id && l.kind.takes_a_slot()).collect();
-            let checks = tasks.iter().filter(|lease| lease.kind == Kind::Check).count();
-            let memory: i64 = tasks.iter().map(|lease| lease.memory_bytes).sum();
-            let tasks = i64::try_from(tasks.len()).expect("few");
-            assert_eq!(worker.active_tasks, tasks, "the counter of {} is not its ledger", worker.name);
-            assert_eq!(worker.active_checks, i64::try_from(checks).expect("few"));
-            assert_eq!(worker.reserved_memory_bytes, memory);
-            assert!(
-                worker.memory_bytes.is_none_or(|all| memory <= all),
-                "{} gave {memory} bytes",
-                worker.name
-            );
-            assert!(worker.max_tasks.is_none_or(|max| tasks <= max), "{} has {tasks} tasks", worker.name);
-            self.check_worker(&worker, &live).await;
-        }
-        let mut held = HashSet::new();
-        for lease in &live {
-            assert!(lease.workload_id.is_none_or(|id| held.insert(id)), "two live leases of a workload");
-        }
-        for row in workload::Entity::find().all(db).await.expect("workloads") {
-            self.check_workload(&row, &live).await;
-        }
-        let started = self.seen(|seen| seen.started.clone());
-        for (workload, attempts) in started {
-            assert!(
-                attempts.len() <= 1 || spec(workload).interruptible,
-                "{workload} was started twice, and may not be interrupted"
-            );
-        }
-        let ended = all.iter().filter(|lease| lease.state == lease::State::Ended);
-        let ended: HashSet<_> = ended.map(|lease| LeaseId::from_uuid(lease.id)).collect();
-        let live: HashSet<_> = live.iter().map(|lease| LeaseId::from_uuid(lease.id)).collect();
-        self.seen(|seen| {
-            // Those of workers that have gone are forgotten.
-            assert!(seen.ended_leases.is_disjoint(&live), "a lease that had ended is live again");
-            seen.ended_leases.extend(ended);
-        });
-    }
-
-    async fn check_worker(&self, worker: &worker::Model, live: &[&lease::Model]) {
-        let own: HashSet<_> =
-            live.iter().filter(|lease| lease.worker_id == worker.id).map(|lease| lease.id).collect();
-        let load = registry::loads(self.db.read(), &[worker.id]).await.expect("loads");
-        let load = load.get(&worker.id).copied().unwrap_or_default();
-        assert_eq!(load.leases as usize, own.len());
-        if worker.landed_at.is_some() {
-            assert_ne!(worker.desired, worker::Desired::Run, "{} runs and has landed", worker.name);
-            assert_eq!(load.uninterruptible, 0, "{} has landed, and something holds it up", worker.name);
-        }
-        let last = registry::revisions(self.db.read()).await.expect("revisions").last;
-        assert!(worker.revision <= last, "{} has a revision that was never handed out", worker.name);
-        self.seen(|seen| {
-            assert!(seen.revision <= last, "revisions fall");
-            seen.revision = last;
-            assert!(!seen.gone.contains(&worker.id), "{} has gone and is there", worker.name);
-            if worker.desired == worker::Desired::Run {
-                assert_eq!(
-                    seen.down.remove(&worker.id),
-                    None,
-                    "{} runs, and nobody wanted that",
-                    worker.name
-                );
-                return;
-            }
-            if let Some(before) = seen.down.get(&worker.id) {
-                assert!(own.is_subset(before), "{} got a lease on its way down", worker.name);
-            }
-            seen.down.insert(worker.id, own);
-        });
-    }
-
-    async fn check_workload(&self, row: &workload::Model, live: &[&lease::Model]) {
-        use workload::State::{Accepted, Assigned, Finished, Pending, Running, Settling, Starting};
-        let id = WorkloadId::from_uuid(row.id);
-        let lease = live.iter().find(|lease| lease.workload_id == Some(row.id));
-        match row.state {
-            Assigned | Starting | Running => {
-                assert_eq!(lease.map(|lease| lease.id), row.lease_id, "{id} is {:?}", row.state);
-            }
-            Pending | Finished => assert!(lease.is_none(), "{id} is {:?} and holds a lease", row.state),
-            Accepted | Settling => panic!("{id} needs nothing of the store and is {:?}", row.state),
-        }
-        let events = event::Entity::find()
-            .filter(event::Column::WorkloadId.eq(row.id))
-            .order_by_asc(event::Column::Revision)
-            .all(self.db.read())
-            .await
-            .expect("events");
-        let revisions: Vec<_> = events.iter().map(|event| event.revision).collect();
-        assert_eq!(revisions, (1..=row.revision).collect::<Vec<_>>(), "{id} misses a revision");
-        let last = events.iter().position(|event| {
-            matches!(from_json::<Event>(&event.event).expect("an event"), Event::Finished { .. })
-        });
-        match row.state {
-            Finished => {
-                assert_eq!(last, Some(events.len() - 1), "{id} has finished, and that is the last event")
-            }
-            _ => assert_eq!(last, None, "{id} has not finished"),
-        }
-        if let Some(ending) = &row.ending {
-            let first = self.seen(|seen| seen.endings.entry(id).or_insert_with(|| ending.clone()).clone());
-            assert_eq!(*ending, first, "{id} ended twice");
-        }
-    }
-
     /// Lets everything end, and checks that nothing is left.
     async fn quiesce(&self) {
+        self.carry_out(Operation::Silence, StdRng::seed_from_u64(0)).await;
+        self.see_off().await;
+        for worker in worker::Entity::find().all(self.db.read()).await.expect("workers") {
+            assert_eq!(worker.state, worker::State::Lost, "{} is silent", worker.name);
+            assert!(!worker.ephemeral, "{} is lost, and stays", worker.name);
+        }
         for worker in 0..WORKERS {
             self.hello(worker, MarkerId::new()).await;
         }

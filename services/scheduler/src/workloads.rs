@@ -16,12 +16,12 @@
 use std::time::Duration;
 
 use domain::worker::LeaseClaims;
-use domain::workload::WorkloadSpec;
+use domain::workload::{Usage, WorkloadSpec};
 use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, IntoActiveModel,
-    QueryFilter, QueryOrder, QuerySelect, Set,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
+    QueryOrder, QuerySelect, Set,
 };
 use uuid::Uuid;
 
@@ -34,14 +34,16 @@ use crate::entity::{from_json, lease, to_json};
 use crate::events::{self, Event, InputProgress, Whereabouts};
 use crate::leases;
 use crate::outbox::{self, Message, Parcel, Settlement};
-use crate::outcome::{self, AttemptEnd, Ending, Next, Report};
+use crate::outcome::{self, Allowed, AttemptEnd, Ending, Next, Report};
 use crate::placement::{Demand, Location};
 use crate::set_aside;
 
 mod again;
+mod deadlines;
 
 use again::again;
 pub(crate) use again::{interrupt, last_failure};
+pub(crate) use deadlines::{next_deadline, overdue, time_out};
 
 /// Written out, as in a partial index of the table: for a parameter in its place SQLite would plan the statement anew each time.
 const PENDING: &str = "state = 'pending'";
@@ -71,6 +73,8 @@ pub(crate) struct Workload {
     pub(crate) ending: Option<Ending>,
     /// While pending.
     pub(crate) waiting_for: Vec<String>,
+    /// How often it has begun again.
+    pub(crate) retried: u32,
 }
 
 /// A call about one workload cannot be answered.
@@ -134,6 +138,12 @@ impl Submission {
             priority: i64::from(self.spec.priority),
             interruptible: self.spec.interruptible,
             failed_on: "[]".to_owned(),
+            // A sum with an instant is one still.
+            start_timeout_us: self
+                .spec
+                .start_timeout
+                .map(|timeout| Ord::min((Timestamp(0) + timeout).0, i64::MAX / 2)),
+            retried: 0,
         }
     }
 
@@ -221,6 +231,7 @@ pub(crate) async fn save(
                 revision: Set(row.revision),
                 started_at: Set(row.started_at),
                 finished_at: Set(row.finished_at),
+                queue_deadline: Set(row.queue_deadline),
                 run_deadline: Set(row.run_deadline),
                 lease_id: Set(row.lease_id),
                 attempt_id: Set(row.attempt_id),
@@ -229,6 +240,7 @@ pub(crate) async fn save(
                 waiting_for: Set(row.waiting_for),
                 ending: Set(row.ending),
                 failed_on: Set(row.failed_on),
+                retried: Set(row.retried),
                 ..Default::default()
             };
             workload::Entity::update_many()
@@ -399,7 +411,8 @@ pub(crate) async fn finish_attempt(
         if again::after_fault(txn, &row, &lease, &report, config, now, effects).await? {
             return Ok(());
         }
-        return Ok(end_attempt(txn, row, &lease, AttemptEnd::Reported(report), now, effects).await?);
+        let row = again::after_start_timeout(txn, row, &lease, config).await?;
+        return Ok(end_attempt(txn, row, &lease, AttemptEnd::Reported(Box::new(report)), now, effects).await?);
     }
     match leases::find(txn, claims.lease).await? {
         Some(lease) if lease.ended_by == Some(EndedBy::Reported) => Ok(()),
@@ -495,9 +508,39 @@ async fn end_attempt(
     if row.state == State::Starting && matches!(&end, AttemptEnd::Reported(report) if report.exit.is_some()) {
         ran(txn, &mut row, now, effects).await?;
     }
-    match outcome::decide(started, row.interruptible, lease.stop_reason, end) {
-        Next::End(ending) => conclude(txn, row, ending, attempt, now, effects).await,
+    let usage = usage(&row, lease, &end);
+    match outcome::decide(started, allowed(&row)?, lease.stop_reason, end) {
+        Next::End(ending) => {
+            let ending = Ending { usage: Some(usage), ..ending };
+            conclude(txn, row, ending, attempt, now, effects).await
+        }
         Next::Again => again(txn, row, lease.attempt_id, vec![], now, effects).await,
+        Next::Retry(failure) => {
+            row.retried += 1;
+            let reasons = vec![format!("begins again after {}: {}", failure.reason, failure.message)];
+            again(txn, row, lease.attempt_id, reasons, now, effects).await
+        }
+    }
+}
+
+/// Whether the workload of `row` may begin again.
+fn allowed(row: &Model) -> Result<Allowed, DbErr> {
+    let retried = u32::try_from(row.retried).unwrap_or(u32::MAX);
+    Ok(Allowed { interruptible: row.interruptible, retries: spec(row)?.retries, retried })
+}
+
+/// What the attempt of `row` under `lease` used.
+fn usage(row: &Model, lease: &lease::Model, end: &AttemptEnd) -> Usage {
+    let granted = Timestamp(lease.granted_at);
+    let started = row.started_at.map(Timestamp);
+    let told = match end {
+        AttemptEnd::Reported(report) => report.usage.clone(),
+        AttemptEnd::WorkerLost | AttemptEnd::Unknown => Usage::default(),
+    };
+    Usage {
+        queued: Some(granted.since(Timestamp(row.submitted_at))),
+        preparing: started.map(|started| started.since(granted)),
+        ..told
     }
 }
 
@@ -552,7 +595,10 @@ pub(crate) async fn observe_phase(
         return Ok(());
     }
     let event = match (phase, row.state) {
-        (Phase::Preparing, State::Assigned | State::Starting) => Event::Preparing,
+        (Phase::Preparing, State::Assigned | State::Starting) => {
+            effects.deadline |= row.start_timeout_us.is_some();
+            Event::Preparing
+        }
         (Phase::Running, State::Starting) => {
             row.state = State::Running;
             row.started_at = Some(now.0);
@@ -621,62 +667,6 @@ async fn stop(
         Some(lease) => leases::stop(txn, lease, reason, grace, effects).await,
         None => Ok(()),
     }
-}
-
-/// A workload whose queue or run deadline has passed.
-pub(crate) async fn overdue(db: &impl ConnectionTrait, now: Timestamp) -> Result<Vec<WorkloadId>, DbErr> {
-    let waited = workload::Column::State
-        .eq(State::Pending)
-        .and(workload::Column::QueueDeadline.is_not_null())
-        .and(workload::Column::QueueDeadline.lte(now.0));
-    let ran = workload::Column::RunDeadline.is_not_null().and(workload::Column::RunDeadline.lte(now.0));
-    let mut overdue = Vec::new();
-    for late in [waited, ran] {
-        let ids = workload::Entity::find().select_only().column(workload::Column::Id).filter(late).limit(100);
-        overdue.extend(ids.into_tuple::<Uuid>().all(db).await?.into_iter().map(WorkloadId::from_uuid));
-    }
-    Ok(overdue)
-}
-
-/// The next queue or run deadline.
-pub(crate) async fn next_deadline(db: &impl ConnectionTrait) -> Result<Option<Timestamp>, DbErr> {
-    let queue = workload::Entity::find()
-        .select_only()
-        .column_as(workload::Column::QueueDeadline.min(), "deadline")
-        .filter(Expr::cust(PENDING))
-        .filter(workload::Column::QueueDeadline.is_not_null());
-    let run = workload::Entity::find()
-        .select_only()
-        .column_as(workload::Column::RunDeadline.min(), "deadline")
-        .filter(workload::Column::RunDeadline.is_not_null());
-    let mut next = None;
-    for query in [queue, run] {
-        let deadline = query.into_tuple::<Option<i64>>().one(db).await?.flatten();
-        next = [next, deadline].into_iter().flatten().min();
-    }
-    Ok(next.map(Timestamp))
-}
-
-/// Ends or stops a workload whose deadline has passed.
-pub(crate) async fn time_out(
-    txn: &DatabaseTransaction,
-    id: WorkloadId,
-    grace: Duration,
-    now: Timestamp,
-    effects: &mut Effects,
-) -> Result<(), DbErr> {
-    let Some(mut row) = lock(txn, id).await? else { return Ok(()) };
-    let passed = |deadline: Option<i64>| deadline.is_some_and(|deadline| deadline <= now.0);
-    if row.state == State::Pending && passed(row.queue_deadline) {
-        return conclude(txn, row, Ending::queue_timeout(), None, now, effects).await;
-    }
-    if passed(row.run_deadline) {
-        stop(txn, &row, StopReason::RunTimeout, grace, effects).await?;
-        // The wish is the lease's now.
-        row.run_deadline = None;
-        save(txn, row, Write::Update, None, now, effects).await?;
-    }
-    Ok(())
 }
 
 /// Workloads that were accepted before `before` and whose pinning nobody came back to finish.
@@ -760,6 +750,7 @@ pub(crate) fn view(row: Model) -> Result<Workload, DbErr> {
         whereabouts: whereabouts(&row)?,
         ending: if finished { Some(ending(&row)?) } else { None },
         waiting_for: if pending { from_json(&row.waiting_for)? } else { vec![] },
+        retried: u32::try_from(row.retried).unwrap_or(0),
     })
 }
 

@@ -81,7 +81,7 @@ impl Suite {
                 platform: "linux".to_owned(),
                 tags: Vec::new(),
                 team: None,
-                max_tasks: None,
+                amounts: runtime_gateway::Amounts::default(),
                 ephemeral: false,
                 endpoint: endpoint.clone(),
                 scheduler: endpoint.clone(),

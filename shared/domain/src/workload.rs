@@ -59,6 +59,10 @@ pub struct WorkloadSpec {
     pub priority: i32,
     /// What of the worker is kept free for it.
     pub requests: ResourceRequests,
+    /// How long an attempt may take until its process is about to start.
+    pub start_timeout: Option<Duration>,
+    /// How often it may begin again after an attempt that was lost though its process may have run, or that did not start in time.
+    pub retries: u32,
 }
 
 /// Amounts of what a worker has. 0: none is asked for.
@@ -291,6 +295,25 @@ pub struct PublishedCache {
     pub digest: Digest,
 }
 
+/// What an attempt used. `None`: it did not come to that, or its worker does not know.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// How long its workload waited until it was placed.
+    pub queued: Option<Duration>,
+    /// From there until its process was started.
+    pub preparing: Option<Duration>,
+    /// How long its process ran.
+    pub running: Option<Duration>,
+    /// Processor time of everything in its container.
+    pub cpu_time: Option<Duration>,
+    /// The most bytes of memory that its container held at a time.
+    pub peak_memory_bytes: Option<u64>,
+    /// Bytes that were brought to the worker for it.
+    pub bytes_in: Option<u64>,
+    /// Bytes of the files that it published.
+    pub bytes_out: Option<u64>,
+}
+
 macro_rules! failure_reasons {
     ($($variant:ident = $text:literal;)+) => {
         /// Why a workload could not be run, or what went wrong outside of its process: a closed list.
@@ -314,6 +337,7 @@ macro_rules! failure_reasons {
 failure_reasons! {
     Cancelled = "CANCELLED";
     QueueTimeout = "QUEUE_TIMEOUT";
+    StartTimeout = "START_TIMEOUT";
     RunTimeout = "RUN_TIMEOUT";
     Interrupted = "INTERRUPTED";
     WorkerLost = "WORKER_LOST";

@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput};
+use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput, Usage};
 use domain::{Digest, Timestamp};
 use tonic::Status;
 
@@ -162,6 +162,34 @@ pub fn published_output(output: &PublishedOutput) -> pb::PublishedOutput {
         digest: output.digest.as_bytes().to_vec().into(),
         entries: output.entries,
     }
+}
+
+/// What an attempt used, on the wire.
+#[must_use]
+pub fn usage(usage: &Usage) -> pb::Usage {
+    pb::Usage {
+        queued: usage.queued.map(duration),
+        preparing: usage.preparing.map(duration),
+        running: usage.running.map(duration),
+        cpu_time: usage.cpu_time.map(duration),
+        peak_memory_bytes: usage.peak_memory_bytes,
+        bytes_in: usage.bytes_in,
+        bytes_out: usage.bytes_out,
+    }
+}
+
+/// What an attempt used, from the wire.
+pub fn parse_usage(field: &str, usage: pb::Usage) -> Result<Usage, Status> {
+    let parse = |name: &str, duration| parse_duration(&format!("{field}.{name}"), duration);
+    Ok(Usage {
+        queued: parse("queued", usage.queued)?,
+        preparing: parse("preparing", usage.preparing)?,
+        running: parse("running", usage.running)?,
+        cpu_time: parse("cpu_time", usage.cpu_time)?,
+        peak_memory_bytes: usage.peak_memory_bytes,
+        bytes_in: usage.bytes_in,
+        bytes_out: usage.bytes_out,
+    })
 }
 
 /// What was left in a task cache, on the wire.

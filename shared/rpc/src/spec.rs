@@ -25,6 +25,9 @@ pub const LEAST_MEMORY_BYTES: u64 = 6 << 20;
 pub const MOST_MEMORY_BYTES: u64 = 1 << 60;
 /// Most processor time that a container can be limited to: what every kernel takes, and more than any worker has.
 pub const MOST_CPU_MILLIS: u64 = 10_000_000;
+/// How often a workload may begin again, at most.
+pub const MOST_RETRIES: u32 = 100;
+const READ_ONCE: &str = "standard input that was read cannot be read once more";
 /// Most processes that a container can be limited to. The kernel takes one more, which is for its init.
 pub const MOST_PIDS: u64 = (1 << 22) - 1;
 
@@ -69,10 +72,13 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         directory => absolute("spec.directory", directory, DEFAULT_DIRECTORY)?,
     };
     if spec.interruptible && spec.stdin == i32::from(pb::StdinMode::Attached) {
-        return Err(invalid_field(
-            "spec.interruptible",
-            "standard input that was read cannot be read once more",
-        ));
+        return Err(invalid_field("spec.interruptible", READ_ONCE));
+    }
+    if spec.retries > MOST_RETRIES {
+        return Err(invalid_field("spec.retries", format!("must be at most {MOST_RETRIES}")));
+    }
+    if spec.retries > 0 && spec.stdin == i32::from(pb::StdinMode::Attached) {
+        return Err(invalid_field("spec.retries", READ_ONCE));
     }
     let inputs = parse_inputs(spec.inputs, &directory)?;
     // A cache is named once, whether it is found as a directory or owns an output.
@@ -116,6 +122,8 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         interruptible: spec.interruptible,
         priority: parse_priority("spec.priority", spec.priority)?,
         requests: parse_requests("spec.requests", spec.requests)?,
+        start_timeout: parse_duration("spec.start_timeout", spec.start_timeout)?,
+        retries: spec.retries,
     })
 }
 
@@ -201,6 +209,8 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
             memory_bytes: spec.requests.memory_bytes,
             disk_bytes: spec.requests.disk_bytes,
         }),
+        start_timeout: spec.start_timeout.map(duration),
+        retries: spec.retries,
     }
 }
 
@@ -535,6 +545,17 @@ mod tests {
             |stdin: pb::StdinMode| pb::WorkloadSpec { interruptible: true, stdin: stdin.into(), ..spec() };
         assert!(parse(with(pb::StdinMode::None)).expect("a spec").interruptible);
         assert!(refusal(with(pb::StdinMode::Attached)).contains("spec.interruptible"));
+    }
+
+    #[test]
+    fn what_may_begin_again_has_no_attached_input() {
+        let with =
+            |retries, stdin: pb::StdinMode| pb::WorkloadSpec { retries, stdin: stdin.into(), ..spec() };
+        assert_eq!(parse(with(MOST_RETRIES, pb::StdinMode::None)).expect("a spec").retries, MOST_RETRIES);
+        assert_eq!(parse(with(0, pb::StdinMode::Attached)).expect("a spec").retries, 0);
+        for wrong in [with(1, pb::StdinMode::Attached), with(MOST_RETRIES + 1, pb::StdinMode::None)] {
+            assert!(refusal(wrong).contains("spec.retries"));
+        }
     }
 
     #[test]

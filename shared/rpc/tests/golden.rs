@@ -98,6 +98,8 @@ fn spec() -> scheduler::WorkloadSpec {
         interruptible: true,
         priority: -7,
         requests: Some(ResourceRequests { cpu_millis: 500, memory_bytes: LARGE, disk_bytes: 0 }),
+        start_timeout: duration(90, 1),
+        retries: 3,
     }
 }
 
@@ -144,6 +146,14 @@ fn of_the_scheduler(corpus: &mut Corpus) {
         failure: Some(Failure { reason: text("OUTPUT_LOST"), message: text("why") }),
         outputs,
         whereabouts: Some(whereabouts()),
+        // What is 0 is told from what is not known.
+        usage: Some(Usage {
+            queued: duration(0, 0),
+            running: duration(1, 500_000_000),
+            peak_memory_bytes: Some(LARGE),
+            bytes_in: Some(0),
+            ..Default::default()
+        }),
     };
     let event = |revision, event| WatchResponse { revision, at: timestamp(1_763_683_200, 1), event };
     corpus.add(

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::{Marker, ResourceType, StoreMark};
-use domain::workload::{Bytes, Limits, Network};
+use domain::workload::{Bytes, Limits, Network, Usage};
 use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
 
 pub use contents::{Archive, Contents, Inlet, RemoteVolume};
@@ -59,6 +59,10 @@ pub struct Capabilities {
     pub brought: Vec<BroughtAlong>,
     /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
     pub copy_on_write: String,
+    /// Thousandths of a processor that its containers can have in all. `None`: it does not say.
+    pub cpu_millis: Option<u64>,
+    /// Bytes of memory that its containers can have in all. `None`: it does not say.
+    pub memory_bytes: Option<u64>,
 }
 
 impl Capabilities {
@@ -306,6 +310,14 @@ pub trait Runtime: Send + Sync + 'static {
     ///
     /// Cancel safe. Errors: [`RuntimeError::ProcessNotFound`].
     async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError>;
+
+    /// What a process that has ended has used, with everything in its container: how long it ran, processor time, memory. What the worker does
+    /// not know is missing.
+    ///
+    /// Errors: [`RuntimeError::ProcessNotFound`].
+    async fn usage(&self, process: AttemptId) -> Result<Usage, RuntimeError> {
+        self.process(process).await.map(|_| Usage::default())
+    }
 
     /// Asks a process to end: TERM, after `grace` KILL with everything in the container. A process that was not started yet never will
     /// be. Returns when the request is under way. A later call can only shorten the grace.

@@ -1,4 +1,4 @@
-//! Settings of a program: where each comes from, what is no setting of ours, and how durations are written.
+//! Settings of a program: where each comes from, what is no setting of ours, and how durations, sizes and cores are written.
 //!
 //! Every setting is a flag and a variable `GANTRY_…`. A variable of that kind that no program of ours knows is a mistake, and refused:
 //! what an operator believes to be set shall be set.
@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
+use rpc::spec::MOST_CPU_MILLIS;
 
 /// Every variable that a program of ours knows. Each program's tests compare its own with these.
 const KNOWN: &[&str] = &[
@@ -77,8 +78,12 @@ const KNOWN: &[&str] = &[
     "GANTRY_TOMBSTONE",
     "GANTRY_UNOWNED_TTL",
     "GANTRY_WORKERS_FILE",
+    "GANTRY_WORKER_CPU",
     "GANTRY_WORKER_EPHEMERAL",
+    "GANTRY_WORKER_MAX_CONTAINERS",
     "GANTRY_WORKER_MAX_TASKS",
+    "GANTRY_WORKER_MAX_VOLUMES",
+    "GANTRY_WORKER_MEMORY",
     "GANTRY_WORKER_NAME",
     "GANTRY_WORKER_PLATFORM",
     "GANTRY_WORKER_TAGS",
@@ -244,6 +249,56 @@ pub fn term(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Parses a size in bytes: `1048576`, `512M`, `512MiB`, `1.5G`. `M` is 1024², `MB` is 1000².
+pub fn size(text: &str) -> Result<u64, String> {
+    let malformed = || format!("{text:?} is no size: write 512M, 2G or 1.5GiB");
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let unit = unit.to_ascii_lowercase();
+    let (letter, base) = match unit.as_str() {
+        "" | "b" => ("", 1024),
+        unit if unit.ends_with("ib") => (&unit[..unit.len() - 2], 1024),
+        unit if unit.ends_with('b') => (&unit[..unit.len() - 1], 1000),
+        unit => (unit, 1024_u64),
+    };
+    let power = match letter {
+        "" => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return Err(malformed()),
+    };
+    scaled(number, base.pow(power)).filter(|&bytes| bytes > 0).ok_or_else(malformed)
+}
+
+/// Parses processor time in cores into thousandths of a core: `2`, `0.5`, `500m`.
+pub fn cpu(text: &str) -> Result<u64, String> {
+    let malformed = || format!("{text:?} is no number of cores: write 2, 0.5 or 500m, and 1m at the least");
+    let millis = match text.strip_suffix('m') {
+        Some(millis) => millis.parse().ok(),
+        None => scaled(text, 1000),
+    };
+    let millis = millis.filter(|&millis| millis > 0).ok_or_else(malformed)?;
+    if millis > MOST_CPU_MILLIS {
+        return Err("no worker has as many cores".to_owned());
+    }
+    Ok(millis)
+}
+
+/// `number`, which may have a decimal fraction, times `factor`, rounded down.
+fn scaled(number: &str, factor: u64) -> Option<u64> {
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if whole.is_empty() || fraction.len() > 9 || fraction.contains('.') {
+        return None;
+    }
+    let whole: u64 = whole.parse().ok()?;
+    let fraction_value: u64 = if fraction.is_empty() { 0 } else { fraction.parse().ok()? };
+    let parts =
+        u128::from(fraction_value) * u128::from(factor) / 10_u128.pow(u32::try_from(fraction.len()).ok()?);
+    whole.checked_mul(factor)?.checked_add(u64::try_from(parts).ok()?)
+}
+
 #[cfg(test)]
 mod tests {
     use clap::{CommandFactory, Parser};
@@ -321,5 +376,24 @@ mod tests {
             assert!(duration(malformed).is_err(), "{malformed:?}");
         }
         assert!(term("0s").is_err() && term("1ms").is_ok());
+    }
+
+    #[test]
+    fn sizes_and_cores() {
+        assert_eq!(size("1048576"), Ok(1 << 20));
+        assert_eq!(size("512M"), Ok(512 << 20));
+        assert_eq!(size("512MiB"), Ok(512 << 20));
+        assert_eq!(size("1.5g"), Ok(3 << 29));
+        assert_eq!(size("2KB"), Ok(2000));
+        for wrong in ["", "M", "0", "1X", "1.2.3", "-1", ".5G", "99999999999T"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(cpu("1m"), Ok(1));
+        assert_eq!(cpu("2"), Ok(2000));
+        assert_eq!(cpu("0.5"), Ok(500));
+        assert_eq!(cpu("250m"), Ok(250));
+        for wrong in ["", "0", "x", "-1", "1.x", "0.0001", "1000000"] {
+            assert!(cpu(wrong).is_err(), "{wrong}");
+        }
     }
 }

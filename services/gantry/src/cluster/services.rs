@@ -55,6 +55,7 @@ pub(super) async fn start(
     let manifests = paths.worker().join("manifests");
     let gateway = runtime_gateway::Config {
         hold_destruction: args.hold_destruction,
+        amounts: args.amounts.clone(),
         ..runtime_gateway::Config::for_worker(WORKER, callers, &endpoint, &endpoint, &endpoint, manifests)
     };
     let given = GardenWorker { name: "garden".to_owned(), ..GardenWorker::default() };

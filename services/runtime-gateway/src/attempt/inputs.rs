@@ -33,6 +33,8 @@ pub(super) struct Prepared {
     pub(super) container: ContainerHandle,
     /// In the order of the plan: the volume, and its parent with what that must hold.
     pub(super) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
+    /// How many bytes were brought to the worker for it.
+    pub(super) bytes_in: u64,
 }
 
 /// Bytes that are not on the worker.
@@ -48,6 +50,7 @@ pub(super) struct Missing {
 pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepared), Stopped> {
     let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let mut unreachable = BTreeSet::new();
+    let mut bytes_in = 0_u64;
     for _ in 0..ROUNDS {
         let given_up: Vec<_> = unreachable.iter().copied().collect();
         let brought = brought_along(worker, task).await?;
@@ -59,13 +62,15 @@ pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepa
             Err(stopped) => return Err(stopped),
         };
         if missing.is_empty() {
-            return Ok((plan, prepared));
+            return Ok((plan, Prepared { bytes_in, ..prepared }));
         }
         // What the worker brings along it has itself, and nobody else.
         let (lost, missing): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|missing| is_brought(worker, &brought, missing.artifact));
         if lost.is_empty() {
-            unreachable.extend(bring(worker, task, missing).await?);
+            let (given_up, bytes) = bring(worker, task, missing).await?;
+            unreachable.extend(given_up);
+            bytes_in = bytes_in.saturating_add(bytes);
         }
     }
     Err(Stopped::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
@@ -176,11 +181,16 @@ pub(super) async fn ask(
         volumes.push((handle, parent));
     }
     let container = answer.container_handle.parse().map_err(|_| nonsense("container handle"))?;
-    Ok((Prepared { container, volumes }, missing))
+    Ok((Prepared { container, volumes, bytes_in: 0 }, missing))
 }
 
-/// Brings artifacts to the worker, side by side, and says how far that is. Answers the versions of caches that cannot be brought.
-async fn bring(worker: &Worker, task: &Task, missing: Vec<Missing>) -> Result<Vec<ArtifactId>, Stopped> {
+/// Brings artifacts to the worker, side by side, and says how far that is. Answers the versions of caches that cannot be brought, and how many bytes
+/// were.
+async fn bring(
+    worker: &Worker,
+    task: &Task,
+    missing: Vec<Missing>,
+) -> Result<(Vec<ArtifactId>, u64), Stopped> {
     let unknown = missing.iter().map(|missing| (missing.name.clone(), pb::InputProgress::default()));
     let known: Mutex<BTreeMap<String, pb::InputProgress>> = Mutex::new(unknown.collect());
     let tell = |name: &str, news: News<'_>| {
@@ -195,18 +205,19 @@ async fn bring(worker: &Worker, task: &Task, missing: Vec<Missing>) -> Result<Ve
     let copies = missing.iter().map(async |Missing { artifact, name, is_cache }| {
         let patience = if *is_cache { CACHES_RETURN } else { SOURCES_RETURN };
         match materialize(worker, task, *artifact, patience, |news| tell(name, news)).await {
-            Ok(()) => Ok(None),
+            Ok(bytes) => Ok((None, bytes)),
             Err(refusal) if *is_cache => {
                 let error = refusal.to_string();
                 tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be brought, and is found empty");
-                Ok(Some(*artifact))
+                Ok((Some(*artifact), 0))
             }
             Err(refusal) => Err(Stopped::InputMissing(name.clone(), *artifact, refusal)),
         }
     });
-    let unreachable = futures::future::try_join_all(copies).await?;
+    let (unreachable, bytes): (Vec<_>, Vec<u64>) =
+        futures::future::try_join_all(copies).await?.into_iter().unzip();
     worker.set_phase(task.lease, pb::LeasePhase::Preparing);
-    Ok(unreachable.into_iter().flatten().collect())
+    Ok((unreachable.into_iter().flatten().collect(), bytes.into_iter().fold(0, u64::saturating_add)))
 }
 
 /// What is heard of an input that is brought.
@@ -241,18 +252,21 @@ fn name(task: &Task, artifact: ArtifactId, volume: &PlannedVolume) -> String {
     }
 }
 
-/// Brings one artifact to the worker. Sources that fail are given time to come back.
+/// Brings one artifact to the worker, and answers how many bytes came from elsewhere. Sources that fail are given time to come back.
 async fn materialize(
     worker: &Worker,
     task: &Task,
     artifact: ArtifactId,
     patience: Duration,
     tell: impl Fn(News<'_>),
-) -> Result<(), Refusal> {
+) -> Result<u64, Refusal> {
     let mut pause = Duration::from_millis(20);
     let mut failing_since = None;
     loop {
-        let Err(refusal) = materialize_once(worker, task, artifact, &tell).await else { return Ok(()) };
+        let refusal = match materialize_once(worker, task, artifact, &tell).await {
+            Ok(bytes) => return Ok(bytes),
+            Err(refusal) => refusal,
+        };
         let may_return =
             [Reason::SourceFailed, Reason::WorkerUnreachable, Reason::ClaimLost, Reason::NotAttended];
         if !refusal.is_transient() {
@@ -273,7 +287,7 @@ async fn materialize_once(
     task: &Task,
     artifact: ArtifactId,
     tell: impl Fn(News<'_>),
-) -> Result<(), Refusal> {
+) -> Result<u64, Refusal> {
     let session = worker.wait_for_session().await;
     let request = streamer::MaterializeRequest {
         team: task.spec.team.clone(),
@@ -285,7 +299,12 @@ async fn materialize_once(
     while let Some(answer) = answers.message().await? {
         match answer.message {
             Some(Said::Progress(progress)) => tell(News::Bytes(progress.bytes_done, progress.bytes_total)),
-            Some(Said::Materialized(_)) => return Ok(()),
+            Some(Said::Materialized(materialized)) => {
+                let moved = |progress: streamer::TransferProgress| {
+                    progress.bytes_done.saturating_sub(progress.bytes_saved)
+                };
+                return Ok(materialized.progress.map_or(0, moved));
+            }
             None => break,
         }
     }

@@ -231,6 +231,8 @@ fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
         features: features.into_iter().map(str::to_owned).collect(),
         brought: config.resource_types.iter().map(image).chain(config.certs_path.iter().map(certs)).collect(),
         copy_on_write: "by the worker's Baggageclaim".to_owned(),
+        cpu_millis: None,
+        memory_bytes: None,
     }
 }
 

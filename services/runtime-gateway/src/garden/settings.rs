@@ -11,7 +11,7 @@ use concourse::baggageclaim::Encoding;
 use serde::{Deserialize, Deserializer};
 
 use super::{BroughtImage, GardenConfig, GardenRuntime};
-use crate::{Config, Gateway};
+use crate::{Amounts, Config, Gateway};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -26,8 +26,8 @@ pub struct GardenArgs {
     #[arg(long, env = "GANTRY_BAGGAGECLAIM", value_name = "HOST:PORT", requires = "garden")]
     pub baggageclaim: Option<String>,
     /// Attend the Concourse workers in this JSON file: a list of objects with `name`, `garden`, `baggageclaim`, and maybe `platform`, `tags`,
-    /// `team`, `max_tasks`, `encoding`, `peer_to_peer`; what such a worker says when it registers will do, with the images of its resource
-    /// types, its certificates and its proxies
+    /// `team`, `max_tasks`, `max_containers`, `max_volumes`, `cpu`, `memory`, `encoding`, `peer_to_peer`; what such a worker says when it
+    /// registers will do, with the images of its resource types, its certificates and its proxies
     #[arg(long, env = "GANTRY_WORKERS_FILE", value_name = "FILE")]
     pub workers_file: Option<PathBuf>,
     /// How archives travel to and from the worker given by --baggageclaim: raw, gzip, zstd or s2. Default: the best that it knows. In the
@@ -61,9 +61,9 @@ pub struct GardenWorker {
     /// The only team that may use it. Empty: every team.
     #[serde(default, deserialize_with = "nullable")]
     pub team: String,
-    /// Workloads at a time.
-    #[serde(default)]
-    pub max_tasks: Option<u32>,
+    /// How much it takes, and has to give.
+    #[serde(flatten)]
+    pub amounts: Amounts,
     /// Whether it is gone for good once it is lost.
     #[serde(default, deserialize_with = "nullable")]
     pub ephemeral: bool,
@@ -203,7 +203,7 @@ impl GardenWorker {
             platform: if self.platform.is_empty() { "linux".to_owned() } else { self.platform.clone() },
             tags: self.tags.clone(),
             team: Some(self.team.clone()).filter(|team| !team.is_empty()),
-            max_tasks: self.max_tasks,
+            amounts: self.amounts.clone(),
             ephemeral: self.ephemeral || common.ephemeral,
             manifest_dir: state_dir.join("manifests"),
             ..common.clone()
@@ -282,7 +282,7 @@ mod tests {
             platform: String::new(),
             tags: vec!["another".to_owned()],
             team: Some("another".to_owned()),
-            max_tasks: None,
+            amounts: Amounts::default(),
             ephemeral: false,
             endpoint: "http://gateway".to_owned(),
             scheduler: "http://scheduler".to_owned(),
@@ -304,6 +304,31 @@ mod tests {
         let [git] = &garden.resource_types[..] else { panic!("{:?}", garden.resource_types) };
         assert_eq!((&*git.name, &*git.version, &*git.path), ("git", "1", "/opt/git/rootfs.tgz"));
         assert_eq!(garden.encoding, None);
+        assert_eq!(config.amounts, Amounts::default());
+        Ok(())
+    }
+
+    #[test]
+    fn each_worker_has_limits_and_amounts_of_its_own() -> anyhow::Result<()> {
+        let workers = file(
+            r#"[{"name":"one","garden":"h:1","baggageclaim":"h:2","max_tasks":1,"max_containers":2,"max_volumes":3,
+                 "cpu":"1.5","memory":"2G"},
+                {"name":"two","garden":"h:3","baggageclaim":"h:4","max_tasks":4}]"#,
+        )?;
+        let common = Config {
+            amounts: Amounts { max_volumes: Some(9), ..Amounts::default() },
+            ..Config::for_worker("", "", "", "", "", PathBuf::new())
+        };
+        let amounts: Vec<_> =
+            workers.iter().map(|worker| worker.config(&common, Path::new("/state")).0.amounts).collect();
+        let one = Amounts {
+            max_tasks: Some(1),
+            max_containers: Some(2),
+            max_volumes: Some(3),
+            cpu_millis: Some(1500),
+            memory_bytes: Some(2 << 30),
+        };
+        assert_eq!(amounts, [one, Amounts { max_tasks: Some(4), ..Amounts::default() }]);
         Ok(())
     }
 
@@ -355,6 +380,7 @@ mod tests {
             format!("[{}]", entry("one", "https://h:1/x")),
             "{}".to_owned(),
             r#"{"name":"one","garden":"h:1","baggageclaim":"h:2","encoding":"brotli"}"#.to_owned(),
+            r#"{"name":"one","garden":"h:1","baggageclaim":"h:2","memory":"much"}"#.to_owned(),
             r#"{"name":"one","garden":"h:1","baggageclaim":"h:2",
                 "resource_types":[{"type":"git","image":"/a"},{"type":"git","image":"/b"}]}"#
                 .to_owned(),

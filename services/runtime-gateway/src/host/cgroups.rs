@@ -56,6 +56,41 @@ impl Cgroups {
         wanted.into_iter().find(missing).map(|(name, _)| name)
     }
 
+    /// Thousandths of a processor that all groups together can have: those that this process may run on, as far as a container in which
+    /// the worker itself runs has no quota.
+    pub(super) fn cpu_millis(&self) -> Option<u64> {
+        let processors =
+            rustix::thread::sched_getaffinity(None).ok().map(|set| u64::from(set.count()) * 1000);
+        let quota = self.controller("cpu").and_then(|root| {
+            let read = |name: &str| fs::read_to_string(root.join(name)).ok();
+            let (quota, period) = match read("cpu.max") {
+                Some(both) => {
+                    let (quota, period) = both.split_once(' ')?;
+                    (quota.to_owned(), period.to_owned())
+                }
+                None => (read("cpu.cfs_quota_us")?, read("cpu.cfs_period_us")?),
+            };
+            // `max` and -1 are no quota.
+            let (quota, period): (u64, u64) = (quota.trim().parse().ok()?, period.trim().parse().ok()?);
+            quota.checked_mul(1000)?.checked_div(period)
+        });
+        processors.into_iter().chain(quota).min().filter(|millis| *millis > 0)
+    }
+
+    /// Bytes of memory that all groups together can have: those of the machine, as far as a container in which the worker itself runs is not
+    /// limited to less.
+    pub(super) fn memory_bytes(&self) -> Option<u64> {
+        let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+            let kilobytes = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+            kilobytes.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+        });
+        let limit = self.controller("memory").and_then(|root| {
+            let file = if self.v2.is_some() { "memory.max" } else { "memory.limit_in_bytes" };
+            fs::read_to_string(root.join(file)).ok()?.trim().parse().ok()
+        });
+        machine.into_iter().chain(limit).min()
+    }
+
     /// Whether swap counts against the memory limit too.
     pub(super) fn limits_swap(&self) -> bool {
         self.controller("memory").is_some_and(|memory| memory.join("memory.memsw.limit_in_bytes").exists())
@@ -93,6 +128,23 @@ impl Cgroups {
         let Ok(events) = fs::read_to_string(memory.join(name).join(file)) else { return 0 };
         let count = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
         count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+    }
+
+    /// Processor time that was used in the groups of that name. `None`: nobody counts it.
+    pub(super) fn cpu_time(&self, name: &str) -> Option<Duration> {
+        if let Some((root, _)) = &self.v2 {
+            let stat = fs::read_to_string(root.join(name).join("cpu.stat")).ok()?;
+            let used = stat.lines().find_map(|line| line.strip_prefix("usage_usec "))?;
+            return used.trim().parse().ok().map(Duration::from_micros);
+        }
+        let used = fs::read_to_string(self.controller("cpuacct")?.join(name).join("cpuacct.usage")).ok()?;
+        used.trim().parse().ok().map(Duration::from_nanos)
+    }
+
+    /// The most memory that the group of that name held at a time, in bytes. `None`: nobody counts it.
+    pub(super) fn peak_memory(&self, name: &str) -> Option<u64> {
+        let file = if self.v2.is_some() { "memory.peak" } else { "memory.max_usage_in_bytes" };
+        fs::read_to_string(self.controller("memory")?.join(name).join(file)).ok()?.trim().parse().ok()
     }
 
     /// Kills what is in the groups, and removes them.
@@ -168,5 +220,39 @@ mod tests {
         assert_eq!(found.missing(&limits), None);
         assert_eq!(found.missing(&Limits { memory_bytes: Some(1), ..limits }), Some("memory"));
         assert_eq!(Cgroups::default().missing(&limits), Some("cpu"));
+    }
+
+    #[test]
+    fn what_there_is_to_give_is_what_the_machine_has_or_less_where_it_is_limited() -> io::Result<()> {
+        let machine = Cgroups::default();
+        let (cores, memory) = (machine.cpu_millis(), machine.memory_bytes());
+        assert!(cores.is_some_and(|cores| cores >= 1000) && memory.is_some(), "{cores:?} {memory:?}");
+
+        let directory = tempfile::tempdir()?;
+        let at = directory.path();
+        let write = |name: &str, text: &str| fs::write(at.join(name), text);
+        let controllers = || vec!["cpu".to_owned(), "memory".to_owned()];
+        let second = Cgroups { v1: Vec::new(), v2: Some((at.to_owned(), controllers())) };
+        // The root of all groups has no such files.
+        assert_eq!((second.cpu_millis(), second.memory_bytes()), (cores, memory));
+        write("cpu.max", "50000 100000\n")?;
+        write("memory.max", "1048576\n")?;
+        assert_eq!((second.cpu_millis(), second.memory_bytes()), (Some(500), Some(1 << 20)));
+        write("cpu.max", "max 100000\n")?;
+        write("memory.max", "max\n")?;
+        assert_eq!((second.cpu_millis(), second.memory_bytes()), (cores, memory));
+
+        let directory = tempfile::tempdir()?;
+        let at = directory.path();
+        let write = |name: &str, text: &str| fs::write(at.join(name), text);
+        let first = Cgroups { v1: vec![(at.to_owned(), controllers())], v2: None };
+        write("cpu.cfs_quota_us", "-1\n")?;
+        write("cpu.cfs_period_us", "100000\n")?;
+        write("memory.limit_in_bytes", "9223372036854771712\n")?;
+        assert_eq!((first.cpu_millis(), first.memory_bytes()), (cores, memory));
+        write("cpu.cfs_quota_us", "25000\n")?;
+        write("memory.limit_in_bytes", "4096\n")?;
+        assert_eq!((first.cpu_millis(), first.memory_bytes()), (Some(250), Some(4096)));
+        Ok(())
     }
 }

@@ -53,7 +53,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use domain::worker::{Marker, StoreMark};
-use domain::workload::Limits;
+use domain::workload::{Limits, Usage};
 use domain::{ArtifactId, AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
@@ -288,6 +288,8 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
         features: features.into_iter().map(str::to_owned).collect(),
         brought: Vec::new(),
         copy_on_write,
+        cpu_millis: cgroups.cpu_millis(),
+        memory_bytes: cgroups.memory_bytes(),
     }
 }
 
@@ -550,6 +552,11 @@ impl Runtime for HostRuntime {
 
     async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
         Host::wait(&self.host, process).await
+    }
+
+    async fn usage(&self, process: AttemptId) -> Result<Usage, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || host.usage(process)).await
     }
 
     async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError> {

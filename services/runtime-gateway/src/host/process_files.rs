@@ -21,5 +21,7 @@ pub(super) const STDERR: &str = "stderr";
 pub(super) const END: &str = "end";
 /// Space for the former, so that a full disk cannot lose it.
 pub(super) const RESERVE: &str = "end.new";
+/// What it used. Written before how it ended, and missing where that could not be written.
+pub(super) const USAGE: &str = "usage";
 /// What the supervisor has to say, for people.
 pub(super) const LOG: &str = "log";

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use domain::workload::FailureReason;
+use domain::workload::{FailureReason, Usage};
 use domain::{AttemptId, ContainerHandle};
 use futures::stream;
 use runtime::{
@@ -151,6 +151,14 @@ impl Host {
     fn find(&self, id: AttemptId) -> Result<Process, RuntimeError> {
         let container = held(&self.processes).get(&id).copied();
         container.map(|container| Process::new(self, container, id)).ok_or(RuntimeError::ProcessNotFound(id))
+    }
+
+    /// What a process has used that has ended.
+    pub(super) fn usage(&self, id: AttemptId) -> Result<Usage, RuntimeError> {
+        let path = self.find(id)?.file(names::USAGE);
+        let text = files::read_if_there(&path).map_err(at("read", &path))?;
+        // What cannot be read is not known.
+        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default())
     }
 
     /// How far a process is, from its files:

@@ -85,6 +85,8 @@ pub(crate) enum State {
 pub(crate) enum StopReason {
     /// Its caller asked for it.
     Cancelled,
+    /// Its process was not started in time.
+    StartTimeout,
     /// It ran for too long.
     RunTimeout,
     /// Its worker lands or retires.

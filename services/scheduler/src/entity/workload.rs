@@ -29,6 +29,8 @@ pub(crate) struct Model {
     pub(crate) interruptible: bool,
     pub(crate) failed_on: String,
     pub(crate) priority: i64,
+    pub(crate) start_timeout_us: Option<i64>,
+    pub(crate) retried: i64,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

@@ -46,13 +46,14 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
         Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
         Event::Publishing => Pb::Publishing(pb::Publishing {}),
         Event::Finished { ending, whereabouts: at } => {
-            let Ending { outcome, exit, failure, outputs, caches: _ } = ending;
+            let Ending { outcome, exit, failure, outputs, caches: _, usage } = ending;
             Pb::Finished(pb::Finished {
                 outcome: rpc::outcome(outcome).into(),
                 exit: exit.map(rpc::exit),
                 failure: failure.as_ref().map(rpc::failure),
                 outputs: outputs.iter().map(rpc::published_output).collect(),
                 whereabouts: at.map(whereabouts),
+                usage: usage.as_ref().map(rpc::usage),
             })
         }
     };
@@ -103,6 +104,8 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
         failure: ending.as_ref().and_then(|ending| ending.failure.as_ref()).map(rpc::failure),
         outputs: ending.iter().flat_map(|ending| &ending.outputs).map(rpc::published_output).collect(),
         waiting_for: workload.waiting_for,
+        usage: ending.as_ref().and_then(|ending| ending.usage.as_ref()).map(rpc::usage),
+        retried: workload.retried,
     }
 }
 

@@ -278,6 +278,7 @@ impl Attendance<'_> {
             return Ok(Some(pb::desired_lease::Wish::Stop(pb::StopAttempt {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
                 reason: match lease.stop_reason {
+                    Some(lease::StopReason::StartTimeout) => FailureReason::StartTimeout.to_string(),
                     Some(lease::StopReason::RunTimeout) => FailureReason::RunTimeout.to_string(),
                     Some(lease::StopReason::Interrupted) => FailureReason::Interrupted.to_string(),
                     Some(lease::StopReason::Cancelled) | None => FailureReason::Cancelled.to_string(),

@@ -151,6 +151,7 @@ impl Workloads for WorkloadsService {
             outputs: outputs.collect::<Result<_, _>>()?,
             caches: caches.collect::<Result<_, _>>()?,
             started_at: request.started_at.as_ref().map(rpc::from_timestamp),
+            usage: rpc::parse_usage("usage", request.usage.unwrap_or_default())?,
         };
 
         self.0.finish_attempt(&claims, &report).await.map_err(Reasoned::status)?;

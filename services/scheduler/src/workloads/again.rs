@@ -7,7 +7,7 @@ use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::{DatabaseTransaction, DbErr};
 use uuid::Uuid;
 
-use super::{Write, demand, lock, queue, stop, whereabouts};
+use super::{Write, allowed, demand, lock, queue, spec, stop, whereabouts};
 use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy, StopReason};
@@ -42,6 +42,20 @@ pub(super) async fn after_fault(
         again(txn, row, lease.attempt_id, reasons, now, effects).await?;
     }
     Ok(true)
+}
+
+/// `row`, which is not placed on the worker of `lease` again if its process was not started there in time, and another worker could take it.
+pub(super) async fn after_start_timeout(
+    txn: &DatabaseTransaction,
+    row: Model,
+    lease: &lease::Model,
+    config: &Config,
+) -> Result<Model, DbErr> {
+    if lease.stop_reason != Some(StopReason::StartTimeout) || !allowed(&row)?.once_more() {
+        return Ok(row);
+    }
+    let failure = outcome::start_timeout();
+    Ok(elsewhere(txn, &row, lease.worker_id, &failure, config).await?.unwrap_or(row))
 }
 
 /// The row of a workload that `worker` could not start, if another worker could take it.
@@ -87,6 +101,7 @@ pub(super) async fn again(
     row.attempt_id = None;
     row.run_deadline = None;
     row.started_at = None;
+    row.queue_deadline = spec(&row)?.queue_timeout.map(|timeout| (now + timeout).0);
     effects.queued.push(WorkloadId::from_uuid(row.id));
     queue(txn, row, Write::Update, reasons, now, effects).await
 }

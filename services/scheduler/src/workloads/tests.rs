@@ -36,6 +36,8 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
         interruptible: false,
         priority: 0,
         requests: Default::default(),
+        start_timeout: None,
+        retries: 0,
     }
 }
 
@@ -64,6 +66,7 @@ async fn only_what_may_have_outputs_or_ends_a_build_waits_until_it_is_settled() 
                     failure: None,
                     outputs: vec![],
                     caches: vec![],
+                    usage: None,
                 };
                 conclude(&txn, row, ending, Some(AttemptId::new()), now, &mut effects).await?;
                 Ok::<_, DbErr>(effects)

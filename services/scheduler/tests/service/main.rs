@@ -1,5 +1,6 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
+mod again;
 mod connected;
 mod demand;
 mod explain;
@@ -17,6 +18,11 @@ mod turns;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use again::{
+    what_an_attempt_used_is_told_and_kept,
+    what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
+    what_has_started_in_time_may_run_on, what_was_lost_begins_again_as_often_as_its_spec_allows,
+};
 use connected::each_of_many_workers_hears_what_it_shall_do;
 use demand::whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is;
 use domain::worker::TicketClaims;
@@ -630,6 +636,10 @@ on_both! {
     a_placed_workload_is_asked_to_stop_and_may_not_start,
     what_was_refused_to_start_ends_without_a_report,
     time_that_is_up_is_noticed,
+    what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
+    what_has_started_in_time_may_run_on,
+    what_was_lost_begins_again_as_often_as_its_spec_allows,
+    what_an_attempt_used_is_told_and_kept,
     a_new_incarnation_ends_what_ran_in_the_old_one,
     what_a_gateway_does_not_know_is_not_running,
     one_gateway_speaks_for_a_worker_at_a_time,

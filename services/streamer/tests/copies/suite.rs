@@ -160,7 +160,7 @@ impl Suite {
             worker_name: name.to_owned(),
             tags: Vec::new(),
             team: None,
-            max_tasks: None,
+            amounts: runtime_gateway::Amounts::default(),
             ephemeral: false,
             endpoint: link.endpoint.clone(),
             scheduler: self.core.endpoint.clone(),

@@ -114,6 +114,8 @@ impl FakeWorker {
             features: features.map(str::to_owned).collect(),
             brought,
             copy_on_write: "copy, as it is a fake".to_owned(),
+            cpu_millis: None,
+            memory_bytes: None,
         };
         let state = State {
             boot: 1,

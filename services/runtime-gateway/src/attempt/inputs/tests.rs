@@ -172,6 +172,8 @@ fn task() -> Task {
         interruptible: false,
         priority: 0,
         requests: Default::default(),
+        start_timeout: None,
+        retries: 0,
     };
     Task {
         lease: LeaseId::new(),

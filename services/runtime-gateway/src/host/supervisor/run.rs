@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
-use domain::workload::FailureReason;
+use domain::workload::{FailureReason, Usage};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -90,6 +90,8 @@ pub(super) struct Running {
     cgroup: String,
     cgroups: Cgroups,
     init: Pid,
+    /// When the process was about to be started.
+    since: Duration,
     init_watch: OwnedFd,
     /// The connection to init.
     reports: OwnedFd,
@@ -134,6 +136,7 @@ impl Running {
             cgroup: launch.cgroup.clone(),
             cgroups,
             init,
+            since: since_boot(),
             init_watch: rustix::process::pidfd_open(init, PidfdFlags::empty())?,
             reports,
             report: None,
@@ -431,6 +434,11 @@ impl Running {
         // All writers are dead, so this ends; there is room for what a pipe holds beyond what was held back.
         self.outputs.iter_mut().try_for_each(|output| output.take(false, usize::MAX))?;
         let end = self.end(init_signal);
+        if !matches!(end, End::NotStarted { .. } | End::Unknown { .. })
+            && let Err(error) = self.write_usage()
+        {
+            eprintln!("supervisor: cannot write what was used: {error}");
+        }
         super::write_end(&self.process_dir, &end)?;
         self.phase = Phase::Ended;
         self.stdin = None;
@@ -454,6 +462,16 @@ impl Running {
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    fn write_usage(&self) -> io::Result<()> {
+        let usage = Usage {
+            running: Some(since_boot().saturating_sub(self.since)),
+            cpu_time: self.cgroups.cpu_time(&self.cgroup),
+            peak_memory_bytes: self.cgroups.peak_memory(&self.cgroup),
+            ..Usage::default()
+        };
+        std::fs::write(self.process_dir.join(names::USAGE), serde_json::to_vec(&usage)?)
     }
 
     fn end(&self, init_signal: Option<u8>) -> End {

@@ -1,0 +1,136 @@
+//! How much a worker takes and has to give: flags of its gateway, or members of its entry in a workers file.
+
+use domain::worker::Capacity;
+use rpc::spec::MOST_MEMORY_BYTES;
+use runtime::Disk;
+use serde::{Deserialize, Deserializer};
+use server::settings::{cpu, size};
+
+/// What an operator says of one worker. It goes before what the scheduler has for all workers, and before what the worker itself says that it has.
+#[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
+#[serde(default)]
+pub struct Amounts {
+    /// Workloads at a time. Default: what the scheduler has for all workers, or else no limit
+    #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_tasks: Option<u32>,
+    /// Containers at a time, those that are kept after their end included. Default: what the scheduler has for all workers, or else no limit
+    #[arg(long, env = "GANTRY_WORKER_MAX_CONTAINERS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_containers: Option<u32>,
+    /// Volumes at a time; what was placed since they were counted may exceed it. Default: what the scheduler has for all workers, or else no limit
+    #[arg(long, env = "GANTRY_WORKER_MAX_VOLUMES", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_volumes: Option<u32>,
+    /// Processor time that workloads may reserve in all: `4`, `1.5`, `500m`. Default: what this machine has; without limit on a Concourse worker
+    #[arg(long = "cpu", env = "GANTRY_WORKER_CPU", value_name = "CORES", value_parser = cpu)]
+    #[serde(rename = "cpu", deserialize_with = "cores")]
+    pub cpu_millis: Option<u64>,
+    /// Memory that workloads may reserve in all: `16G`. Default: what this machine has; without limit on a Concourse worker
+    #[arg(long = "memory", env = "GANTRY_WORKER_MEMORY", value_name = "SIZE", value_parser = memory)]
+    #[serde(rename = "memory", deserialize_with = "bytes")]
+    pub memory_bytes: Option<u64>,
+}
+
+impl Amounts {
+    /// What the worker's gateway tells the scheduler. `has` is what the worker says that it has.
+    pub(crate) fn capacity(&self, has: &runtime::Capabilities, disk: Option<Disk>) -> Capacity {
+        Capacity {
+            max_tasks: self.max_tasks,
+            max_containers: self.max_containers,
+            max_volumes: self.max_volumes,
+            cpu_millis: self.cpu_millis.or(has.cpu_millis),
+            memory_bytes: self.memory_bytes.or(has.memory_bytes),
+            disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
+        }
+    }
+}
+
+fn memory(text: &str) -> Result<u64, String> {
+    size(text).and_then(|bytes| {
+        if bytes > MOST_MEMORY_BYTES { Err("no worker has as much".to_owned()) } else { Ok(bytes) }
+    })
+}
+
+/// A number, or text as on the command line.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Amount {
+    Number(serde_json::Number),
+    Text(String),
+}
+
+fn amount<'de, D: Deserializer<'de>>(
+    deserializer: D,
+    parse: impl Fn(&str) -> Result<u64, String>,
+) -> Result<Option<u64>, D::Error> {
+    let text = match Option::deserialize(deserializer)? {
+        None => return Ok(None),
+        Some(Amount::Number(number)) => number.to_string(),
+        Some(Amount::Text(text)) => text,
+    };
+    parse(&text).map(Some).map_err(serde::de::Error::custom)
+}
+
+fn cores<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    amount(deserializer, cpu)
+}
+
+fn bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    amount(deserializer, memory)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Amounts, serde_json::Error> {
+        serde_json::from_str(text)
+    }
+
+    #[test]
+    fn a_file_has_amounts_as_the_command_line_has_them() -> Result<(), serde_json::Error> {
+        let all = Amounts {
+            max_tasks: Some(1),
+            max_containers: Some(2),
+            max_volumes: Some(3),
+            cpu_millis: Some(1500),
+            memory_bytes: Some(2 << 30),
+        };
+        for (cpu, memory) in [("\"1.5\"", "\"2G\""), ("\"1500m\"", "2147483648"), ("1.5", "\"2GiB\"")] {
+            let text = format!(
+                r#"{{"max_tasks":1,"max_containers":2,"max_volumes":3,"cpu":{cpu},"memory":{memory}}}"#
+            );
+            assert_eq!(read(&text)?, all, "{text}");
+        }
+        assert_eq!(read("{}")?, Amounts::default());
+        assert_eq!(read(r#"{"max_tasks":null,"cpu":null,"memory":null}"#)?, Amounts::default());
+        for wrong in [
+            r#"{"cpu":0}"#,
+            r#"{"cpu":"x"}"#,
+            r#"{"memory":-1}"#,
+            r#"{"memory":"2097152T"}"#,
+            r#"{"max_tasks":-1}"#,
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn what_the_operator_says_goes_before_what_the_worker_has() {
+        let has = runtime::Capabilities {
+            image_kinds: Vec::new(),
+            features: Vec::new(),
+            brought: Vec::new(),
+            copy_on_write: String::new(),
+            cpu_millis: Some(4000),
+            memory_bytes: None,
+        };
+        let said = Amounts { max_volumes: Some(3), ..Amounts::default() }.capacity(&has, None);
+        let wanted = Capacity { max_volumes: Some(3), cpu_millis: Some(4000), ..Capacity::default() };
+        assert_eq!(said, wanted);
+        let amounts = Amounts { cpu_millis: Some(500), memory_bytes: Some(1), ..Amounts::default() };
+        let said = amounts.capacity(&has, Some(Disk { total_bytes: 7, free_bytes: 5 }));
+        let wanted =
+            Capacity { cpu_millis: Some(500), memory_bytes: Some(1), disk_bytes: 7, ..Capacity::default() };
+        assert_eq!(said, wanted);
+    }
+}

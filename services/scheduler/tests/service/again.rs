@@ -1,0 +1,188 @@
+//! Workloads that must start in time, those that begin again, and what their attempts used.
+
+use std::time::Duration;
+
+use domain::MarkerId;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::watch_response::Event;
+use rpc::{Reason, Refusal};
+use testing::databases::TestDatabase;
+
+use crate::support::{Gateway, Running, config, finish, hello, spec, start};
+
+const SHORT: Duration = Duration::from_millis(50);
+
+/// Says that an attempt ended without a process.
+async fn fail(scheduler: &Running, token: &str, reason: &str) {
+    let request = pb::FinishAttemptRequest {
+        lease_token: token.to_owned(),
+        failure: Some(pb::Failure { reason: reason.to_owned(), message: "no".to_owned() }),
+        ..pb::FinishAttemptRequest::default()
+    };
+    scheduler.workloads().finish_attempt(request).await.expect("heard");
+}
+
+fn reason(failure: Option<pb::Failure>) -> String {
+    failure.map(|failure| failure.reason).unwrap_or_default()
+}
+
+/// The same worker, in another life.
+async fn reborn(scheduler: &Running, gateway: Gateway, mut hello: pb::Hello) -> (Gateway, pb::Hello) {
+    hello.session_credential = gateway.welcome.session_credential.clone();
+    hello.marker = Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: "boot".to_owned() });
+    gateway.leave().await;
+    let gateway = Gateway::connect(scheduler, hello.clone()).await.expect("welcome");
+    (gateway, hello)
+}
+
+pub(crate) async fn what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere(
+    database: TestDatabase,
+) {
+    let scheduler = Running::start(config(&database)).await;
+    let late = |retries| pb::WorkloadSpec { start_timeout: Some(rpc::duration(SHORT)), retries, ..spec() };
+    let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+
+    let id = scheduler.submit(late(0)).await.expect("accepted");
+    let (_, stop) = first.stop(id).await;
+    assert_eq!(stop.reason, "START_TIMEOUT");
+    let refused = start(&scheduler, &stop.lease_token).await.expect_err("it is too late");
+    assert!(refused.is(Reason::LeaseLost), "{refused}");
+    assert_eq!(scheduler.worker("one").await.active_tasks, 1, "until its gateway says that it has stopped");
+    fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
+    let finished = scheduler.finished(id).await;
+    assert_eq!((finished.outcome(), &*reason(finished.failure)), (pb::Outcome::Errored, "START_TIMEOUT"));
+    let usage = finished.usage.expect("it was placed");
+    assert!(usage.queued.is_some() && usage.preparing.is_none() && usage.running.is_none(), "{usage:?}");
+
+    // Where there is no other worker, the same one will do.
+    let id = scheduler.submit(late(1)).await.expect("accepted");
+    let (before, stop) = first.stop(id).await;
+    fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
+    first
+        .desires("another attempt to end", |lease| {
+            (lease.lease_id != before && matches!(lease.wish, Some(pb::desired_lease::Wish::Stop(_))))
+                .then_some(())
+        })
+        .await;
+    let (_, stop) = first.stop(id).await;
+    fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
+    let finished = scheduler.finished(id).await;
+    assert_eq!(reason(finished.failure), "START_TIMEOUT");
+    assert_eq!(scheduler.get(id).await.retried, 1);
+
+    // Where there is one, it is taken.
+    let id = scheduler.submit(late(1)).await.expect("accepted");
+    let (_, stop) = first.stop(id).await;
+    let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
+    let (_, stop) = second.stop(id).await;
+    fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
+    assert_eq!(reason(scheduler.finished(id).await.failure), "START_TIMEOUT");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_has_started_in_time_may_run_on(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let in_time = pb::WorkloadSpec { start_timeout: Some(rpc::duration(Duration::from_secs(2))), ..spec() };
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let started = scheduler.submit(in_time.clone()).await.expect("accepted");
+    let (_, run) = gateway.run(started).await;
+    start(&scheduler, &run.lease_token).await.expect("in time");
+    // The time of one that came later is over, too.
+    let late = scheduler.submit(in_time).await.expect("accepted");
+    let (_, stop) = gateway.stop(late).await;
+    fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
+    assert_eq!(reason(scheduler.finished(late).await.failure), "START_TIMEOUT");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.finished(started).await.outcome(), pb::Outcome::Succeeded);
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_was_lost_begins_again_as_often_as_its_spec_allows(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let hello = hello("one");
+    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let waits = Duration::from_secs(2);
+    let again = pb::WorkloadSpec { retries: 1, queue_timeout: Some(rpc::duration(waits)), ..spec() };
+    let (once, twice) = (
+        scheduler.submit(spec()).await.expect("accepted"),
+        scheduler.submit(again.clone()).await.expect("accepted"),
+    );
+    for id in [once, twice] {
+        let (_, run) = gateway.run(id).await;
+        start(&scheduler, &run.lease_token).await.expect("started");
+    }
+    let (mut gateway, hello) = reborn(&scheduler, gateway, hello).await;
+    assert_eq!(reason(scheduler.finished(once).await.failure), "WORKER_LOST");
+    let (_, run) = gateway.run(twice).await;
+    assert_eq!(scheduler.get(twice).await.retried, 1);
+    start(&scheduler, &run.lease_token).await.expect("started once more");
+    let (mut gateway, hello) = reborn(&scheduler, gateway, hello).await;
+    let finished = scheduler.finished(twice).await;
+    assert_eq!((finished.outcome(), &*reason(finished.failure)), (pb::Outcome::Errored, "WORKER_LOST"));
+
+    // How a process ends by itself is its end; and somebody who does not want it any more gets no more of it.
+    let fails = scheduler.submit(again.clone()).await.expect("accepted");
+    let (_, run) = gateway.run(fails).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    finish(&scheduler, &run.lease_token, 3).await.expect("finished");
+    assert_eq!(scheduler.finished(fails).await.outcome(), pb::Outcome::Failed);
+    let cancelled = scheduler.submit(again.clone()).await.expect("accepted");
+    let (_, run) = gateway.run(cancelled).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    scheduler.cancel(cancelled, Duration::ZERO).await;
+
+    // One that waits again may wait as long as at first, however long it ran.
+    let ran = scheduler.submit(again.clone()).await.expect("accepted");
+    let (_, run) = gateway.run(ran).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    scheduler.land("one", None).await.expect("told");
+    let waiting = scheduler.submit(again).await.expect("queued");
+    assert_eq!(reason(scheduler.finished(waiting).await.failure), "QUEUE_TIMEOUT");
+    let (_gateway, _) = reborn(&scheduler, gateway, hello).await;
+    assert_eq!(scheduler.finished(cancelled).await.outcome(), pb::Outcome::Aborted);
+    let events = scheduler.watch(ran, 0).await;
+    let at = |event: &pb::WatchResponse| rpc::from_timestamp(&event.at.expect("an instant"));
+    let queued = events.iter().find(|event| matches!(event.event, Some(Event::Queued(_)))).expect("queued");
+    let ended = events.last().expect("an end");
+    let Some(Event::Finished(finished)) = &ended.event else { panic!("{ended:?}") };
+    assert_eq!(reason(finished.failure.clone()), "QUEUE_TIMEOUT");
+    assert!(at(ended).since(at(queued)) >= waits, "{events:?}");
+    assert_eq!(finished.usage, None, "it ended while it waited");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_an_attempt_used_is_told_and_kept(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(id).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let used = pb::Usage {
+        running: Some(rpc::duration(Duration::from_millis(1500))),
+        cpu_time: Some(rpc::duration(Duration::from_micros(7))),
+        peak_memory_bytes: Some(1 << 20),
+        bytes_in: Some(0),
+        ..pb::Usage::default()
+    };
+    let mut negative = rpc::duration(Duration::ZERO);
+    negative.seconds = -1;
+    let mut request = pb::FinishAttemptRequest {
+        lease_token: run.lease_token,
+        exit: Some(pb::Exit { how: Some(pb::exit::How::Code(0)) }),
+        usage: Some(pb::Usage { cpu_time: Some(negative), ..used }),
+        ..pb::FinishAttemptRequest::default()
+    };
+    let refused = scheduler.workloads().finish_attempt(request.clone()).await.map_err(Refusal::from);
+    let refused = refused.expect_err("nobody runs for less than no time");
+    assert!(refused.is(Reason::InvalidField) && refused.message.contains("usage.cpu_time"), "{refused}");
+    request.usage = Some(used);
+    scheduler.workloads().finish_attempt(request).await.expect("finished");
+
+    let finished = scheduler.finished(id).await;
+    let told = finished.usage.expect("it ran");
+    assert!(told.queued.is_some() && told.preparing.is_some(), "{told:?}");
+    assert_eq!(pb::Usage { queued: None, preparing: None, ..told }, used);
+    assert_eq!(scheduler.get(id).await.usage, Some(told));
+    scheduler.stop().await;
+}
