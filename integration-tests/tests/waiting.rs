@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
@@ -34,7 +34,7 @@ fn running(suite: &Suite, workload: &str) {
 
 /// What a child says, line by line.
 fn lines(of: impl Read + Send + 'static) -> Receiver<String> {
-    let (sender, lines) = channel();
+    let (sender, lines) = sync_channel(1000);
     std::thread::spawn(move || {
         for line in BufReader::new(of).lines().map_while(Result::ok) {
             if sender.send(line).is_err() {
