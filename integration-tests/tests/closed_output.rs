@@ -38,7 +38,7 @@ fn commands_that_nobody_reads_end_as_by_sigpipe() {
     let id = String::from_utf8(cluster.succeed(["run", "-d", "--", "echo", "hi"])).expect("an id");
     let id = id.trim().to_owned();
     cluster.succeed(["logs", &id]);
-    let commands: [&[&str]; 14] = [
+    let commands: [&[&str]; 16] = [
         &["version"],
         &["status"],
         &["status", "--watch"],
@@ -48,6 +48,8 @@ fn commands_that_nobody_reads_end_as_by_sigpipe() {
         &["show", "artifact", &artifact],
         &["cat", &artifact, "file"],
         &["logs", &id],
+        &["watch", &id],
+        &["demand"],
         &["upload", "d"],
         &["gc", "--dry-run"],
         &["run", "--", "echo", "hi"],

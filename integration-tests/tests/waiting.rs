@@ -1,0 +1,150 @@
+//! Whoever waits for a worker sees why, and whoever watches a workload sees everything that happens to it.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Stdio};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::Duration;
+
+use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
+use integration_tests::{describe, id, may_run_containers, wait_for};
+use serde_json::Value;
+
+/// Long enough for anything that happens at all.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Two schedulers, and a worker that runs one thing at a time.
+fn start() -> Suite {
+    let settings = [SHORT_TERMS, &[("GANTRY_WORKER_MAX_TASKS", "1")]].concat();
+    let suite = Suite::start(Shape { schedulers: 2, ..Shape::ONE }, &settings);
+    suite.attended("worker-0", "runtime-gateway-0");
+    suite
+}
+
+fn detached(suite: &Suite, script: &str) -> String {
+    id(suite.succeed(&["run", "--quiet", "-d", "--", "sh", "-c", script]))
+}
+
+fn running(suite: &Suite, workload: &str) {
+    wait_for(&format!("{workload}, which runs,"), || {
+        let shown = suite.succeed(&["show", "workload", workload, "--json"]);
+        let shown: Value = serde_json::from_str(shown.trim()).expect("JSON");
+        (shown["state"] == "running").then_some(())
+    });
+}
+
+/// What a child says, line by line.
+fn lines(of: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, lines) = sync_channel(1000);
+    std::thread::spawn(move || {
+        for line in BufReader::new(of).lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    lines
+}
+
+/// The first line that `pick` likes.
+fn until<T>(lines: &Receiver<String>, what: &str, pick: impl Fn(&str) -> Option<T>) -> T {
+    let mut said = Vec::new();
+    loop {
+        match lines.recv_timeout(PATIENCE) {
+            Ok(line) => match pick(&line) {
+                Some(found) => return found,
+                None => said.push(line),
+            },
+            Err(error) => panic!("{what}: {error} after {said:?}"),
+        }
+    }
+}
+
+fn ended(mut child: Child) -> Option<i32> {
+    child.wait().expect("it ends").code()
+}
+
+#[test]
+fn whoever_waits_is_told_why_in_a_line_and_a_watch_outlives_a_scheduler() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = start();
+    let holds = detached(&suite, "sleep 600");
+    running(&suite, &holds);
+
+    let watched = detached(&suite, "exit 3");
+    let mut watch = suite.gantry(&["watch", "--json", &watched]);
+    let mut watch = watch.stdout(Stdio::piped()).spawn().expect("gantry runs");
+    let events = lines(watch.stdout.take().expect("stdout"));
+    let event = |name: &'static str| {
+        until(&events, name, |line| {
+            let event: Value = serde_json::from_str(line).expect("JSON");
+            (event["event"] == name).then_some(event)
+        })
+    };
+    let queued = event("queued");
+    assert!(
+        queued["reasons"][0].as_str().is_some_and(|why| why.contains("is full (1 of 1 tasks)")),
+        "{queued}"
+    );
+    let waiting = event("waiting");
+    assert_eq!(waiting["queue_position"], 1, "{waiting}");
+    assert!(waiting["why"].as_str().is_some_and(|why| why.contains("is full (1 of 1 tasks)")), "{waiting}");
+
+    let mut run = suite.gantry(&["run", "--no-stdin", "--", "true"]);
+    let mut run = run.stderr(Stdio::piped()).spawn().expect("gantry runs");
+    let said = lines(run.stderr.take().expect("stderr"));
+    let line = until(&said, "why it waits", |line| line.contains("waiting, ").then(|| line.to_owned()));
+    let expected =
+        "waiting, 2nd in the queue: the only worker that could take it, worker-0, is full (1 of 1 tasks)";
+    assert!(line.contains(expected), "{line}");
+
+    let why = suite.succeed(&["explain", &watched]);
+    assert!(
+        why.starts_with("it waits, as number 1 of the queue: the only worker that could take it"),
+        "{why}"
+    );
+    assert!(why.contains("how long that may take is unknown") || why.contains("it may take about"), "{why}");
+    assert!(why.contains("worker-0: one of its tasks ends"), "{why}");
+    let demand = suite.succeed(&["demand", "--json"]);
+    let demand: Value = serde_json::from_str(demand.trim()).expect("JSON");
+    assert_eq!(
+        (&demand["waiting"], &demand["demand"][0]["waits_for"]),
+        (&2.into(), &"FULL".into()),
+        "{demand}"
+    );
+    assert_eq!(demand["removable"][0]["worker_name"], "worker-0", "{demand}");
+    assert_eq!(demand["removable"][0]["would_lose"], false, "{demand}");
+    assert!(suite.succeed(&["demand"]).starts_with("2 wait for a worker, the oldest for "));
+
+    // Whichever of them it watched, the other goes on.
+    for scheduler in ["scheduler-0", "scheduler-1"] {
+        suite.kill(scheduler);
+        suite.spawn(scheduler);
+        suite.wait_until_ready(scheduler);
+    }
+    suite.succeed(&["cancel", "--grace", "0s", &holds]);
+    let placed = event("placed");
+    assert_eq!(placed["whereabouts"]["worker_name"], "worker-0", "{placed}");
+    event("running");
+    let finished = event("finished");
+    assert_eq!((&finished["outcome"], &finished["status"]), (&"failed".into(), &3.into()), "{finished}");
+    assert_eq!(events.recv().ok(), None, "it is the last");
+    assert_eq!(ended(watch), Some(3), "as the workload");
+    assert_eq!(ended(run), Some(0));
+
+    // Afterwards it is told from the start.
+    let output = suite.gantry(&["watch", &watched]).output().expect("gantry runs");
+    assert_eq!(output.status.code(), Some(3), "{}", describe(&output));
+    let told = String::from_utf8(output.stdout).expect("text");
+    let mut from = 0;
+    for words in
+        ["waits for a worker: worker-0: is full", "placed on worker-0: ", "runs on worker-0", "failed"]
+    {
+        let at = told[from..].find(words).unwrap_or_else(|| panic!("no {words:?} after {from}: {told}"));
+        from += at;
+    }
+    let unknown =
+        suite.gantry(&["watch", "01980000-0000-7000-8000-00000000002a"]).output().expect("gantry runs");
+    assert_eq!(unknown.status.code(), Some(125), "{}", describe(&unknown));
+}
