@@ -30,13 +30,12 @@ fn a_workload_tells_what_it_used() {
     }
     let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
     suite.attend("gateway-a", "a", &[]);
-    suite.attend("gateway-b", "b", &[("GANTRY_WORKER_TAGS", "b")]);
     suite.attended("a", "gateway-a");
-    suite.attended("b", "gateway-b");
     fs::create_dir(suite.path("src")).expect("a directory");
     fs::write(suite.path("src/data"), vec![7; IN]).expect("a file");
-    // It goes to the worker without tags.
     let artifact = suite.upload(&suite.path("src"));
+    suite.attend("gateway-b", "b", &[("GANTRY_WORKER_TAGS", "b")]);
+    suite.attended("b", "gateway-b");
 
     let input = format!("src=artifact:{artifact}");
     let script = format!("{WORK}; head -c {OUT} src/data >out/data");
