@@ -28,6 +28,7 @@ use crate::leases::{self, RenewError};
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
 use crate::registry::{self, Down, RegistryError};
+use crate::service::is_duplicate;
 use crate::set_aside;
 use crate::workers::{self, Heard, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
@@ -50,7 +51,8 @@ struct Seen {
     started: HashMap<WorkloadId, HashSet<LeaseId>>,
     /// How finished workloads ended.
     endings: HashMap<WorkloadId, String>,
-    ended_leases: HashSet<LeaseId>,
+    /// With their workers: a worker that goes takes its leases along, and their ids are forgotten.
+    ended_leases: HashMap<LeaseId, uuid::Uuid>,
     /// Microseconds by which the clock was moved.
     moved: i64,
     /// The live leases of workers that shall land or retire, when everything was at rest last, unless they may have run since.
@@ -67,6 +69,11 @@ impl Seen {
         let is_newer =
             |other: &SessionClaims| other.worker == session.worker && other.incarnation > session.incarnation;
         self.gone.contains(&session.worker.uuid()) || self.sessions.iter().any(is_newer)
+    }
+
+    /// Whether `lease` has ended, and that is remembered.
+    fn has_ended(&self, lease: &LeaseId) -> bool {
+        self.ended_leases.get(lease).is_some_and(|worker| !self.gone.contains(worker))
     }
 }
 
@@ -206,10 +213,15 @@ impl World {
         let session = self
             .db
             .write(async |txn| {
-                workers::hello(&txn, &hello, &self.config, self.now(), &mut Effects::default()).await
+                workers::hello(&txn, &[&hello], &self.config, self.now(), &mut Effects::default()).await
             })
             .await;
-        match session {
+        let mut session = match session {
+            // Another was faster with a worker of this name.
+            Err(error) if is_duplicate(&error) => return,
+            session => session.expect("let in or refused"),
+        };
+        match session.remove(0) {
             Ok(session) => self.seen(|seen| seen.sessions.push(session)),
             Err(SessionError::Database(error)) => panic!("hello: {error}"),
             Err(
@@ -536,7 +548,7 @@ impl World {
                 let renewed =
                     self.db.write(async |txn| leases::renew(&txn, claims.lease, now, term).await).await;
                 assert!(!matches!(renewed, Err(RenewError::Database(_))), "{renewed:?}");
-                let ended = self.seen(|seen| seen.ended_leases.contains(&claims.lease));
+                let ended = self.seen(|seen| seen.has_ended(&claims.lease));
                 assert!(!ended || renewed.is_err(), "a lease that had ended was renewed");
             }
             Operation::ReleaseDriven => {
@@ -612,11 +624,10 @@ impl World {
             );
         }
         let ended = all.iter().filter(|lease| lease.state == lease::State::Ended);
-        let ended: HashSet<_> = ended.map(|lease| LeaseId::from_uuid(lease.id)).collect();
-        let live: HashSet<_> = live.iter().map(|lease| LeaseId::from_uuid(lease.id)).collect();
+        let ended: Vec<_> = ended.map(|lease| (LeaseId::from_uuid(lease.id), lease.worker_id)).collect();
         self.seen(|seen| {
-            // Those of workers that have gone are forgotten.
-            assert!(seen.ended_leases.is_disjoint(&live), "a lease that had ended is live again");
+            let again = live.iter().find(|lease| seen.has_ended(&LeaseId::from_uuid(lease.id)));
+            assert!(again.is_none(), "a lease that had ended is live again: {again:?}");
             seen.ended_leases.extend(ended);
         });
     }
