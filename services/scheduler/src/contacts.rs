@@ -197,7 +197,8 @@ mod tests {
 
     async fn let_in(txn: &DatabaseTransaction, hello: &Hello) -> Result<SessionClaims, SessionError> {
         let config = Config::new("", "");
-        workers::hello(txn, hello, &config, Timestamp::now(), &mut Effects::default()).await
+        let let_in = workers::hello(txn, &[hello], &config, Timestamp::now(), &mut Effects::default()).await;
+        let_in?.remove(0)
     }
 
     async fn contacts(db: &Database) -> HashMap<WorkerId, contact::Model> {

@@ -8,8 +8,8 @@
 //! ([`workloads`], [`workers`], [`leases`], [`dispatch`]) → [`entity`]. What is decided is decided by pure functions
 //! ([`placement`], [`outcome`]).
 //!
-//! Locks are taken in one order: a workload's row, then its lease's and its worker's. Hello locks a worker alone, and then its
-//! contact; what it makes of leases is done afterwards.
+//! Locks are taken in one order: a workload's row, then its lease's and its worker's. Hello locks workers alone, and then their
+//! contacts; what it makes of leases is done afterwards.
 
 mod attended;
 mod config;
@@ -26,6 +26,7 @@ mod gauges;
 mod gossip;
 mod grants;
 mod grpc;
+mod hellos;
 mod hints;
 mod leases;
 mod memory;
@@ -77,7 +78,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0002_registry", sql: include_str!("migrations/0002_registry.sql") },
         SqlMigration { name: "0003_grants", sql: include_str!("migrations/0003_grants.sql") },
         SqlMigration { name: "0004_places", sql: include_str!("migrations/0004_places.sql") },
-        SqlMigration { name: "0007_retries", sql: include_str!("migrations/0007_retries.sql") },
+        SqlMigration { name: "0005_retries", sql: include_str!("migrations/0005_retries.sql") },
     ];
 }
 
@@ -108,6 +109,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
     let (dispatch, dispatcher) = Dispatcher::new(db.clone(), config.clone());
     let (contacts, said) = contacts::channel();
+    let (hellos, asked) = hellos::channel();
     let scheduler = Scheduler {
         db,
         config,
@@ -117,6 +119,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         hints: hints::Hints::default(),
         attended: dispatch.workers.attended.clone(),
         contacts,
+        hellos,
         dispatch,
         gossip: gossip::Gossip::new(),
         drift: drift::Drift::default(),
@@ -126,6 +129,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     host.spawn(dispatch::dispatch_forever(dispatcher, scheduler.clone()));
     host.spawn(attended::look_forever(scheduler.clone()));
     host.spawn(contacts::note_forever(scheduler.clone(), said));
+    host.spawn(hellos::let_in_forever(scheduler.clone(), asked));
     if scheduler.config.share_hints {
         host.spawn(gossip::tell_forever(scheduler.clone()));
         host.spawn(gossip::hear_forever(scheduler.clone()));

@@ -27,6 +27,7 @@ use crate::leases::{self, RenewError};
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
 use crate::registry::{self, Down, RegistryError};
+use crate::service::is_duplicate;
 use crate::set_aside;
 use crate::workers::{self, Heard, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
@@ -234,10 +235,15 @@ impl World {
         let session = self
             .db
             .write(async |txn| {
-                workers::hello(&txn, &hello, &self.config, self.now(), &mut Effects::default()).await
+                workers::hello(&txn, &[&hello], &self.config, self.now(), &mut Effects::default()).await
             })
             .await;
-        match session {
+        let mut session = match session {
+            // Another was faster with a worker of this name.
+            Err(error) if is_duplicate(&error) => return,
+            session => session.expect("let in or refused"),
+        };
+        match session.remove(0) {
             Ok(session) => self.seen(|seen| seen.sessions.push(session)),
             Err(SessionError::Database(error)) => panic!("hello: {error}"),
             Err(

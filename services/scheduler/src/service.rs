@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use db::{Database, Transaction};
-use domain::worker::{DoorClaims, LeaseClaims, SessionClaims, TicketClaims, TicketOperation};
+use domain::worker::{DoorClaims, LeaseClaims, TicketClaims, TicketOperation};
 use domain::workload::WorkloadSpec;
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use futures::StreamExt;
@@ -26,6 +26,7 @@ use crate::entity::worker;
 use crate::entity::workload::State;
 use crate::events::InputProgress;
 use crate::gossip::Gossip;
+use crate::hellos::Hellos;
 use crate::hints::{ALL_WORKERS, Hints};
 use crate::leases::{self, RenewError};
 use crate::outbox;
@@ -49,6 +50,7 @@ pub(crate) struct Scheduler {
     pub(crate) dispatch: Dispatch,
     pub(crate) attended: Attended,
     pub(crate) contacts: Contacts,
+    pub(crate) hellos: Hellos,
     pub(crate) gossip: Gossip,
     pub(crate) drift: Drift,
     pub(crate) tasks: TaskTracker,
@@ -316,20 +318,6 @@ impl Scheduler {
             whereabouts.gateway_endpoint = endpoint;
         }
         Ok(workload)
-    }
-
-    /// Opens or continues the session of a gateway. Answers as of when, too.
-    pub(crate) async fn hello(&self, hello: &Hello) -> Result<(SessionClaims, Timestamp), SessionError> {
-        let session = self
-            .change(async |txn| {
-                let mut effects = Effects::default();
-                let now = Timestamp::now();
-                let session = workers::hello(&txn, hello, &self.config, now, &mut effects).await?;
-                Ok::<_, SessionError>(((session, now), effects))
-            })
-            .await?;
-        self.end_orphans().await?;
-        Ok(session)
     }
 
     /// A gateway says how far it is with its leases.

@@ -29,11 +29,14 @@ use crate::effects::Effects;
 use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::worker::{self, Desired, Model, State};
 use crate::entity::{contact, from_json, lease, to_json, workload};
-use crate::grants::lock_workers;
 use crate::memory::Facts;
 use crate::placement;
 use crate::registry::{self, Load};
 use crate::set_aside;
+
+mod heard;
+
+pub(crate) use heard::{Heard, come_back, observe};
 
 /// Between two writes of a contact time that says nothing new, at least this much passes.
 pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
@@ -123,21 +126,62 @@ fn unsigned(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
 
-/// Opens or continues a session, as `hello` asks.
+/// Opens or continues sessions, as these ask, each for a worker of its own. Answers for each which, or why not.
+///
+/// Many in one transaction, for all wait for each other: each is a change that watchers hear of.
 pub(crate) async fn hello(
     txn: &DatabaseTransaction,
-    hello: &Hello,
+    hellos: &[&Hello],
     config: &Config,
     now: Timestamp,
     effects: &mut Effects,
+) -> Result<Vec<Result<SessionClaims, SessionError>>, DbErr> {
+    let known = lock_named(txn, hellos.iter().map(|hello| &*hello.name)).await?;
+    let known: HashMap<_, _> = known.iter().map(|row| (&*row.name, row)).collect();
+    let (mut let_in, mut changed) = (Vec::with_capacity(hellos.len()), Vec::with_capacity(hellos.len()));
+    for hello in hellos {
+        let session = register(txn, hello, known.get(&*hello.name).copied(), config, now).await;
+        match &session {
+            Ok(session) => changed.push(session.worker.uuid()),
+            Err(SessionError::Database(error)) => return Err(error.clone()),
+            Err(_) => {}
+        }
+        let_in.push(session);
+    }
+    registry::changed(txn, &changed, effects).await?;
+    Ok(let_in)
+}
+
+/// Locks the rows of the workers of these names, in their order, and answers them.
+async fn lock_named(
+    txn: &DatabaseTransaction,
+    names: impl Iterator<Item = &str>,
+) -> Result<Vec<Model>, DbErr> {
+    #[derive(Serialize)]
+    struct Name<'n> {
+        name: &'n str,
+    }
+    let given: Vec<_> = names.map(|name| Name { name }).collect();
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT * FROM workers WHERE name IN ({}) ORDER BY id {}",
+        rows::query(backend, 1, &[("name", Column::Text)]),
+        rows::lock(backend, "FOR UPDATE")
+    );
+    let statement = Statement::from_sql_and_values(backend, query, [rows::value(&given)?]);
+    worker::Entity::find().from_raw_sql(statement).all(txn).await
+}
+
+/// Opens or continues the session of one, whose worker's row is `known` and locked.
+async fn register(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    known: Option<&Model>,
+    config: &Config,
+    now: Timestamp,
 ) -> Result<SessionClaims, SessionError> {
-    let known = worker::Entity::find()
-        .filter(worker::Column::Name.eq(&*hello.name))
-        .lock_exclusive()
-        .one(txn)
-        .await?;
-    may_register(txn, hello, known.as_ref()).await?;
-    let (id, incarnation, session, generation) = match &known {
+    may_register(txn, hello, known).await?;
+    let (id, incarnation, session, generation) = match known {
         None => (Uuid::now_v7(), now.0, now.0, 1),
         Some(known) => {
             let session = continue_session(txn, hello, known, config, now).await?;
@@ -149,14 +193,14 @@ pub(crate) async fn hello(
     let row = worker::ActiveModel {
         id: Set(id),
         name: Set(hello.name.clone()),
-        desired: Set(known.as_ref().map_or(Desired::Run, |known| known.desired)),
+        desired: Set(known.map_or(Desired::Run, |known| known.desired)),
         state: Set(State::Running),
         generation: Set(generation),
-        active_tasks: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
-        active_checks: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
-        reserved_cpu_millis: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
-        reserved_memory_bytes: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
-        reserved_disk_bytes: known.as_ref().map_or(Set(0), |_| sea_orm::NotSet),
+        active_tasks: known.map_or(Set(0), |_| sea_orm::NotSet),
+        active_checks: known.map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_cpu_millis: known.map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_memory_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_disk_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
         max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
         max_containers: Set(hello.capacity.max_containers.map(i64::from)),
         max_volumes: Set(hello.capacity.max_volumes.map(i64::from)),
@@ -170,10 +214,10 @@ pub(crate) async fn hello(
         endpoint: Set(hello.endpoint.clone()),
         labels: Set(to_json(&hello.labels)?),
         disk_bytes: Set(number(hello.capacity.disk_bytes)),
-        registered_at: known.as_ref().map_or(Set(now.0), |_| sea_orm::NotSet),
+        registered_at: known.map_or(Set(now.0), |_| sea_orm::NotSet),
         ephemeral: Set(hello.ephemeral),
         unsupported_versions: Set("[]".to_owned()),
-        ..match &known {
+        ..match known {
             // What made it fail may have gone with its last life.
             Some(known) if known.incarnation == incarnation => Default::default(),
             _ => set_aside::forgiven(),
@@ -200,11 +244,8 @@ pub(crate) async fn hello(
         .to_owned();
     contact::Entity::insert(contact).on_conflict(again).exec_without_returning(txn).await?;
 
-    let worker = WorkerId::from_uuid(id);
-    registry::changed(txn, &[id], effects).await?;
-    effects.workers.push(worker);
     Ok(SessionClaims {
-        worker,
+        worker: WorkerId::from_uuid(id),
         incarnation: Incarnation(unsigned(incarnation)),
         session: Session(unsigned(session)),
         instance: hello.instance,
@@ -374,115 +415,6 @@ pub(crate) async fn find_all(
         format!("SELECT * FROM workers WHERE id IN ({})", rows::query(backend, 1, &[("id", Column::Uuid)]));
     let statement = Statement::from_sql_and_values(backend, query, [rows::value(&given)?]);
     worker::Entity::find().from_raw_sql(statement).all(db).await
-}
-
-/// A gateway that was heard, and what it said.
-#[derive(Debug, Clone)]
-pub(crate) struct Heard {
-    pub(crate) session: SessionClaims,
-    pub(crate) kept: Kept,
-    pub(crate) at: Timestamp,
-}
-
-#[derive(Serialize)]
-struct HeardRow {
-    worker_id: Uuid,
-    session: i64,
-    incarnation: i64,
-    last_contact_at: i64,
-    containers: i64,
-    volumes: i64,
-    disk_free_bytes: i64,
-    kept_containers: i64,
-}
-
-const HEARD: [(&str, Column); 8] = [
-    ("worker_id", Column::Uuid),
-    ("session", Column::Integer),
-    ("incarnation", Column::Integer),
-    ("last_contact_at", Column::Integer),
-    ("containers", Column::Integer),
-    ("volumes", Column::Integer),
-    ("disk_free_bytes", Column::Integer),
-    ("kept_containers", Column::Integer),
-];
-
-impl Heard {
-    fn row(&self) -> HeardRow {
-        HeardRow {
-            worker_id: self.session.worker.uuid(),
-            session: number(self.session.session.0),
-            incarnation: number(self.session.incarnation.0),
-            last_contact_at: self.at.0,
-            containers: number(self.kept.containers),
-            volumes: number(self.kept.volumes),
-            disk_free_bytes: number(self.kept.disk_free_bytes),
-            kept_containers: number(self.kept.kept_containers),
-        }
-    }
-}
-
-/// These gateways were heard, in this order. Answers for each in which state its worker is, or why its session does not speak for it any more:
-/// then nothing was noted of it.
-///
-/// No row of a worker is written or locked, and yet nobody takes over who was heard: whoever takes over locks the contact before it decides
-/// ([`hello`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
-pub(crate) async fn observe(
-    txn: &DatabaseTransaction,
-    heard: &[Heard],
-) -> Result<Vec<Result<State, SessionError>>, DbErr> {
-    // Of two streams of one session the last word counts. No row may be there twice.
-    let last: HashMap<_, _> = heard
-        .iter()
-        .map(|heard| ((heard.session.worker, heard.session.session, heard.session.incarnation), heard.row()))
-        .collect();
-    let backend = txn.get_database_backend();
-    let query = format!(
-        "UPDATE worker_contacts SET last_contact_at = given.last_contact_at, attended = TRUE, containers = given.containers,
-             volumes = given.volumes, disk_free_bytes = given.disk_free_bytes, kept_containers = given.kept_containers
-         FROM ({}) AS given JOIN workers ON workers.id = given.worker_id
-         WHERE worker_contacts.worker_id = given.worker_id AND workers.session = given.session
-             AND workers.incarnation = given.incarnation AND workers.leaving IS NULL",
-        rows::query(backend, 1, &HEARD)
-    );
-    let given = rows::value(&last.into_values().collect::<Vec<_>>())?;
-    txn.execute_raw(Statement::from_sql_and_values(backend, query, [given])).await?;
-
-    let rows = find_all(txn, heard.iter().map(|heard| heard.session.worker)).await?;
-    let rows: HashMap<_, _> = rows.into_iter().map(|row| (WorkerId::from_uuid(row.id), row)).collect();
-    let mut judged = Vec::with_capacity(heard.len());
-    for Heard { session, .. } in heard {
-        let row = rows.get(&session.worker);
-        judged.push(match judge(txn, row, session).await {
-            Ok(()) => Ok(row.map_or(State::Running, |row| row.state)),
-            Err(SessionError::Database(error)) => return Err(error),
-            Err(refused) => Err(refused),
-        });
-    }
-    Ok(judged)
-}
-
-/// The gateways of these sessions were heard again, whose workers counted as silent.
-pub(crate) async fn come_back(
-    txn: &DatabaseTransaction,
-    sessions: &[SessionClaims],
-    effects: &mut Effects,
-) -> Result<(), DbErr> {
-    let sessions: HashMap<_, _> = sessions.iter().map(|session| (session.worker.uuid(), session)).collect();
-    let rows = lock_workers(txn, sessions.keys().copied()).await?;
-    let is_spoken_for =
-        |row: &Model| sessions.get(&row.id).is_some_and(|session| Known::of(row).is_spoken_for_by(session));
-    let back = rows.iter().filter(|row| row.state != State::Running && is_spoken_for(row));
-    let back: Vec<_> = back.map(|row| row.id).collect();
-    if back.is_empty() {
-        return Ok(());
-    }
-    worker::Entity::update_many()
-        .col_expr(worker::Column::State, Expr::value(State::Running))
-        .filter(worker::Column::Id.is_in(back.iter().copied()))
-        .exec(txn)
-        .await?;
-    registry::changed(txn, &back, effects).await
 }
 
 /// The gateway of `session` said goodbye: another may take over at once. Does nothing when one has already, or when this one has

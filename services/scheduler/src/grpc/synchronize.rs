@@ -95,9 +95,11 @@ async fn begin<'s>(
             return Err(invalid_field("hello", "must be the first message"));
         }
     };
-    let (session, noted) = scheduler.hello(&hello).await.map_err(Reasoned::status)?;
+    let name = hello.name.clone();
+    let let_in = scheduler.hellos.ask(hello).await.ok_or_else(stopping)?;
+    let (session, noted) = let_in.map_err(Reasoned::status)?;
     tracing::info!(
-        worker.name = hello.name,
+        worker.name = name,
         worker.id = %session.worker,
         incarnation = session.incarnation.0,
         session = session.session.0,
@@ -107,7 +109,7 @@ async fn begin<'s>(
     let mut attendance = Attendance {
         scheduler,
         answers,
-        name: hello.name,
+        name,
         credential: scheduler.signer.sign(&session),
         // Subscribed before the first look, so that nothing falls in between.
         news: scheduler.attended.subscribe(session.worker),
