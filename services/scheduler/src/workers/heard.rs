@@ -69,7 +69,7 @@ impl Heard {
 /// then nothing was noted of it.
 ///
 /// No row of a worker is written or locked, and yet nobody takes over who was heard: whoever takes over locks the contact before it decides
-/// ([`hello`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
+/// ([`super::hello`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
 pub(crate) async fn observe(
     txn: &DatabaseTransaction,
     heard: &[Heard],
