@@ -281,10 +281,11 @@ fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
     let mut killed: BTreeMap<String, usize> = BTreeMap::new();
     while scene.gate.ran.len() < WORKLOADS {
         // A worker whose gateway is gone comes back a while later; meanwhile the others go on.
-        let enough = TOGETHER.min(WORKLOADS - scene.gate.ran.len());
+        let left = WORKLOADS - scene.gate.ran.len();
+        let enough = TOGETHER.min(left);
+        down.drain(..).for_each(|name| scene.suite.spawn(&name));
         // While some run, some are being started, and some wait.
         scene.gate.wait_for(1 + dice.below(enough));
-        down.drain(..).for_each(|name| scene.suite.spawn(&name));
         let gateways: BTreeSet<_> = (0..=dice.below(3)).map(|_| dice.below(WORKERS)).collect();
         let gateways = gateways.into_iter().map(|index| format!("runtime-gateway-{index}"));
         let scheduler = format!("scheduler-{}", dice.below(2));
@@ -293,6 +294,10 @@ fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
             *killed.entry(name.clone()).or_default() += 1;
             // Some are away for a while.
             if dice.below(2) == 0 { down.push(name) } else { scene.suite.spawn(&name) }
+        }
+        // What was about to start on a worker whose gateway is gone does so when it is back.
+        if left < TOGETHER + 4 * SLOTS {
+            down.drain(..).for_each(|name| scene.suite.spawn(&name));
         }
         scene.gate.wait_for(enough);
         scene.gate.release();
