@@ -5,7 +5,7 @@ use std::time::Duration;
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
-use crate::support::{Gateway, Running, config, finish, hello, spec};
+use crate::support::{Gateway, Running, config, finish, hello, spec, until};
 
 /// Settings under which nobody looks by himself while a test lasts.
 fn only_hints(database: &TestDatabase) -> scheduler::Config {
@@ -54,4 +54,40 @@ async fn without_any_hint_each_finds_out_by_looking() {
     let database = testing::databases::postgres().await;
     let config = scheduler::Config { share_hints: false, ..config(&database) };
     what_one_changes_the_other_hears_of(config).await;
+}
+
+/// Each replica is told half of them, and hears of what the other grants only afterwards.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_burst_is_spread_over_all_workers() {
+    let database = testing::databases::postgres().await;
+    let replicas = [Running::start(config(&database)).await, Running::start(config(&database)).await];
+    let mut gateways = Vec::new();
+    for number in 0..20 {
+        let mut roomy = hello(&format!("worker-{number}"));
+        roomy.capacity = Some(pb::Capacity { max_tasks: 100, ..pb::Capacity::default() });
+        gateways.push(Gateway::connect(&replicas[number % 2], roomy).await.expect("welcome"));
+    }
+    for replica in &replicas {
+        until("it knows all of them", async || {
+            let subject = Some(pb::explain_request::Subject::Spec(spec()));
+            let request = pb::ExplainRequest { subject, ..pb::ExplainRequest::default() };
+            let explained = replica.placements().explain(request).await.expect("explained").into_inner();
+            (explained.workers.len() == 20).then_some(())
+        })
+        .await;
+    }
+    let submitted = (0..1000).map(|number| replicas[number % 2].submit(spec()));
+    for submitted in futures::future::join_all(submitted).await {
+        submitted.expect("accepted");
+    }
+    let mut load = Vec::new();
+    for number in 0..20 {
+        load.push(replicas[0].worker(&format!("worker-{number}")).await.active_tasks);
+    }
+    assert_eq!(load.iter().sum::<u32>(), 1000, "there is room for all: {load:?}");
+    let (least, most) = (load.iter().min().expect("some"), load.iter().max().expect("some"));
+    assert!(*most * 10 <= *least * 12, "{load:?}");
+    for replica in replicas {
+        replica.stop().await;
+    }
 }
