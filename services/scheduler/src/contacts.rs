@@ -136,7 +136,7 @@ async fn note(scheduler: &Scheduler, batch: Vec<Contact>) {
 }
 
 async fn write(scheduler: &Scheduler, heard: &[Heard]) -> Result<Vec<Result<State, SessionError>>, DbErr> {
-    let judged = scheduler.db.write(async |txn| workers::observe(&txn, heard).await).await?;
+    let mut judged = scheduler.db.write(async |txn| workers::observe(&txn, heard).await).await?;
     let back: Vec<_> = heard
         .iter()
         .zip(&judged)
@@ -145,13 +145,19 @@ async fn write(scheduler: &Scheduler, heard: &[Heard]) -> Result<Vec<Result<Stat
         .collect();
     if !back.is_empty() {
         // Apart, for whoever says hello holds the row of its worker when it comes to that of its contact.
-        scheduler
-            .change(async |txn| {
-                let mut effects = Effects::default();
-                workers::come_back(&txn, &back, &mut effects).await?;
-                Ok::<_, DbErr>(((), effects))
-            })
-            .await?;
+        let come_back = scheduler.change(async |txn| {
+            let mut effects = Effects::default();
+            workers::come_back(&txn, &back, &mut effects).await?;
+            Ok::<_, DbErr>(((), effects))
+        });
+        if let Err(error) = come_back.await {
+            // The others were heard all the same.
+            for judged in
+                judged.iter_mut().filter(|judged| matches!(judged, Ok(state) if *state != State::Running))
+            {
+                *judged = Err(error.clone().into());
+            }
+        }
     }
     Ok(judged)
 }

@@ -96,6 +96,9 @@ async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) {
         // A stream that has ended needs no answer.
         _ = asking.answer.send(answer);
     }
+    if let Err(error) = scheduler.end_orphans().await {
+        tracing::warn!(error = %error, "leases of workers that began anew end with the next look");
+    }
 }
 
 async fn let_in(scheduler: &Scheduler, hellos: &[&Hello]) -> Result<Vec<LetIn>, DbErr> {
@@ -112,7 +115,6 @@ async fn let_in(scheduler: &Scheduler, hellos: &[&Hello]) -> Result<Vec<LetIn>, 
         Err(error) if is_duplicate(&error) => once().await?,
         let_in => let_in?,
     };
-    scheduler.end_orphans().await?;
     Ok(sessions.into_iter().map(|session| session.map(|session| (session, now))).collect())
 }
 

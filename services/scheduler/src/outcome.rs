@@ -52,6 +52,8 @@ pub(crate) struct Allowed {
     pub(crate) retries: u32,
     /// How often it has, of these times.
     pub(crate) retried: u32,
+    /// Whether nothing of an attempt that was lost runs any more.
+    pub(crate) ends_when_lost: bool,
 }
 
 impl Allowed {
@@ -119,7 +121,8 @@ pub(crate) fn decide(started: bool, allowed: Allowed, stop: Option<StopReason>, 
     let next = decide_once(started, allowed.interruptible, stop, end);
     match next {
         Next::End(Ending { outcome: Outcome::Errored, failure: Some(failure), .. })
-            if allowed.once_more() && is_lost_or_late(failure.reason) =>
+            if allowed.once_more()
+                && (was_stopped(failure.reason) || (allowed.ends_when_lost && was_lost(failure.reason))) =>
         {
             Next::Retry(failure)
         }
@@ -127,17 +130,20 @@ pub(crate) fn decide(started: bool, allowed: Allowed, stop: Option<StopReason>, 
     }
 }
 
-/// Whether an attempt ended so that it may be made up for: it was lost, or not started in time.
-fn is_lost_or_late(reason: FailureReason) -> bool {
+/// Whether an attempt was lost, though its process may have run.
+fn was_lost(reason: FailureReason) -> bool {
     matches!(
         reason,
         FailureReason::WorkerLost
             | FailureReason::ContactLost
             | FailureReason::StartUnknown
             | FailureReason::ExitUnknown
-            | FailureReason::Interrupted
-            | FailureReason::StartTimeout
     )
+}
+
+/// Whether its gateway stopped it, for no fault of its own.
+fn was_stopped(reason: FailureReason) -> bool {
+    matches!(reason, FailureReason::Interrupted | FailureReason::StartTimeout)
 }
 
 /// Why an attempt is stopped whose process was not started in time.
@@ -399,7 +405,7 @@ mod tests {
 
     #[test]
     fn what_was_lost_begins_again_as_often_as_allowed() {
-        let once = |retried| Allowed { retries: 1, retried, ..Allowed::default() };
+        let once = |retried| Allowed { retries: 1, retried, ends_when_lost: true, ..Allowed::default() };
         let retried = |started: bool, stop: Option<StopReason>, end: AttemptEnd| {
             assert!(
                 matches!(decide(started, once(1), stop, end.clone()), Next::End(_) | Next::Again),
@@ -410,6 +416,11 @@ mod tests {
         let signal = Some(Exit::Signal(15));
         let (late, interrupted) = (Some(StopReason::StartTimeout), Some(StopReason::Interrupted));
         assert!(retried(true, None, AttemptEnd::WorkerLost));
+        let unproven = Allowed { ends_when_lost: false, ..once(0) };
+        for end in [AttemptEnd::WorkerLost, report(None, Some(FailureReason::ExitUnknown))] {
+            let next = decide(true, unproven, None, end);
+            assert!(matches!(next, Next::End(_)), "it may run still: {next:?}");
+        }
         assert!(retried(true, None, AttemptEnd::Unknown));
         assert!(retried(true, None, report(signal, Some(FailureReason::ContactLost))));
         assert!(retried(true, None, report(None, Some(FailureReason::StartUnknown))));

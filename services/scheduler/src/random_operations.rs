@@ -216,7 +216,7 @@ impl World {
                 tags: vec![],
                 team: None,
                 image_kinds: vec!["host".to_owned()],
-                capabilities: vec![],
+                capabilities: vec!["stop-after".to_owned()],
                 resource_types: vec![],
             },
             capacity: Capacity {

@@ -1,5 +1,6 @@
 //! The scheduler itself: one transaction for each thing that is asked of it, and what somebody hears of it after the commit.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,8 +9,8 @@ use domain::worker::{DoorClaims, LeaseClaims, TicketClaims, TicketOperation};
 use domain::workload::WorkloadSpec;
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use futures::StreamExt;
-use rpc::Refusal;
 use rpc::token::TokenSigner;
+use rpc::{Reason, Refusal};
 use sea_orm::{ConnAcquireErr, DbErr};
 use tokio::sync::{Notify, Semaphore};
 use tokio_util::sync::CancellationToken;
@@ -506,20 +507,27 @@ impl Scheduler {
         let mut failed = vec![None; placed.len()];
         let mut pinned = futures::stream::iter(pins).buffer_unordered(PINS);
         while let Some((number, refusal)) = pinned.next().await {
-            failed[number] = refusal.map(PlaceError::NotPinned);
+            failed[number] = refusal.map(|refusal| match refusal.is(Reason::HolderSettled) {
+                // It has ended meanwhile.
+                true => PlaceError::Exists,
+                false => PlaceError::NotPinned(refusal),
+            });
         }
-        for number in 0..failed.len() {
-            let (Some(group), Some(error)) = (uses[number].0, failed[number].clone()) else { continue };
-            for (other, (of, _)) in uses.iter().enumerate() {
-                if *of == Some(group) && failed[other].is_none() {
-                    failed[other] = Some(error.clone());
-                }
+        // What is refused to one of a group is refused to all; what is refused for good counts.
+        let is_for_good =
+            |error: &PlaceError| !matches!(error, PlaceError::NotPinned(refusal) if refusal.is_transient());
+        let mut of_groups = HashMap::<u32, PlaceError>::new();
+        for (error, (group, _)) in failed.iter().zip(uses) {
+            let (Some(error), Some(group)) = (error, group) else { continue };
+            if is_for_good(error) || !of_groups.contains_key(group) {
+                of_groups.insert(*group, error.clone());
             }
         }
         let mut given_back = Vec::new();
-        for (placed, error) in placed.iter_mut().zip(failed) {
+        for ((placed, error), (group, _)) in placed.iter_mut().zip(failed).zip(uses) {
+            let error = group.and_then(|group| of_groups.get(&group).cloned()).or(error);
             let (Ok(granted), Some(error)) = (&*placed, error) else { continue };
-            if matches!(&error, PlaceError::NotPinned(refusal) if !refusal.is_transient()) {
+            if is_for_good(&error) {
                 given_back.push(granted.claims.clone());
             }
             *placed = Err(error);

@@ -29,6 +29,7 @@ use crate::effects::Effects;
 use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::worker::{self, Desired, Model, State};
 use crate::entity::{contact, from_json, lease, to_json, workload};
+use crate::grants;
 use crate::memory::Facts;
 use crate::placement;
 use crate::registry::{self, Load};
@@ -425,6 +426,8 @@ pub(crate) async fn leave(
     contact: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
+    // Before its contact, as whoever says hello.
+    grants::lock_workers(txn, [session.worker.uuid()].into_iter()).await?;
     let left = contact::Entity::update_many()
         .col_expr(contact::Column::Attended, Expr::value(false))
         .filter(contact::Column::WorkerId.eq(session.worker.uuid()))
@@ -578,6 +581,16 @@ pub(crate) async fn unheard(
 pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
     let worker = worker::Entity::find_by_id(lease.worker_id).one(db).await?;
     Ok(worker.is_none_or(|worker| worker.state == State::Lost || lease.incarnation < worker.incarnation))
+}
+
+/// Whether nothing runs any more under a lease that has ended, however it did: its worker has begun anew, or stops by itself what it cannot
+/// answer for, and was given the time for that. A worker that was pruned may have been silent for less.
+pub(crate) async fn sees_to_the_end(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+    let Some(worker) = worker::Entity::find_by_id(lease.worker_id).one(db).await? else { return Ok(false) };
+    let labels: Labels = from_json(&worker.labels)?;
+    let stops = labels.capabilities.iter().any(|name| name == "stop-after");
+    let was_pruned = worker.leaving == Some(WorkerEnd::Pruned);
+    Ok(lease.incarnation < worker.incarnation || (stops && !was_pruned))
 }
 
 /// Since when a worker has the TTL to come back, if it was not in contact since.

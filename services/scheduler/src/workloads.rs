@@ -37,6 +37,7 @@ use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::outcome::{self, Allowed, AttemptEnd, Ending, Next, Report};
 use crate::placement::{Demand, Location};
 use crate::set_aside;
+use crate::workers;
 
 mod again;
 mod deadlines;
@@ -509,7 +510,9 @@ async fn end_attempt(
         ran(txn, &mut row, now, effects).await?;
     }
     let usage = usage(&row, lease, &end);
-    match outcome::decide(started, allowed(&row)?, lease.stop_reason, end) {
+    let mut allowed = allowed(&row)?;
+    allowed.ends_when_lost = allowed.once_more() && workers::sees_to_the_end(txn, lease).await?;
+    match outcome::decide(started, allowed, lease.stop_reason, end) {
         Next::End(ending) => {
             let ending = Ending { usage: Some(usage), ..ending };
             conclude(txn, row, ending, attempt, now, effects).await
@@ -526,7 +529,8 @@ async fn end_attempt(
 /// Whether the workload of `row` may begin again.
 fn allowed(row: &Model) -> Result<Allowed, DbErr> {
     let retried = u32::try_from(row.retried).unwrap_or(u32::MAX);
-    Ok(Allowed { interruptible: row.interruptible, retries: spec(row)?.retries, retried })
+    let (interruptible, retries) = (row.interruptible, spec(row)?.retries);
+    Ok(Allowed { interruptible, retries, retried, ends_when_lost: false })
 }
 
 /// What the attempt of `row` under `lease` used.

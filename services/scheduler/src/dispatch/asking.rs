@@ -93,9 +93,21 @@ impl Leases {
         Some(Self { members, priority, since: now, sequence: Uuid::now_v7(), until })
     }
 
-    /// What it is called while it waits.
+    /// What it is called while it waits. No workload has that id.
     pub(super) fn id(&self) -> Uuid {
-        self.members.first().map_or(Uuid::nil(), |member| member.ask.lease.uuid())
+        self.sequence
+    }
+
+    /// Whether `other` asks for the same leases.
+    fn asks_like(&self, other: &Self) -> bool {
+        self.members.len() == other.members.len()
+            && self.members.iter().zip(&other.members).all(|(one, other)| {
+                let (one, other) = (&one.ask, &other.ask);
+                one.lease == other.lease
+                    && one.kind == other.kind
+                    && one.request == other.request
+                    && one.demand.shape.team == other.demand.shape.team
+            })
     }
 
     pub(super) fn leases(&self) -> impl Iterator<Item = LeaseId> {
@@ -146,6 +158,8 @@ impl Leases {
 #[derive(Debug, Default)]
 pub(super) struct Asking {
     waiting: HashMap<Uuid, Leases>,
+    /// By what each lease waits.
+    by_lease: HashMap<LeaseId, Uuid>,
     ends: BTreeSet<(Instant, Uuid)>,
 }
 
@@ -161,6 +175,7 @@ impl Asking {
             return Err(leases);
         }
         self.ends.insert((leases.until, leases.id()));
+        self.by_lease.extend(leases.leases().map(|lease| (lease, leases.id())));
         self.waiting.insert(leases.id(), leases);
         Ok(())
     }
@@ -168,6 +183,9 @@ impl Asking {
     pub(super) fn take(&mut self, id: Uuid) -> Option<Leases> {
         let leases = self.waiting.remove(&id)?;
         self.ends.remove(&(leases.until, id));
+        for lease in leases.leases() {
+            self.by_lease.remove(&lease);
+        }
         Some(leases)
     }
 
@@ -179,9 +197,9 @@ impl Asking {
     /// Those who have waited long enough.
     pub(super) fn take_ended(&mut self, now: Instant) -> Vec<Leases> {
         let mut ended = Vec::new();
-        while let Some((at, id)) = self.ends.first().copied().filter(|(at, _)| *at <= now) {
-            self.ends.remove(&(at, id));
-            ended.extend(self.waiting.remove(&id));
+        while let Some((_, id)) = self.ends.first().copied().filter(|(at, _)| *at <= now) {
+            let Some(leases) = self.take(id) else { break };
+            ended.push(leases);
         }
         ended
     }
@@ -191,10 +209,30 @@ impl Asking {
         self.waiting.iter().filter(|(_, leases)| leases.has_gone()).map(|(id, _)| *id).collect()
     }
 
-    /// `leases` is asked for, and takes the place of one that waits by its id.
-    pub(super) fn replace(&mut self, leases: &mut Leases) -> Option<Leases> {
-        let old = self.take(leases.id())?;
-        leases.take_over(&old);
-        Some(old)
+    /// `leases` is asked for: it takes the place of one that waits for the same. [`Waits::ForElse`]: one of its ids waits for something else.
+    pub(super) fn replace(&mut self, leases: &mut Leases) -> Waits {
+        let Some(id) = leases.leases().find_map(|lease| self.by_lease.get(&lease).copied()) else {
+            return Waits::Not;
+        };
+        match self.take(id) {
+            Some(old) if old.asks_like(leases) => {
+                leases.take_over(&old);
+                Waits::Replaced(old)
+            }
+            Some(old) => {
+                // It was there a moment ago.
+                _ = self.put(old);
+                Waits::ForElse
+            }
+            None => Waits::Not,
+        }
     }
+}
+
+/// Whether what is asked for waits already.
+#[derive(Debug)]
+pub(super) enum Waits {
+    Not,
+    Replaced(Leases),
+    ForElse,
 }

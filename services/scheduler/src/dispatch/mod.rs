@@ -252,6 +252,9 @@ impl Dispatcher {
         self.look |= done.freed;
         self.memory.forget(gone);
         self.look |= self.memory.note(&done.workers)?;
+        // Where the containers of owners are may not be known here yet.
+        let kept_to: HashSet<_> = done.kept_to.values().copied().collect();
+        self.look |= self.memory.read(&self.db, &kept_to).await?;
         Ok(done)
     }
 

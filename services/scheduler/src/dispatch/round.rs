@@ -1,6 +1,6 @@
 //! A round: everything that was asked for meanwhile is decided together, and granted in one transaction.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::asking::{Call, Leases, Member};
+use super::asking::{Call, Leases, Member, Waits};
 use super::{Ask, DECISIONS, Dispatcher, Granted, PlaceError, Placed, Request, SubmitError, Taken};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
@@ -19,10 +19,13 @@ use crate::events::Whereabouts;
 use crate::gauges;
 use crate::grants::{Done, Grant, Holder, Known, Pinned, Plan};
 use crate::leases;
-use crate::placement::{Choice, Demand, Location, Placement, Refusals};
+use crate::placement::{Choice, Demand, Location, Placement};
 use crate::queue::Waiting;
 use crate::service::is_duplicate;
 use crate::workloads::{self, Submission};
+
+/// In how many orders a group is tried.
+const ORDERS: usize = 8;
 
 /// Whoever has gone needs no answer.
 type Answer<T> = oneshot::Sender<Result<T, SubmitError>>;
@@ -51,9 +54,11 @@ struct Submitted {
 
 /// Nobody takes it.
 #[derive(Debug)]
-pub(super) enum Refused {
-    NotNow(Refusals),
-    Never(Refusals),
+pub(super) struct Refused {
+    /// Whether nobody ever could.
+    is_never: bool,
+    /// Of several that are asked for together: what one of them asks for.
+    demand: Arc<Demand>,
 }
 
 /// What is asked for in a round.
@@ -62,6 +67,16 @@ struct Open {
     units: VecDeque<Unit>,
     releases: Vec<LeaseId>,
     released: Vec<oneshot::Sender<Result<(), DbErr>>>,
+}
+
+/// Of several that are asked for together one finds nothing.
+#[derive(Debug)]
+struct Stuck {
+    /// How many were planned before it.
+    at: usize,
+    /// Where alone it might be, for the first of its owner is there.
+    near: Option<WorkerId>,
+    refused: Refused,
 }
 
 impl Dispatcher {
@@ -85,6 +100,9 @@ impl Dispatcher {
                     repeats.push_back(unit);
                     continue;
                 }
+                if unit.has_gone() {
+                    continue;
+                }
                 ids.extend(unit.ids());
                 let is_last = decision == DECISIONS;
                 match self.decide(&mut unit, &mut plan, &mut taken, is_last, now) {
@@ -105,7 +123,9 @@ impl Dispatcher {
                     Ok(done) => {
                         open.releases.clear();
                         for mut unit in planned {
-                            if unit.leases().any(|lease| done.refused.contains(&lease)) {
+                            let is_refused = unit.leases().any(|lease| done.refused.contains(&lease));
+                            let exists = unit.leases().any(|lease| done.existing.contains_key(&lease));
+                            if is_refused && !exists {
                                 unit.keep_to(&done.kept_to);
                                 open.units.push_back(unit);
                             } else {
@@ -148,14 +168,32 @@ impl Dispatcher {
     /// What is asked for now takes the places of what waits by the same ids. Answers whether there is any.
     fn replace_waiting(&mut self, units: &mut VecDeque<Unit>) -> bool {
         let mut some = false;
-        for unit in units {
-            let Unit::Leases(leases) = unit else { continue };
-            let Some(old) = self.asking.replace(leases) else { continue };
-            some = true;
-            self.queue().remove(old.id());
-            old.members.iter().for_each(|member| member.decide(Err(PlaceError::Undecided)));
-        }
+        units.retain_mut(|unit| match unit {
+            Unit::Leases(leases) => {
+                let waits = self.replace(leases);
+                some |= waits.is_some();
+                waits != Some(false)
+            }
+            Unit::Workload(_) => true,
+        });
         some
+    }
+
+    /// The same of one call. `Some(false)`: it was refused, for one of its ids waits for something else.
+    fn replace(&mut self, leases: &mut Leases) -> Option<bool> {
+        match self.asking.replace(leases) {
+            Waits::Not => None,
+            Waits::Replaced(old) => {
+                self.queue().remove(old.id());
+                // Its caller has gone, or has called again.
+                old.members.iter().for_each(|member| member.decide(Err(PlaceError::Undecided)));
+                Some(true)
+            }
+            Waits::ForElse => {
+                leases.members.iter().for_each(|member| member.decide(Err(PlaceError::Exists)));
+                Some(false)
+            }
+        }
     }
 
     /// Plans what becomes of a unit, all of it or nothing. `is_last`: nothing is decided again after this.
@@ -176,14 +214,14 @@ impl Dispatcher {
                     self.queue().is_behind(demand, leases.priority, leases.since, leases.sequence)
                 };
                 if let Some(member) = leases.members.iter().find(|member| is_behind(member)) {
-                    return Err(self.refused(&member.ask.demand, Refused::NotNow));
+                    return Err(Refused { is_never: false, demand: member.ask.demand.clone() });
                 }
                 self.decide_leases(leases, plan, taken, now)
             }
         }
     }
 
-    /// Plans leases, all of them or none.
+    /// Plans leases, all of them or none. What finds nothing after others of its group had theirs is asked for before them, some times.
     pub(super) fn decide_leases(
         &self,
         leases: &mut Leases,
@@ -191,30 +229,59 @@ impl Dispatcher {
         taken: &mut Taken,
         now: Timestamp,
     ) -> Result<(), Refused> {
-        let members = &mut leases.members;
-        let (mut grants, mut mine) = (Vec::<Grant>::with_capacity(members.len()), Taken::default());
-        let group = (members.len() > 1).then_some(plan.grants.len());
-        for number in 0..members.len() {
-            let (before, rest) = members.split_at_mut(number);
-            let Some(member) = rest.first_mut() else { break };
-            // What belongs together goes where the first of it goes.
-            let same = before.iter().position(|other| {
-                !member.ask.owner.is_empty()
-                    && other.ask.owner == member.ask.owner
-                    && other.ask.demand.shape.team == member.ask.demand.shape.team
-            });
-            let near = same.and_then(|same| grants.get(same)).map(|grant| grant.worker);
-            match self.decide_lease(member, near, group, &mut mine, now) {
-                Ok(grant) => grants.push(grant),
-                Err(refused) => {
-                    mine.give_back(&self.memory.workers);
-                    return Err(refused);
+        let group = (leases.members.len() > 1).then_some(plan.grants.len());
+        let mut order: Vec<_> = (0..leases.members.len()).collect();
+        let (mut avoid, mut first) = (BTreeSet::new(), None);
+        for _ in 0..ORDERS {
+            match self.decide_in_order(leases, &order, &avoid, group, now) {
+                Ok((mut grants, mine)) => {
+                    plan.grants.append(&mut grants);
+                    taken.append(mine);
+                    return Ok(());
+                }
+                Err(Stuck { at, near, refused }) => {
+                    first.get_or_insert(refused);
+                    if at == 0 {
+                        break;
+                    }
+                    // Where the first of an owner went, there is not room for all of them.
+                    avoid.extend(near);
+                    order[..=at].rotate_right(1);
                 }
             }
         }
-        plan.grants.append(&mut grants);
-        taken.append(mine);
-        Ok(())
+        first.map_or(Ok(()), Err)
+    }
+
+    fn decide_in_order(
+        &self,
+        leases: &mut Leases,
+        order: &[usize],
+        avoid: &BTreeSet<WorkerId>,
+        group: Option<usize>,
+        now: Timestamp,
+    ) -> Result<(Vec<Grant>, Taken), Stuck> {
+        let (mut grants, mut mine) = (Vec::with_capacity(order.len()), Taken::default());
+        let mut homes = HashMap::<(String, String), WorkerId>::new();
+        for (at, number) in order.iter().enumerate() {
+            let member = &mut leases.members[*number];
+            let owner = (member.ask.demand.shape.team.clone(), member.ask.owner.clone());
+            // What belongs together goes where the first of it goes.
+            let near = homes.get(&owner).copied();
+            match self.decide_lease(member, near, avoid, group, &mut mine, now) {
+                Ok(grant) => {
+                    if !owner.1.is_empty() {
+                        homes.insert(owner, grant.worker);
+                    }
+                    grants.push(grant);
+                }
+                Err(refused) => {
+                    mine.give_back(&self.memory.workers);
+                    return Err(Stuck { at, near, refused });
+                }
+            }
+        }
+        Ok((grants, mine))
     }
 
     fn decide_workload(
@@ -232,7 +299,9 @@ impl Dispatcher {
             false => self.memory.workers.lock().choose(demand, locations),
         };
         let (reasons, grant): (Arc<[String]>, _) = match choice {
-            Choice::Never if !submitted.is_pinned => return Err(self.refused(demand, Refused::Never)),
+            Choice::Never if !submitted.is_pinned => {
+                return Err(Refused { is_never: true, demand: demand.clone() });
+            }
             // It was accepted when somebody could, and may wait for somebody like that.
             Choice::NotNow | Choice::Never => (self.reasons(demand), None),
             Choice::Placed(placement) => {
@@ -282,30 +351,30 @@ impl Dispatcher {
         })
     }
 
-    /// `near`: where another is for the same owner.
+    /// `near`: where another is for the same owner. `avoid`: where there is not room for all of an owner.
     fn decide_lease(
         &self,
         member: &mut Member,
         near: Option<WorkerId>,
+        avoid: &BTreeSet<WorkerId>,
         group: Option<usize>,
         taken: &mut Taken,
         now: Timestamp,
     ) -> Result<Grant, Refused> {
         let Ask { lease, kind, demand, locations, owner, inputs, .. } = &member.ask;
-        let near = near.or(member.ask.kept_to.filter(|worker| self.takes_work(*worker)));
-        let demand = match near {
-            Some(worker) => &Arc::new(Demand { only: Some(worker), ..(**demand).clone() }),
-            None => demand,
+        let is_new = !owner.is_empty() && near.is_none() && member.ask.kept_to.is_none();
+        let demand = &match is_new && !avoid.is_empty() {
+            true => {
+                let avoid = demand.avoid.union(avoid).copied().collect();
+                Arc::new(Demand { avoid, ..(**demand).clone() })
+            }
+            false => self.demand_near(demand, near.or(member.ask.kept_to)),
         };
         let choice = self.memory.workers.lock().choose(demand, locations);
         let placement = match choice {
             Choice::Placed(placement) => placement,
-            // The others may do once that worker is lost.
-            Choice::NotNow | Choice::Never if near.is_some() => {
-                return Err(self.refused(demand, Refused::NotNow));
-            }
-            Choice::NotNow => return Err(self.refused(demand, Refused::NotNow)),
-            Choice::Never => return Err(self.refused(demand, Refused::Never)),
+            Choice::NotNow => return Err(Refused { is_never: false, demand: demand.clone() }),
+            Choice::Never => return Err(Refused { is_never: true, demand: demand.clone() }),
         };
         self.take(&placement, *kind, &demand.shape.requests, taken);
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
@@ -330,6 +399,14 @@ impl Dispatcher {
         })
     }
 
+    /// What is asked for where the containers of its owner are, as long as that worker takes work.
+    fn demand_near(&self, demand: &Arc<Demand>, near: Option<WorkerId>) -> Arc<Demand> {
+        match near.filter(|worker| self.takes_work(*worker)) {
+            Some(worker) => Arc::new(Demand { only: Some(worker), ..(**demand).clone() }),
+            None => demand.clone(),
+        }
+    }
+
     /// Whether the containers of an owner that are on a worker keep it there.
     fn takes_work(&self, worker: WorkerId) -> bool {
         let workers = self.memory.workers.lock();
@@ -339,8 +416,14 @@ impl Dispatcher {
         })
     }
 
-    fn refused(&self, demand: &Demand, refused: fn(Refusals) -> Refused) -> Refused {
-        refused(self.memory.workers.lock().refusals(demand))
+    /// What whoever asked hears.
+    fn error(&self, refused: &Refused) -> PlaceError {
+        let refusals = self.memory.workers.lock().refusals(&refused.demand);
+        gauges::refused(refusals.codes());
+        match refused.is_never {
+            true => PlaceError::NoCompatibleWorker(refusals),
+            false => PlaceError::AllWorkersBusy(refusals),
+        }
     }
 
     /// Nobody takes these, and what is remembered is true: they wait, or are refused.
@@ -352,11 +435,10 @@ impl Dispatcher {
         // A repeat is no news, whatever has become of the workers.
         let known = leases::find_all(self.db.read(), &leases).await;
         for (unit, why) in refused {
-            let (Refused::Never(said) | Refused::NotNow(said)) = &why;
-            gauges::refused(said.codes());
             match unit {
                 Unit::Workload(submitted) => {
-                    let (Refused::Never(refusals) | Refused::NotNow(refusals)) = why;
+                    let refusals = self.memory.workers.lock().refusals(&why.demand);
+                    gauges::refused(refusals.codes());
                     let known = workloads::find(self.db.read(), submitted.submission.id).await;
                     _ = submitted.answer.send(match known {
                         Ok(Some(row)) => submitted.submission.repeats(&row.spec_digest),
@@ -375,10 +457,14 @@ impl Dispatcher {
     }
 
     /// `known`: leases that are there already.
-    fn wait_or_refuse(&mut self, leases: Leases, why: Refused, known: &HashMap<LeaseId, lease::Model>) {
+    fn wait_or_refuse(&mut self, mut leases: Leases, why: Refused, known: &HashMap<LeaseId, lease::Model>) {
         let is_known = leases.leases().any(|lease| known.contains_key(&lease));
-        let leases = match (&why, leases.waiting()) {
-            (Refused::NotNow(_), Some(waiting)) if !is_known => match self.asking.put(leases) {
+        // Another call of this round may wait by the same ids.
+        if self.replace(&mut leases) == Some(false) {
+            return;
+        }
+        let leases = match leases.waiting() {
+            Some(waiting) if !is_known && !why.is_never => match self.asking.put(leases) {
                 Ok(()) => {
                     self.queue().put(waiting);
                     // Somebody may have made room after it was decided.
@@ -389,7 +475,7 @@ impl Dispatcher {
             },
             _ => leases,
         };
-        let error = why.error();
+        let error = if is_known { PlaceError::Exists } else { self.error(&why) };
         for member in &leases.members {
             member.decide(match known.get(&member.ask.lease) {
                 Some(lease) => self.existing(&member.ask, lease),
@@ -402,18 +488,23 @@ impl Dispatcher {
     pub(super) fn end_patience(&mut self, now: Instant, is_due: bool) {
         for leases in self.asking.take_ended(now) {
             self.queue().remove(leases.id());
-            for member in &leases.members {
-                let Ask { demand, locations, .. } = &member.ask;
-                let choice = self.memory.workers.lock().choose(demand, locations);
-                let why = if choice == Choice::Never { Refused::Never } else { Refused::NotNow };
-                member.decide(Err(self.refused(demand, why).error()));
-            }
+            self.asked_in_vain(&leases);
         }
         if is_due {
             for gone in self.asking.gone() {
                 self.asking.take(gone);
                 self.queue().remove(gone);
             }
+        }
+    }
+
+    /// Whoever asked for these has waited for long enough, or has gone.
+    pub(super) fn asked_in_vain(&self, leases: &Leases) {
+        for member in &leases.members {
+            let Ask { demand, locations, kept_to, .. } = &member.ask;
+            let demand = self.demand_near(demand, *kept_to);
+            let is_never = self.memory.workers.lock().choose(&demand, locations) == Choice::Never;
+            member.decide(Err(self.error(&Refused { is_never, demand })));
         }
     }
 
@@ -446,21 +537,23 @@ impl Dispatcher {
                 };
                 _ = submitted.answer.send(answer);
             }
-            Unit::Leases(leases) => self.conclude_leases(leases, done),
+            Unit::Leases(leases) => {
+                for member in leases.members.iter().filter(|member| member.ask.kind.takes_a_slot()) {
+                    self.queue().took(&member.ask.demand.shape.team);
+                }
+                self.conclude_leases(leases, done);
+            }
         }
     }
 
     /// Answers what was done about leases.
-    pub(super) fn conclude_leases(&mut self, leases: Leases, done: &Done) {
+    pub(super) fn conclude_leases(&self, leases: Leases, done: &Done) {
         for mut member in leases.members {
             let placed = match (done.existing.get(&member.ask.lease), member.granted.take()) {
                 (Some(lease), _) => self.existing(&member.ask, lease),
-                (None, Some(granted)) => {
-                    if member.ask.kind.takes_a_slot() {
-                        self.queue().took(&member.ask.demand.shape.team);
-                    }
-                    Ok(granted)
-                }
+                // Others of its group were there before it was asked for.
+                (None, _) if done.refused.contains(&member.ask.lease) => Err(PlaceError::Exists),
+                (None, Some(granted)) => Ok(granted),
                 // Its worker went while it was decided.
                 (None, None) => Err(PlaceError::Undecided),
             };
@@ -481,16 +574,9 @@ impl Dispatcher {
                     gateway_endpoint: worker.endpoint.clone(),
                 })
             }
+            // It came a moment ago, and is known here soon.
+            None if is_live => Err(PlaceError::Undecided),
             _ => Err(PlaceError::Exists),
-        }
-    }
-}
-
-impl Refused {
-    fn error(self) -> PlaceError {
-        match self {
-            Self::NotNow(refusals) => PlaceError::AllWorkersBusy(refusals),
-            Self::Never(refusals) => PlaceError::NoCompatibleWorker(refusals),
         }
     }
 }
@@ -529,6 +615,15 @@ impl Unit {
             Self::Leases(leases) => (None, &leases.members),
         };
         workload.into_iter().chain(members.iter().map(|member| member.ask.lease.uuid()))
+    }
+
+    /// Whether nobody waits for it any more.
+    fn has_gone(&self) -> bool {
+        match self {
+            // It is durable once it was asked for.
+            Self::Workload(_) => false,
+            Self::Leases(leases) => leases.has_gone(),
+        }
     }
 
     /// The containers of owners are on these workers.

@@ -10,12 +10,12 @@ use sea_orm::{ConnectionTrait, DbErr, EntityTrait, Statement};
 use uuid::Uuid;
 
 use super::asking::Leases;
-use super::{BATCH, Dispatcher, PlaceError, Taken};
+use super::{BATCH, DECISIONS, Dispatcher, Taken};
 use crate::effects::Effects;
 use crate::entity::workload::{self, Model, State};
 use crate::grants::Plan;
 use crate::hints::Hints;
-use crate::placement::{Choice, Refusals};
+use crate::placement::Choice;
 use crate::queue::{Turn, Waiting};
 use crate::workloads::{self, Write};
 
@@ -56,7 +56,9 @@ impl Dispatcher {
         if self.look && !is_counted && self.queue().len() > 0 {
             self.count_held(now).await?;
         }
-        while std::mem::take(&mut self.look) && self.queue().len() > 0 {
+        // What did not hold is decided anew, but not for ever: there is another look soon.
+        let mut in_vain = 0;
+        while in_vain < DECISIONS && std::mem::take(&mut self.look) && self.queue().len() > 0 {
             let Planned { plan, taken, turns, asked, hopeless } = self.plan_turns(now);
             if let Err(error) = self.give_up(hopeless, now, effects).await {
                 taken.give_back(&self.memory.workers);
@@ -78,6 +80,11 @@ impl Dispatcher {
                 }
             };
             drop(spans);
+            in_vain = if plan.grants.iter().all(|grant| done.refused.contains(&grant.lease)) {
+                in_vain + 1
+            } else {
+                0
+            };
             for (lease, turn) in turns {
                 let id = turn.workload();
                 if done.refused.contains(&lease) {
@@ -88,7 +95,9 @@ impl Dispatcher {
                 }
             }
             for mut leases in asked {
-                if leases.leases().any(|lease| done.refused.contains(&lease)) {
+                let is_refused = leases.leases().any(|lease| done.refused.contains(&lease));
+                let exists = leases.leases().any(|lease| done.existing.contains_key(&lease));
+                if is_refused && !exists {
                     leases.keep_to(&done.kept_to);
                     self.ask_again(leases);
                 } else {
@@ -113,7 +122,7 @@ impl Dispatcher {
             (Ok(()), Some(waiting)) => self.queue().put(waiting),
             (Ok(()), None) => {}
             // It has waited for long enough, or its caller has gone.
-            (Err(leases), _) => asked_in_vain(&leases),
+            (Err(leases), _) => self.asked_in_vain(&leases),
         }
     }
 
@@ -131,6 +140,9 @@ impl Dispatcher {
                     plan.leases_may_exist = true;
                     let mut queue = self.queue();
                     round.placed(&queue, &turn);
+                    for member in leases.members.iter().filter(|member| member.ask.kind.takes_a_slot()) {
+                        queue.took(&member.ask.demand.shape.team);
+                    }
                     queue.remove(turn.waiting.id);
                     drop(queue);
                     asked.push(leases);
@@ -139,7 +151,7 @@ impl Dispatcher {
                     round.placed(&queue, &turn);
                     queue.remove(turn.waiting.id);
                     drop(queue);
-                    asked_in_vain(&leases);
+                    self.asked_in_vain(&leases);
                 }
                 continue;
             }
@@ -328,12 +340,6 @@ impl Dispatcher {
         }
         Ok(())
     }
-}
-
-/// Who asked for these has waited for long enough, or has gone.
-fn asked_in_vain(leases: &Leases) {
-    let busy = PlaceError::AllWorkersBusy(Refusals::default());
-    leases.members.iter().for_each(|member| member.decide(Err(busy.clone())));
 }
 
 fn waiting(row: Model) -> Result<Waiting, DbErr> {

@@ -40,11 +40,17 @@ impl Placements for PlacementsService {
     ) -> Result<Response<pb::PlaceManyResponse>, Status> {
         let items = request.into_inner().items;
         check_count("items", items.len())?;
+        let one_group = items.iter().all(|item| item.group > 0 && item.group == items[0].group);
         let (mut asks, mut failed, mut ids) = (Vec::with_capacity(items.len()), Vec::new(), HashSet::new());
         for (number, item) in items.into_iter().enumerate() {
             let field = format!("items[{number}].request");
             let group = Some(item.group).filter(|group| *group > 0);
             let request = required(&field, item.request)?;
+            if request.wait.is_some() && !one_group {
+                let why =
+                    "is for one group alone: who waits for others would get leases that ran out meanwhile";
+                return Err(invalid_field(format!("{field}.wait"), why));
+            }
             match self.ask(&format!("{field}."), request, group).await? {
                 Ok(ask) if !ids.insert(ask.lease) => {
                     return Err(invalid_field(format!("{field}.lease_id"), "is the id of another item"));

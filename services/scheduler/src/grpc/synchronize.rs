@@ -344,7 +344,9 @@ impl Attendance<'_> {
         let mut live = self.take_live(&known).await?;
         let observation = self.compare(&live, &phases, observed.applied_generation, inputs);
         let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
-        if Timestamp::now().since(self.noted) >= every {
+        // What ends an attempt is taken from nobody who has been superseded meanwhile.
+        let is_contact = !observation.absent.is_empty() || Timestamp::now().since(self.noted) >= every;
+        if is_contact {
             let urgency = if observation.is_empty() { Urgency::Soon } else { Urgency::Now };
             let contacts = &self.scheduler.contacts;
             self.noted = match contacts.heard(&self.session, kept, urgency).await {

@@ -80,6 +80,14 @@ pub(crate) async fn observe(
         .map(|heard| ((heard.session.worker, heard.session.session, heard.session.incarnation), heard.row()))
         .collect();
     let backend = txn.get_database_backend();
+    // In one order, and as a statement of its own: the sessions that the next one reads are those of after the wait.
+    let workers = rows::ids(heard.iter().map(|heard| heard.session.worker.uuid()))?;
+    let locked = format!(
+        "SELECT worker_id FROM worker_contacts WHERE worker_id IN ({}) ORDER BY worker_id {}",
+        rows::query(backend, 1, &rows::IDS),
+        rows::lock(backend, "FOR UPDATE")
+    );
+    txn.query_all_raw(Statement::from_sql_and_values(backend, locked, [workers])).await?;
     let query = format!(
         "UPDATE worker_contacts SET last_contact_at = given.last_contact_at, attended = TRUE, containers = given.containers,
              volumes = given.volumes, disk_free_bytes = given.disk_free_bytes, kept_containers = given.kept_containers

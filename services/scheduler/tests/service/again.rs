@@ -102,7 +102,7 @@ pub(crate) async fn what_was_lost_begins_again_as_often_as_its_spec_allows(datab
     let scheduler = Running::start(config(&database)).await;
     let hello = hello("one");
     let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
-    let waits = Duration::from_secs(2);
+    let waits = Duration::from_secs(4);
     let again = pb::WorkloadSpec { retries: 1, queue_timeout: Some(rpc::duration(waits)), ..spec() };
     let (once, twice) = (
         scheduler.submit(spec()).await.expect("accepted"),
