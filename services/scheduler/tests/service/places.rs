@@ -151,6 +151,62 @@ pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {
         futures::join!(group(), group(), then);
     }
     assert_eq!(scheduler.worker("one").await.active_tasks, 0);
+
+    // Who waits for one of several would hold leases of which nobody hears.
+    let several = [grouped([waiting(task())], 1), grouped([task()], 2)].concat();
+    let refused = scheduler.placements().place_many(pb::PlaceManyRequest { items: several }).await;
+    let refused = Refusal::from(refused.expect_err("refused"));
+    assert!(
+        refused.is(Reason::InvalidField) && refused.message.contains("items[0].request.wait"),
+        "{refused}"
+    );
+    scheduler.stop().await;
+}
+
+/// A lease of a group that waits is granted to somebody else meanwhile, or asked for otherwise.
+pub(crate) async fn an_id_that_waits_is_nobody_elses(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 2).await;
+    let held = [place(&scheduler, task()).await, place(&scheduler, task()).await];
+    let (first, second) = (waiting(task()), waiting(task()));
+    let group = async { place_many(&scheduler, grouped([first.clone(), second.clone()], 1)).await };
+    let then = async {
+        so_many_wait(&scheduler, 1).await;
+        for asked in [first.clone(), pb::PlaceRequest { team: "other".to_owned(), ..second.clone() }] {
+            let refused = refused(&scheduler, asked).await;
+            assert!(refused.is(Reason::LeaseExists), "{refused}");
+        }
+        // A workload of that id is another thing.
+        let workload = first.lease_id.parse().expect("an id");
+        scheduler.submit_as(workload, spec()).await.expect("queued");
+        so_many_wait(&scheduler, 2).await;
+        // Both at once, or the workload would take the first.
+        let lease_tokens = held.into_iter().map(|held| held.expect("granted").lease_token).collect();
+        scheduler.placements().release_many(pb::ReleaseManyRequest { lease_tokens }).await.expect("released");
+        workload
+    };
+    let (results, workload) = futures::join!(group, then);
+    let granted = crate::leases::granted(&results);
+    assert_eq!(granted.len(), 2, "{results:?}");
+    release(&scheduler, &granted[0].lease_token).await;
+    scheduler.wait_for(workload, pb::WorkloadState::Assigned).await;
+    scheduler.stop().await;
+}
+
+/// There is room for all of it on one worker, and for some of it on another.
+pub(crate) async fn a_group_of_one_owner_goes_where_there_is_room_for_all(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let (_small, _large) =
+        (with_slots(&scheduler, "small", 1).await, with_slots(&scheduler, "large", 3).await);
+    for turn in 0..10 {
+        let owner = format!("check {turn}");
+        let results = place_many(&scheduler, grouped((0..3).map(|_| of_owner(&owner)), 1)).await;
+        let granted = crate::leases::granted(&results);
+        assert_eq!(granted.len(), 3, "{results:?}");
+        assert!(granted.iter().all(|placed| placed.worker_name == "large"));
+        let lease_tokens = granted.into_iter().map(|placed| placed.lease_token).collect();
+        scheduler.placements().release_many(pb::ReleaseManyRequest { lease_tokens }).await.expect("released");
+    }
     scheduler.stop().await;
 }
 
