@@ -101,8 +101,15 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn connected(server: &Server) -> anyhow::Result<Peer> {
-    Ok(peer(&server.endpoint, Outgoing::default())?)
+/// A way to a server, once it answers.
+async fn connected(server: &Server) -> anyhow::Result<Peer> {
+    let peer = peer(&server.endpoint, Outgoing::default())?;
+    let begun = Instant::now();
+    while let Err(status) = WorkersClient::new(peer.clone()).keys(pb::KeysRequest {}).await {
+        ensure!(begun.elapsed() < Duration::from_secs(30), "{status}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(peer)
 }
 
 /// Of sorted times, in ms.
@@ -125,12 +132,12 @@ async fn freed_slots(
 ) -> anyhow::Result<(Vec<Duration>, Vec<Duration>)> {
     fill(database, arguments.freed, 1).await?;
     let (here, there) = (Server::start(&arguments.database_url)?, Server::start(&arguments.database_url)?);
-    let mut placements = PlacementsClient::new(connected(&here)?);
+    let mut placements = PlacementsClient::new(connected(&here).await?);
     let mut held = Vec::with_capacity(arguments.freed);
     for _ in 0..arguments.freed {
         held.push(placements.place(task()).await?.into_inner().lease_token);
     }
-    let mut workloads = WorkloadsClient::new(connected(&there)?);
+    let mut workloads = WorkloadsClient::new(connected(&there).await?);
     let (placed, mut heard) = mpsc::channel(16);
     let mut watching = JoinSet::new();
     for _ in 0..arguments.freed {
@@ -168,7 +175,7 @@ async fn freed_slots(
 }
 
 async fn explained(server: &Server, seconds: u64) -> anyhow::Result<Vec<Duration>> {
-    let placements = PlacementsClient::new(connected(server)?);
+    let placements = PlacementsClient::new(connected(server).await?);
     let explain = move || {
         let mut placements = placements.clone();
         async move {
@@ -183,7 +190,7 @@ async fn explained(server: &Server, seconds: u64) -> anyhow::Result<Vec<Duration
 }
 
 async fn refused(server: &Server, seconds: u64) -> anyhow::Result<f64> {
-    let placements = PlacementsClient::new(connected(server)?);
+    let placements = PlacementsClient::new(connected(server).await?);
     let (rate, _) = repeated(16, seconds, move || {
         let mut placements = placements.clone();
         async move {
@@ -199,7 +206,7 @@ async fn refused(server: &Server, seconds: u64) -> anyhow::Result<f64> {
 }
 
 async fn queued(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<f64> {
-    let workloads = WorkloadsClient::new(connected(server)?);
+    let workloads = WorkloadsClient::new(connected(server).await?);
     let (rate, _) = repeated(callers, seconds, move || {
         let mut workloads = workloads.clone();
         async move {
@@ -216,7 +223,7 @@ async fn queued(server: &Server, callers: usize, seconds: u64) -> anyhow::Result
 async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<(f64, f64, f64)> {
     fill(database, 0, 0).await?;
     let server = Server::start(&arguments.database_url)?;
-    let workloads = WorkloadsClient::new(connected(&server)?);
+    let workloads = WorkloadsClient::new(connected(&server).await?);
     submit(&mut workloads.clone()).await?;
     let empty = server.memory()?;
     let (begun, left) = (Instant::now(), Arc::new(AtomicUsize::new(arguments.queue)));
@@ -259,7 +266,7 @@ async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> any
     let begun = Instant::now();
     let hello = pb::synchronize_request::Message::Hello(hello);
     said.send(pb::SynchronizeRequest { message: Some(hello) }).await?;
-    let mut workers = WorkersClient::new(connected(&server)?).max_decoding_message_size(1 << 30);
+    let mut workers = WorkersClient::new(connected(&server).await?).max_decoding_message_size(1 << 30);
     let mut told = workers.synchronize(ReceiverStream::new(messages)).await?.into_inner();
     while let Some(message) = told.message().await? {
         if let Some(pb::synchronize_response::Message::Desired(desired)) = message.message
