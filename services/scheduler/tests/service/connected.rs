@@ -176,7 +176,7 @@ async fn is_heard_by(gateway: &mut Gateway, scheduler: &Running) {
 async fn a_worker_that_another_replica_forgot_registers_again_without_any_hint() {
     let database = testing::databases::postgres().await;
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let config = Config { artifact_store: place.endpoint(), share_hints: false, ..config(&database) };
     let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
     let hello = hello("one");

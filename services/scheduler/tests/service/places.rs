@@ -313,7 +313,7 @@ async fn an_owner_has_one_worker_whichever_replica_is_asked() {
 
 pub(crate) async fn a_lease_holds_what_it_uses_until_it_ends(database: TestDatabase) {
     let bytes = Place::new();
-    let store = bytes.start();
+    let store = bytes.start().await;
     let term = Duration::from_millis(200);
     let scheduler = Running::start(Config { lease_term: term, ..bytes.config(&database) }).await;
     let (one, other) = (with_slots(&scheduler, "one", 9).await, with_slots(&scheduler, "other", 9).await);
@@ -364,7 +364,7 @@ async fn lease_of(scheduler: &Running, placed: &pb::PlaceResponse) -> LeaseId {
 /// What nobody came to release, of leases that end while the store is away, is released once it is back; a lease that lives keeps what it holds.
 pub(crate) async fn pins_of_leases_outlive_neither_them_nor_a_store_that_is_away(database: TestDatabase) {
     let bytes = Place::new();
-    let store = bytes.start();
+    let store = bytes.start().await;
     let every_moment = Config {
         reconcile_every: Duration::from_millis(20),
         reconcile_grace: Duration::ZERO,
@@ -381,7 +381,7 @@ pub(crate) async fn pins_of_leases_outlive_neither_them_nor_a_store_that_is_away
     store.stop().await;
     bytes.gone();
     release(&scheduler, &ends.lease_token).await;
-    let store = bytes.start();
+    let store = bytes.start().await;
     let kept = [format!("pinned by {}", lease_of(&scheduler, &lives).await)];
     until("one is left", async || (bytes.kept_by(artifact).await == kept).then_some(())).await;
     // Another is pinned and let go: the living one was looked at meanwhile.

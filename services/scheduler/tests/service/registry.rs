@@ -218,7 +218,7 @@ pub(crate) async fn fail(scheduler: &Running, token: &str, reason: &str) {
 
 pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_away(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let config = Config { artifact_store: place.endpoint(), ..config(&database) };
     let scheduler = Running::start(config).await;
     let hello = hello("one");
@@ -293,7 +293,7 @@ pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_a
 
 pub(crate) async fn what_comes_to_be_on_a_retiring_worker_holds_it_up(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let config = Config { artifact_store: place.endpoint(), ..config(&database) };
     let scheduler = Running::start(config).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
@@ -318,7 +318,7 @@ pub(crate) async fn what_comes_to_be_on_a_retiring_worker_holds_it_up(database: 
 
 pub(crate) async fn a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let ttl = Duration::from_millis(400);
     let config = Config { artifact_store: place.endpoint(), worker_ttl: ttl, ..config(&database) };
     let scheduler = Running::start(config).await;
@@ -558,7 +558,7 @@ pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabas
 
     // Once that is forgotten, whoever might not have heard of it is told so.
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let forget = Config {
         keep_finished: Duration::ZERO,
         reconcile_every: Duration::from_millis(50),

@@ -14,6 +14,8 @@ use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::owners_client::OwnersClient;
 use rpc::pb::artifacts::pins_client::PinsClient;
 use rpc::pb::artifacts::replicas_client::ReplicasClient;
+use rpc::pb::capabilities::GetCapabilitiesRequest;
+use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler as pb;
 use rpc::token::TokenSigner;
 use rpc::{Peer, Reason, Refusal};
@@ -52,8 +54,9 @@ impl Place {
         format!("unix://{}", self.socket().display())
     }
 
+    /// Starts a store, and waits until it answers.
     #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
-    pub(crate) fn start(&self) -> Store {
+    pub(crate) async fn start(&self) -> Store {
         let url = format!("sqlite://{}/store.db", self.directory.path().display());
         let config = artifact_store::Config::new(url, KeySource::Fixed(vec![signer().public()]));
         let listener = Listener::Unix(UnixListener::bind(self.socket()).expect("a socket"));
@@ -61,6 +64,12 @@ impl Place {
         let served = tokio::spawn(artifact_store::serve(config, listener, async move {
             stopped.await.ok();
         }));
+        until("the store answers", async || {
+            let answer =
+                CapabilitiesClient::new(self.peer()).get_capabilities(GetCapabilitiesRequest {}).await;
+            answer.ok()?.into_inner().not_ready.is_empty().then_some(())
+        })
+        .await;
         Store { stop, served }
     }
 
@@ -222,7 +231,7 @@ impl Store {
 
 pub(crate) async fn a_build_ends_with_its_workload(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let (id, build) = (WorkloadId::new(), BuildId::new());
@@ -244,7 +253,7 @@ pub(crate) async fn a_build_ends_with_its_workload(database: TestDatabase) {
 
 pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     let artifact = ArtifactId::new().to_string();
     let input = pb::Input {
@@ -272,7 +281,7 @@ pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatab
 
 pub(crate) async fn pins_of_workloads_that_nobody_knows_are_released(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     let artifact = until("the store answers", async || place.upload().await.ok()).await;
     let input = pb::Input {
@@ -305,7 +314,7 @@ pub(crate) async fn pins_of_workloads_that_nobody_knows_are_released(database: T
 
 pub(crate) async fn outputs_that_the_store_lacks_are_no_success(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let output = pb::Output { name: "out".to_owned(), ..pb::Output::default() };
@@ -339,7 +348,7 @@ pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: T
     use pb::output_owner::Owner;
 
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let mut caches = store::caches_client::CachesClient::new(place.peer());
@@ -403,7 +412,7 @@ pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: T
 
 pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDatabase) {
     let place = Place::new();
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let mut caches = store::caches_client::CachesClient::new(place.peer());
@@ -509,7 +518,7 @@ pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(databas
     until("its slot is free", async || (scheduler.worker("one").await.active_tasks == 0).then_some(())).await;
     scheduler.stop().await;
 
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Failed);
     scheduler.stop().await;
@@ -538,7 +547,7 @@ pub(crate) async fn settling_belongs_to_the_trace_of_the_workload(database: Test
 
     // Submitted in a trace; the end of its attempt is told in another one. That the store is away, and comes in with another
     // start of the scheduler, makes no difference.
-    let store = place.start();
+    let store = place.start().await;
     place.put_build(build, id).await.expect("a build");
     let span = tracing::info_span!(target: "gantry", "caller");
     rpc::trace::continue_from(&span, &format!("00-{trace}-00f067aa0ba902b7-01"));
@@ -551,7 +560,7 @@ pub(crate) async fn settling_belongs_to_the_trace_of_the_workload(database: Test
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     scheduler.wait_for(id, pb::WorkloadState::Settling).await;
     scheduler.stop().await;
-    let store = place.start();
+    let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     scheduler.finished(id).await;
 
