@@ -140,6 +140,10 @@ pub(crate) struct Index {
     by_key: HashMap<Key, usize>,
     unused: Vec<usize>,
     judged: HashMap<Arc<Shape>, Arc<Judged>>,
+    /// Counts what workers, and what is on them, changed.
+    changes: u64,
+    /// What all say to a shape, after so many changes.
+    refusals: HashMap<Arc<Shape>, (u64, Refusals)>,
 }
 
 #[derive(Debug)]
@@ -216,6 +220,8 @@ impl Index {
             by_key: HashMap::new(),
             unused: Vec::new(),
             judged: HashMap::new(),
+            changes: 0,
+            refusals: HashMap::new(),
         }
     }
 
@@ -349,6 +355,7 @@ impl Index {
     }
 
     fn change_lines(&mut self, place: usize, put: bool) {
+        self.changes += 1;
         let Self { places, classes, chains, .. } = self;
         let Some(Place { worker, class, .. }) = &places[place] else { return };
         let has_room = full(worker).is_none();
@@ -446,19 +453,41 @@ impl Index {
 
     /// Why nobody, or not everybody, would do.
     pub(crate) fn refusals(&mut self, demand: &Demand) -> Refusals {
+        // Many ask alike while nothing changes.
+        let is_alike = demand.only.is_none() && demand.avoid.is_empty() && demand.failed_on.is_empty();
+        if !is_alike {
+            return self.refusals_now(demand);
+        }
+        if let Some((changes, refusals)) = self.refusals.get(&*demand.shape)
+            && *changes == self.changes
+        {
+            return refusals.clone();
+        }
+        let refusals = self.refusals_now(demand);
+        if self.refusals.len() >= REMEMBERED {
+            self.refusals.clear();
+        }
+        self.refusals.insert(demand.shape.clone(), (self.changes, refusals.clone()));
+        refusals
+    }
+
+    fn refusals_now(&mut self, demand: &Demand) -> Refusals {
         let judged = self.judged(&demand.shape);
         let mut refusals = Refusals::default();
         for class in self.classes.iter().filter(|class| class.count > 0) {
-            let first = of_class(&demand.shape, &class.like).into_iter().min_by_key(Refusal::passes);
-            let lasting = first.filter(|refusal| !refusal.passes());
+            let of_class = of_class(&demand.shape, &class.like).into_iter().min_by_key(Refusal::passes);
             let members = class.lines[0].with_room.values().chain(class.lines[0].full.values()).flatten();
             let members = members.filter_map(|place| self.worker(*place));
-            if let Some(refusal) = lasting {
-                refusals.add(refusal, class.count, || members.map(|worker| worker.name.clone()));
-                continue;
-            }
+            let of_class = match of_class {
+                Some(lasting) if !lasting.passes() => {
+                    refusals.add(lasting, class.count, || members.map(|worker| worker.name.clone()));
+                    continue;
+                }
+                passing => passing,
+            };
             for worker in members {
-                if let Some(refusal) = self.first_refusal(demand, worker, judged.keeps_to_its_own) {
+                let first = first_refusal(demand, worker, of_class.as_ref(), judged.keeps_to_its_own);
+                if let Some(refusal) = first {
                     refusals.add(refusal, 1, || std::iter::once(worker.name.clone()));
                 }
             }
@@ -472,7 +501,7 @@ impl Index {
         let judged = self.judged(&demand.shape);
         let by_load = judged.own.iter().chain(&judged.global).flat_map(|class| self.members(*class).next());
         let mut codes = by_load.filter_map(|worker| {
-            let first = self.first_refusal(demand, worker, judged.keeps_to_its_own);
+            let first = first_refusal(demand, worker, None, judged.keeps_to_its_own);
             first.map_or(Some(PENDING), |refusal| refusal.passes().then(|| refusal.code()))
         });
         let by_class = judged.passing.iter().filter_map(|class| {
@@ -480,11 +509,6 @@ impl Index {
         });
         let nobody = if self.by_id.is_empty() { NOBODY } else { NEVER };
         codes.next().or_else(|| by_class.min()).unwrap_or(nobody)
-    }
-
-    fn first_refusal(&self, demand: &Demand, worker: &Worker, keeps_to_its_own: bool) -> Option<Refusal> {
-        let refusals = super::refusals(demand, worker).into_iter();
-        refusals.chain(keeps_out(worker, keeps_to_its_own)).next()
     }
 
     fn members(&self, class: usize) -> impl Iterator<Item = &Worker> {
@@ -637,6 +661,24 @@ impl Index {
 
 fn keeps_out(worker: &Worker, keeps_to_its_own: bool) -> Option<Refusal> {
     (keeps_to_its_own && worker.labels.team.is_none()).then_some(Refusal::TeamKeepsToItsOwn)
+}
+
+/// What [`super::refusals`] says first of a worker. `of_class`: what speaks against all of its class, and passes.
+fn first_refusal(
+    demand: &Demand,
+    worker: &Worker,
+    of_class: Option<&Refusal>,
+    keeps_to_its_own: bool,
+) -> Option<Refusal> {
+    if let Some(refusal) = of_place(demand, worker) {
+        return Some(refusal);
+    }
+    let of_load = of_load(&demand.shape, worker).into_iter().min_by_key(Refusal::passes);
+    match (of_class, of_load) {
+        (Some(passing), Some(refusal)) if refusal.passes() => Some(passing.clone()),
+        (Some(passing), None) => Some(passing.clone()),
+        (_, refusal) => refusal.or_else(|| keeps_out(worker, keeps_to_its_own)),
+    }
 }
 
 fn bytes<'l>(locations: impl Iterator<Item = &'l Location>) -> u64 {

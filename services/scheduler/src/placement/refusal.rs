@@ -262,6 +262,22 @@ impl Refusal {
         )
     }
 
+    /// Whether both have the same [`Refusal::of_many`].
+    fn is_like(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Incompatible(_), Self::Incompatible(_))
+            | (Self::FailedThere(_), Self::FailedThere(_))
+            | (Self::SetAside(_), Self::SetAside(_))
+            | (Self::Full { .. }, Self::Full { .. })
+            | (Self::FullOfContainers { .. }, Self::FullOfContainers { .. })
+            | (Self::FullOfVolumes { .. }, Self::FullOfVolumes { .. }) => true,
+            (Self::TooSmall(one), Self::TooSmall(two)) | (Self::Short(one), Self::Short(two)) => {
+                one.of == two.of
+            }
+            (one, two) => one == two,
+        }
+    }
+
     /// The same of many, without what is different from one to the next.
     pub(crate) fn of_many(&self) -> String {
         match self {
@@ -391,7 +407,7 @@ struct Group {
 impl Refusals {
     /// What workers say, each under its name.
     #[cfg(test)]
-    fn of(refusals: impl IntoIterator<Item = (String, Refusal)>) -> Self {
+    pub(super) fn of(refusals: impl IntoIterator<Item = (String, Refusal)>) -> Self {
         let mut all = Self::default();
         for (name, refusal) in refusals {
             all.add(refusal, 1, || std::iter::once(name));
@@ -406,7 +422,7 @@ impl Refusals {
         count: usize,
         names: impl FnOnce() -> I,
     ) {
-        let alike = |group: &&mut Group| group.refusal.of_many() == refusal.of_many();
+        let alike = |group: &&mut Group| group.refusal.is_like(&refusal);
         // While they are few each has its own numbers.
         if self.count() + count > EACH
             && let Some(group) = self.0.iter_mut().find(alike)
@@ -428,7 +444,7 @@ impl Refusals {
         }
         let mut groups: Vec<Group> = Vec::new();
         for group in self.0 {
-            match groups.iter_mut().find(|known| known.refusal.of_many() == group.refusal.of_many()) {
+            match groups.iter_mut().find(|known| known.refusal.is_like(&group.refusal)) {
                 Some(known) => {
                     known.count += group.count;
                     known.names.extend(group.names);
@@ -444,7 +460,7 @@ impl Refusals {
         Self(groups)
     }
 
-    fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.0.iter().map(|group| group.count).sum()
     }
 

@@ -397,6 +397,7 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
         let mut workers: Vec<_> = (0..count).map(|n| dice.worker(n)).collect();
         let mut index = Index::new(chains.clone(), names.clone());
         workers.iter().for_each(|worker| index.put(worker.clone()));
+        let alike = Demand { only: None, avoid: BTreeSet::new(), failed_on: vec![], ..dice.demand(&workers) };
         for _ in 0..30 {
             // What is known changes, in all the ways in which it can.
             if !workers.is_empty() {
@@ -490,7 +491,21 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             let few = index.outlook(&demand, &locations, &Tell::first(3), Timestamp(0));
             assert_eq!(few.opinions, outlook.opinions[..few.opinions.len()]);
             assert_eq!(few.opinions.len(), workers.len().min(3));
-            assert_eq!(index.refusals(&demand).entries().is_empty(), refusing.is_empty());
+            // In short each says what comes first; also where the same was asked for before something changed.
+            for demand in [&demand, &alike] {
+                let keeps = index.keeps_to_its_own(demand);
+                let first = |worker: &Worker| {
+                    let kept_out = keeps && worker.labels.team.is_none();
+                    refusals(demand, worker).first().cloned().or(kept_out.then_some(Refusal::TeamKeepsToItsOwn))
+                };
+                let said = workers.iter().filter_map(|worker| Some((worker.name.clone(), first(worker)?)));
+                let expected = Refusals::of(said);
+                let told = index.refusals(demand);
+                assert_eq!((told.count(), told.codes()), (expected.count(), expected.codes()), "{demand:?}");
+                if expected.count() <= 10 {
+                    assert_eq!(told, expected, "few are told one by one");
+                }
+            }
         }
     }
     assert!(placed > 100 && not_now > 20 && never > 20, "{placed} {not_now} {never}: all three are met");
