@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand::RngExt;
-use sea_orm::sqlx::{self, Connection, SqliteConnection};
+use sea_orm::sqlx::{self, Connection, Executor, PgConnection, SqliteConnection};
 use sea_orm::{
     ConnAcquireErr, ConnectOptions, ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbBackend,
     DbErr, RuntimeErr, SqliteTransactionMode, TransactionOptions, TransactionTrait,
@@ -38,6 +38,12 @@ const ACQUIRE: Duration = Duration::from_secs(10);
 
 /// How many statements each connection keeps prepared: more than a service has. One that is not kept is parsed and planned each time.
 const STATEMENTS: usize = 500;
+
+/// For how many uses of a connection PostgreSQL plans a statement, on average. To plan all of a transaction costs about as much as that.
+const PLANNED_FOR: u32 = 200;
+
+/// What a page costs PostgreSQL by an index, beside one of a whole table: what we look for is mostly in memory, and nothing turns.
+const RANDOM_PAGE_COST: &str = "1.1";
 
 /// How many read from SQLite at a time. They do not wait for the one that writes.
 const SQLITE_READERS: u32 = 2;
@@ -210,7 +216,12 @@ impl Database {
             });
         } else {
             options.max_connections(settings.connections).min_connections(2);
-            options.map_sqlx_postgres_opts(|options| options.statement_cache_capacity(STATEMENTS));
+            options.map_sqlx_postgres_opts(|options| {
+                options.statement_cache_capacity(STATEMENTS).options([("random_page_cost", RANDOM_PAGE_COST)])
+            });
+            options.map_sqlx_postgres_pool_opts(|pool| {
+                pool.after_release(|connection, _| Box::pin(forgets_plans_now_and_then(connection)))
+            });
             if let Some(schema) = &settings.schema {
                 options.set_schema_search_path(schema.as_str());
             }
@@ -369,6 +380,15 @@ async fn is_outside_of_transactions(connection: &mut SqliteConnection) -> Result
         connection.ping().await?;
     }
     Ok(!connection.is_in_transaction())
+}
+
+/// PostgreSQL keeps the plan of a statement until somebody has analyzed its tables, which is a minute or more; one that was made when a table
+/// was nearly empty reads all of it, however large it has become since. How large tables are it sees whenever it plans.
+async fn forgets_plans_now_and_then(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+    if rand::rng().random_ratio(1, PLANNED_FOR) {
+        connection.execute("DISCARD PLANS").await?;
+    }
+    Ok(true)
 }
 
 /// Whether the database gave a transaction up in favour of another, so that trying again may succeed. Whoever has waited for a connection

@@ -496,7 +496,10 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
                 let keeps = index.keeps_to_its_own(demand);
                 let first = |worker: &Worker| {
                     let kept_out = keeps && worker.labels.team.is_none();
-                    refusals(demand, worker).first().cloned().or(kept_out.then_some(Refusal::TeamKeepsToItsOwn))
+                    refusals(demand, worker)
+                        .first()
+                        .cloned()
+                        .or(kept_out.then_some(Refusal::TeamKeepsToItsOwn))
                 };
                 let said = workers.iter().filter_map(|worker| Some((worker.name.clone(), first(worker)?)));
                 let expected = Refusals::of(said);
