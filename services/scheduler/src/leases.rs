@@ -195,10 +195,9 @@ pub(crate) async fn let_go(
     now: Timestamp,
 ) -> Result<Vec<Parcel>, DbErr> {
     let mut effects = Effects::default();
-    for lease in ended.iter().filter(|lease| lease.settles) {
-        let nothing = Message::Settle(Settlement::nothing(lease.team.clone()));
-        outbox::put(txn, lease.id, nothing, now, &mut effects).await?;
-    }
+    let settled = ended.iter().filter(|lease| lease.settles);
+    let messages = settled.map(|lease| (lease.id, Message::Settle(Settlement::nothing(lease.team.clone()))));
+    outbox::put_all(txn, messages, now, &mut effects).await?;
     Ok(effects.parcels)
 }
 

@@ -6,13 +6,14 @@
 
 use std::time::Duration;
 
+use db::rows::{self, Column};
 use domain::workload::{Outcome, OutputOwner, PublishedCache, PublishedOutput};
 use domain::{ArtifactId, AttemptId, BuildId, Timestamp, WorkloadId};
 use rpc::Reason;
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{
-    ActiveModelTrait, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
-    QueryOrder, QuerySelect, QueryTrait, Set,
+    ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait,
+    QueryFilter, QueryOrder, QuerySelect, QueryTrait, Set, Statement,
 };
 use serde::{Deserialize, Serialize};
 use tracing::Instrument;
@@ -103,6 +104,43 @@ pub(crate) async fn put(
     Ok(())
 }
 
+#[derive(Serialize)]
+struct NewParcel {
+    id: Uuid,
+    workload_id: Uuid,
+    message: String,
+}
+
+const NEW_PARCEL: [(&str, Column); 3] =
+    [("id", Column::Uuid), ("workload_id", Column::Uuid), ("message", Column::Text)];
+
+/// The same of many, each with its holder.
+pub(crate) async fn put_all(
+    txn: &DatabaseTransaction,
+    messages: impl IntoIterator<Item = (Uuid, Message)>,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let parcel = |(holder, message)| Parcel { id: Uuid::now_v7(), holder, message, tries: 0 };
+    let mut parcels: Vec<_> = messages.into_iter().map(parcel).collect();
+    if parcels.is_empty() {
+        return Ok(());
+    }
+    let fresh = parcels.iter().map(|Parcel { id, holder, message, .. }| {
+        Ok(NewParcel { id: *id, workload_id: *holder, message: to_json(message)? })
+    });
+    let fresh = fresh.collect::<Result<Vec<_>, DbErr>>()?;
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "INSERT INTO outbox (id, workload_id, message, tries, due_at) SELECT id, workload_id, message, 0, $2 FROM ({}) AS given",
+        rows::query(backend, 1, &NEW_PARCEL)
+    );
+    let values = [rows::value(&fresh)?, (now + CLAIM).0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await?;
+    effects.parcels.append(&mut parcels);
+    Ok(())
+}
+
 /// Claims parcels that nobody delivers.
 async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<Vec<Parcel>, DbErr> {
     let due = outbox::Entity::find()
@@ -160,7 +198,7 @@ async fn postpone(txn: &DatabaseTransaction, parcel: &Parcel, now: Timestamp) ->
 }
 
 /// Whether something about `holder` is still to be told.
-pub(crate) async fn pending(txn: &impl sea_orm::ConnectionTrait, holder: Uuid) -> Result<bool, DbErr> {
+pub(crate) async fn pending(txn: &impl ConnectionTrait, holder: Uuid) -> Result<bool, DbErr> {
     let row = outbox::Entity::find().filter(outbox::Column::WorkloadId.eq(holder)).one(txn).await?;
     Ok(row.is_some())
 }
@@ -276,5 +314,50 @@ pub(crate) async fn redeliver_forever(scheduler: Scheduler) {
             () = scheduler.stopping.cancelled() => return,
             () = tokio::time::sleep(scheduler.config.poll / 4) => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use db::Database;
+    use testing::databases::TestDatabase;
+
+    use super::*;
+
+    async fn what_is_put_together_is_claimed_like_what_is_put_alone(database: TestDatabase) {
+        let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let now = Timestamp::now();
+        let message = |team: &str| Message::Settle(Settlement::nothing(team.to_owned()));
+        let holders = [Uuid::now_v7(), Uuid::now_v7(), Uuid::now_v7()];
+        let put = db.write(async |txn| {
+            let mut effects = Effects::default();
+            put_all(&txn, [], now, &mut effects).await?;
+            let together = [(holders[0], message("one's \"team\"")), (holders[1], message("other"))];
+            put_all(&txn, together, now, &mut effects).await?;
+            put(&txn, holders[2], message("alone"), now, &mut effects).await?;
+            Ok::<_, DbErr>(effects.parcels)
+        });
+        let put = put.await.expect("put");
+        assert_eq!(put.iter().map(|parcel| parcel.holder).collect::<Vec<_>>(), holders);
+
+        let early = db.write(async |txn| claim(&txn, now).await).await.expect("read");
+        assert!(early.is_empty(), "whoever put them has them to itself: {early:?}");
+        let mut claimed = db.write(async |txn| claim(&txn, now + CLAIM).await).await.expect("claimed");
+        claimed.sort_by_key(|parcel| parcel.id);
+        let told = |parcels: &[Parcel]| {
+            let told = parcels.iter().map(|one| (one.id, one.holder, one.message.clone(), one.tries));
+            told.collect::<Vec<_>>()
+        };
+        assert_eq!(told(&claimed), told(&put));
+    }
+
+    #[tokio::test]
+    async fn what_is_put_together_is_claimed_like_what_is_put_alone_sqlite() {
+        what_is_put_together_is_claimed_like_what_is_put_alone(testing::databases::sqlite()).await;
+    }
+
+    #[tokio::test]
+    async fn what_is_put_together_is_claimed_like_what_is_put_alone_postgres() {
+        what_is_put_together_is_claimed_like_what_is_put_alone(testing::databases::postgres().await).await;
     }
 }
