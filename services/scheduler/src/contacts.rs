@@ -167,7 +167,7 @@ mod tests {
     use std::collections::HashMap;
 
     use db::Database;
-    use domain::worker::{Capacity, Labels, Marker};
+    use domain::worker::Marker;
     use domain::{GatewayInstance, MarkerId, WorkerId};
     use sea_orm::{ConnectionTrait, DatabaseTransaction, EntityTrait, Statement, TransactionTrait};
     use testing::databases::TestDatabase;
@@ -176,26 +176,7 @@ mod tests {
     use crate::config::Config;
     use crate::entity::{contact, worker};
     use crate::workers::Hello;
-
-    fn hello(name: &str) -> Hello {
-        Hello {
-            name: name.to_owned(),
-            instance: GatewayInstance::new(),
-            last: None,
-            marker: Marker { id: MarkerId::new(), boot: String::new() },
-            endpoint: "http://127.0.0.1:1".to_owned(),
-            labels: Labels {
-                platform: "linux".to_owned(),
-                tags: vec![],
-                team: None,
-                image_kinds: vec![],
-                capabilities: vec![],
-                resource_types: vec![],
-            },
-            capacity: Capacity::default(),
-            ephemeral: false,
-        }
-    }
+    use crate::workers::for_tests::hello;
 
     async fn open(database: &TestDatabase) -> Database {
         Database::connect::<crate::Schema>(&database.url).await.expect("a database")

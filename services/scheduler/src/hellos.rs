@@ -121,8 +121,8 @@ async fn let_in(scheduler: &Scheduler, hellos: &[&Hello]) -> Result<Vec<LetIn>, 
 #[cfg(test)]
 mod tests {
     use db::Database;
-    use domain::worker::{Capacity, Labels, Marker};
-    use domain::{GatewayInstance, MarkerId, WorkerId};
+    use domain::worker::Labels;
+    use domain::{GatewayInstance, WorkerId};
     use sea_orm::EntityTrait;
     use testing::databases::TestDatabase;
 
@@ -130,26 +130,7 @@ mod tests {
     use crate::config::Config;
     use crate::entity::worker;
     use crate::registry;
-
-    fn hello(name: &str) -> Hello {
-        Hello {
-            name: name.to_owned(),
-            instance: GatewayInstance::new(),
-            last: None,
-            marker: Marker { id: MarkerId::new(), boot: String::new() },
-            endpoint: "http://127.0.0.1:1".to_owned(),
-            labels: Labels {
-                platform: "linux".to_owned(),
-                tags: vec![],
-                team: None,
-                image_kinds: vec![],
-                capabilities: vec![],
-                resource_types: vec![],
-            },
-            capacity: Capacity::default(),
-            ephemeral: false,
-        }
-    }
+    use crate::workers::for_tests::hello;
 
     async fn several_are_let_in_and_some_refused(database: TestDatabase) {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");

@@ -35,6 +35,8 @@ use crate::placement;
 use crate::registry::{self, Load};
 use crate::set_aside;
 
+#[cfg(test)]
+pub(crate) mod for_tests;
 mod heard;
 
 pub(crate) use heard::{Heard, come_back, observe};
@@ -403,18 +405,13 @@ pub(crate) async fn find_all(
     db: &impl ConnectionTrait,
     ids: impl IntoIterator<Item = WorkerId>,
 ) -> Result<Vec<Model>, DbErr> {
-    #[derive(Serialize)]
-    struct Id {
-        id: Uuid,
-    }
-    let given: Vec<_> = ids.into_iter().map(|id| Id { id: id.uuid() }).collect();
-    if given.is_empty() {
+    let ids: Vec<_> = ids.into_iter().map(|id| id.uuid()).collect();
+    if ids.is_empty() {
         return Ok(Vec::new());
     }
     let backend = db.get_database_backend();
-    let query =
-        format!("SELECT * FROM workers WHERE id IN ({})", rows::query(backend, 1, &[("id", Column::Uuid)]));
-    let statement = Statement::from_sql_and_values(backend, query, [rows::value(&given)?]);
+    let query = format!("SELECT * FROM workers WHERE id IN ({})", rows::query(backend, 1, &rows::IDS));
+    let statement = Statement::from_sql_and_values(backend, query, [rows::ids(ids)?]);
     worker::Entity::find().from_raw_sql(statement).all(db).await
 }
 

@@ -1,0 +1,27 @@
+//! What gateways say in tests.
+
+use domain::worker::{Capacity, Labels, Marker};
+use domain::{GatewayInstance, MarkerId};
+
+use super::Hello;
+
+/// A gateway of its own, and a worker with nothing special about it.
+pub(crate) fn hello(name: &str) -> Hello {
+    Hello {
+        name: name.to_owned(),
+        instance: GatewayInstance::new(),
+        last: None,
+        marker: Marker { id: MarkerId::new(), boot: String::new() },
+        endpoint: "http://127.0.0.1:1".to_owned(),
+        labels: Labels {
+            platform: "linux".to_owned(),
+            tags: vec![],
+            team: None,
+            image_kinds: vec![],
+            capabilities: vec![],
+            resource_types: vec![],
+        },
+        capacity: Capacity::default(),
+        ephemeral: false,
+    }
+}
