@@ -60,12 +60,7 @@ pub(crate) async fn let_in_forever(scheduler: Scheduler, mut asked: Asked) {
         let mut waiting = Vec::new();
         while asked.0.recv_many(&mut waiting, BATCH).await > 0 {
             while !waiting.is_empty() {
-                // Of several of one name each finds what the one before it left.
-                let mut names = HashSet::new();
-                let (now, later) =
-                    waiting.into_iter().partition(|asking| names.insert(asking.hello.name.clone()));
-                waiting = later;
-                answer(&scheduler, now).await;
+                answer(&scheduler, next(&mut waiting)).await;
             }
         }
     };
@@ -75,7 +70,20 @@ pub(crate) async fn let_in_forever(scheduler: Scheduler, mut asked: Asked) {
     }
 }
 
+/// Takes those that are let in together. Of several of one name each finds what the one before it left, and whose stream has ended meanwhile
+/// finds nothing.
+fn next(waiting: &mut Vec<Asking>) -> Vec<Asking> {
+    let mut names = HashSet::new();
+    let there = std::mem::take(waiting).into_iter().filter(|asking| !asking.answer.is_closed());
+    let (now, later) = there.partition(|asking| names.insert(asking.hello.name.clone()));
+    *waiting = later;
+    now
+}
+
 async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) {
+    if asking.is_empty() {
+        return;
+    }
     let hellos: Vec<_> = asking.iter().map(|asking| &asking.hello).collect();
     let answers = match let_in(scheduler, &hellos).await {
         // One that failed takes the others along, and they are not to blame.
@@ -131,6 +139,28 @@ mod tests {
     use crate::entity::worker;
     use crate::registry;
     use crate::workers::for_tests::hello;
+
+    #[tokio::test]
+    async fn whose_stream_has_ended_is_not_let_in() {
+        let (hellos, mut asked) = channel();
+        let mut ask = ["one", "gone", "gone", "two", "one"]
+            .map(|name| Box::pin(hellos.ask(hello(name))))
+            .into_iter()
+            .collect::<Vec<_>>();
+        for ask in &mut ask {
+            assert!(futures::poll!(ask).is_pending());
+        }
+        let names =
+            |asking: &[Asking]| asking.iter().map(|asking| asking.hello.name.clone()).collect::<Vec<_>>();
+        let mut waiting = Vec::new();
+        asked.0.recv_many(&mut waiting, BATCH).await;
+        drop(ask.remove(1));
+        assert_eq!(names(&next(&mut waiting)), ["one", "gone", "two"]);
+        assert_eq!(names(&waiting), ["one"], "another of that name is next");
+        drop(ask);
+        assert_eq!(names(&next(&mut waiting)), [""; 0]);
+        assert!(waiting.is_empty());
+    }
 
     async fn several_are_let_in_and_some_refused(database: TestDatabase) {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");

@@ -96,7 +96,11 @@ async fn begin<'s>(
         }
     };
     let name = hello.name.clone();
-    let let_in = scheduler.hellos.ask(hello).await.ok_or_else(stopping)?;
+    let let_in = tokio::select! {
+        let_in = scheduler.hellos.ask(hello) => let_in.ok_or_else(stopping)?,
+        // Unless it is let in just now, it is not any more.
+        () = answers.closed() => return Err(Status::cancelled("the stream has ended")),
+    };
     let (session, noted) = let_in.map_err(Reasoned::status)?;
     tracing::info!(
         worker.name = name,
