@@ -86,6 +86,8 @@ async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) {
     }
     let hellos: Vec<_> = asking.iter().map(|asking| &asking.hello).collect();
     let answers = match let_in(scheduler, &hellos).await {
+        // It is the same for all, and no better for one.
+        Err(error) if db::is_away(&error) => hellos.iter().map(|_| Err(error.clone().into())).collect(),
         // One that failed takes the others along, and they are not to blame.
         Err(_) if hellos.len() > 1 => {
             let mut answers = Vec::with_capacity(hellos.len());

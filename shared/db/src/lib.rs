@@ -136,23 +136,33 @@ impl ConnectError {
     /// Whether nobody answered, or only to say that it is too early, or too many called: later it may be another.
     #[must_use]
     pub fn is_no_answer(&self) -> bool {
-        let Self::Database(error) = self else { return false };
-        let cause = match error {
-            DbErr::ConnectionAcquire(_) => return true,
-            DbErr::Conn(RuntimeErr::SqlxError(cause))
-            | DbErr::Exec(RuntimeErr::SqlxError(cause))
-            | DbErr::Query(RuntimeErr::SqlxError(cause)) => cause,
-            _ => return false,
-        };
-        match &**cause {
-            sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
-            sqlx::Error::Database(error) => {
-                // Starting up, shutting down (by an operator, or after a crash), too many connections.
-                matches!(error.code().as_deref(), Some("57P03" | "57P01" | "57P02" | "53300"))
-            }
-            _ => false,
-        }
+        matches!(self, Self::Database(error) if is_no_answer(error))
     }
+}
+
+fn is_no_answer(error: &DbErr) -> bool {
+    let cause = match error {
+        DbErr::ConnectionAcquire(_) => return true,
+        DbErr::Conn(RuntimeErr::SqlxError(cause))
+        | DbErr::Exec(RuntimeErr::SqlxError(cause))
+        | DbErr::Query(RuntimeErr::SqlxError(cause)) => cause,
+        _ => return false,
+    };
+    match &**cause {
+        sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut => true,
+        sqlx::Error::Database(error) => {
+            // Starting up, shutting down (by an operator, or after a crash), too many connections.
+            matches!(error.code().as_deref(), Some("57P03" | "57P01" | "57P02" | "53300"))
+        }
+        _ => false,
+    }
+}
+
+/// Whether what was asked of a database failed for no fault of its own: nobody answered, or it was given up in favour of others as often as it
+/// was tried. What else is asked at that time fails, too.
+#[must_use]
+pub fn is_away(error: &DbErr) -> bool {
+    is_no_answer(error) || is_transient(error)
 }
 
 /// Whether a file is no SQLite database, or a broken one.

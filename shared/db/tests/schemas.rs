@@ -165,3 +165,19 @@ async fn one_that_does_not_answer_is_waited_for_and_one_that_refuses_is_not() {
     let refused = Database::open::<Old>(&wrong).await.expect_err("there is no such database");
     assert!(!refused.is_no_answer(), "{refused}");
 }
+
+#[tokio::test]
+async fn a_database_that_goes_away_is_told_from_a_statement_that_fails() {
+    let there = testing::databases::postgres().await;
+    let db = Database::open::<Old>(&there.url.as_str().into()).await.expect("open");
+    let say = async |statement: &str| {
+        let said = db.write(async |txn| txn.execute_unprepared(statement).await).await;
+        said.expect_err("it fails")
+    };
+    let wrong = say("INSERT INTO thing (n) VALUES (NULL)").await;
+    assert!(!gantry_db::is_away(&wrong), "{wrong}");
+    let away = say("SELECT pg_terminate_backend(pg_backend_pid())").await;
+    assert!(gantry_db::is_away(&away), "{away}");
+    let busy = say("DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '40001'; END $$").await;
+    assert!(gantry_db::is_away(&busy), "{busy}");
+}
