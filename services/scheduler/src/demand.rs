@@ -5,10 +5,11 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use domain::worker::Labels;
 use domain::{Timestamp, WorkerId};
-use futures::future::join_all;
+use futures::{StreamExt, stream};
 use sea_orm::{ColumnTrait, DbErr, EntityTrait, QueryFilter, QuerySelect};
 use uuid::Uuid;
 
@@ -20,6 +21,9 @@ use crate::service::Scheduler;
 
 /// Of how many reasons why nobody could take it those who ask are told.
 const REASONS: usize = 10;
+
+/// Of how many workers at a time the artifact store is asked what would be lost with them.
+const CHECKS: usize = 16;
 
 /// How much is told.
 #[derive(Debug, Clone, Copy)]
@@ -118,21 +122,36 @@ pub(crate) async fn feed(scheduler: &Scheduler, ask: Ask) -> Result<Feed, DbErr>
     feed.removable.sort_by_cached_key(Removable::harm);
     feed.removable.truncate(ask.removable);
     if ask.replicas {
-        let asked = feed.removable.iter().map(|one| scheduler.store.forget_worker(one.id, Forget::Check));
-        let answers = join_all(asked).await;
-        for (one, answer) in feed.removable.iter_mut().zip(answers) {
-            one.would_lose = match answer {
-                Ok(()) => Some(false),
-                Err(refusal)
-                    if refusal.is(rpc::Reason::LastReplica) || refusal.is(rpc::Reason::HoldsSetAside) =>
-                {
-                    Some(true)
-                }
-                Err(_) => None,
-            };
-        }
+        tell_losses(scheduler, &mut feed.removable).await;
     }
     Ok(feed)
+}
+
+/// Asks the artifact store what would be lost with each. Once it does not answer, it is not asked any more.
+async fn tell_losses(scheduler: &Scheduler, removable: &mut [Removable]) {
+    let is_away = AtomicBool::new(false);
+    let ids: Vec<_> = removable.iter().map(|one| one.id).collect();
+    let asked = ids.into_iter().map(async |id| {
+        if is_away.load(Ordering::Relaxed) {
+            return None;
+        }
+        match scheduler.store.forget_worker(id, Forget::Check).await {
+            Ok(()) => Some(false),
+            Err(refusal)
+                if refusal.is(rpc::Reason::LastReplica) || refusal.is(rpc::Reason::HoldsSetAside) =>
+            {
+                Some(true)
+            }
+            Err(refusal) => {
+                is_away.fetch_or(refusal.is_transient(), Ordering::Relaxed);
+                None
+            }
+        }
+    });
+    let answers: Vec<_> = stream::iter(asked).buffered(CHECKS).collect().await;
+    for (one, would_lose) in removable.iter_mut().zip(answers) {
+        one.would_lose = would_lose;
+    }
 }
 
 fn tell_demand(scheduler: &Scheduler, feed: &mut Feed) {
