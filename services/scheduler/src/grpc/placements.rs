@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use domain::worker::LeaseClaims;
 use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId};
+use futures::{StreamExt, TryStreamExt, stream};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
 use rpc::{Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
@@ -41,8 +42,7 @@ impl Placements for PlacementsService {
         let items = request.into_inner().items;
         check_count("items", items.len())?;
         let one_group = items.iter().all(|item| item.group > 0 && item.group == items[0].group);
-        let (mut asks, mut failed, mut ids) = (Vec::with_capacity(items.len()), Vec::new(), HashSet::new());
-        for (number, item) in items.into_iter().enumerate() {
+        let asked = items.into_iter().enumerate().map(async |(number, item)| {
             let field = format!("items[{number}].request");
             let group = Some(item.group).filter(|group| *group > 0);
             let request = required(&field, item.request)?;
@@ -51,9 +51,15 @@ impl Placements for PlacementsService {
                     "is for one group alone: who waits for others would get leases that ran out meanwhile";
                 return Err(invalid_field(format!("{field}.wait"), why));
             }
-            match self.ask(&format!("{field}."), request, group).await? {
+            Ok((number, group, self.ask(&format!("{field}."), request, group).await?))
+        });
+        let mut asked = stream::iter(asked).buffered(ASKS);
+        let (mut asks, mut failed, mut ids) = (Vec::new(), Vec::new(), HashSet::new());
+        while let Some((number, group, ask)) = asked.try_next().await? {
+            match ask {
                 Ok(ask) if !ids.insert(ask.lease) => {
-                    return Err(invalid_field(format!("{field}.lease_id"), "is the id of another item"));
+                    let field = format!("items[{number}].request.lease_id");
+                    return Err(invalid_field(field, "is the id of another item"));
                 }
                 Ok(ask) => asks.push(ask),
                 Err(error) => failed.push((number, group, error)),
@@ -147,6 +153,9 @@ impl Placements for PlacementsService {
 
 /// How many leases one call may be about.
 const MANY: usize = 1000;
+
+/// Of how many of them at a time it is asked where what they use is.
+const ASKS: usize = 16;
 
 /// How long somebody may wait for a lease.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);

@@ -42,8 +42,8 @@ use leases::{
 use lists::lists_come_in_pages;
 use places::{
     a_group_of_one_owner_goes_where_there_is_room_for_all, a_lease_holds_what_it_uses_until_it_ends,
-    an_id_that_waits_is_nobody_elses, groups_that_wait_get_all_at_once,
-    pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
+    an_id_that_waits_is_nobody_elses, each_of_many_leases_hears_of_what_it_uses,
+    groups_that_wait_get_all_at_once, pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
     the_containers_of_an_owner_keep_to_their_worker, who_has_waited_long_enough_or_has_gone_waits_no_more,
     who_waits_for_a_lease_has_a_place_in_the_queue,
 };
@@ -695,6 +695,7 @@ on_both! {
     a_worker_that_fails_again_and_again_is_set_aside_and_tried_again,
     a_process_that_starts_ends_the_probation,
     who_waits_for_a_lease_has_a_place_in_the_queue,
+    each_of_many_leases_hears_of_what_it_uses,
     who_has_waited_long_enough_or_has_gone_waits_no_more,
     groups_that_wait_get_all_at_once,
     an_id_that_waits_is_nobody_elses,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use domain::{ArtifactId, LeaseId, WorkerId};
 use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::place_result::Result as Placed;
 use rpc::{Reason, Refusal};
 use scheduler::Config;
 use testing::databases::TestDatabase;
@@ -16,6 +17,10 @@ use crate::support::{Gateway, Running, config, finish, hello, spec, until, withi
 
 fn waiting(request: pb::PlaceRequest) -> pb::PlaceRequest {
     pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_secs(60))), ..request }
+}
+
+fn transfer() -> pb::PlaceRequest {
+    pb::PlaceRequest { kind: pb::PlacementKind::Transfer.into(), ..task() }
 }
 
 fn of_owner(owner: &str) -> pb::PlaceRequest {
@@ -352,6 +357,33 @@ pub(crate) async fn a_lease_holds_what_it_uses_until_it_ends(database: TestDatab
         (taken == 0).then_some(())
     })
     .await;
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+pub(crate) async fn each_of_many_leases_hears_of_what_it_uses(database: TestDatabase) {
+    let bytes = Place::new();
+    let store = bytes.start().await;
+    let scheduler = Running::start(bytes.config(&database)).await;
+    let gateway = with_slots(&scheduler, "one", 1).await;
+    let worker = gateway.welcome.worker_id.parse::<WorkerId>().expect("an id");
+    let artifact = until("the store answers", async || bytes.upload_to(worker).await.ok()).await;
+    let is_there = |number: usize| number % 3 != 1;
+    let using = (0..40).map(|number| {
+        let artifact = if is_there(number) { artifact } else { ArtifactId::new() };
+        pb::PlaceRequest { artifact_ids: vec![artifact.to_string()], ..transfer() }
+    });
+    let results = place_many(&scheduler, grouped(using, 0)).await;
+    for (number, result) in results.iter().enumerate() {
+        match result {
+            Placed::Placed(_) => assert!(is_there(number), "{number}"),
+            Placed::Failure(failure) => {
+                assert!(!is_there(number), "{number}: {failure:?}");
+                assert_eq!(failure.reason, Reason::InputUnavailable.to_string());
+            }
+        }
+    }
+    assert_eq!(results.len(), 40);
     scheduler.stop().await;
     store.stop().await;
 }
