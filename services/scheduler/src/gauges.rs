@@ -12,7 +12,7 @@ use sea_orm::{
 };
 
 use crate::entity::{lease, worker, workload};
-use crate::placement::{CODES, DecidedBy, Placement, WAITS_FOR};
+use crate::placement::{CODES, DecidedBy, WAITS_FOR};
 use crate::service::Scheduler;
 
 /// How many teams have gauges of their own. All others are one.
@@ -21,10 +21,9 @@ const TEAMS: usize = 100;
 /// The name of all others.
 const OTHER: &str = "other";
 
-/// Something was placed, as far as this replica remembers.
-pub(crate) fn placed(placement: &Placement) {
-    metrics::counter!("gantry_scheduler_placements_total", "decided_by" => placement.decided_by.name())
-        .increment(1);
+/// A lease was granted.
+pub(crate) fn placed(decided_by: DecidedBy) {
+    metrics::counter!("gantry_scheduler_placements_total", "decided_by" => decided_by.name()).increment(1);
 }
 
 /// Something was not placed at once, for these reasons.
@@ -144,7 +143,7 @@ fn describe() {
     );
     metrics::describe_counter!(
         "gantry_scheduler_placements_total",
-        "What was placed by this replica, by what made the difference between the worker and the next best."
+        "What was granted a worker by this replica, by what made the difference between the worker and the next best."
     );
     metrics::describe_counter!(
         "gantry_scheduler_refusals_total",

@@ -32,9 +32,9 @@ use crate::dispatch::asking::Asking;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::gauges;
-use crate::grants::{self, Done, Plan};
+use crate::grants::{self, Done, Grant, Holder, Plan};
 use crate::memory::{Memory, Workers};
-use crate::placement::{Choice, Demand, Load, Location, Placement, Refusals, Resources, Shape};
+use crate::placement::{Choice, DecidedBy, Demand, Load, Location, Placement, Refusals, Resources, Shape};
 use crate::queue::Queue;
 use crate::service::Scheduler;
 use crate::store::Inputs;
@@ -243,6 +243,7 @@ impl Dispatcher {
                 return Err(error);
             }
         };
+        taken.granted(plan, &done).for_each(gauges::placed);
         let there: HashSet<_> = done.workers.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         // Of those whose rows were looked for: what was moot was not.
         let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
@@ -258,12 +259,19 @@ impl Dispatcher {
         Ok(done)
     }
 
-    /// Takes a worker for somebody, as far as this replica remembers.
-    fn take(&self, placement: &Placement, kind: Kind, requests: &Resources, taken: &mut Taken) {
+    /// Takes a worker for `lease`, as far as this replica remembers.
+    fn take(
+        &self,
+        lease: LeaseId,
+        placement: &Placement,
+        kind: Kind,
+        requests: &Resources,
+        taken: &mut Taken,
+    ) {
         let mut workers = self.memory.workers.lock();
         let Some(load) = workers.get(placement.worker).map(|worker| worker.load) else { return };
-        gauges::placed(placement);
-        taken.0.push((placement.worker, load));
+        taken.loads.push((placement.worker, load));
+        taken.decided_by.insert(lease, placement.decided_by);
         workers.load(placement.worker, load.with(kind, requests));
     }
 
@@ -310,18 +318,36 @@ impl Why {
     }
 }
 
-/// What workers had on them before this replica put more there, in its memory.
+/// What this replica took of workers, in its memory.
 #[derive(Debug, Default)]
-struct Taken(Vec<(WorkerId, Load)>);
+struct Taken {
+    /// What they had on them before.
+    loads: Vec<(WorkerId, Load)>,
+    decided_by: HashMap<LeaseId, DecidedBy>,
+}
 
 impl Taken {
     fn give_back(self, workers: &Workers) {
         let mut workers = workers.lock();
-        self.0.into_iter().rev().for_each(|(worker, load)| workers.load(worker, load));
+        self.loads.into_iter().rev().for_each(|(worker, load)| workers.load(worker, load));
     }
 
     fn append(&mut self, other: Self) {
-        self.0.extend(other.0);
+        self.loads.extend(other.loads);
+        self.decided_by.extend(other.decided_by);
+    }
+
+    /// By what each of `plan` was decided that was granted.
+    fn granted(&self, plan: &Plan, done: &Done) -> impl Iterator<Item = DecidedBy> {
+        let is_granted = |grant: &&Grant| {
+            let is_moot = match &grant.holder {
+                Holder::Driven { .. } => done.existing.contains_key(&grant.lease),
+                Holder::Workload { id, .. } => done.settled.contains_key(id),
+            };
+            !is_moot && !done.refused.contains(&grant.lease)
+        };
+        let granted = plan.grants.iter().filter(is_granted);
+        granted.filter_map(|grant| self.decided_by.get(&grant.lease).copied())
     }
 }
 
@@ -382,4 +408,65 @@ fn span(id: WorkloadId, traceparent: &str) -> tracing::Span {
     let span = tracing::info_span!(target: "gantry", "place", service = "scheduler", workload.id = %id);
     rpc::trace::continue_from(&span, traceparent);
     span
+}
+
+#[cfg(test)]
+mod tests {
+    use domain::AttemptId;
+    use domain::worker::Incarnation;
+
+    use super::*;
+    use crate::events::Whereabouts;
+    use crate::placement::Purpose;
+
+    #[test]
+    fn only_what_was_granted_counts_as_placed() {
+        let shape = Shape {
+            team: "main".to_owned(),
+            platform: "linux".to_owned(),
+            tags: vec![],
+            process: None,
+            requests: Resources::default(),
+            purpose: Purpose::Build,
+        };
+        let worker = WorkerId::new();
+        let grant = |lease: LeaseId, holder: Holder| Grant {
+            group: None,
+            lease,
+            kind: Kind::Task,
+            demand: Arc::new(shape.clone().asked_by(lease.uuid())),
+            worker,
+            incarnation: Incarnation(1),
+            holder,
+        };
+        let driven = |lease| {
+            let (request, owner) = (String::new(), String::new());
+            grant(lease, Holder::Driven { expires_at: Timestamp(0), request, owner, settles: false })
+        };
+        let of_workload = |lease, id| {
+            let attempt = AttemptId::new();
+            let (worker_name, gateway_endpoint) = (String::new(), String::new());
+            let whereabouts = Whereabouts { worker, worker_name, gateway_endpoint, attempt };
+            grant(lease, Holder::Workload { id, attempt, whereabouts, reason: String::new() })
+        };
+        let leases = [(); 4].map(|()| LeaseId::new());
+        let [granted, refused, placed, moot] = leases;
+        let workloads = [WorkloadId::new(), WorkloadId::new()];
+        let plan = Plan {
+            grants: vec![
+                driven(granted),
+                driven(refused),
+                of_workload(placed, workloads[0]),
+                of_workload(moot, workloads[1]),
+            ],
+            ..Plan::default()
+        };
+        let decided_by = [DecidedBy::Only, DecidedBy::Lot, DecidedBy::AskedFor, DecidedBy::Contact];
+        let taken = Taken { loads: vec![], decided_by: leases.into_iter().zip(decided_by).collect() };
+        let mut done = Done::default();
+        done.refused.insert(refused);
+        done.settled.insert(workloads[1], None);
+        let counted: Vec<_> = taken.granted(&plan, &done).collect();
+        assert_eq!(counted, [DecidedBy::Only, DecidedBy::AskedFor]);
+    }
 }

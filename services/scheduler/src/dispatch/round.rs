@@ -330,7 +330,8 @@ impl Dispatcher {
         placement: Placement,
         taken: &mut Taken,
     ) -> Option<Grant> {
-        self.take(&placement, Kind::Task, &demand.shape.requests, taken);
+        let lease = LeaseId::new();
+        self.take(lease, &placement, Kind::Task, &demand.shape.requests, taken);
         let workers = self.memory.workers.lock();
         let worker = workers.get(placement.worker)?;
         let attempt = AttemptId::new();
@@ -342,7 +343,7 @@ impl Dispatcher {
         };
         Some(Grant {
             group: None,
-            lease: LeaseId::new(),
+            lease,
             kind: Kind::Task,
             demand: demand.clone(),
             worker: placement.worker,
@@ -376,7 +377,7 @@ impl Dispatcher {
             Choice::NotNow => return Err(Refused { is_never: false, demand: demand.clone() }),
             Choice::Never => return Err(Refused { is_never: true, demand: demand.clone() }),
         };
-        self.take(&placement, *kind, &demand.shape.requests, taken);
+        self.take(*lease, &placement, *kind, &demand.shape.requests, taken);
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
         member.granted = self.memory.workers.lock().get(placement.worker).map(|worker| Granted {
             claims,
