@@ -135,7 +135,7 @@ impl Shown {
 fn describe() {
     metrics::describe_gauge!(
         "gantry_scheduler_queue_length",
-        "Workloads that wait for a worker, by team and by what they wait for."
+        "Workloads and leases that wait for a worker, by team and by what they wait for."
     );
     metrics::describe_gauge!(
         "gantry_scheduler_queue_oldest_seconds",

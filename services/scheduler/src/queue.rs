@@ -23,8 +23,8 @@ use crate::placement::{Demand, Location, Shape};
 pub(crate) struct Waiting {
     /// The workload, or the first of the leases.
     pub(crate) id: Uuid,
-    /// Whether it asks for several leases at once: it has a line of its own.
-    pub(crate) is_group: bool,
+    /// What else it asks for at once. Who asks for several leases has a line of its own.
+    pub(crate) others: Vec<Arc<Demand>>,
     /// Sorts by age.
     pub(crate) sequence: Uuid,
     pub(crate) priority: i64,
@@ -92,7 +92,7 @@ impl Queue {
     /// Somebody waits, or waits for something else than before.
     pub(crate) fn put(&mut self, waiting: Waiting) {
         self.remove(waiting.id);
-        let key = key(&waiting.demand, waiting.is_group.then_some(waiting.id));
+        let key = key(&waiting.demand, (!waiting.others.is_empty()).then_some(waiting.id));
         let line = *self.by_key.entry(key.clone()).or_insert_with(|| {
             self.next += 1;
             self.lines.insert(self.next, Line { key, waiting: BTreeMap::new() });
@@ -203,11 +203,17 @@ impl Queue {
         self.lines.values().filter_map(|line| Some((line.waiting.values().next()?, line.waiting.len())))
     }
 
-    /// What those of each line ask for, how many they are, and since when the oldest waits.
+    /// What those of each line ask for, how many they are, and since when the oldest waits. Each of several that are asked for at once
+    /// counts by itself.
     pub(crate) fn demand(&self) -> impl Iterator<Item = (&Arc<Demand>, usize, Timestamp)> {
-        self.lines.values().filter_map(|line| {
-            let oldest = line.waiting.values().map(|waiting| waiting.since).min()?;
-            Some((&line.waiting.values().next()?.demand, line.waiting.len(), oldest))
+        self.lines.values().flat_map(|line| {
+            let oldest = line.waiting.values().map(|waiting| waiting.since).min();
+            let first = line.waiting.values().next().zip(oldest);
+            let alike = first.map(|(first, oldest)| (&first.demand, line.waiting.len(), oldest));
+            let others = first
+                .into_iter()
+                .flat_map(|(first, oldest)| first.others.iter().map(move |demand| (demand, 1, oldest)));
+            alike.into_iter().chain(others)
         })
     }
 
@@ -298,7 +304,7 @@ mod tests {
         let id = Uuid::now_v7();
         Waiting {
             id,
-            is_group: false,
+            others: vec![],
             sequence: Uuid::now_v7(),
             priority,
             since: Timestamp(since),
@@ -351,6 +357,24 @@ mod tests {
         // After three minutes it counts as of priority 3.
         assert_eq!(place(&mut queue, &mut HashMap::from([("linux", 2)]), 180_000_000), ["a", "b"]);
         assert!(!queue.contains(old.id));
+    }
+
+    #[test]
+    fn what_is_asked_for_at_once_is_told_one_by_one() {
+        let mut queue = Queue::new(Duration::ZERO, HashMap::new());
+        let [first, second, third] = ["linux", "darwin", "linux"].map(|of| waiting("a", of, 0, 7).demand);
+        queue.put(Waiting {
+            demand: first.clone(),
+            others: vec![second.clone(), third.clone()],
+            ..waiting("a", "linux", 0, 7)
+        });
+        (0..2).for_each(|_| queue.put(waiting("a", "linux", 0, 5)));
+        let told = queue.demand().map(|(demand, count, oldest)| (&*demand.shape.platform, count, oldest.0));
+        assert_eq!(
+            told.collect::<Vec<_>>(),
+            [("linux", 1, 7), ("darwin", 1, 7), ("linux", 1, 7), ("linux", 2, 5)]
+        );
+        assert_eq!(queue.len(), 3, "it has one turn");
     }
 
     #[test]

@@ -135,19 +135,19 @@ impl Leases {
 
     /// As it stands in the queue.
     pub(super) fn waiting(&self) -> Option<Waiting> {
-        let first = &self.members.first()?.ask;
-        let demand = match first.kept_to {
-            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*first.demand).clone() }),
-            None => first.demand.clone(),
+        let demand = |member: &Member| match member.ask.kept_to {
+            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*member.ask.demand).clone() }),
+            None => member.ask.demand.clone(),
         };
+        let (first, others) = self.members.split_first()?;
         Some(Waiting {
             id: self.id(),
-            is_group: self.members.len() > 1,
+            others: others.iter().map(demand).collect(),
             sequence: self.sequence,
             priority: self.priority,
             since: self.since,
-            demand,
-            locations: first.locations.clone(),
+            demand: demand(first),
+            locations: first.ask.locations.clone(),
             told: Arc::default(),
             traceparent: String::new(),
         })

@@ -588,7 +588,7 @@ impl Submitted {
         let (sequence, since) = came.unwrap_or((self.row.sequence, Timestamp(self.row.submitted_at)));
         Waiting {
             id: self.row.id,
-            is_group: false,
+            others: vec![],
             sequence,
             priority: self.row.priority,
             since,

@@ -345,7 +345,7 @@ impl Dispatcher {
 fn waiting(row: Model) -> Result<Waiting, DbErr> {
     Ok(Waiting {
         id: row.id,
-        is_group: false,
+        others: vec![],
         sequence: row.sequence,
         priority: row.priority,
         since: Timestamp(row.submitted_at),
