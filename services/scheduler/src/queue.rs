@@ -31,6 +31,8 @@ pub(crate) struct Waiting {
     pub(crate) since: Timestamp,
     pub(crate) demand: Arc<Demand>,
     pub(crate) locations: Arc<[Location]>,
+    /// Whether it must start in some time once it is placed.
+    pub(crate) must_start: bool,
     /// Why it waits, as whoever watches it was told.
     pub(crate) told: Arc<[String]>,
     pub(crate) traceparent: String,
@@ -310,6 +312,7 @@ mod tests {
             since: Timestamp(since),
             demand: Arc::new(shape.asked_by(id)),
             locations: Arc::new([]),
+            must_start: false,
             told: Arc::new([]),
             traceparent: String::new(),
         }

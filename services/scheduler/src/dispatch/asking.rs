@@ -148,6 +148,7 @@ impl Leases {
             since: self.since,
             demand: demand(first),
             locations: first.ask.locations.clone(),
+            must_start: false,
             told: Arc::default(),
             traceparent: String::new(),
         })

@@ -522,6 +522,7 @@ impl Dispatcher {
                         effects.workloads.push(id);
                         match submitted.lease {
                             Some(_) => {
+                                effects.deadline |= submitted.row.start_timeout_us.is_some();
                                 effects.workers.extend(done.worker_of(submitted.lease));
                                 self.queue().took(&submitted.demand.shape.team);
                             }
@@ -594,6 +595,7 @@ impl Submitted {
             since,
             demand: self.demand.clone(),
             locations: self.locations.clone(),
+            must_start: self.row.start_timeout_us.is_some(),
             told: self.reasons.clone(),
             traceparent: self.row.traceparent.clone(),
         }

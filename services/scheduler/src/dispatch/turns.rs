@@ -90,6 +90,7 @@ impl Dispatcher {
                 if done.refused.contains(&lease) {
                     self.queue().put(turn.waiting);
                 } else if !done.settled.contains_key(&id) {
+                    effects.deadline |= turn.waiting.must_start;
                     effects.workloads.push(id);
                     effects.workers.extend(done.worker_of(Some(lease)));
                 }
@@ -351,6 +352,7 @@ fn waiting(row: Model) -> Result<Waiting, DbErr> {
         since: Timestamp(row.submitted_at),
         demand: Arc::new(workloads::demand(&row)?),
         locations: workloads::locations(&row)?.into(),
+        must_start: row.start_timeout_us.is_some(),
         told: crate::entity::from_json::<Vec<String>>(&row.waiting_for)?.into(),
         traceparent: row.traceparent,
     })

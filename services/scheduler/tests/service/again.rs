@@ -6,6 +6,7 @@ use domain::MarkerId;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::watch_response::Event;
 use rpc::{Reason, Refusal};
+use scheduler::Config;
 use testing::databases::TestDatabase;
 
 use crate::support::{Gateway, Running, config, finish, hello, spec, start};
@@ -95,6 +96,24 @@ pub(crate) async fn what_has_started_in_time_may_run_on(database: TestDatabase) 
     assert_eq!(reason(scheduler.finished(late).await.failure), "START_TIMEOUT");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     assert_eq!(scheduler.finished(started).await.outcome(), pb::Outcome::Succeeded);
+    scheduler.stop().await;
+}
+
+/// Of one that is placed at once, and of one that has waited.
+pub(crate) async fn who_must_start_in_time_is_looked_for_in_time(database: TestDatabase) {
+    let rarely = Config { poll: Duration::from_secs(600), ..config(&database) };
+    let scheduler = Running::start(rarely).await;
+    let late = pb::WorkloadSpec { start_timeout: Some(rpc::duration(SHORT)), ..spec() };
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(late.clone()).await.expect("placed");
+    let (_, stop) = gateway.stop(id).await;
+    let other = scheduler.submit(spec()).await.expect("placed");
+    let (_, run) = gateway.run(other).await;
+    let waits = scheduler.submit(late).await.expect("queued");
+    assert_eq!(scheduler.get(waits).await.state(), pb::WorkloadState::Pending);
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    assert_eq!(gateway.stop(waits).await.1.reason, "START_TIMEOUT");
+    fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
     scheduler.stop().await;
 }
 

@@ -22,6 +22,7 @@ use again::{
     what_an_attempt_used_is_told_and_kept,
     what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
     what_has_started_in_time_may_run_on, what_was_lost_begins_again_as_often_as_its_spec_allows,
+    who_must_start_in_time_is_looked_for_in_time,
 };
 use connected::each_of_many_workers_hears_what_it_shall_do;
 use demand::whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is;
@@ -696,6 +697,7 @@ on_both! {
     a_process_that_starts_ends_the_probation,
     who_waits_for_a_lease_has_a_place_in_the_queue,
     each_of_many_leases_hears_of_what_it_uses,
+    who_must_start_in_time_is_looked_for_in_time,
     who_has_waited_long_enough_or_has_gone_waits_no_more,
     groups_that_wait_get_all_at_once,
     an_id_that_waits_is_nobody_elses,
