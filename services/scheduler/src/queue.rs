@@ -38,6 +38,13 @@ pub(crate) struct Waiting {
     pub(crate) traceparent: String,
 }
 
+impl Waiting {
+    /// All that it asks for.
+    pub(crate) fn demands(&self) -> Vec<Arc<Demand>> {
+        std::iter::once(&self.demand).chain(&self.others).cloned().collect()
+    }
+}
+
 /// What all in a line ask for. Nobody asks for the same as a group.
 type LineKey = (Arc<Shape>, Option<WorkerId>, BTreeSet<WorkerId>, Option<Uuid>);
 
@@ -203,6 +210,12 @@ impl Queue {
     /// The first of each line, with how many wait in it.
     pub(crate) fn lines(&self) -> impl Iterator<Item = (&Waiting, usize)> {
         self.lines.values().filter_map(|line| Some((line.waiting.values().next()?, line.waiting.len())))
+    }
+
+    /// Those that wait in the line of one of them.
+    pub(crate) fn line_of(&self, id: Uuid) -> impl Iterator<Item = Uuid> {
+        let line = self.places.get(&id).and_then(|(line, _)| self.lines.get(line));
+        line.into_iter().flat_map(|line| line.waiting.values().map(|waiting| waiting.id))
     }
 
     /// What those of each line ask for, how many they are, and since when the oldest waits. Each of several that are asked for at once

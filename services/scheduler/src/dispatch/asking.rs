@@ -165,6 +165,15 @@ pub(super) struct Asking {
 }
 
 impl Asking {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// The call that waits by this id.
+    pub(super) fn get(&self, id: Uuid) -> Option<&Leases> {
+        self.waiting.get(&id)
+    }
+
     /// Whether something waits by this id.
     pub(super) fn contains(&self, id: Uuid) -> bool {
         self.waiting.contains_key(&id)

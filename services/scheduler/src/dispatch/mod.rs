@@ -370,10 +370,12 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         let mut effects = Effects::default();
         let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
         let is_due = std::mem::take(&mut is_due);
-        if (is_due || asked)
-            && let Err(error) = dispatcher.catch_up(is_due, &mut effects).await
-        {
-            tracing::warn!(error = %error, "cannot look at the workers and the queue");
+        let mut caught_up = false;
+        if is_due || asked {
+            match dispatcher.catch_up(is_due, &mut effects).await {
+                Ok(()) => caught_up = true,
+                Err(error) => tracing::warn!(error = %error, "cannot look at the workers and the queue"),
+            }
         }
         // What was changed before something was asked for is seen before it is decided.
         dispatcher.hear(&scheduler.hints).await;
@@ -391,6 +393,9 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             }
         }
         dispatcher.end_patience(Instant::now(), is_due);
+        if is_due && caught_up {
+            dispatcher.refuse_hopeless();
+        }
         scheduler.announce_granted(effects);
     }
 }

@@ -509,6 +509,40 @@ impl Dispatcher {
         }
     }
 
+    /// Answers those who wait for leases that nobody could ever take any more. What is remembered is true.
+    pub(super) fn refuse_hopeless(&mut self) {
+        if self.asking.is_empty() {
+            return;
+        }
+        let lines: Vec<_> = self.queue().lines().map(|(first, _)| (first.id, first.demands())).collect();
+        for (first, demands) in lines {
+            // All in a line ask for the same.
+            if !demands.iter().any(|demand| self.memory.workers.lock().is_hopeless(demand)) {
+                continue;
+            }
+            let calls: Vec<_> = self.queue().line_of(first).filter(|id| self.asking.contains(*id)).collect();
+            for id in calls {
+                let Some(demand) = self.asking.get(id).and_then(|leases| self.hopeless(leases)) else {
+                    continue;
+                };
+                let Some(leases) = self.asking.take(id) else { continue };
+                self.queue().remove(id);
+                let error = self.error(&Refused { is_never: true, demand });
+                leases.members.iter().for_each(|member| member.decide(Err(error.clone())));
+            }
+        }
+    }
+
+    /// What is asked for among these that nobody could ever take. What is asked for near to others may be had elsewhere once their worker
+    /// takes no work any more.
+    fn hopeless(&self, leases: &Leases) -> Option<Arc<Demand>> {
+        leases.members.iter().find_map(|member| {
+            let demand = self.demand_near(&member.ask.demand, member.ask.kept_to);
+            let is_hopeless = self.memory.workers.lock().is_hopeless(&demand);
+            is_hopeless.then_some(demand)
+        })
+    }
+
     /// Answers what was done about a unit.
     fn conclude(&mut self, unit: Unit, done: &Done, effects: &mut Effects) {
         match unit {

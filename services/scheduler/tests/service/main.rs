@@ -46,7 +46,7 @@ use places::{
     an_id_that_waits_is_nobody_elses, each_of_many_leases_hears_of_what_it_uses,
     groups_that_wait_get_all_at_once, pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
     the_containers_of_an_owner_keep_to_their_worker, who_has_waited_long_enough_or_has_gone_waits_no_more,
-    who_waits_for_a_lease_has_a_place_in_the_queue,
+    who_waits_for_a_lease_has_a_place_in_the_queue, who_waits_in_vain_hears_so,
 };
 use registry::{
     a_landing_waits_for_what_may_not_be_interrupted_and_no_reconnect_undoes_it,
@@ -697,6 +697,7 @@ on_both! {
     a_process_that_starts_ends_the_probation,
     who_waits_for_a_lease_has_a_place_in_the_queue,
     each_of_many_leases_hears_of_what_it_uses,
+    who_waits_in_vain_hears_so,
     who_must_start_in_time_is_looked_for_in_time,
     who_has_waited_long_enough_or_has_gone_waits_no_more,
     groups_that_wait_get_all_at_once,

@@ -131,6 +131,35 @@ pub(crate) async fn who_has_waited_long_enough_or_has_gone_waits_no_more(databas
     scheduler.stop().await;
 }
 
+/// Nobody could take it any more: it hears so long before its time is over.
+pub(crate) async fn who_waits_in_vain_hears_so(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
+    let hello = pb::Hello { capacity, ..hello("one") };
+    let _gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    place(&scheduler, task()).await.expect("granted");
+    let workload = scheduler.submit(spec()).await.expect("queued");
+    let alone = async || place(&scheduler, waiting(task())).await.expect_err("nobody could");
+    let check = pb::PlaceRequest { kind: pb::PlacementKind::Check.into(), ..task() };
+    let group = grouped([waiting(check), waiting(task())], 1);
+    let then = async {
+        so_many_wait(&scheduler, 3).await;
+        // With tags it takes only what asks for them.
+        let labels =
+            hello.labels.clone().map(|labels| pb::WorkerLabels { tags: vec!["gpu".to_owned()], ..labels });
+        Gateway::connect(&scheduler, pb::Hello { labels, ..hello.clone() }).await.expect("welcome")
+    };
+    let (alone, group, _gateway) = futures::join!(alone(), place_many(&scheduler, group), then);
+    assert!(alone.is(Reason::NoCompatibleWorker), "{alone}");
+    for result in group {
+        let Placed::Failure(failure) = result else { panic!("{result:?}") };
+        assert_eq!(failure.reason, Reason::NoCompatibleWorker.to_string());
+    }
+    // A workload was accepted when somebody could, and waits for somebody like that.
+    assert_eq!(scheduler.get(workload).await.state(), pb::WorkloadState::Pending);
+    scheduler.stop().await;
+}
+
 pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let _gateway = with_slots(&scheduler, "one", 2).await;
