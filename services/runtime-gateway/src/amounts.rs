@@ -12,12 +12,15 @@ use server::settings::{cpu, size};
 pub struct Amounts {
     /// Workloads at a time. Default: what the scheduler has for all workers, or else no limit
     #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    #[serde(deserialize_with = "limit")]
     pub max_tasks: Option<u32>,
     /// Containers at a time, those that are kept after their end included. Default: what the scheduler has for all workers, or else no limit
     #[arg(long, env = "GANTRY_WORKER_MAX_CONTAINERS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    #[serde(deserialize_with = "limit")]
     pub max_containers: Option<u32>,
     /// Volumes at a time; what was placed since they were counted may exceed it. Default: what the scheduler has for all workers, or else no limit
     #[arg(long, env = "GANTRY_WORKER_MAX_VOLUMES", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    #[serde(deserialize_with = "limit")]
     pub max_volumes: Option<u32>,
     /// Processor time that workloads may reserve in all: `4`, `1.5`, `500m`. Default: what this machine has; without limit on a Concourse worker
     #[arg(long = "cpu", env = "GANTRY_WORKER_CPU", value_name = "CORES", value_parser = cpu)]
@@ -69,6 +72,15 @@ fn amount<'de, D: Deserializer<'de>>(
     parse(&text).map(Some).map_err(serde::de::Error::custom)
 }
 
+fn limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    match Option::deserialize(deserializer)? {
+        Some(0) => {
+            Err(serde::de::Error::custom("a limit must be at least 1; without it the scheduler's holds"))
+        }
+        limit => Ok(limit),
+    }
+}
+
 fn cores<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     amount(deserializer, cpu)
 }
@@ -108,10 +120,32 @@ mod tests {
             r#"{"memory":-1}"#,
             r#"{"memory":"2097152T"}"#,
             r#"{"max_tasks":-1}"#,
+            r#"{"max_tasks":0}"#,
+            r#"{"max_containers":0}"#,
+            r#"{"max_volumes":0}"#,
         ] {
             assert!(read(wrong).is_err(), "{wrong}");
         }
         Ok(())
+    }
+
+    #[test]
+    fn a_limit_of_nothing_is_refused_wherever_it_is_said() {
+        #[derive(Debug, clap::Parser)]
+        struct Flags {
+            #[command(flatten)]
+            _amounts: Amounts,
+        }
+        for (flag, member) in [
+            ("--max-tasks", "max_tasks"),
+            ("--max-containers", "max_containers"),
+            ("--max-volumes", "max_volumes"),
+        ] {
+            let said = <Flags as clap::Parser>::try_parse_from(["gateway", flag, "0"]);
+            assert!(said.is_err(), "{said:?}");
+            let refused = read(&format!(r#"{{"{member}":0}}"#)).expect_err("refused");
+            assert!(refused.to_string().contains("must be at least 1"), "{refused}");
+        }
     }
 
     #[test]
