@@ -39,7 +39,8 @@ const ACQUIRE: Duration = Duration::from_secs(10);
 /// How many statements each connection keeps prepared: more than a service has. One that is not kept is parsed and planned each time.
 const STATEMENTS: usize = 500;
 
-/// For how many uses of a connection PostgreSQL plans a statement, on average. To plan all of a transaction costs about as much as that.
+/// For how many uses of a connection PostgreSQL plans a statement, on average. To plan all statements of a transaction takes about as long as to
+/// carry them out once.
 const PLANNED_FOR: u32 = 200;
 
 /// What a page costs PostgreSQL by an index, beside one of a whole table: what we look for is mostly in memory, and nothing turns.
