@@ -5,7 +5,8 @@
 //! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
 //! worker's last word. What does not hold any more is left out, and told.
 //!
-//! Rows are locked in one order: workloads, leases, workers, owners of containers; of each kind by id.
+//! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
+//! each kind by id.
 
 mod owners;
 

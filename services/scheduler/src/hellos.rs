@@ -60,7 +60,11 @@ pub(crate) async fn let_in_forever(scheduler: Scheduler, mut asked: Asked) {
         let mut waiting = Vec::new();
         while asked.0.recv_many(&mut waiting, BATCH).await > 0 {
             while !waiting.is_empty() {
-                answer(&scheduler, next(&mut waiting)).await;
+                if let Some(error) = answer(&scheduler, next(&mut waiting)).await {
+                    // Who has asked meanwhile would wait as long, and hear the same.
+                    waiting.extend(std::iter::from_fn(|| asked.0.try_recv().ok()));
+                    waiting.drain(..).for_each(|asking| _ = asking.answer.send(Err(error.clone().into())));
+                }
             }
         }
     };
@@ -80,14 +84,19 @@ fn next(waiting: &mut Vec<Asking>) -> Vec<Asking> {
     now
 }
 
-async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) {
+/// Answers why the database did not take it, where that would be so of anything else.
+async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) -> Option<DbErr> {
     if asking.is_empty() {
-        return;
+        return None;
     }
+    let mut away = None;
     let hellos: Vec<_> = asking.iter().map(|asking| &asking.hello).collect();
     let answers = match let_in(scheduler, &hellos).await {
-        // It is the same for all, and no better for one.
-        Err(error) if db::is_away(&error) => hellos.iter().map(|_| Err(error.clone().into())).collect(),
+        Err(error) if db::is_away(&error) => {
+            let answers = hellos.iter().map(|_| Err(error.clone().into())).collect();
+            away = Some(error);
+            answers
+        }
         // One that failed takes the others along, and they are not to blame.
         Err(_) if hellos.len() > 1 => {
             let mut answers = Vec::with_capacity(hellos.len());
@@ -106,9 +115,12 @@ async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) {
         // A stream that has ended needs no answer.
         _ = asking.answer.send(answer);
     }
-    if let Err(error) = scheduler.end_orphans().await {
+    if away.is_none()
+        && let Err(error) = scheduler.end_orphans().await
+    {
         tracing::warn!(error = %error, "leases of workers that began anew end with the next look");
     }
+    away
 }
 
 async fn let_in(scheduler: &Scheduler, hellos: &[&Hello]) -> Result<Vec<LetIn>, DbErr> {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use db::Database;
-use db::rows::{self, Column};
+use db::rows;
 use domain::worker::{Capacity, Incarnation, Labels};
 use domain::{Timestamp, WorkerId};
 use sea_orm::{ConnectionTrait, DbBackend, DbErr, EntityTrait, Statement};
@@ -222,14 +222,9 @@ impl Memory {
         if ids.is_empty() {
             return Ok(false);
         }
-        #[derive(serde::Serialize)]
-        struct Id {
-            id: Uuid,
-        }
-        let given: Vec<_> = ids.iter().map(|id| Id { id: id.uuid() }).collect();
+        let given = rows::ids(ids.iter().map(|id| id.uuid()))?;
         let (db, backend) = (db.read(), db.read().get_database_backend());
-        let given = rows::value(&given)?;
-        let among = rows::query(backend, 1, &[("id", Column::Uuid)]);
+        let among = rows::query(backend, 1, &rows::IDS);
         let query = format!("SELECT * FROM worker_contacts WHERE worker_id IN ({among})");
         let contacts = Statement::from_sql_and_values(backend, query, [given]);
         let contacts = contact::Entity::find().from_raw_sql(contacts).all(db).await?;

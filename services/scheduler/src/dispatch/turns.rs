@@ -322,7 +322,7 @@ impl Dispatcher {
         for demand in lines {
             let reasons = self.reasons_now(&demand);
             let mut untold = self.queue().untold(&demand, &reasons, TOLD);
-            // Who asks for leases hears when it has waited for long enough.
+            // Who asks for leases hears in its answer.
             untold.retain(|id| !self.asking.contains(*id));
             for id in untold.into_iter().take(left) {
                 left -= 1;

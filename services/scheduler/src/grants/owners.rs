@@ -1,7 +1,8 @@
 //! Owners of containers: the leases of one are granted on one worker, as long as that takes work.
 //!
 //! Where an owner's containers are is a row that the first grant to it writes, and that is looked at, locked, in the transaction of every other. So two
-//! replicas never grant on two workers what belongs together.
+//! replicas never grant on two workers what belongs together. Where two are first at one moment with owners of one group, the row of another new
+//! owner of the group that is left out may stay: it draws what comes next for that owner to that worker, as long as that takes work.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -663,7 +663,7 @@ fn keeps_out(worker: &Worker, keeps_to_its_own: bool) -> Option<Refusal> {
     (keeps_to_its_own && worker.labels.team.is_none()).then_some(Refusal::TeamKeepsToItsOwn)
 }
 
-/// What [`super::refusals`] says first of a worker. `of_class`: what speaks against all of its class, and passes.
+/// What [`super::refusals`] says first of a worker, or that its team keeps to its own. `of_class`: what speaks against all of its class, and passes.
 fn first_refusal(
     demand: &Demand,
     worker: &Worker,
