@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead, Read};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use integration_tests::concourse::{Pair, make_image};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for, write};
@@ -226,6 +226,33 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
             (pair.garden.handles().is_empty() && left.iter().all(wanted) && left.len() == 3).then_some(())
         });
     }
+}
+
+#[test]
+fn one_concourse_worker_is_given_by_flags() {
+    if !may_run_containers() {
+        return;
+    }
+    let pair = Pair::start(Manner::Containerd, Driver::Overlay);
+    let cluster = Cluster::new();
+    let addresses = ["--garden", &pair.garden_address(), "--baggageclaim", &pair.volumes_address()];
+    let labels =
+        ["--garden-name", "concourse", "--garden-team", "main", "--garden-tag", "one", "--garden-tag", "two"];
+    let mut up = cluster.gantry([&["up"], &addresses[..], &labels].concat());
+    let mut up = up.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("gantry");
+    // Commands that find no cluster would start one without it.
+    wait_for("the cluster", || cluster.pid());
+    attended(&cluster);
+    let workers = cluster.list("workers");
+    let worker = workers.iter().find(|worker| worker["name"] == "concourse").expect("it is there");
+    let expected = serde_json::json!({ "platform": "linux", "team": "main", "tags": ["one", "two"] });
+    for (label, expected) in expected.as_object().expect("an object") {
+        assert_eq!(&worker["labels"][label], expected, "{worker}");
+    }
+    cluster.succeed(["down"]);
+    assert_eq!(up.wait().expect("it ends").code(), Some(0));
+    let without = cluster.output(["up", "--garden-tag", "one"]);
+    assert_eq!(code(&without), 125, "{}", describe(&without));
 }
 
 /// An archive of the root file system of the cluster's image, in which `/release` says `release`.

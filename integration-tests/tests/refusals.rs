@@ -172,6 +172,25 @@ fn a_token_is_asked_for_and_a_wrong_one_is_named() {
 }
 
 #[test]
+fn what_others_can_reach_is_said_aloud() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    refused(&cluster.output(["up", "--listen", "0.0.0.0:0"]), "nothing is encrypted");
+    for (address, insecure) in [("0.0.0.0:0", true), ("127.0.0.1:0", false)] {
+        let mut up = cluster.gantry(["up", "--insecure", "--listen", address]);
+        let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
+        let mut said = String::new();
+        BufReader::new(up.stdout.take().expect("stdout")).read_line(&mut said).expect("a line");
+        cluster.succeed(["down"]);
+        let output = up.wait_with_output().expect("it ends");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(said.contains("INSECURE: nothing is encrypted on 0.0.0.0:"), insecure, "{said}");
+    }
+}
+
+#[test]
 fn a_path_of_ours_that_the_container_lacks_is_explained() {
     if !may_run_containers() {
         return;

@@ -700,6 +700,18 @@ pub(crate) struct UpArgs {
     pub(crate) amounts: runtime_gateway::Amounts,
     #[command(flatten)]
     pub(crate) concourse: runtime_gateway::garden::GardenArgs,
+    /// The name of the worker given by --garden, unique in the cluster
+    #[arg(long, value_name = "NAME", requires = "garden", default_value = "garden")]
+    pub(crate) garden_name: String,
+    /// Its platform. Default: linux
+    #[arg(long, value_name = "PLATFORM", requires = "garden")]
+    pub(crate) garden_platform: Option<String>,
+    /// A tag of it, may be repeated. With some, it takes only workloads with tags
+    #[arg(long = "garden-tag", value_name = "TAG", requires = "garden")]
+    pub(crate) garden_tags: Vec<String>,
+    /// The only team that may use it. Default: every team
+    #[arg(long, value_name = "TEAM", requires = "garden")]
+    pub(crate) garden_team: Option<String>,
     /// Started by another command.
     #[arg(long, hide = true)]
     pub(crate) detached: bool,

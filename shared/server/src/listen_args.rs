@@ -154,7 +154,9 @@ impl ListenArgs {
             "{address} is not the loopback: name the cluster's token with --token-file, or say --insecure to let everybody in who reaches it"
         );
         if token {
-            tracing::warn!("{address}: nothing is encrypted, and who listens on the way learns the token");
+            tracing::warn!(
+                "INSECURE: nothing is encrypted on {address}, and who listens on the way learns the token"
+            );
         } else {
             tracing::warn!("INSECURE: whoever reaches {address} may do everything");
         }

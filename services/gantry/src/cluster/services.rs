@@ -58,7 +58,13 @@ pub(super) async fn start(
         amounts: args.amounts.clone(),
         ..runtime_gateway::Config::for_worker(WORKER, callers, &endpoint, &endpoint, &endpoint, manifests)
     };
-    let given = GardenWorker { name: "garden".to_owned(), ..GardenWorker::default() };
+    let given = GardenWorker {
+        name: args.garden_name.clone(),
+        platform: args.garden_platform.clone().unwrap_or_default(),
+        tags: args.garden_tags.clone(),
+        team: args.garden_team.clone().unwrap_or_default(),
+        ..GardenWorker::default()
+    };
     let concourse = args.concourse.workers(given)?;
     let common = gateway.clone();
     let attending = runtime_gateway::start([(gateway, runtime.clone() as _)], host).await?;

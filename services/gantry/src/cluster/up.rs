@@ -77,8 +77,9 @@ async fn serve(
     let _telemetry = telemetry::init("gantry", LOGGED, Some(spans.clone()))?;
     let mut listeners = vec![bind(paths)?];
     let mut endpoints = vec![paths.endpoint()];
-    let mut token = None;
+    let (mut token, mut open) = (None, None);
     if let Some(tcp) = tcp {
+        open = Some(tcp.local_addr()?).filter(|address| !address.ip().is_loopback());
         let tcp = Listener::Tcp(tcp);
         endpoints.push(args.endpoint.clone().map_or_else(|| tcp.endpoint(), Ok)?);
         listeners.push(tcp);
@@ -117,6 +118,11 @@ async fn serve(
         tracing::info!(process.id = std::process::id(), "the cluster starts");
     } else {
         announce(&endpoints, paths, as_json)?;
+        if let Some(address) = open {
+            ui.warn(&format!(
+                "INSECURE: nothing is encrypted on {address}; who listens on the way learns the token"
+            ));
+        }
         if args.hold_destruction {
             ui.warn(super::HOLDS_DESTRUCTION);
         }
