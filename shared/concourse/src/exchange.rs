@@ -242,6 +242,16 @@ mod tests {
     use super::*;
 
     #[tokio::test]
+    async fn a_connection_that_idles_is_probed() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let stream = connect(&address, Duration::from_secs(10)).await.unwrap();
+        assert!(sockopt::socket_keepalive(&stream).unwrap());
+        assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), KEEP_ALIVE);
+        assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), KEEP_ALIVE);
+    }
+
+    #[tokio::test]
     async fn an_answer_is_read_after_the_peer_has_closed_on_what_is_written() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();

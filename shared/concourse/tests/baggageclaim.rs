@@ -95,6 +95,17 @@ async fn archives_survive_a_round_trip_in_every_encoding() {
 }
 
 #[tokio::test]
+async fn an_archive_is_unpacked_below_a_path_of_its_volume() {
+    let server = Server::start(Driver::Naive).await;
+    let client = client(&server);
+    let volume = empty(&client, "v").await;
+    let how = StreamIn { path: "a/b c".to_owned(), ..StreamIn::new(Encoding::Raw) };
+    client.stream_in(&volume, &how, io::Cursor::new(archive(b"below"))).await.expect("unpacked");
+    assert_eq!(std::fs::read(server.path("v").join("a/b c/file")).expect("it is there"), b"below");
+    assert!(!server.path("v").join("file").exists());
+}
+
+#[tokio::test]
 async fn an_error_behind_an_archive_is_one_in_every_encoding() {
     let server = Server::start(Driver::Naive).await;
     let client = client(&server);

@@ -25,6 +25,15 @@ async fn limits_reach_the_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn containers_reach_others() {
+    for manner in [Manner::Containerd, Manner::Guardian] {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let handle = bench.runtime.made(bench.spec.clone()).await;
+        assert!(bench.subject.server().has_network(&handle.to_string()), "{manner:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_lost_of_many_small_writes_that_nobody_reads_meanwhile() {
     let Some(bench) = Bench::new(Manner::Containerd).await else { return };
     // More than the server keeps for who does not fetch it, each a write of its own.

@@ -50,6 +50,8 @@ pub(super) struct Container {
     pub handle: String,
     pub properties: Mutex<BTreeMap<String, String>>,
     pub limits: Value,
+    /// Whether it reaches anybody: a containerd worker lets a container without rules reach nobody.
+    pub has_network: bool,
     env: Vec<String>,
     has_rootfs: bool,
     /// The root to which processes are confined.
@@ -283,6 +285,8 @@ impl State {
             handle: handle.clone(),
             properties: Mutex::new(properties.collect()),
             limits: spec["limits"].clone(),
+            has_network: self.manner != Manner::Containerd
+                || spec["netout_rules"].as_array().is_some_and(|rules| !rules.is_empty()),
             env: strings(&spec["env"]),
             has_rootfs: !rootfs.is_empty(),
             root: confine::root(spec),

@@ -167,6 +167,11 @@ impl Server {
         lock(&self.state.requests).clone()
     }
 
+    /// Whether a container that is there reaches anybody.
+    pub fn has_network(&self, handle: &str) -> bool {
+        lock(&self.state.containers).get(handle).is_some_and(|container| container.has_network)
+    }
+
     /// Handles of the containers that there are.
     pub fn handles(&self) -> Vec<String> {
         lock(&self.state.containers).keys().cloned().collect()
