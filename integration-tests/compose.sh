@@ -103,7 +103,7 @@ $COMPOSE up -d --no-build >"$work/up.log" 2>&1 || {
     cat "$work/up.log"
     exit 1
 }
-until_true "a healthy cluster" 120 all_healthy 1 2
+until_true "a healthy cluster" 30 all_healthy 1 2
 say "healthy after $(echo "$(date +%s.%N) - $started" | bc | cut -c1-4) s"
 
 # Asked once: these addresses stay right.
@@ -201,7 +201,7 @@ until_true "four workers" 60 workers 4
 main_job "with two of each service and three host workers"
 
 # A container that is killed comes back, and the cluster goes on. (`docker kill` would count as a wish.)
-for service in scheduler artifact-store streamer door worker garden; do
+for service in scheduler artifact-store streamer door worker garden postgres; do
     container=$($COMPOSE ps -q $service | sed -n 1p)
     before=$($docker inspect --format '{{.State.StartedAt}}' "$container")
     kill -9 "$($docker inspect --format '{{.State.Pid}}' "$container")"

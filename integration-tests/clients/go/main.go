@@ -424,6 +424,9 @@ func run(ctx context.Context, directory string) error {
 	if !bytes.Equal(output.stdout, expected.Bytes()) || !bytes.Equal(output.stderr, make([]byte, errorBytes)) {
 		return errors.New("not each byte once, in order")
 	}
+	if connections < 2 {
+		return errors.New("the connection was not broken")
+	}
 	sum := sha256.Sum256(output.stdout)
 	fmt.Printf("attached: %d and %d bytes over %d connections, sha256 %x\n", len(output.stdout), len(output.stderr), connections, sum)
 

@@ -235,6 +235,7 @@ def main(directory):
     revision, running = client.watch(workload_id, "running")
     stdout, stderr, connections = client.attach(running.whereabouts)
     assert stdout == EXPECTED and stderr == bytes(ERRORS), "each byte once, in order"
+    assert connections > 1, "the connection was not broken"
     sha256 = hashlib.sha256(stdout).hexdigest()
     print(f"attached: {len(stdout)} and {len(stderr)} bytes over {connections} connections, sha256 {sha256}")
 

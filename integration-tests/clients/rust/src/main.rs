@@ -368,6 +368,7 @@ async fn main() -> anyhow::Result<()> {
     let (stdout, stderr, connections) = client.attach(&whereabouts).await?;
     let expected: String = (0..40_000).map(|number| format!("line {number:06}\n")).collect();
     ensure!(stdout == expected.as_bytes() && stderr == vec![0; ERRORS], "not each byte once, in order");
+    ensure!(connections > 1, "the connection was not broken");
     let (sha256, stdout, stderr) = (hex(&Sha256::digest(&stdout)), stdout.len(), stderr.len());
     println!("attached: {stdout} and {stderr} bytes over {connections} connections, sha256 {sha256}");
 

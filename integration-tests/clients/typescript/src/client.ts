@@ -296,6 +296,7 @@ async function main(directory: string) {
   const { stdout, stderr, connections } = await attach(running.whereabouts);
   const lines = Array.from({ length: 40_000 }, (_, number) => `line ${String(number).padStart(6, "0")}\n`);
   ok(stdout.equals(Buffer.from(lines.join(""))) && stderr.equals(Buffer.alloc(errors)), "each byte once, in order");
+  ok(connections > 1, "the connection was broken");
   const sha256 = createHash("sha256").update(stdout).digest("hex");
   console.log(`attached: ${stdout.length} and ${stderr.length} bytes over ${connections} connections, sha256 ${sha256}`);
 

@@ -397,6 +397,7 @@ public final class Client implements AutoCloseable {
     String expected = IntStream.range(0, 40_000).mapToObj("line %06d\n"::formatted).collect(Collectors.joining());
     check(Arrays.equals(attached.stdout(), expected.getBytes(StandardCharsets.UTF_8)), "not each byte once, in order");
     check(Arrays.equals(attached.stderr(), new byte[ERRORS]), "not each byte of standard error once");
+    check(attached.connections() > 1, "the connection was not broken");
     byte[] sha256 = MessageDigest.getInstance("SHA-256").digest(attached.stdout());
     System.out.printf("attached: %d and %d bytes over %d connections, sha256 %s%n",
         attached.stdout().length, attached.stderr().length, attached.connections(), HexFormat.of().formatHex(sha256));
