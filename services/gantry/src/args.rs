@@ -132,7 +132,7 @@ pub(crate) enum Command {
     Demand,
 
     /// Keep a cluster on this machine in the foreground
-    Up(UpArgs),
+    Up(Box<UpArgs>),
     /// Stop the cluster on this machine
     Down(DownArgs),
     /// Show the cluster: services, workers, what runs and what waits, and why
