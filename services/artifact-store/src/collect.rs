@@ -27,7 +27,7 @@
 pub(crate) mod artifacts;
 mod attempts;
 pub(crate) mod builds;
-mod caches;
+pub(crate) mod caches;
 mod claims;
 mod deleted;
 mod graves;
