@@ -302,7 +302,6 @@ impl Step {
     /// Whether anything is to be looked at. Reads an index: without an order PostgreSQL may hope to find a first row sooner in the table, and where
     /// there is none reads all of it.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
-        let losses = losses::new();
         let sql = match self {
             Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::ResourceCaches => {
@@ -324,7 +323,7 @@ impl Step {
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
-            Self::Losses => &losses,
+            Self::Losses => losses::NEW,
             Self::OldLosses => losses::OLD,
         };
         let at = match self {
