@@ -10,7 +10,9 @@ use sea_orm::{ConnectionTrait, Statement};
 use testing::databases::TestDatabase;
 use tonic::Streaming;
 
-use crate::{Answer, Gateway, PATIENCE, Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
+use crate::{
+    Answer, Gateway, PATIENCE, Suite, TEAM, Tables, assert_refused, digest, input, on_both_databases, output,
+};
 
 on_both_databases! {
     what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_on_it,
@@ -21,6 +23,7 @@ on_both_databases! {
     what_would_be_lost_with_some_workers_is_listed,
     a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten,
     what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left,
+    an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer,
     losses_are_told_in_their_order_however_many_come_at_once,
 }
 
@@ -388,6 +391,32 @@ async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database
     let reported = reported.expect("reported");
     assert_eq!(reported.unknown_volume_handles, [replica]);
     assert_eq!(reported.unknown_container_handles, [planned.container_handle]);
+    suite.stop().await;
+}
+
+async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (gateway, other) = (suite.gateway().await, suite.gateway().await);
+    for gateway in [&gateway, &other] {
+        let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+        let needs = [output("out", workload.output_artifact("out"))];
+        gateway.prepare(workload, attempt, &needs).await.expect("prepared");
+        gateway.prepared(attempt).await.expect("recorded");
+        suite.settle(workload, None, &[], None).await.expect("settled");
+    }
+    let remembered = async || {
+        let rows = Tables::open(&suite.url()).await.rows().await;
+        rows.iter().filter(|row| row.starts_with("attempts: ")).count()
+    };
+    // All that is left of them waits to be destroyed.
+    suite.clock.advance(Duration::from_secs(25 * 3600));
+    for _ in 0..2 {
+        suite.collect(DryRun::Off).await;
+        assert_eq!(remembered().await, 2);
+    }
+    forget(&suite, gateway.worker, false).await.expect("nothing there is kept");
+    suite.collect(DryRun::Off).await;
+    assert_eq!(remembered().await, 1, "the one on the other worker waits");
     suite.stop().await;
 }
 
