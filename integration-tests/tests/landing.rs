@@ -105,6 +105,23 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
 }
 
 #[test]
+fn what_is_only_on_a_worker_that_lands_is_at_risk() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = start();
+    let made = detached(&suite, &["--tag", "one", "-o", "out"], "echo bytes > out/file");
+    let outputs = wait_for_state(&suite, &made, "finished");
+    let artifact = outputs["outputs"][0]["artifact_id"].as_str().expect("an artifact");
+    let at_risk = || suite.succeed(&["list", "artifacts", "--at-risk"]);
+    assert!(!at_risk().contains(artifact), "{}", at_risk());
+    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, landed\n");
+    assert!(at_risk().contains(artifact), "{}", at_risk());
+    assert_eq!(suite.succeed(&["unland", "one"]), "worker one: running\n");
+    assert!(!at_risk().contains(artifact), "{}", at_risk());
+}
+
+#[test]
 fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
     if !may_run_containers() {
         return;

@@ -18,7 +18,8 @@
 //! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
 //! locks: any number of replicas may run rounds at once, and one that dies in a batch leaves it to the next. Facts are gathered in a later
 //! statement, behind the locks. A batch is as large as can be done in a time that others may wait for it, and takes as many statements however
-//! large it is; what is marked is written once, with its next look. Where there is more than one of a step, two are done side by side on PostgreSQL, as two replicas would.
+//! large it is; what is marked is written once, with its next look. Where there is more than one of a step whose batches do not meet, two are done
+//! side by side on PostgreSQL, as two replicas would.
 //!
 //! Invariant: whatever nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
 //! something that says when it ends ([`Look::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::due`]). What is kept by something
@@ -27,7 +28,7 @@
 pub(crate) mod artifacts;
 mod attempts;
 pub(crate) mod builds;
-mod caches;
+pub(crate) mod caches;
 mod claims;
 mod deleted;
 mod graves;
@@ -192,7 +193,7 @@ async fn round_noting(
             };
             pace.took(begun.elapsed());
             // There was more than one batch of it. PostgreSQL works on one while we read another.
-            side_by_side = !store.db.is_sqlite();
+            side_by_side = !store.db.is_sqlite() && step.has_slices_apart();
             let (mut looked, mut failed) = (false, None);
             for slice in slices {
                 match slice {
@@ -299,10 +300,15 @@ impl Step {
     /// The first after those that end what nobody renewed.
     const AFTER_TERMS: Self = Self::Artifacts;
 
+    /// Whether two slices of it are done at once. Those of other steps meet in rows that they do not begin with, as parents, or what several caches
+    /// own: what one of them has locked the other leaves for a minute.
+    fn has_slices_apart(self) -> bool {
+        matches!(self, Self::Builds | Self::Attempts | Self::Artifacts)
+    }
+
     /// Whether anything is to be looked at. Reads an index: without an order PostgreSQL may hope to find a first row sooner in the table, and where
     /// there is none reads all of it.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
-        let losses = losses::new();
         let sql = match self {
             Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::ResourceCaches => {
@@ -324,7 +330,7 @@ impl Step {
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
-            Self::Losses => &losses,
+            Self::Losses => losses::NEW,
             Self::OldLosses => losses::OLD,
         };
         let at = match self {

@@ -14,6 +14,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
+use crate::collect::FORGOTTEN_LATER;
 use crate::entity::{State, artifact, container, set_aside, volume, worker};
 use crate::facts::{self, JudgedArtifact};
 use crate::losses::{self, Lost};
@@ -105,7 +106,21 @@ pub(crate) async fn forget_worker(
         container::Entity::delete_many().filter(container::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     set_aside::Entity::delete_many().filter(set_aside::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
+    look_at_attempts(txn, id, now).await?;
     Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
+}
+
+/// Makes attempts due that waited for a worker to destroy what is left of them. What somebody has locked is looked at later.
+async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "WITH waiting AS (SELECT attempt_id FROM attempts
+                          WHERE look_at > $2 AND look_at <= $3 AND worker_id = $1{})
+         UPDATE attempts SET look_at = $2 WHERE attempt_id IN (SELECT attempt_id FROM waiting)",
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let values = [id.uuid().into(), now.0.into(), (now + FORGOTTEN_LATER).0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
 /// Holds a worker and the artifacts that have replicas there, lets go what it brought along, and refuses what must not be lost. `false`: it is unknown.

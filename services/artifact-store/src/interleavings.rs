@@ -10,8 +10,8 @@ use std::time::Duration;
 use db::Database;
 use domain::worker::{Incarnation, Session, SessionClaims};
 use domain::{
-    ArtifactId, AttemptId, BuildId, ClaimId, Digest, GatewayInstance, Timestamp, VolumeHandle, WorkerId,
-    WorkloadId,
+    ArtifactId, AttemptId, BuildId, CacheId, ClaimId, Digest, GatewayInstance, Timestamp, VolumeHandle,
+    WorkerId, WorkloadId,
 };
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement, Value};
 use testing::databases::{self, TestDatabase};
@@ -20,7 +20,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
-use crate::caches::resource::{self, Ask, Found};
+use crate::caches::resource::{self, Ask, Found, User};
 use crate::caches::task::{self, Key};
 use crate::collect::{self, Settings};
 use crate::entity::Purpose;
@@ -45,9 +45,12 @@ enum Reference {
     ChildVolume,
     ResourceCache,
     TaskCache,
+    ResourceCacheUse,
+    TaskCacheUse,
 }
 
-const ALL: [Reference; 6] = [
+/// How an artifact does.
+const OF_ARTIFACTS: [Reference; 6] = [
     Reference::Pin,
     Reference::Owner,
     Reference::Adoption,
@@ -56,19 +59,34 @@ const ALL: [Reference; 6] = [
     Reference::TaskCache,
 ];
 
-/// Who marks it.
+/// Who marks it, or has it go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Marker {
     /// Who looks at artifacts that are due.
-    OfArtifacts,
+    Artifacts,
     /// Who takes it from a build that has let go.
-    OfBuilds,
+    Builds,
+    /// Who looks at resource caches that are due.
+    ResourceCaches,
+    /// Who looks at task caches that are due.
+    TaskCaches,
 }
 
-const MARKERS: [Marker; 2] = [Marker::OfArtifacts, Marker::OfBuilds];
+/// Every reference, with each who might mark at that moment what is referred to.
+fn pairs() -> impl Iterator<Item = (Reference, Marker)> {
+    const OF_CACHES: [(Reference, Marker); 2] = [
+        (Reference::ResourceCacheUse, Marker::ResourceCaches),
+        (Reference::TaskCacheUse, Marker::TaskCaches),
+    ];
+    let of_artifacts = OF_ARTIFACTS
+        .into_iter()
+        .flat_map(|reference| [Marker::Artifacts, Marker::Builds].map(|marker| (reference, marker)));
+    of_artifacts.chain(OF_CACHES)
+}
 
-/// An artifact that nobody needs, with its replica, and a build that may own it.
+/// An artifact that nobody needs, with its replica, and a build that may own it. Where somebody looks at caches, a cache that nobody uses owns it.
 struct Target {
+    marker: Marker,
     artifact: ArtifactId,
     digest: Digest,
     build: BuildId,
@@ -125,20 +143,41 @@ impl Target {
             vec![build.uuid().into()],
         )
         .await;
-        if marker == Marker::OfBuilds {
-            // It is due because of its owner only.
-            let ended = BuildId::new();
-            execute(
-                db,
-                "INSERT INTO builds (build_id, team, keep, bound, status, ended_at, kept_until, created_at, look_at)
-                 VALUES ($1, 'main', 0, FALSE, 'succeeded', 0, 0, 0, 0)",
-                vec![ended.uuid().into()],
-            )
-            .await;
-            let owned = vec![artifact.uuid().into(), ended.uuid().into()];
-            execute(db, "INSERT INTO owners (artifact_id, build_id) VALUES ($1, $2)", owned).await;
-            let told = "UPDATE artifacts SET had_owner = TRUE, look_at = NULL WHERE artifact_id = $1";
-            execute(db, told, vec![artifact.uuid().into()]).await;
+        match marker {
+            Marker::Artifacts => {}
+            Marker::Builds => {
+                // It is due because of its owner only.
+                let ended = BuildId::new();
+                execute(
+                    db,
+                    "INSERT INTO builds (build_id, team, keep, bound, status, ended_at, kept_until, created_at, look_at)
+                     VALUES ($1, 'main', 0, FALSE, 'succeeded', 0, 0, 0, 0)",
+                    vec![ended.uuid().into()],
+                )
+                .await;
+                let owned = vec![artifact.uuid().into(), ended.uuid().into()];
+                execute(db, "INSERT INTO owners (artifact_id, build_id) VALUES ($1, $2)", owned).await;
+                let told = "UPDATE artifacts SET had_owner = TRUE, look_at = NULL WHERE artifact_id = $1";
+                execute(db, told, vec![artifact.uuid().into()]).await;
+            }
+            Marker::ResourceCaches => {
+                execute(
+                    db,
+                    "INSERT INTO resource_caches (cache_id, scope, key_digest, resource_type, version, params, team, claim_id, artifact_id, last_used, created_at, look_at)
+                     VALUES ($1, 'main', $2, '', '', '', 'main', $1, $1, 0, 0, 0)",
+                    vec![artifact.uuid().into(), digest.as_bytes().to_vec().into()],
+                )
+                .await;
+            }
+            Marker::TaskCaches => {
+                execute(
+                    db,
+                    "INSERT INTO task_caches (cache_id, team, job, step, path, artifact_id, ttl, last_used, created_at, look_at)
+                     VALUES ($1, 'main', $2, 'step', 'path', $1, 0, 0, 0, 0)",
+                    vec![artifact.uuid().into(), artifact.to_string().into()],
+                )
+                .await;
+            }
         }
         let claims = SessionClaims {
             worker,
@@ -146,7 +185,12 @@ impl Target {
             session: Session(1),
             instance: GatewayInstance::new(),
         };
-        Self { artifact, digest, build, claims }
+        Self { marker, artifact, digest, build, claims }
+    }
+
+    /// The cache that owns it, which has its id.
+    fn cache(&self) -> CacheId {
+        CacheId::from_uuid(self.artifact.uuid())
     }
 
     /// Begins to use it.
@@ -217,21 +261,43 @@ impl Target {
                 let (cache, _) = task::find_or_create(txn, &key, PATIENCE, NOW).await?;
                 task::publish(txn, TEAM, cache, self.artifact, NOW).await.is_err()
             }
+            Reference::ResourceCacheUse => {
+                let user = User::Workload(WorkloadId::new());
+                resource::use_it(txn, TEAM, self.cache(), user, NOW).await.is_err()
+            }
+            Reference::TaskCacheUse => {
+                let holder = WorkloadId::new();
+                pins::lock_holder(txn, holder, TEAM, NOW).await.expect("nobody else has it");
+                task::use_them(txn, TEAM, holder, &[self.cache()], NOW).await.is_err()
+            }
         };
         if refused { Err(Failed::Refused) } else { Ok(()) }
     }
 
+    /// Whether it is marked; a cache, whether it is gone.
     async fn is_marked(&self, db: &Database) -> bool {
-        let sql = "SELECT COUNT(*) AS n FROM artifacts WHERE artifact_id = $1 AND state = 'deleting'";
+        let sql = match self.marker {
+            Marker::Artifacts | Marker::Builds => {
+                "SELECT COUNT(*) AS n FROM artifacts WHERE artifact_id = $1 AND state = 'deleting'"
+            }
+            Marker::ResourceCaches => "SELECT 1 - COUNT(*) AS n FROM resource_caches WHERE cache_id = $1",
+            Marker::TaskCaches => "SELECT 1 - COUNT(*) AS n FROM task_caches WHERE cache_id = $1",
+        };
         count(db, sql, vec![self.artifact.uuid().into()]).await == 1
     }
 
     async fn is_used(&self, db: &Database) -> bool {
-        let sql = "SELECT (SELECT COUNT(*) FROM pins WHERE artifact_id = $1)
-                        + (SELECT COUNT(*) FROM owners WHERE artifact_id = $1)
-                        + (SELECT COUNT(*) FROM volumes WHERE from_artifact_id = $1)
-                        + (SELECT COUNT(*) FROM resource_caches WHERE artifact_id = $1)
-                        + (SELECT COUNT(*) FROM task_caches WHERE artifact_id = $1) AS n";
+        let sql = match self.marker {
+            Marker::Artifacts | Marker::Builds => {
+                "SELECT (SELECT COUNT(*) FROM pins WHERE artifact_id = $1)
+                      + (SELECT COUNT(*) FROM owners WHERE artifact_id = $1)
+                      + (SELECT COUNT(*) FROM volumes WHERE from_artifact_id = $1)
+                      + (SELECT COUNT(*) FROM resource_caches WHERE artifact_id = $1)
+                      + (SELECT COUNT(*) FROM task_caches WHERE artifact_id = $1) AS n"
+            }
+            Marker::ResourceCaches => "SELECT COUNT(*) AS n FROM cache_uses WHERE cache_id = $1",
+            Marker::TaskCaches => "SELECT COUNT(*) AS n FROM task_cache_uses WHERE cache_id = $1",
+        };
         count(db, sql, vec![self.artifact.uuid().into()]).await > 0
     }
 }
@@ -290,7 +356,7 @@ fn settings() -> Settings {
         policy: Policy { unowned_ttl: Duration::ZERO, gc_grace: Duration::ZERO },
         tombstone: forever,
         remember: forever,
-        resource_cache_ttl: forever,
+        resource_cache_ttl: Duration::ZERO,
         lost_grace: forever,
         batch: 500,
     }
@@ -325,8 +391,12 @@ async fn interleave(
         both.spawn(async move {
             let part = |txn: db::Transaction| async move {
                 match marker {
-                    Marker::OfArtifacts => collect::artifacts::look(&txn, &settings).await?,
-                    Marker::OfBuilds => collect::builds::look(&txn, &settings).await?,
+                    Marker::Artifacts => collect::artifacts::look(&txn, &settings).await?,
+                    Marker::Builds => collect::builds::look(&txn, &settings).await?,
+                    Marker::ResourceCaches => {
+                        collect::caches::look_at_resource_caches(&txn, &settings).await?
+                    }
+                    Marker::TaskCaches => collect::caches::look_at_task_caches(&txn, &settings).await?,
                 };
                 Ok(())
             };
@@ -356,7 +426,7 @@ async fn interleave(
 async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_used() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
-    for (reference, marker) in ALL.into_iter().flat_map(|it| MARKERS.map(|marker| (it, marker))) {
+    for (reference, marker) in pairs() {
         let kept = interleave(&db, &db, reference, marker, false).await;
         assert_eq!(kept, (false, true), "{reference:?}, and a mark {marker:?} while it goes on");
         let gone = interleave(&db, &db, reference, marker, true).await;
@@ -368,7 +438,7 @@ async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_use
 async fn what_a_build_owns_that_is_renewed_at_last_is_not_marked_with_another_that_lets_go() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
-    let target = Target::new(&db, Marker::OfBuilds).await;
+    let target = Target::new(&db, Marker::Builds).await;
     let overdue =
         "UPDATE builds SET ends_with = build_id, term = 1, term_ends_at = 1, look_at = 1 WHERE build_id = $1";
     execute(&db, overdue, vec![target.build.uuid().into()]).await;
@@ -404,7 +474,13 @@ async fn without_the_locks_it_would_be() {
     let mut proxy = JoinSet::new();
     let unlocked = blank_locks(&database, &mut proxy).await;
     let unlocked = Database::connect::<Schema>(&unlocked).await.expect("the database, by the proxy");
-    for (reference, marker) in ALL.into_iter().flat_map(|it| MARKERS.map(|marker| (it, marker))) {
+    // The foreign key of a use keeps it from a cache that goes, too: as an error, with all else that was looked at beside it. That is not what is
+    // tried here.
+    for table in ["cache_uses", "task_cache_uses"] {
+        let key = format!("ALTER TABLE {table} DROP CONSTRAINT {table}_cache_id_fkey");
+        execute(&db, &key, Vec::new()).await;
+    }
+    for (reference, marker) in pairs() {
         for mark_first in [false, true] {
             let both = interleave(&db, &unlocked, reference, marker, mark_first).await;
             assert_eq!(
@@ -421,7 +497,7 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     for undelete_first in [false, true] {
-        let target = Arc::new(Target::new(&db, Marker::OfArtifacts).await);
+        let target = Arc::new(Target::new(&db, Marker::Artifacts).await);
         let id = || vec![target.artifact.uuid().into()];
         let artifact = "UPDATE artifacts SET state = 'deleting', marked_at = 0 WHERE artifact_id = $1";
         execute(&db, artifact, id()).await;

@@ -29,6 +29,9 @@ use crate::sweep::jittered;
 /// How many losses are read at a time.
 const PAGE: u64 = 100;
 
+/// How many are written by one statement.
+const BATCH: usize = 1000;
+
 /// Something that was lost.
 #[derive(Debug, Clone)]
 pub(crate) struct Lost {
@@ -75,20 +78,24 @@ pub(crate) async fn append(txn: &DatabaseTransaction, lost: &[Lost], now: Timest
         .await?;
     let newest = raised.first().map(|row| row.losses);
     let newest = newest.ok_or_else(|| DbErr::RecordNotFound("the row of the store".to_owned()))?;
-    let rows = (newest - count + 1..).zip(lost).map(|(revision, lost)| {
-        let row = loss::Model {
-            revision,
-            worker_id: lost.worker,
-            volume: lost.volume,
-            container: lost.container,
-            artifact_id: lost.artifact,
-            attempt_id: lost.attempt,
-            lost_at: lost.lost_at.unwrap_or(now.0),
-            noticed_at: now.0,
-        };
-        row.into_active_model().reset_all()
-    });
-    loss::Entity::insert_many(rows).exec_without_returning(txn).await.map(|_| ())
+    let mut revisions = newest - count + 1..;
+    for some in lost.chunks(BATCH) {
+        let rows = some.iter().zip(&mut revisions).map(|(lost, revision)| {
+            let row = loss::Model {
+                revision,
+                worker_id: lost.worker,
+                volume: lost.volume,
+                container: lost.container,
+                artifact_id: lost.artifact,
+                attempt_id: lost.attempt,
+                lost_at: lost.lost_at.unwrap_or(now.0),
+                noticed_at: now.0,
+            };
+            row.into_active_model().reset_all()
+        });
+        loss::Entity::insert_many(rows).exec_without_returning(txn).await?;
+    }
+    Ok(())
 }
 
 /// A loss, with what depends on it when it is told.
@@ -230,4 +237,55 @@ async fn describe(
         }
     });
     Ok(told.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use db::Database;
+    use testing::databases::{self, TestDatabase};
+
+    use super::*;
+    use crate::life;
+    use crate::migrations::Schema;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn any_number_is_noted_at_once_on_sqlite() {
+        any_number_is_noted_at_once(databases::sqlite()).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn any_number_is_noted_at_once_on_postgres() {
+        any_number_is_noted_at_once(databases::postgres().await).await;
+    }
+
+    /// Of more than a statement takes values.
+    async fn any_number_is_noted_at_once(database: TestDatabase) {
+        let db = Database::connect::<Schema>(&database.url).await.expect("a database");
+        db.write(|txn| async move { life::mint(&txn).await }).await.expect("a store");
+        let volumes: Vec<_> = (0..10_001).map(|_| Uuid::now_v7()).collect();
+        let of_volume = |volume: &Uuid| Lost {
+            worker: Uuid::nil(),
+            volume: Some(*volume),
+            container: None,
+            artifact: None,
+            attempt: None,
+            lost_at: Some(1),
+        };
+        let lost = &volumes.iter().map(of_volume).collect::<Vec<_>>();
+        for _ in 0..2 {
+            db.write(|txn| async move { append(&txn, lost, Timestamp(2)).await }).await.expect("noted");
+        }
+        let noted: Vec<(i64, Option<Uuid>)> = loss::Entity::find()
+            .select_only()
+            .column(loss::Column::Revision)
+            .column(loss::Column::Volume)
+            .order_by_asc(loss::Column::Revision)
+            .into_tuple()
+            .all(db.read())
+            .await
+            .expect("asked");
+        let expected: Vec<_> =
+            (1_i64..).zip([&volumes[..], &volumes].concat().into_iter().map(Some)).collect();
+        assert!(noted == expected, "{} were noted of {}", noted.len(), expected.len());
+    }
 }

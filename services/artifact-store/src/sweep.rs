@@ -117,7 +117,7 @@ async fn mark_rows<E: Sweepable>(
 }
 
 /// Takes back marks of volumes that no gateway was told of. No report that began before now judges them. The transfer that made one is
-/// over.
+/// over. What is lost is noticed from now on, as if it had not been before.
 pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
     if handles.is_empty() {
         return Ok(());
@@ -134,6 +134,7 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
         .col_expr(volume::Column::MarkedFrom, Expr::value(None::<String>))
         .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
         .col_expr(volume::Column::ClaimedUntil, Expr::value(None::<i64>))
+        .col_expr(volume::Column::LossNoticed, Expr::value(false))
         .filter(volume::Column::Handle.is_in(handles.iter().copied()))
         .filter(volume::Column::State.ne(State::Sweeping))
         .exec(txn)

@@ -556,7 +556,7 @@ pub(crate) struct ListArgs {
     /// How many at most
     #[arg(long, value_name = "COUNT", default_value = "1000")]
     pub(crate) limit: usize,
-    /// Only artifacts that have no replica on a worker in contact: they would be lost with those that are not
+    /// Only artifacts that have no replica on a worker that is in contact and not landing or retiring: they would be lost with those others
     #[arg(long)]
     pub(crate) at_risk: bool,
     /// Only volumes or containers that are set aside, of all teams: the artifact store came out of a backup, and does not know them

@@ -9,7 +9,7 @@ use rpc::pb::artifacts::{
 };
 use rpc::pb::scheduler::{
     Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Usage, Worker,
-    WorkerLabels, WorkerState, Workload, WorkloadSpec,
+    WorkerDesire, WorkerLabels, WorkerState, Workload, WorkloadSpec,
 };
 use serde_json::Value;
 
@@ -42,7 +42,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         kind if args.set_aside => set_aside::list(connection, kind, limit, as_json).await,
         Kind::Artifacts if args.at_risk => {
-            let at_risk = at_risk(connection, out_of_contact(connection).await?);
+            let at_risk = at_risk(connection, not_to_count_on(connection).await?);
             table(at_risk, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await
         }
         Kind::Artifacts => {
@@ -248,12 +248,14 @@ fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::
     })
 }
 
-/// Workers that cannot be read from now.
-async fn out_of_contact(connection: &Connection) -> anyhow::Result<Vec<String>> {
-    let silent = workers(connection)
-        .try_filter(|worker| std::future::ready(worker.state() != WorkerState::Running))
+/// Workers that cannot be read from now, or that somebody takes out of service.
+async fn not_to_count_on(connection: &Connection) -> anyhow::Result<Vec<String>> {
+    let stays =
+        |worker: &Worker| worker.state() == WorkerState::Running && worker.desired() == WorkerDesire::Run;
+    let others = workers(connection)
+        .try_filter(|worker| std::future::ready(!stays(worker)))
         .map_ok(|worker| worker.worker_id);
-    silent.try_collect().await
+    others.try_collect().await
 }
 
 /// Artifacts that have no replica on any other worker than these.

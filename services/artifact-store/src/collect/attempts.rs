@@ -19,8 +19,8 @@ use crate::mark::{self, ContainerFacts, Verdict};
 use crate::sweep::{self, Wait};
 use crate::units::size;
 
-/// After how long an attempt is looked at again of which all that is left is marked, unless that is gone before ([`crate::report`]): it can be
-/// forgotten then.
+/// After how long an attempt is looked at again of which all that is left is marked, unless that is gone before ([`crate::report`],
+/// [`crate::gone`]): it can be forgotten then.
 pub(crate) const FORGOTTEN_LATER: Duration = Duration::from_secs(10 * 60);
 
 /// How many volumes are judged at a time: an attempt may have thousands.

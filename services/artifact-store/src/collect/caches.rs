@@ -15,7 +15,7 @@ use crate::facts;
 use crate::graves::{self, Epitaph};
 use crate::rules::{CacheWent, LetsGo, Uses};
 
-pub(super) async fn look_at_resource_caches(
+pub(crate) async fn look_at_resource_caches(
     txn: &DatabaseTransaction,
     settings: &Settings,
 ) -> Result<Batch, DbErr> {
@@ -82,7 +82,7 @@ async fn note_ended_uses(
     facts::forget_ended_uses(txn, &ids, now).await
 }
 
-pub(super) async fn look_at_task_caches(
+pub(crate) async fn look_at_task_caches(
     txn: &DatabaseTransaction,
     settings: &Settings,
 ) -> Result<Batch, DbErr> {

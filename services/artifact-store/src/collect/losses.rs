@@ -4,32 +4,27 @@ use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
 
 use super::{Batch, Settings};
-use crate::entity::{container, loss, store, volume};
+use crate::entity::{State, container, loss, store, volume};
 use crate::losses::{self, Lost};
 use crate::marks;
 
 /// What is lost and was not noticed, since `$1` or before.
-pub(super) fn new() -> String {
-    format!(
-        "SELECT 1 AS due
-         WHERE EXISTS (SELECT 1 FROM volumes WHERE {UNNOTICED} AND lost_at <= $1 AND {})
-            OR EXISTS (SELECT 1 FROM containers WHERE {UNNOTICED} AND lost_at <= $1)",
-        marks::without("volumes")
-    )
-}
+pub(super) const NEW: &str = "
+    SELECT due FROM (SELECT 1 AS due FROM volumes WHERE loss_noticed = FALSE AND lost_at <= $1 ORDER BY lost_at LIMIT 1) AS v
+    UNION ALL
+    SELECT due FROM (SELECT 1 AS due FROM containers WHERE state = 'lost' AND loss_noticed = FALSE AND lost_at <= $1 ORDER BY lost_at LIMIT 1) AS c";
 
 /// Losses that were noticed at `$1` or before.
 pub(super) const OLD: &str = "SELECT 1 AS due FROM losses WHERE noticed_at <= $1 ORDER BY noticed_at LIMIT 1";
 
-/// As the indexes of what is newly lost have it.
-const UNNOTICED: &str = "state = 'lost' AND loss_noticed = FALSE";
-
 /// Notes what was lost.
+///
+/// Volumes that are garbage by now are looked at once, too, whatever their rows say, and nobody is told of them. Whoever takes back a mark has them
+/// looked at again ([`crate::sweep::unmark_volumes`]).
 pub(super) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let before = settings.now - settings.lost_grace;
-    let volumes = volume::Entity::find()
-        .filter(Expr::cust(UNNOTICED))
-        .filter(Expr::cust(marks::without("volumes")))
+    let mut volumes = volume::Entity::find()
+        .filter(Expr::cust("loss_noticed = FALSE"))
         .filter(volume::Column::LostAt.lte(before.0))
         .order_by_asc(volume::Column::LostAt)
         .limit(settings.batch)
@@ -37,7 +32,7 @@ pub(super) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Re
         .all(txn)
         .await?;
     let containers = container::Entity::find()
-        .filter(Expr::cust(UNNOTICED))
+        .filter(Expr::cust("state = 'lost' AND loss_noticed = FALSE"))
         .filter(container::Column::LostAt.lte(before.0))
         .order_by_asc(container::Column::LostAt)
         .limit(settings.batch)
@@ -57,8 +52,13 @@ pub(super) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Re
         .filter(container::Column::Handle.is_in(containers.iter().map(|row| row.handle)))
         .exec(txn)
         .await?;
+    // Whoever takes back a mark locks the row.
+    marks::show(txn, &mut volumes).await?;
+    volumes.retain(|row| row.state == State::Lost);
     let lost: Vec<_> = containers.iter().map(Lost::from).chain(volumes.iter().map(Lost::from)).collect();
-    tracing::warn!(containers = containers.len(), volumes = volumes.len(), "lost");
+    if !lost.is_empty() {
+        tracing::warn!(containers = containers.len(), volumes = volumes.len(), "lost");
+    }
     losses::append(txn, &lost, settings.now).await?;
     Ok(Batch { looked: true, ..Batch::default() })
 }

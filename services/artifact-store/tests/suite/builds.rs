@@ -14,6 +14,7 @@ on_both_databases! {
     the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_reported,
     a_build_that_its_caller_ends_stays_ended,
     a_caller_s_clock_ends_nothing_in_the_future,
+    a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job,
     a_build_whose_workload_failed_waits_for_the_next_of_its_job,
     several_builds_own_an_artifact_and_the_last_one_decides,
 }
@@ -228,6 +229,32 @@ async fn a_caller_s_clock_ends_nothing_in_the_future(database: TestDatabase) {
         suite.clock.advance(SECOND);
         assert!(!lives(&suite, artifact).await, "build {number} has let go");
     }
+    suite.stop().await;
+}
+
+async fn a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job(database: TestDatabase) {
+    const KEEP: Duration = Duration::from_secs(300);
+    const SECOND: Duration = Duration::from_secs(1);
+    let suite = Suite::start_with(database, |config| config.default_keep = KEEP).await;
+    let gateway = suite.gateway().await;
+    let mut made = Vec::new();
+    for (content, (job, keep)) in (1..).zip([("", None), ("job", None), ("", Some(Duration::ZERO))]) {
+        let build = BuildId::new();
+        let mut request = of_job(build, job, u64::from(!job.is_empty()), BuildStatus::Unspecified);
+        request.keep = keep.map(rpc::duration);
+        put(&suite, request.clone()).await.expect("put");
+        let (artifact, _) = suite.upload(&gateway, Some(build), content).await.expect("uploaded");
+        request.status = BuildStatus::Succeeded.into();
+        put(&suite, request).await.expect("ended");
+        made.push(artifact);
+    }
+    let [without_job, of_job, says_so] = made[..] else { panic!("three were made") };
+    assert!(!lives(&suite, of_job).await, "one of a job keeps nothing by itself");
+    assert!(!lives(&suite, says_so).await, "it said that it keeps nothing");
+    suite.clock.advance(KEEP - SECOND);
+    assert!(lives(&suite, without_job).await, "it keeps for a second more");
+    suite.clock.advance(SECOND);
+    assert!(!lives(&suite, without_job).await, "it has let go");
     suite.stop().await;
 }
 

@@ -6,19 +6,24 @@ use domain::{ArtifactId, AttemptId, BuildId, TransferId, WorkerId, WorkloadId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::{DryRun, InventoryState, PlanOutcome};
 use rpc::{Reason, Refusal};
+use sea_orm::{ConnectionTrait, Statement};
 use testing::databases::TestDatabase;
 use tonic::Streaming;
 
-use crate::{Answer, Gateway, PATIENCE, Suite, TEAM, assert_refused, digest, input, on_both_databases};
+use crate::{
+    Answer, Gateway, PATIENCE, Suite, TEAM, Tables, assert_refused, digest, input, on_both_databases, output,
+};
 
 on_both_databases! {
     what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_on_it,
     what_is_found_again_within_the_grace_was_not_lost,
+    what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it_comes_back,
     whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot,
     what_was_lost_in_one_place_is_read_from_another,
     what_would_be_lost_with_some_workers_is_listed,
     a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten,
     what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left,
+    an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer,
     losses_are_told_in_their_order_however_many_come_at_once,
 }
 
@@ -163,6 +168,63 @@ async fn what_is_found_again_within_the_grace_was_not_lost(database: TestDatabas
     let told = [watcher.next().await, watcher.next().await, watcher.next().await];
     assert_eq!(told.map(|told| told.revision), [2, 3, 4], "each of the three, once, and none before");
     assert_eq!(Watcher::after(&suite, 3).await.next().await.volume_handle, third);
+    suite.stop().await;
+}
+
+/// How many volumes are lost that nobody looked at, garbage or not.
+async fn unnoticed(suite: &Suite) -> i64 {
+    let connection = sea_orm::Database::connect(suite.url()).await.expect("the database");
+    let sql = "SELECT COUNT(*) AS n FROM volumes WHERE lost_at IS NOT NULL AND loss_noticed = FALSE";
+    let asked = Statement::from_string(connection.get_database_backend(), sql);
+    let row = connection.query_one_raw(asked).await.expect("asked").expect("a row");
+    connection.close().await.expect("closed");
+    row.try_get("", "n").expect("a number")
+}
+
+async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it_comes_back(
+    database: TestDatabase,
+) {
+    let suite = Suite::start_with(database, |config| config.tombstone = 10 * GRACE).await;
+    let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
+    let build = BuildId::new();
+    suite.put_build(build, WorkloadId::new(), None).await.expect("a build");
+    let (artifact, lost) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    let left = copy(&suite, &elsewhere, artifact, 1).await;
+    let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+    let needs = [output("out", workload.output_artifact("out"))];
+    gateway.prepare(workload, attempt, &needs).await.expect("prepared");
+    gateway.prepared(attempt).await.expect("recorded");
+    assert_eq!(gateway.report(&[], &[]).await.expect("reported").lost, 3);
+    // One goes with its artifact, the other for a reason of its own.
+    suite.delete_build(build).await.expect("deleted");
+    suite.end_attempt(workload, attempt).await.expect("ended");
+    suite.collect(DryRun::Off).await;
+    for volume in suite.volumes().await {
+        assert_eq!(volume.state(), InventoryState::Destroying, "{volume:?}");
+    }
+    assert_eq!(unnoticed(&suite).await, 2);
+    notice(&suite).await;
+    assert_eq!(unnoticed(&suite).await, 0);
+
+    let request = pb::UndeleteRequest {
+        team: TEAM.to_owned(),
+        artifact_id: artifact.to_string(),
+        ..pb::UndeleteRequest::default()
+    };
+    suite.artifacts().undelete(request).await.expect("there is another replica");
+    assert_eq!(suite.volume_state(&lost).await, Some(InventoryState::Lost));
+    for _ in 0..2 {
+        suite.collect(DryRun::Off).await;
+    }
+    let mut watcher = Watcher::after(&suite, 0).await;
+    let told = watcher.next().await;
+    assert_eq!((told.revision, &told.volume_handle), (1, &lost), "nobody was told of garbage");
+    assert_eq!(unnoticed(&suite).await, 0);
+    // The next is the next: it was told once.
+    elsewhere.report(&[], &[]).await.expect("reported");
+    notice(&suite).await;
+    let next = watcher.next().await;
+    assert_eq!((next.revision, next.volume_handle), (2, left));
     suite.stop().await;
 }
 
@@ -329,6 +391,32 @@ async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database
     let reported = reported.expect("reported");
     assert_eq!(reported.unknown_volume_handles, [replica]);
     assert_eq!(reported.unknown_container_handles, [planned.container_handle]);
+    suite.stop().await;
+}
+
+async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let (gateway, other) = (suite.gateway().await, suite.gateway().await);
+    for gateway in [&gateway, &other] {
+        let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
+        let needs = [output("out", workload.output_artifact("out"))];
+        gateway.prepare(workload, attempt, &needs).await.expect("prepared");
+        gateway.prepared(attempt).await.expect("recorded");
+        suite.settle(workload, None, &[], None).await.expect("settled");
+    }
+    let remembered = async || {
+        let rows = Tables::open(&suite.url()).await.rows().await;
+        rows.iter().filter(|row| row.starts_with("attempts: ")).count()
+    };
+    // All that is left of them waits to be destroyed.
+    suite.clock.advance(Duration::from_secs(25 * 3600));
+    for _ in 0..2 {
+        suite.collect(DryRun::Off).await;
+        assert_eq!(remembered().await, 2);
+    }
+    forget(&suite, gateway.worker, false).await.expect("nothing there is kept");
+    suite.collect(DryRun::Off).await;
+    assert_eq!(remembered().await, 1, "the one on the other worker waits");
     suite.stop().await;
 }
 
