@@ -703,13 +703,13 @@ pub(crate) struct UpArgs {
     /// The name of the worker given by --garden, unique in the cluster
     #[arg(long, value_name = "NAME", requires = "garden", default_value = "garden")]
     pub(crate) garden_name: String,
-    /// Its platform. Default: linux
+    /// The platform of the worker given by --garden. Default: linux
     #[arg(long, value_name = "PLATFORM", requires = "garden")]
     pub(crate) garden_platform: Option<String>,
-    /// A tag of it, may be repeated. With some, it takes only workloads with tags
+    /// A tag of the worker given by --garden, may be repeated. With some, it takes only workloads with tags
     #[arg(long = "garden-tag", value_name = "TAG", requires = "garden")]
     pub(crate) garden_tags: Vec<String>,
-    /// The only team that may use it. Default: every team
+    /// The only team that may use the worker given by --garden. Default: every team
     #[arg(long, value_name = "TEAM", requires = "garden")]
     pub(crate) garden_team: Option<String>,
     /// Started by another command.

@@ -160,7 +160,7 @@ fn is_no_answer(error: &DbErr) -> bool {
 }
 
 /// Whether what was asked of a database failed for no fault of its own: nobody answered, or it was given up in favour of others as often as it
-/// was tried. What else is asked at that time fails, too.
+/// was tried. It may be another later.
 #[must_use]
 pub fn is_away(error: &DbErr) -> bool {
     is_no_answer(error) || is_transient(error)
