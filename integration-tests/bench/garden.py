@@ -72,12 +72,13 @@ def bench_garden(base, rounds, runs):
         with GardenServer(base) as server:
             lines += rows(REAL, *measure_garden(base, rounds, runs, server))
     text = [
-        "Each is a process of its own, over the same volume with the image. What ours adds is the way through the services (submit, prepare,",
+        "Each is a process of its own, over the same volume with the image. The lines with real containers say what a run costs beside bare calls;",
+        "on the server of the tests, which makes a container in no time, stands what ours adds, and little else. What ours adds is the way through the services (submit, prepare,",
         "start, finish), each of which writes to disk what it has promised, and on the wire the intent before the start, and the end of whatever",
         "the process left. It destroys containers five minutes after their ends, unless it is told otherwise; the first of the bare figures has",
-        "that in it. The server of the tests makes a container in no time. Real ones are made by runc behind the genuine Garden server library,",
+        "that in it. Real containers are made by runc behind the genuine Garden server library,",
         "in the way of guardian, with namespaces and cgroups of their own, but without seccomp, limits or a network beyond the loopback, on which",
         "a real worker spends time, too. Volumes are copies of the small image, on both.",
         "",
     ]
-    return [*table("`true` on a Concourse worker (the servers of the tests)", lines), *text]
+    return [*table("`true` on a Concourse worker (servers of ours that speak its wire)", lines), *text]
