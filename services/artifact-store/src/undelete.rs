@@ -4,8 +4,11 @@
 //! ([`crate::sweep`]) takes the worker's row as a writer, and whoever brings something back shares it, so one of them is first, and the
 //! other sees what it did. A report judges what came back only by a token that was minted after it.
 //!
+//! A replica that was dropped by name comes back only as the last resort: with an artifact of which nothing else has the bytes.
+//!
 //! The parent of a replica that comes back may be marked, too. It stays so and is not handed out, for it has a child that is not sweeping.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use domain::{ArtifactId, BuildId, Timestamp};
@@ -80,8 +83,8 @@ pub(crate) async fn undelete(
     Ok(())
 }
 
-/// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. Of
-/// one that is not deleted none is marked.
+/// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. What was dropped stays so
+/// while anything else has the bytes.
 async fn restore(
     txn: &DatabaseTransaction,
     row: &artifact::Model,
@@ -90,18 +93,24 @@ async fn restore(
     // In one statement: a report may find what is lost between two.
     let any = Condition::any().add(is_restorable(row)).add(volume::Column::State.eq(State::Lost));
     let mut replicas = complete_replicas(row).filter(any).lock_exclusive().all(txn).await?;
-    let are_lost = replicas.iter().all(|replica| replica.state == State::Lost);
-    if are_lost && !row.in_store {
+    let dropped: HashSet<_> = replicas.iter().filter(|it| is_dropped(it)).map(|it| it.handle).collect();
+    let bytes_are_there = row.in_store || replicas.iter().any(|it| it.state.is_present());
+    if !bytes_are_there && dropped.is_empty() {
         return Err(UndeleteError::BytesGone(id));
     }
     marks::show(txn, &mut replicas).await?;
-    let marked = replicas.iter().filter(|replica| replica.state == State::Destroying);
+    let marked = replicas.iter().filter(|it| it.state == State::Destroying);
+    let marked = marked.filter(|it| !bytes_are_there || !dropped.contains(&it.handle));
     let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
     Ok(sweep::unmark_volumes(txn, &marked).await?)
 }
 
-/// The replicas with which a deleted artifact comes back: they hold its bytes, were there when they were marked, and nobody was told to
-/// destroy them.
+/// Whether a replica is marked for a reason of its own: its row says so.
+fn is_dropped(replica: &volume::Model) -> bool {
+    replica.state == State::Destroying
+}
+
+/// The replicas with which an artifact can come back: they hold its bytes, were there when they were marked, and nobody was told to destroy them.
 pub(crate) fn restorable(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
     complete_replicas(row).filter(is_restorable(row))
 }

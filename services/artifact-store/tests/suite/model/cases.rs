@@ -21,6 +21,7 @@ on_both_databases! {
     a_report_that_comes_after_a_new_incarnation,
     reports_that_come_in_another_order,
     what_is_made_after_it_was_forgotten,
+    a_dropped_replica_comes_back_as_the_last_resort,
 }
 
 /// How often something is tried that depends on timing.
@@ -213,6 +214,35 @@ async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
         BeginReport { worker: 0 },
         Report { worker: 0, which: 0, way: Once },
         Settle { workload: 1, attempt: 0, status: Aborted, outputs: NoOutput, build: None },
+    ]);
+    replay(database, &operations).await;
+}
+
+/// Found by seed 196401969570472.
+async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    let drop = |worker, force| Drop { artifact: Upload(0), worker, force };
+    let undelete = Undelete { artifact: Upload(0), owner: None, keep: 20 };
+    operations.extend([drop(0, true), undelete.clone(), Collect]);
+    // Of two the one that was not dropped is enough.
+    operations.extend([
+        Plan { transfer: 1, artifact: Upload(0), worker: 1, make: Now },
+        Arrive { transfer: 1, content: 1 },
+        drop(0, false),
+        undelete.clone(),
+        Collect,
+        Sweep { worker: 0, destroy: true },
+    ]);
+    // It was deleted besides, and comes back with what was dropped.
+    operations.extend([
+        drop(1, true),
+        DeleteBuild { build: 0 },
+        Advance { seconds: 30 },
+        Collect,
+        undelete,
+        Collect,
     ]);
     replay(database, &operations).await;
 }

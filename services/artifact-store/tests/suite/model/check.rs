@@ -131,7 +131,9 @@ fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
         let mut there = false;
         for (id, volume) in of_artifact {
             let goes_on = view.volumes.get(id).is_some_and(|seen| !is_marked(seen.state));
-            volume.revoked |= !goes_on;
+            // One that was dropped may be the last resort.
+            volume.revoked = !goes_on || (volume.revoked && !volume.dropped);
+            volume.dropped &= !goes_on;
             // The transfer that made it is over.
             volume.claimed_until = volume.claimed_until.map(|_| i64::MIN);
             if goes_on {

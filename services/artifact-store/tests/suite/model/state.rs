@@ -210,6 +210,8 @@ pub(crate) struct Volume {
     created: bool,
     /// It is garbage whatever it was made for.
     pub(crate) revoked: bool,
+    /// It is, for it was dropped: it may come back when nothing else has the bytes.
+    pub(crate) dropped: bool,
     pub(crate) on_disk: bool,
     /// It was made so late that the store may have forgotten it before.
     pub(crate) late: bool,

@@ -6,6 +6,7 @@ on_both_databases! {
     a_replica_goes_with_its_artifact_and_is_said_to,
     what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason,
     a_lost_replica_comes_back_as_lost_and_may_be_found,
+    what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes,
 }
 
 const WHY: &str = "its artifact is deleted";
@@ -85,5 +86,47 @@ async fn a_lost_replica_comes_back_as_lost_and_may_be_found(database: TestDataba
     assert_eq!(suite.volume_state(&copy).await, Some(InventoryState::Created));
     assert_eq!(suite.get(artifact).await.expect("there").replicas.len(), 2);
     assert_eq!(suite.collect(DryRun::Off).await, []);
+    suite.stop().await;
+}
+
+async fn what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes(database: TestDatabase) {
+    let suite = suite(database).await;
+    let (one, two) = (suite.gateway().await, suite.gateway().await);
+    let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
+    let copy = suite.plan(artifact, two.worker, TransferId::new()).await.expect("planned");
+    two.complete(&copy, digest(1)).await.expect("complete");
+    let drop = async |gateway: &Gateway| {
+        let request = pb::DropReplicaRequest {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            worker_id: gateway.worker.to_string(),
+            why: "it is in the way".to_owned(),
+            force: true,
+        };
+        suite.replicas().drop_replica(request).await.expect("dropped");
+    };
+    let found = |back: pb::Artifact| {
+        back.replicas.into_iter().map(|replica| replica.volume_handle).collect::<Vec<_>>()
+    };
+
+    drop(&two).await;
+    for deleted in [false, true] {
+        if deleted {
+            suite.clock.advance(13 * HOUR);
+            assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "the artifact, and what was not dropped");
+        }
+        let back = suite.undelete(artifact, None).await.expect("it is there");
+        assert_eq!(found(back), std::slice::from_ref(&replica));
+        assert_eq!(suite.volume_state(&copy).await, Some(InventoryState::Destroying));
+    }
+    drop(&one).await;
+    assert!(!suite.explain(artifact).await.expect("explained").bytes_lost, "they are there still");
+    let back = suite.undelete(artifact, None).await.expect("both are there still");
+    assert_eq!(found(back).len(), 2);
+    for (gateway, handle) in [(&one, &replica), (&two, &copy)] {
+        drop(gateway).await;
+        gateway.swept(&[], &[handle]).await;
+    }
+    assert_refused(suite.undelete(artifact, None).await, Reason::BytesGone);
     suite.stop().await;
 }

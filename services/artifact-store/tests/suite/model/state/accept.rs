@@ -231,6 +231,7 @@ impl State {
                     settled: false,
                     created: false,
                     revoked: false,
+                    dropped: false,
                     on_disk: false,
                     late: false,
                 };
@@ -475,6 +476,7 @@ impl State {
                 settled: false,
                 created: false,
                 revoked: false,
+                dropped: false,
                 on_disk: false,
                 late: false,
             };

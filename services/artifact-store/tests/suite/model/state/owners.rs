@@ -82,17 +82,19 @@ impl State {
         }
         must!(owner.is_none_or(|build| self.may_be_live(build)), "its owner has ended");
         let now = self.now;
+        let was_marked =
+            !kept || self.volumes.values().any(|volume| volume.is_of(artifact) && volume.dropped);
         let Some(record) = self.artifacts.get_mut(&artifact) else {
             return Err(Violation("it was never made".to_owned()));
         };
         must!(!record.gone || record.sealed.is_some(), "it came back, and was never sealed");
         record.restored = match record.gone {
             true => Some(Restored::Certainly),
-            false if kept => record.restored,
-            false => record.restored.or(Some(Restored::Perhaps)),
+            false if was_marked => record.restored.or(Some(Restored::Perhaps)),
+            false => record.restored,
         };
         record.gone = false;
-        record.came_back |= !kept;
+        record.came_back |= was_marked;
         match owner {
             Some(build) => {
                 record.owners.insert(build);
@@ -135,6 +137,7 @@ impl State {
         must!(force || !last, "it was the last that is kept");
         for volume in self.volumes.values_mut() {
             if volume.is_of(artifact) && volume.worker == worker && volume.is_replica() {
+                volume.dropped |= volume.complete.is_some() && !volume.revoked;
                 volume.revoked |= volume.complete.is_some();
             }
         }
