@@ -1,6 +1,6 @@
 //! The four services as processes of their own, on PostgreSQL.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -295,6 +295,14 @@ fn a_watched_cluster_is_shown_when_something_has_changed() {
     until("all is ready", &|seen| seen["workers"][0]["state"] == "running");
     let first = suite.succeed(&["run", "-d", "--", "sleep", "3600"]);
     until("one runs", &|seen| seen["workloads"]["running"] == 1);
+    wait_for("a worker with its load", || {
+        let text = suite.succeed(&["status"]);
+        let mut lines = text.lines().map(cells);
+        let shown: HashMap<_, _> = lines.next()?.into_iter().zip(lines.next()?).collect();
+        let is = |column: &str, value: &str| shown.get(column) == Some(&value);
+        let free = shown.get("FREE DISK").is_some_and(|free| !free.starts_with("0 B"));
+        (is("TASKS", "1 of 1") && is("CONTAINERS", "1") && is("VOLUMES", "1") && free).then_some(())
+    });
     let second = suite.succeed(&["run", "-d", "--", "true"]);
     let seen = until("one waits", &|seen| seen["queue"][0]["waiting_for"][0].is_string());
     assert_eq!(seen["queue"][0]["workload_id"], second.trim(), "{seen}");
@@ -321,4 +329,9 @@ fn a_watched_cluster_is_shown_when_something_has_changed() {
     until("all is seen again", &|seen| seen["unseen"] == Value::Array(Vec::new()));
     send(&watch, libc::SIGINT);
     assert_eq!(watch.wait().expect("ended").code(), Some(130));
+}
+
+/// What stands in the columns of a line.
+fn cells(line: &str) -> Vec<&str> {
+    line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect()
 }

@@ -400,21 +400,21 @@ fn main_job(scene: &Scene) {
     assert!(fs::read(out.join("twice")).expect("brought back") == [bytes.as_slice(), &bytes].concat());
 }
 
-/// Once nobody keeps anything: no row, no file, no mount, no process, no control group; of the worker that is `gone`, rows that are marked.
+/// Once nobody keeps anything, and the worker that is `gone` is said to be: no row, no file, no mount, no process, no control group.
 fn nothing_is_left(scene: &Scene, gone: usize) {
     scene.let_go();
-    let id_of_gone = scene.worker_id(gone);
+    // By nobody's force: nothing that is kept was only there.
+    wait_for("the worker that is gone is forgotten", || {
+        let pruned = scene.suite.gantry(&["prune", &format!("worker-{gone}")]).output().expect("gantry runs");
+        pruned.status.success().then_some(())
+    });
     let mut left = Vec::new();
     let deadline = std::time::Instant::now() + Duration::from_secs(120);
     loop {
         left.clear();
         for kind in ["artifacts", "volumes", "containers"] {
-            // A tombstone lets people ask what became of an artifact; it goes by itself. What the one that is gone held is marked, and
-            // nobody is there to say that it was destroyed.
-            let live = |row: &Value| match kind {
-                "artifacts" => row["state"] != "deleting",
-                _ => row["worker_id"] != id_of_gone || row["state"] != "destroying",
-            };
+            // A tombstone lets people ask what became of an artifact; it goes by itself.
+            let live = |row: &Value| kind != "artifacts" || row["state"] != "deleting";
             left.extend(scene.list(kind).into_iter().filter(live).map(|row| format!("{kind} {row}")));
         }
         for index in (0..SHAPE.gateways).filter(|index| *index != gone) {

@@ -97,7 +97,11 @@ impl ListenArgs {
             Some(address) => {
                 let bound = TcpListener::bind(address).await;
                 let bound = bound.with_context(|| format!("cannot serve metrics on {address}"))?;
-                tracing::info!(endpoint = %bound.local_addr()?, "metrics");
+                let address = bound.local_addr()?;
+                tracing::info!(endpoint = %address, "metrics");
+                if !address.ip().is_loopback() {
+                    tracing::warn!("INSECURE: whoever reaches {address} reads the metrics");
+                }
                 Some(bound)
             }
             None => None,
