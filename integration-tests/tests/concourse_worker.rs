@@ -1,7 +1,7 @@
 //! The main job on a Concourse worker: the servers are those of the tests, everything else is the suite.
 
 use std::fs;
-use std::io::{BufRead, Read};
+use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -165,16 +165,67 @@ fn a_run_on_a_concourse_worker_ends_when_it_is_asked_to() {
     }
     for kind in EVERY {
         let suite = Suite::new(kind);
-        let (mut run, mut stdout) =
-            started(suite.cluster.gantry(suite.job(&[], "echo ready; exec sleep 1000")));
-        send(&run, libc::SIGTERM);
-        let mut rest = String::new();
-        stdout.read_line(&mut rest).expect("text");
-        assert!(run.wait().expect("wait").code().is_some_and(|code| code != 0), "{kind:?}");
-        wait_for("the end of what ran", || {
-            let list = suite.cluster.list("workloads");
-            list.iter().all(|workload| workload["state"] == "finished").then_some(())
-        });
+        let ended = |script: &str| {
+            let (run, mut stdout) = started(suite.cluster.gantry(suite.job(&[], script)));
+            send(&run, libc::SIGTERM);
+            let mut rest = String::new();
+            stdout.read_to_string(&mut rest).expect("text");
+            let output = run.wait_with_output().expect("gantry ends");
+            assert_eq!(code(&output), 143, "{kind:?}: {}", describe(&output));
+            let workload = wait_for("the end of what ran", || {
+                let list = suite.cluster.list("workloads");
+                let over = list.iter().all(|workload| workload["state"] == "finished");
+                list.into_iter().max_by_key(|one| one["submitted_at"].to_string()).filter(|_| over)
+            });
+            assert_eq!(workload["outcome"], "aborted", "{kind:?}: {workload}");
+            (rest, workload["exit"]["code"].clone())
+        };
+        let houdini = kind.0 == Manner::Houdini;
+        // One that knows what to do about it does that, and says what it has to say.
+        let (said, exit) =
+            ended("trap 'echo stopping; exit 5' TERM; echo ready; while :; do sleep 0.05; done");
+        assert!(said == "stopping\n" || (houdini && said.is_empty()), "{kind:?}: {said:?}");
+        assert_eq!(exit, 5, "{kind:?}: it was asked, not killed");
+        // Of another one the worker says which signal it was, as far as it says it.
+        let (said, exit) = ended("echo ready; exec sleep 1000");
+        assert_eq!((said.as_str(), exit), ("", if houdini { 255 } else { 143 }.into()), "{kind:?}");
+    }
+}
+
+#[test]
+fn an_image_says_as_whom_its_processes_run_on_a_concourse_worker() {
+    if !may_run_containers() {
+        return;
+    }
+    for kind in [EVERY[0], EVERY[1]] {
+        let suite = Suite::new(kind);
+        let cluster = &suite.cluster;
+        let image = |name: &str, user: &str| {
+            make_image(&cluster.path(name));
+            let users = "root:x:0:0::/root:/bin/sh\nann:x:4242:4243::/home/ann:/bin/sh\n";
+            write(&cluster.path(name).join("rootfs/etc/passwd"), users);
+            let metadata = serde_json::json!({ "env": ["OF=the image"], "user": user });
+            write(&cluster.path(name).join("metadata.json"), metadata.to_string());
+            format!("artifact:{}", cluster.upload(name))
+        };
+        let run = |image: &str, more: &[&str]| {
+            let run = ["run", "--tag", "garden", "--image", image];
+            let script = "id -u; id -g; echo $HOME, $USER, $OF";
+            cluster.output([&run[..], more, &["--", "sh", "-c", script]].concat())
+        };
+        let of_ann = image("of-ann", "ann");
+        for (more, expected) in [
+            (&[][..], "4242\n4243\n/home/ann, ann, the image\n"),
+            (&["--user", "root"], "0\n0\n/root, root, the image\n"),
+            (&["--user", "7:8"], "7\n8\n/, 7:8, the image\n"),
+        ] {
+            let output = run(&of_ann, more);
+            assert_eq!(code(&output), 0, "{kind:?} {more:?}: {}", describe(&output));
+            assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{kind:?} {more:?}");
+        }
+        let output = run(&image("of-nobody", "gantry-nobody"), &[]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(code(&output) == 125 && said.contains("USER_NOT_FOUND"), "{kind:?}: {}", describe(&output));
     }
 }
 

@@ -8,6 +8,7 @@ use tokio::io::AsyncReadExt;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::io::StreamReader;
+use transfer::Nameless;
 
 /// Bytes, or the end. A sender that goes away before the end is an error to who reads.
 pub(crate) type Piece = Option<Bytes>;
@@ -113,23 +114,24 @@ impl Read for Arriving {
     }
 }
 
-/// Passes on what is read through it, each piece only when the next is asked for: by then whoever reads has judged it.
+/// Passes on what is read through it, each piece only when the next is asked for: by then whoever reads has judged it. Names of users and
+/// groups stay behind: another machine would take them for its own.
 pub(crate) struct Tee<R> {
     source: R,
-    out: Outlet,
+    out: Nameless<Outlet>,
     held: Vec<u8>,
 }
 
 impl<R> Tee<R> {
     /// Passes what `source` yields on to `out`.
     pub(crate) fn new(source: R, out: Outlet) -> Self {
-        Self { source, out, held: Vec::new() }
+        Self { source, out: Nameless::new(out), held: Vec::new() }
     }
 
     /// Passes on what is left, and the end.
     pub(crate) fn end(mut self) -> io::Result<()> {
         self.out.write_all(&self.held)?;
-        self.out.end()
+        self.out.finish()?.end()
     }
 }
 

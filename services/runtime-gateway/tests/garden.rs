@@ -7,6 +7,7 @@ mod garden {
     mod genuine;
     mod standby;
     pub(crate) mod subject;
+    mod traps;
     mod volumes;
 }
 

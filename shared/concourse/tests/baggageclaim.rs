@@ -1,6 +1,7 @@
 //! The client, against a server with the quirks of the genuine one.
 
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -10,6 +11,9 @@ use gantry_concourse::baggageclaim::{
 };
 use testing::baggageclaim::{Driver, Faults, Server};
 use tokio::io::AsyncReadExt as _;
+
+/// Who is root in unprivileged volumes, outside of them.
+const MAPPED_ROOT: u32 = 4_294_967_294;
 
 fn client(server: &Server) -> Client {
     Client::new(&server.address().to_string(), Timeouts::default())
@@ -396,6 +400,48 @@ async fn properties_and_privilege() {
 
     client.destroy_many(&[one.clone(), handle("unknown")]).await.expect("destroyed");
     assert!(matches!(client.destroy(&one).await, Err(Error::NotFound)));
+}
+
+/// Whose a file is, on the disk.
+fn owner(path: &Path) -> (u32, u32) {
+    let metadata = path.symlink_metadata().expect("it is there");
+    (metadata.uid(), metadata.gid())
+}
+
+#[tokio::test]
+async fn a_volume_is_given_to_a_user_and_a_group_together() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return;
+    }
+    let server = Server::with_ids(Driver::Overlay).await;
+    let client = client(&server);
+    let parent = empty(&client, "parent").await;
+    fill(&client, &parent, Encoding::Raw, b"contents").await.expect("unpacked");
+    // Root of a container is another one outside of it.
+    for (name, given, on_disk) in [
+        ("user", (1000, 2000), (1000, 2000)),
+        ("root", (0, 0), (MAPPED_ROOT, MAPPED_ROOT)),
+        ("both", (0, 50), (MAPPED_ROOT, 50)),
+    ] {
+        let strategy = Strategy::Cow { volume: parent.clone() };
+        let request = VolumeRequest { owner: Some(given), ..VolumeRequest::new(handle(name), strategy) };
+        client.create(&request).await.expect("a volume");
+        for path in [server.path(name), server.path(name).join("file")] {
+            assert_eq!(owner(&path), on_disk, "{name}: {path:?}");
+        }
+        let asked = server.creations().pop().expect("a creation");
+        assert_eq!(
+            (asked["uid"].as_u64(), asked["gid"].as_u64()),
+            (Some(given.0.into()), Some(given.1.into()))
+        );
+        // What comes later belongs to whom its archive says, for nobody remembers.
+        fill(&client, &handle(name), Encoding::Raw, b"later").await.expect("unpacked");
+        assert_eq!(owner(&server.path(name).join("file")), (MAPPED_ROOT, MAPPED_ROOT), "{name}");
+    }
+    empty(&client, "plain").await;
+    let asked = server.creations().pop().expect("a creation");
+    assert!(asked.get("uid").is_none() && asked.get("gid").is_none(), "neither alone: {asked}");
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use gantry_concourse::garden::{
     Client, ContainerSpec, ControlError, Error, Exit, Process, ProcessSpec, Settings, Signal, Tty, WaitError,
     WindowSize,
 };
-use testing::garden::{Break, Fault, Manner, Server};
+use testing::garden::{Break, Fault, Manner, Server, Times};
 use tokio::io::AsyncReadExt;
 
 const ALL: [Manner; 3] = [Manner::Containerd, Manner::Guardian, Manner::Houdini];
@@ -350,6 +350,67 @@ async fn a_wait_that_failed_at_the_worker_is_told_in_its_words() {
     server.break_attachments(Break::Fail("no such shim"));
     let error = process.wait().await.unwrap_err();
     assert!(matches!(&error, WaitError::Failed(words) if words == "no such shim"), "{error:?}");
+}
+
+#[tokio::test]
+async fn names_that_some_kind_of_worker_does_not_take_are_not_sent() {
+    let (server, client) = with_container(Manner::Guardian).await;
+    let before = server.requests().len();
+    let long = "x".repeat(77);
+    for name in [long.as_str(), "a..b", "-a", "a-", "a b", "a/b"] {
+        let spec =
+            ContainerSpec { handle: name.into(), rootfs: "raw:///nowhere".into(), ..Default::default() };
+        assert!(matches!(client.create(&spec).await, Err(Error::Refused(_))), "{name}");
+        let run = client.run("c", &shell(name, "true")).await.err();
+        assert!(matches!(run, Some(Error::Refused(_))), "{name}: {run:?}");
+    }
+    let key = "k".repeat(2049);
+    assert!(matches!(client.set_property("c", &key, "value").await, Err(Error::Refused(_))));
+    let spec = ContainerSpec {
+        handle: "d".into(),
+        rootfs: "raw:///nowhere".into(),
+        properties: BTreeMap::from([(key, "value".into())]),
+        ..Default::default()
+    };
+    assert!(matches!(client.create(&spec).await, Err(Error::Refused(_))));
+    assert_eq!(server.requests().len(), before);
+
+    // What is as long as can be is taken by the strictest.
+    let (_server, client) = with_container(Manner::Containerd).await;
+    let (name, key) = ("x".repeat(76), "k".repeat(2048));
+    let spec = ContainerSpec {
+        handle: name.clone(),
+        rootfs: "raw:///nowhere".into(),
+        properties: BTreeMap::from([(key.clone(), "value".into())]),
+        ..Default::default()
+    };
+    assert_eq!(client.create(&spec).await.unwrap(), name);
+    client.set_property(&name, &key, &"v".repeat(100_000)).await.unwrap();
+    assert_eq!(client.run(&name, &shell(&name, "exit 3")).await.unwrap().wait().await.unwrap().status, 3);
+}
+
+#[tokio::test]
+async fn an_end_that_the_worker_has_not_learned_and_a_stop_in_vain_are_told() {
+    let times = Times { stop: Duration::from_millis(50), ..Times::default() };
+    let server = Server::with_times(Manner::Containerd, times);
+    let client = client(&server);
+    let spec = ContainerSpec { handle: "c".into(), rootfs: "raw:///nowhere".into(), ..Default::default() };
+    client.create(&spec).await.unwrap();
+    server.hold_ended(true);
+    let mut process = client.run("c", &shell("p", "exit 3")).await.unwrap();
+    while server.held() == 0 {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    let error = client.attach("c", "p").await.unwrap_err();
+    let text = "proc not running: status = stopped";
+    assert!(matches!(&error, Error::EndedUnreaped(message) if message == text), "{error:?}");
+    for kill in [false, true] {
+        let error = client.stop("c", kill).await.unwrap_err();
+        assert!(matches!(error, Error::DoesNotEnd(_)), "{error:?}");
+    }
+    server.hold_ended(false);
+    assert_eq!(process.wait().await.unwrap().status, 3);
+    client.stop("c", true).await.unwrap();
 }
 
 #[tokio::test]

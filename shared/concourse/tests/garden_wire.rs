@@ -237,3 +237,40 @@ fn an_expired_grace_time_destroys_and_calls_put_it_off() {
     // An attachment keeps it.
     assert!(main.until("\n").contains("\"exit_status\":7"));
 }
+
+/// What an ordinary request is answered, from the error's text on.
+fn refused(server: &Server, line: &str, body: &str) -> String {
+    let mut raw = Raw::connect(server);
+    raw.request(line, body);
+    assert!(raw.head().starts_with("HTTP/1.1 500 Internal Server Error\r\n"), "{line}");
+    raw.until("\n")
+}
+
+#[test]
+fn containerd_takes_names_of_its_own_form_only() {
+    let server = with_container(Manner::Containerd);
+    let long = "x".repeat(77);
+    for name in [long.as_str(), "a..b", "-a", "a b"] {
+        let create = format!("{{\"handle\":\"{name}\",\"rootfs\":\"raw:///nowhere\"}}");
+        assert!(refused(&server, "POST /containers", &create).contains("invalid argument"), "{name}");
+        let run = format!("{{\"id\":\"{name}\",\"path\":\"true\"}}");
+        assert!(refused(&server, "POST /containers/c-42/processes", &run).contains("invalid argument"));
+    }
+    let key = format!("PUT /containers/c-42/properties/{}", "k".repeat(2049));
+    assert!(refused(&server, &key, "{\"value\":\"v\"}").contains("is too long"));
+}
+
+#[test]
+fn what_has_ended_and_is_not_reaped_is_neither_attached_to_nor_stopped() {
+    let times = Times { stop: Duration::from_millis(50), ..Times::default() };
+    let server = with_times(Manner::Containerd, times);
+    server.hold_ended(true);
+    let _main = waiting(&server, "exit 3");
+    while server.held() == 0 {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let attach = refused(&server, "GET /containers/c-42/processes/p1", "");
+    assert!(attach.contains("\"Message\":\"proc not running: status = stopped\""), "{attach}");
+    let stop = refused(&server, "PUT /containers/c-42/stop", "{\"kill\":true}");
+    assert!(stop.contains("grace period timeout\""), "{stop}");
+}

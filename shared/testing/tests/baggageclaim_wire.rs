@@ -138,6 +138,60 @@ async fn a_property_of_a_volume_made_with_null_crashes_the_request() {
 }
 
 #[tokio::test]
+async fn owners_are_pairs_and_archives_have_the_ids_of_the_container() {
+    use std::os::unix::fs::{MetadataExt as _, chown};
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return;
+    }
+    const MAPPED_ROOT: u32 = 4_294_967_294;
+    let server = Server::with_ids(Driver::Naive).await;
+    let owner = |volume: &str, name: &str| {
+        let metadata = server.path(volume).join(name).symlink_metadata().expect("it is there");
+        (metadata.uid(), metadata.gid())
+    };
+    for (name, more, expected) in [
+        ("pair", r#","uid":7,"gid":8"#, (7, 8)),
+        ("user", r#","uid":7"#, (MAPPED_ROOT, MAPPED_ROOT)),
+        ("group", r#","gid":8"#, (MAPPED_ROOT, MAPPED_ROOT)),
+        ("neither", r#","uid":-1,"gid":8"#, (MAPPED_ROOT, MAPPED_ROOT)),
+        ("root", r#","uid":0,"gid":0"#, (MAPPED_ROOT, MAPPED_ROOT)),
+        ("host", r#","uid":0,"gid":0,"privileged":true"#, (0, 0)),
+    ] {
+        let json = format!(r#"{{"handle":"{name}","strategy":{{"type":"empty"}},"properties":{{}}{more}}}"#);
+        create(&server, &json).await;
+        assert_eq!(owner(name, ""), expected, "{name}");
+        let told = ask(&server, &format!("GET /volumes/{name}"), b"").await.expect("an answer");
+        assert!(!told.text().contains("uid"), "it is not remembered: {}", told.text());
+    }
+
+    // What root of a container wrote is root's in the archive; others are who they are.
+    let root = server.path("neither");
+    for (name, (uid, gid)) in [("root", (MAPPED_ROOT, MAPPED_ROOT)), ("user", (1000, 50))] {
+        std::fs::write(root.join(name), name).expect("write");
+        chown(root.join(name), Some(uid), Some(gid)).expect("change the owner");
+    }
+    let out = "PUT /volumes/neither/stream-out?path=.\nAccept-Encoding: raw";
+    let tar = ask(&server, out, b"").await.expect("an answer").body;
+    let ids = |name: &str| {
+        let at = tar.windows(name.len() + 1).position(|window| window == format!("{name}\0").as_bytes());
+        let head = &tar[at.expect("an entry")..];
+        [&head[108..115], &head[116..123], &head[265..266]]
+            .map(|field| String::from_utf8_lossy(field).into_owned())
+    };
+    assert_eq!(ids("./root"), ["0000000", "0000000", "\0"], "without names");
+    assert_eq!(ids("./user"), ["0001750", "0000062", "\0"]);
+    let into = "PUT /volumes/group/stream-in\nContent-Encoding: raw";
+    assert_eq!(ask(&server, into, &tar).await.expect("an answer").status, 204);
+    assert_eq!((owner("group", "root"), owner("group", "user")), ((MAPPED_ROOT, MAPPED_ROOT), (1000, 50)));
+    for (privileged, expected) in [(true, 0), (false, MAPPED_ROOT)] {
+        let body = format!(r#"{{"value":{privileged}}}"#);
+        answers(&server, "PUT /volumes/group/privileged", &body, 204, "").await;
+        assert_eq!((owner("group", "root").0, owner("group", "user").0), (expected, 1000));
+    }
+}
+
+#[tokio::test]
 async fn streams() {
     let server = Server::start(Driver::Naive).await;
     create(&server, r#"{"handle":"v","strategy":{"type":"empty"},"properties":{}}"#).await;

@@ -44,6 +44,7 @@
 //! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
 //! | pack and unpack tar archives | [`ArchiveWriter`], [`ArchiveReader`] |
 //! | pass one on, and know whether it was whole | [`ArchiveEnd`] |
+//! | pass one on without names of users and groups | [`Nameless`] |
 //! | pack a directory of a tree | [`Manifest::subtree`] |
 //! | clean up | [`remove_tree`] |
 //!
@@ -89,7 +90,7 @@ pub use scan::{
 pub use subtree::Subtree;
 pub use tar::{
     ArchiveEnd, ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, ArchivedExtent,
-    MAX_EXTENSION_BYTES, MAX_REGIONS, NoArchive,
+    MAX_EXTENSION_BYTES, MAX_REGIONS, Nameless, NoArchive,
 };
 pub use write::{
     LeftOut, LeftOutKind, TreeWriter, Trust, Verified, WriteError, WriteOptions, Written, WrittenOwnership,

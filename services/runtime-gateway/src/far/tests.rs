@@ -293,6 +293,35 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn names_in_an_archive_mean_nothing_on_another_machine() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return;
+    }
+    let mut store = Store::start().await;
+    let (machine, volume) = (FakeWorker::far(), VolumeHandle::new());
+    let worker = gateway(&machine, &store);
+    let directory = tempfile::tempdir().expect("a directory");
+    std::fs::write(directory.path().join("file"), "contents").expect("write");
+    // Where it was made, somebody else is called so.
+    let mut tar = std::process::Command::new("tar");
+    let tar = tar.args(["--owner=root:1234", "--group=root:2345", "-c", "-C"]).arg(directory.path()).arg(".");
+    let archive = tar.output().expect("tar").stdout;
+    let unpacking = unpack(&worker, volume, &archive, true);
+    let (unpacked, ()) = tokio::join!(unpacking, acknowledge(&mut store, volume));
+    unpacked.expect("the store has heard");
+    let runtime::Contents::Remote(remote) = worker.runtime.contents(volume).await.expect("the contents")
+    else {
+        panic!("it is near")
+    };
+    let found = scan(&remote).await.expect("it can be read");
+    for entry in found.entries() {
+        assert_eq!((entry.uid, entry.gid), (1234, 2345), "{:?}", entry.path());
+    }
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
     let mut store = Store::start().await;
     let directory = tempfile::tempdir().expect("a directory");

@@ -298,6 +298,7 @@ impl Worker {
             }
         }
         held(&self.containers).remove(&handle);
+        self.forget_found(handle).await;
         let gone: Vec<_> = {
             let mut processes = held(&self.processes);
             let ids: Vec<_> = processes

@@ -255,6 +255,12 @@ impl Worker {
 
     async fn look_for(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
         let term = self.term();
+        if let Some((handle, properties)) = self.found(id).await {
+            let made = self.properties_of(handle, &properties);
+            if let Some(made) = made.filter(|made| made.process == Some(id)) {
+                return self.adopt(handle, made, &properties, term).await;
+            }
+        }
         let wanted = BTreeMap::from([(marks::PROCESS.to_owned(), id.to_string())]);
         let listed = self.garden.list(&wanted).await;
         let listed = listed.map_err(|error| refusals::garden("list containers", error))?;
@@ -509,8 +515,9 @@ impl Worker {
     }
 
     /// Attaches to a process until the worker says something for certain. It is never run again.
-    async fn attach_again(&self, process: &Process, proven: bool, refused: Option<&Error>) -> Found {
-        let since = Instant::now();
+    async fn attach_again(&self, process: &Process, mut proven: bool, refused: Option<&Error>) -> Found {
+        // Since when the worker answers, and does not say it. While it cannot be reached, nobody loses patience.
+        let mut since = None;
         let mut pause = FIRST_PAUSE;
         loop {
             let handle = process.container.to_string();
@@ -520,6 +527,12 @@ impl Worker {
             };
             let reachable = !matches!(error, Error::Connection { .. } | Error::ServiceUnavailable(_));
             let missing = matches!(error, Error::ProcessNotFound(_) | Error::ContainerNotFound(_));
+            let ended = matches!(error, Error::EndedUnreaped(_));
+            if ended {
+                // Whatever was known of its start, it ran. How it ended the worker may learn in a moment.
+                proven = true;
+                process.enter(Phase::Started);
+            }
             if reachable && matches!(self.exists(process.container).await, Ok(false)) {
                 return Found::End(End::unknown(
                     FailureReason::ExitUnknown,
@@ -528,7 +541,7 @@ impl Worker {
             }
             match refused {
                 // The worker said that it did not run it, and has nothing of it.
-                Some(refused @ Error::Other { message, .. }) if missing => {
+                Some(refused @ Error::Other { message, .. }) if missing && !proven => {
                     return Found::End(End::not_started(refusals::reason(message), domain::chain(refused)));
                 }
                 _ => {}
@@ -537,8 +550,13 @@ impl Worker {
                 let message = format!("the worker has forgotten it: {}", domain::chain(&error));
                 return Found::End(End::unknown(FailureReason::ExitUnknown, message));
             }
-            let patience = if missing { self.config.start_patience } else { EXPLAIN };
-            if reachable && since.elapsed() > patience {
+            let patience = match (missing, ended) {
+                (true, _) => self.config.start_patience,
+                (_, true) => self.config.exit_patience,
+                (false, false) => EXPLAIN,
+            };
+            since = if reachable { since.or_else(|| Some(Instant::now())) } else { None };
+            if since.is_some_and(|since: Instant| since.elapsed() > patience) {
                 let (reason, what) = if proven {
                     (FailureReason::ExitUnknown, "the worker does not say how it ended")
                 } else {
@@ -659,8 +677,15 @@ impl Worker {
                     tokio::select! {
                         // The worker waits until they are gone; without KILL it takes that up by itself after ten seconds.
                         stopped = stop => {
-                            if let Err(error) = stopped {
-                                tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a stop failed");
+                            match stopped {
+                                Ok(()) => {}
+                                // Its slot stays taken. Whatever keeps it may be over later.
+                                Err(error @ Error::DoesNotEnd(_)) => {
+                                    tracing::warn!(process.id = %process.id, error = domain::chain(&error), "a process was killed and has not ended yet");
+                                }
+                                Err(error) => {
+                                    tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a stop failed");
+                                }
                             }
                         }
                         () = tokio::time::sleep_until(kill_at), if !kill => continue,

@@ -35,6 +35,7 @@ mod reader;
 mod refusals;
 mod remote;
 mod settings;
+mod survey;
 mod volumes;
 
 use std::collections::HashMap;
@@ -83,6 +84,8 @@ pub struct GardenConfig {
     pub encoding: Option<baggageclaim::Encoding>,
     /// How long a process may be unknown to the worker after a `Run` whose answer was lost.
     pub start_patience: Duration,
+    /// How long the worker may know that a process has ended, and not how, before that counts as unknown.
+    pub exit_patience: Duration,
     /// Of the Garden client.
     pub settings: garden::Settings,
     /// Of the Baggageclaim client.
@@ -119,6 +122,7 @@ impl GardenConfig {
             peer_to_peer: false,
             encoding: None,
             start_patience: seconds(20),
+            exit_patience: seconds(30),
             settings: garden::Settings { retry_for: seconds(30), ..garden::Settings::default() },
             timeouts: baggageclaim::Timeouts::default(),
         }
@@ -161,6 +165,8 @@ struct Worker {
     processes: Mutex<HashMap<AttemptId, Arc<Process>>>,
     /// Ends when another gateway takes over, and with it all that is known of processes until then.
     term: Mutex<CancellationToken>,
+    /// What was there when this gateway took the worker on.
+    found: tokio::sync::Mutex<survey::Found>,
     /// Volumes that are being made, each with its parent: the worker does not list them yet.
     creating: Mutex<HashMap<VolumeHandle, Option<VolumeHandle>>>,
     /// Volumes that were made here, as the worker told of them then, until a container is made with them: it is not asked again.
@@ -197,6 +203,7 @@ impl GardenRuntime {
             containers: Mutex::default(),
             processes: Mutex::default(),
             term: Mutex::default(),
+            found: tokio::sync::Mutex::default(),
             creating: Mutex::default(),
             fresh: Mutex::default(),
             tasks: TaskTracker::new(),

@@ -32,14 +32,17 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) async fn new(manner: Manner) -> Option<Self> {
-        let subject = GardenSubject::new(manner, Driver::Overlay).await?;
+        Some(Self::of(GardenSubject::new(manner, Driver::Overlay).await?).await)
+    }
+
+    pub(crate) async fn of(subject: GardenSubject) -> Self {
         let runtime = subject.runtime();
         let volume = runtime.volume().await;
         let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..on_root(&subject).await };
-        Some(Self { subject, runtime, volume, spec })
+        Self { subject, runtime, volume, spec }
     }
 
-    fn inject(&self, pattern: &str, fault: Fault) {
+    pub(crate) fn inject(&self, pattern: &str, fault: Fault) {
         self.subject.server().inject(pattern, fault);
     }
 
@@ -48,12 +51,12 @@ impl Bench {
         requests.iter().filter(|line| line.starts_with("POST") && line.ends_with("/processes")).count()
     }
 
-    async fn lines(&self) -> usize {
+    pub(crate) async fn lines(&self) -> usize {
         lines(&*self.runtime, self.volume, "file").await
     }
 }
 
-fn is_exit(ended: &Ended, code: u8) -> bool {
+pub(crate) fn is_exit(ended: &Ended, code: u8) -> bool {
     *ended == Ended::Exited { exit: domain::workload::Exit::Code(code), stopped: false }
 }
 

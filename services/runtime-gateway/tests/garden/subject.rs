@@ -71,22 +71,44 @@ impl GardenSubject {
             eprintln!("not applicable: this process is not root");
             return None;
         }
-        let times = Times { stop: Duration::from_secs(5), ..Times::default() };
-        Self::over(Garden::Ours(Server::with_times(manner, times)), driver).await
+        let volumes = baggageclaim::Server::start(driver).await;
+        Some(Self::over(Self::ours(manner, Duration::from_secs(5)), volumes).await)
+    }
+
+    fn ours(manner: Manner, stop: Duration) -> Garden {
+        Garden::Ours(Server::with_times(manner, Times { stop, ..Times::default() }))
+    }
+
+    /// A worker that soon gives up what it cannot stop.
+    pub(crate) async fn impatient(manner: Manner) -> Option<Self> {
+        let mut subject = Self::new(manner, Driver::Overlay).await?;
+        subject.garden = Self::ours(manner, Duration::from_millis(100));
+        subject.reopen().await;
+        Some(subject)
+    }
+
+    /// A worker whose volumes have the ids of unprivileged containers.
+    pub(crate) async fn with_ids() -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("not applicable: this process is not root");
+            return None;
+        }
+        let volumes = baggageclaim::Server::with_ids(Driver::Overlay).await;
+        Some(Self::over(Self::ours(Manner::Containerd, Duration::from_secs(5)), volumes).await)
     }
 
     /// Over the genuine server package.
     pub(crate) async fn genuine() -> Option<Self> {
-        Self::over(Garden::Genuine(super::genuine::Server::start()?), Driver::Overlay).await
+        let garden = Garden::Genuine(super::genuine::Server::start()?);
+        Some(Self::over(garden, baggageclaim::Server::start(Driver::Overlay).await).await)
     }
 
-    async fn over(garden: Garden, driver: Driver) -> Option<Self> {
-        let volumes = baggageclaim::Server::start(driver).await;
+    async fn over(garden: Garden, volumes: baggageclaim::Server) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let runtime =
             GardenRuntime::open(config(&garden, &volumes, dir.path())).await.expect("open the runtime");
         let image = image(&*runtime).await;
-        Some(Self { runtime: Some(runtime), garden, volumes, dir, image, roots: Mutex::new(vec![image]) })
+        Self { runtime: Some(runtime), garden, volumes, dir, image, roots: Mutex::new(vec![image]) }
     }
 }
 

@@ -1,5 +1,7 @@
 //! Volumes of a worker: how their bytes travel, how they are made and destroyed, and whose ids are in them.
 
+use std::collections::BTreeMap;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, lchown, symlink};
 use std::path::{Path, PathBuf};
 
 use concourse::baggageclaim::{Client, Encoding, Handle, Timeouts};
@@ -10,8 +12,10 @@ use testing::baggageclaim::{Faults, Server};
 use testing::conformance::{RuntimeExt, get, in_time, mount, put};
 use testing::garden::Manner;
 use tokio::io::AsyncReadExt;
+use transfer::{ArchiveReader, Limits};
 
 use super::faults::Bench;
+use super::subject::GardenSubject;
 
 fn knowing(encodings: &[Encoding]) -> Faults {
     let words = encodings.iter().map(|encoding| encoding.as_str().to_owned());
@@ -197,4 +201,90 @@ async fn volumes_have_the_ids_that_their_container_has() {
         assert_eq!(asked(volumes, before, &switch), 1, "what has them already is left alone");
         runtime.destroy_container(handle).await.expect("destroy");
     }
+}
+
+/// Whose each file is, and its mode.
+type Owners = BTreeMap<PathBuf, (u32, u32, u32)>;
+
+/// What a manifest made from an archive says.
+fn owners_in(archive: &[u8]) -> Owners {
+    let manifest = ArchiveReader::new(archive).read(Limits::default(), |_| Ok(())).expect("an archive");
+    manifest
+        .entries()
+        .iter()
+        .map(|entry| (entry.path().to_owned(), (entry.uid, entry.gid, entry.mode)))
+        .collect()
+}
+
+async fn owners_of(runtime: &dyn Runtime, volume: VolumeHandle) -> Owners {
+    let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
+        panic!("it is near")
+    };
+    let mut archive = Vec::new();
+    let mut read = remote.read(Path::new("")).await.expect("an archive");
+    read.read_to_end(&mut archive).await.expect("a whole archive");
+    owners_in(&archive)
+}
+
+/// Who is root of an unprivileged container, outside of it.
+const MAPPED_ROOT: u32 = 4_294_967_294;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_belong_in_archives_to_whom_they_belong_in_containers() {
+    let Some(subject) = GardenSubject::with_ids().await else { return };
+    let bench = Bench::of(subject).await;
+    let (runtime, volumes, volume) = (&bench.runtime, &bench.subject.volumes, bench.volume);
+    let tree = tempfile::tempdir().expect("a directory");
+    std::fs::create_dir(tree.path().join("below")).expect("make");
+    symlink("root", tree.path().join("link")).expect("a link");
+    let files = [("root", (0, 0), 0o4755), ("mixed", (0, 50), 0o640), ("below/user", (1000, 2000), 0o600)];
+    for (name, (uid, gid), mode) in files {
+        let path = tree.path().join(name);
+        std::fs::write(&path, name).expect("write");
+        lchown(&path, Some(uid), Some(gid)).expect("change the owner");
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).expect("permit");
+    }
+    let tar = std::process::Command::new("tar").arg("-c").arg("-C").arg(tree.path()).arg(".").output();
+    let archive = tar.expect("tar is installed").stdout;
+    let mut expected = owners_in(&archive);
+    assert_eq!(expected[Path::new("below/user")], (1000, 2000, 0o600));
+    let Contents::Remote(remote) = runtime.contents(volume).await.expect("the contents") else {
+        panic!("it is near")
+    };
+    remote.write(Path::new(""), Box::pin(std::io::Cursor::new(archive))).await.expect("unpack");
+
+    // Whatever is made of it is the same to a container, whoever it belongs to on the worker.
+    let (child, copy) = (runtime.child(volume).await, VolumeHandle::new());
+    runtime.create_volume(copy, VolumeSource::Copy { original: child }).await.expect("copy");
+    let on_disk = |volume: VolumeHandle, name: &str| {
+        let metadata = volumes.path(&volume.to_string()).join(name).symlink_metadata().expect("it is there");
+        (metadata.uid(), metadata.gid())
+    };
+    for volume in [volume, child, copy] {
+        assert_eq!(owners_of(&**runtime, volume).await, expected);
+        let root = [on_disk(volume, "root"), on_disk(volume, "link"), on_disk(volume, "")];
+        assert_eq!(root, [(MAPPED_ROOT, MAPPED_ROOT); 3]);
+        assert_eq!(on_disk(volume, "mixed"), (MAPPED_ROOT, 50));
+        assert_eq!(on_disk(volume, "below/user"), (1000, 2000));
+    }
+    for privileged in [true, false] {
+        let spec = ContainerSpec { privileged, ..bench.spec.clone() };
+        let handle = runtime.made(spec).await;
+        assert_eq!(on_disk(volume, "root").0, if privileged { 0 } else { MAPPED_ROOT });
+        assert_eq!(owners_of(&**runtime, volume).await, expected, "privileged: {privileged}");
+        runtime.destroy_container(handle).await.expect("destroy");
+    }
+
+    // As root of a container does.
+    let path = volumes.path(&volume.to_string()).join("made");
+    std::fs::write(&path, "").expect("write");
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).expect("permit");
+    lchown(&path, Some(MAPPED_ROOT), Some(MAPPED_ROOT)).expect("change the owner");
+    expected.insert("made".into(), (0, 0, 0o644));
+    assert_eq!(owners_of(&**runtime, volume).await, expected);
+
+    // Nobody was given a volume: then all that is in it would be his.
+    let asked = volumes.creations();
+    let given = |asked: &serde_json::Value| asked.get("uid").is_some() || asked.get("gid").is_some();
+    assert!(!asked.is_empty() && !asked.iter().any(given), "{asked:?}");
 }

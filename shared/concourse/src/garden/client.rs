@@ -82,6 +82,27 @@ struct MetricsEntry {
     error: Option<ErrorBody>,
 }
 
+/// Most bytes of the name of a container or process that every kind of worker takes.
+const LONGEST_NAME: usize = 76;
+/// Most bytes of the name of a property that every kind of worker takes. Its value has no such limit.
+const LONGEST_KEY: usize = 2048;
+
+/// A name that every kind of worker takes: letters and digits, with single `-`, `_` or `.` between.
+fn named(name: &str) -> Result<(), Error> {
+    let plain = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    if name.len() > LONGEST_NAME || !name.split(['-', '_', '.']).all(plain) {
+        return Err(Error::Refused("a name that not every kind of worker takes"));
+    }
+    Ok(())
+}
+
+fn key(name: &str) -> Result<(), Error> {
+    if name.len() > LONGEST_KEY {
+        return Err(Error::Refused("the name of a property is too long for some kinds of workers"));
+    }
+    Ok(())
+}
+
 fn body(value: &impl serde::Serialize) -> Result<Option<Bytes>, Error> {
     let bytes = serde_json::to_vec(value).map_err(|error| Error::Protocol(error.to_string()))?;
     Ok(Some(bytes.into()))
@@ -115,7 +136,13 @@ impl Client {
     }
 
     /// Creates a container, and returns its handle. One that failed may exist all the same: destroy it.
+    ///
+    /// Names of it and of its properties that some kind of worker does not take are refused, and nothing is sent.
     pub async fn create(&self, spec: &ContainerSpec) -> Result<String, Error> {
+        if !spec.handle.is_empty() {
+            named(&spec.handle)?;
+        }
+        spec.properties.keys().try_for_each(|name| key(name))?;
         let created: Handle = self.read(Method::POST, "/containers".to_owned(), body(spec)?).await?;
         Ok(created.handle)
     }
@@ -167,7 +194,8 @@ impl Client {
         self.done(Method::DELETE, call::path(&["containers", handle])?, None).await
     }
 
-    /// Ends what was run in a container: with SIGTERM and after 10 s SIGKILL, or with SIGKILL at once. Returns when they are gone.
+    /// Ends what was run in a container: with SIGTERM and after 10 s SIGKILL, or with SIGKILL at once. Returns when they are gone, or fails with
+    /// [`Error::DoesNotEnd`] when they are not after 10 s more.
     pub async fn stop(&self, handle: &str, kill: bool) -> Result<(), Error> {
         let kill = body(&serde_json::json!({ "kill": kill }))?;
         self.done(Method::PUT, call::path(&["containers", handle, "stop"])?, kill).await
@@ -204,9 +232,10 @@ impl Client {
         }
     }
 
-    /// Sets a property of a container.
-    pub async fn set_property(&self, handle: &str, key: &str, value: &str) -> Result<(), Error> {
-        let target = call::path(&["containers", handle, "properties", key])?;
+    /// Sets a property of a container. A name that is too long for some kind of worker is refused.
+    pub async fn set_property(&self, handle: &str, name: &str, value: &str) -> Result<(), Error> {
+        key(name)?;
+        let target = call::path(&["containers", handle, "properties", name])?;
         self.done(Method::PUT, target, body(&serde_json::json!({ "value": value }))?).await
     }
 
@@ -236,7 +265,12 @@ impl Client {
     }
 
     /// Runs a process. After an error of a connection that had been used it may run all the same: attach to its id.
+    ///
+    /// An id that some kind of worker does not take is refused, and nothing is sent.
     pub async fn run(&self, handle: &str, spec: &ProcessSpec) -> Result<Process, Error> {
+        if !spec.id.is_empty() {
+            named(&spec.id)?;
+        }
         let target = call::path(&["containers", handle, "processes"])?;
         self.process(handle, Method::POST, target, body(spec)?, StatusCode::CREATED).await
     }
@@ -244,7 +278,7 @@ impl Client {
     /// Attaches to a process. What was written while nobody was attached may be gone.
     ///
     /// A success proves nothing on a containerd worker: once any process of the container has ended, it answers with the exit of the last
-    /// that did, whatever was asked for.
+    /// that did, whatever was asked for. Between an end and that it fails with [`Error::EndedUnreaped`].
     pub async fn attach(&self, handle: &str, process: &str) -> Result<Process, Error> {
         let target = call::path(&["containers", handle, "processes", process])?;
         self.process(handle, Method::GET, target, None, StatusCode::OK).await

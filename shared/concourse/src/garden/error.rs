@@ -13,6 +13,12 @@ pub enum Error {
     /// There is no such process, or it has ended and was forgotten.
     #[error("no such process: {0}")]
     ProcessNotFound(String),
+    /// The process has ended, and the worker has not learned how yet. It may never: ask again, and not for ever.
+    #[error("it has ended, and the worker does not know how: {0}")]
+    EndedUnreaped(String),
+    /// What was to be stopped does not end, not even by SIGKILL. It may later.
+    #[error("it does not end: {0}")]
+    DoesNotEnd(String),
     /// The container has no such program, or not where it should start.
     #[error("no such program: {0}")]
     ExecutableNotFound(String),
@@ -119,6 +125,10 @@ fn from_words(status: u16, message: String) -> Error {
     let ends = |words: &str| message.ends_with(words);
     if message == "not implemented" {
         Error::NotImplemented
+    } else if message.starts_with("proc not running: ") {
+        Error::EndedUnreaped(message)
+    } else if ends("grace period timeout") {
+        Error::DoesNotEnd(message)
     } else if has("process does not exist") || message.starts_with("unknown process: ") {
         Error::ProcessNotFound(message)
     } else if message.starts_with("unknown handle: ")
@@ -171,6 +181,8 @@ mod tests {
         ] {
             assert!(matches!(of(taken), Error::Exists(_)), "{taken}");
         }
+        assert!(matches!(of("proc not running: status = stopped"), Error::EndedUnreaped(_)));
+        assert!(matches!(of("stop: kill: grace period timeout"), Error::DoesNotEnd(_)));
         assert!(matches!(of("not implemented"), Error::NotImplemented));
         assert!(matches!(of("max containers reached"), Error::Full(_)));
         assert!(matches!(of("container already being destroyed"), Error::BeingDestroyed(_)));

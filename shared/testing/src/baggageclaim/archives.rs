@@ -81,7 +81,7 @@ fn pour(mut from: impl Read, mut into: impl Write) -> (u64, bool) {
 
 /// Unpacks what comes as it comes, and says whether it was an archive.
 pub(super) fn unpack(encoding: &str, body: impl Read + Send, into: &Path) -> bool {
-    let mut tar = start(Command::new("tar").args(["-x", "-C"]).arg(into), Stdio::piped());
+    let mut tar = start(Command::new("tar").args(["--numeric-owner", "-x", "-C"]).arg(into), Stdio::piped());
     let stdin = tar.stdin.take().expect("a pipe");
     let (count, whole) = match encoding {
         "raw" => pour(body, stdin),
@@ -111,9 +111,13 @@ fn pass(mut from: impl Read, into: &mut impl Write) -> io::Result<bool> {
 
 /// Makes an archive of a directory's contents, or of one file. Answers whether all of it could be read, or why it could not be written.
 ///
-/// Compresses with the host's programs, and with a library where the host has none.
-pub(super) fn pack(encoding: &str, path: &Path, out: impl Write) -> io::Result<bool> {
+/// Compresses with the host's programs, and with a library where the host has none. `owners` has whose files are whose.
+pub(super) fn pack(encoding: &str, path: &Path, owners: Option<&Path>, out: impl Write) -> io::Result<bool> {
     let mut tar = Command::new("tar");
+    tar.arg("--numeric-owner");
+    for option in owners.into_iter().flat_map(|_| ["--owner-map", "--group-map"]) {
+        tar.arg(option).args(owners);
+    }
     match (path.parent(), path.file_name()) {
         (Some(parent), Some(name)) if !path.is_dir() => tar.arg("-c").arg("-C").arg(parent).arg(name),
         _ => tar.args(["-c", "-C"]).arg(path).arg("."),

@@ -1,9 +1,11 @@
 //! A Baggageclaim server for tests: what a Concourse worker answers, quirks included, over volumes in a temporary directory.
 //!
 //! It keeps to the statuses, bodies and content types of the genuine one, so that a client that gets on with it gets on with a worker. Ids are
-//! left alone, as with `--disable-user-namespaces`. Archives are packed and unpacked as they pass by. [`Faults`] make it fail on request.
+//! left alone, as with `--disable-user-namespaces`, unless it was started [`with_ids`](Server::with_ids). Archives are packed and unpacked as
+//! they pass by. [`Faults`] make it fail on request.
 
 mod archives;
+mod owners;
 mod routes;
 mod volumes;
 
@@ -61,13 +63,20 @@ pub struct Faults {
     pub p2p_url: Option<String>,
 }
 
+/// A file beside the volumes, for `tar`.
+const OWNERS: &str = "owners";
+
 struct State {
     root: tempfile::TempDir,
     address: SocketAddr,
     driver: Driver,
+    /// Whether unprivileged volumes have ids of their own.
+    ids: bool,
     volumes: Mutex<Volumes>,
     faults: Mutex<Faults>,
     requests: Mutex<Vec<String>>,
+    /// What volumes were asked for.
+    creations: Mutex<Vec<serde_json::Value>>,
     /// Transfers to other workers: they go on when nobody waits for them any more.
     transfers: Mutex<JoinSet<()>>,
 }
@@ -88,20 +97,32 @@ impl Server {
         Self::start_at(Ipv4Addr::LOCALHOST.into(), driver).await
     }
 
+    /// Starts one whose unprivileged volumes have the ids of unprivileged containers, as by default. Only root can.
+    pub async fn with_ids(driver: Driver) -> Self {
+        Self::listen(Ipv4Addr::LOCALHOST.into(), driver, true).await
+    }
+
     /// Starts one at this address of the machine, where others may reach it.
     pub async fn start_at(address: IpAddr, driver: Driver) -> Self {
+        Self::listen(address, driver, false).await
+    }
+
+    async fn listen(address: IpAddr, driver: Driver, ids: bool) -> Self {
         let listener = TcpListener::bind((address, 0)).await.expect("a port");
         let root = tempfile::tempdir().expect("a directory for volumes");
         for name in ["init", "live", "dead"] {
             std::fs::create_dir(root.path().join(name)).expect("a directory for volumes");
         }
+        std::fs::write(root.path().join(OWNERS), owners::MAP).expect("a file beside the volumes");
         let state = Arc::new(State {
             root,
             address: listener.local_addr().expect("an address"),
             driver,
+            ids,
             volumes: Mutex::default(),
             faults: Mutex::default(),
             requests: Mutex::default(),
+            creations: Mutex::default(),
             transfers: Mutex::default(),
         });
         let mut serving = JoinSet::new();
@@ -145,6 +166,11 @@ impl Server {
         lock(&self.state.requests).clone()
     }
 
+    /// The bodies of all requests so far to make a volume.
+    pub fn creations(&self) -> Vec<serde_json::Value> {
+        lock(&self.state.creations).clone()
+    }
+
     /// Forgets all creations, as a restarted server has.
     pub fn restart(&self) {
         lock(&self.state.volumes).futures.clear();
@@ -165,6 +191,11 @@ impl State {
 
     fn path(&self, handle: &str) -> PathBuf {
         self.live().join(handle).join("volume")
+    }
+
+    /// What says whose files are whose in archives of a volume. None: they are those of the disk.
+    fn owners(&self, privileged: bool) -> Option<PathBuf> {
+        (self.ids && !privileged).then(|| self.root.path().join(OWNERS))
     }
 }
 

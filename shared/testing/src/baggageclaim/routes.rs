@@ -195,6 +195,7 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
                 (_, None) => error(404, text),
                 (Some(value), Some(volume)) => {
                     volume.privileged = value;
+                    state.align(handle, value);
                     nothing(204)
                 }
             }
@@ -275,9 +276,7 @@ async fn stream_in(
         },
     };
     let limit = (limit * 1024.0 * 1024.0) as usize;
-    if !lock(&state.volumes).live.contains_key(handle) {
-        return Ok(error(404, text));
-    }
+    let Some(privileged) = state.privilege(handle) else { return Ok(error(404, text)) };
     let encoding =
         headers.get(header::CONTENT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if !faults.knows(encoding) {
@@ -316,6 +315,7 @@ async fn stream_in(
     }
     drop(pieces);
     let whole = unpacking.await.expect("unpacking does not panic");
+    state.align(handle, privileged);
     if cut {
         return Err(Silence);
     }
@@ -350,9 +350,7 @@ fn stream_out(state: &State, handle: &str, query: &Query, headers: &HeaderMap, f
     let text = "failed to stream out from volume";
     let encoding =
         headers.get(header::ACCEPT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    if !lock(&state.volumes).live.contains_key(handle) {
-        return error(404, text);
-    }
+    let Some(privileged) = state.privilege(handle) else { return error(404, text) };
     if !faults.knows(encoding) {
         return error(400, text);
     }
@@ -363,16 +361,17 @@ fn stream_out(state: &State, handle: &str, query: &Query, headers: &HeaderMap, f
     }
     let (pieces, outgoing) = mpsc::channel(PIECES);
     let (encoding, cut, fail) = (encoding.to_owned(), faults.cut_archives, faults.fail_archives);
+    let owners = state.owners(privileged);
     tokio::task::spawn_blocking(move || {
         let whole = if cut {
             let mut archive = Vec::new();
-            archives::pack(&encoding, &path, &mut archive).expect("memory");
+            archives::pack(&encoding, &path, owners.as_deref(), &mut archive).expect("memory");
             archive.truncate(archive.len() / 2);
             _ = pieces.blocking_send(Ok(archive.into()));
             _ = pieces.blocking_send(Err(io::Error::other("cut")));
             return;
         } else {
-            archives::pack(&encoding, &path, archives::Outgoing(pieces.clone()))
+            archives::pack(&encoding, &path, owners.as_deref(), archives::Outgoing(pieces.clone()))
         };
         if fail || !whole.unwrap_or(false) {
             let text = format!("{}\n", json!({ "error": text }));
@@ -419,9 +418,7 @@ async fn transfer(
     url: &str,
     encoding: &str,
 ) -> Result<(), String> {
-    if !lock(&state.volumes).live.contains_key(handle) {
-        return Err("volume does not exist".to_owned());
-    }
+    let privileged = state.privilege(handle).ok_or("volume does not exist")?;
     let (authority, target) = url
         .strip_prefix("http://")
         .and_then(|rest| rest.split_once('/'))
@@ -445,7 +442,7 @@ async fn transfer(
         .uri(format!("/{target}"))
         .header(header::HOST, authority)
         .header(header::CONTENT_ENCODING, encoding)
-        .body(sent(state, source, encoding.to_owned()))
+        .body(sent(state, source, state.owners(privileged), encoding.to_owned()))
         .map_err(|error| put(&error))?;
     let exchange = async move {
         let answer = sender.send_request(request).await?;
@@ -465,10 +462,17 @@ async fn transfer(
 }
 
 /// The archive of a directory. It stops after its first piece, for as long as transfers are held.
-fn sent(state: &Arc<State>, source: PathBuf, encoding: String) -> BoxBody<Bytes, io::Error> {
+fn sent(
+    state: &Arc<State>,
+    source: PathBuf,
+    owners: Option<PathBuf>,
+    encoding: String,
+) -> BoxBody<Bytes, io::Error> {
     let (pieces, mut made) = mpsc::channel(PIECES);
     let (passed, outgoing) = mpsc::channel(1);
-    tokio::task::spawn_blocking(move || archives::pack(&encoding, &source, archives::Outgoing(pieces)));
+    tokio::task::spawn_blocking(move || {
+        archives::pack(&encoding, &source, owners.as_deref(), archives::Outgoing(pieces))
+    });
     let held = state.clone();
     lock(&state.transfers).spawn(async move {
         while let Some(piece) = made.recv().await {

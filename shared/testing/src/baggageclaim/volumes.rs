@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Map, Value, json};
 
-use super::{Driver, State, empty, lock};
+use super::{Driver, State, empty, lock, owners};
 
 /// A program whose complaints nobody reads: that it failed is what is told.
 fn quiet(program: &str) -> Command {
@@ -38,8 +38,21 @@ impl State {
         })
     }
 
+    /// Whether a volume has the ids of the host. None: there is no such volume.
+    pub(super) fn privilege(&self, handle: &str) -> Option<bool> {
+        lock(&self.volumes).live.get(handle).map(|volume| volume.privileged)
+    }
+
+    /// Brings owners in line with the privilege of a volume. As with the genuine one, nobody hears when that fails.
+    pub(super) fn align(&self, handle: &str, privileged: bool) {
+        if self.ids {
+            _ = owners::align(&self.path(handle), privileged);
+        }
+    }
+
     /// Makes a volume, or answers a status.
     pub(super) fn create(&self, handle: &str, request: &Value) -> Result<Value, u16> {
+        lock(&self.creations).push(request.clone());
         let mut volumes = lock(&self.volumes);
         let text = |name: &str| request["strategy"][name].as_str();
         let parent = match text("type") {
@@ -85,6 +98,11 @@ impl State {
             privileged: request["privileged"].as_bool() == Some(true),
             parent: parent.map(str::to_owned),
         };
+        let id = |name: &str| request[name].as_i64().and_then(|id| u32::try_from(id).ok());
+        if let (Some(uid), Some(gid)) = (id("uid"), id("gid")) {
+            _ = owners::give(&self.path(handle), (uid, gid));
+        }
+        self.align(handle, volume.privileged);
         let mut answer = self.describe(handle, &volume);
         for name in ["uid", "gid"] {
             if let Some(id) = request[name].as_i64() {

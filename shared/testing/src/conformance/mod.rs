@@ -54,7 +54,7 @@ pub use processes::{
 pub use signals::{
     a_stop_is_never_lost, processes_out_of_contact_end, term_ends_a_plain_program, the_stubborn_are_killed,
 };
-pub use terminals::terminals_have_a_size_that_changes;
+pub use terminals::{terminals_have_a_size_that_changes, terminals_outlive_the_runtime};
 pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
     a_child_of_nothing_is_refused, a_copy_stands_by_itself, brought, children_leave_their_parents_alone,
@@ -359,7 +359,7 @@ macro_rules! runtime_conformance {
             the_stubborn_are_killed a_stop_is_never_lost processes_out_of_contact_end
             output_is_read_from_any_offset unread_output_holds_a_process_back spooled_output_keeps_the_end
             detaching_lets_a_process_go_on readers_and_waiters_come_and_go input_is_taken_once
-            input_that_is_not_read_waits terminals_have_a_size_that_changes
+            input_that_is_not_read_waits terminals_have_a_size_that_changes terminals_outlive_the_runtime
             a_worker_holds_what_it_was_told_to
         }
     };

@@ -9,12 +9,16 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::confine::{self, Confined};
+use super::confine::{self, Confined, Ids};
 use super::process::{Attachment, Process, Start};
 use super::{Manner, State, lock};
 
 /// As a worker has it by default.
 const MOST_CONTAINERS: usize = 250;
+/// Of what containerd calls an identifier.
+const LONGEST_NAME: usize = 76;
+/// Of the name of a property, which containerd keeps as a label.
+const LONGEST_KEY: usize = 2048;
 
 /// What a handler fails with, as it stands on the wire.
 #[derive(serde::Serialize)]
@@ -44,6 +48,30 @@ impl Failure {
     fn no_program(message: String) -> Self {
         Self { r#type: "ExecutableNotFoundError", ..Self::plain(message) }
     }
+}
+
+/// What containerd takes for the name of a container or process: letters and digits, with single `-`, `_` or `.` between.
+fn identifier(name: &str, manner: Manner) -> Result<(), Failure> {
+    if manner != Manner::Containerd {
+        return Ok(());
+    }
+    if name.len() > LONGEST_NAME {
+        let most = format!("identifier \"{name}\" greater than maximum length ({LONGEST_NAME} characters)");
+        return Err(Failure::plain(format!("{most}: invalid argument")));
+    }
+    let plain = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    if name.split(['-', '_', '.']).all(plain) {
+        return Ok(());
+    }
+    Err(Failure::plain(format!("identifier \"{name}\" must match its pattern: invalid argument")))
+}
+
+/// What a containerd worker takes for the name of a property.
+pub(super) fn property_name(name: &str, manner: Manner) -> Result<(), Failure> {
+    if manner == Manner::Containerd && name.len() > LONGEST_KEY {
+        return Err(Failure::plain(format!("property name {:?} is too long", &name[..32])));
+    }
+    Ok(())
 }
 
 pub(super) struct Container {
@@ -136,12 +164,17 @@ impl Container {
         if id.is_empty() {
             id = format!("made-up-{}", state.next.fetch_add(1, Ordering::SeqCst));
         }
+        identifier(&id, state.manner)?;
         let user = text("user");
-        if state.manner != Manner::Houdini && !is_user(&user) {
-            return Err(Failure::plain(format!(
+        let ids = match state.manner {
+            Manner::Houdini => Some(Ids::ROOT),
+            Manner::Containerd | Manner::Guardian => confine::ids(self.root.as_deref(), &user),
+        };
+        let ids = ids.ok_or_else(|| {
+            Failure::plain(format!(
                 "lookup user: unable to find user {user}: no matching entries in passwd file"
-            )));
-        }
+            ))
+        })?;
         let mut processes = lock(&self.processes);
         if processes.contains_key(&id) && state.manner != Manner::Houdini {
             return Err(Failure::plain(match state.manner {
@@ -158,7 +191,7 @@ impl Container {
         let program = self.program(&text("path"), &env, state.manner)?;
         let dir = self.directory.join(text("dir").trim_start_matches('/'));
         std::fs::create_dir_all(&dir).map_err(|error| Failure::plain(error.to_string()))?;
-        let confined = self.root.as_ref().map(|root| Confined::new(root, &self.mounts, &text("dir")));
+        let confined = self.root.as_ref().map(|root| Confined::new(root, &self.mounts, &text("dir"), ids));
         let confined = confined.transpose().map_err(|error| Failure::plain(error.to_string()))?;
         let side = |name| spec["tty"]["window_size"][name].as_u64().and_then(|side| u16::try_from(side).ok());
         let start = Start {
@@ -172,8 +205,9 @@ impl Container {
                 .is_object()
                 .then(|| (side("columns").unwrap_or(80), side("rows").unwrap_or(24))),
         };
-        let (container, manner) = (Arc::clone(self), state.manner);
+        let (container, state, manner) = (Arc::clone(self), Arc::clone(state), state.manner);
         let process = Process::start(start, manner, attachment, move |process, exit| {
+            state.until_let_go();
             container.ended(process, exit, manner)
         });
         let process = process.map_err(|error| match error.kind() {
@@ -213,13 +247,17 @@ impl Container {
     }
 
     /// What an attachment to `id` finds: a process, or how one ended.
-    pub(super) fn process(&self, id: &str, manner: Manner) -> Result<Result<Arc<Process>, i32>, Failure> {
+    pub(super) fn process(&self, id: &str, state: &State) -> Result<Result<Arc<Process>, i32>, Failure> {
+        let manner = state.manner;
         let last_exit = *lock(&self.last_exit);
         // Of whichever process ended last, whatever was asked for.
         if let (Manner::Containerd, Some(exit)) = (manner, last_exit) {
             return Ok(Err(exit));
         }
         if let Some(process) = lock(&self.processes).get(id) {
+            if manner == Manner::Containerd && process.has_ended() && lock(&state.ended).hold {
+                return Err(Failure::plain("proc not running: status = stopped"));
+            }
             return Ok(Ok(Arc::clone(process)));
         }
         match (manner, lock(&self.exits).get(id)) {
@@ -237,15 +275,15 @@ impl Container {
     }
 }
 
-fn is_user(user: &str) -> bool {
-    let name = user.split(':').next().unwrap_or_default();
-    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-    name.is_empty()
-        || name.parse::<u32>().is_ok()
-        || users.lines().any(|line| line.split(':').next() == Some(name))
-}
-
 impl State {
+    /// Waits as long as those that have ended are held.
+    fn until_let_go(&self) {
+        let mut ended = lock(&self.ended);
+        ended.held += 1;
+        let let_go = self.let_go.wait_while(ended, |ended| ended.hold);
+        let_go.unwrap_or_else(|poisoned| poisoned.into_inner()).held -= 1;
+    }
+
     pub(super) fn create(&self, spec: &Value) -> Result<String, Failure> {
         let text = |name: &str| spec[name].as_str().unwrap_or_default().to_owned();
         let (mut handle, rootfs) = (text("handle"), text("rootfs"));
@@ -254,6 +292,10 @@ impl State {
                 return Err(Failure::plain("handle must be specified"));
             }
             handle = format!("made-up-{}", self.next.fetch_add(1, Ordering::SeqCst));
+        }
+        identifier(&handle, self.manner)?;
+        for name in spec["properties"].as_object().into_iter().flatten().map(|(name, _)| name) {
+            property_name(name, self.manner)?;
         }
         if self.manner == Manner::Containerd && rootfs.is_empty() {
             return Err(Failure::plain("new container spec: rootfs must not be empty"));

@@ -1,4 +1,4 @@
-//! The root of a container, and what is mounted in it, in a mount namespace of each of its processes.
+//! The root of a container, what is mounted in it, and who runs there, in a mount namespace of each of its processes.
 //!
 //! Only where a container has a root that is a directory, and the test is root. An empty directory at the top of it that bears the name of one
 //! of the machine's shows that one, so that an image of empty directories runs the machine's programs.
@@ -19,11 +19,45 @@ struct Bind {
     read_only: bool,
 }
 
+/// Who a process is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Ids {
+    user: u32,
+    group: u32,
+}
+
+impl Ids {
+    pub(super) const ROOT: Self = Self { user: 0, group: 0 };
+}
+
+/// Who `user` is in a container with this root: a name or number of its users, or two numbers. None: it has no such user.
+pub(super) fn ids(root: Option<&Path>, user: &str) -> Option<Ids> {
+    if user.is_empty() {
+        return Some(Ids::ROOT);
+    }
+    let own = root.map(|root| root.join("etc/passwd")).filter(|path| path.exists());
+    let users = std::fs::read_to_string(own.unwrap_or_else(|| "/etc/passwd".into())).unwrap_or_default();
+    let (name, group) = user.split_once(':').map_or((user, None), |(name, group)| (name, Some(group)));
+    let known =
+        users.lines().map(|line| line.split(':').collect::<Vec<_>>()).find_map(|line| match line[..] {
+            [known, _, uid, gid, ..] if known == name || uid == name => {
+                Some(Ids { user: uid.parse().ok()?, group: gid.parse().ok()? })
+            }
+            _ => None,
+        });
+    let found = known.or_else(|| Some(Ids { user: name.parse().ok()?, group: 0 }))?;
+    match group {
+        Some(group) => Some(Ids { group: group.parse().ok()?, ..found }),
+        None => Some(found),
+    }
+}
+
 /// What a process sees.
 pub(super) struct Confined {
     root: CString,
     binds: Vec<Bind>,
     dir: CString,
+    ids: Ids,
 }
 
 fn c(path: &Path) -> io::Result<CString> {
@@ -38,7 +72,7 @@ pub(super) fn root(spec: &Value) -> Option<PathBuf> {
 
 impl Confined {
     /// Makes the points where things are mounted, and `dir`.
-    pub(super) fn new(root: &Path, mounts: &Value, dir: &str) -> io::Result<Self> {
+    pub(super) fn new(root: &Path, mounts: &Value, dir: &str, ids: Ids) -> io::Result<Self> {
         let mut binds = Vec::new();
         for name in SHARED {
             let (shown, to) = (Path::new("/").join(name), root.join(name));
@@ -65,7 +99,7 @@ impl Confined {
         }
         let dir = Path::new("/").join(dir);
         std::fs::create_dir_all(real(&mounted, &dir))?;
-        Ok(Self { root: c(root)?, binds, dir: c(&dir)? })
+        Ok(Self { root: c(root)?, binds, dir: c(&dir)?, ids })
     }
 
     /// Called between fork and exec.
@@ -85,7 +119,13 @@ impl Confined {
                 }
             }
             check(libc::chroot(self.root.as_ptr()))?;
-            check(libc::chdir(self.dir.as_ptr()))
+            check(libc::chdir(self.dir.as_ptr()))?;
+            if self.ids != Ids::ROOT {
+                check(libc::setgroups(0, std::ptr::null()))?;
+                check(libc::setgid(self.ids.group))?;
+                check(libc::setuid(self.ids.user))?;
+            }
         }
+        Ok(())
     }
 }

@@ -1,11 +1,11 @@
 //! A Garden server, as a Concourse worker has it, on a port of its own.
 //!
 //! It speaks the bytes of the real one, and fails in the words of the backend whose [`Manner`] it has. Its containers are directories and
-//! their processes run on this machine, as the test's user: in the container's root with its bind mounts where the test is root and the
-//! container has one that exists ([`confine`]), else unconfined. What only guardian implements for real (files, networks, metrics)
-//! is refused, or answered with zeros.
+//! their processes run on this machine: where the test is root and the container has a root that exists, in that root with its bind mounts
+//! and, but for houdini, as the user that was asked for ([`confine`]); else unconfined and as the test's user. What only guardian implements
+//! for real (files, networks, metrics) is refused, or answered with zeros.
 //!
-//! [`Server::inject`] and [`Server::break_attachments`] make it fail.
+//! [`Server::inject`], [`Server::break_attachments`] and [`Server::hold_ended`] make it fail.
 
 mod attach;
 mod backend;
@@ -17,7 +17,7 @@ mod routes;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use backend::Container;
@@ -79,6 +79,15 @@ impl Default for Times {
     }
 }
 
+/// Processes that have ended.
+#[derive(Default)]
+struct Ended {
+    /// Whether they stay as they are.
+    hold: bool,
+    /// How many do.
+    held: usize,
+}
+
 struct State {
     manner: Manner,
     times: Times,
@@ -90,6 +99,8 @@ struct State {
     faults: Mutex<Vec<(String, Fault)>>,
     requests: Mutex<Vec<String>>,
     sockets: Mutex<Vec<Weak<TcpStream>>>,
+    ended: Mutex<Ended>,
+    let_go: Condvar,
     stopping: AtomicBool,
 }
 
@@ -135,6 +146,8 @@ impl Server {
             faults: Mutex::default(),
             requests: Mutex::default(),
             sockets: Mutex::default(),
+            ended: Mutex::default(),
+            let_go: Condvar::new(),
             stopping: AtomicBool::new(false),
         });
         let (accepting, reaping) = (Arc::clone(&state), Arc::clone(&state));
@@ -162,6 +175,18 @@ impl Server {
         }
     }
 
+    /// Has processes that end from now on stay as they are, known as ended and not reaped, or lets go of those that are held. Nobody is told
+    /// how one ended that is held, a stop waits for it in vain, and a containerd worker attaches nobody to it.
+    pub fn hold_ended(&self, hold: bool) {
+        lock(&self.state.ended).hold = hold;
+        self.state.let_go.notify_all();
+    }
+
+    /// How many processes are held.
+    pub fn held(&self) -> usize {
+        lock(&self.state.ended).held
+    }
+
     /// Methods and targets of the requests so far.
     pub fn requests(&self) -> Vec<String> {
         lock(&self.state.requests).clone()
@@ -181,6 +206,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.state.stopping.store(true, Ordering::SeqCst);
+        self.hold_ended(false);
         let containers: Vec<_> = lock(&self.state.containers).values().cloned().collect();
         for container in containers {
             container.kill(rustix::process::Signal::KILL);

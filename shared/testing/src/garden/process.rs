@@ -278,6 +278,11 @@ impl Process {
         }
     }
 
+    /// Whether it has, whatever is known of it.
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+
     pub(super) fn kill(&self, signal: Signal) {
         let _ = kill_process_group(self.group, signal);
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::backend::{Container, Failure};
+use super::backend::{Container, Failure, property_name};
 use super::http::{Connection, Request};
 use super::{Fault, Manner, State, lock};
 
@@ -187,7 +187,7 @@ type Attached = (Arc<Container>, Result<Arc<super::process::Process>, i32>);
 
 fn attach(state: &State, handle: &str, id: &str) -> Result<Attached, Failure> {
     let container = state.lookup(handle)?;
-    let found = container.process(id, state.manner)?;
+    let found = container.process(id, state)?;
     Ok((container, found))
 }
 
@@ -264,6 +264,7 @@ fn ordinary(state: &Arc<State>, method: &str, pattern: &str, request: &Request) 
         }
         ("PUT", "/containers/:/properties/:") => {
             let value = body(&request.body)?["value"].as_str().unwrap_or_default().to_owned();
+            property_name(key, state.manner)?;
             lock(&container.properties).insert(key.to_owned(), value);
             Ok(json!({}))
         }

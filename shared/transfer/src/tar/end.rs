@@ -1,7 +1,7 @@
 //! Where an archive ends, for whoever passes one on.
 
 use super::header::{self, Block};
-use super::pax::Records;
+use super::pax::{self, Records};
 use super::{BLOCK_BYTES, MAX_EXTENSION_BYTES};
 
 /// Follows an archive as its bytes pass by, in pieces of any size, to know its end from two blocks of zeroes in a file. It takes no more of an
@@ -12,8 +12,10 @@ pub struct ArchiveEnd {
     /// A block, as far as it has come.
     block: Block,
     filled: usize,
-    /// Records for the next entry, as they come.
+    /// Records for the next entry, or for all, as they come.
     extended: Vec<u8>,
+    /// Whether they are for all.
+    for_all: bool,
     /// The size that they give it.
     next_size: Option<u64>,
 }
@@ -45,6 +47,7 @@ impl Default for ArchiveEnd {
             block: [0; BLOCK_BYTES],
             filled: 0,
             extended: Vec::new(),
+            for_all: false,
             next_size: None,
         }
     }
@@ -62,14 +65,26 @@ impl ArchiveEnd {
     /// # Errors
     ///
     /// This is no archive, or something comes after it.
-    pub fn push(&mut self, mut bytes: &[u8]) -> Result<(), NoArchive> {
+    pub fn push(&mut self, bytes: &[u8]) -> Result<(), NoArchive> {
+        self.pass(bytes, None)
+    }
+
+    /// The same. What passes by is added to `nameless`, as soon as it is known what it is, without the names of users and groups.
+    pub(super) fn pass(
+        &mut self,
+        mut bytes: &[u8],
+        mut nameless: Option<&mut Vec<u8>>,
+    ) -> Result<(), NoArchive> {
         while !bytes.is_empty() {
             match &mut self.state {
                 State::Ended => {
-                    let padding = bytes.iter().all(|byte| *byte == 0);
-                    return padding
-                        .then_some(())
-                        .ok_or(NoArchive("something follows the end of the archive"));
+                    if bytes.iter().any(|byte| *byte != 0) {
+                        return Err(NoArchive("something follows the end of the archive"));
+                    }
+                    if let Some(nameless) = nameless {
+                        nameless.extend_from_slice(bytes);
+                    }
+                    return Ok(());
                 }
                 State::Data { records, left } => {
                     let taken = usize::try_from(*left).unwrap_or(usize::MAX).min(bytes.len());
@@ -77,6 +92,14 @@ impl ArchiveEnd {
                     self.extended.extend_from_slice(&bytes[..kept]);
                     *records -= kept;
                     *left -= taken as u64;
+                    if let Some(nameless) = nameless.as_deref_mut() {
+                        if kept > 0 && *records == 0 {
+                            let from = nameless.len();
+                            nameless.extend_from_slice(&self.extended);
+                            pax::blank_names(&mut nameless[from..]);
+                        }
+                        nameless.extend_from_slice(&bytes[kept..taken]);
+                    }
                     bytes = &bytes[taken..];
                     if *left == 0 {
                         self.entry_done()?;
@@ -89,12 +112,24 @@ impl ArchiveEnd {
                     bytes = &bytes[taken..];
                     if self.filled == BLOCK_BYTES {
                         self.filled = 0;
+                        let is_header = !matches!(self.state, State::Map(_));
                         self.read_block()?;
+                        if let Some(nameless) = nameless.as_deref_mut() {
+                            if is_header {
+                                header::blank_names(&mut self.block);
+                            }
+                            nameless.extend_from_slice(&self.block);
+                        }
                     }
                 }
             }
         }
         Ok(())
+    }
+
+    /// What has come of a block that is not whole.
+    pub(super) fn unfinished(&self) -> &[u8] {
+        &self.block[..self.filled]
     }
 
     fn read_block(&mut self) -> Result<(), NoArchive> {
@@ -119,11 +154,14 @@ impl ArchiveEnd {
         let size = header::number(&self.block[header::SIZE]).and_then(|size| u64::try_from(size).ok());
         let size = size.ok_or(NoArchive("a header without a size"))?;
         match header::kind(&self.block) {
-            b'x' if size > MAX_EXTENSION_BYTES as u64 => {
+            b'x' | b'g' if size > MAX_EXTENSION_BYTES as u64 => {
                 return Err(NoArchive("an extended header that is too large"));
             }
-            b'x' => self.data(size, true),
-            b'g' | b'L' | b'K' => self.data(size, false),
+            kind @ (b'x' | b'g') => {
+                self.for_all = kind == b'g';
+                self.data(size, true);
+            }
+            b'L' | b'K' => self.data(size, false),
             // Links, devices, directories and pipes have no contents, whatever they say.
             b'1'..=b'6' => {
                 self.next_size = None;
@@ -149,7 +187,9 @@ impl ArchiveEnd {
 
     fn entry_done(&mut self) -> Result<(), NoArchive> {
         self.state = State::Header;
-        if self.extended.is_empty() {
+        if self.extended.is_empty() || self.for_all {
+            self.extended.clear();
+            self.for_all = false;
             return Ok(());
         }
         let mut records = Records::default();

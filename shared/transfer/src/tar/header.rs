@@ -16,6 +16,8 @@ const CHECKSUM: Range<usize> = 148..156;
 const TYPE: usize = 156;
 pub(super) const LINK: Range<usize> = 157..257;
 const MAGIC: Range<usize> = 257..265;
+/// Names of the user and of the group.
+const NAMES: Range<usize> = 265..329;
 pub(super) const MAJOR: Range<usize> = 329..337;
 pub(super) const MINOR: Range<usize> = 337..345;
 const PREFIX: Range<usize> = 345..500;
@@ -94,6 +96,14 @@ pub(super) fn put_text(field: &mut [u8], text: &[u8]) {
 pub(super) fn seal(block: &mut Block) {
     let sum = checksums(block).0;
     block[CHECKSUM].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+}
+
+/// Takes the names of user and group out of a header, if there is room for them in its format.
+pub(super) fn blank_names(block: &mut Block) {
+    if block[MAGIC].starts_with(b"ustar") && block[NAMES].iter().any(|byte| *byte != 0) {
+        block[NAMES].fill(0);
+        seal(block);
+    }
 }
 
 /// Whether the checksum is right. Old programs added signed bytes.

@@ -52,6 +52,7 @@ mod compare;
 mod end;
 mod header;
 mod members;
+mod names;
 mod pax;
 mod read;
 mod tree;
@@ -59,6 +60,7 @@ mod write;
 
 pub use end::{ArchiveEnd, NoArchive};
 pub use members::{MAX_EXTENSION_BYTES, MAX_REGIONS};
+pub use names::Nameless;
 pub use read::{ArchiveError, ArchiveReader, ArchivedExtent};
 pub use write::{ArchiveWriteError, ArchiveWriter};
 

@@ -86,6 +86,20 @@ impl Records {
     }
 }
 
+/// Makes the names of users and groups in records such as nobody has. Their lengths stay.
+pub(super) fn blank_names(records: &mut [u8]) {
+    let mut at = 0;
+    while let Some((key, value, rest)) = split(&records[at..]) {
+        let (is_name, length) = (matches!(key, b"uname" | b"gname"), value.len());
+        // A record ends with its value and a new line.
+        let end = records.len() - rest.len();
+        if is_name {
+            records[end - 1 - length..end - 1].fill(b'-');
+        }
+        at = end;
+    }
+}
+
 /// Key and value of the first record, and what comes after it.
 fn split(bytes: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let space = bytes.iter().take(20).position(|byte| *byte == b' ')?;
