@@ -44,6 +44,10 @@ def bench_store(base, artifacts, handles, rounds):
         *text,
         *table("The artifact store: other calls", calls),
         *table("The artifact store: reports", reports),
+        "A report of so many handles says that they are there: each is compared with its row. One that is unchanged writes none of them, one that confirms",
+        "all writes each. The empty report is another thing: everything was marked, and the worker has destroyed it and says that nothing is left; so all",
+        "rows are removed, and for each it is written down what it was.",
+        "",
     ]
 
 
@@ -107,7 +111,7 @@ def of_reports(name, said):
     lines = [
         seconds(f"a report of {handles}, unchanged", said["unchanged_s"]),
         seconds(f"a report of {handles} that confirms all", [said["confirmed_s"]]),
-        seconds(f"a report after {handles} are gone", [said["forgotten_s"]]),
+        seconds(f"an empty report that finds {handles} destroyed, and forgets them", [said["forgotten_s"]]),
         row(f"{name}: memory of the store before", [said["rss_idle_kib"] / 1024], unit="MiB"),
         row(f"{name}: memory of the store at most", [said["rss_peak_kib"] / 1024], unit="MiB"),
         seconds(f"{workers}, a report, median of {said['reports']:,}, {said['failed']} failed", [said["latency_median_s"]]),

@@ -3,6 +3,11 @@
 use std::fs;
 
 use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::pb::scheduler::{PlaceRequest, PlacementKind, ReleaseRequest};
+use sea_orm::prelude::Uuid;
+use sea_orm::{ConnectionTrait, DbBackend, Statement};
 use serde_json::Value;
 
 fn cluster() -> Cluster {
@@ -193,6 +198,80 @@ fn an_input_says_when_it_goes_and_lost_bytes_that_they_are() {
     assert_eq!(code(&refused), 125, "{}", describe(&refused));
     let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(stderr.contains(&format!("see `gantry explain {source}`")), "{stderr}");
+}
+
+/// The leases that the scheduler has granted to workloads.
+async fn leases_of_workloads(cluster: &Cluster) -> Vec<Uuid> {
+    let url = format!("sqlite://{}", cluster.state().join("scheduler.db").display());
+    let database = sea_orm::Database::connect(url).await.expect("a database");
+    let query = "SELECT id FROM leases WHERE workload_id IS NOT NULL".to_owned();
+    let rows = database.query_all_raw(Statement::from_string(DbBackend::Sqlite, query)).await.expect("rows");
+    database.close().await.expect("closed");
+    rows.iter().map(|row| row.try_get("", "id").expect("an id")).collect()
+}
+
+#[test]
+fn a_lease_says_for_whom_it_is_and_why_it_ended() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = cluster();
+    let artifact = cluster.upload("src");
+    let socket = format!("unix://{}", cluster.path("run/gantry/gantry.sock").display());
+    let tokio = tokio::runtime::Runtime::new().expect("a runtime");
+    let placements = || PlacementsClient::new(peer(&socket, Outgoing::internal()).expect("an address"));
+
+    // One that its holder drives.
+    let lease = "01980000-0000-7000-8000-00000000002b";
+    let request = PlaceRequest {
+        lease_id: lease.to_owned(),
+        team: "main".to_owned(),
+        kind: PlacementKind::Task.into(),
+        owner: "step 7".to_owned(),
+        artifact_ids: vec![artifact.clone()],
+        ..PlaceRequest::default()
+    };
+    let granted = tokio.block_on(async { placements().place(request).await.expect("granted").into_inner() });
+    let held = json(&cluster, ["explain", lease]);
+    let expected = [("thing", "lease"), ("kind", "task"), ("state", "granted"), ("owner", "step 7")];
+    for (name, value) in expected {
+        assert_eq!(held[name], value, "{held}");
+    }
+    assert_eq!(
+        (&held["worker_name"], &held["worker_id"]),
+        (&granted.worker_name.into(), &granted.worker_id.into())
+    );
+    assert_eq!((&held["workload_id"], &held["ended_at"]), (&Value::Null, &Value::Null), "{held}");
+    assert!(held["granted_at"].is_string() && held["expires_at"].is_string(), "{held}");
+    assert_eq!(held["relations"][0]["relation"], "pins", "{held}");
+    assert_eq!(held["relations"][0]["ids"][0], artifact, "{held}");
+    let said = text(&cluster, ["explain", lease]);
+    assert!(said.starts_with("lease:") && said.contains("unless its holder renews it"), "{said}");
+    let kept = text(&cluster, ["explain", &artifact]);
+    assert!(kept.contains(&format!("workload or lease {lease}, which pins it")), "{kept}");
+
+    let release = ReleaseRequest { lease_token: granted.lease_token };
+    tokio.block_on(async { placements().release(release).await.expect("released") });
+    let ended = json(&cluster, ["explain", lease]);
+    assert_eq!((&ended["state"], &ended["why"]), (&"ended".into(), &"its holder gave it back".into()));
+    let said = text(&cluster, ["explain", lease]);
+    assert!(said.contains(" ago): its holder gave it back\n"), "{said}");
+    let foreign = cluster.output(["--team", "other", "explain", lease]);
+    assert_eq!(code(&foreign), 125, "{}", describe(&foreign));
+
+    // One of a workload.
+    let (workload, id) = {
+        cluster.succeed(["run", "--", "true"]);
+        let workloads = cluster.list("workloads");
+        let leases = tokio.block_on(leases_of_workloads(&cluster));
+        assert_eq!((workloads.len(), leases.len()), (1, 1));
+        (workloads[0]["workload_id"].clone(), leases[0].to_string())
+    };
+    let ended = json(&cluster, ["explain", &id]);
+    assert_eq!((&ended["thing"], &ended["workload_id"]), (&"lease".into(), &workload), "{ended}");
+    assert_eq!((&ended["state"], &ended["expires_at"]), (&"ended".into(), &Value::Null), "{ended}");
+    assert_eq!(ended["why"], "its worker said that its attempt has ended");
+    assert!(ended["attempt_id"].is_string(), "{ended}");
 }
 
 #[test]

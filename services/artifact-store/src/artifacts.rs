@@ -266,8 +266,7 @@ pub(crate) async fn adopt_by_digest(
         .lock_exclusive()
         .all(txn)
         .await?;
-    let created = Condition::all().add(volume::Column::State.eq(State::Created));
-    let mut replicas = replicas_of(txn, &candidates, created).await?;
+    let mut replicas = replicas_of(txn, &candidates, "state = 'created'").await?;
     for row in candidates {
         let mut replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
         replicas.retain(|replica| !without.contains(&replica.worker));
@@ -447,8 +446,8 @@ pub(crate) async fn locate(
         return Ok(Vec::new());
     }
     let rows = artifact::Entity::find()
-        .filter(artifact::Column::ArtifactId.is_in(ids.iter().map(|id| id.uuid())))
-        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
+        .filter(ids::among(conn.get_database_backend(), "artifact_id", ids.iter().map(|id| id.uuid())))
+        .filter(Expr::cust("state <> 'deleting'"))
         .filter(usable_by(team))
         .all(conn)
         .await?;
@@ -464,12 +463,11 @@ pub(crate) async fn locate_rows(
     conn: &impl ConnectionTrait,
     rows: Vec<artifact::Model>,
 ) -> Result<Vec<Located>, DbErr> {
-    let present = volume::Column::State.is_in(State::PRESENT);
     let (deleted, live): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.state == ArtifactState::Deleting);
-    let mut replicas = replicas_of(conn, live, Condition::all().add(present.clone())).await?;
+    let mut replicas = replicas_of(conn, live, volumes::PRESENT).await?;
     // Those that go with it are there no more.
-    let unmarked = Condition::all().add(present).add(Expr::cust(marks::without("volumes")));
-    replicas.extend(replicas_of(conn, deleted, unmarked).await?);
+    let unmarked = format!("{} AND {}", volumes::PRESENT, marks::without("volumes"));
+    replicas.extend(replicas_of(conn, deleted, &unmarked).await?);
     let located = rows.into_iter().map(|row| {
         let replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
         Located { artifact: row, replicas }
@@ -477,21 +475,21 @@ pub(crate) async fn locate_rows(
     Ok(located.collect())
 }
 
-/// `those` of the complete replicas of artifacts.
+/// Those of the complete replicas of artifacts of which the condition `those` is true.
 async fn replicas_of(
     conn: &impl ConnectionTrait,
     artifacts: impl IntoIterator<Item = &artifact::Model>,
-    those: Condition,
+    those: &str,
 ) -> Result<HashMap<Uuid, Vec<Replica>>, DbErr> {
     let ids: Vec<_> = artifacts.into_iter().map(|row| row.artifact_id).collect();
     if ids.is_empty() {
         return Ok(HashMap::new());
     }
     let rows = volume::Entity::find()
-        .filter(volume::Column::ArtifactId.is_in(ids))
-        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(ids::among(conn.get_database_backend(), "artifact_id", ids))
+        .filter(Expr::cust("purpose = 'replica'"))
         .filter(Expr::cust(volumes::COMPLETE))
-        .filter(those)
+        .filter(Expr::cust(those.to_owned()))
         .order_by_asc(volume::Column::Handle)
         .all(conn)
         .await?;

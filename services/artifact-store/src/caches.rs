@@ -34,6 +34,7 @@ use uuid::Uuid;
 
 use crate::artifacts::{self, Located};
 use crate::entity::{ALL_TEAMS, ArtifactState, artifact, resource_cache, task_cache};
+use crate::ids;
 
 /// An artifact cannot be put into a cache.
 #[derive(Debug, thiserror::Error)]
@@ -136,12 +137,13 @@ pub(crate) async fn locate(
     if ids.is_empty() {
         return Ok(Vec::new());
     }
-    let wanted = || ids.iter().map(|id| id.uuid());
+    let backend = conn.get_database_backend();
+    let wanted = || ids::among(backend, "cache_id", ids.iter().map(|id| id.uuid()));
     let mut owned: Vec<(Uuid, Uuid)> = resource_cache::Entity::find()
         .select_only()
         .column(resource_cache::Column::CacheId)
         .column(resource_cache::Column::ArtifactId)
-        .filter(resource_cache::Column::CacheId.is_in(wanted()))
+        .filter(wanted())
         .filter(resource_cache::Column::Scope.is_in([team, ALL_TEAMS]))
         .filter(resource_cache::Column::ArtifactId.is_not_null())
         .into_tuple()
@@ -151,7 +153,7 @@ pub(crate) async fn locate(
         .select_only()
         .column(task_cache::Column::CacheId)
         .column(task_cache::Column::ArtifactId)
-        .filter(task_cache::Column::CacheId.is_in(wanted()))
+        .filter(wanted())
         .filter(task_cache::Column::Team.eq(team))
         .filter(task_cache::Column::ArtifactId.is_not_null())
         .into_tuple()
@@ -160,8 +162,8 @@ pub(crate) async fn locate(
     owned.extend(of_tasks);
     let owned: HashMap<_, _> = owned.into_iter().collect();
     let rows = artifact::Entity::find()
-        .filter(artifact::Column::ArtifactId.is_in(owned.values().copied()))
-        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .filter(ids::among(backend, "artifact_id", owned.values().copied()))
+        .filter(Expr::cust("state = 'sealed'"))
         .all(conn)
         .await?;
     let located: HashMap<_, _> = artifacts::locate_rows(conn, rows)

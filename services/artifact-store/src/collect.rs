@@ -31,6 +31,7 @@ pub(crate) mod builds;
 pub(crate) mod caches;
 mod claims;
 mod deleted;
+mod dry;
 mod graves;
 mod holders;
 mod losses;
@@ -220,41 +221,9 @@ async fn round_noting(
     Ok(collected)
 }
 
-/// What [`full_round`] would mark, at least the first `most`: a round in one transaction that is not committed. Its locks are held no longer than
-/// it takes to find as many.
+/// What [`full_round`] would mark, at least the first `most`. Changes nothing, and holds up nobody.
 pub(crate) async fn dry_round(store: &Store, most: usize) -> Result<Vec<Collected>, DbErr> {
-    /// Carries the answer out of a transaction that must not be committed.
-    #[derive(Debug, thiserror::Error)]
-    enum Undone {
-        #[error("a dry run is not committed")]
-        Dry(Vec<Collected>),
-        #[error("database failed while collecting garbage")]
-        Database(#[from] DbErr),
-    }
-
-    let settings = Settings::of(store);
-    let undone = store
-        .db
-        .write(|txn| async move {
-            let mut collected = Vec::new();
-            wait_no_longer(&txn, &settings).await?;
-            for step in Step::ALL {
-                while collected.len() < most && step.is_due(&*txn, &settings).await? {
-                    let batch = step.run(&txn, &settings).await?;
-                    collected.extend(batch.collected);
-                    if !batch.looked {
-                        break;
-                    }
-                }
-            }
-            Err::<(), _>(Undone::Dry(collected))
-        })
-        .await;
-    match undone {
-        Ok(()) => Ok(Vec::new()),
-        Err(Undone::Dry(collected)) => Ok(collected),
-        Err(Undone::Database(error)) => Err(error),
-    }
+    dry::round(store.db.read(), &Settings::of(store), most).await
 }
 
 /// The steps of a round, each after those that give it something to do.

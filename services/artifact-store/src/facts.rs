@@ -157,12 +157,55 @@ pub(crate) async fn artifacts(
     if rows.is_empty() {
         return Ok(Vec::new());
     }
-    let mut held: HashMap<Uuid, Held> = HashMap::new();
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h";
-    for hold in Hold::find_by_statement(statement(conn, sql, now, None, ids)).all(conn).await? {
-        let held = held.entry(hold.artifact_id).or_default();
-        match hold.kind.as_str() {
+    let holds = Hold::find_by_statement(statement(conn, sql, now, None, ids)).all(conn).await?;
+    Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
+}
+
+/// What would hold nothing any more, whatever its row says.
+#[derive(Debug, Default)]
+pub(crate) struct Gone {
+    pub(crate) builds: HashSet<Uuid>,
+    pub(crate) caches: HashSet<Uuid>,
+    pub(crate) volumes: HashSet<Uuid>,
+}
+
+/// What would be known of artifacts, in their order, if nothing of `gone` held any.
+pub(crate) async fn artifacts_without(
+    conn: &impl ConnectionTrait,
+    rows: &[JudgedArtifact],
+    now: Timestamp,
+    gone: &Gone,
+) -> Result<Vec<ArtifactFacts>, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Hold {
+        artifact_id: Uuid,
+        kind: String,
+        id: Uuid,
+    }
+
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    let ids = rows.iter().map(|row| row.artifact_id);
+    let sql = "SELECT h.artifact_id AS artifact_id, h.kind AS kind, h.id AS id FROM (HOLDS) h";
+    let holds = Hold::find_by_statement(statement(conn, sql, now, None, ids)).all(conn).await?;
+    let holds = holds.iter().filter(|hold| match hold.kind.as_str() {
+        "build" => !gone.builds.contains(&hold.id),
+        "resource cache" | "task cache" => !gone.caches.contains(&hold.id),
+        "volume" => !gone.volumes.contains(&hold.id),
+        _ => true,
+    });
+    Ok(held(rows, holds.map(|hold| (hold.artifact_id, hold.kind.as_str()))))
+}
+
+/// What is known of artifacts that these kinds of things hold.
+fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)>) -> Vec<ArtifactFacts> {
+    let mut held: HashMap<Uuid, Held> = HashMap::new();
+    for (artifact, kind) in holds {
+        let held = held.entry(artifact).or_default();
+        match kind {
             "pin" => held.pinned = true,
             "volume" => held.used = true,
             "transfer" | "import" => held.transferred = true,
@@ -173,7 +216,7 @@ pub(crate) async fn artifacts(
         held: held.get(&row.artifact_id).copied().unwrap_or_default(),
         ..unheld(row)
     });
-    Ok(facts.collect())
+    facts.collect()
 }
 
 /// What an artifact's own row says.

@@ -5,6 +5,7 @@
 
 use std::fmt::Write;
 
+use sea_orm::sea_query::Expr;
 use sea_orm::{DbBackend, Value};
 use uuid::Uuid;
 
@@ -24,6 +25,14 @@ pub(crate) fn value(backend: DbBackend, ids: impl IntoIterator<Item = Uuid>) -> 
         DbBackend::Postgres => list("{", ids, "}", |text, id| write!(text, "{}", id.simple())),
         _ => list("[", ids, "]", |text, id| write!(text, "\"{}\"", id.simple())),
     }
+}
+
+/// The condition that `column` is one of these ids.
+pub(crate) fn among(backend: DbBackend, column: &str, ids: impl IntoIterator<Item = Uuid>) -> Expr {
+    let query = query(backend, 1);
+    // How a value is written in a text that becomes a part of a statement.
+    let query = if backend == DbBackend::Postgres { query } else { query.replace("$1", "?") };
+    Expr::cust_with_values(format!("{column} IN ({query})"), [value(backend, ids)])
 }
 
 /// A query that answers, as `id` and `at`, the pairs that [`pairs`] made the value `$n`.

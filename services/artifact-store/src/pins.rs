@@ -28,6 +28,7 @@ use crate::due::make_due;
 use crate::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, volume,
 };
+use crate::ids;
 use crate::owners::{self, OwnerEnded};
 
 /// A holder belongs to another team than the one that acts.
@@ -135,15 +136,15 @@ async fn pin_artifacts(
     if let Some(missing) = located.iter().find(|located| !located.has_bytes()) {
         return Err(PinError::Unavailable(ArtifactId::from_uuid(missing.artifact.artifact_id)));
     }
-    let rows = holds.iter().map(|artifact| pin::ActiveModel {
-        holder_id: Set(id.uuid()),
-        artifact_id: Set(*artifact),
-        pinned_at: Set(now.0),
-    });
-    pin::Entity::insert_many(rows)
-        .on_conflict_do_nothing_on([pin::Column::HolderId, pin::Column::ArtifactId])
-        .exec_without_returning(txn)
-        .await?;
+    let backend = txn.get_database_backend();
+    // Without a condition SQLite would take the conflict for one of a join.
+    let sql = format!(
+        "INSERT INTO pins (holder_id, artifact_id, pinned_at) SELECT $2, id, $3 FROM ({}) AS pinned WHERE TRUE
+         ON CONFLICT (holder_id, artifact_id) DO NOTHING",
+        ids::query(backend, 1)
+    );
+    let values = [ids::value(backend, holds), id.uuid().into(), now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
     Ok(located)
 }
 
@@ -168,16 +169,16 @@ async fn bind(
     Ok(())
 }
 
-/// Locks sealed artifacts that `team` may use, so that they are not marked before the caller commits, and answers those of `ids` that are such.
+/// Locks sealed artifacts that `team` may use, so that they are not marked before the caller commits, and answers those that are such.
 pub(crate) async fn lock_sealed(
     txn: &DatabaseTransaction,
     team: &str,
-    ids: &[ArtifactId],
+    artifacts: &[ArtifactId],
 ) -> Result<HashMap<Uuid, artifact::Model>, DbErr> {
     let rows = artifact::Entity::find()
-        .filter(artifact::Column::ArtifactId.is_in(ids.iter().map(|id| id.uuid())))
+        .filter(ids::among(txn.get_database_backend(), "artifact_id", artifacts.iter().map(|id| id.uuid())))
         .filter(artifacts::usable_by(team))
-        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .filter(Expr::cust("state = 'sealed'"))
         .order_by_asc(artifact::Column::ArtifactId)
         .lock_shared()
         .all(txn)

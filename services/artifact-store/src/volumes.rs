@@ -7,6 +7,9 @@ use crate::entity::{Purpose, State, volume};
 /// Written out, for there are partial indexes of those that are not: for a parameter in its place SQLite would plan the statement anew each time.
 pub(crate) const COMPLETE: &str = "complete = TRUE";
 
+/// The same of what is there, as far as we know ([`State::PRESENT`]).
+pub(crate) const PRESENT: &str = "state IN ('created', 'unconfirmed')";
+
 /// The row of a volume that may not be there yet, as far as all volumes are alike.
 pub(crate) fn new_volume(
     handle: VolumeHandle,

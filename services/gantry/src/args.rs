@@ -396,9 +396,10 @@ Of a workload that waits: what each worker says to it, and what would have it pl
 it ended. Of an artifact, volume or container: everything \
 that keeps it and until when, or the rule by which it went or will go, and when; for a day after it is gone, too. Of a build: what it owns, and \
 when it lets go. Of an attempt: what was made for it. Of a cache or a base resource type: what it owns, who uses it, and when it goes. Of a \
-transfer: what it brings where, and until when it has to say that it goes on. Of a worker: its state, and what it holds.")]
+transfer: what it brings where, and until when it has to say that it goes on. Of a lease: what it is for, on which worker, until when, and why it ended. \
+Of a worker: its state, and what it holds.")]
 pub(crate) struct ExplainArgs {
-    /// The id of a workload, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker
+    /// The id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker
     #[arg(value_name = "ID", value_parser = values::any_id)]
     pub(crate) id: String,
     /// Of a workload that waits: how many workers are told one by one. Default: 20. All are told together with those that say the same

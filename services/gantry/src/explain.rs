@@ -1,4 +1,5 @@
-//! `gantry explain` and `gantry run --explain`: where a workload would be placed, or why it is not. [`crate::why`] explains the rest.
+//! `gantry explain` and `gantry run --explain`: where a workload would be placed, or why it is not. [`crate::lease`] and [`crate::why`] explain the
+//! rest.
 
 use std::time::Duration;
 
@@ -14,12 +15,12 @@ use crate::args::ExplainArgs;
 use crate::connect::{Connection, repeat};
 use crate::stdout::{print, print_json};
 use crate::table::{duration, fields, filled, plain, render};
-use crate::{error, json, list, why, words};
+use crate::{error, json, lease, list, why, words};
 
 /// How wide a cell is at most.
 const WIDTH: usize = 100;
 
-/// `gantry explain`: the scheduler says why a workload waits, or what became of it, and what it does not know the artifact store may.
+/// `gantry explain`: the scheduler says why a workload waits, or what became of it, and what a lease is; what it does not know the artifact store may.
 pub(crate) async fn whatever(
     connection: &Connection,
     args: &ExplainArgs,
@@ -29,7 +30,12 @@ pub(crate) async fn whatever(
     let told = Told { most: args.workers, only: args.only.clone() };
     let waiting = WaitingWorkload { team: connection.team.clone(), workload_id: id.to_owned() };
     match explain(connection, Subject::Workload(waiting), &told, as_json).await {
-        Err(error) if is_for(&error, Reason::WorkloadNotFound) => why::explain(connection, id, as_json).await,
+        Err(error) if is_for(&error, Reason::WorkloadNotFound) => {
+            if lease::explain(connection, id, as_json).await? {
+                return Ok(());
+            }
+            why::explain(connection, id, as_json).await
+        }
         Err(error) if is_for(&error, Reason::WorkloadNotQueued) => placed(connection, id, as_json).await,
         answered => answered,
     }

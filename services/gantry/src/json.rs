@@ -249,34 +249,35 @@ pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {
 }
 
 /// What is absent where it is empty.
-fn some(text: &str) -> Option<&str> {
+pub(crate) fn some(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }
 
+fn thing(thing: artifacts::Thing) -> Option<&'static str> {
+    (thing != artifacts::Thing::Unspecified).then(|| words::thing(thing))
+}
+
+pub(crate) fn relation(relation: &artifacts::Relation) -> Value {
+    json!({
+        "relation": relation.relation,
+        "thing": thing(relation.thing()),
+        "ids": relation.ids,
+        "total": relation.total,
+    })
+}
+
 pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
-    let kind = |thing: artifacts::Thing| match thing {
-        artifacts::Thing::Unspecified => None,
-        thing => Some(words::thing(thing)),
-    };
     let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(words::instant);
     let keeper = |keeper: &artifacts::Keeper| {
         json!({
-            "thing": kind(keeper.thing()),
+            "thing": thing(keeper.thing()),
             "id": some(&keeper.id),
             "text": keeper.text,
             "until": instant(&keeper.until),
         })
     };
-    let relation = |relation: &artifacts::Relation| {
-        json!({
-            "relation": relation.relation,
-            "thing": kind(relation.thing()),
-            "ids": relation.ids,
-            "total": relation.total,
-        })
-    };
     json!({
-        "thing": kind(explained.thing()),
+        "thing": thing(explained.thing()),
         "id": explained.id,
         "state": explained.state,
         "label": explained.label,

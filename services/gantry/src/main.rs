@@ -26,6 +26,7 @@ mod hint;
 mod imports;
 mod json;
 mod landing;
+mod lease;
 mod list;
 mod logs;
 mod narrate;

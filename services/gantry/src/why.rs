@@ -44,7 +44,8 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
     print(&of_worker(&explained, worker.as_ref()))
 }
 
-async fn ask(connection: &Connection, id: &str) -> anyhow::Result<ExplainResponse> {
+/// What the store knows of an id.
+pub(crate) async fn ask(connection: &Connection, id: &str) -> anyhow::Result<ExplainResponse> {
     let request = ExplainRequest { team: connection.team.clone(), id: id.to_owned() };
     let client = connection.artifacts();
     repeat("cannot explain it", async || client.clone().explain(request.clone()).await).await
@@ -247,7 +248,7 @@ fn endless(explained: &ExplainResponse) -> String {
 }
 
 /// Things that it has to do with: what they are to it, and which.
-fn related(relation: &Relation) -> (String, String) {
+pub(crate) fn related(relation: &Relation) -> (String, String) {
     let thing = words::thing(relation.thing());
     // `children` and `made from` do not say what they are; `worker` does.
     let named = relation.relation.starts_with(thing);

@@ -29,11 +29,11 @@ use sea_orm::{
 };
 
 use crate::effects::Effects;
-use crate::entity::lease::{self, EndedBy, State, StopReason};
+use crate::entity::lease::{self, EndedBy, Kind, State, StopReason};
 use crate::entity::{owner_worker, worker};
 use crate::grants::Changes;
 use crate::outbox::{self, Message, Parcel, Settlement};
-use crate::placement::Placement;
+use crate::placement::{Placement, Resources};
 
 /// Written out, as in the partial indexes of the table: for a parameter in its place SQLite would plan the statement anew each time.
 const NOT_ENDED: &str = "state <> 'ended'";
@@ -44,6 +44,53 @@ pub(crate) enum RenewError {
     /// It was released, ran out, or its worker is gone.
     #[error("the lease is lost")]
     Lost,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// A lease, for whoever asks what became of it.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub(crate) claims: LeaseClaims,
+    pub(crate) worker_name: String,
+    pub(crate) kind: Kind,
+    pub(crate) owner: String,
+    pub(crate) reserved: Resources,
+    pub(crate) granted_at: Timestamp,
+    /// When it ends unless it is renewed. `None`: nobody renews it.
+    pub(crate) expires_at: Option<Timestamp>,
+    pub(crate) stop_reason: Option<StopReason>,
+    pub(crate) state: LeaseState,
+}
+
+/// Where a lease is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LeaseState {
+    Granted,
+    Ending,
+    Ended(Timestamp, LeaseEnd),
+}
+
+/// Why a lease ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LeaseEnd {
+    /// Its holder gave it back.
+    Released,
+    /// Its worker's gateway said that its attempt has ended.
+    Reported,
+    /// It was not renewed in time.
+    Expired,
+    /// Its worker could not be counted on any more.
+    Lost,
+}
+
+/// There is no such lease to tell of.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LeaseError {
+    /// There is none in this team.
+    #[error("lease {0} is unknown to this team")]
+    NotFound(LeaseId),
     /// The database does not answer.
     #[error("the database failed")]
     Database(#[from] DbErr),
@@ -76,6 +123,45 @@ pub(crate) fn driven_claims(lease: LeaseId, placement: &Placement, team: &str) -
 /// One lease.
 pub(crate) async fn find(db: &impl ConnectionTrait, lease: LeaseId) -> Result<Option<lease::Model>, DbErr> {
     lease::Entity::find_by_id(lease.uuid()).one(db).await
+}
+
+/// What is known of a lease of this team.
+pub(crate) async fn tell(db: &impl ConnectionTrait, team: &str, id: LeaseId) -> Result<Lease, LeaseError> {
+    let row = lease::Entity::find_by_id(id.uuid()).filter(lease::Column::Team.eq(team)).one(db).await?;
+    let row = row.ok_or(LeaseError::NotFound(id))?;
+    let worker = worker::Entity::find_by_id(row.worker_id).one(db).await?;
+    let amount = |amount: i64| u64::try_from(amount).unwrap_or(0);
+    Ok(Lease {
+        claims: claims(&row),
+        worker_name: worker.map(|worker| worker.name).unwrap_or_default(),
+        kind: row.kind,
+        reserved: Resources {
+            cpu_millis: amount(row.cpu_millis),
+            memory_bytes: amount(row.memory_bytes),
+            disk_bytes: amount(row.disk_bytes),
+        },
+        granted_at: Timestamp(row.granted_at),
+        expires_at: row.expires_at.map(Timestamp),
+        stop_reason: row.stop_reason,
+        state: state(&row),
+        owner: row.owner,
+    })
+}
+
+fn state(row: &lease::Model) -> LeaseState {
+    let ended_at = row.ended_at.unwrap_or_default();
+    let end = match row.ended_by {
+        Some(EndedBy::Reported) if row.is_driven() => LeaseEnd::Released,
+        Some(EndedBy::Reported) => LeaseEnd::Reported,
+        // Only one that is late ends for that.
+        _ if row.expires_at.is_some_and(|at| at <= ended_at) => LeaseEnd::Expired,
+        _ => LeaseEnd::Lost,
+    };
+    match row.state {
+        State::Granted => LeaseState::Granted,
+        State::Ending => LeaseState::Ending,
+        State::Ended => LeaseState::Ended(Timestamp(ended_at), end),
+    }
 }
 
 /// Those of these leases that are there.

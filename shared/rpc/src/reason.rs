@@ -52,6 +52,7 @@ reasons! {
     AllWorkersBusy = "ALL_WORKERS_BUSY", ResourceExhausted;
     LeaseLost = "LEASE_LOST", FailedPrecondition;
     LeaseExists = "LEASE_EXISTS", AlreadyExists;
+    LeaseNotFound = "LEASE_NOT_FOUND", NotFound;
     StaleSession = "STALE_SESSION", FailedPrecondition;
     StaleIncarnation = "STALE_INCARNATION", FailedPrecondition;
     AlreadyAttended = "ALREADY_ATTENDED", FailedPrecondition;

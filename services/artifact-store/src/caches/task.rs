@@ -237,7 +237,7 @@ pub(super) async fn end_uses(
 }
 
 /// Which of these caches workloads use.
-pub(crate) async fn in_use(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result<HashSet<Uuid>, DbErr> {
+pub(crate) async fn in_use(conn: &impl ConnectionTrait, caches: &[Uuid]) -> Result<HashSet<Uuid>, DbErr> {
     if caches.is_empty() {
         return Ok(HashSet::new());
     }
@@ -247,7 +247,7 @@ pub(crate) async fn in_use(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result
         .distinct()
         .filter(task_cache_use::Column::CacheId.is_in(caches.iter().copied()))
         .into_tuple()
-        .all(txn)
+        .all(conn)
         .await?;
     Ok(used.into_iter().collect())
 }

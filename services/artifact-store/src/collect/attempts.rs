@@ -70,12 +70,19 @@ impl Looks {
     }
 }
 
+/// Containers of the attempts `IDS` that are no garbage.
+pub(super) const CONTAINERS_OF: &str =
+    "FROM containers WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
+
+/// Volumes of the attempts `IDS` that are no garbage.
+pub(super) const VOLUMES_OF: &str = "FROM volumes WHERE attempt_id IN (IDS) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')";
+
 /// A container that is judged.
 #[derive(FromQueryResult)]
-struct Container {
-    handle: Uuid,
-    attempt_id: Uuid,
-    touched_at: Option<i64>,
+pub(super) struct Container {
+    pub(super) handle: Uuid,
+    pub(super) attempt_id: Uuid,
+    pub(super) touched_at: Option<i64>,
 }
 
 async fn containers(
@@ -86,10 +93,7 @@ async fn containers(
     looks: &mut Looks,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
-    let of_attempts = format!(
-        "FROM containers WHERE attempt_id IN ({}) AND state NOT IN ('destroying', 'sweeping')",
-        ids::query(backend, 1)
-    );
+    let of_attempts = CONTAINERS_OF.replace("IDS", &ids::query(backend, 1));
     let values = || [ids::value(backend, attempts.iter().copied())];
     sweep::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
     let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
@@ -143,10 +147,7 @@ async fn volumes(
     looks: &mut Looks,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
-    let of_attempts = format!(
-        "FROM volumes WHERE attempt_id IN ({}) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')",
-        ids::query(backend, 1)
-    );
+    let of_attempts = VOLUMES_OF.replace("IDS", &ids::query(backend, 1));
     let values = || [ids::value(backend, attempts.iter().copied())];
     sweep::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
     let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");

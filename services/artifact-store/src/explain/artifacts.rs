@@ -164,7 +164,7 @@ async fn keepers(
                 (Some((Thing::Build, id.uuid())), format!("build {id}{which}"))
             }
             Keeping::Pin(id) => {
-                let text = format!("workload {id}, which pins it until it is settled");
+                let text = format!("workload or lease {id}, which pins it until it is settled");
                 (Some((Thing::Workload, id.uuid())), text)
             }
             Keeping::Volume(id) => {

@@ -347,10 +347,34 @@ impl Callers {
         Ok(())
     }
 
+    /// What is marked, or would be. What is marked is what a dry run has said just before.
     pub(crate) async fn collect(&self, dry_run: pb::DryRun) -> Vec<pb::Collected> {
+        let would_go = self.collect_once(pb::DryRun::Only).await;
+        if dry_run == pb::DryRun::Only {
+            return would_go.collected;
+        }
+        let went = self.collect_once(dry_run).await;
+        let sorted = |collected: &[pb::Collected]| {
+            let mut sorted = collected.to_vec();
+            sorted.sort_by(|one, other| one.id.cmp(&other.id));
+            sorted
+        };
+        assert_eq!(went.truncated, would_go.truncated);
+        if !went.truncated {
+            assert_eq!(sorted(&went.collected), sorted(&would_go.collected), "a dry run says what goes");
+        }
+        went.collected
+    }
+
+    /// The same, while others do something.
+    pub(crate) async fn collect_beside_others(&self) -> Vec<pb::Collected> {
+        self.collect_once(pb::DryRun::Off).await.collected
+    }
+
+    async fn collect_once(&self, dry_run: pb::DryRun) -> pb::CollectResponse {
         let mut collector = pb::collector_client::CollectorClient::new(self.peer.clone());
         let request = pb::CollectRequest { dry_run: dry_run.into() };
-        collector.collect(request).await.expect("collected").into_inner().collected
+        collector.collect(request).await.expect("collected").into_inner()
     }
 
     pub(crate) async fn volumes(&self) -> Vec<pb::Volume> {

@@ -5,6 +5,7 @@ mod builds;
 mod caches;
 mod copies;
 mod disposal;
+mod dry_runs;
 mod harness;
 mod imports;
 mod inventory;

@@ -49,7 +49,7 @@ async fn a_reference_and_a_mark_never_pass_each_other(database: TestDatabase) {
             a_while().await;
             gateway.prepare(workload, attempt, &needs).await
         };
-        let (_, pinned, adopted, prepared) = tokio::join!(suite.collect(DryRun::Off), pin, adopt, prepare);
+        let (_, pinned, adopted, prepared) = tokio::join!(suite.collect_beside_others(), pin, adopt, prepare);
         suite.collect(DryRun::Off).await;
         let in_use = [pinned.is_ok(), adopted.expect("asked").is_some(), prepared.is_ok()];
         for (artifact, in_use) in artifacts.into_iter().zip(in_use) {

@@ -5,15 +5,18 @@ use std::time::Duration;
 
 use domain::Timestamp;
 use domain::worker::{Capacity, Labels, ResourceType};
+use domain::workload::FailureReason;
 use rpc::pb::scheduler as pb;
 use rpc::{invalid_field, timestamp};
 use tonic::Status;
 
 use crate::demand;
 use crate::entity::gone_worker::{self, WorkerEnd};
+use crate::entity::lease::{Kind, StopReason};
 use crate::entity::{worker, workload};
 use crate::events::{Event, InputProgress, Revision, Whereabouts};
 use crate::explain::{Explanation, Verdict};
+use crate::leases::{Lease, LeaseEnd, LeaseState};
 use crate::outcome::Ending;
 use crate::placement::{self, Group, Opinion, Outlook, Refusal, Resources, Says, Standing, Strategy, Tell};
 use crate::workers::Worker;
@@ -298,6 +301,73 @@ pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<demand::Ask
     })
 }
 
+/// Why an attempt shall stop, as its gateway and whoever asks are told.
+pub(super) fn stop_reason(reason: StopReason) -> String {
+    let reason = match reason {
+        StopReason::Cancelled => FailureReason::Cancelled,
+        StopReason::StartTimeout => FailureReason::StartTimeout,
+        StopReason::RunTimeout => FailureReason::RunTimeout,
+        StopReason::Interrupted => FailureReason::Interrupted,
+    };
+    reason.to_string()
+}
+
+pub(super) fn lease(lease: Lease) -> pb::Lease {
+    let kind = match lease.kind {
+        Kind::Transfer => pb::PlacementKind::Transfer,
+        Kind::Task => pb::PlacementKind::Task,
+        Kind::Get => pb::PlacementKind::Get,
+        Kind::Put => pb::PlacementKind::Put,
+        Kind::Check => pb::PlacementKind::Check,
+        Kind::Service => pb::PlacementKind::Service,
+    };
+    let (state, ended_at, end) = match lease.state {
+        LeaseState::Granted => (pb::LeaseState::Granted, None, pb::LeaseEnd::Unspecified),
+        LeaseState::Ending => (pb::LeaseState::Ending, None, pb::LeaseEnd::Unspecified),
+        LeaseState::Ended(at, end) => {
+            let end = match end {
+                LeaseEnd::Released => pb::LeaseEnd::Released,
+                LeaseEnd::Reported => pb::LeaseEnd::Reported,
+                LeaseEnd::Expired => pb::LeaseEnd::Expired,
+                LeaseEnd::Lost => pb::LeaseEnd::Lost,
+            };
+            (pb::LeaseState::Ended, Some(at), end)
+        }
+    };
+    let (workload_id, attempt_id) = match lease.claims.attempt {
+        Some((workload, attempt)) => (workload.to_string(), attempt.to_string()),
+        None => Default::default(),
+    };
+    pb::Lease {
+        lease_id: lease.claims.lease.to_string(),
+        team: lease.claims.team,
+        kind: kind.into(),
+        state: state.into(),
+        worker_id: lease.claims.worker.to_string(),
+        worker_name: lease.worker_name,
+        incarnation: lease.claims.incarnation.0,
+        workload_id,
+        attempt_id,
+        owner: lease.owner,
+        requests: requests(lease.reserved),
+        granted_at: Some(timestamp(lease.granted_at)),
+        expires_at: lease.expires_at.map(timestamp),
+        stop_reason: lease.stop_reason.map(stop_reason).unwrap_or_default(),
+        ended_at: ended_at.map(timestamp),
+        end: end.into(),
+    }
+}
+
+/// What is kept free, if anything is.
+fn requests(resources: Resources) -> Option<pb::ResourceRequests> {
+    let Resources { cpu_millis, memory_bytes, disk_bytes } = resources;
+    (resources != Resources::default()).then_some(pb::ResourceRequests {
+        cpu_millis,
+        memory_bytes,
+        disk_bytes,
+    })
+}
+
 pub(super) fn feed(feed: demand::Feed, now: Timestamp) -> pb::GetDemandResponse {
     pb::GetDemandResponse {
         waiting: feed.waiting as u64,
@@ -316,12 +386,6 @@ fn waiting_shape(waiting: demand::Waiting) -> pb::WaitingShape {
         resource_type: process.resource_type.clone().unwrap_or_default(),
         capabilities: process.capabilities.iter().map(|name| name.clone().into_owned()).collect(),
     });
-    let Resources { cpu_millis, memory_bytes, disk_bytes } = shape.requests;
-    let requests = (shape.requests != Resources::default()).then_some(pb::ResourceRequests {
-        cpu_millis,
-        memory_bytes,
-        disk_bytes,
-    });
     let team_workers = match waiting.keeps_to_its_own {
         true => pb::TeamWorkers::Own,
         false => pb::TeamWorkers::Any,
@@ -331,7 +395,7 @@ fn waiting_shape(waiting: demand::Waiting) -> pb::WaitingShape {
         platform: shape.platform.clone(),
         tags: shape.tags.clone(),
         process,
-        requests,
+        requests: requests(shape.requests),
         team_workers: team_workers.into(),
         count: waiting.count as u64,
         count_for_none: waiting.for_none as u64,

@@ -13,7 +13,7 @@ use tonic::Status;
 
 use crate::dispatch::{PlaceError, SubmitError};
 use crate::explain::ExplainError;
-use crate::leases::RenewError;
+use crate::leases::{LeaseError, RenewError};
 use crate::placement::Refusals;
 use crate::registry::{self, RegistryError};
 use crate::service::TicketError;
@@ -135,6 +135,18 @@ impl Reasoned for RenewError {
         match self {
             Self::Lost => Reason::LeaseLost.status(SERVICE, self.to_string()),
             Self::Database(error) => database("renew a lease", &error),
+        }
+    }
+}
+
+impl Reasoned for LeaseError {
+    fn status(self) -> Status {
+        match self {
+            Self::NotFound(id) => {
+                let about = [("lease_id", id.to_string())];
+                Reason::LeaseNotFound.status_about(SERVICE, self.to_string(), about)
+            }
+            Self::Database(error) => database("look at a lease", &error),
         }
     }
 }

@@ -120,6 +120,19 @@ impl Placements for PlacementsService {
         Ok(Response::new(pb::ReleaseManyResponse {}))
     }
 
+    async fn get_lease(
+        &self,
+        request: Request<pb::GetLeaseRequest>,
+    ) -> Result<Response<pb::GetLeaseResponse>, Status> {
+        let request = request.into_inner();
+        let team = parse_team("team", request.team)?;
+        let id = parse_id("lease_id", &request.lease_id)?;
+
+        let lease = leases::tell(self.0.db.read(), &team, id).await.map_err(Reasoned::status)?;
+
+        Ok(Response::new(pb::GetLeaseResponse { lease: Some(convert::lease(lease)) }))
+    }
+
     async fn explain(
         &self,
         request: Request<pb::ExplainRequest>,

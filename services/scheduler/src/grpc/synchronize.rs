@@ -11,7 +11,6 @@ use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use domain::worker::{Marker, SessionClaims};
-use domain::workload::FailureReason;
 use domain::{AttemptId, LeaseId, Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::synchronize_request::Message as Said;
@@ -283,12 +282,7 @@ impl Attendance<'_> {
             let micros = u64::try_from(lease.stop_grace_us.unwrap_or(0)).unwrap_or(0);
             return Ok(Some(pb::desired_lease::Wish::Stop(pb::StopAttempt {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
-                reason: match lease.stop_reason {
-                    Some(lease::StopReason::StartTimeout) => FailureReason::StartTimeout.to_string(),
-                    Some(lease::StopReason::RunTimeout) => FailureReason::RunTimeout.to_string(),
-                    Some(lease::StopReason::Interrupted) => FailureReason::Interrupted.to_string(),
-                    Some(lease::StopReason::Cancelled) | None => FailureReason::Cancelled.to_string(),
-                },
+                reason: convert::stop_reason(lease.stop_reason.unwrap_or(lease::StopReason::Cancelled)),
                 lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
                 workload_id: workload.to_string(),
                 attempt_id: attempt.to_string(),

@@ -11,7 +11,7 @@ use rpc::pb::scheduler::place_result::Result as Placed;
 use rpc::token::Keys;
 use testing::databases::TestDatabase;
 
-use crate::support::{Gateway, Running, config, hello, spec, until};
+use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
 fn of_kind(kind: pb::PlacementKind) -> pb::PlaceRequest {
     pb::PlaceRequest {
@@ -61,6 +61,12 @@ pub(crate) async fn with_slots(scheduler: &Running, name: &str, max_tasks: u32) 
     let mut hello = hello(name);
     hello.capacity = Some(pb::Capacity { max_tasks, ..pb::Capacity::default() });
     Gateway::connect(scheduler, hello).await.expect("welcome")
+}
+
+async fn lease(scheduler: &Running, team: &str, id: &str) -> Result<pb::Lease, rpc::Refusal> {
+    let request = pb::GetLeaseRequest { team: team.to_owned(), lease_id: id.to_owned() };
+    let answer = scheduler.placements().get_lease(request).await?.into_inner();
+    Ok(answer.lease.expect("a lease"))
 }
 
 pub(crate) async fn refused(scheduler: &Running, request: pb::PlaceRequest) -> rpc::Refusal {
@@ -302,5 +308,76 @@ pub(crate) async fn a_driven_lease_that_is_not_renewed_ends(database: TestDataba
         placed.err().map(|status| assert!(rpc::Refusal::from(status).is(Reason::LeaseExists)))
     })
     .await;
+    let ended = lease(&scheduler, "main", &request.lease_id).await.expect("known");
+    assert_eq!((ended.state(), ended.end()), (pb::LeaseState::Ended, pb::LeaseEnd::Expired));
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_lease_says_for_whom_it_is_until_when_and_why_it_ended(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = with_slots(&scheduler, "one", 3).await;
+    let requests = Some(pb::ResourceRequests { memory_bytes: 5, ..Default::default() });
+    let mut request = of_kind(pb::PlacementKind::Get);
+    request.requests = requests;
+    request.owner = "check 7".to_owned();
+    let token =
+        scheduler.placements().place(request.clone()).await.expect("granted").into_inner().lease_token;
+    let granted = lease(&scheduler, "main", &request.lease_id).await.expect("known");
+    let instant = |at: Option<_>| at.map(|at| rpc::from_timestamp(&at)).expect("an instant");
+    assert!(instant(granted.expires_at) > instant(granted.granted_at), "{granted:?}");
+    let expected = pb::Lease {
+        lease_id: request.lease_id.clone(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Get.into(),
+        state: pb::LeaseState::Granted.into(),
+        worker_id: gateway.welcome.worker_id.clone(),
+        worker_name: "one".to_owned(),
+        incarnation: granted.incarnation,
+        owner: "check 7".to_owned(),
+        requests,
+        granted_at: granted.granted_at,
+        expires_at: granted.expires_at,
+        ..pb::Lease::default()
+    };
+    assert_eq!(granted, expected);
+    scheduler.placements().release(pb::ReleaseRequest { lease_token: token }).await.expect("released");
+    let released = lease(&scheduler, "main", &request.lease_id).await.expect("still known");
+    assert_eq!((released.state(), released.end()), (pb::LeaseState::Ended, pb::LeaseEnd::Released));
+    assert!(instant(released.ended_at) >= instant(released.granted_at), "{released:?}");
+
+    // That of a workload, which shall stop and ends as its gateway says.
+    let workload = scheduler.submit(spec()).await.expect("accepted");
+    let (id, run) = gateway.run(workload).await;
+    let granted = lease(&scheduler, "main", &id).await.expect("known");
+    assert_eq!((granted.kind(), granted.expires_at), (pb::PlacementKind::Task, None));
+    assert_eq!((granted.workload_id, granted.attempt_id), (workload.to_string(), run.attempt_id));
+    start(&scheduler, &run.lease_token).await.expect("started");
+    scheduler.cancel(workload, Duration::from_secs(1)).await;
+    let ending = lease(&scheduler, "main", &id).await.expect("known");
+    assert_eq!((ending.state(), ending.stop_reason.as_str()), (pb::LeaseState::Ending, "CANCELLED"));
+    finish(&scheduler, &run.lease_token, 0).await.expect("taken");
+    let ended = lease(&scheduler, "main", &id).await.expect("known");
+    assert_eq!((ended.state(), ended.end()), (pb::LeaseState::Ended, pb::LeaseEnd::Reported));
+
+    // One whose worker begins another life.
+    let request = task();
+    scheduler.placements().place(request.clone()).await.expect("granted");
+    gateway.leave().await;
+    let _again = with_slots(&scheduler, "one", 3).await;
+    until("it has ended", async || {
+        let lost = lease(&scheduler, "main", &request.lease_id).await.expect("known");
+        (lost.state() == pb::LeaseState::Ended).then(|| assert_eq!(lost.end(), pb::LeaseEnd::Lost))
+    })
+    .await;
+
+    for (team, id) in [("other", request.lease_id), ("main", LeaseId::new().to_string())] {
+        let unknown = lease(&scheduler, team, &id).await.expect_err("unknown");
+        assert!(unknown.is(Reason::LeaseNotFound), "{unknown:?}");
+        assert_eq!(unknown.about.get("lease_id"), Some(&id));
+    }
+    for (team, id) in [("", LeaseId::new().to_string()), ("main", "x".to_owned())] {
+        let malformed = lease(&scheduler, team, &id).await.expect_err("malformed");
+        assert!(malformed.is(Reason::InvalidField), "{malformed:?}");
+    }
     scheduler.stop().await;
 }

@@ -36,9 +36,10 @@ use explain::{
 use inputs::watchers_see_inputs_come_in_steps;
 use leases::{
     a_driven_lease_takes_no_slot_and_ends_once, a_driven_lease_that_is_not_renewed_ends,
-    a_group_is_granted_whole_or_not_at_all, leases_are_near_to_each_other_or_apart,
-    many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
-    what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
+    a_group_is_granted_whole_or_not_at_all, a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
+    leases_are_near_to_each_other_or_apart, many_are_spread_and_never_more_than_there_are_slots,
+    two_groups_never_wait_for_each_other, what_cannot_be_asked_for_is_refused,
+    what_was_asked_for_is_kept_free,
 };
 use lists::lists_come_in_pages;
 use places::{
@@ -654,6 +655,7 @@ on_both! {
     work_survives_the_scheduler,
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
+    a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
     a_higher_priority_is_placed_first,
     a_team_with_more_that_waits_is_not_before_others,
     what_a_workload_asks_for_is_kept_free,

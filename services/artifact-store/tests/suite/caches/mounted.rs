@@ -367,7 +367,7 @@ async fn workloads_and_deletions_at_once_do_not_wait_for_one_another(database: T
         });
         let which = || pb::DeleteTaskCachesRequest { cache_id: cache.to_string(), ..Default::default() };
         let delete = async { main.delete_tasks(which()).await.expect("deleted") };
-        let collect = async { suite.collect(DryRun::Off).await };
+        let collect = async { suite.collect_beside_others().await };
         tokio::join!(futures::future::join_all(work), delete, collect);
         main.delete_tasks(which()).await.expect("deleted");
     }

@@ -354,7 +354,7 @@ async fn what_a_cache_comes_to_own_is_not_marked_meanwhile(database: TestDatabas
             a_while().await;
             main.publish(&task, artifacts[1]).await.is_ok()
         };
-        let (_, put, published) = tokio::join!(suite.collect(DryRun::Off), put, publish);
+        let (_, put, published) = tokio::join!(suite.collect_beside_others(), put, publish);
         suite.collect(DryRun::Off).await;
         for (artifact, owned) in artifacts.into_iter().zip([put, published]) {
             let expected = if owned { ArtifactState::Sealed } else { ArtifactState::Deleting };
