@@ -21,6 +21,7 @@ on_both_databases! {
     a_report_that_comes_after_a_new_incarnation,
     reports_that_come_in_another_order,
     what_is_made_after_it_was_forgotten,
+    a_worker_is_forgotten_and_comes_back,
 }
 
 /// How often something is tried that depends on timing.
@@ -214,5 +215,40 @@ async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
         Report { worker: 0, which: 0, way: Once },
         Settle { workload: 1, attempt: 0, status: Aborted, outputs: NoOutput, build: None },
     ]);
+    replay(database, &operations).await;
+}
+
+async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
+    operations.extend(attempt(1, 0, 2));
+    operations.extend([
+        BeginReport { worker: 0 },
+        // It has the last replica of what is pinned.
+        ForgetWorker { worker: 0, force: false },
+        Plan { transfer: 1, artifact: Upload(0), worker: 1, make: Now },
+        Arrive { transfer: 1, content: 1 },
+        Together(vec![
+            ForgetWorker { worker: 0, force: false },
+            Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
+            Report { worker: 0, which: 0, way: Repeatedly },
+            Collect,
+        ]),
+        ForgetWorker { worker: 0, force: true },
+        // Nothing of what it held is what it was.
+        settle(1, 2, 0),
+        Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
+        NewIncarnation { worker: 0, left: Everything },
+        Former { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        Accept { workload: 2, pins: vec![Upload(0)], build: None },
+        Plan { transfer: 2, artifact: Upload(0), worker: 0, make: Now },
+        Arrive { transfer: 2, content: 1 },
+    ]);
+    operations.extend(attempt(2, 0, 3));
     replay(database, &operations).await;
 }

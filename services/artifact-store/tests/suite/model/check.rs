@@ -55,6 +55,7 @@ fn is_marked(state: InventoryState) -> bool {
 
 /// Judges what the store shows, and notes in the model what has gone that was free to.
 pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+    forgotten(state, view)?;
     restored(state, past, view)?;
     artifacts(state, view)?;
     owners(state, view)?;
@@ -64,6 +65,15 @@ pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted
     // What is neither known nor there any more is of no interest.
     state.volumes.retain(|id, volume| volume.on_disk || view.volumes.contains_key(id));
     state.containers.retain(|id, container| container.on_disk || view.containers.contains_key(id));
+    Ok(())
+}
+
+/// Nothing is left of a worker that was forgotten. That it does not come again is looked at with all that was.
+fn forgotten(state: &mut State, view: &View) -> Accepted {
+    for id in std::mem::take(&mut state.forgotten) {
+        let is_there = view.volumes.contains_key(&id) || view.containers.contains_key(&id);
+        must!(!is_there, "{id} was on a worker that was forgotten, and is there");
+    }
     Ok(())
 }
 
@@ -487,6 +497,34 @@ mod tests {
         assert_found(check(&mut state, &mut past, &before), "is there again");
         past.look(&View::default()).expect("it may go");
         assert_found(past.look(&view), "was forgotten, and is there again");
+    }
+
+    #[test]
+    fn what_is_left_of_a_forgotten_worker_is_found() {
+        let (mut state, mut view) = in_use();
+        let forget = |force| Operation::ForgetWorker { worker: 0, force };
+        let forgotten = state.clone().accept(&forget(false), &Outcome::Done);
+        assert_found(forgotten, "it has the last replica");
+        accepted(&mut state.clone(), forget(false), refused(rpc::Reason::LastReplica));
+        let refusal = refused(rpc::Reason::LastReplica);
+        assert_found(state.accept(&forget(true), &refusal), "nothing in its way");
+        let mut past = Past::default();
+        check(&mut state, &mut past, &view).expect("nothing is wrong yet");
+        let before = view.clone();
+        accepted(&mut state, forget(true), Outcome::Done);
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "that was forgotten, and is there");
+        view.volumes.clear();
+        view.containers.clear();
+        artifact_in(&mut view).replicas.clear();
+        check(&mut state, &mut past, &view).expect("all of it went");
+        assert_found(check(&mut state, &mut past, &before), "was forgotten, and is there again");
+        let response =
+            pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
+        let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
+        let reported = |standing| Outcome::Reported { response: response.clone(), standing };
+        assert_found(state.accept(&report, &reported(Standing::OfForgotten)), "too late");
+        accepted(&mut state, report, reported(Standing::Good));
+        assert!(!state.is_on_disk(INPUT), "it was told to destroy it");
     }
 
     #[test]

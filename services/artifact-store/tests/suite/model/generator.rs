@@ -84,10 +84,11 @@ impl Generator {
         if kills {
             parts.push(Operation::Kill { replica: self.below(REPLICAS) });
         }
-        // Who has to ask again is not told which owners were missing.
+        // Who has to ask again is not told which owners were missing, and forgets what was made meanwhile.
         let may_be_joined = |operation: &Operation| {
             let tells = matches!(operation, Operation::Settle { outputs: Outputs::Given(..), .. });
-            operation.may_be_joined() && !(kills && tells)
+            let twice = matches!(operation, Operation::ForgetWorker { .. });
+            operation.may_be_joined() && !(kills && (tells || twice))
         };
         while parts.len() < 4 {
             let next = if self.chance(25) { self.repeat() } else { Some(self.script_goes_on()) };
@@ -124,11 +125,7 @@ impl Generator {
             66..69 => Operation::Reconnect { worker },
             69..73 => Operation::NewSession { worker },
             73..76 => {
-                let left = match self.random.random_range(0..10) {
-                    0..6 => Left::Everything,
-                    6..8 => Left::Half,
-                    _ => Left::Nothing,
-                };
+                let left = self.left();
                 self.away = None;
                 // The first thing that a gateway says.
                 let first = [
@@ -208,6 +205,7 @@ impl Generator {
             62..67 => self.task(),
             67..71 => self.undelete(),
             71..73 => self.drop_replica(),
+            73..75 => self.forget_worker(),
             _ => self.workload(),
         };
         self.begin(script)
@@ -390,6 +388,21 @@ impl Generator {
         script
     }
 
+    /// A worker is gone for good, or so somebody says who may be wrong.
+    fn forget_worker(&mut self) -> Vec<Operation> {
+        let worker = self.worker();
+        let mut script = vec![Operation::ForgetWorker { worker, force: self.chance(60) }];
+        if self.chance(50) {
+            let left = self.left();
+            script.push(Operation::NewIncarnation { worker, left });
+        }
+        if self.chance(70) {
+            script.push(Operation::BeginReport { worker });
+            script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+        }
+        script
+    }
+
     fn workload(&mut self) -> Vec<Operation> {
         let workload = self.workloads_made;
         self.workloads_made += 1;
@@ -507,6 +520,14 @@ impl Generator {
         }
     }
 
+    fn left(&mut self) -> Left {
+        match self.random.random_range(0..10) {
+            0..6 => Left::Everything,
+            6..8 => Left::Half,
+            _ => Left::Nothing,
+        }
+    }
+
     fn status(&mut self) -> Status {
         match self.random.random_range(0..6) {
             0 => Status::Failed,
@@ -556,6 +577,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 41, "{made:?}");
+        assert_eq!(made.len(), 42, "{made:?}");
     }
 }

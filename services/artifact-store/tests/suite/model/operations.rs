@@ -271,6 +271,11 @@ pub(crate) enum Operation {
         worker: u8,
         left: Left,
     },
+    /// Somebody says that a worker is gone for good: by force even if it has the last replica of something.
+    ForgetWorker {
+        worker: u8,
+        force: bool,
+    },
     /// The gateway that was replaced wakes up.
     Former {
         worker: u8,
@@ -320,6 +325,7 @@ impl Operation {
                 | Self::Settle { .. }
                 | Self::EndAttempt { .. }
                 | Self::Touch { .. }
+                | Self::ForgetWorker { .. }
         )
     }
 

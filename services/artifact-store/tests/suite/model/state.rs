@@ -8,6 +8,7 @@
 mod accept;
 mod caches;
 mod owners;
+mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -122,6 +123,10 @@ pub(crate) enum Standing {
     OfFormerSession,
     /// A newer report was judged.
     Overtaken,
+    /// Its worker was forgotten since it began.
+    OfForgotten,
+    /// Its worker is being forgotten.
+    Doubtful,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -241,6 +246,8 @@ pub(crate) struct Container {
 struct Worker {
     /// No report was judged since the incarnation began.
     unconfirmed: bool,
+    /// It was forgotten, and perhaps has not spoken since.
+    silent: bool,
     /// What its gateway was told to make, and has not made yet.
     later: BTreeSet<Uuid>,
     /// What it was told to destroy, and has not destroyed yet.
@@ -266,6 +273,8 @@ pub(crate) struct State {
     pub(crate) volumes: BTreeMap<Uuid, Volume>,
     pub(crate) containers: BTreeMap<Uuid, Container>,
     workers: Vec<Worker>,
+    /// What was on a worker that was forgotten, until it was looked whether it is.
+    pub(crate) forgotten: BTreeSet<Uuid>,
 }
 
 // The ids that small numbers stand for.
@@ -336,6 +345,7 @@ impl State {
             volumes: BTreeMap::new(),
             containers: BTreeMap::new(),
             workers: vec![Worker::default(); usize::from(workers)],
+            forgotten: BTreeSet::new(),
         }
     }
 

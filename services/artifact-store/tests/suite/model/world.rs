@@ -19,7 +19,7 @@ use testing::databases::TestDatabase;
 use tokio::runtime::Runtime;
 use uuid::Uuid;
 
-use self::gateways::{Marks, Reports};
+use self::gateways::{Forgets, Marks, Reports};
 use super::operations::{Artifact, Operation, Owner, REPLICAS, Status, WORKERS};
 use super::state::{
     Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, State, UNOWNED_TTL, artifact_id, attempt_id,
@@ -76,6 +76,11 @@ pub(crate) struct World {
     speakers: Mutex<Vec<Speaker>>,
     marks: Vec<tokio::sync::Mutex<Marks>>,
     reports: Vec<tokio::sync::Mutex<Reports>>,
+    /// How often each worker was forgotten. One at a time does so.
+    forgets: Vec<Mutex<Forgets>>,
+    forgetting: tokio::sync::Mutex<()>,
+    /// How far the clock is ahead of what the model knows.
+    ahead: Mutex<Duration>,
 }
 
 impl World {
@@ -98,6 +103,9 @@ impl World {
             speakers: Mutex::new((0..WORKERS).map(speaker).collect()),
             marks: (0..WORKERS).map(|_| Default::default()).collect(),
             reports: (0..WORKERS).map(|_| Default::default()).collect(),
+            forgets: (0..WORKERS).map(|_| Default::default()).collect(),
+            forgetting: tokio::sync::Mutex::default(),
+            ahead: Mutex::default(),
         };
         for worker in 0..WORKERS {
             let gateway = &world.speaker(worker).gateway;
@@ -346,9 +354,10 @@ impl World {
             }
             O::NewSession { worker } => self.speak_anew(worker, 0, 1).await,
             O::NewIncarnation { worker, .. } => self.speak_anew(worker, 1, 0).await,
+            O::ForgetWorker { worker, force } => self.forget_worker(worker, force).await,
             O::Former { worker } => self.former(worker).await,
             O::Advance { seconds } => {
-                self.clock.advance(Duration::from_secs(seconds.into()));
+                self.advance(Duration::from_secs(seconds.into()));
                 Outcome::Done
             }
             O::Kill { replica } => {
@@ -405,6 +414,21 @@ impl World {
         done(self.ask(complete).await)
     }
 
+    /// Moves the clock on to what the model knows.
+    fn advance(&self, by: Duration) {
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        self.clock.advance(by.saturating_sub(*ahead));
+        *ahead = ahead.saturating_sub(by);
+    }
+
+    /// Moves the clock on a little, by much less than what the model counts in, and answers when that is, in microseconds.
+    fn tick(&self) -> i64 {
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        self.clock.advance(TICK);
+        *ahead += TICK;
+        self.clock.now().0
+    }
+
     async fn kill(&self, index: u8) {
         let index = usize::from(index);
         let runtime = {
@@ -442,6 +466,9 @@ fn settings(url: &str, clock: &Clock, index: u8) -> Config {
     settings.database.connections = 6;
     settings
 }
+
+/// More microseconds than there are numbers in the sequence of a worker.
+const TICK: Duration = Duration::from_millis(10);
 
 /// How long the store remembers what ended, in seconds.
 pub(crate) const REMEMBER: i64 = 365 * 24 * 3600;

@@ -5,13 +5,12 @@ use rpc::{Reason, Refusal};
 use uuid::Uuid;
 
 use super::{
-    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Standing, State, Violation, Volume, artifact_id,
-    must,
+    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, State, Violation, Volume, artifact_id, must,
 };
-use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Status, TREES, Way};
+use crate::model::operations::{Artifact, Make, Operation, Outputs, Status, TREES};
 
 /// The handle in an answer.
-fn handle(text: &str) -> Result<Uuid, Violation> {
+pub(super) fn handle(text: &str) -> Result<Uuid, Violation> {
     Uuid::try_parse(text).map_err(|_| Violation(format!("{text:?} is no handle")))
 }
 
@@ -106,6 +105,7 @@ impl State {
                 self.new_incarnation(worker, left);
                 Ok(())
             }
+            O::ForgetWorker { worker, force } => self.forget_worker(worker, force, outcome),
             O::Former { .. } => {
                 let Outcome::Former(answers) = outcome else { return Ok(()) };
                 let stale = |refusal: &Refusal| {
@@ -203,7 +203,8 @@ impl State {
             Outcome::Refused(refusal) => {
                 let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
                 let may = (refusal.is(Reason::ArtifactNotFound) && !self.is_kept(artifact))
-                    || (refusal.is(Reason::Unavailable) && unconfirmed);
+                    || (refusal.is(Reason::Unavailable) && unconfirmed)
+                    || (refusal.is(Reason::NotAttended) && self.workers[usize::from(worker)].silent);
                 must!(may, "there is nothing in its way");
                 return Ok(());
             }
@@ -439,6 +440,7 @@ impl State {
         };
         must!(!self.is_settled(workload), "its workload was settled");
         must!(on.is_none_or(|on| on == Some(worker)), "it has ended, or is another worker's");
+        self.workers[usize::from(worker)].silent = false;
         self.holders.entry(workload).or_default().attempts.insert(attempt, Some(worker));
 
         let mut to_make = Vec::new();
@@ -630,97 +632,5 @@ impl State {
             build.ended = Some((now, status));
         }
         Ok(())
-    }
-
-    fn report(&mut self, worker: u8, way: Way, outcome: &Outcome) -> Accepted {
-        let response = match outcome {
-            Outcome::NotReported { refusal, standing } => {
-                let may = match standing {
-                    _ if refusal.is(Reason::ReportTruncated) => way == Way::Cut,
-                    Standing::Good => false,
-                    Standing::OfFormerSession => {
-                        refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
-                    }
-                    Standing::Overtaken => refusal.is(Reason::StaleReport),
-                };
-                must!(may, "it is good");
-                return Ok(());
-            }
-            Outcome::Reported { response, standing } => {
-                must!(*standing == Standing::Good, "it is too late");
-                must!(way != Way::Cut, "it was cut off");
-                response
-            }
-            _ => return Err(Violation("no answer".to_owned())),
-        };
-        self.workers[usize::from(worker)].unconfirmed = false;
-        for text in response.unknown_volume_handles.iter().chain(&response.unknown_container_handles) {
-            let id = handle(text)?;
-            if let Some(volume) = self.volumes.get_mut(&id).filter(|volume| volume.on_disk) {
-                must!(volume.late, "{id} was forgotten although it was there");
-                volume.on_disk = false;
-            }
-            if let Some(container) = self.containers.get_mut(&id).filter(|container| container.on_disk) {
-                must!(container.late, "{id} was forgotten although it was there");
-                container.on_disk = false;
-            }
-        }
-        Ok(())
-    }
-
-    fn sweep(&mut self, worker: u8, destroy: bool, outcome: &Outcome) -> Accepted {
-        let Outcome::Swept(handles) = outcome else {
-            return Err(Violation("what is marked was not handed out".to_owned()));
-        };
-        let kept = self.kept();
-        for id in handles {
-            let need = self.need_of_volume(*id, &kept).or_else(|| self.need_of_container(*id));
-            must!(need.is_none(), "{id} is handed out, and needed: {need:?}");
-        }
-        self.workers[usize::from(worker)].doomed.extend(handles);
-        if !destroy {
-            return Ok(());
-        }
-        for id in std::mem::take(&mut self.workers[usize::from(worker)].doomed) {
-            let child = self.volumes.iter().find(|(_, it)| it.parent == Some(id) && it.on_disk && !it.late);
-            must!(child.is_none(), "{id} is handed out before its child {child:?}");
-            if let Some(volume) = self.volumes.get_mut(&id) {
-                volume.on_disk = false;
-            }
-            if let Some(container) = self.containers.get_mut(&id) {
-                container.on_disk = false;
-            }
-        }
-        Ok(())
-    }
-
-    fn new_session(&mut self, worker: u8) {
-        self.workers[usize::from(worker)].doomed.clear();
-        for volume in self.volumes.values_mut().filter(|it| it.worker == worker && it.attempt.is_some()) {
-            volume.revoked |= !volume.created;
-        }
-        for container in self.containers.values_mut().filter(|it| it.worker == worker) {
-            container.revoked |= !container.created;
-        }
-    }
-
-    fn new_incarnation(&mut self, worker: u8, left: Left) {
-        let of_worker = &mut self.workers[usize::from(worker)];
-        of_worker.doomed.clear();
-        of_worker.later.clear();
-        of_worker.unconfirmed = true;
-        let mut count = 0;
-        for volume in self.volumes.values_mut().filter(|it| it.worker == worker) {
-            volume.revoked |= !volume.created;
-            count += u32::from(volume.on_disk);
-            volume.on_disk &= match left {
-                Left::Everything => true,
-                Left::Half => count.is_multiple_of(2),
-                Left::Nothing => false,
-            };
-        }
-        for container in self.containers.values_mut().filter(|it| it.worker == worker) {
-            (container.revoked, container.on_disk) = (true, false);
-        }
     }
 }
