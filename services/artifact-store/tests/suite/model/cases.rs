@@ -22,6 +22,7 @@ on_both_databases! {
     reports_that_come_in_another_order,
     what_is_made_after_it_was_forgotten,
     a_worker_is_forgotten_and_comes_back,
+    what_a_backup_did_not_see_is_decided_about,
 }
 
 /// How often something is tried that depends on timing.
@@ -250,5 +251,40 @@ async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
         Arrive { transfer: 2, content: 1 },
     ]);
     operations.extend(attempt(2, 0, 3));
+    replay(database, &operations).await;
+}
+
+async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
+    operations.extend(attempt(1, 0, 2));
+    let strays = (0..4).map(|upload| Stray { worker: 0, upload, content: 1 });
+    operations.extend(strays);
+    operations.extend([
+        BeginReport { worker: 0 },
+        NewLife { worker: 0 },
+        // Of the life that is over.
+        Report { worker: 0, which: 0, way: Repeatedly },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 1, way: Repeatedly },
+        AdoptAside { which: 0, owner: Some(0), keep: 0 },
+        Describe { worker: 0 },
+        AdoptAside { which: 0, owner: Some(0), keep: 0 },
+        AdoptAside { which: 0, owner: None, keep: 30 },
+        Together(vec![PurgeAside { which: 0 }, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
+        ForgetWorker { worker: 0, force: false },
+        NewIncarnation { worker: 0, left: Everything },
+        AdoptAside { which: 0, owner: None, keep: 30 },
+        Accept { workload: 2, pins: vec![Upload(0), Upload(1)], build: None },
+        ForgetWorker { worker: 0, force: true },
+        // What was forgotten is set aside in the next life.
+        NewLife { worker: 1 },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: u8::MAX, way: Once },
+        Describe { worker: 0 },
+        AdoptAside { which: 3, owner: Some(0), keep: 0 },
+    ]);
     replay(database, &operations).await;
 }

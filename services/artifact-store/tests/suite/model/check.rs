@@ -15,6 +15,8 @@ pub(crate) struct View {
     pub(crate) artifacts: BTreeMap<ArtifactId, SeenArtifact>,
     pub(crate) volumes: BTreeMap<Uuid, SeenVolume>,
     pub(crate) containers: BTreeMap<Uuid, InventoryState>,
+    /// What is set aside.
+    pub(crate) aside: BTreeSet<Uuid>,
 }
 
 #[derive(Debug, Clone)]
@@ -56,6 +58,7 @@ fn is_marked(state: InventoryState) -> bool {
 /// Judges what the store shows, and notes in the model what has gone that was free to.
 pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
     forgotten(state, view)?;
+    aside(state, past, view)?;
     restored(state, past, view)?;
     artifacts(state, view)?;
     owners(state, view)?;
@@ -63,8 +66,11 @@ pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted
     containers(state, view)?;
     past.look(view)?;
     // What is neither known nor there any more is of no interest.
-    state.volumes.retain(|id, volume| volume.on_disk || view.volumes.contains_key(id));
-    state.containers.retain(|id, container| container.on_disk || view.containers.contains_key(id));
+    let is_aside = |id: &Uuid| view.aside.contains(id);
+    state.volumes.retain(|id, volume| volume.on_disk || view.volumes.contains_key(id) || is_aside(id));
+    state
+        .containers
+        .retain(|id, container| container.on_disk || view.containers.contains_key(id) || is_aside(id));
     Ok(())
 }
 
@@ -75,6 +81,19 @@ fn forgotten(state: &mut State, view: &View) -> Accepted {
         must!(!is_there, "{id} was on a worker that was forgotten, and is there");
     }
     Ok(())
+}
+
+/// What is set aside stays that until somebody decides, and is nothing that the store knows.
+fn aside(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+    let is_known = |id: &Uuid| view.volumes.contains_key(id) || view.containers.contains_key(id);
+    for id in &view.aside {
+        must!(!is_known(id), "{id} is set aside, and known");
+        let was_made = state.volumes.contains_key(id) || state.containers.contains_key(id);
+        must!(was_made, "{id} is set aside, and nobody made it");
+        // It may come again, by whoever decides about it.
+        past.forgotten.remove(id);
+    }
+    state.look_aside(&view.aside, is_known)
 }
 
 fn artifacts(state: &mut State, view: &View) -> Accepted {
@@ -285,7 +304,7 @@ mod tests {
     use rpc::pb::artifacts as pb;
 
     use super::super::operations::{Make, Operation, Outputs, Status, User, Way};
-    use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing};
+    use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, stray_id};
     use super::*;
 
     const REPLICA: Uuid = Uuid::from_u128(1);
@@ -521,10 +540,50 @@ mod tests {
         let response =
             pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
         let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
-        let reported = |standing| Outcome::Reported { response: response.clone(), standing };
+        let reported = |standing| Outcome::Reported { response: response.clone(), standing, listed: vec![] };
         assert_found(state.accept(&report, &reported(Standing::OfForgotten)), "too late");
         accepted(&mut state, report, reported(Standing::Good));
         assert!(!state.is_on_disk(INPUT), "it was told to destroy it");
+    }
+
+    #[test]
+    fn what_was_set_aside_and_went_undecided_is_found() {
+        let (mut state, mut view) = in_use();
+        let mut past = Past::default();
+        let stray = stray_id(0, 5);
+        accepted(&mut state, Operation::Stray { worker: 0, upload: 5, content: 3 }, Outcome::Done);
+        accepted(&mut state, Operation::NewLife { worker: 0 }, Outcome::Done);
+        let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
+        let reported = |unknown: &[Uuid]| {
+            let unknown_volume_handles = unknown.iter().map(Uuid::to_string).collect();
+            let response = pb::ReportResponse { unknown_volume_handles, ..Default::default() };
+            Outcome::Reported { response, standing: Standing::Good, listed: vec![stray] }
+        };
+        assert_found(state.clone().accept(&report, &reported(&[stray])), "in another life");
+        accepted(&mut state, report.clone(), reported(&[]));
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "is not set aside");
+        view.aside.insert(stray);
+        check(&mut state, &mut past, &view).expect("it is set aside");
+        assert_found(state.clone().accept(&report, &reported(&[stray])), "and to be destroyed");
+        let sweep = Operation::Sweep { worker: 0, destroy: true };
+        assert_found(state.clone().accept(&sweep, &Outcome::Swept(vec![stray])), "and set aside");
+        let forget = Operation::ForgetWorker { worker: 0, force: false };
+        assert_found(state.clone().accept(&forget, &Outcome::Done), "the last replica");
+        let mut known = view.clone();
+        known.volumes.insert(stray, view.volumes[&REPLICA].clone());
+        assert_found(check(&mut state.clone(), &mut past.clone(), &known), "set aside, and known");
+        view.aside.clear();
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "nobody had decided");
+
+        let adopt = Operation::AdoptAside { which: 0, owner: Some(0), keep: 0 };
+        let artifact = Some(artifact_id(Artifact::Upload(5)));
+        let decided = |answer| Outcome::Decided { about: stray, answer };
+        let Outcome::Refused(refusal) = refused(rpc::Reason::NotAdoptable) else { unreachable!() };
+        accepted(&mut state.clone(), adopt.clone(), decided(Err(refusal.clone())));
+        accepted(&mut state, Operation::Describe { worker: 0 }, Outcome::Done);
+        assert_found(state.accept(&adopt, &decided(Err(refusal))), "nothing in its way");
+        accepted(&mut state, adopt, decided(Ok(artifact)));
+        assert_found(check(&mut state, &mut past, &view), "is kept by");
     }
 
     #[test]
@@ -537,9 +596,10 @@ mod tests {
         let response =
             pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
         let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
-        let reported = Outcome::Reported { response: response.clone(), standing: Standing::Good };
+        let reported =
+            Outcome::Reported { response: response.clone(), standing: Standing::Good, listed: vec![] };
         assert_found(state.accept(&report, &reported), "forgotten although it was there");
-        let reported = Outcome::Reported { response, standing: Standing::Overtaken };
+        let reported = Outcome::Reported { response, standing: Standing::Overtaken, listed: vec![] };
         assert_found(state.accept(&report, &reported), "too late");
     }
 

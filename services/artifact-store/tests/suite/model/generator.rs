@@ -206,6 +206,7 @@ impl Generator {
             67..71 => self.undelete(),
             71..73 => self.drop_replica(),
             73..75 => self.forget_worker(),
+            75..77 => self.backup(),
             _ => self.workload(),
         };
         self.begin(script)
@@ -403,6 +404,40 @@ impl Generator {
         script
     }
 
+    /// The store comes out of a backup, and somebody decides about what it does not know.
+    fn backup(&mut self) -> Vec<Operation> {
+        let worker = self.worker();
+        let mut script = Vec::new();
+        for _ in 0..self.below(3) {
+            // A copy, or something new.
+            let (upload, content) = match self.some_sealed() {
+                Some((Artifact::Upload(upload), content)) if content < TREES && self.chance(50) => {
+                    (upload, content)
+                }
+                _ => (self.uploads_made, self.content()),
+            };
+            self.uploads_made = Ord::max(self.uploads_made, upload + 1);
+            script.push(Operation::Stray { worker, upload, content });
+        }
+        script.push(Operation::NewLife { worker });
+        script.push(Operation::BeginReport { worker });
+        script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+        if self.chance(80) {
+            script.push(Operation::Describe { worker });
+        }
+        for _ in 0..self.below(4) {
+            let which = self.below(8);
+            script.push(match self.chance(60) {
+                true => {
+                    let owner = self.some_build();
+                    Operation::AdoptAside { which, owner, keep: self.below(100).into() }
+                }
+                false => Operation::PurgeAside { which },
+            });
+        }
+        script
+    }
+
     fn workload(&mut self) -> Vec<Operation> {
         let workload = self.workloads_made;
         self.workloads_made += 1;
@@ -577,6 +612,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 42, "{made:?}");
+        assert_eq!(made.len(), 47, "{made:?}");
     }
 }

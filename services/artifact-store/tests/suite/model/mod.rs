@@ -271,6 +271,10 @@ impl Run {
                 self.step(&Operation::BeginReport { worker }).await?;
                 self.step(&Operation::Report { worker, which: u8::MAX, way: Way::Once }).await?;
             }
+            // Nobody wants what nobody adopted.
+            while self.state().set_aside(0, false).is_some() {
+                self.step(&Operation::PurgeAside { which: 0 }).await?;
+            }
             self.step(&Operation::Collect).await?;
             let view = self.world.view().await;
             let settled: Vec<_> = self.states.iter().map(|state| check::settled(state, &view)).collect();

@@ -276,6 +276,30 @@ pub(crate) enum Operation {
         worker: u8,
         force: bool,
     },
+    /// A worker holds a volume that the store never heard of: a replica that was made after a backup.
+    Stray {
+        worker: u8,
+        upload: u16,
+        content: u8,
+    },
+    /// A worker shows that the store came out of a backup.
+    NewLife {
+        worker: u8,
+    },
+    /// A gateway says what the volumes are that are set aside.
+    Describe {
+        worker: u8,
+    },
+    /// One of the volumes that are set aside becomes what it was. Without an owner it is kept for some seconds.
+    AdoptAside {
+        which: u8,
+        owner: Option<u16>,
+        keep: u32,
+    },
+    /// One of the things that are set aside becomes garbage.
+    PurgeAside {
+        which: u8,
+    },
     /// The gateway that was replaced wakes up.
     Former {
         worker: u8,
@@ -334,6 +358,7 @@ impl Operation {
     pub(crate) fn may_be_joined(&self) -> bool {
         (self.may_be_repeated() && !matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. }))
             || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
+            || matches!(self, Self::Describe { .. } | Self::AdoptAside { .. } | Self::PurgeAside { .. })
     }
 }
 

@@ -6,6 +6,7 @@
 //! rest, such as an artifact that nobody keeps and nobody has collected yet, may be answered either way.
 
 mod accept;
+mod aside;
 mod caches;
 mod owners;
 mod workers;
@@ -18,6 +19,8 @@ use rpc::Refusal;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
+use self::aside::Aside;
+pub(crate) use self::aside::{Decision, Described, stray_id};
 pub(crate) use self::caches::task_cache_ttl;
 use self::caches::{ResourceCache, TaskCache};
 use super::check::SIZE;
@@ -93,9 +96,11 @@ pub(crate) enum Outcome {
         inputs: Vec<Artifact>,
         planned: pb::PrepareResponse,
     },
+    /// With what the report named.
     Reported {
         response: pb::ReportResponse,
         standing: Standing,
+        listed: Vec<Uuid>,
     },
     NotReported {
         refusal: Refusal,
@@ -103,6 +108,11 @@ pub(crate) enum Outcome {
     },
     /// What was handed out, in its order.
     Swept(Vec<Uuid>),
+    /// What came of something that was set aside.
+    Decided {
+        about: Uuid,
+        answer: Decision,
+    },
     /// What the gateway that was replaced was answered.
     Former(Vec<Option<Refusal>>),
 }
@@ -248,6 +258,8 @@ struct Worker {
     unconfirmed: bool,
     /// It was forgotten, and perhaps has not spoken since.
     silent: bool,
+    /// The life of the store that what it holds is of.
+    life: u32,
     /// What its gateway was told to make, and has not made yet.
     later: BTreeSet<Uuid>,
     /// What it was told to destroy, and has not destroyed yet.
@@ -275,6 +287,9 @@ pub(crate) struct State {
     workers: Vec<Worker>,
     /// What was on a worker that was forgotten, until it was looked whether it is.
     pub(crate) forgotten: BTreeSet<Uuid>,
+    aside: Aside,
+    /// How many lives of the store are over.
+    life: u32,
 }
 
 // The ids that small numbers stand for.
@@ -346,6 +361,8 @@ impl State {
             containers: BTreeMap::new(),
             workers: vec![Worker::default(); usize::from(workers)],
             forgotten: BTreeSet::new(),
+            aside: Aside::default(),
+            life: 0,
         }
     }
 

@@ -3,6 +3,7 @@
 //! A replica has a runtime of its own, so that it can be killed as a process is: whatever it is at, it goes no further than to its next
 //! await. Whoever was not answered asks another replica, until one answers; that is what all callers do.
 
+mod aside;
 mod caches;
 mod gateways;
 mod shown;
@@ -79,6 +80,7 @@ pub(crate) struct World {
     /// How often each worker was forgotten. One at a time does so.
     forgets: Vec<Mutex<Forgets>>,
     forgetting: tokio::sync::Mutex<()>,
+    life: Mutex<String>,
     /// How far the clock is ahead of what the model knows.
     ahead: Mutex<Duration>,
 }
@@ -105,12 +107,14 @@ impl World {
             reports: (0..WORKERS).map(|_| Default::default()).collect(),
             forgets: (0..WORKERS).map(|_| Default::default()).collect(),
             forgetting: tokio::sync::Mutex::default(),
+            life: Mutex::default(),
             ahead: Mutex::default(),
         };
         for worker in 0..WORKERS {
             let gateway = &world.speaker(worker).gateway;
             let begin = |callers: Callers| async move { gateway.by_way_of(&callers).begin_report().await };
-            world.ask(begin).await.expect("a new worker may speak");
+            let token = world.ask(begin).await.expect("a new worker may speak");
+            *world.life.lock().unwrap_or_else(PoisonError::into_inner) = token.store_life;
         }
         world
     }
@@ -354,6 +358,11 @@ impl World {
             }
             O::NewSession { worker } => self.speak_anew(worker, 0, 1).await,
             O::NewIncarnation { worker, .. } => self.speak_anew(worker, 1, 0).await,
+            O::Stray { .. }
+            | O::NewLife { .. }
+            | O::Describe { .. }
+            | O::AdoptAside { .. }
+            | O::PurgeAside { .. } => Box::pin(self.perform_aside(state, operation)).await,
             O::ForgetWorker { worker, force } => self.forget_worker(worker, force).await,
             O::Former { worker } => self.former(worker).await,
             O::Advance { seconds } => {

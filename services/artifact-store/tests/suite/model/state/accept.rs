@@ -106,6 +106,14 @@ impl State {
                 Ok(())
             }
             O::ForgetWorker { worker, force } => self.forget_worker(worker, force, outcome),
+            O::Stray { worker, upload, content } => {
+                self.stray(worker, upload, content);
+                Ok(())
+            }
+            O::NewLife { .. } => self.new_life(outcome),
+            O::Describe { worker } => self.describe(worker, outcome),
+            O::AdoptAside { owner, keep, .. } => self.adopt_aside(owner, keep.into(), outcome),
+            O::PurgeAside { .. } => self.purge_aside(outcome),
             O::Former { .. } => {
                 let Outcome::Former(answers) = outcome else { return Ok(()) };
                 let stale = |refusal: &Refusal| {
@@ -163,7 +171,7 @@ impl State {
         Ok(())
     }
 
-    fn open(&self, owner: Option<u16>) -> Record {
+    pub(super) fn open(&self, owner: Option<u16>) -> Record {
         Record {
             sealed: None,
             owners: owner.into_iter().collect(),
@@ -320,18 +328,23 @@ impl State {
         must!(sealed.is_none_or(|sealed| sealed == content), "it was sealed with other bytes");
         let arrived = |volume: &Volume| volume.artifact == Some(artifact) && volume.complete == Some(content);
         must!(sealed.is_some() || self.volumes.values().any(arrived), "no such bytes arrived");
-        for volume in self.volumes.values_mut() {
-            let other = volume.complete.is_some_and(|complete| complete != content);
-            if volume.artifact == Some(artifact) && volume.attempt.is_none() && other {
-                volume.revoked = true;
-            }
-        }
+        self.revoke_others(artifact, content);
         let Some(record) = self.artifacts.get_mut(&artifact) else {
             return Err(Violation("it was never made".to_owned()));
         };
         must!(!record.gone, "it had gone");
         record.sealed = Some(content);
         Ok(())
+    }
+
+    /// Of an artifact that is sealed with a content, what has another is garbage.
+    pub(super) fn revoke_others(&mut self, artifact: Artifact, content: u8) {
+        for volume in self.volumes.values_mut() {
+            let other = volume.complete.is_some_and(|complete| complete != content);
+            if volume.artifact == Some(artifact) && volume.attempt.is_none() && other {
+                volume.revoked = true;
+            }
+        }
     }
 
     fn adopt(&mut self, content: u8, owner: Option<u16>, outcome: &Outcome) -> Accepted {

@@ -8,7 +8,7 @@ use crate::model::operations::{Artifact, Left, TREES, Way};
 
 impl State {
     pub(super) fn report(&mut self, worker: u8, way: Way, outcome: &Outcome) -> Accepted {
-        let response = match outcome {
+        let (response, listed) = match outcome {
             Outcome::NotReported { refusal, standing } => {
                 let is_of_former = refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation);
                 let is_overtaken = refusal.is(Reason::StaleReport);
@@ -23,17 +23,19 @@ impl State {
                 must!(may, "it is good");
                 return Ok(());
             }
-            Outcome::Reported { response, standing } => {
+            Outcome::Reported { response, standing, listed } => {
                 must!(matches!(standing, Standing::Good | Standing::Doubtful), "it is too late");
                 must!(way != Way::Cut, "it was cut off");
-                response
+                (response, listed)
             }
             _ => return Err(Violation("no answer".to_owned())),
         };
         let of_worker = &mut self.workers[usize::from(worker)];
         (of_worker.unconfirmed, of_worker.silent) = (false, false);
-        for text in response.unknown_volume_handles.iter().chain(&response.unknown_container_handles) {
-            let id = handle(text)?;
+        let unknown = response.unknown_volume_handles.iter().chain(&response.unknown_container_handles);
+        let unknown = unknown.map(|text| handle(text)).collect::<Result<Vec<_>, _>>()?;
+        self.named(worker, listed, &unknown)?;
+        for id in unknown {
             if let Some(volume) = self.volumes.get_mut(&id).filter(|volume| volume.on_disk) {
                 must!(volume.late, "{id} was forgotten although it was there");
                 volume.on_disk = false;
@@ -54,6 +56,9 @@ impl State {
         for id in handles {
             let need = self.need_of_volume(*id, &kept).or_else(|| self.need_of_container(*id));
             must!(need.is_none(), "{id} is handed out, and needed: {need:?}");
+            must!(!self.is_set_aside(*id), "{id} is handed out, and set aside");
+            let child = self.child_aside(*id);
+            must!(child.is_none(), "{id} is handed out, and its child {child:?} is set aside");
         }
         self.workers[usize::from(worker)].doomed.extend(handles);
         if !destroy {
@@ -100,17 +105,23 @@ impl State {
         for container in self.containers.values_mut().filter(|it| it.worker == worker) {
             (container.revoked, container.on_disk) = (true, false);
         }
+        self.leave_aside(worker, false);
     }
 
     /// Whatever a worker held is garbage, and nobody's: of what is still there its reports tell.
     pub(super) fn forget_worker(&mut self, worker: u8, force: bool, outcome: &Outcome) -> Accepted {
         if let Outcome::Refused(refusal) = outcome {
-            let may = refusal.is(Reason::LastReplica) && !force && self.may_hold_last(worker);
-            must!(may, "there is nothing in its way");
+            let (holds_aside, _) = self.holds_aside(worker);
+            let may = (refusal.is(Reason::LastReplica) && self.may_hold_last(worker))
+                || (refusal.is(Reason::HoldsSetAside) && holds_aside);
+            must!(may && !force, "there is nothing in its way");
             return Ok(());
         }
         let last = self.kept().into_iter().find(|(artifact, _)| self.is_last_on(*artifact, worker));
         must!(force || last.is_none(), "it has the last replica of {last:?}");
+        let (_, holds_aside) = self.holds_aside(worker);
+        must!(force || !holds_aside, "what is set aside there is undecided");
+        self.leave_aside(worker, true);
         for (id, volume) in self.volumes.iter_mut().filter(|(_, it)| it.worker == worker) {
             (volume.revoked, volume.late) = (true, true);
             self.forgotten.insert(*id);

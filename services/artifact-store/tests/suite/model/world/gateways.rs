@@ -90,7 +90,9 @@ impl World {
             Standing::OfForgotten
         } else if is_former {
             Standing::OfFormerSession
-        } else if begun.token.sequence < reports.judged {
+        } else if begun.token.store_life != *self.life.lock().unwrap_or_else(PoisonError::into_inner)
+            || begun.token.sequence < reports.judged
+        {
             Standing::Overtaken
         } else {
             Standing::Good
@@ -98,8 +100,10 @@ impl World {
         let begun = &begun;
         let count = u64::try_from(begun.volumes.len() + begun.containers.len()).expect("few");
         let count = (way != Way::Cut).then_some(count);
+        let life = &now.gateway.life;
         let report = |callers: Callers| async move {
-            let gateway = begun.speaker.gateway.by_way_of(&callers);
+            let mut gateway = begun.speaker.gateway.by_way_of(&callers);
+            gateway.life.clone_from(life);
             gateway.report_counted(begun.token.clone(), &begun.volumes, &begun.containers, count).await
         };
         let answer = self.ask(report).await;
@@ -108,7 +112,11 @@ impl World {
         match answer {
             Ok(response) => {
                 reports.judged = reports.judged.max(begun.token.sequence);
-                Outcome::Reported { response, standing }
+                let mut speakers = self.speakers.lock().unwrap_or_else(PoisonError::into_inner);
+                speakers[usize::from(worker)].gateway.life = None;
+                let listed = begun.volumes.iter().chain(&begun.containers);
+                let listed = listed.map(|text| text.parse().expect("a handle")).collect();
+                Outcome::Reported { response, standing, listed }
             }
             Err(refusal) => Outcome::NotReported { refusal, standing },
         }
@@ -164,7 +172,7 @@ impl World {
         let mut volumes = self.volumes(&of_worker).await;
         // The youngest first. What a child that came back is made from is not handed out, nor what that is made from.
         volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
-        let mut needed = BTreeSet::new();
+        let (_, mut needed) = self.aside().await;
         for volume in volumes {
             if volume.state() == Sweeping
                 || (volume.state() == Destroying && !needed.contains(&volume.volume_handle))
@@ -189,7 +197,8 @@ impl World {
             let speaker = &mut speakers[usize::from(worker)];
             speaker.incarnation += incarnations;
             speaker.session += sessions;
-            let new = callers.silent_gateway(worker_id(worker), speaker.incarnation, speaker.session);
+            let mut new = callers.silent_gateway(worker_id(worker), speaker.incarnation, speaker.session);
+            new.life.clone_from(&speaker.gateway.life);
             speaker.former = Some(std::mem::replace(&mut speaker.gateway, new.clone()));
             new
         };
@@ -253,7 +262,7 @@ impl World {
     }
 }
 
-fn refused(message: String) -> Outcome {
+pub(super) fn refused(message: String) -> Outcome {
     let reason = Reason::Unavailable;
     let about = Default::default();
     Outcome::Refused(Refusal { code: reason.code(), reason: None, message, about })
