@@ -8,6 +8,7 @@ use super::operations::Make::{Later, Now};
 use super::operations::Operation::{self, *};
 use super::operations::Outputs::{NoOutput, With};
 use super::operations::Status::{Aborted, Succeeded};
+use super::operations::Trespass as T;
 use super::operations::Way::{Cut, Once, Repeatedly};
 use super::run;
 use crate::on_both_databases;
@@ -23,6 +24,7 @@ on_both_databases! {
     what_is_made_after_it_was_forgotten,
     a_worker_is_forgotten_and_comes_back,
     what_a_backup_did_not_see_is_decided_about,
+    another_team_tries_what_is_not_its_own,
 }
 
 /// How often something is tried that depends on timing.
@@ -286,5 +288,50 @@ async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
         Describe { worker: 0 },
         AdoptAside { which: 3, owner: Some(0), keep: 0 },
     ]);
+    replay(database, &operations).await;
+}
+
+async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    for number in 0..2 {
+        operations.extend(upload(number, 1, 0, Some(0)));
+    }
+    // The second is deleted, and the third is open.
+    operations.extend(build(1, 1));
+    operations.extend(upload(2, 2, 0, Some(1)));
+    operations.extend([DeleteBuild { build: 1 }, Collect]);
+    operations.extend(upload(3, 3, 0, Some(0)).into_iter().take(3));
+    operations.extend([
+        AskTask { task: 0 },
+        PublishTask { task: 0, artifact: Upload(0) },
+        AskCache { cache: 0, claim: 0, user: None },
+        Trespass(T::RenewClaim(0)),
+        Trespass(T::PutCache(0, Upload(0))),
+        PutCache { claim: 0, artifact: Upload(1) },
+    ]);
+    let tried = [
+        T::Get(Upload(0)),
+        T::Locate(Upload(0)),
+        T::AdoptBytes(1),
+        T::Undelete(Upload(0)),
+        T::Undelete(Upload(2)),
+        T::Pin(Upload(0)),
+        T::Plan(Upload(0), 1),
+        T::Plan(Upload(3), 1),
+        T::Prepare(Upload(0), 0),
+        T::Drop(Upload(0), 0),
+        T::Seal(Upload(3), 3),
+        T::PutType(Upload(0)),
+        T::EndBuild(0),
+        T::DeleteBuild(0),
+        T::AskCache(0),
+        T::UseCache(0),
+        T::DeleteCache(0),
+        T::AskTask(0),
+        T::PublishTask(0, Upload(0)),
+        T::DeleteTask(0),
+    ];
+    operations.extend(tried.map(Trespass));
     replay(database, &operations).await;
 }

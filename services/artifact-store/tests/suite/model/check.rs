@@ -303,7 +303,7 @@ mod tests {
 
     use rpc::pb::artifacts as pb;
 
-    use super::super::operations::{Make, Operation, Outputs, Status, User, Way};
+    use super::super::operations::{Make, Operation, Outputs, Status, Trespass, User, Way};
     use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, stray_id};
     use super::*;
 
@@ -544,6 +544,22 @@ mod tests {
         assert_found(state.accept(&report, &reported(Standing::OfForgotten)), "too late");
         accepted(&mut state, report, reported(Standing::Good));
         assert!(!state.is_on_disk(INPUT), "it was told to destroy it");
+    }
+
+    #[test]
+    fn what_another_team_may_is_found() {
+        let (mut state, _) = in_use();
+        let tries = Operation::Trespass;
+        let not_found = || refused(rpc::Reason::ArtifactNotFound);
+        accepted(&mut state, tries(Trespass::Get(ARTIFACT)), not_found());
+        accepted(&mut state, tries(Trespass::Locate(ARTIFACT)), Outcome::Passed { learnt: false });
+        let judge = |tried, outcome| state.clone().accept(&tries(tried), &outcome);
+        assert_found(judge(Trespass::Locate(ARTIFACT), Outcome::Passed { learnt: true }), "learnt of it");
+        let pinned = judge(Trespass::Pin(ARTIFACT), Outcome::Passed { learnt: false });
+        assert_found(pinned, "another team may not");
+        assert_found(judge(Trespass::Pin(ARTIFACT), not_found()), "it is no INPUT_UNAVAILABLE");
+        let sealed = judge(Trespass::Seal(ARTIFACT, 8), refused(rpc::Reason::ArtifactSealed));
+        assert_found(sealed, "it is no ARTIFACT_NOT_FOUND");
     }
 
     #[test]

@@ -7,7 +7,8 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::operations::{
-    Artifact, CONTENTS, Left, Make, Operation, Outputs, Owner, REPLICAS, Status, TREES, User, WORKERS, Way,
+    Artifact, CONTENTS, Left, Make, Operation, Outputs, Owner, REPLICAS, Status, TREES, Trespass, User,
+    WORKERS, Way,
 };
 
 /// How many resource caches there are, task caches, and jobs.
@@ -207,6 +208,7 @@ impl Generator {
             71..73 => self.drop_replica(),
             73..75 => self.forget_worker(),
             75..77 => self.backup(),
+            77..80 => vec![Operation::Trespass(self.trespass())],
             _ => self.workload(),
         };
         self.begin(script)
@@ -438,6 +440,37 @@ impl Generator {
         script
     }
 
+    fn trespass(&mut self) -> Trespass {
+        use Trespass as T;
+        let (artifact, content) = self.some_sealed().unwrap_or((Artifact::Upload(0), 0));
+        let old = self.old.choose(&mut self.random).copied();
+        let (worker, cache, task) = (self.below(WORKERS), self.below(CACHES), self.below(TASKS));
+        let build = self.some_build().unwrap_or_default();
+        let claim = self.claims_made.saturating_sub(1);
+        match self.random.random_range(0..20) {
+            0 => T::Get(artifact),
+            1 => T::Locate(artifact),
+            2 => T::AdoptBytes(content),
+            3 => T::Undelete(old.unwrap_or(artifact)),
+            4 => T::Pin(artifact),
+            5 => T::Plan(artifact, worker),
+            6 => T::Prepare(artifact, worker),
+            7 => T::Drop(artifact, worker),
+            8 => T::Seal(Artifact::Upload(self.uploads_made.saturating_sub(1)), content),
+            9 => T::PutType(artifact),
+            10 => T::EndBuild(build),
+            11 => T::DeleteBuild(build),
+            12 => T::AskCache(cache),
+            13 => T::RenewClaim(claim),
+            14 => T::PutCache(claim, artifact),
+            15 => T::UseCache(cache),
+            16 => T::DeleteCache(cache),
+            17 => T::AskTask(task),
+            18 => T::PublishTask(task, artifact),
+            _ => T::DeleteTask(task),
+        }
+    }
+
     fn workload(&mut self) -> Vec<Operation> {
         let workload = self.workloads_made;
         self.workloads_made += 1;
@@ -612,6 +645,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 47, "{made:?}");
+        assert_eq!(made.len(), 48, "{made:?}");
     }
 }

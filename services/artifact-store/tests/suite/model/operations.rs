@@ -98,6 +98,35 @@ pub(crate) enum Way {
     Cut,
 }
 
+/// What another team tries with what is not its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Trespass {
+    Get(Artifact),
+    Locate(Artifact),
+    /// To find an artifact by its content.
+    AdoptBytes(u8),
+    Undelete(Artifact),
+    Pin(Artifact),
+    /// To have it copied to this worker.
+    Plan(Artifact, u8),
+    /// To make something from it on this worker.
+    Prepare(Artifact, u8),
+    Drop(Artifact, u8),
+    Seal(Artifact, u8),
+    /// To have it as a base resource type.
+    PutType(Artifact),
+    EndBuild(u16),
+    DeleteBuild(u16),
+    AskCache(u8),
+    RenewClaim(u16),
+    PutCache(u16, Artifact),
+    UseCache(u8),
+    DeleteCache(u8),
+    AskTask(u8),
+    PublishTask(u8, Artifact),
+    DeleteTask(u8),
+}
+
 /// One thing that happens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Operation {
@@ -300,6 +329,8 @@ pub(crate) enum Operation {
     PurgeAside {
         which: u8,
     },
+    /// Another team tries something.
+    Trespass(Trespass),
     /// The gateway that was replaced wakes up.
     Former {
         worker: u8,
@@ -350,6 +381,7 @@ impl Operation {
                 | Self::EndAttempt { .. }
                 | Self::Touch { .. }
                 | Self::ForgetWorker { .. }
+                | Self::Trespass(_)
         )
     }
 

@@ -9,6 +9,7 @@ mod accept;
 mod aside;
 mod caches;
 mod owners;
+mod trespass;
 mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -108,6 +109,10 @@ pub(crate) enum Outcome {
     },
     /// What was handed out, in its order.
     Swept(Vec<Uuid>),
+    /// Another team was answered, and learnt of what is not its own.
+    Passed {
+        learnt: bool,
+    },
     /// What came of something that was set aside.
     Decided {
         about: Uuid,

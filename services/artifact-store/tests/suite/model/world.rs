@@ -7,6 +7,7 @@ mod aside;
 mod caches;
 mod gateways;
 mod shown;
+mod trespass;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -358,6 +359,7 @@ impl World {
             }
             O::NewSession { worker } => self.speak_anew(worker, 0, 1).await,
             O::NewIncarnation { worker, .. } => self.speak_anew(worker, 1, 0).await,
+            O::Trespass(tried) => Box::pin(self.trespass(state, tried)).await,
             O::Stray { .. }
             | O::NewLife { .. }
             | O::Describe { .. }

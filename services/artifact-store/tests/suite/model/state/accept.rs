@@ -106,6 +106,7 @@ impl State {
                 Ok(())
             }
             O::ForgetWorker { worker, force } => self.forget_worker(worker, force, outcome),
+            O::Trespass(tried) => self.trespass(tried, outcome),
             O::Stray { worker, upload, content } => {
                 self.stray(worker, upload, content);
                 Ok(())

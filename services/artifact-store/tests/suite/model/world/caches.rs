@@ -100,7 +100,7 @@ impl World {
                 }
             }
             O::AskTask { task } => {
-                let answer = self.ask(|callers| ask_task(callers, task)).await;
+                let answer = self.ask(|callers| ask_task(callers, team(), task)).await;
                 answer.map_or_else(Outcome::Refused, |(cache, artifact)| Outcome::Task { cache, artifact })
             }
             O::PublishTask { task, artifact } => {
@@ -149,9 +149,9 @@ async fn ask_cache(callers: Callers, cache: u8, claim: u16, by: Option<User>) ->
     Ok((answer.cache_id.parse().expect("an id"), found))
 }
 
-async fn ask_task(callers: Callers, task: u8) -> Answer<(Uuid, Option<ArtifactId>)> {
+pub(super) async fn ask_task(callers: Callers, team: String, task: u8) -> Answer<(Uuid, Option<ArtifactId>)> {
     let request = pb::FindOrCreateTaskCacheRequest {
-        team: team(),
+        team,
         job: "job".to_owned(),
         step: "step".to_owned(),
         path: format!("path {task}"),
