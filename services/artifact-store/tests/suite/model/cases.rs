@@ -25,6 +25,7 @@ on_both_databases! {
     a_worker_is_forgotten_and_comes_back,
     what_a_backup_did_not_see_is_decided_about,
     another_team_tries_what_is_not_its_own,
+    a_version_that_is_mounted_outlives_its_cache,
 }
 
 /// How often something is tried that depends on timing.
@@ -333,5 +334,33 @@ async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
         T::DeleteTask(0),
     ];
     operations.extend(tried.map(Trespass));
+    replay(database, &operations).await;
+}
+
+async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.extend(upload(1, 2, 0, Some(0)));
+    operations.extend([
+        AskTask { task: 0 },
+        PublishTask { task: 0, artifact: Upload(0) },
+        UseTasks { workload: 1, tasks: vec![0] },
+        // Longer than it is kept unused.
+        Advance { seconds: 200 },
+        Collect,
+        Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
+        DeleteBuild { build: 0 },
+        Together(vec![
+            PublishTask { task: 0, artifact: Upload(1) },
+            Prepare { workload: 1, attempt: 1, worker: 0, make: Now },
+            Collect,
+        ]),
+        Prepared { workload: 1, attempt: 0 },
+        DeleteTask { task: 0 },
+        Collect,
+        Sweep { worker: 0, destroy: true },
+        Prepare { workload: 1, attempt: 2, worker: 0, make: Now },
+    ]);
     replay(database, &operations).await;
 }

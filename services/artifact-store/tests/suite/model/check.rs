@@ -376,7 +376,7 @@ mod tests {
             container_handle: CONTAINER.to_string(),
             volumes: vec![volume(INPUT), volume(OUTPUT)],
         };
-        Outcome::Prepared { inputs: vec![ARTIFACT], planned }
+        Outcome::Prepared { inputs: vec![ARTIFACT], caches: vec![], planned }
     }
 
     fn judge(spoil: impl FnOnce(&mut State, &mut View)) -> Accepted {
@@ -544,6 +544,41 @@ mod tests {
         assert_found(state.accept(&report, &reported(Standing::OfForgotten)), "too late");
         accepted(&mut state, report, reported(Standing::Good));
         assert!(!state.is_on_disk(INPUT), "it was told to destroy it");
+    }
+
+    #[test]
+    fn a_task_cache_that_starts_with_another_version_is_found() {
+        let (mut state, _) = in_use();
+        let cache = Uuid::from_u128(7);
+        let nothing = Outcome::Task { cache, artifact: None };
+        accepted(&mut state, Operation::AskTask { task: 0 }, nothing.clone());
+        let publish = Operation::PublishTask { task: 0, artifact: ARTIFACT };
+        accepted(&mut state, publish, Outcome::Done);
+        let uses = Operation::UseTasks { workload: 2, tasks: vec![0] };
+        accepted(&mut state, uses, Outcome::Used { caches: vec![(0, cache)], answer: Ok(()) });
+        accepted(&mut state, Operation::Advance { seconds: 1000 }, Outcome::Done);
+        let asked = state.clone().accept(&Operation::AskTask { task: 0 }, &nothing);
+        assert_found(asked, "it has the bytes");
+
+        let prepare = Operation::Prepare { workload: 2, attempt: 0, worker: 0, make: Make::Now };
+        let planned = |parent: &str| {
+            let volume = |handle: u128, parent: &str| pb::PreparedVolume {
+                volume_handle: Uuid::from_u128(handle).to_string(),
+                parent_handle: parent.to_owned(),
+                ..Default::default()
+            };
+            let planned = pb::PrepareResponse {
+                container_handle: Uuid::from_u128(10).to_string(),
+                volumes: vec![volume(11, ""), volume(12, parent)],
+            };
+            Outcome::Prepared { inputs: vec![], caches: vec![(0, cache)], planned }
+        };
+        assert_found(state.clone().accept(&prepare, &planned("")), "is its version");
+        assert_found(state.clone().accept(&prepare, &planned(&OUTPUT.to_string())), "its version is");
+        accepted(&mut state, prepare.clone(), planned(&REPLICA.to_string()));
+        accepted(&mut state, Operation::DeleteTask { task: 0 }, Outcome::Done);
+        accepted(&mut state, prepare.clone(), planned(&REPLICA.to_string()));
+        assert_found(state.accept(&prepare, &planned(&OUTPUT.to_string())), "it started with");
     }
 
     #[test]

@@ -481,6 +481,15 @@ impl Generator {
         if self.chance(95) {
             script.push(Operation::Accept { workload, pins: pins.clone(), build });
         }
+        if self.chance(25) {
+            let mut tasks: Vec<_> = (0..1 + self.below(2)).map(|_| self.below(TASKS)).collect();
+            tasks.sort_unstable();
+            tasks.dedup();
+            if self.chance(50) {
+                script.extend(tasks.iter().map(|task| Operation::AskTask { task: *task }));
+            }
+            script.push(Operation::UseTasks { workload, tasks });
+        }
         let mut attempt = 0;
         let mut candidate = None;
         while self.chance(90) {
@@ -645,6 +654,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 48, "{made:?}");
+        assert_eq!(made.len(), 49, "{made:?}");
     }
 }

@@ -234,7 +234,12 @@ pub(crate) enum Operation {
         pins: Vec<Artifact>,
         build: Option<u16>,
     },
-    /// With an input of everything that the workload pinned, and an output that starts as the first of them.
+    /// A workload uses task caches.
+    UseTasks {
+        workload: u16,
+        tasks: Vec<u8>,
+    },
+    /// With an input of everything that the workload pinned, an output that starts as the first of them, and the task caches that it uses.
     Prepare {
         workload: u16,
         attempt: u8,
@@ -374,6 +379,7 @@ impl Operation {
                 | Self::PublishTask { .. }
                 | Self::DeleteTask { .. }
                 | Self::Accept { .. }
+                | Self::UseTasks { .. }
                 | Self::Prepare { .. }
                 | Self::Prepared { .. }
                 | Self::Finish { .. }

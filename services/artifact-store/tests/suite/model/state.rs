@@ -92,9 +92,15 @@ pub(crate) enum Outcome {
     Settled {
         missing: Vec<Owner>,
     },
-    /// With the inputs that were asked for, in their order.
+    /// Whether a workload may use task caches.
+    Used {
+        caches: Vec<(u8, Uuid)>,
+        answer: Result<(), Refusal>,
+    },
+    /// With the inputs that were asked for, an output, and the task caches, in their order.
     Prepared {
         inputs: Vec<Artifact>,
+        caches: Vec<(u8, Uuid)>,
         planned: pb::PrepareResponse,
     },
     /// With what the report named.
@@ -179,6 +185,8 @@ impl Build {
 struct Holder {
     settled_at: Option<i64>,
     pins: BTreeSet<Artifact>,
+    /// The task caches that it uses.
+    caches: BTreeMap<u8, Uuid>,
     /// Those that ended, and those that go on with their worker.
     attempts: BTreeMap<u8, Option<u8>>,
     /// When each ended.
@@ -546,6 +554,11 @@ impl State {
 
     pub(crate) fn pins_of(&self, workload: u16) -> Vec<Artifact> {
         self.holders.get(&workload).map(|holder| holder.pins.iter().copied().collect()).unwrap_or_default()
+    }
+
+    pub(crate) fn caches_of(&self, workload: u16) -> Vec<(u8, Uuid)> {
+        let caches = self.holders.get(&workload).into_iter().flat_map(|holder| &holder.caches);
+        caches.map(|(task, id)| (*task, *id)).collect()
     }
 
     pub(crate) fn transfer(&self, transfer: u16) -> Option<(Artifact, u8, Uuid)> {

@@ -279,7 +279,8 @@ impl World {
             | O::DeleteCache { .. }
             | O::AskTask { .. }
             | O::PublishTask { .. }
-            | O::DeleteTask { .. } => Box::pin(self.perform_on_caches(state, operation)).await,
+            | O::DeleteTask { .. }
+            | O::UseTasks { .. } => Box::pin(self.perform_on_caches(state, operation)).await,
             O::Touch { workload, attempt } => match state.container_of(workload, attempt) {
                 Some(worker) => {
                     let (gateway, attempt) = (self.speaker(worker).gateway, attempt_id(workload, attempt));
@@ -296,7 +297,8 @@ impl World {
                 done(self.ask(|callers| async move { callers.pin(workload, pins, build).await }).await)
             }
             O::Prepare { workload, attempt, worker, .. } => {
-                self.prepare(state.pins_of(workload), workload, attempt, worker).await
+                let inputs = (state.pins_of(workload), state.caches_of(workload));
+                self.prepare(inputs, workload, attempt, worker).await
             }
             O::Prepared { workload, attempt } => match state.made_for(workload, attempt) {
                 Some((worker, _)) => {
@@ -398,7 +400,13 @@ impl World {
         }
     }
 
-    async fn prepare(&self, inputs: Vec<Artifact>, workload: u16, attempt: u8, worker: u8) -> Outcome {
+    async fn prepare(
+        &self,
+        (inputs, caches): (Vec<Artifact>, Vec<(u8, Uuid)>),
+        workload: u16,
+        attempt: u8,
+        worker: u8,
+    ) -> Outcome {
         let mut needs: Vec<_> = inputs
             .iter()
             .map(|artifact| artifact_id(*artifact))
@@ -408,13 +416,19 @@ impl World {
         out.from_artifact_id =
             inputs.first().map(|artifact| artifact_id(*artifact).to_string()).unwrap_or_default();
         needs.push(out);
+        needs.extend(caches.iter().map(|(task, id)| pb::PrepareVolume {
+            name: format!("cache {task}"),
+            purpose: pb::VolumePurpose::Scratch.into(),
+            from_task_cache_id: id.to_string(),
+            ..Default::default()
+        }));
         let (gateway, needs) = (&self.speaker(worker).gateway, &needs);
         let (workload, attempt) = (workload_id(workload), attempt_id(workload, attempt));
         let prepare = |callers: Callers| async move {
             gateway.by_way_of(&callers).prepare(workload, attempt, needs).await
         };
         let planned = self.ask(prepare).await;
-        planned.map_or_else(Outcome::Refused, |planned| Outcome::Prepared { inputs, planned })
+        planned.map_or_else(Outcome::Refused, |planned| Outcome::Prepared { inputs, caches, planned })
     }
 
     async fn complete(&self, worker: u8, handle: Uuid, content: u8) -> Outcome {

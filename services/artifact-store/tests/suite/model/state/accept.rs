@@ -69,6 +69,7 @@ impl State {
             O::DeleteTask { task } => self.delete_task(task, outcome),
             O::Touch { workload, attempt } => self.touch((workload, attempt), outcome),
             O::Accept { workload, ref pins, build } => self.pin(workload, pins, build, outcome),
+            O::UseTasks { workload, .. } => self.use_tasks(workload, outcome),
             O::Prepare { workload, attempt, worker, make } => {
                 self.prepare(workload, attempt, worker, make, outcome)
             }
@@ -437,7 +438,7 @@ impl State {
 
     fn prepare(&mut self, workload: u16, attempt: u8, worker: u8, make: Make, outcome: &Outcome) -> Accepted {
         let on = self.holders.get(&workload).and_then(|holder| holder.attempts.get(&attempt)).copied();
-        let (inputs, planned) = match outcome {
+        let (inputs, caches, planned) = match outcome {
             Outcome::Refused(refusal) => {
                 let ended = self.is_settled(workload) || on.is_some_and(|on| on != Some(worker));
                 let pins = self.pins_of(workload);
@@ -449,7 +450,7 @@ impl State {
                 must!(may, "there is nothing in its way");
                 return Ok(());
             }
-            Outcome::Prepared { inputs, planned } => (inputs, planned),
+            Outcome::Prepared { inputs, caches, planned } => (inputs, caches, planned),
             _ => return Err(Violation("no plan".to_owned())),
         };
         must!(!self.is_settled(workload), "its workload was settled");
@@ -459,13 +460,20 @@ impl State {
 
         let mut to_make = Vec::new();
         let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
-        // The output is the last, and starts as the first input.
+        // The output starts as the first input, and then there are the caches.
         let sources = inputs.iter().copied().map(Some).chain([inputs.first().copied()]);
-        must!(planned.volumes.len() == inputs.len() + 1, "volumes are missing");
+        let sources = sources.map(Ok).chain(caches.iter().map(Err));
+        must!(planned.volumes.len() == inputs.len() + 1 + caches.len(), "volumes are missing");
         for (index, (volume, from)) in planned.volumes.iter().zip(sources).enumerate() {
             let id = handle(&volume.volume_handle)?;
             let parent = (!volume.parent_handle.is_empty()).then(|| handle(&volume.parent_handle));
             let parent = parent.transpose()?;
+            let from = match from {
+                Ok(from) => from,
+                Err((task, cache)) => {
+                    self.starts_with(*task, *cache, id, parent, &volume.missing_artifact_id)?
+                }
+            };
             if !volume.missing_artifact_id.is_empty()
                 && let Some(from) = from
                 && let Some(content) = self.sealed(from)

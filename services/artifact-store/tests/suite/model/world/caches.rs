@@ -127,6 +127,22 @@ impl World {
                 };
                 done(self.ask(delete).await)
             }
+            O::UseTasks { workload, ref tasks } => {
+                let caches = tasks.iter().map(|task| Some((*task, state.task_cache(*task)?)));
+                let Some(caches) = caches.collect::<Option<Vec<_>>>() else { return Outcome::Skipped };
+                let request = || pb::PinRequest {
+                    holder_id: workload_id(workload).to_string(),
+                    team: team(),
+                    task_cache_ids: caches.iter().map(|(_, id)| id.to_string()).collect(),
+                    ..Default::default()
+                };
+                let use_them = |callers: Callers| {
+                    let request = request();
+                    async move { Ok(callers.pins().pin(request).await.map(drop)?) }
+                };
+                let answer = self.ask(use_them).await;
+                Outcome::Used { caches, answer }
+            }
             _ => Outcome::Skipped,
         }
     }
