@@ -26,6 +26,7 @@ on_both_databases! {
     what_a_backup_did_not_see_is_decided_about,
     another_team_tries_what_is_not_its_own,
     a_version_that_is_mounted_outlives_its_cache,
+    what_a_worker_has_goes_with_it_or_with_the_next,
 }
 
 /// How often something is tried that depends on timing.
@@ -361,6 +362,30 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
         Collect,
         Sweep { worker: 0, destroy: true },
         Prepare { workload: 1, attempt: 2, worker: 0, make: Now },
+    ]);
+    replay(database, &operations).await;
+}
+
+async fn what_a_worker_has_goes_with_it_or_with_the_next(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    for number in 0..4 {
+        operations.extend(upload(number, 1, 0, Some(0)));
+    }
+    let put = |resource, number| PutBase { worker: 1, resource, artifact: Upload(number) };
+    operations.extend([
+        put(Some(0), 0),
+        put(Some(1), 1),
+        put(None, 2),
+        DeleteBuild { build: 0 },
+        Advance { seconds: 1000 },
+        Collect,
+        Together(vec![put(Some(0), 3), put(Some(0), 2), Collect, Collect]),
+        put(None, 1),
+        Collect,
+        // What it has lets go: nothing is on its disk.
+        ForgetWorker { worker: 1, force: false },
+        Collect,
     ]);
     replay(database, &operations).await;
 }

@@ -180,7 +180,8 @@ fn owners(state: &State, view: &View) -> Accepted {
     let of_builds = state.artifacts.keys().flat_map(|artifact| {
         state.owners(*artifact).map(|build| (*artifact, format!("build {}", build_id(build))))
     });
-    for (artifact, owner) in of_builds.chain(state.held_by_caches()) {
+    let of_workers = state.held_by_workers().filter_map(|(artifact, words)| Some((artifact, words?)));
+    for (artifact, owner) in of_builds.chain(state.held_by_caches()).chain(of_workers) {
         // Whether it is there was looked at before.
         let seen = view.artifacts.get(&artifact_id(artifact));
         let Some(seen) = seen.filter(|seen| seen.state != ArtifactState::Deleting) else { continue };
@@ -304,7 +305,7 @@ mod tests {
     use rpc::pb::artifacts as pb;
 
     use super::super::operations::{Make, Operation, Outputs, Status, Trespass, User, Way};
-    use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, stray_id};
+    use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, stray_id, worker_id};
     use super::*;
 
     const REPLICA: Uuid = Uuid::from_u128(1);
@@ -579,6 +580,37 @@ mod tests {
         accepted(&mut state, Operation::DeleteTask { task: 0 }, Outcome::Done);
         accepted(&mut state, prepare.clone(), planned(&REPLICA.to_string()));
         assert_found(state.accept(&prepare, &planned(&OUTPUT.to_string())), "it started with");
+    }
+
+    #[test]
+    fn what_is_a_workers_and_marked_is_found() {
+        let (mut state, mut view) = in_use();
+        let put = |resource| Operation::PutBase { worker: 0, resource, artifact: ARTIFACT };
+        let refusal = refused(rpc::Reason::ArtifactNotFound);
+        assert_found(state.accept(&put(None), &refusal), "nothing in its way");
+        accepted(&mut state, put(None), Outcome::Done);
+        assert_found(check(&mut state.clone(), &mut Past::default(), &view), "owned by resource certs");
+        artifact_in(&mut view).kept_by.push(format!("resource certs of worker {}", worker_id(0)));
+        check(&mut state, &mut Past::default(), &view).expect("it says so now");
+        accepted(&mut state, put(Some(0)), Outcome::Done);
+        accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
+        let settle = Operation::Settle {
+            workload: 1,
+            attempt: 0,
+            status: Status::Failed,
+            outputs: Outputs::NoOutput,
+            build: None,
+        };
+        accepted(&mut state, settle, Outcome::Settled { missing: vec![] });
+        let_the_grace_pass(&mut state);
+        artifact_in(&mut view).state = ArtifactState::Deleting;
+        assert_found(check(&mut state.clone(), &mut Past::default(), &view), "marked or gone");
+        // It goes with its worker.
+        let forget = Operation::ForgetWorker { worker: 0, force: false };
+        accepted(&mut state, forget, Outcome::Done);
+        view.volumes.clear();
+        view.containers.clear();
+        check(&mut state, &mut Past::default(), &view).expect("nothing keeps it");
     }
 
     #[test]

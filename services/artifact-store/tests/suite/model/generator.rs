@@ -209,6 +209,7 @@ impl Generator {
             73..75 => self.forget_worker(),
             75..77 => self.backup(),
             77..80 => vec![Operation::Trespass(self.trespass())],
+            80..82 => self.base(),
             _ => self.workload(),
         };
         self.begin(script)
@@ -440,6 +441,13 @@ impl Generator {
         script
     }
 
+    fn base(&mut self) -> Vec<Operation> {
+        let Some((artifact, _)) = self.some_sealed() else { return Vec::new() };
+        let worker = self.below(WORKERS);
+        let resource = self.chance(70).then(|| self.below(2));
+        vec![Operation::PutBase { worker, resource, artifact }]
+    }
+
     fn trespass(&mut self) -> Trespass {
         use Trespass as T;
         let (artifact, content) = self.some_sealed().unwrap_or((Artifact::Upload(0), 0));
@@ -654,6 +662,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 49, "{made:?}");
+        assert_eq!(made.len(), 50, "{made:?}");
     }
 }

@@ -221,6 +221,13 @@ impl Run {
             self.step(&Operation::DeleteBuild { build }).await?;
         }
         self.come_to_rest().await?;
+        let of_workers: BTreeSet<_> = self.states.iter().flat_map(State::with_base).collect();
+        if !of_workers.is_empty() {
+            for worker in of_workers {
+                self.step(&Operation::ForgetWorker { worker, force: true }).await?;
+            }
+            self.come_to_rest().await?;
+        }
 
         // Nothing is kept now, and in the end not even remembered.
         let seconds = u32::try_from(REMEMBER + 3600).expect("some years");

@@ -234,6 +234,12 @@ pub(crate) enum Operation {
         pins: Vec<Artifact>,
         build: Option<u16>,
     },
+    /// An artifact is a base resource type of a worker from now on, or its certs.
+    PutBase {
+        worker: u8,
+        resource: Option<u8>,
+        artifact: Artifact,
+    },
     /// A workload uses task caches.
     UseTasks {
         workload: u16,
@@ -380,6 +386,7 @@ impl Operation {
                 | Self::DeleteTask { .. }
                 | Self::Accept { .. }
                 | Self::UseTasks { .. }
+                | Self::PutBase { .. }
                 | Self::Prepare { .. }
                 | Self::Prepared { .. }
                 | Self::Finish { .. }

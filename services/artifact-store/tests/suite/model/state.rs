@@ -7,6 +7,7 @@
 
 mod accept;
 mod aside;
+mod base;
 mod caches;
 mod owners;
 mod trespass;
@@ -301,6 +302,8 @@ pub(crate) struct State {
     /// What was on a worker that was forgotten, until it was looked whether it is.
     pub(crate) forgotten: BTreeSet<Uuid>,
     aside: Aside,
+    /// The base resource types of workers, and their certs.
+    base: BTreeMap<(u8, Option<u8>), Artifact>,
     /// How many lives of the store are over.
     life: u32,
 }
@@ -375,6 +378,7 @@ impl State {
             workers: vec![Worker::default(); usize::from(workers)],
             forgotten: BTreeSet::new(),
             aside: Aside::default(),
+            base: BTreeMap::new(),
             life: 0,
         }
     }
@@ -487,6 +491,7 @@ impl State {
             }
         }
         kept.extend(self.held_by_caches());
+        kept.extend(self.base.iter().map(|(of, artifact)| (*artifact, format!("worker and type {of:?}"))));
         kept
     }
 

@@ -280,6 +280,7 @@ impl World {
             | O::AskTask { .. }
             | O::PublishTask { .. }
             | O::DeleteTask { .. }
+            | O::PutBase { .. }
             | O::UseTasks { .. } => Box::pin(self.perform_on_caches(state, operation)).await,
             O::Touch { workload, attempt } => match state.container_of(workload, attempt) {
                 Some(worker) => {

@@ -69,6 +69,7 @@ impl State {
             O::DeleteTask { task } => self.delete_task(task, outcome),
             O::Touch { workload, attempt } => self.touch((workload, attempt), outcome),
             O::Accept { workload, ref pins, build } => self.pin(workload, pins, build, outcome),
+            O::PutBase { worker, resource, artifact } => self.put_base((worker, resource), artifact, outcome),
             O::UseTasks { workload, .. } => self.use_tasks(workload, outcome),
             O::Prepare { workload, attempt, worker, make } => {
                 self.prepare(workload, attempt, worker, make, outcome)

@@ -274,12 +274,12 @@ impl State {
         Ok(())
     }
 
-    fn is_kept_and_sealed(&self, artifact: Artifact) -> bool {
+    pub(super) fn is_kept_and_sealed(&self, artifact: Artifact) -> bool {
         self.sealed(artifact).is_some() && self.is_kept(artifact)
     }
 
-    /// An artifact is a cache's from now on.
-    fn hand_over(&mut self, artifact: Artifact) -> Accepted {
+    /// An artifact is a cache's or a worker's from now on.
+    pub(super) fn hand_over(&mut self, artifact: Artifact) -> Accepted {
         let record =
             self.artifacts.get_mut(&artifact).filter(|record| record.sealed.is_some() && !record.gone);
         let Some(record) = record else { return Err(Violation(format!("{artifact:?} is not there"))) };

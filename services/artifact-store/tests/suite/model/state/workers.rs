@@ -117,6 +117,8 @@ impl State {
             must!(may && !force, "there is nothing in its way");
             return Ok(());
         }
+        // That lets go with it.
+        self.base.retain(|(of, _), _| *of != worker);
         let last = self.kept().into_iter().find(|(artifact, _)| self.is_last_on(*artifact, worker));
         must!(force || last.is_none(), "it has the last replica of {last:?}");
         let (_, holds_aside) = self.holds_aside(worker);

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::{World, done};
 use crate::model::operations::{Operation, User};
 use crate::model::state::{
-    Found, Outcome, State, artifact_id, build_id, claim_id, task_cache_ttl, workload_id,
+    Found, Outcome, State, artifact_id, build_id, claim_id, task_cache_ttl, worker_id, workload_id,
 };
 use crate::{Answer, Callers, TEAM, digest};
 
@@ -126,6 +126,30 @@ impl World {
                     Ok(callers.caches().delete_task_caches(request()).await.map(drop)?)
                 };
                 done(self.ask(delete).await)
+            }
+            O::PutBase { worker, resource: Some(resource), artifact } => {
+                let request = || pb::PutBaseResourceTypeRequest {
+                    team: team(),
+                    r#type: format!("type {resource}"),
+                    version: "1".to_owned(),
+                    worker_id: worker_id(worker).to_string(),
+                    artifact_id: artifact_id(artifact).to_string(),
+                };
+                let put = |callers: Callers| async move {
+                    Ok(callers.caches().put_base_resource_type(request()).await.map(drop)?)
+                };
+                done(self.ask(put).await)
+            }
+            O::PutBase { worker, resource: None, artifact } => {
+                let request = || pb::PutResourceCertsRequest {
+                    team: team(),
+                    worker_id: worker_id(worker).to_string(),
+                    artifact_id: artifact_id(artifact).to_string(),
+                };
+                let put = |callers: Callers| async move {
+                    Ok(callers.caches().put_resource_certs(request()).await.map(drop)?)
+                };
+                done(self.ask(put).await)
             }
             O::UseTasks { workload, ref tasks } => {
                 let caches = tasks.iter().map(|task| Some((*task, state.task_cache(*task)?)));
