@@ -8,6 +8,7 @@ use super::operations::Make::{Later, Now};
 use super::operations::Operation::{self, *};
 use super::operations::Outputs::{NoOutput, With};
 use super::operations::Status::{Aborted, Succeeded};
+use super::operations::Trespass as T;
 use super::operations::Way::{Cut, Once, Repeatedly};
 use super::run;
 use crate::on_both_databases;
@@ -22,6 +23,11 @@ on_both_databases! {
     reports_that_come_in_another_order,
     what_is_made_after_it_was_forgotten,
     a_dropped_replica_comes_back_as_the_last_resort,
+    a_worker_is_forgotten_and_comes_back,
+    what_a_backup_did_not_see_is_decided_about,
+    another_team_tries_what_is_not_its_own,
+    a_version_that_is_mounted_outlives_its_cache,
+    what_a_worker_has_goes_with_it_or_with_the_next,
 }
 
 /// How often something is tried that depends on timing.
@@ -242,6 +248,173 @@ async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase)
         Advance { seconds: 30 },
         Collect,
         undelete,
+        Collect,
+    ]);
+    replay(database, &operations).await;
+}
+
+async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
+    operations.extend(attempt(1, 0, 2));
+    operations.extend([
+        BeginReport { worker: 0 },
+        // It has the last replica of what is pinned.
+        ForgetWorker { worker: 0, force: false },
+        Plan { transfer: 1, artifact: Upload(0), worker: 1, make: Now },
+        Arrive { transfer: 1, content: 1 },
+        Together(vec![
+            ForgetWorker { worker: 0, force: false },
+            Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
+            Report { worker: 0, which: 0, way: Repeatedly },
+            Collect,
+        ]),
+        ForgetWorker { worker: 0, force: true },
+        // Nothing of what it held is what it was.
+        settle(1, 2, 0),
+        Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
+        NewIncarnation { worker: 0, left: Everything },
+        Former { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        Accept { workload: 2, pins: vec![Upload(0)], build: None },
+        Plan { transfer: 2, artifact: Upload(0), worker: 0, make: Now },
+        Arrive { transfer: 2, content: 1 },
+    ]);
+    operations.extend(attempt(2, 0, 3));
+    replay(database, &operations).await;
+}
+
+async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
+    operations.extend(attempt(1, 0, 2));
+    let strays = (0..4).map(|upload| Stray { worker: 0, upload, content: 1 });
+    operations.extend(strays);
+    operations.extend([
+        BeginReport { worker: 0 },
+        NewLife { worker: 0 },
+        // Of the life that is over.
+        Report { worker: 0, which: 0, way: Repeatedly },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 1, way: Repeatedly },
+        AdoptAside { which: 0, owner: Some(0), keep: 0 },
+        Describe { worker: 0 },
+        AdoptAside { which: 0, owner: Some(0), keep: 0 },
+        AdoptAside { which: 0, owner: None, keep: 30 },
+        Together(vec![PurgeAside { which: 0 }, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
+        ForgetWorker { worker: 0, force: false },
+        NewIncarnation { worker: 0, left: Everything },
+        AdoptAside { which: 0, owner: None, keep: 30 },
+        Accept { workload: 2, pins: vec![Upload(0), Upload(1)], build: None },
+        ForgetWorker { worker: 0, force: true },
+        // What was forgotten is set aside in the next life.
+        NewLife { worker: 1 },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: u8::MAX, way: Once },
+        Describe { worker: 0 },
+        AdoptAside { which: 3, owner: Some(0), keep: 0 },
+    ]);
+    replay(database, &operations).await;
+}
+
+async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    for number in 0..2 {
+        operations.extend(upload(number, 1, 0, Some(0)));
+    }
+    // The second is deleted, and the third is open.
+    operations.extend(build(1, 1));
+    operations.extend(upload(2, 2, 0, Some(1)));
+    operations.extend([DeleteBuild { build: 1 }, Collect]);
+    operations.extend(upload(3, 3, 0, Some(0)).into_iter().take(3));
+    operations.extend([
+        AskTask { task: 0 },
+        PublishTask { task: 0, artifact: Upload(0) },
+        AskCache { cache: 0, claim: 0, user: None },
+        Trespass(T::RenewClaim(0)),
+        Trespass(T::PutCache(0, Upload(0))),
+        PutCache { claim: 0, artifact: Upload(1) },
+    ]);
+    let tried = [
+        T::Get(Upload(0)),
+        T::Locate(Upload(0)),
+        T::AdoptBytes(1),
+        T::Undelete(Upload(0)),
+        T::Undelete(Upload(2)),
+        T::Pin(Upload(0)),
+        T::Plan(Upload(0), 1),
+        T::Plan(Upload(3), 1),
+        T::Prepare(Upload(0), 0),
+        T::Drop(Upload(0), 0),
+        T::Seal(Upload(3), 3),
+        T::PutType(Upload(0)),
+        T::EndBuild(0),
+        T::DeleteBuild(0),
+        T::AskCache(0),
+        T::UseCache(0),
+        T::DeleteCache(0),
+        T::AskTask(0),
+        T::PublishTask(0, Upload(0)),
+        T::DeleteTask(0),
+    ];
+    operations.extend(tried.map(Trespass));
+    replay(database, &operations).await;
+}
+
+async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.extend(upload(1, 2, 0, Some(0)));
+    operations.extend([
+        AskTask { task: 0 },
+        PublishTask { task: 0, artifact: Upload(0) },
+        UseTasks { workload: 1, tasks: vec![0] },
+        // Longer than it is kept unused.
+        Advance { seconds: 200 },
+        Collect,
+        Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
+        DeleteBuild { build: 0 },
+        Together(vec![
+            PublishTask { task: 0, artifact: Upload(1) },
+            Prepare { workload: 1, attempt: 1, worker: 0, make: Now },
+            Collect,
+        ]),
+        Prepared { workload: 1, attempt: 0 },
+        DeleteTask { task: 0 },
+        Collect,
+        Sweep { worker: 0, destroy: true },
+        Prepare { workload: 1, attempt: 2, worker: 0, make: Now },
+    ]);
+    replay(database, &operations).await;
+}
+
+async fn what_a_worker_has_goes_with_it_or_with_the_next(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    for number in 0..4 {
+        operations.extend(upload(number, 1, 0, Some(0)));
+    }
+    let put = |resource, number| PutBase { worker: 1, resource, artifact: Upload(number) };
+    operations.extend([
+        put(Some(0), 0),
+        put(Some(1), 1),
+        put(None, 2),
+        DeleteBuild { build: 0 },
+        Advance { seconds: 1000 },
+        Collect,
+        Together(vec![put(Some(0), 3), put(Some(0), 2), Collect, Collect]),
+        put(None, 1),
+        Collect,
+        // What it has lets go: nothing is on its disk.
+        ForgetWorker { worker: 1, force: false },
         Collect,
     ]);
     replay(database, &operations).await;

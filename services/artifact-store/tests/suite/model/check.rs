@@ -15,6 +15,8 @@ pub(crate) struct View {
     pub(crate) artifacts: BTreeMap<ArtifactId, SeenArtifact>,
     pub(crate) volumes: BTreeMap<Uuid, SeenVolume>,
     pub(crate) containers: BTreeMap<Uuid, InventoryState>,
+    /// What is set aside.
+    pub(crate) aside: BTreeSet<Uuid>,
 }
 
 #[derive(Debug, Clone)]
@@ -55,6 +57,8 @@ fn is_marked(state: InventoryState) -> bool {
 
 /// Judges what the store shows, and notes in the model what has gone that was free to.
 pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+    forgotten(state, view)?;
+    aside(state, past, view)?;
     restored(state, past, view)?;
     artifacts(state, view)?;
     owners(state, view)?;
@@ -62,9 +66,34 @@ pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted
     containers(state, view)?;
     past.look(view)?;
     // What is neither known nor there any more is of no interest.
-    state.volumes.retain(|id, volume| volume.on_disk || view.volumes.contains_key(id));
-    state.containers.retain(|id, container| container.on_disk || view.containers.contains_key(id));
+    let is_aside = |id: &Uuid| view.aside.contains(id);
+    state.volumes.retain(|id, volume| volume.on_disk || view.volumes.contains_key(id) || is_aside(id));
+    state
+        .containers
+        .retain(|id, container| container.on_disk || view.containers.contains_key(id) || is_aside(id));
     Ok(())
+}
+
+/// Nothing is left of a worker that was forgotten. That it does not come again is looked at with all that was.
+fn forgotten(state: &mut State, view: &View) -> Accepted {
+    for id in std::mem::take(&mut state.forgotten) {
+        let is_there = view.volumes.contains_key(&id) || view.containers.contains_key(&id);
+        must!(!is_there, "{id} was on a worker that was forgotten, and is there");
+    }
+    Ok(())
+}
+
+/// What is set aside stays that until somebody decides, and is nothing that the store knows.
+fn aside(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+    let is_known = |id: &Uuid| view.volumes.contains_key(id) || view.containers.contains_key(id);
+    for id in &view.aside {
+        must!(!is_known(id), "{id} is set aside, and known");
+        let was_made = state.volumes.contains_key(id) || state.containers.contains_key(id);
+        must!(was_made, "{id} is set aside, and nobody made it");
+        // It may come again, by whoever decides about it.
+        past.forgotten.remove(id);
+    }
+    state.look_aside(&view.aside, is_known)
 }
 
 fn artifacts(state: &mut State, view: &View) -> Accepted {
@@ -153,7 +182,8 @@ fn owners(state: &State, view: &View) -> Accepted {
     let of_builds = state.artifacts.keys().flat_map(|artifact| {
         state.owners(*artifact).map(|build| (*artifact, format!("build {}", build_id(build))))
     });
-    for (artifact, owner) in of_builds.chain(state.held_by_caches()) {
+    let of_workers = state.held_by_workers().filter_map(|(artifact, words)| Some((artifact, words?)));
+    for (artifact, owner) in of_builds.chain(state.held_by_caches()).chain(of_workers) {
         // Whether it is there was looked at before.
         let seen = view.artifacts.get(&artifact_id(artifact));
         let Some(seen) = seen.filter(|seen| seen.state != ArtifactState::Deleting) else { continue };
@@ -276,8 +306,8 @@ mod tests {
 
     use rpc::pb::artifacts as pb;
 
-    use super::super::operations::{Make, Operation, Outputs, Status, User, Way};
-    use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing};
+    use super::super::operations::{Make, Operation, Outputs, Status, Trespass, User, Way};
+    use super::super::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, stray_id, worker_id};
     use super::*;
 
     const REPLICA: Uuid = Uuid::from_u128(1);
@@ -349,7 +379,7 @@ mod tests {
             container_handle: CONTAINER.to_string(),
             volumes: vec![volume(INPUT), volume(OUTPUT)],
         };
-        Outcome::Prepared { inputs: vec![ARTIFACT], planned }
+        Outcome::Prepared { inputs: vec![ARTIFACT], caches: vec![], planned }
     }
 
     fn judge(spoil: impl FnOnce(&mut State, &mut View)) -> Accepted {
@@ -492,6 +522,156 @@ mod tests {
     }
 
     #[test]
+    fn what_is_left_of_a_forgotten_worker_is_found() {
+        let (mut state, mut view) = in_use();
+        let forget = |force| Operation::ForgetWorker { worker: 0, force };
+        let forgotten = state.clone().accept(&forget(false), &Outcome::Done);
+        assert_found(forgotten, "it has the last replica");
+        accepted(&mut state.clone(), forget(false), refused(rpc::Reason::LastReplica));
+        let refusal = refused(rpc::Reason::LastReplica);
+        assert_found(state.accept(&forget(true), &refusal), "nothing in its way");
+        let mut past = Past::default();
+        check(&mut state, &mut past, &view).expect("nothing is wrong yet");
+        let before = view.clone();
+        accepted(&mut state, forget(true), Outcome::Done);
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "that was forgotten, and is there");
+        view.volumes.clear();
+        view.containers.clear();
+        artifact_in(&mut view).replicas.clear();
+        check(&mut state, &mut past, &view).expect("all of it went");
+        assert_found(check(&mut state, &mut past, &before), "was forgotten, and is there again");
+        let response =
+            pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
+        let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
+        let reported = |standing| Outcome::Reported { response: response.clone(), standing, listed: vec![] };
+        assert_found(state.accept(&report, &reported(Standing::OfForgotten)), "too late");
+        accepted(&mut state, report, reported(Standing::Good));
+        assert!(!state.is_on_disk(INPUT), "it was told to destroy it");
+    }
+
+    #[test]
+    fn a_task_cache_that_starts_with_another_version_is_found() {
+        let (mut state, _) = in_use();
+        let cache = Uuid::from_u128(7);
+        let nothing = Outcome::Task { cache, artifact: None };
+        accepted(&mut state, Operation::AskTask { task: 0 }, nothing.clone());
+        let publish = Operation::PublishTask { task: 0, artifact: ARTIFACT };
+        accepted(&mut state, publish, Outcome::Done);
+        let uses = Operation::UseTasks { workload: 2, tasks: vec![0] };
+        accepted(&mut state, uses, Outcome::Used { caches: vec![(0, cache)], answer: Ok(()) });
+        accepted(&mut state, Operation::Advance { seconds: 1000 }, Outcome::Done);
+        let asked = state.clone().accept(&Operation::AskTask { task: 0 }, &nothing);
+        assert_found(asked, "it has the bytes");
+
+        let prepare = Operation::Prepare { workload: 2, attempt: 0, worker: 0, make: Make::Now };
+        let planned = |parent: &str| {
+            let volume = |handle: u128, parent: &str| pb::PreparedVolume {
+                volume_handle: Uuid::from_u128(handle).to_string(),
+                parent_handle: parent.to_owned(),
+                ..Default::default()
+            };
+            let planned = pb::PrepareResponse {
+                container_handle: Uuid::from_u128(10).to_string(),
+                volumes: vec![volume(11, ""), volume(12, parent)],
+            };
+            Outcome::Prepared { inputs: vec![], caches: vec![(0, cache)], planned }
+        };
+        assert_found(state.clone().accept(&prepare, &planned("")), "is its version");
+        assert_found(state.clone().accept(&prepare, &planned(&OUTPUT.to_string())), "its version is");
+        accepted(&mut state, prepare.clone(), planned(&REPLICA.to_string()));
+        accepted(&mut state, Operation::DeleteTask { task: 0 }, Outcome::Done);
+        accepted(&mut state, prepare.clone(), planned(&REPLICA.to_string()));
+        assert_found(state.accept(&prepare, &planned(&OUTPUT.to_string())), "it started with");
+    }
+
+    #[test]
+    fn what_is_a_workers_and_marked_is_found() {
+        let (mut state, mut view) = in_use();
+        let put = |resource| Operation::PutBase { worker: 0, resource, artifact: ARTIFACT };
+        let refusal = refused(rpc::Reason::ArtifactNotFound);
+        assert_found(state.accept(&put(None), &refusal), "nothing in its way");
+        accepted(&mut state, put(None), Outcome::Done);
+        assert_found(check(&mut state.clone(), &mut Past::default(), &view), "owned by resource certs");
+        artifact_in(&mut view).kept_by.push(format!("resource certs of worker {}", worker_id(0)));
+        check(&mut state, &mut Past::default(), &view).expect("it says so now");
+        accepted(&mut state, put(Some(0)), Outcome::Done);
+        accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
+        let settle = Operation::Settle {
+            workload: 1,
+            attempt: 0,
+            status: Status::Failed,
+            outputs: Outputs::NoOutput,
+            build: None,
+        };
+        accepted(&mut state, settle, Outcome::Settled { missing: vec![] });
+        let_the_grace_pass(&mut state);
+        artifact_in(&mut view).state = ArtifactState::Deleting;
+        assert_found(check(&mut state.clone(), &mut Past::default(), &view), "marked or gone");
+        // It goes with its worker.
+        let forget = Operation::ForgetWorker { worker: 0, force: false };
+        accepted(&mut state, forget, Outcome::Done);
+        view.volumes.clear();
+        view.containers.clear();
+        check(&mut state, &mut Past::default(), &view).expect("nothing keeps it");
+    }
+
+    #[test]
+    fn what_another_team_may_is_found() {
+        let (mut state, _) = in_use();
+        let tries = Operation::Trespass;
+        let not_found = || refused(rpc::Reason::ArtifactNotFound);
+        accepted(&mut state, tries(Trespass::Get(ARTIFACT)), not_found());
+        accepted(&mut state, tries(Trespass::Locate(ARTIFACT)), Outcome::Passed { learnt: false });
+        let judge = |tried, outcome| state.clone().accept(&tries(tried), &outcome);
+        assert_found(judge(Trespass::Locate(ARTIFACT), Outcome::Passed { learnt: true }), "learnt of it");
+        let pinned = judge(Trespass::Pin(ARTIFACT), Outcome::Passed { learnt: false });
+        assert_found(pinned, "another team may not");
+        assert_found(judge(Trespass::Pin(ARTIFACT), not_found()), "it is no INPUT_UNAVAILABLE");
+        let sealed = judge(Trespass::Seal(ARTIFACT, 8), refused(rpc::Reason::ArtifactSealed));
+        assert_found(sealed, "it is no ARTIFACT_NOT_FOUND");
+    }
+
+    #[test]
+    fn what_was_set_aside_and_went_undecided_is_found() {
+        let (mut state, mut view) = in_use();
+        let mut past = Past::default();
+        let stray = stray_id(0, 5);
+        accepted(&mut state, Operation::Stray { worker: 0, upload: 5, content: 3 }, Outcome::Done);
+        accepted(&mut state, Operation::NewLife { worker: 0 }, Outcome::Done);
+        let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
+        let reported = |unknown: &[Uuid]| {
+            let unknown_volume_handles = unknown.iter().map(Uuid::to_string).collect();
+            let response = pb::ReportResponse { unknown_volume_handles, ..Default::default() };
+            Outcome::Reported { response, standing: Standing::Good, listed: vec![stray] }
+        };
+        assert_found(state.clone().accept(&report, &reported(&[stray])), "in another life");
+        accepted(&mut state, report.clone(), reported(&[]));
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "is not set aside");
+        view.aside.insert(stray);
+        check(&mut state, &mut past, &view).expect("it is set aside");
+        assert_found(state.clone().accept(&report, &reported(&[stray])), "and to be destroyed");
+        let sweep = Operation::Sweep { worker: 0, destroy: true };
+        assert_found(state.clone().accept(&sweep, &Outcome::Swept(vec![stray])), "and set aside");
+        let forget = Operation::ForgetWorker { worker: 0, force: false };
+        assert_found(state.clone().accept(&forget, &Outcome::Done), "the last replica");
+        let mut known = view.clone();
+        known.volumes.insert(stray, view.volumes[&REPLICA].clone());
+        assert_found(check(&mut state.clone(), &mut past.clone(), &known), "set aside, and known");
+        view.aside.clear();
+        assert_found(check(&mut state.clone(), &mut past.clone(), &view), "nobody had decided");
+
+        let adopt = Operation::AdoptAside { which: 0, owner: Some(0), keep: 0 };
+        let artifact = Some(artifact_id(Artifact::Upload(5)));
+        let decided = |answer| Outcome::Decided { about: stray, answer };
+        let Outcome::Refused(refusal) = refused(rpc::Reason::NotAdoptable) else { unreachable!() };
+        accepted(&mut state.clone(), adopt.clone(), decided(Err(refusal.clone())));
+        accepted(&mut state, Operation::Describe { worker: 0 }, Outcome::Done);
+        assert_found(state.accept(&adopt, &decided(Err(refusal))), "nothing in its way");
+        accepted(&mut state, adopt, decided(Ok(artifact)));
+        assert_found(check(&mut state, &mut past, &view), "is kept by");
+    }
+
+    #[test]
     fn what_is_on_a_disk_and_forgotten_is_found() {
         let (mut state, mut view) = in_use();
         accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
@@ -501,9 +681,10 @@ mod tests {
         let response =
             pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
         let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
-        let reported = Outcome::Reported { response: response.clone(), standing: Standing::Good };
+        let reported =
+            Outcome::Reported { response: response.clone(), standing: Standing::Good, listed: vec![] };
         assert_found(state.accept(&report, &reported), "forgotten although it was there");
-        let reported = Outcome::Reported { response, standing: Standing::Overtaken };
+        let reported = Outcome::Reported { response, standing: Standing::Overtaken, listed: vec![] };
         assert_found(state.accept(&report, &reported), "too late");
     }
 

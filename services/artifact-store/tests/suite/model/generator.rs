@@ -7,7 +7,8 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::operations::{
-    Artifact, CONTENTS, Left, Make, Operation, Outputs, Owner, REPLICAS, Status, TREES, User, WORKERS, Way,
+    Artifact, CONTENTS, Left, Make, Operation, Outputs, Owner, REPLICAS, Status, TREES, Trespass, User,
+    WORKERS, Way,
 };
 
 /// How many resource caches there are, task caches, and jobs.
@@ -84,10 +85,11 @@ impl Generator {
         if kills {
             parts.push(Operation::Kill { replica: self.below(REPLICAS) });
         }
-        // Who has to ask again is not told which owners were missing.
+        // Who has to ask again is not told which owners were missing, and forgets what was made meanwhile.
         let may_be_joined = |operation: &Operation| {
             let tells = matches!(operation, Operation::Settle { outputs: Outputs::Given(..), .. });
-            operation.may_be_joined() && !(kills && tells)
+            let twice = matches!(operation, Operation::ForgetWorker { .. });
+            operation.may_be_joined() && !(kills && (tells || twice))
         };
         while parts.len() < 4 {
             let next = if self.chance(25) { self.repeat() } else { Some(self.script_goes_on()) };
@@ -124,11 +126,7 @@ impl Generator {
             66..69 => Operation::Reconnect { worker },
             69..73 => Operation::NewSession { worker },
             73..76 => {
-                let left = match self.random.random_range(0..10) {
-                    0..6 => Left::Everything,
-                    6..8 => Left::Half,
-                    _ => Left::Nothing,
-                };
+                let left = self.left();
                 self.away = None;
                 // The first thing that a gateway says.
                 let first = [
@@ -208,6 +206,10 @@ impl Generator {
             62..67 => self.task(),
             67..71 => self.undelete(),
             71..73 => self.drop_replica(),
+            73..75 => self.forget_worker(),
+            75..77 => self.backup(),
+            77..80 => vec![Operation::Trespass(self.trespass())],
+            80..82 => self.base(),
             _ => self.workload(),
         };
         self.begin(script)
@@ -390,6 +392,93 @@ impl Generator {
         script
     }
 
+    /// A worker is gone for good, or so somebody says who may be wrong.
+    fn forget_worker(&mut self) -> Vec<Operation> {
+        let worker = self.worker();
+        let mut script = vec![Operation::ForgetWorker { worker, force: self.chance(60) }];
+        if self.chance(50) {
+            let left = self.left();
+            script.push(Operation::NewIncarnation { worker, left });
+        }
+        if self.chance(70) {
+            script.push(Operation::BeginReport { worker });
+            script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+        }
+        script
+    }
+
+    /// The store comes out of a backup, and somebody decides about what it does not know.
+    fn backup(&mut self) -> Vec<Operation> {
+        let worker = self.worker();
+        let mut script = Vec::new();
+        for _ in 0..self.below(3) {
+            // A copy, or something new.
+            let (upload, content) = match self.some_sealed() {
+                Some((Artifact::Upload(upload), content)) if content < TREES && self.chance(50) => {
+                    (upload, content)
+                }
+                _ => (self.uploads_made, self.content()),
+            };
+            self.uploads_made = Ord::max(self.uploads_made, upload + 1);
+            script.push(Operation::Stray { worker, upload, content });
+        }
+        script.push(Operation::NewLife { worker });
+        script.push(Operation::BeginReport { worker });
+        script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+        if self.chance(80) {
+            script.push(Operation::Describe { worker });
+        }
+        for _ in 0..self.below(4) {
+            let which = self.below(8);
+            script.push(match self.chance(60) {
+                true => {
+                    let owner = self.some_build();
+                    Operation::AdoptAside { which, owner, keep: self.below(100).into() }
+                }
+                false => Operation::PurgeAside { which },
+            });
+        }
+        script
+    }
+
+    fn base(&mut self) -> Vec<Operation> {
+        let Some((artifact, _)) = self.some_sealed() else { return Vec::new() };
+        let worker = self.below(WORKERS);
+        let resource = self.chance(70).then(|| self.below(2));
+        vec![Operation::PutBase { worker, resource, artifact }]
+    }
+
+    fn trespass(&mut self) -> Trespass {
+        use Trespass as T;
+        let (artifact, content) = self.some_sealed().unwrap_or((Artifact::Upload(0), 0));
+        let old = self.old.choose(&mut self.random).copied();
+        let (worker, cache, task) = (self.below(WORKERS), self.below(CACHES), self.below(TASKS));
+        let build = self.some_build().unwrap_or_default();
+        let claim = self.claims_made.saturating_sub(1);
+        match self.random.random_range(0..20) {
+            0 => T::Get(artifact),
+            1 => T::Locate(artifact),
+            2 => T::AdoptBytes(content),
+            3 => T::Undelete(old.unwrap_or(artifact)),
+            4 => T::Pin(artifact),
+            5 => T::Plan(artifact, worker),
+            6 => T::Prepare(artifact, worker),
+            7 => T::Drop(artifact, worker),
+            8 => T::Seal(Artifact::Upload(self.uploads_made.saturating_sub(1)), content),
+            9 => T::PutType(artifact),
+            10 => T::EndBuild(build),
+            11 => T::DeleteBuild(build),
+            12 => T::AskCache(cache),
+            13 => T::RenewClaim(claim),
+            14 => T::PutCache(claim, artifact),
+            15 => T::UseCache(cache),
+            16 => T::DeleteCache(cache),
+            17 => T::AskTask(task),
+            18 => T::PublishTask(task, artifact),
+            _ => T::DeleteTask(task),
+        }
+    }
+
     fn workload(&mut self) -> Vec<Operation> {
         let workload = self.workloads_made;
         self.workloads_made += 1;
@@ -399,6 +488,15 @@ impl Generator {
         let worker = self.worker();
         if self.chance(95) {
             script.push(Operation::Accept { workload, pins: pins.clone(), build });
+        }
+        if self.chance(25) {
+            let mut tasks: Vec<_> = (0..1 + self.below(2)).map(|_| self.below(TASKS)).collect();
+            tasks.sort_unstable();
+            tasks.dedup();
+            if self.chance(50) {
+                script.extend(tasks.iter().map(|task| Operation::AskTask { task: *task }));
+            }
+            script.push(Operation::UseTasks { workload, tasks });
         }
         let mut attempt = 0;
         let mut candidate = None;
@@ -507,6 +605,14 @@ impl Generator {
         }
     }
 
+    fn left(&mut self) -> Left {
+        match self.random.random_range(0..10) {
+            0..6 => Left::Everything,
+            6..8 => Left::Half,
+            _ => Left::Nothing,
+        }
+    }
+
     fn status(&mut self) -> Status {
         match self.random.random_range(0..6) {
             0 => Status::Failed,
@@ -556,6 +662,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 41, "{made:?}");
+        assert_eq!(made.len(), 50, "{made:?}");
     }
 }

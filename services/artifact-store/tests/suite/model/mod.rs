@@ -221,6 +221,13 @@ impl Run {
             self.step(&Operation::DeleteBuild { build }).await?;
         }
         self.come_to_rest().await?;
+        let of_workers: BTreeSet<_> = self.states.iter().flat_map(State::with_base).collect();
+        if !of_workers.is_empty() {
+            for worker in of_workers {
+                self.step(&Operation::ForgetWorker { worker, force: true }).await?;
+            }
+            self.come_to_rest().await?;
+        }
 
         // Nothing is kept now, and in the end not even remembered.
         let seconds = u32::try_from(REMEMBER + 3600).expect("some years");
@@ -270,6 +277,10 @@ impl Run {
                 self.step(&Operation::Sweep { worker, destroy: true }).await?;
                 self.step(&Operation::BeginReport { worker }).await?;
                 self.step(&Operation::Report { worker, which: u8::MAX, way: Way::Once }).await?;
+            }
+            // Nobody wants what nobody adopted.
+            while self.state().set_aside(0, false).is_some() {
+                self.step(&Operation::PurgeAside { which: 0 }).await?;
             }
             self.step(&Operation::Collect).await?;
             let view = self.world.view().await;

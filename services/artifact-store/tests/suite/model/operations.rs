@@ -98,6 +98,35 @@ pub(crate) enum Way {
     Cut,
 }
 
+/// What another team tries with what is not its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Trespass {
+    Get(Artifact),
+    Locate(Artifact),
+    /// To find an artifact by its content.
+    AdoptBytes(u8),
+    Undelete(Artifact),
+    Pin(Artifact),
+    /// To have it copied to this worker.
+    Plan(Artifact, u8),
+    /// To make something from it on this worker.
+    Prepare(Artifact, u8),
+    Drop(Artifact, u8),
+    Seal(Artifact, u8),
+    /// To have it as a base resource type.
+    PutType(Artifact),
+    EndBuild(u16),
+    DeleteBuild(u16),
+    AskCache(u8),
+    RenewClaim(u16),
+    PutCache(u16, Artifact),
+    UseCache(u8),
+    DeleteCache(u8),
+    AskTask(u8),
+    PublishTask(u8, Artifact),
+    DeleteTask(u8),
+}
+
 /// One thing that happens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Operation {
@@ -205,7 +234,18 @@ pub(crate) enum Operation {
         pins: Vec<Artifact>,
         build: Option<u16>,
     },
-    /// With an input of everything that the workload pinned, and an output that starts as the first of them.
+    /// An artifact is a base resource type of a worker from now on, or its certs.
+    PutBase {
+        worker: u8,
+        resource: Option<u8>,
+        artifact: Artifact,
+    },
+    /// A workload uses task caches.
+    UseTasks {
+        workload: u16,
+        tasks: Vec<u8>,
+    },
+    /// With an input of everything that the workload pinned, an output that starts as the first of them, and the task caches that it uses.
     Prepare {
         workload: u16,
         attempt: u8,
@@ -271,6 +311,37 @@ pub(crate) enum Operation {
         worker: u8,
         left: Left,
     },
+    /// Somebody says that a worker is gone for good: by force even if it has the last replica of something.
+    ForgetWorker {
+        worker: u8,
+        force: bool,
+    },
+    /// A worker holds a volume that the store never heard of: a replica that was made after a backup.
+    Stray {
+        worker: u8,
+        upload: u16,
+        content: u8,
+    },
+    /// A worker shows that the store came out of a backup.
+    NewLife {
+        worker: u8,
+    },
+    /// A gateway says what the volumes are that are set aside.
+    Describe {
+        worker: u8,
+    },
+    /// One of the volumes that are set aside becomes what it was. Without an owner it is kept for some seconds.
+    AdoptAside {
+        which: u8,
+        owner: Option<u16>,
+        keep: u32,
+    },
+    /// One of the things that are set aside becomes garbage.
+    PurgeAside {
+        which: u8,
+    },
+    /// Another team tries something.
+    Trespass(Trespass),
     /// The gateway that was replaced wakes up.
     Former {
         worker: u8,
@@ -314,12 +385,16 @@ impl Operation {
                 | Self::PublishTask { .. }
                 | Self::DeleteTask { .. }
                 | Self::Accept { .. }
+                | Self::UseTasks { .. }
+                | Self::PutBase { .. }
                 | Self::Prepare { .. }
                 | Self::Prepared { .. }
                 | Self::Finish { .. }
                 | Self::Settle { .. }
                 | Self::EndAttempt { .. }
                 | Self::Touch { .. }
+                | Self::ForgetWorker { .. }
+                | Self::Trespass(_)
         )
     }
 
@@ -328,6 +403,7 @@ impl Operation {
     pub(crate) fn may_be_joined(&self) -> bool {
         (self.may_be_repeated() && !matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. }))
             || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
+            || matches!(self, Self::Describe { .. } | Self::AdoptAside { .. } | Self::PurgeAside { .. })
     }
 }
 

@@ -6,8 +6,12 @@
 //! rest, such as an artifact that nobody keeps and nobody has collected yet, may be answered either way.
 
 mod accept;
+mod aside;
+mod base;
 mod caches;
 mod owners;
+mod trespass;
+mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,6 +21,8 @@ use rpc::Refusal;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
+use self::aside::Aside;
+pub(crate) use self::aside::{Decision, Described, stray_id};
 pub(crate) use self::caches::task_cache_ttl;
 use self::caches::{ResourceCache, TaskCache};
 use super::check::SIZE;
@@ -87,14 +93,22 @@ pub(crate) enum Outcome {
     Settled {
         missing: Vec<Owner>,
     },
-    /// With the inputs that were asked for, in their order.
+    /// Whether a workload may use task caches.
+    Used {
+        caches: Vec<(u8, Uuid)>,
+        answer: Result<(), Refusal>,
+    },
+    /// With the inputs that were asked for, an output, and the task caches, in their order.
     Prepared {
         inputs: Vec<Artifact>,
+        caches: Vec<(u8, Uuid)>,
         planned: pb::PrepareResponse,
     },
+    /// With what the report named.
     Reported {
         response: pb::ReportResponse,
         standing: Standing,
+        listed: Vec<Uuid>,
     },
     NotReported {
         refusal: Refusal,
@@ -102,6 +116,15 @@ pub(crate) enum Outcome {
     },
     /// What was handed out, in its order.
     Swept(Vec<Uuid>),
+    /// Another team was answered, and learnt of what is not its own.
+    Passed {
+        learnt: bool,
+    },
+    /// What came of something that was set aside.
+    Decided {
+        about: Uuid,
+        answer: Decision,
+    },
     /// What the gateway that was replaced was answered.
     Former(Vec<Option<Refusal>>),
 }
@@ -122,6 +145,10 @@ pub(crate) enum Standing {
     OfFormerSession,
     /// A newer report was judged.
     Overtaken,
+    /// Its worker was forgotten since it began.
+    OfForgotten,
+    /// Its worker is being forgotten.
+    Doubtful,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -159,6 +186,8 @@ impl Build {
 struct Holder {
     settled_at: Option<i64>,
     pins: BTreeSet<Artifact>,
+    /// The task caches that it uses.
+    caches: BTreeMap<u8, Uuid>,
     /// Those that ended, and those that go on with their worker.
     attempts: BTreeMap<u8, Option<u8>>,
     /// When each ended.
@@ -243,6 +272,10 @@ pub(crate) struct Container {
 struct Worker {
     /// No report was judged since the incarnation began.
     unconfirmed: bool,
+    /// It was forgotten, and perhaps has not spoken since.
+    silent: bool,
+    /// The life of the store that what it holds is of.
+    life: u32,
     /// What its gateway was told to make, and has not made yet.
     later: BTreeSet<Uuid>,
     /// What it was told to destroy, and has not destroyed yet.
@@ -268,6 +301,13 @@ pub(crate) struct State {
     pub(crate) volumes: BTreeMap<Uuid, Volume>,
     pub(crate) containers: BTreeMap<Uuid, Container>,
     workers: Vec<Worker>,
+    /// What was on a worker that was forgotten, until it was looked whether it is.
+    pub(crate) forgotten: BTreeSet<Uuid>,
+    aside: Aside,
+    /// The base resource types of workers, and their certs.
+    base: BTreeMap<(u8, Option<u8>), Artifact>,
+    /// How many lives of the store are over.
+    life: u32,
 }
 
 // The ids that small numbers stand for.
@@ -338,6 +378,10 @@ impl State {
             volumes: BTreeMap::new(),
             containers: BTreeMap::new(),
             workers: vec![Worker::default(); usize::from(workers)],
+            forgotten: BTreeSet::new(),
+            aside: Aside::default(),
+            base: BTreeMap::new(),
+            life: 0,
         }
     }
 
@@ -449,6 +493,7 @@ impl State {
             }
         }
         kept.extend(self.held_by_caches());
+        kept.extend(self.base.iter().map(|(of, artifact)| (*artifact, format!("worker and type {of:?}"))));
         kept
     }
 
@@ -516,6 +561,11 @@ impl State {
 
     pub(crate) fn pins_of(&self, workload: u16) -> Vec<Artifact> {
         self.holders.get(&workload).map(|holder| holder.pins.iter().copied().collect()).unwrap_or_default()
+    }
+
+    pub(crate) fn caches_of(&self, workload: u16) -> Vec<(u8, Uuid)> {
+        let caches = self.holders.get(&workload).into_iter().flat_map(|holder| &holder.caches);
+        caches.map(|(task, id)| (*task, *id)).collect()
     }
 
     pub(crate) fn transfer(&self, transfer: u16) -> Option<(Artifact, u8, Uuid)> {

@@ -3,9 +3,11 @@
 //! A replica has a runtime of its own, so that it can be killed as a process is: whatever it is at, it goes no further than to its next
 //! await. Whoever was not answered asks another replica, until one answers; that is what all callers do.
 
+mod aside;
 mod caches;
 mod gateways;
 mod shown;
+mod trespass;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,7 +21,7 @@ use testing::databases::TestDatabase;
 use tokio::runtime::Runtime;
 use uuid::Uuid;
 
-use self::gateways::{Marks, Reports};
+use self::gateways::{Forgets, Marks, Reports};
 use super::operations::{Artifact, Operation, Owner, REPLICAS, Status, WORKERS};
 use super::state::{
     Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, State, UNOWNED_TTL, artifact_id, attempt_id,
@@ -76,6 +78,12 @@ pub(crate) struct World {
     speakers: Mutex<Vec<Speaker>>,
     marks: Vec<tokio::sync::Mutex<Marks>>,
     reports: Vec<tokio::sync::Mutex<Reports>>,
+    /// How often each worker was forgotten. One at a time does so.
+    forgets: Vec<Mutex<Forgets>>,
+    forgetting: tokio::sync::Mutex<()>,
+    life: Mutex<String>,
+    /// How far the clock is ahead of what the model knows.
+    ahead: Mutex<Duration>,
 }
 
 impl World {
@@ -98,11 +106,16 @@ impl World {
             speakers: Mutex::new((0..WORKERS).map(speaker).collect()),
             marks: (0..WORKERS).map(|_| Default::default()).collect(),
             reports: (0..WORKERS).map(|_| Default::default()).collect(),
+            forgets: (0..WORKERS).map(|_| Default::default()).collect(),
+            forgetting: tokio::sync::Mutex::default(),
+            life: Mutex::default(),
+            ahead: Mutex::default(),
         };
         for worker in 0..WORKERS {
             let gateway = &world.speaker(worker).gateway;
             let begin = |callers: Callers| async move { gateway.by_way_of(&callers).begin_report().await };
-            world.ask(begin).await.expect("a new worker may speak");
+            let token = world.ask(begin).await.expect("a new worker may speak");
+            *world.life.lock().unwrap_or_else(PoisonError::into_inner) = token.store_life;
         }
         world
     }
@@ -266,7 +279,9 @@ impl World {
             | O::DeleteCache { .. }
             | O::AskTask { .. }
             | O::PublishTask { .. }
-            | O::DeleteTask { .. } => Box::pin(self.perform_on_caches(state, operation)).await,
+            | O::DeleteTask { .. }
+            | O::PutBase { .. }
+            | O::UseTasks { .. } => Box::pin(self.perform_on_caches(state, operation)).await,
             O::Touch { workload, attempt } => match state.container_of(workload, attempt) {
                 Some(worker) => {
                     let (gateway, attempt) = (self.speaker(worker).gateway, attempt_id(workload, attempt));
@@ -283,7 +298,8 @@ impl World {
                 done(self.ask(|callers| async move { callers.pin(workload, pins, build).await }).await)
             }
             O::Prepare { workload, attempt, worker, .. } => {
-                self.prepare(state.pins_of(workload), workload, attempt, worker).await
+                let inputs = (state.pins_of(workload), state.caches_of(workload));
+                self.prepare(inputs, workload, attempt, worker).await
             }
             O::Prepared { workload, attempt } => match state.made_for(workload, attempt) {
                 Some((worker, _)) => {
@@ -346,9 +362,16 @@ impl World {
             }
             O::NewSession { worker } => self.speak_anew(worker, 0, 1).await,
             O::NewIncarnation { worker, .. } => self.speak_anew(worker, 1, 0).await,
+            O::Trespass(tried) => Box::pin(self.trespass(state, tried)).await,
+            O::Stray { .. }
+            | O::NewLife { .. }
+            | O::Describe { .. }
+            | O::AdoptAside { .. }
+            | O::PurgeAside { .. } => Box::pin(self.perform_aside(state, operation)).await,
+            O::ForgetWorker { worker, force } => self.forget_worker(worker, force).await,
             O::Former { worker } => self.former(worker).await,
             O::Advance { seconds } => {
-                self.clock.advance(Duration::from_secs(seconds.into()));
+                self.advance(Duration::from_secs(seconds.into()));
                 Outcome::Done
             }
             O::Kill { replica } => {
@@ -378,7 +401,13 @@ impl World {
         }
     }
 
-    async fn prepare(&self, inputs: Vec<Artifact>, workload: u16, attempt: u8, worker: u8) -> Outcome {
+    async fn prepare(
+        &self,
+        (inputs, caches): (Vec<Artifact>, Vec<(u8, Uuid)>),
+        workload: u16,
+        attempt: u8,
+        worker: u8,
+    ) -> Outcome {
         let mut needs: Vec<_> = inputs
             .iter()
             .map(|artifact| artifact_id(*artifact))
@@ -388,13 +417,19 @@ impl World {
         out.from_artifact_id =
             inputs.first().map(|artifact| artifact_id(*artifact).to_string()).unwrap_or_default();
         needs.push(out);
+        needs.extend(caches.iter().map(|(task, id)| pb::PrepareVolume {
+            name: format!("cache {task}"),
+            purpose: pb::VolumePurpose::Scratch.into(),
+            from_task_cache_id: id.to_string(),
+            ..Default::default()
+        }));
         let (gateway, needs) = (&self.speaker(worker).gateway, &needs);
         let (workload, attempt) = (workload_id(workload), attempt_id(workload, attempt));
         let prepare = |callers: Callers| async move {
             gateway.by_way_of(&callers).prepare(workload, attempt, needs).await
         };
         let planned = self.ask(prepare).await;
-        planned.map_or_else(Outcome::Refused, |planned| Outcome::Prepared { inputs, planned })
+        planned.map_or_else(Outcome::Refused, |planned| Outcome::Prepared { inputs, caches, planned })
     }
 
     async fn complete(&self, worker: u8, handle: Uuid, content: u8) -> Outcome {
@@ -403,6 +438,21 @@ impl World {
             gateway.by_way_of(&callers).complete(&handle.to_string(), digest_of(content)).await
         };
         done(self.ask(complete).await)
+    }
+
+    /// Moves the clock on to what the model knows.
+    fn advance(&self, by: Duration) {
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        self.clock.advance(by.saturating_sub(*ahead));
+        *ahead = ahead.saturating_sub(by);
+    }
+
+    /// Moves the clock on a little, by much less than what the model counts in, and answers when that is, in microseconds.
+    fn tick(&self) -> i64 {
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        self.clock.advance(TICK);
+        *ahead += TICK;
+        self.clock.now().0
     }
 
     async fn kill(&self, index: u8) {
@@ -442,6 +492,9 @@ fn settings(url: &str, clock: &Clock, index: u8) -> Config {
     settings.database.connections = 6;
     settings
 }
+
+/// More microseconds than there are numbers in the sequence of a worker.
+const TICK: Duration = Duration::from_millis(10);
 
 /// How long the store remembers what ended, in seconds.
 pub(crate) const REMEMBER: i64 = 365 * 24 * 3600;

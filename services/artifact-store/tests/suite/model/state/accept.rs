@@ -5,13 +5,12 @@ use rpc::{Reason, Refusal};
 use uuid::Uuid;
 
 use super::{
-    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, Standing, State, Violation, Volume, artifact_id,
-    must,
+    Accepted, Build, CLAIM_TERM, Container, Outcome, Record, State, Violation, Volume, artifact_id, must,
 };
-use crate::model::operations::{Artifact, Left, Make, Operation, Outputs, Status, TREES, Way};
+use crate::model::operations::{Artifact, Make, Operation, Outputs, Status, TREES};
 
 /// The handle in an answer.
-fn handle(text: &str) -> Result<Uuid, Violation> {
+pub(super) fn handle(text: &str) -> Result<Uuid, Violation> {
     Uuid::try_parse(text).map_err(|_| Violation(format!("{text:?} is no handle")))
 }
 
@@ -70,6 +69,8 @@ impl State {
             O::DeleteTask { task } => self.delete_task(task, outcome),
             O::Touch { workload, attempt } => self.touch((workload, attempt), outcome),
             O::Accept { workload, ref pins, build } => self.pin(workload, pins, build, outcome),
+            O::PutBase { worker, resource, artifact } => self.put_base((worker, resource), artifact, outcome),
+            O::UseTasks { workload, .. } => self.use_tasks(workload, outcome),
             O::Prepare { workload, attempt, worker, make } => {
                 self.prepare(workload, attempt, worker, make, outcome)
             }
@@ -106,6 +107,16 @@ impl State {
                 self.new_incarnation(worker, left);
                 Ok(())
             }
+            O::ForgetWorker { worker, force } => self.forget_worker(worker, force, outcome),
+            O::Trespass(tried) => self.trespass(tried, outcome),
+            O::Stray { worker, upload, content } => {
+                self.stray(worker, upload, content);
+                Ok(())
+            }
+            O::NewLife { .. } => self.new_life(outcome),
+            O::Describe { worker } => self.describe(worker, outcome),
+            O::AdoptAside { owner, keep, .. } => self.adopt_aside(owner, keep.into(), outcome),
+            O::PurgeAside { .. } => self.purge_aside(outcome),
             O::Former { .. } => {
                 let Outcome::Former(answers) = outcome else { return Ok(()) };
                 let stale = |refusal: &Refusal| {
@@ -163,7 +174,7 @@ impl State {
         Ok(())
     }
 
-    fn open(&self, owner: Option<u16>) -> Record {
+    pub(super) fn open(&self, owner: Option<u16>) -> Record {
         Record {
             sealed: None,
             owners: owner.into_iter().collect(),
@@ -203,7 +214,8 @@ impl State {
             Outcome::Refused(refusal) => {
                 let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
                 let may = (refusal.is(Reason::ArtifactNotFound) && !self.is_kept(artifact))
-                    || (refusal.is(Reason::Unavailable) && unconfirmed);
+                    || (refusal.is(Reason::Unavailable) && unconfirmed)
+                    || (refusal.is(Reason::NotAttended) && self.workers[usize::from(worker)].silent);
                 must!(may, "there is nothing in its way");
                 return Ok(());
             }
@@ -320,18 +332,23 @@ impl State {
         must!(sealed.is_none_or(|sealed| sealed == content), "it was sealed with other bytes");
         let arrived = |volume: &Volume| volume.artifact == Some(artifact) && volume.complete == Some(content);
         must!(sealed.is_some() || self.volumes.values().any(arrived), "no such bytes arrived");
-        for volume in self.volumes.values_mut() {
-            let other = volume.complete.is_some_and(|complete| complete != content);
-            if volume.artifact == Some(artifact) && volume.attempt.is_none() && other {
-                volume.revoked = true;
-            }
-        }
+        self.revoke_others(artifact, content);
         let Some(record) = self.artifacts.get_mut(&artifact) else {
             return Err(Violation("it was never made".to_owned()));
         };
         must!(!record.gone, "it had gone");
         record.sealed = Some(content);
         Ok(())
+    }
+
+    /// Of an artifact that is sealed with a content, what has another is garbage.
+    pub(super) fn revoke_others(&mut self, artifact: Artifact, content: u8) {
+        for volume in self.volumes.values_mut() {
+            let other = volume.complete.is_some_and(|complete| complete != content);
+            if volume.artifact == Some(artifact) && volume.attempt.is_none() && other {
+                volume.revoked = true;
+            }
+        }
     }
 
     fn adopt(&mut self, content: u8, owner: Option<u16>, outcome: &Outcome) -> Accepted {
@@ -423,7 +440,7 @@ impl State {
 
     fn prepare(&mut self, workload: u16, attempt: u8, worker: u8, make: Make, outcome: &Outcome) -> Accepted {
         let on = self.holders.get(&workload).and_then(|holder| holder.attempts.get(&attempt)).copied();
-        let (inputs, planned) = match outcome {
+        let (inputs, caches, planned) = match outcome {
             Outcome::Refused(refusal) => {
                 let ended = self.is_settled(workload) || on.is_some_and(|on| on != Some(worker));
                 let pins = self.pins_of(workload);
@@ -435,22 +452,30 @@ impl State {
                 must!(may, "there is nothing in its way");
                 return Ok(());
             }
-            Outcome::Prepared { inputs, planned } => (inputs, planned),
+            Outcome::Prepared { inputs, caches, planned } => (inputs, caches, planned),
             _ => return Err(Violation("no plan".to_owned())),
         };
         must!(!self.is_settled(workload), "its workload was settled");
         must!(on.is_none_or(|on| on == Some(worker)), "it has ended, or is another worker's");
+        self.workers[usize::from(worker)].silent = false;
         self.holders.entry(workload).or_default().attempts.insert(attempt, Some(worker));
 
         let mut to_make = Vec::new();
         let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
-        // The output is the last, and starts as the first input.
+        // The output starts as the first input, and then there are the caches.
         let sources = inputs.iter().copied().map(Some).chain([inputs.first().copied()]);
-        must!(planned.volumes.len() == inputs.len() + 1, "volumes are missing");
+        let sources = sources.map(Ok).chain(caches.iter().map(Err));
+        must!(planned.volumes.len() == inputs.len() + 1 + caches.len(), "volumes are missing");
         for (index, (volume, from)) in planned.volumes.iter().zip(sources).enumerate() {
             let id = handle(&volume.volume_handle)?;
             let parent = (!volume.parent_handle.is_empty()).then(|| handle(&volume.parent_handle));
             let parent = parent.transpose()?;
+            let from = match from {
+                Ok(from) => from,
+                Err((task, cache)) => {
+                    self.starts_with(*task, *cache, id, parent, &volume.missing_artifact_id)?
+                }
+            };
             if !volume.missing_artifact_id.is_empty()
                 && let Some(from) = from
                 && let Some(content) = self.sealed(from)
@@ -632,97 +657,5 @@ impl State {
             build.ended = Some((now, status));
         }
         Ok(())
-    }
-
-    fn report(&mut self, worker: u8, way: Way, outcome: &Outcome) -> Accepted {
-        let response = match outcome {
-            Outcome::NotReported { refusal, standing } => {
-                let may = match standing {
-                    _ if refusal.is(Reason::ReportTruncated) => way == Way::Cut,
-                    Standing::Good => false,
-                    Standing::OfFormerSession => {
-                        refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
-                    }
-                    Standing::Overtaken => refusal.is(Reason::StaleReport),
-                };
-                must!(may, "it is good");
-                return Ok(());
-            }
-            Outcome::Reported { response, standing } => {
-                must!(*standing == Standing::Good, "it is too late");
-                must!(way != Way::Cut, "it was cut off");
-                response
-            }
-            _ => return Err(Violation("no answer".to_owned())),
-        };
-        self.workers[usize::from(worker)].unconfirmed = false;
-        for text in response.unknown_volume_handles.iter().chain(&response.unknown_container_handles) {
-            let id = handle(text)?;
-            if let Some(volume) = self.volumes.get_mut(&id).filter(|volume| volume.on_disk) {
-                must!(volume.late, "{id} was forgotten although it was there");
-                volume.on_disk = false;
-            }
-            if let Some(container) = self.containers.get_mut(&id).filter(|container| container.on_disk) {
-                must!(container.late, "{id} was forgotten although it was there");
-                container.on_disk = false;
-            }
-        }
-        Ok(())
-    }
-
-    fn sweep(&mut self, worker: u8, destroy: bool, outcome: &Outcome) -> Accepted {
-        let Outcome::Swept(handles) = outcome else {
-            return Err(Violation("what is marked was not handed out".to_owned()));
-        };
-        let kept = self.kept();
-        for id in handles {
-            let need = self.need_of_volume(*id, &kept).or_else(|| self.need_of_container(*id));
-            must!(need.is_none(), "{id} is handed out, and needed: {need:?}");
-        }
-        self.workers[usize::from(worker)].doomed.extend(handles);
-        if !destroy {
-            return Ok(());
-        }
-        for id in std::mem::take(&mut self.workers[usize::from(worker)].doomed) {
-            let child = self.volumes.iter().find(|(_, it)| it.parent == Some(id) && it.on_disk && !it.late);
-            must!(child.is_none(), "{id} is handed out before its child {child:?}");
-            if let Some(volume) = self.volumes.get_mut(&id) {
-                volume.on_disk = false;
-            }
-            if let Some(container) = self.containers.get_mut(&id) {
-                container.on_disk = false;
-            }
-        }
-        Ok(())
-    }
-
-    fn new_session(&mut self, worker: u8) {
-        self.workers[usize::from(worker)].doomed.clear();
-        for volume in self.volumes.values_mut().filter(|it| it.worker == worker && it.attempt.is_some()) {
-            volume.revoked |= !volume.created;
-        }
-        for container in self.containers.values_mut().filter(|it| it.worker == worker) {
-            container.revoked |= !container.created;
-        }
-    }
-
-    fn new_incarnation(&mut self, worker: u8, left: Left) {
-        let of_worker = &mut self.workers[usize::from(worker)];
-        of_worker.doomed.clear();
-        of_worker.later.clear();
-        of_worker.unconfirmed = true;
-        let mut count = 0;
-        for volume in self.volumes.values_mut().filter(|it| it.worker == worker) {
-            volume.revoked |= !volume.created;
-            count += u32::from(volume.on_disk);
-            volume.on_disk &= match left {
-                Left::Everything => true,
-                Left::Half => count.is_multiple_of(2),
-                Left::Nothing => false,
-            };
-        }
-        for container in self.containers.values_mut().filter(|it| it.worker == worker) {
-            (container.revoked, container.on_disk) = (true, false);
-        }
     }
 }

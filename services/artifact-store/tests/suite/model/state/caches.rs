@@ -29,6 +29,8 @@ pub(super) struct TaskCache {
     id: Uuid,
     artifact: Option<Artifact>,
     last_used: i64,
+    /// Workloads.
+    users: BTreeSet<u16>,
 }
 
 /// A task cache goes when it was unused for this many seconds.
@@ -69,7 +71,8 @@ impl State {
     }
 
     fn is_task_there(&self, task: u8, cache: &TaskCache) -> bool {
-        self.now < cache.last_used + task_cache_ttl(task)
+        let ends = cache.users.iter().map(|workload| self.used_until(User::OfWorkload(*workload)));
+        self.now < ends.fold(cache.last_used, Ord::max).saturating_add(task_cache_ttl(task))
     }
 
     /// Until when somebody uses for certain what they use: without end if that is far away.
@@ -271,12 +274,12 @@ impl State {
         Ok(())
     }
 
-    fn is_kept_and_sealed(&self, artifact: Artifact) -> bool {
+    pub(super) fn is_kept_and_sealed(&self, artifact: Artifact) -> bool {
         self.sealed(artifact).is_some() && self.is_kept(artifact)
     }
 
-    /// An artifact is a cache's from now on.
-    fn hand_over(&mut self, artifact: Artifact) -> Accepted {
+    /// An artifact is a cache's or a worker's from now on.
+    pub(super) fn hand_over(&mut self, artifact: Artifact) -> Accepted {
         let record =
             self.artifacts.get_mut(&artifact).filter(|record| record.sealed.is_some() && !record.gone);
         let Some(record) = record else { return Err(Violation(format!("{artifact:?} is not there"))) };
@@ -353,8 +356,66 @@ impl State {
             Some(artifact) => self.that_is(*artifact, has)?,
             None => must!(!has.is_some_and(|has| self.has_bytes(has)), "it has the bytes of {has:?}"),
         }
-        self.task_caches.insert(task, TaskCache { id: *id, artifact: has, last_used: self.now });
+        let users = known.map(|cache| cache.users.clone()).unwrap_or_default();
+        self.task_caches.insert(task, TaskCache { id: *id, artifact: has, last_used: self.now, users });
         Ok(())
+    }
+
+    pub(super) fn use_tasks(&mut self, workload: u16, outcome: &Outcome) -> Accepted {
+        let Outcome::Used { caches, answer } = outcome else { return Err(Violation("no answer".to_owned())) };
+        if let Err(refusal) = answer {
+            let is_there = |(task, id): &(u8, Uuid)| {
+                self.task_caches
+                    .get(task)
+                    .is_some_and(|cache| cache.id == *id && self.is_task_there(*task, cache))
+            };
+            let may = (refusal.is(Reason::HolderSettled) && self.is_settled(workload))
+                || (refusal.is(Reason::InputUnavailable) && !caches.iter().all(is_there));
+            must!(may, "there is nothing in its way");
+            return Ok(());
+        }
+        must!(!self.is_settled(workload), "it was settled");
+        let now = self.now;
+        for (task, id) in caches {
+            must!(!self.deleted_caches.contains(id), "{id} was deleted");
+            if let Some(cache) = self.task_caches.get_mut(task).filter(|cache| cache.id == *id) {
+                cache.last_used = now;
+                cache.users.insert(workload);
+            }
+        }
+        self.holders.entry(workload).or_default().caches.extend(caches.iter().copied());
+        Ok(())
+    }
+
+    /// What a volume of a task cache starts with: its version when the volume was planned first, if it had one.
+    pub(super) fn starts_with(
+        &self,
+        task: u8,
+        cache: Uuid,
+        volume: Uuid,
+        parent: Option<Uuid>,
+        missing: &str,
+    ) -> Result<Option<Artifact>, Violation> {
+        let of_parent = parent.and_then(|parent| self.volumes.get(&parent)?.artifact);
+        let is_missing = |artifact: &&Artifact| artifact_id(**artifact).to_string() == missing;
+        let from = of_parent.or_else(|| self.artifacts.keys().find(is_missing).copied());
+        must!(from.is_some() || (parent.is_none() && missing.is_empty()), "nobody made what it starts with");
+        if let Some(known) = self.volumes.get(&volume) {
+            // What was missing when it was made is nothing by now.
+            let same = from == known.from || (known.created && from.is_none());
+            must!(same, "it started with {:?}", known.from);
+            return Ok(known.from);
+        }
+        let cache = self.task_caches.get(&task).filter(|known| known.id == cache);
+        let version = cache.and_then(|cache| cache.artifact);
+        match from {
+            Some(_) => must!(from == version, "its version is {version:?}"),
+            None => {
+                let there = cache.is_some_and(|cache| self.is_task_there(task, cache));
+                must!(!(there && version.is_some_and(|it| self.has_bytes(it))), "{version:?} is its version");
+            }
+        }
+        Ok(from)
     }
 
     pub(super) fn publish_task(&mut self, task: u8, artifact: Artifact, outcome: &Outcome) -> Accepted {

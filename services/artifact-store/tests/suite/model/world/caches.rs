@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::{World, done};
 use crate::model::operations::{Operation, User};
 use crate::model::state::{
-    Found, Outcome, State, artifact_id, build_id, claim_id, task_cache_ttl, workload_id,
+    Found, Outcome, State, artifact_id, build_id, claim_id, task_cache_ttl, worker_id, workload_id,
 };
 use crate::{Answer, Callers, TEAM, digest};
 
@@ -100,7 +100,7 @@ impl World {
                 }
             }
             O::AskTask { task } => {
-                let answer = self.ask(|callers| ask_task(callers, task)).await;
+                let answer = self.ask(|callers| ask_task(callers, team(), task)).await;
                 answer.map_or_else(Outcome::Refused, |(cache, artifact)| Outcome::Task { cache, artifact })
             }
             O::PublishTask { task, artifact } => {
@@ -127,6 +127,46 @@ impl World {
                 };
                 done(self.ask(delete).await)
             }
+            O::PutBase { worker, resource: Some(resource), artifact } => {
+                let request = || pb::PutBaseResourceTypeRequest {
+                    team: team(),
+                    r#type: format!("type {resource}"),
+                    version: "1".to_owned(),
+                    worker_id: worker_id(worker).to_string(),
+                    artifact_id: artifact_id(artifact).to_string(),
+                };
+                let put = |callers: Callers| async move {
+                    Ok(callers.caches().put_base_resource_type(request()).await.map(drop)?)
+                };
+                done(self.ask(put).await)
+            }
+            O::PutBase { worker, resource: None, artifact } => {
+                let request = || pb::PutResourceCertsRequest {
+                    team: team(),
+                    worker_id: worker_id(worker).to_string(),
+                    artifact_id: artifact_id(artifact).to_string(),
+                };
+                let put = |callers: Callers| async move {
+                    Ok(callers.caches().put_resource_certs(request()).await.map(drop)?)
+                };
+                done(self.ask(put).await)
+            }
+            O::UseTasks { workload, ref tasks } => {
+                let caches = tasks.iter().map(|task| Some((*task, state.task_cache(*task)?)));
+                let Some(caches) = caches.collect::<Option<Vec<_>>>() else { return Outcome::Skipped };
+                let request = || pb::PinRequest {
+                    holder_id: workload_id(workload).to_string(),
+                    team: team(),
+                    task_cache_ids: caches.iter().map(|(_, id)| id.to_string()).collect(),
+                    ..Default::default()
+                };
+                let use_them = |callers: Callers| {
+                    let request = request();
+                    async move { Ok(callers.pins().pin(request).await.map(drop)?) }
+                };
+                let answer = self.ask(use_them).await;
+                Outcome::Used { caches, answer }
+            }
             _ => Outcome::Skipped,
         }
     }
@@ -149,9 +189,9 @@ async fn ask_cache(callers: Callers, cache: u8, claim: u16, by: Option<User>) ->
     Ok((answer.cache_id.parse().expect("an id"), found))
 }
 
-async fn ask_task(callers: Callers, task: u8) -> Answer<(Uuid, Option<ArtifactId>)> {
+pub(super) async fn ask_task(callers: Callers, team: String, task: u8) -> Answer<(Uuid, Option<ArtifactId>)> {
     let request = pb::FindOrCreateTaskCacheRequest {
-        team: team(),
+        team,
         job: "job".to_owned(),
         step: "step".to_owned(),
         path: format!("path {task}"),

@@ -38,6 +38,15 @@ pub(super) struct Begun {
     speaker: Speaker,
 }
 
+/// That a worker was forgotten.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Forgets {
+    begun: u32,
+    ended: u32,
+    /// Reports with a lower token began before. 0: it never was.
+    before: u64,
+}
+
 /// How many reports of a worker may be on their way.
 const REPORTS: usize = 6;
 
@@ -70,10 +79,20 @@ impl World {
             Way::Repeatedly | Way::Cut => reports.begun[which].clone(),
         };
         let now = self.speaker(worker);
-        let standing = if (begun.speaker.incarnation, begun.speaker.session) != (now.incarnation, now.session)
-        {
+        let is_former = (begun.speaker.incarnation, begun.speaker.session) != (now.incarnation, now.session);
+        // One that was replaced is not the first to speak for a worker that was forgotten: it would be as if it never had been.
+        let _alone = if is_former { Some(self.forgetting.lock().await) } else { None };
+        if is_former && let Err(refusal) = self.speak_first(worker).await {
+            return Outcome::Refused(refusal);
+        }
+        let forgets = self.forgets(worker);
+        let standing = if begun.token.sequence < forgets.before {
+            Standing::OfForgotten
+        } else if is_former {
             Standing::OfFormerSession
-        } else if begun.token.sequence < reports.judged {
+        } else if begun.token.store_life != *self.life.lock().unwrap_or_else(PoisonError::into_inner)
+            || begun.token.sequence < reports.judged
+        {
             Standing::Overtaken
         } else {
             Standing::Good
@@ -81,14 +100,23 @@ impl World {
         let begun = &begun;
         let count = u64::try_from(begun.volumes.len() + begun.containers.len()).expect("few");
         let count = (way != Way::Cut).then_some(count);
+        let life = &now.gateway.life;
         let report = |callers: Callers| async move {
-            let gateway = begun.speaker.gateway.by_way_of(&callers);
+            let mut gateway = begun.speaker.gateway.by_way_of(&callers);
+            gateway.life.clone_from(life);
             gateway.report_counted(begun.token.clone(), &begun.volumes, &begun.containers, count).await
         };
-        match self.ask(report).await {
+        let answer = self.ask(report).await;
+        let is_doubtful = forgets.begun != forgets.ended || self.forgets(worker).begun != forgets.begun;
+        let standing = if is_doubtful { Standing::Doubtful } else { standing };
+        match answer {
             Ok(response) => {
                 reports.judged = reports.judged.max(begun.token.sequence);
-                Outcome::Reported { response, standing }
+                let mut speakers = self.speakers.lock().unwrap_or_else(PoisonError::into_inner);
+                speakers[usize::from(worker)].gateway.life = None;
+                let listed = begun.volumes.iter().chain(&begun.containers);
+                let listed = listed.map(|text| text.parse().expect("a handle")).collect();
+                Outcome::Reported { response, standing, listed }
             }
             Err(refusal) => Outcome::NotReported { refusal, standing },
         }
@@ -144,7 +172,7 @@ impl World {
         let mut volumes = self.volumes(&of_worker).await;
         // The youngest first. What a child that came back is made from is not handed out, nor what that is made from.
         volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
-        let mut needed = BTreeSet::new();
+        let (_, mut needed) = self.aside().await;
         for volume in volumes {
             if volume.state() == Sweeping
                 || (volume.state() == Destroying && !needed.contains(&volume.volume_handle))
@@ -169,7 +197,8 @@ impl World {
             let speaker = &mut speakers[usize::from(worker)];
             speaker.incarnation += incarnations;
             speaker.session += sessions;
-            let new = callers.silent_gateway(worker_id(worker), speaker.incarnation, speaker.session);
+            let mut new = callers.silent_gateway(worker_id(worker), speaker.incarnation, speaker.session);
+            new.life.clone_from(&speaker.gateway.life);
             speaker.former = Some(std::mem::replace(&mut speaker.gateway, new.clone()));
             new
         };
@@ -179,8 +208,49 @@ impl World {
         done(self.ask(begin).await)
     }
 
+    fn forgets(&self, worker: u8) -> Forgets {
+        *self.forgets[usize::from(worker)].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note_forgets(&self, worker: u8, note: impl FnOnce(&mut Forgets)) {
+        note(&mut self.forgets[usize::from(worker)].lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(super) async fn forget_worker(&self, worker: u8, force: bool) -> Outcome {
+        let _alone = self.forgetting.lock().await;
+        self.note_forgets(worker, |forgets| forgets.begun += 1);
+        // The numbers of a worker that comes back are above those that it had: they begin at the present.
+        let at = self.tick();
+        let request =
+            || pb::ForgetWorkerRequest { worker_id: worker_id(worker).to_string(), force, only_check: false };
+        let forget = |callers: Callers| async move {
+            Ok(callers.inventory().forget_worker(request()).await.map(drop)?)
+        };
+        let answer = self.ask(forget).await;
+        self.note_forgets(worker, |forgets| {
+            forgets.ended += 1;
+            if answer.is_ok() {
+                forgets.before = at.unsigned_abs();
+            }
+        });
+        done(answer)
+    }
+
+    /// Has the gateway that may speak for a worker do so, if the store was told to forget who did.
+    async fn speak_first(&self, worker: u8) -> Result<(), Refusal> {
+        if self.forgets(worker).ended == 0 {
+            return Ok(());
+        }
+        let gateway = &self.speaker(worker).gateway;
+        let begin = |callers: Callers| async move { gateway.by_way_of(&callers).begin_report().await };
+        self.ask(begin).await.map(drop)
+    }
+
     pub(super) async fn former(&self, worker: u8) -> Outcome {
         let Some(former) = self.speaker(worker).former else { return Outcome::Skipped };
+        if let Err(refusal) = self.speak_first(worker).await {
+            return Outcome::Refused(refusal);
+        }
         let former = &former;
         let nobody = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
         let begun = self.ask(|callers| async move { former.by_way_of(&callers).begin_report().await });
@@ -192,7 +262,7 @@ impl World {
     }
 }
 
-fn refused(message: String) -> Outcome {
+pub(super) fn refused(message: String) -> Outcome {
     let reason = Reason::Unavailable;
     let about = Default::default();
     Outcome::Refused(Refusal { code: reason.code(), reason: None, message, about })

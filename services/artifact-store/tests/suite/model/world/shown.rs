@@ -13,9 +13,9 @@ const LASTING: [&str; 5] = ["store", "workers", "seaql_migrations", "migration_d
 
 impl World {
     pub(crate) async fn view(&self) -> View {
-        let (artifacts, volumes, containers) =
-            tokio::join!(self.artifacts(), self.volumes(""), self.containers(""));
-        let mut view = View::default();
+        let (artifacts, volumes, containers, (aside, _)) =
+            tokio::join!(self.artifacts(), self.volumes(""), self.containers(""), self.aside());
+        let mut view = View { aside, ..View::default() };
         for artifact in artifacts {
             let id: ArtifactId = artifact.artifact_id.parse().expect("an id");
             let replicas = artifact.replicas.iter();
@@ -125,7 +125,7 @@ impl World {
 }
 
 /// All pages.
-async fn all<T, F>(page: impl Fn(String) -> F) -> Vec<T>
+pub(super) async fn all<T, F>(page: impl Fn(String) -> F) -> Vec<T>
 where
     F: Future<Output = Answer<(Vec<T>, String)>>,
 {

@@ -1,0 +1,233 @@
+//! What is set aside: what workers hold and a store out of a backup does not know, until somebody decides what becomes of it.
+
+use std::collections::BTreeSet;
+
+use domain::ArtifactId;
+use rpc::Reason;
+use uuid::Uuid;
+
+use super::{Accepted, Outcome, State, Violation, Volume, artifact_id, id, must};
+use crate::model::operations::Artifact;
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Aside {
+    /// What was seen there, and nobody has decided about.
+    undecided: BTreeSet<Uuid>,
+    /// Of that, what was described in this incarnation of its worker.
+    described: BTreeSet<Uuid>,
+    /// What a report named that nobody can have known, and that is not garbage.
+    named: BTreeSet<Uuid>,
+}
+
+/// A volume that was made after the backup.
+pub(crate) fn stray_id(worker: u8, upload: u16) -> Uuid {
+    id(8, u128::from(worker) << 16 | u128::from(upload))
+}
+
+/// What a worker knows of a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Described {
+    pub(crate) volume: Uuid,
+    pub(crate) parent: Option<Uuid>,
+    /// What it is a replica of, with which content.
+    pub(crate) replica: Option<(Artifact, u8)>,
+}
+
+impl State {
+    /// One of the things that are set aside: of all, or of volumes.
+    pub(crate) fn set_aside(&self, which: u8, volumes_only: bool) -> Option<Uuid> {
+        let wanted = |id: &&Uuid| !volumes_only || self.volumes.contains_key(*id);
+        let all: Vec<_> = self.aside.undecided.iter().filter(wanted).collect();
+        all.get(usize::from(which).checked_rem(all.len())?).map(|id| **id)
+    }
+
+    pub(crate) fn is_set_aside(&self, id: Uuid) -> bool {
+        self.aside.undecided.contains(&id)
+    }
+
+    /// Volumes that are set aside on a worker, as its gateway would describe them.
+    pub(crate) fn to_describe(&self, worker: u8) -> Vec<Described> {
+        let of_worker = self.aside.undecided.iter().filter_map(|id| Some((*id, self.volumes.get(id)?)));
+        let of_worker = of_worker.filter(|(_, volume)| volume.worker == worker);
+        let describe =
+            |(volume, it): (Uuid, &Volume)| Described { volume, parent: it.parent, replica: it.remembered() };
+        of_worker.map(describe).collect()
+    }
+
+    pub(super) fn stray(&mut self, worker: u8, upload: u16, content: u8) {
+        let stray = Volume {
+            worker,
+            artifact: Some(Artifact::Upload(upload)),
+            from: None,
+            parent: None,
+            attempt: None,
+            claimed_until: Some(i64::MIN),
+            complete: Some(content),
+            settled: false,
+            created: true,
+            revoked: true,
+            dropped: false,
+            on_disk: true,
+            late: true,
+        };
+        self.volumes.entry(stray_id(worker, upload)).or_insert(stray);
+    }
+
+    pub(super) fn new_life(&mut self, outcome: &Outcome) -> Accepted {
+        must!(matches!(outcome, Outcome::Done), "a worker that remembers more proves it");
+        self.life += 1;
+        Ok(())
+    }
+
+    /// A report of a worker was judged that named these, and these are garbage as far as the store knows.
+    pub(super) fn named(&mut self, worker: u8, listed: &[Uuid], unknown: &[Uuid]) -> Accepted {
+        for id in unknown {
+            must!(!self.is_set_aside(*id), "{id} is set aside, and to be destroyed");
+        }
+        if std::mem::replace(&mut self.workers[usize::from(worker)].life, self.life) == self.life {
+            return Ok(());
+        }
+        must!(unknown.is_empty(), "what its worker made in another life is to be destroyed: {unknown:?}");
+        let strays = listed.iter().filter(|id| {
+            let volume = self.volumes.get(*id).filter(|volume| volume.on_disk && volume.revoked);
+            volume.and_then(|volume| volume.remembered()).is_some_and(|(artifact, _)| match artifact {
+                Artifact::Upload(upload) => stray_id(worker, upload) == **id,
+                Artifact::Output(_) => false,
+            })
+        });
+        self.aside.named.extend(strays);
+        Ok(())
+    }
+
+    pub(super) fn describe(&mut self, worker: u8, outcome: &Outcome) -> Accepted {
+        must!(matches!(outcome, Outcome::Done), "it was refused");
+        let described: Vec<_> = self.to_describe(worker).into_iter().map(|it| it.volume).collect();
+        self.aside.described.extend(described);
+        Ok(())
+    }
+
+    /// What is set aside on a worker is of no description any more, or, for good, not set aside.
+    pub(super) fn leave_aside(&mut self, worker: u8, for_good: bool) {
+        let (volumes, containers) = (&self.volumes, &self.containers);
+        let is_elsewhere = |id: &Uuid| {
+            let on = volumes.get(id).map(|it| it.worker).or(containers.get(id).map(|it| it.worker));
+            on.is_some_and(|on| on != worker)
+        };
+        self.aside.described.retain(is_elsewhere);
+        if for_good {
+            self.aside.undecided.retain(is_elsewhere);
+            self.aside.named.retain(is_elsewhere);
+        }
+    }
+
+    /// Whether anything on a worker is set aside, perhaps, and for certain.
+    pub(super) fn holds_aside(&self, worker: u8) -> (bool, bool) {
+        let on_disk = |id: &Uuid| self.is_on_disk(*id);
+        let on = |id: &&Uuid| {
+            let volume = self.volumes.get(*id).map(|it| it.worker);
+            volume.or(self.containers.get(*id).map(|it| it.worker)) == Some(worker)
+        };
+        let mut all = self.aside.undecided.iter().filter(on);
+        let certainly = all.clone().any(on_disk);
+        (all.next().is_some() || self.workers[usize::from(worker)].life != self.life, certainly)
+    }
+
+    /// A child that is set aside, and says so, keeps its parent from being handed out.
+    pub(super) fn child_aside(&self, parent: Uuid) -> Option<Uuid> {
+        let is_child = |id: &&Uuid| self.volumes.get(*id).is_some_and(|volume| volume.parent == Some(parent));
+        self.aside.described.iter().filter(|id| self.is_set_aside(**id)).find(is_child).copied()
+    }
+
+    pub(super) fn adopt_aside(&mut self, owner: Option<u16>, keep: i64, outcome: &Outcome) -> Accepted {
+        let Outcome::Decided { about: id, answer } = outcome else {
+            return Err(Violation("no answer".to_owned()));
+        };
+        let replica = self.volumes.get(id).and_then(Volume::remembered);
+        let record = replica.and_then(|(artifact, _)| self.artifacts.get(&artifact));
+        let kept = replica.is_some_and(|(artifact, _)| self.is_kept(artifact));
+        let has_other = replica.is_some_and(|(_, content)| {
+            record.and_then(|record| record.sealed).is_some_and(|sealed| sealed != content)
+        });
+        let adopted = match answer {
+            Err(refusal) => {
+                let decided = !self.is_set_aside(*id) || !self.is_on_disk(*id);
+                let adoptable = self.aside.described.contains(id) && replica.is_some();
+                let may = (refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build)))
+                    || (refusal.is(Reason::NotAdoptable) && !adoptable)
+                    || (refusal.is(Reason::ArtifactSealed) && has_other)
+                    || (refusal.is(Reason::BytesGone) && (decided || (record.is_some() && !kept)))
+                    || ((refusal.is(Reason::VolumeNotFound) || refusal.is(Reason::NotSetAside)) && decided);
+                must!(may, "there is nothing in its way");
+                return Ok(());
+            }
+            Ok(adopted) => *adopted,
+        };
+        let Some((artifact, content)) = replica else {
+            return Err(Violation("nobody knows what it is".to_owned()));
+        };
+        must!(adopted == Some(artifact_id(artifact)), "it is a replica of {artifact:?}");
+        must!(owner.is_none_or(|build| self.may_be_live(build)), "its owner has ended");
+        must!(!(kept && has_other), "{artifact:?} has other bytes");
+        self.aside.undecided.remove(id);
+        if record.is_none_or(|record| record.sealed != Some(content)) {
+            if record.is_none_or(|record| record.gone || record.sealed.is_some()) {
+                let fresh = self.open(None);
+                self.artifacts.insert(artifact, fresh);
+            }
+            self.revoke_others(artifact, content);
+        }
+        if let Some(record) = self.artifacts.get_mut(&artifact) {
+            record.sealed = Some(content);
+        }
+        if let Some(volume) = self.volumes.get_mut(id) {
+            (volume.settled, volume.revoked, volume.late) = (true, false, false);
+            (volume.attempt, volume.from) = (None, None);
+        }
+        self.undelete(artifact, owner, keep, &Outcome::Done)
+    }
+
+    pub(super) fn purge_aside(&mut self, outcome: &Outcome) -> Accepted {
+        let Outcome::Decided { about: id, answer } = outcome else {
+            return Err(Violation("no answer".to_owned()));
+        };
+        if let Err(refusal) = answer {
+            let may = refusal.is(Reason::NotSetAside) || refusal.is(Reason::UnknownId);
+            must!(may && !(self.is_set_aside(*id) && self.is_on_disk(*id)), "it is set aside");
+            return Ok(());
+        }
+        if self.aside.undecided.remove(id) {
+            if let Some(volume) = self.volumes.get_mut(id) {
+                (volume.revoked, volume.late) = (true, false);
+            }
+            if let Some(container) = self.containers.get_mut(id) {
+                (container.revoked, container.late) = (true, false);
+            }
+            return Ok(());
+        }
+        let goes_on = self.volumes.get(id).is_some_and(|volume| !volume.revoked);
+        must!(!goes_on, "it was adopted");
+        Ok(())
+    }
+
+    /// Takes what is set aside now. What was before, and is on a disk, was not forgotten.
+    pub(crate) fn look_aside(&mut self, seen: &BTreeSet<Uuid>, is_known: impl Fn(&Uuid) -> bool) -> Accepted {
+        let lost = self.aside.undecided.iter().find(|id| !seen.contains(id) && self.is_on_disk(**id));
+        must!(lost.is_none(), "{lost:?} was set aside, and went though nobody had decided about it");
+        let named = std::mem::take(&mut self.aside.named);
+        let missed = named.iter().find(|id| !seen.contains(id) && !is_known(id));
+        must!(missed.is_none(), "{missed:?} was made in another life, and is not set aside");
+        self.aside.described.retain(|id| seen.contains(id));
+        self.aside.undecided.clone_from(seen);
+        Ok(())
+    }
+}
+
+impl Volume {
+    /// What a worker remembers that it has a replica of: one that is no child of another.
+    fn remembered(&self) -> Option<(Artifact, u8)> {
+        self.artifact.zip(self.complete).filter(|_| self.is_replica() && self.parent.is_none())
+    }
+}
+
+/// What was decided about something that is set aside, or why not.
+pub(crate) type Decision = Result<Option<ArtifactId>, rpc::Refusal>;
