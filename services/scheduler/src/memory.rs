@@ -332,6 +332,5 @@ fn is_better(known: &Worker, now: &Worker) -> bool {
         || after.reserved.cpu_millis < before.reserved.cpu_millis
         || after.reserved.memory_bytes < before.reserved.memory_bytes
         || after.reserved.disk_bytes < before.reserved.disk_bytes;
-    let facts = |worker: &Worker| Worker { load: Load::default(), ..worker.clone() };
-    freed || facts(known) != facts(now)
+    freed || !known.is_as(now)
 }

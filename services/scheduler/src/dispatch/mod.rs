@@ -248,8 +248,8 @@ impl Dispatcher {
         // Of those whose rows were looked for: what was moot was not.
         let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
         let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
-        // Where nothing was granted after all their rows were not read.
-        taken.give_back(&self.memory.workers);
+        // What the others have on them their rows say.
+        taken.except(&there).give_back(&self.memory.workers);
         self.look |= done.freed;
         self.memory.forget(gone);
         self.look |= self.memory.note(&done.workers)?;
@@ -330,6 +330,12 @@ impl Taken {
     fn give_back(self, workers: &Workers) {
         let mut workers = workers.lock();
         self.loads.into_iter().rev().for_each(|(worker, load)| workers.load(worker, load));
+    }
+
+    /// Without what was taken of these.
+    fn except(mut self, workers: &HashSet<WorkerId>) -> Self {
+        self.loads.retain(|(worker, _)| !workers.contains(worker));
+        self
     }
 
     fn append(&mut self, other: Self) {

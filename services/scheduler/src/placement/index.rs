@@ -8,6 +8,7 @@
 //!
 //! Invariant: every worker is in exactly one class, and there in one line of every chain. [`Index::put`] and [`Index::load`] keep it.
 
+mod line;
 pub(super) mod outlook;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -19,6 +20,7 @@ use domain::worker::{Incarnation, Labels};
 use domain::{Timestamp, WorkerId};
 use uuid::Uuid;
 
+use self::line::Line;
 use super::pace::Turnover;
 use super::strategy::Cost;
 use super::{
@@ -180,8 +182,15 @@ struct Class {
 /// Workers by what they cost, and by id where that is equal.
 #[derive(Debug, Default)]
 struct Lines {
-    with_room: BTreeMap<Cost, Vec<usize>>,
-    full: BTreeMap<Cost, Vec<usize>>,
+    with_room: BTreeMap<Cost, Line>,
+    full: BTreeMap<Cost, Line>,
+}
+
+impl Lines {
+    /// The places of all of them.
+    fn places(&self) -> impl Iterator<Item = &usize> {
+        self.with_room.values().chain(self.full.values()).flat_map(Line::places)
+    }
 }
 
 /// What classes say to a shape.
@@ -265,8 +274,8 @@ impl Index {
     pub(crate) fn put(&mut self, worker: Worker) {
         let (known, mut turnover) = (self.by_id.get(&worker.id).copied(), None);
         if let Some(place) = known {
-            if self.worker(place) == Some(&worker) {
-                return;
+            if self.worker(place).is_some_and(|known| known.is_as(&worker)) {
+                return self.load(worker.id, worker.load);
             }
             self.take_out(place);
             if let Some(was) = self.places[place].take() {
@@ -359,16 +368,15 @@ impl Index {
         let Self { places, classes, chains, .. } = self;
         let Some(Place { worker, class, .. }) = &places[place] else { return };
         let has_room = full(worker).is_none();
-        let id_of = |place: &usize| places[*place].as_ref().map(|place| place.worker.id);
         let class = &mut classes[*class];
         for (lines, chain) in class.lines.iter_mut().zip(chains.all()) {
             let lines = if has_room { &mut lines.with_room } else { &mut lines.full };
             let cost = chain.cost(&worker.load, 0);
             let line = lines.entry(cost).or_default();
-            match line.binary_search_by_key(&Some(worker.id), id_of) {
-                Ok(at) if !put => _ = line.remove(at),
-                Err(at) if put => line.insert(at, place),
-                Ok(_) | Err(_) => {}
+            if put {
+                line.put(worker.id, place);
+            } else {
+                line.take(worker.id);
             }
             if line.is_empty() {
                 lines.remove(&cost);
@@ -476,8 +484,7 @@ impl Index {
         let mut refusals = Refusals::default();
         for class in self.classes.iter().filter(|class| class.count > 0) {
             let of_class = of_class(&demand.shape, &class.like).into_iter().min_by_key(Refusal::passes);
-            let members = class.lines[0].with_room.values().chain(class.lines[0].full.values()).flatten();
-            let members = members.filter_map(|place| self.worker(*place));
+            let members = class.lines[0].places().filter_map(|place| self.worker(*place));
             let of_class = match of_class {
                 Some(lasting) if !lasting.passes() => {
                     refusals.add(lasting, class.count, || members.map(|worker| worker.name.clone()));
@@ -512,9 +519,7 @@ impl Index {
     }
 
     fn members(&self, class: usize) -> impl Iterator<Item = &Worker> {
-        let lines = &self.classes[class].lines[0];
-        let places = lines.with_room.values().chain(lines.full.values()).flatten();
-        places.filter_map(|place| self.worker(*place))
+        self.classes[class].lines[0].places().filter_map(|place| self.worker(*place))
     }
 
     /// The best of `classes`.
@@ -606,12 +611,10 @@ impl Index {
             let equal = lines().filter(|(of, _)| *of == awaited);
             let mut equal: Vec<_> = equal.filter_map(|(_, lines)| lines.get(&cost)).collect();
             // Classes have no order of their own.
-            equal.sort_by_key(|line| {
-                line.first().and_then(|place| self.worker(*place)).map(|worker| worker.id)
-            });
+            equal.sort_by_key(|line| line.first());
             let count = equal.iter().map(|line| line.len()).sum();
             let first = draw(demand.asked_by, 0, count);
-            let in_turn = equal.iter().flat_map(|line| line.iter()).cycle().skip(first).take(count);
+            let in_turn = equal.iter().flat_map(|line| line.places()).cycle().skip(first).take(count);
             for place in in_turn {
                 let worker = self.worker(*place)?;
                 let would_do =

@@ -55,6 +55,33 @@ pub(crate) struct Worker {
     pub(crate) load: Load,
 }
 
+impl Worker {
+    /// Whether it is the same in all but what is on it.
+    pub(crate) fn is_as(&self, other: &Self) -> bool {
+        let Self {
+            id,
+            name,
+            endpoint,
+            incarnation,
+            desired,
+            state,
+            awaited,
+            just_lost,
+            unsupported_versions,
+            trust,
+            labels,
+            capacity,
+            load: _,
+        } = self;
+        (id, name, endpoint, incarnation, desired, state)
+            == (&other.id, &other.name, &other.endpoint, &other.incarnation, &other.desired, &other.state)
+            && (awaited, just_lost, unsupported_versions, trust)
+                == (&other.awaited, &other.just_lost, &other.unsupported_versions, &other.trust)
+            && (Arc::ptr_eq(labels, &other.labels) || labels == &other.labels)
+            && capacity == &other.capacity
+    }
+}
+
 /// Whether a worker is trusted to start what is given to it. With what the last attempt said that it could not start.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Trust {

@@ -157,9 +157,7 @@ impl Index {
         for (number, class) in self.classes.iter().enumerate().filter(|(_, class)| class.count > 0) {
             let of_class = of_class(&demand.shape, &class.like);
             let is_lasting = !of_class.iter().all(Refusal::passes);
-            let lines = &class.lines[0];
-            let places = lines.with_room.values().chain(lines.full.values()).flatten();
-            for place in places.filter_map(|place| self.places[*place].as_ref()) {
+            for place in class.lines[0].places().filter_map(|place| self.places[*place].as_ref()) {
                 let worker = &place.worker;
                 let of_place = of_place(demand, worker);
                 let kept_out = keeps_out(worker, keeps_to_its_own);
