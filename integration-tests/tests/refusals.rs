@@ -172,6 +172,17 @@ fn a_token_is_asked_for_and_a_wrong_one_is_named() {
 }
 
 #[test]
+fn a_setting_that_is_misspelt_is_said_to_be() {
+    let cluster = Cluster::new();
+    let output = cluster.gantry(["down"]).env("GANTRY_SERVRE", "http://there").output().expect("gantry");
+    assert!(
+        said(&output).contains("GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"),
+        "{}",
+        describe(&output)
+    );
+}
+
+#[test]
 fn what_others_can_reach_is_said_aloud() {
     if !may_run_containers() {
         return;

@@ -309,7 +309,8 @@ Examples:
       --memory 1G --cpu 2 -e LANG=C --hermetic -- sha256sum -b data/file
 
   # What is downloaded or built once is there the next time:
-  gantry run -i src=. --cache cargo=/root/.cargo --cache target=/workspace/target -- sh -c 'cd src && cargo test'
+  gantry run -i src=. -e PATH -e CARGO_HOME=/cargo --cache cargo=/cargo --cache target=/workspace/src/target -- \\
+      sh -c 'cd src && cargo test'
 
   # In the background:
   id=$(gantry run -d -i src=. -o out -- src/long.sh)

@@ -57,6 +57,7 @@ use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 use serde_json::json;
+use server::settings;
 use server::telemetry::{self, RecentSpans, Telemetry};
 use tokio::runtime::{Builder, Runtime};
 use tracing::{Instrument, info_span};
@@ -87,6 +88,9 @@ fn main() -> ExitCode {
         Command::Run(_) | Command::Attach(_) | Command::Logs(_) => Ui::with_events(&cli.global),
         _ => Ui::new(&cli.global),
     };
+    let variables = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    settings::misspelt(variables).iter().for_each(|what| ui.warn(what));
     let result = runtime(&cli.command).and_then(|runtime| {
         let result = runtime.block_on(execute(&cli.command, &cli.global, &ui));
         // What was interrupted tidies up. What reads our standard input is a thread of its own, and may never end.

@@ -18,7 +18,7 @@ use rpc::pb::streamer::streamer_client::StreamerClient;
 use rpc::pb::streamer::{ListTransfersRequest, Route, Transfer, TransferProgress};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until, timeout};
-use tonic::Status;
+use tonic::{Code, Status};
 
 use crate::addresses::{Addresses, Range};
 use crate::args::{Global, StatusArgs};
@@ -298,6 +298,8 @@ struct Service {
     version: String,
     instance: String,
     not_ready: Vec<String>,
+    /// It answered, though it does not say what it is.
+    refuses: bool,
 }
 
 impl Service {
@@ -315,6 +317,7 @@ impl Service {
     fn row(&self) -> Vec<String> {
         let health = match (self.not_ready.as_slice(), self.instance.as_str()) {
             ([], _) => "ready",
+            (_, "") if self.refuses => "refuses",
             (_, "") => "no answer",
             _ => "not ready",
         };
@@ -395,6 +398,7 @@ async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> 
             version: String::new(),
             instance: String::new(),
             not_ready: vec![why],
+            refuses: false,
         }]
     };
     let asked = match peer(address, outgoing) {
@@ -404,7 +408,12 @@ async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> 
     let asking = async { CapabilitiesClient::new(asked).get_capabilities(GetCapabilitiesRequest {}).await };
     let answer = match timeout(PATIENCE, asking).await {
         Err(_) => return silent("no answer in time".to_owned()),
-        Ok(Err(status)) => return silent(Refused::from(status).why()),
+        Ok(Err(status)) => {
+            let refuses = matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied);
+            let mut services = silent(Refused::from(status).why());
+            services.iter_mut().for_each(|service| service.refuses = refuses);
+            return services;
+        }
         Ok(Ok(answer)) => answer.into_inner(),
     };
     if answer.services.is_empty() {
@@ -416,6 +425,7 @@ async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> 
         version: service.version,
         instance: answer.instance.clone(),
         not_ready: answer.not_ready.clone(),
+        refuses: false,
     };
     answer.services.into_iter().map(service).collect()
 }
@@ -563,6 +573,7 @@ mod tests {
             version: String::new(),
             instance: instance.to_owned(),
             not_ready: Vec::from_iter(instance.is_empty().then(|| "Connection refused".to_owned())),
+            refuses: false,
         };
         let elsewhere = service("http://elsewhere:1", "");
         let answers = service("http://there:2", "x");
@@ -583,6 +594,7 @@ mod tests {
             version: String::new(),
             instance: instance.to_owned(),
             not_ready: not_ready.iter().map(|why| (*why).to_owned()).collect(),
+            refuses: false,
         };
         let both = ["database: it does not answer"];
         let text = services_text(&[service("scheduler", "x", &both), service("streamer", "x", &both)]);
@@ -594,6 +606,9 @@ mod tests {
         let text = services_text(&[service("door", "", &["Connection refused"])]);
         assert!(text.contains("door     no answer  http://there:1\n"), "{text}");
         assert!(text.ends_with("http://there:1: Connection refused\n"), "{text}");
+        let refuses = Service { refuses: true, ..service("door", "", &["present the token"]) };
+        let text = services_text(&[refuses]);
+        assert!(text.contains("door     refuses  http://there:1\n"), "{text}");
     }
 
     #[test]

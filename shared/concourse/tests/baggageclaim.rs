@@ -312,6 +312,10 @@ async fn a_server_that_does_not_answer_is_given_up() {
     stalled("PUT /volumes/v/stream-out");
     let read = client.stream_out(&volume, "", Encoding::Raw).await.map(|_| ());
     assert!(matches!(read, Err(Error::Lost(_))), "{read:?}");
+    stalled("PUT /volumes/v/stream-in");
+    let sent =
+        client.stream_in(&volume, &StreamIn::new(Encoding::Raw), tokio::io::repeat(0).take(10_240)).await;
+    assert!(matches!(sent, Err(Error::Lost(_))), "it may have been unpacked: {sent:?}");
     // Nothing was created by the answer that did not come, and nothing is created twice.
     stalled("GET /volumes-async/w");
     let timeouts = Timeouts { creation: Duration::from_millis(500), ..timeouts };

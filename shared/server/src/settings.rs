@@ -131,6 +131,19 @@ pub(crate) fn check_environment(
     Ok(())
 }
 
+/// Variables that look like settings, are none, and are hardly meant for anything else: what is wrong with each. For programs that people call,
+/// whose environment is full of other things.
+#[must_use]
+pub fn misspelt(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
+    let ours = |name: &String| name.starts_with("GANTRY_") && !KNOWN.contains(&name.as_str());
+    let names = variables.into_iter().map(|(name, _)| name).filter(ours);
+    let misspelt = names.filter_map(|name| {
+        let (far, hint) = KNOWN.iter().map(|known| (distance(&name, known), *known)).min()?;
+        (far <= 2).then(|| UnknownVariable { name, hint: Some(hint.to_owned()) }.to_string())
+    });
+    misspelt.collect()
+}
+
 /// Kubernetes tells every container where services are, one called `gantry-scheduler` in variables such as
 /// `GANTRY_SCHEDULER_SERVICE_HOST` and `GANTRY_SCHEDULER_PORT_7401_TCP_ADDR`. Nobody meant them for us.
 fn is_of_an_orchestrator(name: &str, value: &str) -> bool {
@@ -318,6 +331,16 @@ mod tests {
     fn checked(name: &str, value: &str) -> Result<(), String> {
         let variables = [("PATH".to_owned(), "/bin".to_owned()), (name.to_owned(), value.to_owned())];
         check_environment(&Program::command(), variables).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn people_are_told_of_what_they_misspelt_and_of_nothing_else() {
+        let names = ["GANTRY_SERVRE", "GANTRY_SERVER", "GANTRY_TEST_OF_THEIRS", "SERVRE"];
+        let variables = names.map(|name| (name.to_owned(), "http://there".to_owned()));
+        assert_eq!(
+            misspelt(variables),
+            ["GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"]
+        );
     }
 
     #[test]

@@ -197,6 +197,7 @@ async fn volumes_have_the_ids_that_their_container_has() {
         assert!(runtime.list().await.expect("list").containers.is_empty());
         runtime.create_container(handle, spec).await.expect("make it again");
         assert_eq!(is_privileged(written).await, privileged);
+        assert_eq!(bench.subject.server().is_privileged(&handle.to_string()), privileged);
         assert!(!is_privileged(read).await, "what others read as well stays as it is");
         assert_eq!(asked(volumes, before, &switch), 1, "what has them already is left alone");
         runtime.destroy_container(handle).await.expect("destroy");

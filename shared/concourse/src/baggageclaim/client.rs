@@ -2,13 +2,15 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::{Method, Request, StatusCode, header};
 use serde::de::DeserializeOwned;
-use tokio::io::AsyncRead;
-use tokio::sync::OwnedMutexGuard;
+use tokio::io::{AsyncRead, ReadBuf};
+use tokio::sync::{Notify, OwnedMutexGuard};
 use tokio::time::Instant;
 
 use super::Error;
@@ -22,7 +24,8 @@ use crate::exchange::{self, Answer, AnswerBody, Payload};
 pub struct Timeouts {
     /// For a connection.
     pub connect: Duration,
-    /// For an answer. Not for those to archives that are sent, nor for transfers between workers: their callers limit them.
+    /// For an answer: from when the last of the request was sent, which an archive takes as long as it takes. Not for those to transfers between
+    /// workers: their callers limit them.
     pub answer: Duration,
     /// For a volume to be made. It may be a copy of a large one.
     pub creation: Duration,
@@ -252,7 +255,16 @@ impl Client {
     ) -> Result<(), Error> {
         let target = format!("/volumes/{handle}/stream-in?{}", how.query()?);
         let request = Request::put(target).header(header::CONTENT_ENCODING, how.encoding.as_str());
-        let answer = self.send(request, Payload::Stream(Box::pin(archive))).await?;
+        let sent = Arc::new(Notify::new());
+        let archive = Sent { archive: Box::pin(archive), at_its_end: sent.clone() };
+        let is_late = async {
+            sent.notified().await;
+            tokio::time::sleep(self.timeouts.answer).await;
+        };
+        let answer = tokio::select! {
+            answer = self.send(request, Payload::Stream(Box::pin(archive))) => answer?,
+            () = is_late => return Err(Error::Lost(io::ErrorKind::TimedOut.into())),
+        };
         match answer.status {
             StatusCode::NO_CONTENT => Ok(()),
             _ => tokio::time::timeout(self.timeouts.answer, success(answer, MOST_MESSAGE))
@@ -328,6 +340,27 @@ impl Client {
         let request = request.body(payload).map_err(|_| Error::Invalid("this makes no request"))?;
         let connected = exchange::connect(&self.authority, self.timeouts.connect).await;
         Ok(exchange::send(connected.map_err(Error::Unreachable)?, &self.authority, request).await?)
+    }
+}
+
+/// An archive that says when all of it was read.
+struct Sent<A> {
+    archive: A,
+    at_its_end: Arc<Notify>,
+}
+
+impl<A: AsyncRead + Unpin> AsyncRead for Sent<A> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = into.filled().len();
+        let polled = Pin::new(&mut self.archive).poll_read(cx, into);
+        if matches!(polled, Poll::Ready(Ok(()))) && into.filled().len() == before && into.remaining() > 0 {
+            self.at_its_end.notify_one();
+        }
+        polled
     }
 }
 

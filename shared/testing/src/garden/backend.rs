@@ -78,6 +78,7 @@ pub(super) struct Container {
     pub handle: String,
     pub properties: Mutex<BTreeMap<String, String>>,
     pub limits: Value,
+    pub privileged: bool,
     /// Whether it reaches anybody: a containerd worker lets a container without rules reach nobody.
     pub has_network: bool,
     env: Vec<String>,
@@ -327,6 +328,7 @@ impl State {
             handle: handle.clone(),
             properties: Mutex::new(properties.collect()),
             limits: spec["limits"].clone(),
+            privileged: spec["privileged"] == true,
             has_network: self.manner != Manner::Containerd
                 || spec["netout_rules"].as_array().is_some_and(|rules| !rules.is_empty()),
             env: strings(&spec["env"]),

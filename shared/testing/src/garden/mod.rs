@@ -197,6 +197,11 @@ impl Server {
         lock(&self.state.containers).get(handle).is_some_and(|container| container.has_network)
     }
 
+    /// Whether a container that is there was made as a privileged one.
+    pub fn is_privileged(&self, handle: &str) -> bool {
+        lock(&self.state.containers).get(handle).is_some_and(|container| container.privileged)
+    }
+
     /// Handles of the containers that there are.
     pub fn handles(&self) -> Vec<String> {
         lock(&self.state.containers).keys().cloned().collect()
