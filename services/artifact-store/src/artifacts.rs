@@ -349,7 +349,8 @@ pub(crate) async fn list_at_risk(
         )
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
         .filter(Expr::cust(volumes::COMPLETE))
-        .filter(volume::Column::State.is_in(State::PRESENT))
+        // One that is not confirmed is none to count on.
+        .filter(Expr::cust("volumes.state = 'created'"))
         .filter(volume::Column::WorkerId.is_not_in(workers.iter().map(|worker| worker.uuid())))
         .into_query();
     let mut query = of_team(team)

@@ -4,7 +4,7 @@
 //! ([`crate::sweep`]) takes the worker's row as a writer, and whoever brings something back shares it, so one of them is first, and the
 //! other sees what it did. A report judges what came back only by a token that was minted after it.
 //!
-//! A replica that was dropped by name comes back only as the last resort: with an artifact of which nothing else has the bytes.
+//! A replica that was dropped by name comes back only as the last resort: with an artifact of which nothing else has the bytes for sure.
 //!
 //! The parent of a replica that comes back may be marked, too. It stays so and is not handed out, for it has a child that is not sweeping.
 
@@ -84,7 +84,7 @@ pub(crate) async fn undelete(
 }
 
 /// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. What was dropped stays so
-/// while anything else has the bytes.
+/// while anything else has the bytes for sure.
 async fn restore(
     txn: &DatabaseTransaction,
     row: &artifact::Model,
@@ -94,13 +94,15 @@ async fn restore(
     let any = Condition::any().add(is_restorable(row)).add(volume::Column::State.eq(State::Lost));
     let mut replicas = complete_replicas(row).filter(any).lock_exclusive().all(txn).await?;
     let dropped: HashSet<_> = replicas.iter().filter(|it| is_dropped(it)).map(|it| it.handle).collect();
-    let bytes_are_there = row.in_store || replicas.iter().any(|it| it.state.is_present());
-    if !bytes_are_there && dropped.is_empty() {
+    // One that is not confirmed may prove to be lost.
+    let bytes_are_sure = row.in_store || replicas.iter().any(|it| it.state == State::Created);
+    let may_be_there = replicas.iter().any(|it| it.state.is_present());
+    if !bytes_are_sure && !may_be_there && dropped.is_empty() {
         return Err(UndeleteError::BytesGone(id));
     }
     marks::show(txn, &mut replicas).await?;
     let marked = replicas.iter().filter(|it| it.state == State::Destroying);
-    let marked = marked.filter(|it| !bytes_are_there || !dropped.contains(&it.handle));
+    let marked = marked.filter(|it| !bytes_are_sure || !dropped.contains(&it.handle));
     let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
     Ok(sweep::unmark_volumes(txn, &marked).await?)
 }

@@ -61,7 +61,7 @@ fn text(lease: &Lease, held: &[Relation], contact: Option<WorkerState>) -> Strin
         at.as_ref().map(|at| format!("{} ({} ago)", words::instant(at), words::ago(Some(at))))
     };
     let ended = at(&lease.ended_at).map(|at| match end(lease.end()) {
-        Some(end) => format!("{at}: {end}"),
+        Some(end) => format!("{at}: {end}{}", stopped_for(lease)),
         None => at,
     });
     let relations: Vec<_> = held.iter().map(why::related).collect();
@@ -88,11 +88,17 @@ fn standing(lease: &Lease) -> String {
     let word = state(lease.state());
     match lease.state() {
         LeaseState::Ending => {
-            let why = plain(&lease.stop_reason, WIDTH);
-            let why = if why.is_empty() { why } else { format!(" for {why}") };
-            format!("{word} (it shall stop{why}, and keeps its slot until it has)")
+            format!("{word} (it shall stop{}, and keeps its slot until it has)", stopped_for(lease))
         }
         _ => word.to_owned(),
+    }
+}
+
+/// Why it was to stop, if it was.
+fn stopped_for(lease: &Lease) -> String {
+    match plain(&lease.stop_reason, WIDTH) {
+        why if why.is_empty() => why,
+        why => format!(" for {why}"),
     }
 }
 
@@ -152,6 +158,7 @@ fn end(end: LeaseEnd) -> Option<&'static str> {
         LeaseEnd::Released => "its holder gave it back",
         LeaseEnd::Reported => "its worker said that its attempt has ended",
         LeaseEnd::Expired => "its holder did not renew it in time",
+        LeaseEnd::Stopped => "it was to stop, and nothing of it had started, or its worker was lost",
         LeaseEnd::Lost => {
             "its worker was silent for too long, has begun another life or was taken out of service, or does not know it"
         }

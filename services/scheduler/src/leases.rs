@@ -83,6 +83,8 @@ pub(crate) enum LeaseEnd {
     Expired,
     /// Its worker could not be counted on any more.
     Lost,
+    /// It was to stop, and nothing of it had started, or its worker was lost meanwhile.
+    Stopped,
 }
 
 /// There is no such lease to tell of.
@@ -155,6 +157,7 @@ fn state(row: &lease::Model) -> LeaseState {
         Some(EndedBy::Reported) => LeaseEnd::Reported,
         // Only one that is late ends for that.
         _ if row.expires_at.is_some_and(|at| at <= ended_at) => LeaseEnd::Expired,
+        _ if row.stop_reason.is_some() => LeaseEnd::Stopped,
         _ => LeaseEnd::Lost,
     };
     match row.state {

@@ -330,6 +330,7 @@ pub(super) fn lease(lease: Lease) -> pb::Lease {
                 LeaseEnd::Reported => pb::LeaseEnd::Reported,
                 LeaseEnd::Expired => pb::LeaseEnd::Expired,
                 LeaseEnd::Lost => pb::LeaseEnd::Lost,
+                LeaseEnd::Stopped => pb::LeaseEnd::Stopped,
             };
             (pb::LeaseState::Ended, Some(at), end)
         }

@@ -123,6 +123,14 @@ async fn what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes(database
     assert!(!suite.explain(artifact).await.expect("explained").bytes_lost, "they are there still");
     let back = suite.undelete(artifact, None).await.expect("both are there still");
     assert_eq!(found(back).len(), 2);
+
+    // What the next life of its worker has not said is none to count on.
+    drop(&one).await;
+    let two = suite.silent_gateway(two.worker, 2, 2);
+    two.begin_report().await.expect("begun");
+    assert_eq!(found(suite.undelete(artifact, None).await.expect("one may be there")).len(), 2);
+    two.report(std::slice::from_ref(&copy), &[]).await.expect("reported");
+
     for (gateway, handle) in [(&one, &replica), (&two, &copy)] {
         drop(gateway).await;
         gateway.swept(&[], &[handle]).await;
