@@ -21,8 +21,8 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::entity::{
-    ALL_TEAMS, ArtifactState, Purpose, State, artifact, base_resource_type, holder, owner, pin,
-    resource_cache, resource_certs, volume,
+    ALL_TEAMS, ArtifactState, Purpose, artifact, base_resource_type, holder, owner, pin, resource_cache,
+    resource_certs, volume,
 };
 use crate::facts::{self, Keepers};
 use crate::mark::{self, Policy};
