@@ -94,12 +94,12 @@ async fn restore(
     let any = Condition::any().add(is_restorable(row)).add(volume::Column::State.eq(State::Lost));
     let mut replicas = complete_replicas(row).filter(any).lock_exclusive().all(txn).await?;
     let dropped: HashSet<_> = replicas.iter().filter(|it| is_dropped(it)).map(|it| it.handle).collect();
-    // One that is not confirmed may prove to be lost.
-    let bytes_are_sure = row.in_store || replicas.iter().any(|it| it.state == State::Created);
-    let may_be_there = replicas.iter().any(|it| it.state.is_present());
-    if !bytes_are_sure && !may_be_there && dropped.is_empty() {
+    let are_lost = replicas.iter().all(|it| it.state == State::Lost);
+    if are_lost && !row.in_store {
         return Err(UndeleteError::BytesGone(id));
     }
+    // One that is not confirmed may prove to be lost.
+    let bytes_are_sure = row.in_store || replicas.iter().any(|it| it.state == State::Created);
     marks::show(txn, &mut replicas).await?;
     let marked = replicas.iter().filter(|it| it.state == State::Destroying);
     let marked = marked.filter(|it| !bytes_are_sure || !dropped.contains(&it.handle));

@@ -33,7 +33,7 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
         Err(error) if is_for(&error, Reason::UnknownId) => Vec::new(),
         Err(error) => return Err(error),
     };
-    // One that has gone takes its leases with it.
+    // Said besides, where it can be had.
     let worker = list::worker(connection, "explain", &lease.worker_id).await.ok();
     let contact = worker.map(|worker| worker.state());
     if as_json {

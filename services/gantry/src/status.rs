@@ -391,33 +391,31 @@ fn only_who_answers(services: &mut Vec<Service>, range: &Range) {
 
 /// The services at one address. `expected` is what it is called when it does not say so itself.
 async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> {
-    let silent = |why: String| {
+    let silent = |why: String, refuses| {
         vec![Service {
             name: expected.to_owned(),
             address: address.to_owned(),
             version: String::new(),
             instance: String::new(),
             not_ready: vec![why],
-            refuses: false,
+            refuses,
         }]
     };
     let asked = match peer(address, outgoing) {
         Ok(peer) => peer,
-        Err(error) => return silent(error.to_string()),
+        Err(error) => return silent(error.to_string(), false),
     };
     let asking = async { CapabilitiesClient::new(asked).get_capabilities(GetCapabilitiesRequest {}).await };
     let answer = match timeout(PATIENCE, asking).await {
-        Err(_) => return silent("no answer in time".to_owned()),
+        Err(_) => return silent("no answer in time".to_owned(), false),
         Ok(Err(status)) => {
             let refuses = matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied);
-            let mut services = silent(Refused::from(status).why());
-            services.iter_mut().for_each(|service| service.refuses = refuses);
-            return services;
+            return silent(Refused::from(status).why(), refuses);
         }
         Ok(Ok(answer)) => answer.into_inner(),
     };
     if answer.services.is_empty() {
-        return silent(answer.not_ready.join("; "));
+        return silent(answer.not_ready.join("; "), false);
     }
     let service = |service: rpc::pb::capabilities::ServiceCapabilities| Service {
         name: service.service,

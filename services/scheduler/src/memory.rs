@@ -187,6 +187,15 @@ impl Memory {
 
     /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
     pub(crate) fn note(&mut self, rows: &[worker::Model]) -> Result<bool, DbErr> {
+        self.note_after(rows, &HashMap::new())
+    }
+
+    /// The same, after something was planned for some of them. `before`: what was on these until then.
+    pub(crate) fn note_after(
+        &mut self,
+        rows: &[worker::Model],
+        before: &HashMap<WorkerId, Load>,
+    ) -> Result<bool, DbErr> {
         self.workers.attended.note(rows, Instant::now());
         let mut better = false;
         for row in rows {
@@ -194,8 +203,11 @@ impl Memory {
             let worker = self.facts.as_placed(row)?;
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
-            better |= index.get(worker.id).is_none_or(|known| is_better(known, &worker));
-            index.observe(worker, self.facts.now);
+            let known = index.get(worker.id);
+            let before =
+                before.get(&worker.id).copied().or(known.map(|known| known.load)).unwrap_or_default();
+            better |= known.is_none_or(|known| is_better(known, before, &worker));
+            index.observe(worker, before.tasks, self.facts.now);
         }
         Ok(better)
     }
@@ -323,9 +335,9 @@ impl Memory {
     }
 }
 
-/// Whether a worker may take something that it could not take before.
-fn is_better(known: &Worker, now: &Worker) -> bool {
-    let (before, after) = (&known.load, &now.load);
+/// Whether a worker may take something that it could not take before, when `before` was on it.
+fn is_better(known: &Worker, before: Load, now: &Worker) -> bool {
+    let after = &now.load;
     let freed = after.tasks < before.tasks
         || after.kept_containers < before.kept_containers
         || after.kept_volumes < before.kept_volumes
@@ -333,4 +345,50 @@ fn is_better(known: &Worker, now: &Worker) -> bool {
         || after.reserved.memory_bytes < before.reserved.memory_bytes
         || after.reserved.disk_bytes < before.reserved.disk_bytes;
     freed || !known.is_as(now)
+}
+
+#[cfg(test)]
+mod tests {
+    use testing::databases;
+
+    use super::*;
+    use crate::effects::Effects;
+    use crate::workers::for_tests::hello;
+
+    #[tokio::test]
+    async fn what_was_planned_and_not_granted_never_held_a_slot() {
+        let database = databases::sqlite();
+        let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let config = Config::new("", "");
+        let gateways = ["one", "two"].map(hello);
+        let (hellos, now) = (gateways.iter().collect::<Vec<_>>(), Timestamp::now());
+        db.write(async |txn| workers::hello(&txn, &hellos, &config, now, &mut Effects::default()).await)
+            .await
+            .expect("let in");
+        let mut memory = Memory::new(&config);
+        memory.catch_up(&db).await.expect("read");
+        let mut rows = worker::Entity::find().all(db.read()).await.expect("rows");
+        let idle_since = |memory: &Memory, row: &worker::Model| {
+            let workers = memory.workers.lock();
+            let mut all = workers.workers_and_idleness();
+            all.find(|(worker, _)| worker.id.uuid() == row.id).expect("it is known").1
+        };
+        let since = idle_since(&memory, &rows[0]).expect("nothing is on it");
+
+        let mut before = HashMap::new();
+        for row in &rows {
+            let (id, taken) = (WorkerId::from_uuid(row.id), Load { tasks: 1, ..Load::default() });
+            before.insert(id, Load::default());
+            memory.workers.lock().load(id, taken);
+        }
+        rows[1].active_tasks = 1;
+        memory.facts.now = since + Duration::from_secs(60);
+        assert!(!memory.note_after(&rows, &before).expect("noted"), "nobody may take more than before");
+        assert_eq!(idle_since(&memory, &rows[0]), Some(since), "its grant was refused");
+        assert_eq!(idle_since(&memory, &rows[1]), None, "its grant held");
+        rows[1].active_tasks = 0;
+        memory.facts.now = since + Duration::from_secs(90);
+        assert!(memory.note(&rows).expect("noted"), "a slot came free");
+        assert_eq!(idle_since(&memory, &rows[1]), Some(since + Duration::from_secs(90)));
+    }
 }

@@ -124,8 +124,7 @@ pub(crate) fn check_environment(
         {
             continue;
         }
-        let near = known.iter().map(|known| (distance(&name, known), *known)).min();
-        let hint = near.filter(|(distance, _)| *distance <= 3).map(|(_, known)| known.to_owned());
+        let hint = near(&name, &known, 3);
         return Err(UnknownVariable { name, hint });
     }
     Ok(())
@@ -138,8 +137,8 @@ pub fn misspelt(variables: impl IntoIterator<Item = (String, String)>) -> Vec<St
     let ours = |name: &String| name.starts_with("GANTRY_") && !KNOWN.contains(&name.as_str());
     let names = variables.into_iter().map(|(name, _)| name).filter(ours);
     let misspelt = names.filter_map(|name| {
-        let (far, hint) = KNOWN.iter().map(|known| (distance(&name, known), *known)).min()?;
-        (far <= 2).then(|| UnknownVariable { name, hint: Some(hint.to_owned()) }.to_string())
+        let hint = Some(near(&name, KNOWN, 2)?);
+        Some(UnknownVariable { name, hint }.to_string())
     });
     misspelt.collect()
 }
@@ -151,6 +150,12 @@ fn is_of_an_orchestrator(name: &str, value: &str) -> bool {
         || name.contains("_SERVICE_PORT")
         || name.contains("_PORT_")
         || (name.ends_with("_PORT") && value.contains("://"))
+}
+
+/// The nearest of `known`, if no more letters than `most` are between.
+fn near(name: &str, known: &[&str], most: usize) -> Option<String> {
+    let nearest = known.iter().map(|known| (distance(name, known), *known)).min();
+    nearest.filter(|(distance, _)| *distance <= most).map(|(_, known)| known.to_owned())
 }
 
 /// How many letters have to be added, left out or changed.

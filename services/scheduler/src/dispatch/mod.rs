@@ -248,11 +248,12 @@ impl Dispatcher {
         // Of those whose rows were looked for: what was moot was not.
         let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
         let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
-        // What the others have on them their rows say.
+        let before = taken.before();
+        // What is on those that are there their rows say.
         taken.except(&there).give_back(&self.memory.workers);
         self.look |= done.freed;
         self.memory.forget(gone);
-        self.look |= self.memory.note(&done.workers)?;
+        self.look |= self.memory.note_after(&done.workers, &before)?;
         // Where the containers of owners are may not be known here yet.
         let kept_to: HashSet<_> = done.kept_to.values().copied().collect();
         self.look |= self.memory.read(&self.db, &kept_to).await?;
@@ -330,6 +331,12 @@ impl Taken {
     fn give_back(self, workers: &Workers) {
         let mut workers = workers.lock();
         self.loads.into_iter().rev().for_each(|(worker, load)| workers.load(worker, load));
+    }
+
+    /// What was on each before anything was taken.
+    fn before(&self) -> HashMap<WorkerId, Load> {
+        // Of several the first counts.
+        self.loads.iter().rev().copied().collect()
     }
 
     /// Without what was taken of these.

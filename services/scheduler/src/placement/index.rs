@@ -253,16 +253,16 @@ impl Index {
         self.by_id.len()
     }
 
-    /// The same, as was read `now`: what was on it before and is not now came free.
-    pub(crate) fn observe(&mut self, worker: Worker, now: Timestamp) {
+    /// The same, as was read `now`, of a worker that had `before` tasks on it: what of them is not there now came free.
+    pub(crate) fn observe(&mut self, worker: Worker, before: u32, now: Timestamp) {
         let (id, tasks) = (worker.id, worker.load.tasks);
         let known = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref());
-        let turnover = match known.map(|known| (known.worker.load.tasks, known.turnover)) {
-            Some((before, Some(turnover))) if before != tasks => {
+        let turnover = match known.and_then(|known| known.turnover) {
+            Some(turnover) if before != tasks => {
                 turnover.passed(before, now).freed(before.saturating_sub(tasks))
             }
-            Some((_, Some(turnover))) => turnover,
-            Some((_, None)) | None => Turnover::new(now),
+            Some(turnover) => turnover,
+            None => Turnover::new(now),
         };
         self.put(worker);
         if let Some(place) = self.by_id.get(&id).and_then(|place| self.places[*place].as_mut()) {

@@ -322,7 +322,7 @@ pub(crate) enum Operation {
         upload: u16,
         content: u8,
     },
-    /// A worker shows that the store came out of a backup.
+    /// A worker shows that the store came out of a backup. Its rows stay as they are: what it does not know comes with [`Operation::Stray`].
     NewLife {
         worker: u8,
     },
