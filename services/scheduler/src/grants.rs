@@ -3,14 +3,16 @@
 //! What shall be granted was decided on what this replica remembers of the workers ([`crate::dispatch`]). Here the rows of those workers are locked,
 //! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
 //! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
-//! worker's last word. What does not hold any more is left out, and told.
+//! worker's last word. What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
+//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::registry::changed`]).
 //!
 //! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
 //! each kind by id.
 
+mod counts;
 mod owners;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use db::rows::{self, Column};
@@ -22,6 +24,8 @@ use sea_orm::{
 use serde::Serialize;
 use uuid::Uuid;
 
+pub(crate) use self::counts::{Changes, lock_workers};
+use self::counts::{lock_known, signed};
 use crate::entity::lease::{self, EndedBy, Kind, State};
 use crate::entity::{to_json, worker, workload};
 use crate::events::{Event, Whereabouts};
@@ -147,8 +151,8 @@ pub(crate) async fn carry_out(
             done.refused.extend(others.iter().map(|grant| grant.lease));
         }
     }
-    let workers = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
-    let locked = lock_workers(txn, workers).await?;
+    let concerned = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
+    let locked = lock_known(txn, concerned, facts).await?;
     let mut present: HashMap<_, _> = HashMap::with_capacity(locked.len());
     for row in &locked {
         present.insert(row.id, changes.applied_to(facts.as_placed(row)?));
@@ -285,149 +289,6 @@ async fn release(
     let by = EndedBy::Reported.to_value().into();
     let statement = Statement::from_sql_and_values(backend, query, [ids, now.0.into(), by]);
     lease::Entity::find().from_raw_sql(statement).all(txn).await
-}
-
-/// Locks the rows of these workers, in their order, and answers them.
-pub(crate) async fn lock_workers(
-    txn: &DatabaseTransaction,
-    workers: impl Iterator<Item = Uuid>,
-) -> Result<Vec<worker::Model>, DbErr> {
-    let workers: HashSet<_> = workers.collect();
-    if workers.is_empty() {
-        return Ok(Vec::new());
-    }
-    let backend = txn.get_database_backend();
-    let query = format!(
-        "SELECT * FROM workers WHERE id IN ({}) ORDER BY id {}",
-        rows::query(backend, 1, &rows::IDS),
-        rows::lock(backend, "FOR NO KEY UPDATE"),
-    );
-    let statement = Statement::from_sql_and_values(backend, query, [rows::ids(workers)?]);
-    worker::Entity::find().from_raw_sql(statement).all(txn).await
-}
-
-/// By how much what is on workers changes.
-#[derive(Debug, Default)]
-pub(crate) struct Changes(BTreeMap<Uuid, Change>);
-
-#[derive(Debug, Clone, Copy, Default, Serialize)]
-struct Change {
-    tasks: i64,
-    checks: i64,
-    cpu_millis: i64,
-    memory_bytes: i64,
-    disk_bytes: i64,
-    /// Whether what its gateway shall do changes.
-    generations: i64,
-}
-
-#[derive(Serialize)]
-struct Changed {
-    id: Uuid,
-    #[serde(flatten)]
-    change: Change,
-}
-
-const CHANGED: [(&str, Column); 7] = [
-    ("id", Column::Uuid),
-    ("tasks", Column::Integer),
-    ("checks", Column::Integer),
-    ("cpu_millis", Column::Integer),
-    ("memory_bytes", Column::Integer),
-    ("disk_bytes", Column::Integer),
-    ("generations", Column::Integer),
-];
-
-fn signed(amount: u64) -> i64 {
-    i64::try_from(amount).unwrap_or(i64::MAX)
-}
-
-impl Changes {
-    /// A lease has ended.
-    pub(crate) fn give_back(&mut self, lease: &lease::Model) {
-        if !lease.kind.takes_a_slot() {
-            return;
-        }
-        let change = self.0.entry(lease.worker_id).or_default();
-        change.tasks -= 1;
-        change.checks -= i64::from(lease.kind == Kind::Check);
-        change.cpu_millis -= lease.cpu_millis;
-        change.memory_bytes -= lease.memory_bytes;
-        change.disk_bytes -= lease.disk_bytes;
-        change.generations |= i64::from(!lease.is_driven());
-    }
-
-    fn take(&mut self, grant: &Grant) {
-        let change = self.0.entry(grant.worker.uuid()).or_default();
-        change.generations |= i64::from(matches!(grant.holder, Holder::Workload { .. }));
-        if !grant.kind.takes_a_slot() {
-            return;
-        }
-        let asked = &grant.demand.shape.requests;
-        change.tasks += 1;
-        change.checks += i64::from(grant.kind == Kind::Check);
-        change.cpu_millis += signed(asked.cpu_millis);
-        change.memory_bytes += signed(asked.memory_bytes);
-        change.disk_bytes += signed(asked.disk_bytes);
-    }
-
-    fn workers(&self) -> impl Iterator<Item = Uuid> {
-        self.0.keys().copied()
-    }
-
-    fn applied_to(&self, mut worker: placement::Worker) -> placement::Worker {
-        if let Some(change) = self.0.get(&worker.id.uuid()) {
-            let load = &mut worker.load;
-            let add = |count: u32, change: i64| u32::try_from(i64::from(count) + change).unwrap_or(0);
-            load.tasks = add(load.tasks, change.tasks);
-            load.checks = add(load.checks, change.checks);
-            load.reserved.cpu_millis = load.reserved.cpu_millis.saturating_add_signed(change.cpu_millis);
-            load.reserved.memory_bytes =
-                load.reserved.memory_bytes.saturating_add_signed(change.memory_bytes);
-            load.reserved.disk_bytes = load.reserved.disk_bytes.saturating_add_signed(change.disk_bytes);
-        }
-        worker
-    }
-
-    /// Writes them, of workers that are locked.
-    pub(crate) async fn write(&self, txn: &DatabaseTransaction) -> Result<(), DbErr> {
-        let changed = self.0.iter().map(|(id, change)| Changed { id: *id, change: *change });
-        let changed: Vec<_> = changed.collect();
-        if changed.is_empty() {
-            return Ok(());
-        }
-        let backend = txn.get_database_backend();
-        let query = format!(
-            "UPDATE workers SET active_tasks = active_tasks + given.tasks, active_checks = active_checks + given.checks,
-             reserved_cpu_millis = reserved_cpu_millis + given.cpu_millis,
-             reserved_memory_bytes = reserved_memory_bytes + given.memory_bytes,
-             reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, generation = generation + given.generations
-             FROM ({}) AS given WHERE workers.id = given.id",
-            rows::query(backend, 1, &CHANGED)
-        );
-        let statement = Statement::from_sql_and_values(backend, query, [rows::value(&changed)?]);
-        txn.execute_raw(statement).await.map(|_| ())
-    }
-
-    /// Locks the workers whose leases have ended, and writes what is freed. Answers which.
-    pub(crate) async fn lock_and_write(&self, txn: &DatabaseTransaction) -> Result<Vec<WorkerId>, DbErr> {
-        let locked = lock_workers(txn, self.workers()).await?;
-        self.write(txn).await?;
-        Ok(locked.into_iter().map(|row| WorkerId::from_uuid(row.id)).collect())
-    }
-
-    /// The same, in what was read before.
-    fn note(&self, rows: &mut [worker::Model]) {
-        for row in rows {
-            let Some(change) = self.0.get(&row.id) else { continue };
-            row.active_tasks += change.tasks;
-            row.active_checks += change.checks;
-            row.reserved_cpu_millis += change.cpu_millis;
-            row.reserved_memory_bytes += change.memory_bytes;
-            row.reserved_disk_bytes += change.disk_bytes;
-            row.generation += change.generations;
-        }
-    }
 }
 
 #[derive(Serialize)]

@@ -51,11 +51,13 @@ pub(crate) struct Memory {
     gone: HashMap<WorkerId, Timestamp>,
 }
 
-/// What belongs to a worker beside its row.
+/// What is known of workers.
 #[derive(Debug)]
 pub(crate) struct Facts {
     labels: HashMap<String, Arc<Labels>>,
     contacts: HashMap<Uuid, contact::Model>,
+    /// As they were read last.
+    rows: HashMap<Uuid, worker::Model>,
     limits: Limits,
     lost_after: Duration,
     remember: Duration,
@@ -86,6 +88,7 @@ impl Facts {
         Self {
             labels: HashMap::new(),
             contacts: HashMap::new(),
+            rows: HashMap::new(),
             limits: config.limits,
             lost_after: config.lost_after,
             remember: config.remember_lost,
@@ -98,6 +101,11 @@ impl Facts {
         let mut facts = Self::new(config);
         facts.contacts.extend(contact.map(|contact| (contact.worker_id, contact)));
         facts
+    }
+
+    /// What its row said last.
+    pub(crate) fn row(&self, id: Uuid) -> Option<&worker::Model> {
+        self.rows.get(&id)
     }
 
     /// A worker whose row is `row`, as placement sees it.
@@ -180,27 +188,28 @@ impl Memory {
         }
     }
 
-    /// What belongs to workers beside their rows.
+    /// What is known of the workers.
     pub(crate) fn facts(&self) -> &Facts {
         &self.facts
     }
 
     /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
-    pub(crate) fn note(&mut self, rows: &[worker::Model]) -> Result<bool, DbErr> {
+    pub(crate) fn note(&mut self, rows: Vec<worker::Model>) -> Result<bool, DbErr> {
         self.note_after(rows, &HashMap::new())
     }
 
     /// The same, after something was planned for some of them. `before`: what was on these until then.
     pub(crate) fn note_after(
         &mut self,
-        rows: &[worker::Model],
+        rows: Vec<worker::Model>,
         before: &HashMap<WorkerId, Load>,
     ) -> Result<bool, DbErr> {
-        self.workers.attended.note(rows, Instant::now());
+        self.workers.attended.note(&rows, Instant::now());
         let mut better = false;
         for row in rows {
-            self.facts.learn(row)?;
-            let worker = self.facts.as_placed(row)?;
+            self.facts.learn(&row)?;
+            let worker = self.facts.as_placed(&row)?;
+            self.facts.rows.insert(row.id, row);
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
             let known = index.get(worker.id);
@@ -220,6 +229,7 @@ impl Memory {
         for id in ids {
             let Some(known) = index.get(id).cloned() else { continue };
             self.facts.contacts.remove(&id.uuid());
+            self.facts.rows.remove(&id.uuid());
             if self.facts.remember.is_zero() {
                 index.remove(id);
             } else {
@@ -249,7 +259,7 @@ impl Memory {
         self.forget(gone);
         self.heard_of(contacts);
         // Who waited for one that has gone may have to be told so.
-        Ok(self.note(&found)? || some_went)
+        Ok(self.note(found)? || some_went)
     }
 
     fn heard_of(&mut self, contacts: Vec<contact::Model>) {
@@ -290,7 +300,7 @@ impl Memory {
         changed.retain(|id| self.says_something_new(&contacts, *id));
         rows.iter().for_each(|row| _ = changed.remove(&row.id));
         self.heard_of(contacts);
-        let mut better = self.note(&rows)?;
+        let mut better = self.note(rows)?;
         let changed = changed.into_iter().map(WorkerId::from_uuid).collect();
         better |= self.read(db, &changed).await?;
         self.seen = oldest;
@@ -315,8 +325,8 @@ impl Memory {
         let in_use: HashSet<_> = rows.iter().map(|row| &row.labels).collect();
         self.facts.labels.retain(|text, _| in_use.contains(text));
         self.heard_of(contacts);
-        let better = self.note(&rows)?;
         let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
+        let better = self.note(rows)?;
         let known: Vec<_> = self.workers.lock().workers().map(|worker| worker.id).collect();
         self.forget(known.into_iter().filter(|id| !there.contains(id)));
         let over: BTreeSet<_> = self
@@ -383,12 +393,15 @@ mod tests {
         }
         rows[1].active_tasks = 1;
         memory.facts.now = since + Duration::from_secs(60);
-        assert!(!memory.note_after(&rows, &before).expect("noted"), "nobody may take more than before");
+        assert!(
+            !memory.note_after(rows.clone(), &before).expect("noted"),
+            "nobody may take more than before"
+        );
         assert_eq!(idle_since(&memory, &rows[0]), Some(since), "its grant was refused");
         assert_eq!(idle_since(&memory, &rows[1]), None, "its grant held");
         rows[1].active_tasks = 0;
         memory.facts.now = since + Duration::from_secs(90);
-        assert!(memory.note(&rows).expect("noted"), "a slot came free");
+        assert!(memory.note(rows.clone()).expect("noted"), "a slot came free");
         assert_eq!(idle_since(&memory, &rows[1]), Some(since + Duration::from_secs(90)));
     }
 }

@@ -66,6 +66,8 @@ struct Seen {
     gone: HashSet<uuid::Uuid>,
     /// The last revision of workers.
     revision: i64,
+    /// What the rows of workers said, but for their counts.
+    said: HashMap<uuid::Uuid, worker::Model>,
 }
 
 impl Seen {

@@ -14,6 +14,7 @@ use domain::worker::{
 use domain::{AttemptId, GatewayInstance, LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use ed25519_dalek::{Signature, Signer, SigningKey, Verifier, VerifyingKey};
 use prost::Message;
+use subtle::ConstantTimeEq;
 use uuid::Uuid;
 
 use crate::pb::scheduler as pb;
@@ -78,7 +79,13 @@ impl TokenSigner {
 
     /// Verifies a token that this signer made.
     pub fn verify<C: Claims>(&self, token: &str) -> Result<C, InvalidToken> {
-        Unverified::parse(token)?.verify(&self.0.verifying_key())
+        let Unverified { payload, signature, .. } = Unverified::parse(token)?;
+        // Signatures are deterministic (RFC 8032), and to make one again takes a third of the time that it takes to verify one.
+        let own = self.0.sign(&signed_bytes(C::KIND, &payload));
+        if !bool::from(own.to_bytes().ct_eq(&signature.to_bytes())) {
+            return Err(InvalidToken);
+        }
+        C::decode(&payload).ok_or(InvalidToken)
     }
 }
 

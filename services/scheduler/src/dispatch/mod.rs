@@ -236,7 +236,7 @@ impl Dispatcher {
     async fn carry_out(&mut self, plan: &Plan, taken: Taken, now: Timestamp) -> Result<Done, DbErr> {
         let facts = self.memory.facts();
         let done = self.db.write(async |txn| grants::carry_out(&txn, plan, facts, now).await).await;
-        let done = match done {
+        let mut done = match done {
             Ok(done) => done,
             Err(error) => {
                 taken.give_back(&self.memory.workers);
@@ -253,7 +253,7 @@ impl Dispatcher {
         taken.except(&there).give_back(&self.memory.workers);
         self.look |= done.freed;
         self.memory.forget(gone);
-        self.look |= self.memory.note_after(&done.workers, &before)?;
+        self.look |= self.memory.note_after(std::mem::take(&mut done.workers), &before)?;
         // Where the containers of owners are may not be known here yet.
         let kept_to: HashSet<_> = done.kept_to.values().copied().collect();
         self.look |= self.memory.read(&self.db, &kept_to).await?;

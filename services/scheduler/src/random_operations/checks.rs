@@ -98,6 +98,21 @@ impl World {
                 }
             }
         });
+        let says = worker::Model {
+            generation: 0,
+            active_tasks: 0,
+            active_checks: 0,
+            reserved_cpu_millis: 0,
+            reserved_memory_bytes: 0,
+            reserved_disk_bytes: 0,
+            ..worker.clone()
+        };
+        self.seen(|seen| {
+            let said = seen.said.insert(worker.id, says.clone());
+            if let Some(said) = said.filter(|said| said.revision == worker.revision) {
+                assert_eq!(says, said, "it has changed without a new revision");
+            }
+        });
         let last = registry::revisions(self.db.read()).await.expect("revisions").last;
         assert!(worker.revision <= last, "{} has a revision that was never handed out", worker.name);
         self.seen(|seen| {

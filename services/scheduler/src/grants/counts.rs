@@ -1,0 +1,233 @@
+//! Counts: what leases change of the rows of workers.
+//!
+//! Everything else that changes a row gives it a new revision ([`crate::registry::changed`]), so that what is remembered of a row holds as long as
+//! its revision is the same; the random operations check that. So to grant is to read some numbers.
+
+use std::collections::{BTreeMap, HashSet};
+
+use db::rows::{self, Column};
+use domain::WorkerId;
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, Statement};
+use serde::Serialize;
+use uuid::Uuid;
+
+use super::{Grant, Holder};
+use crate::entity::lease::{self, Kind};
+use crate::entity::worker;
+use crate::memory::Facts;
+use crate::{placement, workers};
+
+/// What of a worker's row changes without a new revision of it.
+#[derive(Debug, Clone, Copy, FromQueryResult)]
+struct Counts {
+    id: Uuid,
+    revision: i64,
+    generation: i64,
+    active_tasks: i64,
+    active_checks: i64,
+    reserved_cpu_millis: i64,
+    reserved_memory_bytes: i64,
+    reserved_disk_bytes: i64,
+}
+
+const COUNTS: &str = "id, revision, generation, active_tasks, active_checks, reserved_cpu_millis, \
+                      reserved_memory_bytes, reserved_disk_bytes";
+
+impl Counts {
+    /// The row that is `known`, if nothing but these has changed since.
+    fn applied_to(self, known: &worker::Model) -> Option<worker::Model> {
+        let Self { id, revision, generation, active_tasks, active_checks, .. } = self;
+        let Self { reserved_cpu_millis, reserved_memory_bytes, reserved_disk_bytes, .. } = self;
+        ((known.id, known.revision) == (id, revision)).then(|| worker::Model {
+            generation,
+            active_tasks,
+            active_checks,
+            reserved_cpu_millis,
+            reserved_memory_bytes,
+            reserved_disk_bytes,
+            ..known.clone()
+        })
+    }
+}
+
+/// Locks the rows of these workers, in their order, and answers them. What is known of one is read again only where its revision is another.
+pub(super) async fn lock_known(
+    txn: &DatabaseTransaction,
+    workers: impl Iterator<Item = Uuid>,
+    facts: &Facts,
+) -> Result<Vec<worker::Model>, DbErr> {
+    let locked = lock_counts(txn, workers).await?;
+    let (mut rows, mut unknown) = (Vec::with_capacity(locked.len()), HashSet::new());
+    for counts in locked {
+        match facts.row(counts.id).and_then(|known| counts.applied_to(known)) {
+            Some(row) => rows.push(row),
+            None => _ = unknown.insert(WorkerId::from_uuid(counts.id)),
+        }
+    }
+    rows.extend(workers::find_all(txn, unknown).await?);
+    Ok(rows)
+}
+
+async fn lock_counts(
+    txn: &DatabaseTransaction,
+    workers: impl Iterator<Item = Uuid>,
+) -> Result<Vec<Counts>, DbErr> {
+    match locking(txn, COUNTS, workers)? {
+        Some(statement) => Counts::find_by_statement(statement).all(txn).await,
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Locks the rows of these workers, in their order, and answers them.
+pub(crate) async fn lock_workers(
+    txn: &DatabaseTransaction,
+    workers: impl Iterator<Item = Uuid>,
+) -> Result<Vec<worker::Model>, DbErr> {
+    match locking(txn, "*", workers)? {
+        Some(statement) => worker::Entity::find().from_raw_sql(statement).all(txn).await,
+        None => Ok(Vec::new()),
+    }
+}
+
+/// What locks the rows of these workers. `None`: there are none.
+fn locking(
+    txn: &DatabaseTransaction,
+    columns: &str,
+    workers: impl Iterator<Item = Uuid>,
+) -> Result<Option<Statement>, DbErr> {
+    let workers: HashSet<_> = workers.collect();
+    if workers.is_empty() {
+        return Ok(None);
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT {columns} FROM workers WHERE id IN ({}) ORDER BY id {}",
+        rows::query(backend, 1, &rows::IDS),
+        rows::lock(backend, "FOR NO KEY UPDATE"),
+    );
+    Ok(Some(Statement::from_sql_and_values(backend, query, [rows::ids(workers)?])))
+}
+
+/// By how much what is on workers changes.
+#[derive(Debug, Default)]
+pub(crate) struct Changes(BTreeMap<Uuid, Change>);
+
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+struct Change {
+    tasks: i64,
+    checks: i64,
+    cpu_millis: i64,
+    memory_bytes: i64,
+    disk_bytes: i64,
+    /// Whether what its gateway shall do changes.
+    generations: i64,
+}
+
+#[derive(Serialize)]
+struct Changed {
+    id: Uuid,
+    #[serde(flatten)]
+    change: Change,
+}
+
+const CHANGED: [(&str, Column); 7] = [
+    ("id", Column::Uuid),
+    ("tasks", Column::Integer),
+    ("checks", Column::Integer),
+    ("cpu_millis", Column::Integer),
+    ("memory_bytes", Column::Integer),
+    ("disk_bytes", Column::Integer),
+    ("generations", Column::Integer),
+];
+
+pub(super) fn signed(amount: u64) -> i64 {
+    i64::try_from(amount).unwrap_or(i64::MAX)
+}
+
+impl Changes {
+    /// A lease has ended.
+    pub(crate) fn give_back(&mut self, lease: &lease::Model) {
+        if !lease.kind.takes_a_slot() {
+            return;
+        }
+        let change = self.0.entry(lease.worker_id).or_default();
+        change.tasks -= 1;
+        change.checks -= i64::from(lease.kind == Kind::Check);
+        change.cpu_millis -= lease.cpu_millis;
+        change.memory_bytes -= lease.memory_bytes;
+        change.disk_bytes -= lease.disk_bytes;
+        change.generations |= i64::from(!lease.is_driven());
+    }
+
+    pub(super) fn take(&mut self, grant: &Grant) {
+        let change = self.0.entry(grant.worker.uuid()).or_default();
+        change.generations |= i64::from(matches!(grant.holder, Holder::Workload { .. }));
+        if !grant.kind.takes_a_slot() {
+            return;
+        }
+        let asked = &grant.demand.shape.requests;
+        change.tasks += 1;
+        change.checks += i64::from(grant.kind == Kind::Check);
+        change.cpu_millis += signed(asked.cpu_millis);
+        change.memory_bytes += signed(asked.memory_bytes);
+        change.disk_bytes += signed(asked.disk_bytes);
+    }
+
+    pub(super) fn workers(&self) -> impl Iterator<Item = Uuid> {
+        self.0.keys().copied()
+    }
+
+    pub(super) fn applied_to(&self, mut worker: placement::Worker) -> placement::Worker {
+        if let Some(change) = self.0.get(&worker.id.uuid()) {
+            let load = &mut worker.load;
+            let add = |count: u32, change: i64| u32::try_from(i64::from(count) + change).unwrap_or(0);
+            load.tasks = add(load.tasks, change.tasks);
+            load.checks = add(load.checks, change.checks);
+            load.reserved.cpu_millis = load.reserved.cpu_millis.saturating_add_signed(change.cpu_millis);
+            load.reserved.memory_bytes =
+                load.reserved.memory_bytes.saturating_add_signed(change.memory_bytes);
+            load.reserved.disk_bytes = load.reserved.disk_bytes.saturating_add_signed(change.disk_bytes);
+        }
+        worker
+    }
+
+    /// Writes them, of workers that are locked.
+    pub(crate) async fn write(&self, txn: &DatabaseTransaction) -> Result<(), DbErr> {
+        let changed = self.0.iter().map(|(id, change)| Changed { id: *id, change: *change });
+        let changed: Vec<_> = changed.collect();
+        if changed.is_empty() {
+            return Ok(());
+        }
+        let backend = txn.get_database_backend();
+        let query = format!(
+            "UPDATE workers SET active_tasks = active_tasks + given.tasks, active_checks = active_checks + given.checks,
+             reserved_cpu_millis = reserved_cpu_millis + given.cpu_millis,
+             reserved_memory_bytes = reserved_memory_bytes + given.memory_bytes,
+             reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, generation = generation + given.generations
+             FROM ({}) AS given WHERE workers.id = given.id",
+            rows::query(backend, 1, &CHANGED)
+        );
+        let statement = Statement::from_sql_and_values(backend, query, [rows::value(&changed)?]);
+        txn.execute_raw(statement).await.map(|_| ())
+    }
+
+    /// Locks the workers whose leases have ended, and writes what is freed. Answers which.
+    pub(crate) async fn lock_and_write(&self, txn: &DatabaseTransaction) -> Result<Vec<WorkerId>, DbErr> {
+        let locked = lock_counts(txn, self.workers()).await?;
+        self.write(txn).await?;
+        Ok(locked.into_iter().map(|row| WorkerId::from_uuid(row.id)).collect())
+    }
+
+    /// The same, in what was read before.
+    pub(super) fn note(&self, rows: &mut [worker::Model]) {
+        for row in rows {
+            let Some(change) = self.0.get(&row.id) else { continue };
+            row.active_tasks += change.tasks;
+            row.active_checks += change.checks;
+            row.reserved_cpu_millis += change.cpu_millis;
+            row.reserved_memory_bytes += change.memory_bytes;
+            row.reserved_disk_bytes += change.disk_bytes;
+            row.generation += change.generations;
+        }
+    }
+}
