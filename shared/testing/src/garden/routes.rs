@@ -215,7 +215,7 @@ fn bulk(state: &State, handles: &str, info: bool) -> Result<Value, Failure> {
 
 fn about(container: &Container) -> Value {
     let properties = lock(&container.properties).clone();
-    let events = container.groups.ran_out_of_memory().then(|| ["oom"]);
+    let events = container.groups.ran_out_of_memory().then_some(["oom"]);
     json!({"State": "active", "Events": events, "HostIP": "", "ContainerIP": "", "ContainerIPv6": "", "ExternalIP": "",
            "ContainerPath": "", "ProcessIDs": null, "Properties": properties, "MappedPorts": null})
 }
