@@ -16,6 +16,8 @@ test)
     need make make
     need git git
     need python3 python3
+    # For the Garden server in integration-tests/garden-server, which wants no newer Go than this package is.
+    need go golang-go
     need_postgresql
     ;;
 node)

@@ -61,8 +61,9 @@ func findPlace(container garden.ContainerSpec, spec garden.ProcessSpec) (place, 
 	// Where a path inside is on the machine: in the mount that is nearest above, or in the root.
 	real := func(inside string) string {
 		for i := len(p.Binds) - 1; i >= 0; i-- {
-			if rest, ok := strings.CutPrefix(filepath.Join(root, inside)+"/", p.Binds[i].To+"/"); ok {
-				return filepath.Join(p.Binds[i].From, rest)
+			from, to, whole := p.Binds[i].From, p.Binds[i].To+"/", filepath.Join(root, inside)+"/"
+			if strings.HasPrefix(whole, to) {
+				return filepath.Join(from, strings.TrimPrefix(whole, to))
 			}
 		}
 		return filepath.Join(root, inside)
@@ -123,10 +124,11 @@ func lookUp(program string, env []string, real func(string) string) (string, err
 	if !strings.Contains(program, "/") {
 		candidates = nil
 		for _, pair := range env {
-			if search, ok := strings.CutPrefix(pair, "PATH="); ok {
-				for _, dir := range filepath.SplitList(search) {
-					candidates = append(candidates, filepath.Join(dir, program))
-				}
+			if !strings.HasPrefix(pair, "PATH=") {
+				continue
+			}
+			for _, dir := range filepath.SplitList(strings.TrimPrefix(pair, "PATH=")) {
+				candidates = append(candidates, filepath.Join(dir, program))
 			}
 		}
 	}

@@ -1,6 +1,6 @@
 module gantry/garden-server
 
-go 1.24
+go 1.19
 
 require (
 	code.cloudfoundry.org/garden v0.0.0-20210208153517-580cadd489d2

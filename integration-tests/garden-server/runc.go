@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -168,7 +167,10 @@ func (r *runc) create(spec garden.ContainerSpec) (*bundle, error) {
 		close(b.ended)
 	}()
 	if err := b.findCgroup(); err != nil {
-		return nil, errors.Join(err, b.destroy())
+		if destroyed := b.destroy(); destroyed != nil {
+			return nil, fmt.Errorf("%w, and %v", err, destroyed)
+		}
+		return nil, err
 	}
 	return b, nil
 }
@@ -185,7 +187,10 @@ func (b *bundle) findCgroup() error {
 		return err
 	}
 	// By controller, or the one of all controllers.
-	b.cgroup = cmp.Or(state.Cgroups["devices"], state.Cgroups[""])
+	b.cgroup = state.Cgroups["devices"]
+	if b.cgroup == "" {
+		b.cgroup = state.Cgroups[""]
+	}
 	return nil
 }
 
@@ -305,7 +310,7 @@ func parseUser(text string) (userConfig, error) {
 	}
 	uid, err := strconv.ParseUint(first, 10, 32)
 	gid, wrong := strconv.ParseUint(second, 10, 32)
-	if err := cmp.Or(err, wrong); err != nil {
+	if err != nil || wrong != nil {
 		return userConfig{}, fmt.Errorf("the user %q: with runc only root and numbers are known", text)
 	}
 	return userConfig{User: uint32(uid), Group: uint32(gid)}, nil

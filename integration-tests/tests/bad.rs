@@ -149,7 +149,7 @@ fn a_missing_cgroup_hierarchy_is_told_where_a_limit_needs_it() {
     let mut up = cluster.up("umount /sys/fs/cgroup/memory 2>/dev/null || umount /sys/fs/cgroup");
     works(&cluster);
     let before = collected(&cluster);
-    fail(&cluster, &["--memory", "64M", "--", "true"], 125, &["NO_COMPATIBLE_WORKER", "lacks limits"]);
+    fail(&cluster, &["--memory", "64M", "--", "true"], 125, &["NO_COMPATIBLE_WORKER", "lacks limits-memory"]);
     works(&cluster);
     assert_nothing_left(&cluster, &before);
     cluster.succeed(["down"]);

@@ -1,14 +1,14 @@
 //! The main job on a Concourse worker: the servers are those of the tests, everything else is the suite.
 
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use integration_tests::concourse::{Pair, make_image};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for, write};
 use testing::baggageclaim::{self, Driver};
-use testing::garden::{Manner, Server};
+use testing::garden::{Fault, Manner, Server};
 
 const EVERY: [(Manner, Driver); 3] = [
     (Manner::Containerd, Driver::Overlay),
@@ -27,7 +27,11 @@ struct Suite {
 }
 
 impl Suite {
-    fn new((manner, driver): (Manner, Driver)) -> Self {
+    fn new(kind: (Manner, Driver)) -> Self {
+        Self::with(kind, &[])
+    }
+
+    fn with((manner, driver): (Manner, Driver), settings: &[(&str, &str)]) -> Self {
         let tokio = tokio::runtime::Runtime::new().expect("a tokio runtime");
         let garden = Server::start(manner);
         let volumes = tokio.block_on(baggageclaim::Server::start(driver));
@@ -40,6 +44,9 @@ impl Suite {
         fs::write(cluster.path("workers.json"), worker.to_string()).expect("write");
         let file = cluster.path("workers.json").display().to_string();
         cluster.set("GANTRY_WORKERS_FILE", &file);
+        for (name, value) in settings {
+            cluster.set(name, value);
+        }
         make_image(&cluster.path("image"));
         attended(&cluster);
         let image = format!("artifact:{}", cluster.upload("image"));
@@ -153,6 +160,8 @@ fn a_run_on_a_concourse_worker_outlives_its_gateway() {
         run.stderr.take().expect("stderr").read_to_string(&mut log).expect("text");
         assert_eq!(status.code(), Some(7), "{kind:?}: {said:?} {log}");
         assert_eq!(said, "over\n", "{kind:?}: {log}");
+        let gap = "some of stdout may be missing here: the connection to its worker was down";
+        assert!(log.contains(gap), "{kind:?}: {log}");
         let runs = suite.garden.requests().iter().filter(|line| line.ends_with("/processes")).count();
         assert_eq!(runs, 1, "{kind:?}: it ran twice");
     }
@@ -431,4 +440,116 @@ fn what_a_concourse_worker_brings_along_becomes_artifacts() {
     pair.replace();
     wait_for("another import", || (imported(&cluster, Some("git"), &new) != second).then_some(()));
     ran("new");
+}
+
+/// How the only workload ended.
+fn failure(cluster: &Cluster) -> String {
+    let workloads = cluster.list("workloads");
+    let [workload] = &workloads[..] else { panic!("{workloads:?}") };
+    workload["failure"]["reason"].as_str().unwrap_or_else(|| panic!("{workload}")).to_owned()
+}
+
+fn containers_asked_for(suite: &Suite) -> usize {
+    suite.garden.requests().iter().filter(|line| *line == "POST /containers").count()
+}
+
+#[test]
+fn a_concourse_worker_takes_what_it_can_limit_and_nothing_else() {
+    if !may_run_containers() {
+        return;
+    }
+    for kind in EVERY {
+        let suite = Suite::new(kind);
+        let refused = |limit: &[&str], why: &str| {
+            let output = suite.cluster.output(suite.job(limit, "true"));
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(code(&output), 125, "{kind:?} {limit:?}: {}", describe(&output));
+            assert!(said.contains("NO_COMPATIBLE_WORKER") && said.contains(why), "{kind:?}: {said}");
+        };
+        refused(&["--cpu", "1"], "lacks limits-cpu");
+        if kind.0 == Manner::Houdini {
+            refused(&["--memory", "64M"], "lacks limits-memory");
+            continue;
+        }
+        if !testing::garden::keeps_limits() {
+            eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+            continue;
+        }
+        let fits = suite.cluster.output(suite.job(&["--memory", "64M"], "true"));
+        assert_eq!(code(&fits), 0, "{kind:?}: {}", describe(&fits));
+        let greedy = "head -c 200000000 /dev/zero | tail -c 200000000 > /dev/null; exit $?";
+        let killed = suite.cluster.output(suite.job(&["--memory", "64M"], greedy));
+        assert_eq!(code(&killed), 137, "{kind:?}: {}", describe(&killed));
+        let said = String::from_utf8_lossy(&killed.stderr);
+        assert_eq!(said.contains("memory"), kind.0 == Manner::Guardian, "{kind:?}: {said}");
+    }
+}
+
+#[test]
+fn input_that_a_concourse_worker_cannot_take_is_refused_and_ends_the_command() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::new(EVERY[0]);
+    let mut run = suite.cluster.gantry(suite.job(&[], "cat"));
+    let mut run =
+        run.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
+    let mut stdin = run.stdin.take().expect("stdin");
+    // Its standard input stays open: nobody else would end it.
+    stdin.write_all(b"\xff\xfe").expect("it is read");
+    let ended = run.wait_with_output().expect("gantry ends");
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(code(&ended), 125, "{}", describe(&ended));
+    assert!(said.contains("standard input cannot be sent") && said.contains("UNSUPPORTED"), "{said}");
+    let workload = wait_for("the end of what ran", || {
+        suite.cluster.list("workloads").into_iter().find(|one| one["state"] == "finished")
+    });
+    assert_eq!(workload["outcome"], "aborted", "{workload}");
+}
+
+#[test]
+fn a_run_that_a_concourse_worker_refuses_is_no_start() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::new(EVERY[1]);
+    let unavailable = Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned());
+    suite.garden.inject("/processes", unavailable);
+    let output = suite.cluster.output(suite.job(&[], "true"));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(code(&output), 125, "{}", describe(&output));
+    assert!(said.contains("come back later"), "{said}");
+    // Nobody else could take it.
+    assert_eq!(failure(&suite.cluster), "START_FAILED");
+}
+
+#[test]
+fn a_concourse_worker_that_is_full_is_not_at_fault_and_work_waits_for_room() {
+    if !may_run_containers() {
+        return;
+    }
+    for kind in [EVERY[0], EVERY[1]] {
+        let suite = Suite::with(kind, &[("GANTRY_GC_GRACE", "0s")]);
+        let (mut holds, _stdout) =
+            started(suite.cluster.gantry(suite.job(&[], "echo ready; exec sleep 1000")));
+        suite.garden.take_no_more(1);
+        let asked = containers_asked_for(&suite);
+        let waits = suite.cluster.gantry(suite.job(&[], "exit 7")).stderr(Stdio::piped()).spawn();
+        let waits = waits.expect("gantry");
+        // Its gateway has lost patience, and been asked again.
+        wait_for("a second attempt", || {
+            let workloads = suite.cluster.list("workloads");
+            let waiting = workloads.iter().find(|one| one["waiting_for"][0].is_string());
+            let tells = |one: &serde_json::Value| one["waiting_for"].to_string().contains("WORKER_FULL");
+            (waiting.is_some_and(tells) || containers_asked_for(&suite) > asked + 21).then_some(())
+        });
+        let worker = suite.cluster.list("workers").into_iter().find(|one| one["name"] == "concourse");
+        let worker = worker.expect("it is there");
+        let set_aside = worker["refusals"].to_string().contains("SET_ASIDE");
+        assert!(!set_aside && worker["failures"].as_u64().unwrap_or(0) == 0, "{kind:?}: {worker}");
+        send(&holds, libc::SIGTERM);
+        holds.wait().expect("it ends");
+        let ended = waits.wait_with_output().expect("gantry ends");
+        assert_eq!(code(&ended), 7, "{kind:?}: {}", describe(&ended));
+    }
 }

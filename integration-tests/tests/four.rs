@@ -250,6 +250,56 @@ fn settings_are_checked_before_anything_is_done() {
 }
 
 #[test]
+fn each_service_says_aloud_what_others_can_reach() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    fs::write(path("token"), "a-token").expect("write");
+    let database = format!("sqlite://{}", path("rows.db"));
+    let store = format!("sqlite://{}", path("store.db"));
+    let (state, run, token) = (path("state"), path("run"), path("token"));
+    let everywhere = ["--listen", "0.0.0.0:0", "--metrics-listen", "0.0.0.0:0"];
+    let [s, a, t] = ["http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"];
+    let services = [
+        ("scheduler", vec!["--database-url", &database, "--artifact-store", a]),
+        ("artifact-store", vec!["--database-url", &store, "--scheduler", s]),
+        ("streamer", vec!["--scheduler", s, "--artifact-store", a]),
+        (
+            "runtime-gateway",
+            vec![
+                "--scheduler",
+                s,
+                "--artifact-store",
+                a,
+                "--streamer",
+                t,
+                "--state-dir",
+                &state,
+                "--runtime-dir",
+                &run,
+            ],
+        ),
+        ("runtime-gateway", vec!["--door", "--scheduler", s]),
+    ];
+    let all = "INSECURE: whoever reaches 0.0.0.0:";
+    let overheard = "INSECURE: nothing is encrypted on 0.0.0.0:";
+    for (name, own) in services {
+        for (who, said) in [(&["--insecure"][..], all), (&["--token-file", &token], overheard)] {
+            let mut command = Command::new(integration_tests::gantry_binary().with_file_name(name));
+            command.args(&own).args(everywhere).args(who).env_clear().stderr(Stdio::piped());
+            let mut child = command.spawn().expect("it starts");
+            let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
+            for (said, about) in [(said, ""), (all, "reads the metrics")] {
+                let is_it = |line: &String| line.contains(said) && line.contains(about);
+                let found = lines.by_ref().map_while(Result::ok).find(is_it);
+                assert!(found.is_some(), "{name} {who:?}: {said:?} {about:?} is not said");
+            }
+            child.kill().expect("kill");
+            child.wait().expect("it ends");
+        }
+    }
+}
+
+#[test]
 fn a_schema_is_migrated_beforehand_where_services_may_not() {
     let directory = tempfile::tempdir().expect("a directory");
     let binary = integration_tests::gantry_binary().with_file_name("scheduler");

@@ -400,7 +400,8 @@ fn main_job(scene: &Scene) {
     assert!(fs::read(out.join("twice")).expect("brought back") == [bytes.as_slice(), &bytes].concat());
 }
 
-/// Once nobody keeps anything, and the worker that is `gone` is said to be: no row, no file, no mount, no process, no control group.
+/// Once nobody keeps anything, and the worker that is `gone` is said to be: no row, no lease, no pin, no file, no mount, no
+/// process, no control group.
 fn nothing_is_left(scene: &Scene, gone: usize) {
     scene.let_go();
     // By nobody's force: nothing that is kept was only there.
@@ -408,6 +409,17 @@ fn nothing_is_left(scene: &Scene, gone: usize) {
         let pruned = scene.suite.gantry(&["prune", &format!("worker-{gone}")]).output().expect("gantry runs");
         pruned.status.success().then_some(())
     });
+    let held = || {
+        let rows = [
+            ("leases", "SELECT id || ' ' || state FROM its_scheduler.leases WHERE state <> 'ended'"),
+            ("pins", "SELECT holder_id || ' ' || artifact_id FROM its_store.pins"),
+        ];
+        let held = rows.map(|(what, sql)| {
+            let rows = scene.suite.postgres.query(sql);
+            rows.into_iter().map(move |row| format!("{what} {row}"))
+        });
+        held.into_iter().flatten()
+    };
     let mut left = Vec::new();
     let deadline = std::time::Instant::now() + Duration::from_secs(120);
     loop {
@@ -423,6 +435,7 @@ fn nothing_is_left(scene: &Scene, gone: usize) {
         let groups = integration_tests::snapshot::cgroups();
         let ours = |group: &String| scene.handles.iter().any(|handle| group.contains(handle));
         left.extend(groups.into_iter().filter(ours).map(|group| format!("cgroup {group}")));
+        left.extend(held());
         if left.is_empty() {
             return;
         }

@@ -50,6 +50,8 @@ pub(crate) enum Attached {
     Done,
     /// Our standard output was closed.
     StdoutClosed,
+    /// The worker cannot take our standard input. It gets no more of it when it is attached to again.
+    InputRefused(Refused),
     /// The rest of the output cannot be had.
     Lost(Refused),
 }
@@ -81,6 +83,9 @@ pub(crate) async fn attach(
             Ok(end) => return end,
             Err(refused) => refused,
         };
+        if refused.is(Reason::Unsupported) && streams.stdin.take().is_some() {
+            return Attached::InputRefused(refused);
+        }
         let elsewhere = refused.is(Reason::NotAttended);
         if !refused.is_transient() && !elsewhere {
             return Attached::Lost(refused);

@@ -111,11 +111,11 @@ impl Follow<'_> {
     ) -> anyhow::Result<bool> {
         let Self { connection, ui, .. } = *self;
         let mut streams = streams(ui, self.stdin, self.acknowledge)?;
-        let attached = {
+        let attached = loop {
             let copying = attach(connection, ui, &self.workload, whereabouts.clone(), &mut streams)
                 .instrument(tracing::info_span!(target: "gantry", "copy output", service = "gantry"));
             tokio::pin!(copying);
-            loop {
+            let attached = loop {
                 tokio::select! {
                     end = &mut copying => break Ok(end),
                     event = watch.next(), if state.finished.is_none() => self.take(event?, state),
@@ -124,7 +124,14 @@ impl Follow<'_> {
                         OnSignal::Leave => break Err(code),
                     },
                 }
+            };
+            let Ok(Attached::InputRefused(refused)) = &attached else { break attached };
+            // It would wait for the rest for ever.
+            ui.error(&format!("standard input cannot be sent to the command, which is ended: {refused}"));
+            if state.asked.is_none() && state.finished.is_none() {
+                self.cancel(state);
             }
+            state.asked.get_or_insert(exit::OURS);
         };
         let failure = match (&attached, streams.stdout.failure()) {
             (Ok(Attached::StdoutClosed), Some(error)) => {
@@ -138,7 +145,7 @@ impl Follow<'_> {
         let code = if failure.is_some() { exit::OURS } else { exit::PIPE };
         match (attached, self.on_signal) {
             (Ok(Attached::Done), _) => Ok(false),
-            (Ok(Attached::Lost(refused)), _) => {
+            (Ok(Attached::Lost(refused) | Attached::InputRefused(refused)), _) => {
                 ui.warn(&lost(
                     &self.workload,
                     streams.stdout.received() + streams.stderr.received(),

@@ -39,11 +39,16 @@ pub struct Config {
     /// How many containers are destroyed at a time. Volumes go one after the other, or as many at once as their worker destroys by one call,
     /// children before their parents.
     pub destroy_concurrency: usize,
+    /// How long another worker may take at least to send a volume here; more for a large one.
+    pub peer_patience: Duration,
     /// Whether what is marked or unknown is left where it is, so that it can be looked at. The worker only fills up.
     pub hold_destruction: bool,
 }
 
 impl Config {
+    /// How long another worker may take at least, by default: as long as Concourse gives it.
+    pub const PEER_PATIENCE: Duration = Duration::from_secs(15 * 60);
+
     /// The defaults for a worker that every team may use.
     #[must_use]
     pub fn for_worker(
@@ -69,6 +74,7 @@ impl Config {
             manifest_dir,
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 8,
+            peer_patience: Self::PEER_PATIENCE,
             hold_destruction: false,
         }
     }

@@ -79,6 +79,7 @@ impl Attended for Arc<FakeWorker> {
             manifest_dir: self.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: DESTROYED_AT_ONCE,
+            peer_patience: Config::PEER_PATIENCE,
             hold_destruction,
         };
         let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());

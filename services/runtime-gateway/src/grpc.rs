@@ -549,6 +549,7 @@ fn status(error: RuntimeError) -> Status {
         RuntimeError::ProcessNotFound(_) => Reason::ProcessNotFound,
         RuntimeError::OffsetOutOfRange { .. } => Reason::OffsetOutOfRange,
         RuntimeError::DiskFull(_) => Reason::DiskFull,
+        RuntimeError::Unsupported(_) => Reason::Unsupported,
         // Asked again, who has taken over is found.
         RuntimeError::TakenOver(_) => Reason::Unavailable,
         RuntimeError::NoPeers(_) => Reason::NoPeers,

@@ -145,6 +145,7 @@ impl server::Program for Arguments {
             manifest_dir: self.state_dir.join("manifests"),
             report_interval: self.report_interval,
             destroy_concurrency: self.destroy_concurrency.into(),
+            peer_patience: Config::PEER_PATIENCE,
             hold_destruction: self.hold_destruction,
         };
         let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;

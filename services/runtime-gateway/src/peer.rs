@@ -37,8 +37,7 @@ use crate::worker::Worker;
 pub(crate) const OUTCOMES: [&str; 5] = ["done", "refused", "cancelled", "corrupted", "failed"];
 /// How long a worker may take to say where it is reached.
 const ASK: Duration = Duration::from_secs(5);
-/// How long a worker may send at least, and what it sends in a second, if it is a large volume.
-const LEAST: Duration = Duration::from_secs(15 * 60);
+/// What a worker sends in a second, if it is a large volume.
 const SLOWEST: u64 = 2 << 20;
 /// After this time, no worker connects any more that was told to before: they give up connecting after half of it.
 const QUIET: Duration = if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(60) };
@@ -198,7 +197,8 @@ impl Sender {
             encoding: inlet.encoding,
         };
         self.compared.send_replace(0);
-        let patience = LEAST.max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
+        let patience =
+            worker.config.peer_patience.max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
         let sent = timeout(patience, VolumesClient::new(peer).stream_to_peer(request)).await;
         sent.map_err(|_| PeerError::Late)??;
 

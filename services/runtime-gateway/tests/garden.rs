@@ -3,6 +3,7 @@
 mod garden {
     mod brought;
     mod containers;
+    mod ends;
     mod faults;
     mod genuine;
     mod standby;

@@ -233,7 +233,10 @@ pub(crate) const MOST_FAULTS: usize = 10;
 pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) -> Option<&Failure> {
     let failure = report.failure.as_ref().filter(|_| report.exit.is_none() && stop.is_none())?;
     let of_the_worker = match failure.reason {
-        FailureReason::StartFailed | FailureReason::CgroupUnavailable | FailureReason::Unsupported => true,
+        FailureReason::StartFailed
+        | FailureReason::CgroupUnavailable
+        | FailureReason::Unsupported
+        | FailureReason::WorkerFull => true,
         FailureReason::DiskFull | FailureReason::WorkerFailed => !announced && report.started_at.is_none(),
         _ => false,
     };
@@ -242,7 +245,12 @@ pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) 
 
 /// Whether a fault speaks against the worker itself, and not only against giving it this workload.
 pub(crate) fn is_held_against(failure: &Failure) -> bool {
-    failure.reason != FailureReason::Unsupported
+    !matches!(failure.reason, FailureReason::Unsupported | FailureReason::WorkerFull)
+}
+
+/// Whether the worker may well take the workload later.
+pub(crate) fn passes(failure: &Failure) -> bool {
+    failure.reason == FailureReason::WorkerFull
 }
 
 #[cfg(test)]

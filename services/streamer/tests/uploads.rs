@@ -91,6 +91,7 @@ impl Suite {
                 manifest_dir: directory.path().join("manifests"),
                 report_interval: Duration::from_secs(60),
                 destroy_concurrency: 4,
+                peer_patience: runtime_gateway::Config::PEER_PATIENCE,
                 hold_destruction: false,
             };
             runtime_gateway::start([(config, machine.clone() as _)], &mut host).await.expect("a gateway");

@@ -360,6 +360,7 @@ failure_reasons! {
     InputUnavailable = "INPUT_UNAVAILABLE";
     ContainerNotFound = "CONTAINER_NOT_FOUND";
     DiskFull = "DISK_FULL";
+    WorkerFull = "WORKER_FULL";
     WorkerFailed = "WORKER_FAILED";
 }
 

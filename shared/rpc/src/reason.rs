@@ -104,6 +104,7 @@ reasons! {
     DiskFull = "DISK_FULL", ResourceExhausted;
     PathNotFound = "PATH_NOT_FOUND", NotFound;
     NotAFile = "NOT_A_FILE", FailedPrecondition;
+    Unsupported = "UNSUPPORTED", FailedPrecondition;
     WorkerFailed = "WORKER_FAILED", Internal;
 }
 

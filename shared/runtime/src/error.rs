@@ -52,6 +52,9 @@ pub enum RuntimeError {
     /// The file system that holds the volumes is full.
     #[error("the worker's disk is full")]
     DiskFull(#[source] io::Error),
+    /// The worker has as many containers as it takes.
+    #[error("the worker has no room for another container: {0}")]
+    Full(String),
     /// An offset lies beyond what was written, or leaves a gap.
     #[error("offset {offset} is out of range, {limit} is the end")]
     OffsetOutOfRange {
@@ -106,6 +109,7 @@ impl RuntimeError {
             Self::Unsupported(_) => FailureReason::Unsupported,
             Self::CgroupUnavailable(_) => FailureReason::CgroupUnavailable,
             Self::DiskFull(_) => FailureReason::DiskFull,
+            Self::Full(_) => FailureReason::WorkerFull,
             Self::VolumeNotFound(_)
             | Self::PathNotFound(_)
             | Self::HasChildren(_)

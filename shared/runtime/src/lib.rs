@@ -40,13 +40,16 @@ pub use process::{
 pub struct Capabilities {
     /// Kinds of image that it can run, such as `host`.
     pub image_kinds: Vec<String>,
-    /// What else it can do, by name: `privileged`, `limits`, `network-loopback`, `stop-after`, `terminal`, and
+    /// What else it can do, by name: `privileged`, `network-loopback`, `stop-after`, `terminal`, and
     ///
+    /// - `limits-memory`, `limits-cpu`, `limits-pids`: that limit of [`ContainerSpec::limits`] holds for everything in a container;
     /// - `replaceable-outputs`: [`Runtime::take_directory`], so that outputs need not be mounts;
     /// - `owned-mounts`: the user of a container comes to own its writable mounts;
     /// - `durable-output`: output is kept, and nothing of it lost, while no gateway is there;
     /// - `held-output`: a process is held back rather than lose output that nobody has acknowledged;
     /// - `complete-output`: nothing of what a process writes just before its end is lost;
+    /// - `binary-input`: standard input may be any bytes; elsewhere only text in UTF-8;
+    /// - `signals`: every signal can be sent; elsewhere TERM and KILL only;
     /// - `durable-input`: standard input goes on where it was when another gateway takes over;
     /// - `exit-signals`: an end by a signal, or for lack of memory, is told as that; elsewhere it may be a code above 128;
     /// - `ends-whole`: when a process has ended, nothing else in its container runs any more; elsewhere it may until the container is

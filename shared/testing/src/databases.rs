@@ -237,6 +237,14 @@ impl Server {
         assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
+    /// The rows that SQL answers, each as a line, asked for as its superuser in the database `postgres`.
+    #[must_use]
+    pub fn query(&self, sql: &str) -> Vec<String> {
+        let output = self.asked(sql).args(["-A", "-t"]).output().expect("psql runs");
+        assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
+    }
+
     /// What `db::Settings` take, for `user` in the database `postgres`.
     #[must_use]
     pub fn url(&self, user: &str) -> String {

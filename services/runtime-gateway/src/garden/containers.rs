@@ -1,7 +1,7 @@
 //! Containers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use concourse::garden::{self, BindMount, Error, IpRange, Limits, NetOutRule};
 use domain::workload::Network;
@@ -15,6 +15,8 @@ use super::{Backend, Worker, marks, refusals, volumes};
 /// How often a creation is tried again over what an earlier one left.
 const CREATIONS: usize = 5;
 const PAUSE: Duration = Duration::from_millis(50);
+/// How often a creation is tried on a worker that is full.
+const FULL_PAUSE: Duration = Duration::from_millis(500);
 /// How long one call for the destruction of a container is followed by others.
 const DESTRUCTIONS: usize = 600;
 
@@ -221,7 +223,10 @@ impl Worker {
     ) -> Result<Option<AttemptId>, RuntimeError> {
         // Houdini would replace it without a word.
         let mut exists = self.backend == Backend::Houdini && self.exists(handle).await?;
-        for _ in 0..CREATIONS {
+        let begun = Instant::now();
+        let mut left = CREATIONS;
+        while left > 0 {
+            left -= 1;
             if exists {
                 if let Some(process) = self.properties(handle).await?.and_then(|made| made.process) {
                     return Ok(Some(process));
@@ -235,6 +240,11 @@ impl Worker {
                 Err(Error::Connection { sent: true, .. }) => {
                     tokio::time::sleep(PAUSE).await;
                     exists = true;
+                }
+                // One of them may be about to go.
+                Err(Error::Full(_)) if begun.elapsed() < self.config.full_patience => {
+                    tokio::time::sleep(FULL_PAUSE).await;
+                    left += 1;
                 }
                 Err(error) => {
                     // Some workers leave what they could not start.

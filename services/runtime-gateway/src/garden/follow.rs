@@ -533,18 +533,20 @@ impl Worker {
                 proven = true;
                 process.enter(Phase::Started);
             }
-            if reachable && matches!(self.exists(process.container).await, Ok(false)) {
-                return Found::End(End::unknown(
-                    FailureReason::ExitUnknown,
-                    "the worker has lost its container",
-                ));
-            }
-            match refused {
-                // The worker said that it did not run it, and has nothing of it.
-                Some(refused @ Error::Other { message, .. }) if missing && !proven => {
-                    return Found::End(End::not_started(refusals::reason(message), domain::chain(refused)));
+            let lost = reachable && matches!(self.exists(process.container).await, Ok(false));
+            // The worker said that it did not run it, and has nothing of it.
+            if let Some(refused) = refused.filter(|refused| refused.is_answer() && !proven) {
+                if lost {
+                    let message = format!("the worker has lost its container: {}", domain::chain(refused));
+                    return Found::End(End::not_started(FailureReason::ContainerNotFound, message));
                 }
-                _ => {}
+                if missing {
+                    return Found::End(End::not_started(refusals::reason(refused), domain::chain(refused)));
+                }
+            }
+            if lost {
+                let reason = if proven { FailureReason::ExitUnknown } else { FailureReason::StartUnknown };
+                return Found::End(End::unknown(reason, "the worker has lost its container"));
             }
             if missing && proven {
                 let message = format!("the worker has forgotten it: {}", domain::chain(&error));

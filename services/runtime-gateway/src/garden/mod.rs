@@ -86,6 +86,8 @@ pub struct GardenConfig {
     pub start_patience: Duration,
     /// How long the worker may know that a process has ended, and not how, before that counts as unknown.
     pub exit_patience: Duration,
+    /// How long a container waits for room on a worker that has as many as it takes.
+    pub full_patience: Duration,
     /// Of the Garden client.
     pub settings: garden::Settings,
     /// Of the Baggageclaim client.
@@ -123,6 +125,7 @@ impl GardenConfig {
             encoding: None,
             start_patience: seconds(20),
             exit_patience: seconds(30),
+            full_patience: seconds(10),
             settings: garden::Settings { retry_for: seconds(30), ..garden::Settings::default() },
             timeouts: baggageclaim::Timeouts::default(),
         }
@@ -213,11 +216,12 @@ impl GardenRuntime {
     }
 }
 
-/// What holds for every worker of a kind. `limits` stays away: what Garden takes for processors is a share and no limit.
+/// What holds for every worker of a kind. `limits-cpu` stays away: what Garden takes for processors is a share and no limit. So do
+/// `binary-input` and `signals`: input is text on its wire, and of signals it knows two.
 fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     let mut features = vec!["terminal"];
     if backend != Backend::Houdini {
-        features.extend(["privileged", "complete-output"]);
+        features.extend(["privileged", "complete-output", "limits-memory", "limits-pids"]);
     }
     if config.peer_to_peer {
         features.push("peer-to-peer");

@@ -15,6 +15,7 @@ pub(super) fn garden(doing: &str, error: garden::Error) -> RuntimeError {
         garden::Error::Connection { .. } => {
             RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
         }
+        garden::Error::Full(message) => RuntimeError::Full(message),
         error => RuntimeError::Other(format!("the worker could not {doing}: {}", domain::chain(&error))),
     }
 }
@@ -40,16 +41,16 @@ pub(super) fn run(error: &garden::Error) -> Option<End> {
         garden::Error::ContainerNotFound(_) => not_started(FailureReason::ContainerNotFound),
         garden::Error::Refused(_) => not_started(FailureReason::StartFailed),
         error if error.is_safe_to_repeat() => not_started(FailureReason::StartFailed),
-        garden::Error::Other { message, .. } => match reason(message) {
+        error => match reason(error) {
             FailureReason::StartFailed => None,
             reason => not_started(reason),
         },
-        _ => None,
     }
 }
 
-/// What the words of a worker say about why a program was not run.
-pub(super) fn reason(message: &str) -> FailureReason {
+/// What a worker says about why a program was not run, where its words tell.
+pub(super) fn reason(error: &garden::Error) -> FailureReason {
+    let garden::Error::Other { message, .. } = error else { return FailureReason::StartFailed };
     if message.contains("unable to find user") {
         FailureReason::UserNotFound
     } else if message.contains("permission denied") || message.contains("exec format error") {

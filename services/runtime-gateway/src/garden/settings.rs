@@ -292,6 +292,7 @@ mod tests {
             manifest_dir: PathBuf::new(),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 8,
+            peer_patience: Config::PEER_PATIENCE,
             hold_destruction: false,
         };
         let (config, garden) = worker.config(&common, Path::new("/state"));

@@ -273,6 +273,8 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
         "owned-mounts",
         "durable-output",
         "durable-input",
+        "binary-input",
+        "signals",
         "held-output",
         "complete-output",
         "exit-signals",
@@ -280,9 +282,14 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
         "image-checks",
         "exact-environment",
     ];
-    if cgroups.missing(&ALL_LIMITS).is_none() {
-        features.push("limits");
-    }
+    let none = Limits::default();
+    let limits = [
+        ("limits-memory", Limits { memory_bytes: ALL_LIMITS.memory_bytes, ..none }),
+        ("limits-cpu", Limits { cpu_millis: ALL_LIMITS.cpu_millis, ..none }),
+        ("limits-pids", Limits { pids: ALL_LIMITS.pids, ..none }),
+    ];
+    features
+        .extend(limits.iter().filter(|(_, limit)| cgroups.missing(limit).is_none()).map(|(name, _)| *name));
     Capabilities {
         image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
         features: features.into_iter().map(str::to_owned).collect(),

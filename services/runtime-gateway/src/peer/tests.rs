@@ -35,7 +35,7 @@ struct Side {
 }
 
 impl Side {
-    async fn new(peer_to_peer: bool, scheduler: &str, store: &str) -> Self {
+    async fn new(peer_to_peer: bool, patience: Option<Duration>, scheduler: &str, store: &str) -> Self {
         let volumes = baggageclaim::Server::start(Driver::Overlay).await;
         let garden = garden::Server::start(Manner::Containerd);
         let dir = tempfile::tempdir().expect("a directory");
@@ -45,6 +45,7 @@ impl Side {
         assert_eq!(says, peer_to_peer);
         let config =
             Config::for_worker("test", NOBODY, scheduler, store, NOBODY, dir.path().join("manifests"));
+        let config = Config { peer_patience: patience.unwrap_or(config.peer_patience), ..config };
         let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
         let worker = Worker::new(config, runtime, "boot".to_owned(), tasks, stopping).expect("a gateway");
         let open = session("credential");
@@ -87,12 +88,16 @@ fn make_tree(root: &Path) {
 
 impl Scene {
     async fn new(both: (bool, bool), make: impl FnOnce(&Path)) -> Self {
+        Self::with_patience(both, None, make).await
+    }
+
+    async fn with_patience(both: (bool, bool), patience: Option<Duration>, make: impl FnOnce(&Path)) -> Self {
         let schedule = Schedule::new();
         let service = schedule.service();
         let scheduler = Served::start(|host| host.add_service(service)).await;
         let store = Store::start().await;
-        let from = Side::new(both.0, &scheduler.endpoint, &store.endpoint).await;
-        let to = Side::new(both.1, &scheduler.endpoint, &store.endpoint).await;
+        let from = Side::new(both.0, patience, &scheduler.endpoint, &store.endpoint).await;
+        let to = Side::new(both.1, patience, &scheduler.endpoint, &store.endpoint).await;
         let gateway = gateway_of(std::slice::from_ref(&from.worker), &scheduler.endpoint);
         let gateway = Served::start(|host| host.add_service(crate::grpc::volumes(gateway))).await;
 
@@ -257,6 +262,23 @@ async fn what_a_caller_who_left_had_begun_is_gone_before_somebody_else_begins() 
     scene.from.volumes.set_faults(Faults::default());
     assert!(scene.fetched().await, "it was not sent by the worker");
     assert_eq!(scene.from.asked(from, "stream-p2p-out"), 2);
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_takes_another_worker_too_long_goes_through_the_gateways_and_nothing_of_it_comes_later() {
+    let scene = Scene::with_patience((true, true), Some(Duration::from_millis(300)), make_tree).await;
+    let (from, to) = scene.volumes;
+    scene.from.volumes.set_faults(Faults { hold_transfers: true, ..Faults::default() });
+    assert!(!scene.fetched().await, "it is held");
+    assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (1, 1));
+    assert_eq!(scene.to.asked(to, "stream-in"), 2, "that of the other worker, and that of the gateway");
+
+    // What the other worker sends now, it sends to a volume that is gone.
+    scene.from.volumes.set_faults(Faults::default());
+    let root = scene.to.volumes.path(&to.to_string());
+    let there = crate::trees::scan(&root).expect("it can be read").manifest;
+    assert_eq!(there.entries().len(), scene.manifest.entries().len());
     scene.end().await;
 }
 

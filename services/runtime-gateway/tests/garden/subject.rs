@@ -166,6 +166,10 @@ impl Subject for GardenSubject {
         self.runtime = Some(GardenRuntime::open(config).await.expect("open the runtime again"));
     }
 
+    fn keeps_limits(&self) -> bool {
+        matches!(self.garden, Garden::Ours(_)) && testing::garden::keeps_limits()
+    }
+
     fn spool_bytes(&self) -> u64 {
         SPOOL
     }

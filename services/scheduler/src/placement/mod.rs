@@ -210,9 +210,10 @@ impl Shape {
         if spec.privileged {
             capabilities.push("privileged".into());
         }
-        if spec.limits != Limits::default() {
-            capabilities.push("limits".into());
-        }
+        let Limits { memory_bytes, cpu_millis, pids } = spec.limits;
+        let limits =
+            [(memory_bytes, "limits-memory"), (cpu_millis, "limits-cpu"), (pids, "limits-pids")].into_iter();
+        capabilities.extend(limits.filter(|(limit, _)| limit.is_some()).map(|(_, name)| name.into()));
         if spec.network == Network::Loopback {
             capabilities.push("network-loopback".into());
         }

@@ -68,13 +68,22 @@ async fn elsewhere(
 ) -> Result<Option<Model>, DbErr> {
     let mut failed_on: Vec<FailedThere> = from_json(&row.failed_on)?;
     failed_on.push(FailedThere { worker: WorkerId::from_uuid(worker), failure: failure.clone() });
-    if failed_on.len() >= outcome::MOST_FAULTS {
+    let lasts = |failed: &FailedThere| !outcome::passes(&failed.failure);
+    if failed_on.iter().filter(|failed| lasts(failed)).count() >= outcome::MOST_FAULTS {
         return Ok(None);
     }
-    let row = Model { failed_on: to_json(&failed_on)?, ..row.clone() };
     let mut known = memory::index(txn, config).await?;
-    let never = known.choose(&demand(&row)?, &[]) == Choice::Never;
-    Ok((!never).then_some(row))
+    let mut placeable = |failed_on: &[FailedThere]| {
+        let row = Model { failed_on: to_json(&failed_on)?, ..row.clone() };
+        let never = known.choose(&demand(&row)?, &[]) == Choice::Never;
+        Ok::<_, DbErr>((!never).then_some(row))
+    };
+    if let Some(row) = placeable(&failed_on)? {
+        return Ok(Some(row));
+    }
+    // Those that had no room then may have some now.
+    failed_on.retain(lasts);
+    placeable(&failed_on)
 }
 
 /// How the workload of `row` ends when no worker is left that could take it, if some could not start it.

@@ -1,5 +1,6 @@
 //! Workloads that must start in time, those that begin again, and what their attempts used.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use domain::MarkerId;
@@ -168,6 +169,56 @@ pub(crate) async fn what_was_lost_begins_again_as_often_as_its_spec_allows(datab
     assert_eq!(reason(finished.failure.clone()), "QUEUE_TIMEOUT");
     assert!(at(ended).since(at(queued)) >= waits, "{events:?}");
     assert_eq!(finished.usage, None, "it ended while it waited");
+    scheduler.stop().await;
+}
+
+/// Waits until `gateway` shall carry out an attempt that is none of `attempts`.
+async fn another(gateway: &mut Gateway, attempts: &HashSet<String>) -> pb::RunAttempt {
+    gateway
+        .desires("another attempt", |lease| match &lease.wish {
+            Some(pb::desired_lease::Wish::Run(run)) if !attempts.contains(&run.attempt_id) => {
+                Some(run.clone())
+            }
+            _ => None,
+        })
+        .await
+}
+
+pub(crate) async fn a_worker_that_is_full_is_not_at_fault_and_is_asked_again(database: TestDatabase) {
+    // One fault would do.
+    let scheduler = Running::start(Config { set_aside_after: 1, ..config(&database) }).await;
+    let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let mut attempts = HashSet::new();
+    // Nobody else could take it. More often than faults are forgiven.
+    for _ in 0..12 {
+        let run = another(&mut first, &attempts).await;
+        attempts.insert(run.attempt_id.clone());
+        fail(&scheduler, &run.lease_token, "WORKER_FULL").await;
+    }
+    let worker = scheduler.worker("one").await;
+    assert_eq!((worker.failures, worker.set_aside_until), (0, None));
+
+    // Another one is asked before the first is again.
+    let run = another(&mut first, &attempts).await;
+    attempts.insert(run.attempt_id.clone());
+    let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    fail(&scheduler, &run.lease_token, "WORKER_FULL").await;
+    let (_, run) = second.run(id).await;
+    fail(&scheduler, &run.lease_token, "WORKER_FULL").await;
+    attempts.insert(run.attempt_id);
+    // A fault of one of them leaves the other, which may have room by now.
+    let (found, by_first) = tokio::select! {
+        run = another(&mut first, &attempts) => (run, true),
+        run = another(&mut second, &attempts) => (run, false),
+    };
+    attempts.insert(found.attempt_id.clone());
+    fail(&scheduler, &found.lease_token, "START_FAILED").await;
+    let other = if by_first { &mut second } else { &mut first };
+    let run = another(other, &attempts).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Succeeded);
     scheduler.stop().await;
 }
 

@@ -1,5 +1,6 @@
 //! `Placements.Explain`.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use domain::WorkloadId;
@@ -196,5 +197,45 @@ pub(crate) async fn how_long_it_may_take_is_judged_by_what_came_free(database: T
         expected.push(Duration::try_from(wait).expect("positive"));
     }
     assert!(expected[0] < expected[1], "who comes later waits for longer: {expected:?}");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateways = Vec::new();
+    for (name, can) in [
+        ("all", &["limits-memory", "limits-cpu", "limits-pids"][..]),
+        ("garden", &["limits-memory", "limits-pids"]),
+        ("none", &[]),
+    ] {
+        let mut hello = hello(name);
+        hello.labels.as_mut().expect("labels").capabilities = can.iter().map(ToString::to_string).collect();
+        gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
+    }
+    // What each worker lacks for it.
+    let lacks = async |limits: pb::Limits| {
+        let explained = explain_spec(&scheduler, pb::WorkloadSpec { limits: Some(limits), ..spec() }).await;
+        let lacking = |worker: &pb::WorkerExplanation| {
+            let named = worker.refusals.iter().filter(|refusal| refusal.reason == "CAPABILITY");
+            named.flat_map(|refusal| refusal.labels.clone()).collect::<Vec<_>>().join(" ")
+        };
+        explained
+            .workers
+            .iter()
+            .map(|worker| (worker.worker_name.clone(), lacking(worker)))
+            .collect::<BTreeMap<_, _>>()
+    };
+    let expected = |garden: &str, none: &str| {
+        let all = [("all", ""), ("garden", garden), ("none", none)];
+        BTreeMap::from(all.map(|(name, lacks)| (name.to_owned(), lacks.to_owned())))
+    };
+    let (memory_bytes, cpu_millis, pids) = (1 << 30, 500, 10);
+    let none = pb::Limits::default();
+    assert_eq!(lacks(none).await, expected("", ""));
+    assert_eq!(lacks(pb::Limits { memory_bytes, ..none }).await, expected("", "limits-memory"));
+    assert_eq!(lacks(pb::Limits { pids, ..none }).await, expected("", "limits-pids"));
+    assert_eq!(lacks(pb::Limits { cpu_millis, ..none }).await, expected("limits-cpu", "limits-cpu"));
+    let every = lacks(pb::Limits { memory_bytes, cpu_millis, pids }).await;
+    assert_eq!(every, expected("limits-cpu", "limits-memory limits-cpu limits-pids"));
     scheduler.stop().await;
 }

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use again::{
-    what_an_attempt_used_is_told_and_kept,
+    a_worker_that_is_full_is_not_at_fault_and_is_asked_again, what_an_attempt_used_is_told_and_kept,
     what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
     what_has_started_in_time_may_run_on, what_was_lost_begins_again_as_often_as_its_spec_allows,
     who_must_start_in_time_is_looked_for_in_time,
@@ -29,6 +29,7 @@ use demand::whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_i
 use domain::worker::TicketClaims;
 use domain::{GatewayInstance, MarkerId, VolumeHandle, WorkloadId};
 use explain::{
+    a_limit_that_is_stated_is_asked_for_and_no_other,
     a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
     how_long_it_may_take_is_judged_by_what_came_free,
     many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,
@@ -642,6 +643,7 @@ on_both! {
     what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
     what_has_started_in_time_may_run_on,
     what_was_lost_begins_again_as_often_as_its_spec_allows,
+    a_worker_that_is_full_is_not_at_fault_and_is_asked_again,
     what_an_attempt_used_is_told_and_kept,
     a_new_incarnation_ends_what_ran_in_the_old_one,
     what_a_gateway_does_not_know_is_not_running,
@@ -680,6 +682,7 @@ on_both! {
     what_is_left_in_a_cache_is_its_next_version,
     settling_belongs_to_the_trace_of_the_workload,
     a_store_that_is_away_delays_the_end_and_nothing_else,
+    a_limit_that_is_stated_is_asked_for_and_no_other,
     a_spec_is_explained_and_nothing_comes_of_it,
     whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
     how_long_it_may_take_is_judged_by_what_came_free,

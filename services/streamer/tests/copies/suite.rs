@@ -170,6 +170,7 @@ impl Suite {
             manifest_dir: at("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 4,
+            peer_patience: runtime_gateway::Config::PEER_PATIENCE,
             hold_destruction: false,
         };
         let mut host = host();

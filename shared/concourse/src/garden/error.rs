@@ -71,6 +71,11 @@ impl Error {
         matches!(self, Self::Connection { sent: false, .. })
     }
 
+    /// Whether the worker itself said that it did not do it. What it is said to have tried may have left something.
+    pub fn is_answer(&self) -> bool {
+        !matches!(self, Self::Connection { .. } | Self::Protocol(_) | Self::Refused(_))
+    }
+
     pub(super) fn unsent(source: io::Error) -> Self {
         Self::Connection { sent: false, source }
     }

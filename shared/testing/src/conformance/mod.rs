@@ -11,6 +11,7 @@
 //! `not applicable: …`.
 
 mod containers;
+mod limits;
 mod model;
 mod output;
 mod processes;
@@ -40,11 +41,12 @@ pub use containers::{
     impossible_containers_are_refused, only_known_images_are_run, the_environment_is_what_was_given,
     users_own_what_they_write, volumes_appear_in_volumes, volumes_are_mounted,
 };
+pub use limits::{memory_is_limited, processes_are_limited, processors_are_limited};
 pub use model::a_worker_holds_what_it_was_told_to;
 pub use output::{
-    detaching_lets_a_process_go_on, input_is_taken_once, input_that_is_not_read_waits,
-    output_is_read_from_any_offset, readers_and_waiters_come_and_go, spooled_output_keeps_the_end,
-    unread_output_holds_a_process_back,
+    detaching_lets_a_process_go_on, input_is_taken_once, input_that_is_no_text_arrives_or_is_refused,
+    input_that_is_not_read_waits, output_is_read_from_any_offset, readers_and_waiters_come_and_go,
+    spooled_output_keeps_the_end, unread_output_holds_a_process_back,
 };
 pub use processes::{
     a_process_starts_once, destroying_a_container_kills, exits_are_told, nothing_outlives_its_process,
@@ -52,7 +54,8 @@ pub use processes::{
     unknown_processes_are_not_found,
 };
 pub use signals::{
-    a_stop_is_never_lost, processes_out_of_contact_end, term_ends_a_plain_program, the_stubborn_are_killed,
+    a_stop_is_never_lost, every_signal_arrives_or_is_refused, processes_out_of_contact_end,
+    term_ends_a_plain_program, the_stubborn_are_killed,
 };
 pub use terminals::{terminals_have_a_size_that_changes, terminals_outlive_the_runtime};
 pub use trees::{get, is_directory, lines, put};
@@ -83,6 +86,11 @@ pub trait Subject: Send + Sync {
     /// The root file system of a container, which has the programs in [`programs`].
     async fn root(&self) -> Root {
         Root::Host
+    }
+
+    /// Whether the worker keeps containers to limits that its runtime claims. Not so, where it is a stand-in for one that does.
+    fn keeps_limits(&self) -> bool {
+        true
     }
 
     /// Volumes that the subject made for [`Subject::root`].
@@ -356,10 +364,10 @@ macro_rules! runtime_conformance {
             unknown_processes_are_not_found a_process_starts_once processes_outlive_the_runtime
             processes_keep_their_team
             nothing_outlives_its_process destroying_a_container_kills term_ends_a_plain_program
-            the_stubborn_are_killed a_stop_is_never_lost processes_out_of_contact_end
+            the_stubborn_are_killed every_signal_arrives_or_is_refused memory_is_limited processes_are_limited processors_are_limited a_stop_is_never_lost processes_out_of_contact_end
             output_is_read_from_any_offset unread_output_holds_a_process_back spooled_output_keeps_the_end
             detaching_lets_a_process_go_on readers_and_waiters_come_and_go input_is_taken_once
-            input_that_is_not_read_waits terminals_have_a_size_that_changes terminals_outlive_the_runtime
+            input_that_is_no_text_arrives_or_is_refused input_that_is_not_read_waits terminals_have_a_size_that_changes terminals_outlive_the_runtime
             a_worker_holds_what_it_was_told_to
         }
     };

@@ -8,7 +8,8 @@ use futures::StreamExt;
 use runtime::{Offsets, ProcessEvent, ProcessSpec, ProcessState, RuntimeError};
 
 use super::{
-    RuntimeExt, Subject, claims, exited, in_time, is_signal, on_root, process, programs, read_all, read_until,
+    RuntimeExt, Subject, claims, exited, has, in_time, is_signal, on_root, process, programs, read_all,
+    read_until,
 };
 
 /// Both outputs are read to their ends, from any offset, by any number of readers, also after the end.
@@ -141,6 +142,33 @@ pub async fn input_is_taken_once(mut subject: impl Subject) {
     attachment.input.close_stdin().await.expect("close");
     let said = in_time("the end", read_all(attachment)).await;
     assert_eq!((said.text(), said.ended.as_ref()), ("one two three", Some(&exited(0))));
+}
+
+/// Input of any bytes arrives as it is, or is refused as what the worker cannot send; then none of it has arrived, and what follows does.
+pub async fn input_that_is_no_text_arrives_or_is_refused(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let spec = ProcessSpec { stdin: Stdin::Attached, ..process(&programs::cat()) };
+    let handle = runtime.made(on_root(&subject).await).await;
+    let id = runtime.started(handle, spec).await;
+    let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    attachment.input.stdin(0, Bytes::from_static(b"text")).await.expect("input");
+    read_until(&mut attachment.events, "text").await;
+    let every: Vec<u8> = (0..=255).collect();
+    let said = attachment.input.stdin(4, Bytes::from(every.clone())).await;
+    let (taken, after) = if claims(&*runtime, "binary-input") {
+        said.expect("input");
+        (every, 260)
+    } else {
+        assert!(matches!(said, Err(RuntimeError::Unsupported(_))), "{said:?}");
+        (Vec::new(), 4)
+    };
+    attachment.input.stdin(after, Bytes::from_static(b" more")).await.expect("input");
+    read_until(&mut attachment.events, " more").await;
+    attachment.input.close_stdin().await.expect("close");
+    assert_eq!(runtime.ended(id).await, exited(0));
+    if has(&*runtime, "complete-output") {
+        assert_eq!(runtime.said(id).await.stdout, [b"text", &taken[..], b" more"].concat());
+    }
 }
 
 /// A process that does not read holds its writer back; what it will never read is thrown away.

@@ -21,6 +21,10 @@ scripts! {
     APPEND_AND_WAIT_FOR_ANOTHER = "echo line >> \"$1\"; until [ $(wc -l < \"$1\") -ge 2 ]; do sleep 0.01; done; echo over; exit 7";
     LEAVE_BEHIND = "(trap '' TERM HUP; while :; do echo line >> \"$1\"; sleep 0.005; done) & until [ -s \"$1\" ]; do sleep 0.01; done; exit 0";
     WHEREABOUTS = "pwd; id -u; id -g; stat -c %u .";
+    GREEDY = "head -c $1 /dev/zero | tail -c $1 > /dev/null; exit $?";
+    FORK = "i=0; while [ $i -lt $1 ]; do sleep 1000 > /dev/null 2>&1 & i=$((i+1)); echo $i; done";
+    COMPUTE = "i=0; while [ $i -lt $1 ]; do i=$((i+1)); done";
+    TRAP = "trap 'echo INT' INT; trap 'echo HUP' HUP; trap 'echo USR1; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
     WINDOW = "stty -echo; stty size; while read line && [ $line != end ]; do stty size; done; exit 5";
 }
 
@@ -118,6 +122,30 @@ pub fn environment() -> Vec<String> {
 #[must_use]
 pub fn whereabouts() -> Vec<String> {
     shell(WHEREABOUTS, &[])
+}
+
+/// Holds so many bytes in memory, at least, and exits.
+#[must_use]
+pub fn greedy(bytes: u64) -> Vec<String> {
+    shell(GREEDY, &[&bytes.to_string()])
+}
+
+/// Starts so many processes that it leaves behind, and says how many there are after each.
+#[must_use]
+pub fn fork(processes: u64) -> Vec<String> {
+    shell(FORK, &[&processes.to_string()])
+}
+
+/// Counts so far, and exits.
+#[must_use]
+pub fn compute(rounds: u64) -> Vec<String> {
+    shell(COMPUTE, &[&rounds.to_string()])
+}
+
+/// Says `ready`, then `INT` and `HUP` when it gets these signals, and goes on; by USR1 it says `USR1`, and exits with 3.
+#[must_use]
+pub fn trap() -> Vec<String> {
+    shell(TRAP, &[])
 }
 
 /// Says the size of its terminal, rows first, and says it again for each line that it reads, until one is `end`; then exits with 5.

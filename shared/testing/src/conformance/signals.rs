@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use runtime::{Ended, Offsets, ProcessState};
+use runtime::{Ended, Offsets, ProcessState, RuntimeError};
 
-use super::{RuntimeExt, Subject, claims, in_time, is_signal, on_root, process, programs, read_until};
+use super::{
+    RuntimeExt, Subject, claims, exited, in_time, is_signal, on_root, process, programs, read_until,
+};
 
 /// A program that does nothing about TERM ends by it, though it is alone in its container.
 pub async fn term_ends_a_plain_program(subject: impl Subject) {
@@ -52,6 +54,33 @@ pub async fn the_stubborn_are_killed(subject: impl Subject) {
         let ended = runtime.ended(id).await;
         assert!(is_signal(&*runtime, &ended, 9, true), "{graces:?}: {ended:?}");
     }
+}
+
+/// Every signal reaches the process, or is refused as one that the worker cannot send; then the process goes on, and nothing that it says is lost.
+pub async fn every_signal_arrives_or_is_refused(subject: impl Subject) {
+    let runtime = subject.runtime();
+    let handle = runtime.made(on_root(&subject).await).await;
+    let id = runtime.started(handle, process(&programs::trap())).await;
+    let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    read_until(&mut attachment.events, "ready").await;
+    let signals = [(1, "HUP"), (2, "INT"), (10, "USR1")];
+    if claims(&*runtime, "signals") {
+        for (number, name) in signals {
+            attachment.input.signal(number).await.expect("signal");
+            read_until(&mut attachment.events, name).await;
+        }
+        assert_eq!(runtime.ended(id).await, exited(3));
+        return;
+    }
+    for (number, name) in signals {
+        let refused = attachment.input.signal(number).await;
+        assert!(matches!(refused, Err(RuntimeError::Unsupported(_))), "{name}: {refused:?}");
+    }
+    assert_eq!(runtime.process(id).await.expect("a state"), ProcessState::Started);
+    runtime.stop(id, Duration::ZERO).await.expect("stop");
+    let ended = runtime.ended(id).await;
+    assert!(is_signal(&*runtime, &ended, 9, true), "{ended:?}");
+    assert_eq!(runtime.said(id).await.text(), "ready\n");
 }
 
 /// A stop that comes before the start prevents it; one that comes later ends the process. Never neither.

@@ -46,13 +46,15 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 /// What a near one can do beside what a far one can.
 const NEAR: &str = "replaceable-outputs";
-const FEATURES: [&str; 10] = [
+const FEATURES: [&str; 12] = [
     "stop-after",
     "terminal",
     "durable-output",
     "held-output",
     "complete-output",
     "durable-input",
+    "binary-input",
+    "signals",
     "exit-signals",
     "ends-whole",
     "image-checks",

@@ -92,6 +92,9 @@ pub(super) struct Inner {
     held_back: bool,
     window: Option<Window>,
     ignored: BTreeSet<u8>,
+    /// Signals that it wants to hear of, and those that came and were not heard yet.
+    caught: BTreeSet<u8>,
+    pending: VecDeque<u8>,
     /// The signal that ends it.
     fatal: Option<u8>,
     kill_at: Option<Instant>,
@@ -119,6 +122,10 @@ impl Inner {
     }
 
     fn signal(&mut self, number: u8) {
+        if self.caught.contains(&number) {
+            self.pending.push_back(number);
+            return;
+        }
         let harmless = HARMLESS.contains(&number) || (number != KILL && self.ignored.contains(&number));
         if !harmless {
             self.fatal.get_or_insert(number);
@@ -154,6 +161,8 @@ impl Process {
             held_back: spec.output == OutputMode::Attached,
             window: spec.terminal,
             ignored: BTreeSet::new(),
+            caught: BTreeSet::new(),
+            pending: VecDeque::new(),
             fatal: None,
             kill_at: None,
             stopped: false,
@@ -391,6 +400,15 @@ impl Process {
 
     pub(super) fn ignore(&self, number: u8) {
         self.change(|inner| inner.ignored.insert(number));
+    }
+
+    pub(super) fn catch(&self, numbers: &[u8]) {
+        self.change(|inner| inner.caught.extend(numbers));
+    }
+
+    /// The next signal of those that are caught.
+    pub(super) async fn caught(&self) -> u8 {
+        self.until(|inner| inner.pending.pop_front()).await
     }
 
     pub(super) fn window(&self) -> Option<Window> {

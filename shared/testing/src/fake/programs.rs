@@ -15,6 +15,9 @@ use super::containers::{Container, text};
 use super::process::Process;
 use crate::conformance::programs::{counted, script};
 
+const HUP: u8 = 1;
+const INT: u8 = 2;
+const USR1: u8 = 10;
 const TERM: u8 = 15;
 /// As a shell exits that cannot write where it should.
 const CANNOT_WRITE: u8 = 2;
@@ -35,6 +38,7 @@ pub(super) enum Program {
     LeaveBehind(PathBuf),
     Environment,
     Whereabouts,
+    Trap,
     Window,
 }
 
@@ -92,6 +96,7 @@ impl Program {
             ("APPEND_AND_WAIT_FOR_ANOTHER", [_]) => Self::AppendAndWaitForAnother(path()?),
             ("LEAVE_BEHIND", [_]) => Self::LeaveBehind(path()?),
             ("WHEREABOUTS", []) => Self::Whereabouts,
+            ("TRAP", []) => Self::Trap,
             ("WINDOW", []) => Self::Window,
             _ => return None,
         })
@@ -179,6 +184,20 @@ impl Program {
                 0
             }
             Self::Whereabouts => system.tell_whereabouts().await,
+            Self::Trap => {
+                system.process.catch(&[HUP, INT, USR1]);
+                system.say(Stdout, "ready\n").await;
+                loop {
+                    match system.process.caught().await {
+                        HUP => system.say(Stdout, "HUP\n").await,
+                        INT => system.say(Stdout, "INT\n").await,
+                        _ => {
+                            system.say(Stdout, "USR1\n").await;
+                            return 3;
+                        }
+                    }
+                }
+            }
             Self::Window => system.tell_window().await,
         }
     }

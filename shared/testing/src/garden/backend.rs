@@ -10,11 +10,12 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use super::confine::{self, Confined, Ids};
+use super::groups::{self, Groups};
 use super::process::{Attachment, Process, Start};
-use super::{Manner, State, lock};
+use super::{Break, Manner, State, lock};
 
 /// As a worker has it by default.
-const MOST_CONTAINERS: usize = 250;
+pub(super) const MOST_CONTAINERS: usize = 250;
 /// Of what containerd calls an identifier.
 const LONGEST_NAME: usize = 76;
 /// Of the name of a property, which containerd keeps as a label.
@@ -38,6 +39,10 @@ impl Failure {
     pub(super) fn plain(message: impl Into<String>) -> Self {
         let (handle, process_id, binary) = Default::default();
         Self { status: 500, r#type: "", message: message.into(), handle, process_id, binary }
+    }
+
+    pub(super) fn of_type(r#type: &'static str, message: String) -> Self {
+        Self { r#type, ..Self::plain(message) }
     }
 
     fn no_process(id: &str) -> Self {
@@ -86,6 +91,7 @@ pub(super) struct Container {
     /// The root to which processes are confined.
     root: Option<PathBuf>,
     mounts: Value,
+    pub groups: Groups,
     directory: PathBuf,
     processes: Mutex<BTreeMap<String, Arc<Process>>>,
     exits: Mutex<BTreeMap<String, i32>>,
@@ -120,6 +126,18 @@ impl Container {
         for process in lock(&self.processes).values().filter(|process| lock(&process.exit).is_none()) {
             process.kill(signal);
         }
+    }
+
+    /// Kills what runs in it, of which nobody hears the end.
+    pub(super) fn abandon(&self) {
+        for process in lock(&self.processes).values() {
+            process.break_attachments(Break::End);
+            process.kill(Signal::KILL);
+        }
+    }
+
+    pub(super) fn running(&self) -> usize {
+        lock(&self.processes).len()
     }
 
     fn is_still(&self, within: Duration) -> bool {
@@ -202,6 +220,7 @@ impl Container {
             env,
             dir: &dir,
             confined,
+            entrances: self.groups.entrances().map_err(|error| Failure::plain(error.to_string()))?,
             terminal: spec["tty"]
                 .is_object()
                 .then(|| (side("columns").unwrap_or(80), side("rows").unwrap_or(24))),
@@ -252,7 +271,9 @@ impl Container {
         let manner = state.manner;
         let last_exit = *lock(&self.last_exit);
         // Of whichever process ended last, whatever was asked for.
-        if let (Manner::Containerd, Some(exit)) = (manner, last_exit) {
+        if let (Manner::Containerd, Some(exit), false) =
+            (manner, last_exit, state.forgets_exits.load(Ordering::SeqCst))
+        {
             return Ok(Err(exit));
         }
         if let Some(process) = lock(&self.processes).get(id) {
@@ -314,7 +335,7 @@ impl State {
                 Manner::Houdini => {}
             }
         }
-        if self.manner != Manner::Houdini && containers.len() >= MOST_CONTAINERS {
+        if self.manner != Manner::Houdini && containers.len() >= self.most_containers.load(Ordering::SeqCst) {
             return Err(Failure::plain("max containers reached"));
         }
         let directory = self.directory.path().join(self.next.fetch_add(1, Ordering::SeqCst).to_string());
@@ -322,6 +343,10 @@ impl State {
         let properties = spec["properties"].as_object().into_iter().flatten();
         let properties =
             properties.map(|(key, value)| (key.clone(), value.as_str().unwrap_or_default().to_owned()));
+        let kept = self.manner != Manner::Houdini && groups::can_be_made();
+        let name = format!("gantry-garden-{}-{handle}", self.port);
+        let groups = kept.then(|| Groups::make(&name, &spec["limits"])).transpose();
+        let groups = groups.map_err(|error| Failure::plain(error.to_string()))?.unwrap_or_default();
         let honoured = self.manner == Manner::Guardian;
         let grace = spec["grace_time"].as_u64().filter(|_| honoured).unwrap_or(0);
         let container = Container {
@@ -335,6 +360,7 @@ impl State {
             has_rootfs: !rootfs.is_empty(),
             root: confine::root(spec),
             mounts: spec["bind_mounts"].clone(),
+            groups,
             directory,
             processes: Mutex::default(),
             exits: Mutex::default(),
@@ -349,6 +375,14 @@ impl State {
 
     pub(super) fn lookup(&self, handle: &str) -> Result<Arc<Container>, Failure> {
         lock(&self.containers).get(handle).cloned().ok_or_else(|| self.no_container(handle))
+    }
+
+    /// The same, for what guardian looks for in its depot.
+    pub(super) fn lookup_to_run(&self, handle: &str) -> Result<Arc<Container>, Failure> {
+        self.lookup(handle).map_err(|error| match self.manner {
+            Manner::Guardian => Failure::plain("does not exist"),
+            Manner::Containerd | Manner::Houdini => error,
+        })
     }
 
     fn no_container(&self, handle: &str) -> Failure {

@@ -2,21 +2,23 @@
 //!
 //! It speaks the bytes of the real one, and fails in the words of the backend whose [`Manner`] it has. Its containers are directories and
 //! their processes run on this machine: where the test is root and the container has a root that exists, in that root with its bind mounts
-//! and, but for houdini, as the user that was asked for ([`confine`]); else unconfined and as the test's user. What only guardian implements
+//! and, but for houdini, as the user that was asked for ([`confine`]) and within the limits of memory and processes ([`groups`]); else unconfined and as the test's user. What only guardian implements
 //! for real (files, networks, metrics) is refused, or answered with zeros.
 //!
-//! [`Server::inject`], [`Server::break_attachments`] and [`Server::hold_ended`] make it fail.
+//! [`Server::inject`], [`Server::break_attachments`], [`Server::hold_ended`], [`Server::lose`], [`Server::forget_exits`] and
+//! [`Server::take_no_more`] make it fail.
 
 mod attach;
 mod backend;
 mod confine;
+mod groups;
 mod http;
 mod process;
 mod routes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
@@ -47,6 +49,8 @@ pub enum Fault {
     Delay(Duration),
     /// The answer is this error, with no type.
     Answer(String),
+    /// The answer is an error of this type: `ServiceUnavailableError`, `UnrecoverableError`.
+    AnswerAs(&'static str, String),
     /// The request is carried out, and the answer is this error, with no type: a container that was created and could not be started.
     FailAfter(String),
     /// The answer comes byte for byte.
@@ -79,6 +83,11 @@ impl Default for Times {
     }
 }
 
+/// Whether its containers are kept to their limits here.
+pub fn keeps_limits() -> bool {
+    groups::can_be_made()
+}
+
 /// Processes that have ended.
 #[derive(Default)]
 struct Ended {
@@ -90,6 +99,7 @@ struct Ended {
 
 struct State {
     manner: Manner,
+    port: u16,
     times: Times,
     directory: tempfile::TempDir,
     containers: Mutex<BTreeMap<String, Arc<Container>>>,
@@ -101,6 +111,9 @@ struct State {
     sockets: Mutex<Vec<Weak<TcpStream>>>,
     ended: Mutex<Ended>,
     let_go: Condvar,
+    /// Of whichever process ended.
+    forgets_exits: AtomicBool,
+    most_containers: AtomicUsize,
     stopping: AtomicBool,
 }
 
@@ -137,6 +150,7 @@ impl Server {
         let address = listener.local_addr().expect("an address");
         let state = Arc::new(State {
             manner,
+            port: address.port(),
             times,
             directory: tempfile::tempdir().expect("a directory"),
             containers: Mutex::default(),
@@ -148,6 +162,8 @@ impl Server {
             sockets: Mutex::default(),
             ended: Mutex::default(),
             let_go: Condvar::new(),
+            forgets_exits: AtomicBool::new(false),
+            most_containers: AtomicUsize::new(backend::MOST_CONTAINERS),
             stopping: AtomicBool::new(false),
         });
         let (accepting, reaping) = (Arc::clone(&state), Arc::clone(&state));
@@ -185,6 +201,29 @@ impl Server {
     /// How many processes are held.
     pub fn held(&self) -> usize {
         lock(&self.state.ended).held
+    }
+
+    /// Loses a container with what runs in it, and tells nobody how that ended.
+    pub fn lose(&self, handle: &str) {
+        let lost = lock(&self.state.containers).remove(handle);
+        if let Some(container) = lost {
+            container.abandon();
+        }
+    }
+
+    /// Has it keep no exits, as one of before Concourse 8.0 with containerd: it attaches nobody to what has ended.
+    pub fn forget_exits(&self) {
+        self.state.forgets_exits.store(true, Ordering::SeqCst);
+    }
+
+    /// How many processes run, or have ended and are held.
+    pub fn running(&self) -> usize {
+        lock(&self.state.containers).values().map(|container| container.running()).sum()
+    }
+
+    /// Has it take no more containers than this, those that it has included.
+    pub fn take_no_more(&self, containers: usize) {
+        self.state.most_containers.store(containers, Ordering::SeqCst);
     }
 
     /// Methods and targets of the requests so far.

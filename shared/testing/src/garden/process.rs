@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::confine::Confined;
-use super::{Break, Manner, lock};
+use super::{Break, Manner, groups, lock};
 
 /// Writes that a stream holds. What comes after them is dropped.
 const QUEUE: usize = 4000;
@@ -91,6 +91,8 @@ pub(super) struct Start<'a> {
     pub env: Vec<String>,
     pub dir: &'a Path,
     pub confined: Option<Confined>,
+    /// Of the groups that it is to be in.
+    pub entrances: Vec<File>,
     pub terminal: Option<(u16, u16)>,
 }
 
@@ -123,6 +125,11 @@ impl Process {
         command.args(start.args).current_dir(start.dir);
         if manner != Manner::Houdini {
             command.env_clear();
+        }
+        if !start.entrances.is_empty() {
+            let entrances = start.entrances;
+            // SAFETY: it only writes to files that are open.
+            unsafe { command.pre_exec(move || groups::enter(&entrances)) };
         }
         if let Some(confined) = start.confined {
             // SAFETY: it makes no calls but such as are allowed between fork and exec.
@@ -244,6 +251,12 @@ impl Process {
         }
         attachments.push(attachment);
         self.attached.notify_all();
+    }
+
+    pub(super) fn break_attachments(&self, how: Break) {
+        for attachment in &*lock(&self.attachments) {
+            *lock(&attachment.broken) = Some(how);
+        }
     }
 
     /// The main connection of `attachment` has ended.

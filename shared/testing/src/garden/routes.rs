@@ -82,6 +82,12 @@ pub(super) fn serve(state: &Arc<State>, mut connection: Connection) {
                 }
                 continue;
             }
+            Some(Fault::AnswerAs(r#type, text)) => {
+                if connection.answer(500, JSON, &go_json(&Failure::of_type(r#type, text))).is_err() {
+                    return;
+                }
+                continue;
+            }
             Some(Fault::LoseAnswer) => connection.mute = true,
             Some(Fault::FailAfter(text)) => connection.failing = Some(text),
             Some(Fault::Dribble) => connection.dribble = true,
@@ -176,7 +182,7 @@ type Started = (Arc<Container>, (u64, Arc<super::process::Attachment>), Arc<supe
 
 fn run(state: &Arc<State>, handle: &str, bytes: &[u8]) -> Result<Started, Failure> {
     let spec = body(bytes)?;
-    let container = state.lookup(handle)?;
+    let container = state.lookup_to_run(handle)?;
     let _call = container.call();
     let (stream, attachment) = state.new_attachment();
     let process = container.run(state, &spec, Arc::clone(&attachment)).inspect_err(|_| attachment.close())?;
@@ -186,7 +192,7 @@ fn run(state: &Arc<State>, handle: &str, bytes: &[u8]) -> Result<Started, Failur
 type Attached = (Arc<Container>, Result<Arc<super::process::Process>, i32>);
 
 fn attach(state: &State, handle: &str, id: &str) -> Result<Attached, Failure> {
-    let container = state.lookup(handle)?;
+    let container = state.lookup_to_run(handle)?;
     let found = container.process(id, state)?;
     Ok((container, found))
 }
@@ -209,7 +215,8 @@ fn bulk(state: &State, handles: &str, info: bool) -> Result<Value, Failure> {
 
 fn about(container: &Container) -> Value {
     let properties = lock(&container.properties).clone();
-    json!({"State": "active", "Events": null, "HostIP": "", "ContainerIP": "", "ContainerIPv6": "", "ExternalIP": "",
+    let events = container.groups.ran_out_of_memory().then_some(["oom"]);
+    json!({"State": "active", "Events": events, "HostIP": "", "ContainerIP": "", "ContainerIPv6": "", "ExternalIP": "",
            "ContainerPath": "", "ProcessIDs": null, "Properties": properties, "MappedPorts": null})
 }
 
@@ -226,13 +233,18 @@ fn ordinary(state: &Arc<State>, method: &str, pattern: &str, request: &Request) 
         ("GET", "/containers") => return Ok(json!({"Handles": state.list(&request.query)?})),
         ("POST", "/containers") => return Ok(json!({"Handle": state.create(&body(&request.body)?)?})),
         ("DELETE", "/containers/:") => return state.destroy(part(1)).map(|()| json!({})),
-        // guardian acts on a name, whether or not there is such a container.
-        ("GET", "/containers/:/properties")
-            if state.manner == Manner::Guardian && state.lookup(part(1)).is_err() =>
-        {
-            return Ok(Value::Null);
-        }
         _ => {}
+    }
+    // guardian acts on a name, whether or not there is such a container.
+    if state.manner == Manner::Guardian && state.lookup(part(1)).is_err() {
+        match (method, pattern) {
+            ("GET", "/containers/:/properties") => return Ok(Value::Null),
+            ("PUT", "/containers/:/properties/:") => return Ok(json!({})),
+            ("PUT", "/containers/:/stop") => {
+                return Err(Failure::plain("stop: pid not found for container: does not exist"));
+            }
+            _ => {}
+        }
     }
     let container = state.lookup(part(1))?;
     if pattern.ends_with("/grace_time") {

@@ -1,0 +1,274 @@
+//! How it is told that a process did not start, or did not end by itself: by the words of the worker, and by what it has not got any more.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::workload::{Exit, FailureReason, Limits};
+use domain::{AttemptId, ContainerHandle};
+use runtime::{ContainerSpec, Ended, ProcessSpec, ProcessState, Runtime, RuntimeError};
+use runtime_gateway::garden::GardenConfig;
+use testing::conformance::{RuntimeExt, Subject, in_time, process, programs, put, until, until_lines};
+use testing::garden::{Break, Fault, Manner};
+
+use super::faults::{Bench, is_exit};
+
+const EVERY: [Manner; 3] = [Manner::Containerd, Manner::Guardian, Manner::Houdini];
+
+fn shell(script: &str) -> ProcessSpec {
+    process(&["/bin/sh", "-c", script].map(str::to_owned))
+}
+
+fn reason(ended: &Ended) -> Option<(FailureReason, bool)> {
+    match ended {
+        Ended::NotStarted(failure) => Some((failure.reason, false)),
+        Ended::Unknown(failure) => Some((failure.reason, true)),
+        Ended::Exited { .. } => None,
+    }
+}
+
+/// How a process ended that was not started, whether that is known or not.
+fn not_started(ended: &Ended) -> FailureReason {
+    match reason(ended) {
+        Some((reason, false)) => reason,
+        _ => panic!("{ended:?}"),
+    }
+}
+
+fn unknown(ended: &Ended) -> FailureReason {
+    match reason(ended) {
+        Some((reason, true)) => reason,
+        _ => panic!("{ended:?}"),
+    }
+}
+
+async fn until_started(runtime: &Arc<dyn Runtime>, id: AttemptId) {
+    in_time("a start that is known", async {
+        while runtime.process(id).await.expect("a state") != ProcessState::Started {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_guardian_worker_tells_that_memory_ran_out_and_others_that_something_was_killed() {
+    if !testing::garden::keeps_limits() {
+        eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+        return;
+    }
+    for manner in [Manner::Guardian, Manner::Containerd] {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
+        let spec = ContainerSpec { limits, ..bench.spec.clone() };
+        let told = |exit| Some(Ended::Exited { exit, stopped: false });
+        let said = bench.runtime.ran(spec.clone(), process(&programs::greedy(128 << 20))).await;
+        let out_of_memory = if manner == Manner::Guardian { Exit::OutOfMemory } else { Exit::Code(137) };
+        assert_eq!(said.ended, told(out_of_memory), "{manner:?}");
+        // One that was killed for another reason, in a container of its own.
+        let said = bench.runtime.ran(spec, shell("kill -9 $$")).await;
+        assert_eq!(said.ended, told(Exit::Code(137)), "{manner:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_end_for_want_of_memory_stays_one_though_the_container_is_not_told_about_any_more() {
+    if !testing::garden::keeps_limits() {
+        eprintln!("not applicable: this worker is a stand-in that keeps no limits");
+        return;
+    }
+    let Some(mut bench) = Bench::new(Manner::Guardian).await else { return };
+    let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
+    let handle = bench.runtime.made(ContainerSpec { limits, ..bench.spec.clone() }).await;
+    let id = bench.runtime.started(handle, process(&programs::greedy(128 << 20))).await;
+    let ended = bench.runtime.ended(id).await;
+    assert_eq!(ended, Ended::Exited { exit: Exit::OutOfMemory, stopped: false });
+    drop(bench.runtime);
+    bench.subject.reopen().await;
+    bench.subject.server().inject("/info", Fault::Answer("not today".to_owned()));
+    assert_eq!(bench.subject.runtime().ended(id).await, ended, "it is written down");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_that_the_worker_refuses_is_no_start_whatever_it_says() {
+    let refusals = [
+        Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned()),
+        Fault::AnswerAs("UnrecoverableError", "broken for good".to_owned()),
+        Fault::AnswerAs("SomethingElse", "of a later version".to_owned()),
+        Fault::Answer("not implemented".to_owned()),
+        Fault::Answer("whatever".to_owned()),
+    ];
+    for manner in EVERY {
+        for refusal in refusals.clone() {
+            let Some(bench) = Bench::new(manner).await else { return };
+            bench.inject("/processes", refusal.clone());
+            let handle = bench.runtime.made(bench.spec.clone()).await;
+            let id = bench.runtime.started(handle, process(&programs::append("/out/file"))).await;
+            let ended = bench.runtime.ended(id).await;
+            assert_eq!(not_started(&ended), FailureReason::StartFailed, "{manner:?} {refusal:?}");
+            assert_eq!((bench.runs(), bench.lines().await), (1, 0), "{manner:?} {refusal:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_is_not_available_is_asked_until_it_is() {
+    let Some(bench) = Bench::new(Manner::Guardian).await else { return };
+    let unavailable = || Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned());
+    bench.inject("POST /containers/", unavailable());
+    // Longer than it may take to say that there is no such process.
+    for _ in 0..6 {
+        bench.inject("GET /containers/", unavailable());
+    }
+    let handle = bench.runtime.made(bench.spec.clone()).await;
+    let id = bench.runtime.started(handle, process(&programs::append("/out/file"))).await;
+    assert_eq!(not_started(&bench.runtime.ended(id).await), FailureReason::StartFailed);
+    assert_eq!((bench.runs(), bench.lines().await), (1, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_that_vanished_before_the_start_is_missed_and_nothing_is_said_to_have_run() {
+    for manner in EVERY {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let handle = bench.runtime.made(bench.spec.clone()).await;
+        bench.subject.server().lose(&handle.to_string());
+        let id = AttemptId::new();
+        match bench.runtime.start(handle, id, process(&programs::append("/out/file"))).await {
+            // A guardian worker notes the intent of what it has not got.
+            Ok(()) => {
+                assert_eq!(manner, Manner::Guardian);
+                let ended = bench.runtime.ended(id).await;
+                assert_eq!(not_started(&ended), FailureReason::ContainerNotFound);
+            }
+            Err(error) => {
+                assert_ne!(manner, Manner::Guardian);
+                assert!(matches!(error, RuntimeError::ContainerNotFound(_)), "{manner:?}: {error:?}");
+            }
+        }
+        assert_eq!(bench.lines().await, 0, "{manner:?}");
+        bench.runtime.destroy_container(handle).await.expect("it is gone");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_that_vanished_with_its_process_is_no_end_that_is_known_also_when_it_is_stopped() {
+    for manner in EVERY {
+        for stopped in [false, true] {
+            let Some(bench) = Bench::new(manner).await else { return };
+            let handle = bench.runtime.made(bench.spec.clone()).await;
+            let id = bench.runtime.started(handle, process(&programs::stubborn())).await;
+            until_started(&bench.runtime, id).await;
+            if stopped {
+                bench.runtime.stop(id, Duration::from_secs(1000)).await.expect("stop");
+            }
+            bench.subject.server().lose(&handle.to_string());
+            if stopped {
+                bench.runtime.stop(id, Duration::ZERO).await.expect("stop");
+            }
+            let ended = bench.runtime.ended(id).await;
+            assert_eq!(unknown(&ended), FailureReason::ExitUnknown, "{manner:?} {stopped}: {ended:?}");
+            bench.runtime.stop(id, Duration::ZERO).await.expect("it has ended");
+            bench.runtime.destroy_container(handle).await.expect("it is gone");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_may_have_run_in_a_container_that_vanished_is_not_said_to_have() {
+    for manner in EVERY {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let handle = bench.runtime.made(bench.spec.clone()).await;
+        bench.inject("POST /containers/", Fault::Reset);
+        for _ in 0..3 {
+            bench.inject("GET /containers/", Fault::Reset);
+        }
+        let id = bench.runtime.started(handle, process(&programs::append("/out/file"))).await;
+        until("the run", || bench.runs() == 1).await;
+        bench.subject.server().lose(&handle.to_string());
+        let ended = bench.runtime.ended(id).await;
+        assert_eq!(unknown(&ended), FailureReason::StartUnknown, "{manner:?}: {ended:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_worker_has_no_room_and_takes_more_when_something_goes() {
+    for manner in [Manner::Containerd, Manner::Guardian] {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let at_once = |config| GardenConfig { full_patience: Duration::ZERO, ..config };
+        let hasty: Arc<dyn Runtime> = bench.subject.another(at_once).await.expect("a gateway");
+        let first = bench.runtime.made(bench.spec.clone()).await;
+        bench.subject.server().take_no_more(1);
+        let second = ContainerHandle::new();
+        let refused = hasty.create_container(second, bench.spec.clone()).await;
+        let Err(error @ RuntimeError::Full(_)) = &refused else { panic!("{manner:?}: {refused:?}") };
+        assert_eq!(error.reason(), FailureReason::WorkerFull);
+        assert_eq!(bench.runtime.list().await.expect("list").containers, [first], "{manner:?}");
+        // A gateway that has the patience waits for one to go.
+        let asked =
+            || bench.subject.server().requests().iter().filter(|line| *line == "POST /containers").count();
+        let before = asked();
+        let made = bench.runtime.create_container(second, bench.spec.clone());
+        let goes = async {
+            until("an attempt", || asked() > before).await;
+            hasty.destroy_container(first).await.expect("destroy");
+        };
+        let (made, ()) = in_time("room", async { tokio::join!(made, goes) }).await;
+        made.expect("there is room");
+        assert_eq!(bench.runtime.list().await.expect("list").containers, [second], "{manner:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_runs_for_longer_than_a_call_may_take() {
+    for manner in [Manner::Containerd, Manner::Guardian] {
+        let Some(bench) = Bench::new(manner).await else { return };
+        let request_timeout = Duration::from_millis(400);
+        let soon = |mut config: GardenConfig| {
+            config.settings.request_timeout = request_timeout;
+            config
+        };
+        let runtime: Arc<dyn Runtime> = bench.subject.another(soon).await.expect("a gateway");
+        let handle = runtime.made(bench.spec.clone()).await;
+        let id = runtime.started(handle, shell("echo early; sleep 1.5; echo late; exit 7")).await;
+        let said = runtime.said(id).await;
+        assert_eq!((said.text(), said.gone), ("early\nlate\n", 0), "{manner:?}");
+        assert!(said.ended.is_some_and(|ended| is_exit(&ended, 7)), "{manner:?}");
+        let attached =
+            |line: &&String| line.starts_with("GET") && line.ends_with(&format!("/processes/{id}"));
+        let attached = bench.subject.server().requests().iter().filter(attached).count();
+        assert_eq!(attached, 0, "{manner:?}: by its first connection");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_end_that_an_older_containerd_worker_has_forgotten_is_unknown() {
+    let Some(bench) = Bench::new(Manner::Containerd).await else { return };
+    let server = bench.subject.server();
+    server.forget_exits();
+    // While a gateway is attached, there is nothing to ask for.
+    let handle = bench.runtime.made(bench.spec.clone()).await;
+    let id = bench.runtime.started(handle, shell("exit 7")).await;
+    assert!(is_exit(&bench.runtime.ended(id).await, 7));
+
+    // One that ends while the connection to it is down.
+    let handle = bench.runtime.made(bench.spec.clone()).await;
+    let id =
+        bench.runtime.started(handle, process(&programs::append_and_wait_for_another("/out/file"))).await;
+    until_lines(&*bench.runtime, bench.volume, "file", 1).await;
+    until_started(&bench.runtime, id).await;
+    bench.inject(&format!("/processes/{id}"), Fault::Delay(Duration::from_millis(500)));
+    server.break_attachments(Break::End);
+    put(&*bench.runtime, bench.volume, "file", "line\nline\n").await;
+    until("its end", || server.running() == 0).await;
+    assert_eq!(unknown(&bench.runtime.ended(id).await), FailureReason::ExitUnknown, "it ran");
+    let next: Arc<dyn Runtime> = bench.subject.another(|config| config).await.expect("the next gateway");
+    assert_eq!(unknown(&next.ended(id).await), FailureReason::ExitUnknown, "and stays so");
+
+    // One of which nothing but the intent is known.
+    let before = server.running();
+    bench.inject("POST /containers/", Fault::LoseAnswer);
+    bench.inject("GET /containers/", Fault::Delay(Duration::from_millis(500)));
+    let handle = bench.runtime.made(bench.spec.clone()).await;
+    let id = bench.runtime.started(handle, shell("exit 7")).await;
+    until("its end", || server.running() == before).await;
+    assert_eq!(unknown(&bench.runtime.ended(id).await), FailureReason::StartUnknown);
+}
