@@ -5,11 +5,11 @@
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
-use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use std::{fmt, io};
 
 use http::Uri;
 use hyper_util::rt::TokioIo;
@@ -104,13 +104,15 @@ impl Interceptor for Outgoing {
 /// Of several replicas one is connected to, which is chosen by chance, and when it does not answer or goes away the next one. So each gets
 /// its share of the clients, one may be missing, and streams and calls of one client meet the same process for as long as that lives.
 pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
-    let replicas = parse(address)?;
-    let endpoint = match replicas.as_slice() {
-        [_] => Endpoint::from_shared(address.trim().to_owned()).map_err(|_| malformed(address))?,
+    let replicas = Arc::new(Replicas::new(parse(address)?));
+    let endpoint = match replicas.all.as_slice() {
+        [Replica::Tcp(_)] => {
+            Endpoint::from_shared(address.trim().to_owned()).map_err(|_| malformed(address))?
+        }
         _ => Endpoint::from_static("http://replicas"),
     };
     // Each replica has its own time to answer.
-    let patience = CONNECT_PATIENCE * u32::try_from(replicas.len()).unwrap_or(u32::MAX);
+    let patience = CONNECT_PATIENCE * u32::try_from(replicas.all.len()).unwrap_or(u32::MAX);
     let endpoint = endpoint
         .connect_timeout(patience)
         .initial_stream_window_size(8 << 20)
@@ -118,18 +120,11 @@ pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
         // Without these, a channel whose peer disappeared without a word stays wedged.
         .http2_keep_alive_interval(Duration::from_secs(10))
         .keep_alive_timeout(Duration::from_secs(20))
-        .keep_alive_while_idle(true)
-        .tcp_nodelay(true);
-    let channel = match replicas.len() {
-        1 => endpoint.connect_lazy(),
-        _ => {
-            let replicas = Arc::new(Replicas::new(replicas));
-            endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-                let replicas = replicas.clone();
-                async move { replicas.connect().await.map(TokioIo::new) }
-            }))
-        }
-    };
+        .keep_alive_while_idle(true);
+    let channel = endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+        let replicas = replicas.clone();
+        async move { replicas.connect().await.map(TokioIo::new) }
+    }));
     Ok(InterceptedService::new(channel, outgoing))
 }
 
@@ -148,6 +143,15 @@ enum Replica {
     /// `host:port`.
     Tcp(String),
     Unix(PathBuf),
+}
+
+impl fmt::Display for Replica {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => f.write_str(address),
+            Self::Unix(path) => path.display().fmt(f),
+        }
+    }
 }
 
 fn parse(addresses: &str) -> Result<Vec<Replica>, AddressError> {
@@ -178,18 +182,22 @@ impl Replicas {
         Self { all, next: AtomicUsize::new(chance) }
     }
 
-    /// Connects to the first that answers, each in its turn.
+    /// Connects to the first that answers, each in its turn. An error says of each why it did not.
     async fn connect(&self) -> io::Result<Box<dyn Io>> {
-        let mut failed = None;
+        let (mut kind, mut failed) = (io::ErrorKind::AddrNotAvailable, Vec::with_capacity(self.all.len()));
         for _ in 0..self.all.len() {
-            let turn = self.next.fetch_add(1, Ordering::Relaxed) % self.all.len();
-            let connecting = tokio::time::timeout(CONNECT_PATIENCE, connect(&self.all[turn])).await;
+            let replica = &self.all[self.next.fetch_add(1, Ordering::Relaxed) % self.all.len()];
+            let connecting = tokio::time::timeout(CONNECT_PATIENCE, connect(replica)).await;
             match connecting.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
                 Ok(connection) => return Ok(connection),
-                Err(error) => failed = Some(error),
+                Err(error) => {
+                    kind = error.kind();
+                    // In words, so that who looks for the cause of an error finds this.
+                    failed.push(format!("{replica}: {error}"));
+                }
             }
         }
-        Err(failed.unwrap_or_else(|| io::ErrorKind::AddrNotAvailable.into()))
+        Err(io::Error::new(kind, failed.join(", ")))
     }
 }
 
@@ -239,8 +247,15 @@ mod tests {
         for _ in 0..3 {
             replicas.connect().await.expect("somebody answers");
         }
-        for listener in [first, second] {
+        for listener in [&first, &second] {
             listener.accept().await.expect("it had its turn");
+        }
+
+        let ports = [first, second].map(|listener| listener.local_addr().expect("bound"));
+        let error = replicas.connect().await.err().expect("nobody listens any more");
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        for port in ports {
+            assert!(error.to_string().contains(&format!("{port}: Connection refused")), "{error}");
         }
     }
 

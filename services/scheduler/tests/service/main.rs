@@ -179,7 +179,11 @@ async fn a_workload_waits_for_the_first_worker_and_says_so(database: TestDatabas
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let (_, run) = gateway.run(id).await;
     finish(&scheduler, &run.lease_token, 3).await.expect("finished");
-    assert_eq!(names(&scheduler.watch(id, 0).await), ["queued", "placed", "finished"]);
+    let events = scheduler.watch(id, 0).await;
+    let mut said = names(&events);
+    // Why it waits may be another thing for a moment: that a worker was let in, and not heard yet.
+    said.dedup();
+    assert_eq!(said, ["queued", "placed", "finished"]);
     let finished = scheduler.finished(id).await;
     assert_eq!(finished.outcome(), pb::Outcome::Failed);
     assert_eq!(finished.exit.and_then(|exit| exit.how), Some(pb::exit::How::Code(3)));
