@@ -115,6 +115,9 @@ pub(crate) enum Trespass {
     Seal(Artifact, u8),
     /// To have it as a base resource type.
     PutType(Artifact),
+    /// To give it to a build of the team that it is of.
+    AddOwner(Artifact, u16),
+    RemoveOwner(Artifact, u16),
     EndBuild(u16),
     DeleteBuild(u16),
     AskCache(u8),
@@ -156,6 +159,21 @@ pub(crate) enum Operation {
         upload: u16,
         owner: Option<u16>,
         content: u8,
+    },
+    /// Several at once, all or none.
+    CreateAll {
+        uploads: Vec<u16>,
+        owner: Option<u16>,
+    },
+    /// A build owns these besides whatever owns them, all or none.
+    AddOwner {
+        artifacts: Vec<Artifact>,
+        build: u16,
+    },
+    /// They are taken from a build, all or none.
+    RemoveOwner {
+        artifacts: Vec<Artifact>,
+        build: u16,
     },
     /// A transfer fills an open artifact, or copies a sealed one.
     Plan {
@@ -367,6 +385,9 @@ impl Operation {
                 | Self::DeleteBuild { .. }
                 | Self::Create { .. }
                 | Self::HandOver { .. }
+                | Self::CreateAll { .. }
+                | Self::AddOwner { .. }
+                | Self::RemoveOwner { .. }
                 | Self::Plan { .. }
                 | Self::Progress { .. }
                 | Self::Arrive { .. }

@@ -6,6 +6,7 @@
 mod aside;
 mod caches;
 mod gateways;
+mod owners;
 mod shown;
 mod trespass;
 
@@ -187,6 +188,9 @@ impl World {
                 let artifact = artifact_id(Artifact::Upload(upload));
                 let owner = owner.map(build_id);
                 done(self.ask(|callers| async move { callers.create(artifact, owner).await }).await)
+            }
+            O::CreateAll { .. } | O::AddOwner { .. } | O::RemoveOwner { .. } => {
+                Box::pin(self.perform_on_owners(operation)).await
             }
             O::HandOver { upload, owner, content } => {
                 let request = || pb::CreateArtifactRequest {
