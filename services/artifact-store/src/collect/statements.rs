@@ -1,12 +1,16 @@
-//! A round takes as many statements, with the same texts, however much there is: never one for each row.
+//! A round takes as many statements, with the same texts, however much there is: never one for each row. And what happens between two
+//! statements of a dry run.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use db::Database;
 use domain::{BuildId, CacheId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
-use sea_orm::{ActiveModelTrait, DatabaseConnection, EntityTrait, IntoActiveModel, TransactionTrait};
+use sea_orm::{
+    ActiveModelTrait, ActiveValue::Set, DatabaseConnection, EntityTrait, IntoActiveModel, TransactionTrait,
+};
 use testing::databases::{self, TestDatabase};
 use uuid::Uuid;
 
@@ -107,22 +111,35 @@ fn replica(of: &artifact::Model, worker: WorkerId) -> volume::Model {
     }
 }
 
+fn container(attempt: Uuid, workload: Uuid, worker: WorkerId) -> container::Model {
+    container::Model {
+        handle: Uuid::now_v7(),
+        worker_id: worker.uuid(),
+        state: State::Created,
+        attempt_id: attempt,
+        holder_id: workload,
+        created_at: 1,
+        judged_after: 1,
+        marked_why: None,
+        marked_at: None,
+        touched_at: None,
+        lost_at: None,
+        loss_noticed: false,
+    }
+}
+
+async fn add_worker(db: &Database) -> WorkerId {
+    let id = WorkerId::new();
+    let (incarnation, session, sequence, reported) = (1, 1, 1, 0);
+    add(db, vec![worker::Model { worker_id: id.uuid(), incarnation, session, sequence, reported }]).await;
+    id
+}
+
 /// So much garbage of each kind: what builds owned that let go, or ended by their terms; what caches owned; what nobody did; what is deleted; what
 /// attempts made; what transfers left; workloads, graves and losses that can be forgotten.
 async fn fill(db: &Database, count: usize) {
     db.write(|txn| async move { life::mint(&txn).await }).await.expect("minted");
-    let worker = WorkerId::new();
-    add(
-        db,
-        vec![worker::Model {
-            worker_id: worker.uuid(),
-            incarnation: 1,
-            session: 1,
-            sequence: 1,
-            reported: 0,
-        }],
-    )
-    .await;
+    let worker = add_worker(db).await;
     let (mut artifacts, mut volumes, mut owners, mut tombstones) = (vec![], vec![], vec![], vec![]);
     let (mut builds, mut holders, mut attempts, mut containers) = (vec![], vec![], vec![], vec![]);
     let (mut resource_caches, mut task_caches, mut uses, mut graves) = (vec![], vec![], vec![], vec![]);
@@ -223,20 +240,7 @@ async fn fill(db: &Database, count: usize) {
             attempt_id: Some(attempt),
             ..new_volume(VolumeHandle::new(), worker, Purpose::Input, 1, Timestamp(1))
         });
-        let made = container::Model {
-            handle: Uuid::now_v7(),
-            worker_id: worker.uuid(),
-            state: State::Created,
-            attempt_id: attempt,
-            holder_id: workload,
-            created_at: 1,
-            judged_after: 1,
-            marked_why: None,
-            marked_at: None,
-            touched_at: None,
-            lost_at: None,
-            loss_noticed: false,
-        };
+        let made = container(attempt, workload, worker);
         // One of which nothing is left, and one that goes on, whose container is lost.
         let (empty, going_on) = (Uuid::now_v7(), Uuid::now_v7());
         let other = |attempt_id, ended_at: Option<i64>| attempt::Model {
@@ -334,6 +338,77 @@ async fn a_round_takes_as_many_statements_however_much_there_is(few: TestDatabas
         assert!(other.is_empty(), "what {what} asks depends on how much there is: {other:#?}");
         assert_eq!(few.len(), many.len(), "{what} takes more statements for more rows");
         assert!(!few.is_empty());
-        println!("{what}: {} statements, {} texts, of {FEW} and {MANY} of each", few.len(), of_few.len());
+        eprintln!("{what}: {} statements, {} texts, of {FEW} and {MANY} of each", few.len(), of_few.len());
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_container_is_told_once_though_its_attempt_moves_meanwhile_on_sqlite() {
+    a_container_is_told_once_though_its_attempt_moves_meanwhile(databases::sqlite()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_container_is_told_once_though_its_attempt_moves_meanwhile_on_postgres() {
+    a_container_is_told_once_though_its_attempt_moves_meanwhile(databases::postgres().await).await;
+}
+
+async fn a_container_is_told_once_though_its_attempt_moves_meanwhile(database: TestDatabase) {
+    // More than a dry run reads at once.
+    const ATTEMPTS: i64 = 1200;
+    let db = Database::connect::<Schema>(&database.url).await.expect("a database");
+    let (worker, workload) = (add_worker(&db).await, WorkloadId::new().uuid());
+    add(
+        &db,
+        vec![holder::Model {
+            holder_id: workload,
+            team: TEAM.to_owned(),
+            created_at: 1,
+            settled_at: None,
+            look_at: 3,
+        }],
+    )
+    .await;
+    let attempts = (0..ATTEMPTS).map(|number| attempt::Model {
+        attempt_id: Uuid::now_v7(),
+        holder_id: workload,
+        worker_id: Some(worker.uuid()),
+        ended_at: Some(2),
+        look_at: Some(3 + number),
+    });
+    let attempts: Vec<_> = attempts.collect();
+    let containers = attempts.iter().map(|row| container(row.attempt_id, workload, worker)).collect();
+    let first = attempts[0].attempt_id;
+    add(&db, attempts).await;
+    add(&db, containers).await;
+
+    // Before anything else is read, the first attempt goes behind all others.
+    let (url, has_moved) = (database.url.clone(), AtomicBool::new(false));
+    let mut connection = sea_orm::Database::connect(&database.url).await.expect("the database");
+    connection.set_metric_callback(move |info| {
+        if info.statement.sql.contains("FROM attempts WHERE look_at")
+            && !has_moved.swap(true, Ordering::Relaxed)
+        {
+            let url = url.clone();
+            let moves = std::thread::spawn(move || move_attempt(&url, first));
+            tokio::task::block_in_place(|| moves.join().expect("moved"));
+        }
+    });
+    let told = dry::round(&connection, &settings(), usize::MAX).await.expect("read");
+    let ids: BTreeSet<_> = told.iter().map(|collected| collected.id).collect();
+    assert_eq!((told.len(), ids.len()), (1200, 1200));
+}
+
+/// Gives an attempt another look, from beside whoever reads.
+fn move_attempt(url: &str, attempt: Uuid) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let connection = sea_orm::Database::connect(url).await.expect("the database");
+        let row = attempt::ActiveModel {
+            attempt_id: Set(attempt),
+            look_at: Set(Some(10_000)),
+            ..Default::default()
+        };
+        row.update(&connection).await.expect("moved");
+        connection.close().await.expect("closed");
+    });
 }

@@ -31,6 +31,9 @@ on_both_databases! {
     what_a_worker_has_goes_with_it_or_with_the_next,
     owners_are_given_and_taken_while_others_let_go,
     what_was_dropped_stays_so_beside_another_replica,
+    a_worker_that_is_forgotten_again_and_again_takes_no_time,
+    what_was_made_for_an_attempt_goes_when_somebody_says_so,
+    what_is_set_aside_alone_keeps_its_worker_from_being_forgotten,
 }
 
 /// How often something is tried that depends on timing.
@@ -399,6 +402,8 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
             Prepare { workload: 1, attempt: 1, worker: 0, make: Now },
             Collect,
         ]),
+        // Once more: it stays what it was.
+        Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
         Prepared { workload: 1, attempt: 0 },
         DeleteTask { task: 0 },
         Collect,
@@ -474,5 +479,59 @@ async fn what_was_dropped_stays_so_beside_another_replica(database: TestDatabase
     // They go altogether, and come back.
     operations.extend([DeleteBuild { build: 0 }, Collect]);
     operations.extend((0..2).map(|number| Undelete { artifact: Upload(number), owner: None, keep: 20 }));
+    replay(database, &operations).await;
+}
+
+/// Each time moves the clock by a little.
+async fn a_worker_that_is_forgotten_again_and_again_takes_no_time(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)).into_iter().take(2));
+    operations.push(Advance { seconds: 59 });
+    operations.extend((0..120).map(|_| ForgetWorker { worker: 2, force: true }));
+    operations.push(Progress { transfer: 0 });
+    replay(database, &operations).await;
+}
+
+async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
+    let prepare = Prepare { workload: 1, attempt: 0, worker: 0, make: Now };
+    let volume = |which, gateway| MarkVolume { workload: 1, attempt: 0, which, gateway };
+    operations.extend([
+        prepare.clone(),
+        Fail { workload: 1, attempt: 0 },
+        Collect,
+        prepare.clone(),
+        Prepared { workload: 1, attempt: 0 },
+        // Its container is in the way, and then it is not.
+        volume(0, true),
+        MarkContainer { workload: 1, attempt: 0, gateway: false },
+        Prepared { workload: 1, attempt: 0 },
+        volume(0, false),
+        Sweep { worker: 0, destroy: true },
+        prepare,
+        Prepared { workload: 1, attempt: 0 },
+        Finish { workload: 1, attempt: 0, content: 2 },
+        Together(vec![settle(1, 2, 0), Fail { workload: 1, attempt: 0 }, Collect]),
+        MarkContainer { workload: 1, attempt: 0, gateway: true },
+        Collect,
+    ]);
+    // Who came too late finds nothing of it, and a candidate that went before is not settled.
+    replay_but(database, 1, &operations).await;
+}
+
+async fn what_is_set_aside_alone_keeps_its_worker_from_being_forgotten(database: TestDatabase) {
+    let operations = [
+        Stray { worker: 0, upload: 0, content: 1 },
+        NewLife { worker: 0 },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: 0, way: Once },
+        ForgetWorker { worker: 0, force: false },
+        PurgeAside { which: 0 },
+        ForgetWorker { worker: 0, force: false },
+    ];
     replay(database, &operations).await;
 }

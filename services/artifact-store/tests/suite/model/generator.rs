@@ -547,14 +547,15 @@ impl Generator {
         if self.chance(95) {
             script.push(Operation::Accept { workload, pins: pins.clone(), build });
         }
+        let mut tasks = Vec::new();
         if self.chance(25) {
-            let mut tasks: Vec<_> = (0..1 + self.below(2)).map(|_| self.below(TASKS)).collect();
+            tasks.extend((0..1 + self.below(2)).map(|_| self.below(TASKS)));
             tasks.sort_unstable();
             tasks.dedup();
             if self.chance(50) {
                 script.extend(tasks.iter().map(|task| Operation::AskTask { task: *task }));
             }
-            script.push(Operation::UseTasks { workload, tasks });
+            script.push(Operation::UseTasks { workload, tasks: tasks.clone() });
         }
         let mut attempt = 0;
         let mut candidate = None;
@@ -567,6 +568,18 @@ impl Generator {
             }
             let make = if self.chance(85) { Make::Now } else { Make::Later };
             script.push(Operation::Prepare { workload, attempt, worker, make });
+            if let Some((task, (artifact, _))) = tasks.first().copied().zip(self.some_sealed())
+                && self.chance(50)
+            {
+                // It is asked for once more, and there is another version.
+                script.push(Operation::PublishTask { task, artifact });
+                script.push(Operation::Prepare { workload, attempt, worker, make });
+            }
+            if self.chance(8) {
+                // Its disk is full, and then it is not.
+                script.push(Operation::Fail { workload, attempt });
+                script.push(Operation::Prepare { workload, attempt, worker, make });
+            }
             if make == Make::Later && self.chance(60) {
                 script.push(Operation::Make { worker });
             }
@@ -579,6 +592,14 @@ impl Generator {
             candidate = self.chance(80).then(|| self.content());
             if let Some(content) = candidate {
                 script.push(Operation::Finish { workload, attempt, content });
+            }
+            if self.chance(10) {
+                let gateway = self.chance(50);
+                script.push(Operation::MarkContainer { workload, attempt, gateway });
+            }
+            if self.chance(10) {
+                let (which, gateway) = (self.below(4), self.chance(50));
+                script.push(Operation::MarkVolume { workload, attempt, which, gateway });
             }
             if self.chance(80) {
                 break;
@@ -720,6 +741,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 53, "{made:?}");
+        assert_eq!(made.len(), 56, "{made:?}");
     }
 }

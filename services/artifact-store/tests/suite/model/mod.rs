@@ -158,7 +158,14 @@ impl Run {
     ///
     /// On the heap, as is every call of the store: together they would be more than what a test's stack has.
     fn step<'a>(&'a mut self, operation: &'a Operation) -> BoxFuture<'a, Result<(), Violation>> {
-        Box::pin(self.apply(operation))
+        Box::pin(async move {
+            self.apply(operation).await?;
+            // What the model does not know of the time must stay less than what it counts in.
+            match self.world.is_ahead() {
+                true => self.apply(&Operation::Advance { seconds: 1 }).await,
+                false => Ok(()),
+            }
+        })
     }
 
     async fn apply(&mut self, operation: &Operation) -> Result<(), Violation> {

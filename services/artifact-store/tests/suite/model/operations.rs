@@ -296,6 +296,24 @@ pub(crate) enum Operation {
         workload: u16,
         attempt: u8,
     },
+    /// Its gateway could not make it.
+    Fail {
+        workload: u16,
+        attempt: u8,
+    },
+    /// Its container shall go, says its gateway, or an operator.
+    MarkContainer {
+        workload: u16,
+        attempt: u8,
+        gateway: bool,
+    },
+    /// The same of one of its volumes.
+    MarkVolume {
+        workload: u16,
+        attempt: u8,
+        which: u8,
+        gateway: bool,
+    },
     Collect,
     /// A gateway takes a token, and lists what its worker holds.
     BeginReport {
@@ -414,15 +432,19 @@ impl Operation {
                 | Self::Settle { .. }
                 | Self::EndAttempt { .. }
                 | Self::Touch { .. }
+                | Self::Fail { .. }
+                | Self::MarkContainer { .. }
+                | Self::MarkVolume { .. }
                 | Self::ForgetWorker { .. }
                 | Self::Trespass(_)
         )
     }
 
     /// Whether it may happen beside others: what changes a worker's disk by itself is done in turn, and so is that of which nothing would tell
-    /// what it came before: the end of a use, and the loss of replicas.
+    /// what it came before: the end of a use, and the loss of replicas. What another team may depends on what was there before it tried.
     pub(crate) fn may_be_joined(&self) -> bool {
-        (self.may_be_repeated() && !matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. }))
+        let in_turn = matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. } | Self::Trespass(_));
+        (self.may_be_repeated() && !in_turn)
             || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
             || matches!(self, Self::Describe { .. } | Self::AdoptAside { .. } | Self::PurgeAside { .. })
     }

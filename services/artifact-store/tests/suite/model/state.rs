@@ -9,6 +9,7 @@ mod accept;
 mod aside;
 mod base;
 mod caches;
+mod disposal;
 mod owners;
 mod trespass;
 mod workers;
@@ -119,6 +120,12 @@ pub(crate) enum Outcome {
     NotReported {
         refusal: Refusal,
         standing: Standing,
+    },
+    /// Whether these shall go.
+    Disposed {
+        containers: Vec<Uuid>,
+        volumes: Vec<Uuid>,
+        answer: Result<(), Refusal>,
     },
     /// What was handed out, in its order.
     Swept(Vec<Uuid>),

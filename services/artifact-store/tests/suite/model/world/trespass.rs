@@ -38,6 +38,22 @@ impl World {
     async fn attempt_to(&self, callers: Callers, state: &State, tried: Trespass) -> Answer<Option<bool>> {
         use Trespass as T;
         let answer = match tried {
+            // What is a worker's is every team's.
+            T::Get(artifact)
+            | T::Locate(artifact)
+            | T::Pin(artifact)
+            | T::Plan(artifact, _)
+            | T::Prepare(artifact, _)
+            | T::PutType(artifact)
+                if state.held_by_workers().any(|(held, _)| held == artifact) =>
+            {
+                return Ok(None);
+            }
+            T::AdoptBytes(content)
+                if state.held_by_workers().any(|(held, _)| state.sealed(held) == Some(content)) =>
+            {
+                return Ok(None);
+            }
             T::Get(_)
             | T::Locate(_)
             | T::AdoptBytes(_)
