@@ -105,7 +105,7 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
 }
 
 #[test]
-fn what_is_only_on_a_worker_that_lands_is_at_risk() {
+fn what_is_only_on_a_worker_that_lands_is_stalled_or_lost_is_at_risk() {
     if !may_run_containers() {
         return;
     }
@@ -119,6 +119,21 @@ fn what_is_only_on_a_worker_that_lands_is_at_risk() {
     assert!(at_risk().contains(artifact), "{}", at_risk());
     assert_eq!(suite.succeed(&["unland", "one"]), "worker one: running\n");
     assert!(!at_risk().contains(artifact), "{}", at_risk());
+
+    let mut suite = suite;
+    suite.kill("one");
+    for state in ["stalled", "lost"] {
+        wait_for(&format!("a worker that is {state}"), || {
+            (json(&suite, &["show", "worker", "one"])["state"] == state).then_some(())
+        });
+        let at_risk = suite.succeed(&["list", "artifacts", "--at-risk"]);
+        assert!(at_risk.contains(artifact), "{state}: {at_risk}");
+    }
+    suite.spawn("one");
+    suite.attended("one", "one");
+    wait_for("nothing at risk", || {
+        (!suite.succeed(&["list", "artifacts", "--at-risk"]).contains(artifact)).then_some(())
+    });
 }
 
 #[test]

@@ -36,6 +36,8 @@ mod graves;
 mod holders;
 mod losses;
 mod pace;
+#[cfg(test)]
+mod statements;
 
 use std::collections::HashMap;
 use std::sync::Arc;

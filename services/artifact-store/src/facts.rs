@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
+use sea_orm::sea_query::Values;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter,
     QueryOrder, QuerySelect, Statement,
@@ -142,18 +143,19 @@ impl From<&artifact::Model> for JudgedArtifact {
     }
 }
 
+/// That something of this kind holds an artifact.
+#[derive(FromQueryResult)]
+struct Hold {
+    artifact_id: Uuid,
+    kind: String,
+}
+
 /// What is known of artifacts, in their order.
 pub(crate) async fn artifacts(
     conn: &impl ConnectionTrait,
     rows: &[JudgedArtifact],
     now: Timestamp,
 ) -> Result<Vec<ArtifactFacts>, DbErr> {
-    #[derive(FromQueryResult)]
-    struct Hold {
-        artifact_id: Uuid,
-        kind: String,
-    }
-
     if rows.is_empty() {
         return Ok(Vec::new());
     }
@@ -178,26 +180,19 @@ pub(crate) async fn artifacts_without(
     now: Timestamp,
     gone: &Gone,
 ) -> Result<Vec<ArtifactFacts>, DbErr> {
-    #[derive(FromQueryResult)]
-    struct Hold {
-        artifact_id: Uuid,
-        kind: String,
-        id: Uuid,
-    }
-
     if rows.is_empty() {
         return Ok(Vec::new());
     }
+    let backend = conn.get_database_backend();
     let ids = rows.iter().map(|row| row.artifact_id);
-    let sql = "SELECT h.artifact_id AS artifact_id, h.kind AS kind, h.id AS id FROM (HOLDS) h";
-    let holds = Hold::find_by_statement(statement(conn, sql, now, None, ids)).all(conn).await?;
-    let holds = holds.iter().filter(|hold| match hold.kind.as_str() {
-        "build" => !gone.builds.contains(&hold.id),
-        "resource cache" | "task cache" => !gone.caches.contains(&hold.id),
-        "volume" => !gone.volumes.contains(&hold.id),
-        _ => true,
-    });
-    Ok(held(rows, holds.map(|hold| (hold.artifact_id, hold.kind.as_str()))))
+    // However many hold one, and however many of them would be gone: a row is answered for each kind.
+    let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h WHERE h.id NOT IN (GONE)";
+    let sql = sql.replace("GONE", &ids::query(backend, 3));
+    let mut asked = statement(conn, &sql, now, None, ids);
+    let gone = gone.builds.iter().chain(&gone.caches).chain(&gone.volumes).copied();
+    asked.values.get_or_insert_with(|| Values(Vec::new())).0.push(ids::value(backend, gone));
+    let holds = Hold::find_by_statement(asked).all(conn).await?;
+    Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
 }
 
 /// What is known of artifacts that these kinds of things hold.

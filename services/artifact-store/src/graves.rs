@@ -2,15 +2,14 @@
 
 use std::time::Duration;
 
+use db::rows::Column;
 use domain::Timestamp;
-use sea_orm::{ActiveValue::Set, DatabaseTransaction, DbErr, EntityTrait};
+use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, Statement};
+use serde::Serialize;
 use uuid::Uuid;
 
-use crate::entity::{ALL_TEAMS, GraveKind, grave, resource_cache, task_cache};
+use crate::entity::{ALL_TEAMS, GraveKind, resource_cache, task_cache};
 use crate::rules::CacheWent;
-
-/// How many graves are dug by one statement.
-const BATCH: usize = 1000;
 
 /// What is written of something that is gone.
 #[derive(Debug, Clone)]
@@ -63,21 +62,46 @@ pub(crate) async fn dig(
     now: Timestamp,
     tombstone: Duration,
 ) -> Result<(), DbErr> {
-    for some in gone.chunks(BATCH) {
-        let rows = some.iter().map(|epitaph| grave::ActiveModel {
-            id: Set(epitaph.id),
-            kind: Set(epitaph.kind),
-            team: Set(epitaph.team.clone()),
-            label: Set(epitaph.label.clone()),
-            marked_why: Set(epitaph.marked_why.clone()),
-            marked_at: Set(epitaph.marked_at),
-            gone_at: Set(now.0),
-            look_at: Set((now + tombstone).0),
-        });
-        grave::Entity::insert_many(rows)
-            .on_conflict_do_nothing_on([grave::Column::Id])
-            .exec_without_returning(txn)
-            .await?;
+    if gone.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let rows = gone.iter().map(|epitaph| Row {
+        id: epitaph.id,
+        kind: epitaph.kind.to_value(),
+        team: epitaph.team.as_deref(),
+        label: &epitaph.label,
+        marked_why: epitaph.marked_why.as_deref(),
+        marked_at: epitaph.marked_at,
+    });
+    let rows = db::rows::value(&rows.collect::<Vec<_>>())?;
+    let backend = txn.get_database_backend();
+    // SQLite takes ON CONFLICT for a part of the query without a condition.
+    let sql = format!(
+        "INSERT INTO graves (id, kind, team, label, marked_why, marked_at, gone_at, look_at)
+         SELECT id, kind, team, label, marked_why, marked_at, $2, $3 FROM ({}) AS gone WHERE TRUE
+         ON CONFLICT (id) DO NOTHING",
+        db::rows::query(backend, 1, &ROW)
+    );
+    let values = [rows, now.0.into(), (now + tombstone).0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
+
+/// A row of graves that is added.
+#[derive(Serialize)]
+struct Row<'a> {
+    id: Uuid,
+    kind: String,
+    team: Option<&'a str>,
+    label: &'a str,
+    marked_why: Option<&'a str>,
+    marked_at: Option<i64>,
+}
+
+const ROW: [(&str, Column); 6] = [
+    ("id", Column::Uuid),
+    ("kind", Column::Text),
+    ("team", Column::Text),
+    ("label", Column::Text),
+    ("marked_why", Column::Text),
+    ("marked_at", Column::Integer),
+];

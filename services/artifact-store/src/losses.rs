@@ -9,12 +9,14 @@
 
 use std::collections::{HashMap, HashSet};
 
+use db::rows::Column;
 use domain::{BuildId, ContainerHandle, Timestamp, VolumeHandle, WorkloadId};
 use sea_orm::sea_query::{Expr, ExprTrait};
 use sea_orm::{
-    ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
-    QueryFilter, QueryOrder, QuerySelect,
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
+    QuerySelect, Statement,
 };
+use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -28,9 +30,6 @@ use crate::sweep::jittered;
 
 /// How many losses are read at a time.
 const PAGE: u64 = 100;
-
-/// How many are written by one statement.
-const BATCH: usize = 1000;
 
 /// Something that was lost.
 #[derive(Debug, Clone)]
@@ -78,25 +77,46 @@ pub(crate) async fn append(txn: &DatabaseTransaction, lost: &[Lost], now: Timest
         .await?;
     let newest = raised.first().map(|row| row.losses);
     let newest = newest.ok_or_else(|| DbErr::RecordNotFound("the row of the store".to_owned()))?;
-    let mut revisions = newest - count + 1..;
-    for some in lost.chunks(BATCH) {
-        let rows = some.iter().zip(&mut revisions).map(|(lost, revision)| {
-            let row = loss::Model {
-                revision,
-                worker_id: lost.worker,
-                volume: lost.volume,
-                container: lost.container,
-                artifact_id: lost.artifact,
-                attempt_id: lost.attempt,
-                lost_at: lost.lost_at.unwrap_or(now.0),
-                noticed_at: now.0,
-            };
-            row.into_active_model().reset_all()
-        });
-        loss::Entity::insert_many(rows).exec_without_returning(txn).await?;
-    }
-    Ok(())
+    let rows = lost.iter().zip(newest - count + 1..).map(|(lost, revision)| Row {
+        revision,
+        worker: lost.worker,
+        volume: lost.volume,
+        container: lost.container,
+        artifact: lost.artifact,
+        attempt: lost.attempt,
+        lost_at: lost.lost_at.unwrap_or(now.0),
+    });
+    let rows = db::rows::value(&rows.collect::<Vec<_>>())?;
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "INSERT INTO losses (revision, worker_id, volume, container, artifact_id, attempt_id, lost_at, noticed_at)
+         SELECT revision, worker, volume, container, artifact, attempt, lost_at, $2 FROM ({}) AS lost",
+        db::rows::query(backend, 1, &ROW)
+    );
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, [rows, now.0.into()])).await.map(drop)
 }
+
+/// A row of losses that is added.
+#[derive(Serialize)]
+struct Row {
+    revision: i64,
+    worker: Uuid,
+    volume: Option<Uuid>,
+    container: Option<Uuid>,
+    artifact: Option<Uuid>,
+    attempt: Option<Uuid>,
+    lost_at: i64,
+}
+
+const ROW: [(&str, Column); 7] = [
+    ("revision", Column::Integer),
+    ("worker", Column::Uuid),
+    ("volume", Column::Uuid),
+    ("container", Column::Uuid),
+    ("artifact", Column::Uuid),
+    ("attempt", Column::Uuid),
+    ("lost_at", Column::Integer),
+];
 
 /// A loss, with what depends on it when it is told.
 #[derive(Debug, Clone)]

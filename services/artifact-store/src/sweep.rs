@@ -135,7 +135,7 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
         .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
         .col_expr(volume::Column::ClaimedUntil, Expr::value(None::<i64>))
         .col_expr(volume::Column::LossNoticed, Expr::value(false))
-        .filter(volume::Column::Handle.is_in(handles.iter().copied()))
+        .filter(ids::among(txn.get_database_backend(), "handle", handles.iter().copied()))
         .filter(volume::Column::State.ne(State::Sweeping))
         .exec(txn)
         .await

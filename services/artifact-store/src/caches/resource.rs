@@ -15,6 +15,7 @@ use crate::artifacts::Located;
 use crate::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::facts;
 use crate::graves::{self, Epitaph};
+use crate::ids;
 use crate::owners::{self, OwnerEnded};
 use crate::pins::{self, HolderError};
 use crate::rules::CacheWent;
@@ -443,15 +444,9 @@ pub(crate) async fn delete(
 
 /// Removes the rows of caches that are locked.
 pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result<(), DbErr> {
-    cache_use::Entity::delete_many()
-        .filter(cache_use::Column::CacheId.is_in(caches.iter().copied()))
-        .exec(txn)
-        .await?;
-    resource_cache::Entity::delete_many()
-        .filter(resource_cache::Column::CacheId.is_in(caches.iter().copied()))
-        .exec(txn)
-        .await
-        .map(drop)
+    let those = || ids::among(txn.get_database_backend(), "cache_id", caches.iter().copied());
+    cache_use::Entity::delete_many().filter(those()).exec(txn).await?;
+    resource_cache::Entity::delete_many().filter(those()).exec(txn).await.map(drop)
 }
 
 /// Gives every claim at least a full `term` from `now`: its maker could perhaps not renew it.

@@ -18,6 +18,7 @@ use super::{HandOverError, hand_over, let_go, with_bytes};
 use crate::artifacts::{self, Located};
 use crate::entity::{ArtifactState, artifact, task_cache, task_cache_use};
 use crate::graves::{self, Epitaph};
+use crate::ids;
 use crate::rules::CacheWent;
 use crate::units::micros;
 
@@ -245,7 +246,7 @@ pub(crate) async fn in_use(conn: &impl ConnectionTrait, caches: &[Uuid]) -> Resu
         .select_only()
         .column(task_cache_use::Column::CacheId)
         .distinct()
-        .filter(task_cache_use::Column::CacheId.is_in(caches.iter().copied()))
+        .filter(ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied()))
         .into_tuple()
         .all(conn)
         .await?;
@@ -327,14 +328,9 @@ pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result
     if caches.is_empty() {
         return Ok(0);
     }
-    task_cache_use::Entity::delete_many()
-        .filter(task_cache_use::Column::CacheId.is_in(caches.iter().copied()))
-        .exec(txn)
-        .await?;
-    let gone = task_cache::Entity::delete_many()
-        .filter(task_cache::Column::CacheId.is_in(caches.iter().copied()))
-        .exec(txn)
-        .await?;
+    let those = || ids::among(txn.get_database_backend(), "cache_id", caches.iter().copied());
+    task_cache_use::Entity::delete_many().filter(those()).exec(txn).await?;
+    let gone = task_cache::Entity::delete_many().filter(those()).exec(txn).await?;
     Ok(gone.rows_affected)
 }
 

@@ -196,24 +196,26 @@ async fn forget(
     if attempts.is_empty() {
         return Ok(Vec::new());
     }
+    let backend = txn.get_database_backend();
+    let of_attempts = || ids::among(backend, "attempt_id", attempts.iter().copied());
     let of_containers: Vec<Uuid> = container::Entity::find()
         .select_only()
         .column(container::Column::AttemptId)
-        .filter(container::Column::AttemptId.is_in(attempts.iter().copied()))
+        .filter(of_attempts())
         .into_tuple()
         .all(txn)
         .await?;
     let of_volumes: Vec<Uuid> = volume::Entity::find()
         .select_only()
         .column(volume::Column::AttemptId)
-        .filter(volume::Column::AttemptId.is_in(attempts.iter().copied()))
+        .filter(of_attempts())
         .filter(volume::Column::Purpose.ne(Purpose::Replica))
         .into_tuple()
         .all(txn)
         .await?;
     let left: HashSet<_> = of_containers.into_iter().chain(of_volumes).collect();
     let gone = attempts.iter().copied().filter(|attempt| !left.contains(attempt));
-    attempt::Entity::delete_many().filter(attempt::Column::AttemptId.is_in(gone)).exec(txn).await?;
+    attempt::Entity::delete_many().filter(ids::among(backend, "attempt_id", gone)).exec(txn).await?;
     let look = Look::At(settings.now + FORGOTTEN_LATER);
     Ok(left.into_iter().map(|attempt| (attempt, look)).collect())
 }

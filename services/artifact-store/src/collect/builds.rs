@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use domain::Timestamp;
 use sea_orm::sea_query::{Expr, ExprTrait};
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, EntityTrait, FromQueryResult,
-    QueryFilter, Statement, Value,
+    ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    Statement, Value,
 };
 use uuid::Uuid;
 
@@ -53,7 +53,7 @@ async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Res
         .col_expr(build::Column::Status, Expr::value(BuildStatus::Aborted))
         .col_expr(build::Column::EndedAt, Expr::value(now.0))
         .col_expr(build::Column::KeptUntil, Expr::col(build::Column::Keep).add(now.0))
-        .filter(build::Column::BuildId.is_in(overdue.iter().copied()))
+        .filter(ids::among(txn.get_database_backend(), "build_id", overdue.iter().copied()))
         .exec(txn)
         .await
         .map(|_| ())
@@ -103,10 +103,10 @@ async fn release(
     }
     if !forgotten.is_empty() {
         build::Entity::delete_many()
-            .filter(build::Column::BuildId.is_in(forgotten.iter().copied()))
+            .filter(ids::among(backend, "build_id", forgotten.iter().copied()))
             .exec(txn)
             .await?;
-        job::Entity::delete_many().filter(job::Column::LatestBuild.is_in(forgotten)).exec(txn).await?;
+        job::Entity::delete_many().filter(ids::among(backend, "latest_build", forgotten)).exec(txn).await?;
     }
     Ok(looks)
 }

@@ -4,8 +4,10 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use domain::Timestamp;
-use sea_orm::sea_query::{CaseStatement, Expr, LockBehavior, LockType};
-use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
+use sea_orm::sea_query::{Expr, LockBehavior, LockType};
+use sea_orm::{
+    ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect, Statement,
+};
 use uuid::Uuid;
 
 use super::{Batch, LATER, Look, Settings, lock_due, look_next};
@@ -13,6 +15,7 @@ use crate::caches::{resource, task};
 use crate::entity::{artifact, resource_cache, task_cache};
 use crate::facts;
 use crate::graves::{self, Epitaph};
+use crate::ids;
 use crate::rules::{CacheWent, LetsGo, Uses};
 
 pub(crate) async fn look_at_resource_caches(
@@ -70,16 +73,15 @@ async fn note_ended_uses(
     if ended.is_empty() {
         return Ok(());
     }
-    let ids: Vec<_> = ended.iter().map(|(cache, _)| *cache).collect();
-    let last_used = ended.iter().fold(CaseStatement::new(), |case, (cache, at)| {
-        case.case(resource_cache::Column::CacheId.eq(*cache), Expr::value(at.0))
-    });
-    resource_cache::Entity::update_many()
-        .col_expr(resource_cache::Column::LastUsed, last_used.into())
-        .filter(resource_cache::Column::CacheId.is_in(ids.iter().copied()))
-        .exec(txn)
-        .await?;
-    facts::forget_ended_uses(txn, &ids, now).await
+    let caches: Vec<_> = ended.iter().map(|(cache, _)| *cache).collect();
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "UPDATE resource_caches SET last_used = ended.at FROM ({}) AS ended WHERE cache_id = ended.id",
+        ids::pairs_query(backend, 1)
+    );
+    let ended = ids::pairs(ended.iter().map(|(cache, at)| (*cache, Some(at.0))));
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ended])).await?;
+    facts::forget_ended_uses(txn, &caches, now).await
 }
 
 pub(crate) async fn look_at_task_caches(
@@ -128,10 +130,11 @@ async fn release(
     if owned.is_empty() {
         return Ok(HashSet::new());
     }
+    let backend = txn.get_database_backend();
     let locked: HashSet<Uuid> = artifact::Entity::find()
         .select_only()
         .column(artifact::Column::ArtifactId)
-        .filter(artifact::Column::ArtifactId.is_in(owned))
+        .filter(ids::among(backend, "artifact_id", owned))
         .order_by_asc(artifact::Column::ArtifactId)
         .lock_with_behavior(LockType::Update, LockBehavior::SkipLocked)
         .into_tuple::<Uuid>()
@@ -141,7 +144,7 @@ async fn release(
         .collect();
     artifact::Entity::update_many()
         .col_expr(artifact::Column::LookAt, Expr::value(now.0))
-        .filter(artifact::Column::ArtifactId.is_in(locked.iter().copied()))
+        .filter(ids::among(backend, "artifact_id", locked.iter().copied()))
         .exec(txn)
         .await?;
     let waits = |artifact: &Option<Uuid>| artifact.is_some_and(|artifact| !locked.contains(&artifact));

@@ -10,16 +10,14 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
 use domain::Timestamp;
-use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseConnection, DbErr, EntityTrait, FromQueryResult, QueryFilter,
-    Statement, Value,
-};
+use sea_orm::sea_query::{Expr, Values};
+use sea_orm::{DatabaseConnection, DbErr, EntityTrait, FromQueryResult, QueryFilter, Statement, Value};
 use uuid::Uuid;
 
 use super::attempts::{self, Container};
 use super::{Collected, Kind, LATER, Settings};
 use crate::caches::task;
-use crate::entity::{ArtifactState, build, resource_cache, task_cache};
+use crate::entity::{ArtifactState, build, owner, resource_cache, task_cache};
 use crate::facts::{self, Gone, JudgedArtifact, JudgedVolume};
 use crate::mark::{self, Belongs, ContainerFacts, Verdict, VolumeFacts};
 use crate::rules::LetsGo;
@@ -31,6 +29,9 @@ const PAGE: usize = 1000;
 
 /// Of how many builds or attempts it is read at a time what is theirs.
 const OWNERS: usize = 100;
+
+/// How many artifacts of builds are read at a time: which builds own is in no order by which the next are found.
+const MOST_OWNED: i64 = 10 * PAGE as i64;
 
 /// How far it was read what is due.
 struct Read {
@@ -62,6 +63,7 @@ pub(crate) async fn round(
         gone: Gone::default(),
         judged: HashSet::new(),
         deleted: HashSet::new(),
+        containers: HashSet::new(),
         emptied: HashSet::new(),
         held_up: Vec::new(),
         let_go: HashSet::new(),
@@ -105,6 +107,8 @@ struct Dry<'a> {
     judged: HashSet<Uuid>,
     /// Artifacts that would be marked.
     deleted: HashSet<Uuid>,
+    /// Containers that would be marked.
+    containers: HashSet<Uuid>,
     /// Attempts that would have no container left.
     emptied: HashSet<Uuid>,
     /// Volumes that only their children keep.
@@ -132,10 +136,16 @@ impl Dry<'_> {
         Statement::from_sql_and_values(backend, sql, [ids::value(backend, ids.iter().copied())])
     }
 
-    /// The ids that a statement answers, as `id`.
-    async fn ids(&self, statement: Statement) -> Result<Vec<Uuid>, DbErr> {
-        let rows = self.conn.query_all_raw(statement).await?;
-        rows.iter().map(|row| row.try_get("", "id")).collect()
+    /// The same, with more values from `$2` on.
+    fn of_ids_and<const N: usize>(&self, sql: &str, ids: &[Uuid], rest: [Value; N]) -> Statement {
+        let mut statement = self.of_ids(sql, ids);
+        statement.values.get_or_insert_with(|| Values(Vec::new())).0.extend(rest);
+        statement
+    }
+
+    /// The condition that a column is one of these ids.
+    fn among(&self, column: &str, page: &[Uuid]) -> Expr {
+        ids::among(self.conn.get_database_backend(), column, page.iter().copied())
     }
 
     /// Some of what is due, or would be once [`super::full_round`] has made it due: the next behind what was answered before. Empty: there is no more.
@@ -184,7 +194,7 @@ impl Dry<'_> {
                 return Ok(());
             }
             for page in due.chunks(PAGE) {
-                let rows = build::Entity::find().filter(build::Column::BuildId.is_in(page.iter().copied()));
+                let rows = build::Entity::find().filter(self.among("build_id", page));
                 let rows = rows.all(self.conn).await?;
                 let let_go = rows.iter().filter(|row| lets_go(row, self.settings.now));
                 self.gone.builds.extend(let_go.map(|row| row.build_id));
@@ -201,8 +211,7 @@ impl Dry<'_> {
             }
             for page in due.chunks(PAGE) {
                 let uses = facts::uses(self.conn, page, self.settings.now).await?;
-                let rows = resource_cache::Entity::find()
-                    .filter(resource_cache::Column::CacheId.is_in(page.iter().copied()));
+                let rows = resource_cache::Entity::find().filter(self.among("cache_id", page));
                 for row in rows.all(self.conn).await? {
                     let uses = uses.get(&row.cache_id).copied().unwrap_or_default();
                     let lets_go = row.standing(uses).lets_go(self.settings.resource_cache_ttl);
@@ -221,8 +230,7 @@ impl Dry<'_> {
             }
             for page in due.chunks(PAGE) {
                 let in_use = task::in_use(self.conn, page).await?;
-                let rows = task_cache::Entity::find()
-                    .filter(task_cache::Column::CacheId.is_in(page.iter().copied()));
+                let rows = task_cache::Entity::find().filter(self.among("cache_id", page));
                 for row in rows.all(self.conn).await? {
                     let lets_go = row.lets_go(in_use.contains(&row.cache_id));
                     self.cache(row.cache_id, row.artifact_id, lets_go);
@@ -248,12 +256,28 @@ impl Dry<'_> {
             }
             for some in page.chunks(OWNERS) {
                 self.containers(some).await?;
-                let sql = format!("SELECT {} {}", JudgedVolume::COLUMNS, attempts::VOLUMES_OF);
-                let volumes = JudgedVolume::find_by_statement(self.of_ids(&sql, some)).all(self.conn).await?;
-                self.volumes(volumes).await?;
+                self.volumes_of(some).await?;
             }
         }
         Ok(())
+    }
+
+    /// Volumes of attempts, however many each has: the youngest first, as children are younger than their parents.
+    async fn volumes_of(&mut self, attempts: &[Uuid]) -> Result<(), DbErr> {
+        let sql = format!(
+            "SELECT {} {} AND handle < $2 ORDER BY handle DESC LIMIT $3",
+            JudgedVolume::COLUMNS,
+            attempts::VOLUMES_OF
+        );
+        let mut before = Uuid::max();
+        loop {
+            let rest: [Value; 2] = [before.into(), (PAGE as i64).into()];
+            let volumes = self.of_ids_and(&sql, attempts, rest);
+            let volumes = JudgedVolume::find_by_statement(volumes).all(self.conn).await?;
+            let Some(last) = volumes.last() else { return Ok(()) };
+            before = last.handle;
+            self.volumes(volumes).await?;
+        }
     }
 
     async fn containers(&mut self, attempts: &[Uuid]) -> Result<(), DbErr> {
@@ -268,12 +292,11 @@ impl Dry<'_> {
             };
             match mark::container(&facts, self.settings.now, &self.settings.policy) {
                 Verdict::Mark(why) => {
-                    self.collected.push(Collected {
-                        kind: Kind::Container,
-                        id: row.handle,
-                        why,
-                        size_bytes: 0,
-                    });
+                    // One whose attempt was given another look meanwhile is read once more.
+                    if self.containers.insert(row.handle) {
+                        let (kind, id) = (Kind::Container, row.handle);
+                        self.collected.push(Collected { kind, id, why, size_bytes: 0 });
+                    }
                     emptied.insert(row.attempt_id);
                 }
                 Verdict::Keep(_) => _ = kept.insert(row.attempt_id),
@@ -285,35 +308,53 @@ impl Dry<'_> {
 
     /// Volumes of transfers whose claims ran out.
     async fn claims(&mut self) -> Result<(), DbErr> {
-        let sql = "SELECT handle AS id FROM volumes WHERE claimed_until <= $1 AND complete = FALSE AND given_up = FALSE
-                       AND state NOT IN ('destroying', 'sweeping') ORDER BY claimed_until";
-        let at: [Value; 1] = [self.settings.now.0.into()];
-        let statement = Statement::from_sql_and_values(self.conn.get_database_backend(), sql, at);
-        for page in self.ids(statement).await?.chunks(PAGE) {
-            if self.is_enough() {
-                break;
-            }
+        #[derive(FromQueryResult)]
+        struct Claimed {
+            handle: Uuid,
+            at: i64,
+        }
+
+        let sql = "SELECT handle, claimed_until AS at FROM volumes
+                   WHERE claimed_until <= $1 AND complete = FALSE AND given_up = FALSE AND state NOT IN ('destroying', 'sweeping')
+                     AND (claimed_until, handle) > ($2, $3) ORDER BY claimed_until, handle LIMIT $4";
+        let mut after = (i64::MIN, Uuid::nil());
+        loop {
+            let values: [Value; 4] =
+                [self.settings.now.0.into(), after.0.into(), after.1.into(), (PAGE as i64).into()];
+            let due = Statement::from_sql_and_values(self.conn.get_database_backend(), sql, values);
+            let due = Claimed::find_by_statement(due).all(self.conn).await?;
+            let Some(last) = due.last() else { return Ok(()) };
+            after = (last.at, last.handle);
+            let page: Vec<_> = due.into_iter().map(|row| row.handle).collect();
             let sql = format!(
                 "SELECT {} FROM volumes WHERE handle IN (IDS) AND complete = FALSE
                      AND state NOT IN ('destroying', 'sweeping')",
                 JudgedVolume::COLUMNS
             );
-            let volumes = JudgedVolume::find_by_statement(self.of_ids(&sql, page)).all(self.conn).await?;
+            let volumes = JudgedVolume::find_by_statement(self.of_ids(&sql, &page)).all(self.conn).await?;
             self.volumes(volumes).await?;
+            if self.is_enough() {
+                return Ok(());
+            }
         }
-        Ok(())
     }
 
     /// Artifacts of builds that let go.
     async fn artifacts_of_builds(&mut self) -> Result<(), DbErr> {
         let builds: Vec<_> = self.gone.builds.iter().copied().collect();
         for some in builds.chunks(OWNERS) {
-            if self.is_enough() {
-                break;
+            let mut after = (Uuid::nil(), Uuid::nil());
+            while !self.is_enough() {
+                let sql = "SELECT build_id, artifact_id FROM owners
+                           WHERE build_id IN (IDS) AND (build_id, artifact_id) > ($2, $3) ORDER BY build_id, artifact_id LIMIT $4";
+                let rest: [Value; 3] = [after.0.into(), after.1.into(), MOST_OWNED.into()];
+                let owned =
+                    owner::Model::find_by_statement(self.of_ids_and(sql, some, rest)).all(self.conn).await?;
+                let Some(last) = owned.last() else { break };
+                after = (last.build_id, last.artifact_id);
+                let owned: Vec<_> = owned.into_iter().map(|row| row.artifact_id).collect();
+                self.artifacts(&owned).await?;
             }
-            let owned = "SELECT artifact_id AS id FROM owners WHERE build_id IN (IDS)";
-            let owned = self.ids(self.of_ids(owned, some)).await?;
-            self.artifacts(&owned).await?;
         }
         Ok(())
     }

@@ -1,10 +1,11 @@
 //! Graves: forgotten when their time is over.
 
 use domain::Timestamp;
-use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
 
 use super::{Batch, Look, Settings, lock_due, look_next};
 use crate::entity::grave;
+use crate::ids;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, grave::Entity::find(), settings).await?;
@@ -16,7 +17,10 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
     let (over, looks): (Vec<_>, Vec<_>) = rows.iter().partition(|row| over_at(row) <= settings.now);
     if !over.is_empty() {
         let over = over.iter().map(|row| row.id);
-        grave::Entity::delete_many().filter(grave::Column::Id.is_in(over)).exec(txn).await?;
+        grave::Entity::delete_many()
+            .filter(ids::among(txn.get_database_backend(), "id", over))
+            .exec(txn)
+            .await?;
     }
     let looks: Vec<_> = looks.iter().map(|row| (row.id, Look::At(over_at(row)))).collect();
     look_next::<grave::Entity>(txn, settings, &looks).await?;

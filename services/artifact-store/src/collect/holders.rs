@@ -3,23 +3,27 @@
 use std::collections::HashSet;
 
 use domain::Timestamp;
-use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
+};
 use uuid::Uuid;
 
 use super::{Batch, LATER, Look, Settings, lock_due, look_next};
 use crate::entity::{UserKind, attempt, build, cache_use, holder, pin, task_cache_use};
+use crate::ids;
 
 pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, holder::Entity::find(), settings).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
     }
-    let ids = || rows.iter().map(|row| row.holder_id);
+    let backend = txn.get_database_backend();
+    let of_holders = |column| ids::among(backend, column, rows.iter().map(|row| row.holder_id));
     let pinning: Vec<Uuid> = pin::Entity::find()
         .select_only()
         .column(pin::Column::HolderId)
         .distinct()
-        .filter(pin::Column::HolderId.is_in(ids()))
+        .filter(of_holders("holder_id"))
         .into_tuple()
         .all(txn)
         .await?;
@@ -27,17 +31,17 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .select_only()
         .column(attempt::Column::HolderId)
         .distinct()
-        .filter(attempt::Column::HolderId.is_in(ids()))
+        .filter(of_holders("holder_id"))
         .into_tuple()
         .all(txn)
         .await?;
-    let unsettled = || rows.iter().filter(|row| row.settled_at.is_none()).map(|row| row.holder_id);
+    let unsettled = rows.iter().filter(|row| row.settled_at.is_none()).map(|row| row.holder_id);
     let using: Vec<Uuid> = cache_use::Entity::find()
         .select_only()
         .column(cache_use::Column::UserId)
         .distinct()
         .filter(cache_use::Column::UserKind.eq(UserKind::Workload))
-        .filter(cache_use::Column::UserId.is_in(unsettled()))
+        .filter(ids::among(backend, "user_id", unsettled))
         .into_tuple()
         .all(txn)
         .await?;
@@ -45,7 +49,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .select_only()
         .column(task_cache_use::Column::HolderId)
         .distinct()
-        .filter(task_cache_use::Column::HolderId.is_in(ids()))
+        .filter(of_holders("holder_id"))
         .into_tuple()
         .all(txn)
         .await?;
@@ -53,7 +57,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         .select_only()
         .column(build::Column::EndsWith)
         .distinct()
-        .filter(build::Column::EndsWith.is_in(ids()))
+        .filter(of_holders("ends_with"))
         .filter(build::Column::Bound.eq(true))
         .filter(build::Column::EndedAt.is_null())
         .into_tuple()
@@ -77,7 +81,7 @@ pub(super) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         }
     }
     if !gone.is_empty() {
-        holder::Entity::delete_many().filter(holder::Column::HolderId.is_in(gone)).exec(txn).await?;
+        holder::Entity::delete_many().filter(ids::among(backend, "holder_id", gone)).exec(txn).await?;
     }
     look_next::<holder::Entity>(txn, settings, &looks).await?;
     Ok(Batch { looked: true, ..Batch::default() })

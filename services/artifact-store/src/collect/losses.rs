@@ -1,10 +1,14 @@
 //! What is lost for longer than a grace, and losses that nobody need hear of any more.
 
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
-use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder,
+    QuerySelect,
+};
 
 use super::{Batch, Settings};
 use crate::entity::{State, container, loss, store, volume};
+use crate::ids;
 use crate::losses::{self, Lost};
 use crate::marks;
 
@@ -42,14 +46,15 @@ pub(super) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Re
     if volumes.is_empty() && containers.is_empty() {
         return Ok(Batch::default());
     }
+    let backend = txn.get_database_backend();
     volume::Entity::update_many()
         .col_expr(volume::Column::LossNoticed, Expr::value(true))
-        .filter(volume::Column::Handle.is_in(volumes.iter().map(|row| row.handle)))
+        .filter(ids::among(backend, "handle", volumes.iter().map(|row| row.handle)))
         .exec(txn)
         .await?;
     container::Entity::update_many()
         .col_expr(container::Column::LossNoticed, Expr::value(true))
-        .filter(container::Column::Handle.is_in(containers.iter().map(|row| row.handle)))
+        .filter(ids::among(backend, "handle", containers.iter().map(|row| row.handle)))
         .exec(txn)
         .await?;
     // Whoever takes back a mark locks the row.

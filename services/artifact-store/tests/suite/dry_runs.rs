@@ -13,6 +13,7 @@ use crate::{Suite, TEAM, on_both_databases};
 on_both_databases! {
     a_dry_run_of_much_holds_up_nobody,
     what_lets_go_of_much_is_told_with_it,
+    more_than_fits_into_an_answer_is_said_to_be_there,
 }
 
 /// Makes so many artifacts, as few as a page has or more.
@@ -85,5 +86,23 @@ async fn what_lets_go_of_much_is_told_with_it(database: TestDatabase) {
     // Nobody has renewed it: it ends, lets go, and what it owns goes.
     suite.clock.advance(Duration::from_secs(61));
     assert_eq!(suite.collect(DryRun::Off).await.len(), made.len());
+    suite.stop().await;
+}
+
+async fn more_than_fits_into_an_answer_is_said_to_be_there(database: TestDatabase) {
+    const NAMED: usize = 10_000;
+    let suite = Suite::start_with(database, |config| config.unowned_ttl = Duration::ZERO).await;
+    let collect = async |dry_run: DryRun| {
+        let mut collector = pb::collector_client::CollectorClient::new(suite.peer.clone());
+        let request = pb::CollectRequest { dry_run: dry_run.into() };
+        let answer = collector.collect(request).await.expect("collected").into_inner();
+        (answer.collected.len(), answer.truncated)
+    };
+    create(&suite, None, NAMED).await;
+    assert_eq!(collect(DryRun::Only).await, (NAMED, false));
+    create(&suite, None, 1).await;
+    assert_eq!(collect(DryRun::Only).await, (NAMED, true));
+    assert_eq!(collect(DryRun::Off).await, (NAMED, true));
+    assert_eq!(collect(DryRun::Off).await, (0, false), "what was not named went, too");
     suite.stop().await;
 }

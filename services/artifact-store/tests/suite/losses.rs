@@ -309,8 +309,22 @@ async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) 
     assert_eq!(at_risk(&suite, &[one.worker, two.worker]).await, [on_one, on_both, on_two]);
     two.report(&[second], &[]).await.expect("reported");
     assert_eq!(at_risk(&suite, &[]).await, [on_two], "it has none left at all");
-    two.report(&[of_two], &[]).await.expect("reported");
+    two.report(std::slice::from_ref(&of_two), &[]).await.expect("reported");
     assert_eq!(at_risk(&suite, &[one.worker]).await, [on_one, on_both], "its other replica is lost");
+    // A machine that started again has not said what it still has.
+    let two = suite.silent_gateway(two.worker, 2, 1);
+    two.begin_report().await.expect("it may speak");
+    assert_eq!(at_risk(&suite, &[]).await, [on_two]);
+    assert_eq!(at_risk(&suite, &[one.worker]).await, [on_one, on_both, on_two]);
+    two.report(&[of_two], &[]).await.expect("reported");
+    assert_eq!(at_risk(&suite, &[]).await, [] as [String; 0]);
+    // It is lost, which is noticed, or its worker is gone for good.
+    two.report(&[], &[]).await.expect("reported");
+    suite.clock.advance(GRACE);
+    suite.collect(DryRun::Off).await;
+    assert_eq!(at_risk(&suite, &[]).await, [on_two]);
+    forget(&suite, one.worker, true).await.expect("forced");
+    assert_eq!(at_risk(&suite, &[]).await, [on_one, on_both, on_two]);
     let foreign = pb::ListAtRiskRequest { team: "other".to_owned(), ..pb::ListAtRiskRequest::default() };
     assert_eq!(suite.inventory().list_at_risk(foreign).await.expect("listed").into_inner().artifacts, []);
     suite.stop().await;

@@ -19,6 +19,8 @@ const JOBS: u8 = 3;
 /// Makes the operations of a seed.
 pub(crate) struct Generator {
     random: StdRng,
+    /// How many scripts go on at most: so much is in the store at a time.
+    most: usize,
     /// What has begun, each with what is still to come.
     scripts: Vec<VecDeque<Operation>>,
     builds: Vec<u16>,
@@ -39,8 +41,11 @@ pub(crate) struct Generator {
 
 impl Generator {
     pub(crate) fn new(seed: u64) -> Self {
+        let mut random = StdRng::seed_from_u64(seed);
+        let most = *[6, 14, 14, 40].choose(&mut random).expect("some");
         Self {
-            random: StdRng::seed_from_u64(seed),
+            random,
+            most,
             scripts: Vec::new(),
             builds: Vec::new(),
             sealed: Vec::new(),
@@ -156,7 +161,7 @@ impl Generator {
 
     /// The next operation of some script.
     fn script_goes_on(&mut self) -> Operation {
-        if self.scripts.len() < 4 || (self.scripts.len() < 14 && self.chance(35)) {
+        if self.scripts.len() < 4 || (self.scripts.len() < self.most && self.chance(35)) {
             return self.begin_some();
         }
         let which = self.random.random_range(0..self.scripts.len());
@@ -196,7 +201,8 @@ impl Generator {
     fn begin_some(&mut self) -> Operation {
         let script = match self.random.random_range(0..100) {
             0..12 => self.build(),
-            12..38 => self.upload(),
+            12..34 => self.upload(),
+            34..38 => self.owners_of_artifacts(),
             38..46 => self.copy(),
             46..52 => {
                 let tree = if self.chance(20) { TREES } else { 0 };
@@ -210,6 +216,7 @@ impl Generator {
             75..77 => self.backup(),
             77..80 => vec![Operation::Trespass(self.trespass())],
             80..82 => self.base(),
+            82..84 => self.uploads_at_once(),
             _ => self.workload(),
         };
         self.begin(script)
@@ -262,9 +269,32 @@ impl Generator {
     fn upload_for(&mut self, owner: Option<u16>) -> Vec<Operation> {
         let upload = self.uploads_made;
         self.uploads_made += 1;
+        let mut script = vec![Operation::Create { upload, owner }];
+        script.extend(self.fill(upload));
+        script
+    }
+
+    fn uploads_at_once(&mut self) -> Vec<Operation> {
+        let first = self.uploads_made;
+        self.uploads_made += 2 + u16::from(self.below(3));
+        let mut uploads: Vec<_> = (first..self.uploads_made).collect();
+        if first > 0 && self.chance(20) {
+            // One of them is there already, as who asks once more finds.
+            uploads.push(first - 1);
+        }
+        let fill: Vec<_> = uploads.iter().copied().filter(|_| self.chance(60)).collect();
+        let mut script = vec![Operation::CreateAll { uploads, owner: self.some_build() }];
+        for upload in fill {
+            script.extend(self.fill(upload));
+        }
+        script
+    }
+
+    /// Transfers that bring the bytes of an upload, or do not.
+    fn fill(&mut self, upload: u16) -> Vec<Operation> {
         let artifact = Artifact::Upload(upload);
         let content = self.content();
-        let mut script = vec![Operation::Create { upload, owner }];
+        let mut script = Vec::new();
         for _ in 0..if self.chance(15) { 2 } else { 1 } {
             let transfer = self.transfer();
             let (worker, make) = (self.below(WORKERS), self.make());
@@ -284,6 +314,32 @@ impl Generator {
         }
         if self.chance(90) {
             script.push(Operation::Seal { upload, content });
+        }
+        script
+    }
+
+    /// Builds come to own what is there, and let go of it before they end.
+    fn owners_of_artifacts(&mut self) -> Vec<Operation> {
+        let mut artifacts = self.pins();
+        if artifacts.is_empty() || self.chance(20) {
+            artifacts.extend(self.old.choose(&mut self.random));
+        }
+        artifacts.extend(self.some_sealed().map(|(artifact, _)| artifact));
+        artifacts.sort_unstable();
+        artifacts.dedup();
+        let mut script = Vec::new();
+        let Some(build) = self.some_build().filter(|_| !artifacts.is_empty()) else { return script };
+        script.push(Operation::AddOwner { artifacts: artifacts.clone(), build });
+        if self.chance(30) {
+            script.push(Operation::Advance { seconds: 20 });
+        }
+        if self.chance(70) {
+            // Not always what it was given, and not always from who was given it.
+            if self.chance(30) {
+                artifacts.truncate(1);
+            }
+            let from = if self.chance(80) { Some(build) } else { self.some_build() };
+            script.extend(from.map(|build| Operation::RemoveOwner { artifacts, build }));
         }
         script
     }
@@ -455,7 +511,7 @@ impl Generator {
         let (worker, cache, task) = (self.below(WORKERS), self.below(CACHES), self.below(TASKS));
         let build = self.some_build().unwrap_or_default();
         let claim = self.claims_made.saturating_sub(1);
-        match self.random.random_range(0..20) {
+        match self.random.random_range(0..22) {
             0 => T::Get(artifact),
             1 => T::Locate(artifact),
             2 => T::AdoptBytes(content),
@@ -475,6 +531,8 @@ impl Generator {
             16 => T::DeleteCache(cache),
             17 => T::AskTask(task),
             18 => T::PublishTask(task, artifact),
+            19 => T::AddOwner(artifact, build),
+            20 => T::RemoveOwner(artifact, build),
             _ => T::DeleteTask(task),
         }
     }
@@ -489,14 +547,15 @@ impl Generator {
         if self.chance(95) {
             script.push(Operation::Accept { workload, pins: pins.clone(), build });
         }
+        let mut tasks = Vec::new();
         if self.chance(25) {
-            let mut tasks: Vec<_> = (0..1 + self.below(2)).map(|_| self.below(TASKS)).collect();
+            tasks.extend((0..1 + self.below(2)).map(|_| self.below(TASKS)));
             tasks.sort_unstable();
             tasks.dedup();
             if self.chance(50) {
                 script.extend(tasks.iter().map(|task| Operation::AskTask { task: *task }));
             }
-            script.push(Operation::UseTasks { workload, tasks });
+            script.push(Operation::UseTasks { workload, tasks: tasks.clone() });
         }
         let mut attempt = 0;
         let mut candidate = None;
@@ -509,6 +568,18 @@ impl Generator {
             }
             let make = if self.chance(85) { Make::Now } else { Make::Later };
             script.push(Operation::Prepare { workload, attempt, worker, make });
+            if let Some((task, (artifact, _))) = tasks.first().copied().zip(self.some_sealed())
+                && self.chance(50)
+            {
+                // It is asked for once more, and there is another version.
+                script.push(Operation::PublishTask { task, artifact });
+                script.push(Operation::Prepare { workload, attempt, worker, make });
+            }
+            if self.chance(8) {
+                // Its disk is full, and then it is not.
+                script.push(Operation::Fail { workload, attempt });
+                script.push(Operation::Prepare { workload, attempt, worker, make });
+            }
             if make == Make::Later && self.chance(60) {
                 script.push(Operation::Make { worker });
             }
@@ -521,6 +592,14 @@ impl Generator {
             candidate = self.chance(80).then(|| self.content());
             if let Some(content) = candidate {
                 script.push(Operation::Finish { workload, attempt, content });
+            }
+            if self.chance(10) {
+                let gateway = self.chance(50);
+                script.push(Operation::MarkContainer { workload, attempt, gateway });
+            }
+            if self.chance(10) {
+                let (which, gateway) = (self.below(4), self.chance(50));
+                script.push(Operation::MarkVolume { workload, attempt, which, gateway });
             }
             if self.chance(80) {
                 break;
@@ -662,6 +741,6 @@ mod tests {
             text.split([' ', '(']).next().unwrap_or_default().to_owned()
         };
         let made: std::collections::BTreeSet<_> = operations.iter().map(name).collect();
-        assert_eq!(made.len(), 50, "{made:?}");
+        assert_eq!(made.len(), 56, "{made:?}");
     }
 }

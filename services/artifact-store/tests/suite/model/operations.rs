@@ -115,6 +115,9 @@ pub(crate) enum Trespass {
     Seal(Artifact, u8),
     /// To have it as a base resource type.
     PutType(Artifact),
+    /// To give it to a build of the team that it is of.
+    AddOwner(Artifact, u16),
+    RemoveOwner(Artifact, u16),
     EndBuild(u16),
     DeleteBuild(u16),
     AskCache(u8),
@@ -156,6 +159,21 @@ pub(crate) enum Operation {
         upload: u16,
         owner: Option<u16>,
         content: u8,
+    },
+    /// Several at once, all or none.
+    CreateAll {
+        uploads: Vec<u16>,
+        owner: Option<u16>,
+    },
+    /// A build owns these besides whatever owns them, all or none.
+    AddOwner {
+        artifacts: Vec<Artifact>,
+        build: u16,
+    },
+    /// They are taken from a build, all or none.
+    RemoveOwner {
+        artifacts: Vec<Artifact>,
+        build: u16,
     },
     /// A transfer fills an open artifact, or copies a sealed one.
     Plan {
@@ -278,6 +296,24 @@ pub(crate) enum Operation {
         workload: u16,
         attempt: u8,
     },
+    /// Its gateway could not make it.
+    Fail {
+        workload: u16,
+        attempt: u8,
+    },
+    /// Its container shall go, says its gateway, or an operator.
+    MarkContainer {
+        workload: u16,
+        attempt: u8,
+        gateway: bool,
+    },
+    /// The same of one of its volumes.
+    MarkVolume {
+        workload: u16,
+        attempt: u8,
+        which: u8,
+        gateway: bool,
+    },
     Collect,
     /// A gateway takes a token, and lists what its worker holds.
     BeginReport {
@@ -367,6 +403,9 @@ impl Operation {
                 | Self::DeleteBuild { .. }
                 | Self::Create { .. }
                 | Self::HandOver { .. }
+                | Self::CreateAll { .. }
+                | Self::AddOwner { .. }
+                | Self::RemoveOwner { .. }
                 | Self::Plan { .. }
                 | Self::Progress { .. }
                 | Self::Arrive { .. }
@@ -393,15 +432,19 @@ impl Operation {
                 | Self::Settle { .. }
                 | Self::EndAttempt { .. }
                 | Self::Touch { .. }
+                | Self::Fail { .. }
+                | Self::MarkContainer { .. }
+                | Self::MarkVolume { .. }
                 | Self::ForgetWorker { .. }
                 | Self::Trespass(_)
         )
     }
 
     /// Whether it may happen beside others: what changes a worker's disk by itself is done in turn, and so is that of which nothing would tell
-    /// what it came before: the end of a use, and the loss of replicas.
+    /// what it came before: the end of a use, and the loss of replicas. What another team may depends on what was there before it tried.
     pub(crate) fn may_be_joined(&self) -> bool {
-        (self.may_be_repeated() && !matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. }))
+        let in_turn = matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. } | Self::Trespass(_));
+        (self.may_be_repeated() && !in_turn)
             || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
             || matches!(self, Self::Describe { .. } | Self::AdoptAside { .. } | Self::PurgeAside { .. })
     }

@@ -9,6 +9,7 @@ mod accept;
 mod aside;
 mod base;
 mod caches;
+mod disposal;
 mod owners;
 mod trespass;
 mod workers;
@@ -75,6 +76,12 @@ pub(crate) enum Outcome {
         /// Who asked was not answered first, and perhaps adopted another.
         again: bool,
     },
+    /// Whether a build was given artifacts, or they were taken from it.
+    Owned {
+        answer: Result<(), Refusal>,
+        /// Who asked was not answered first.
+        again: bool,
+    },
     Planned {
         handle: Uuid,
         outcome: pb::PlanOutcome,
@@ -113,6 +120,12 @@ pub(crate) enum Outcome {
     NotReported {
         refusal: Refusal,
         standing: Standing,
+    },
+    /// Whether these shall go.
+    Disposed {
+        containers: Vec<Uuid>,
+        volumes: Vec<Uuid>,
+        answer: Result<(), Refusal>,
     },
     /// What was handed out, in its order.
     Swept(Vec<Uuid>),
@@ -198,6 +211,8 @@ struct Holder {
 pub(crate) struct Record {
     pub(crate) sealed: Option<u8>,
     owners: BTreeSet<u16>,
+    /// Builds that certainly do not own it any more.
+    pub(crate) taken_from: BTreeSet<u16>,
     had_owner: bool,
     created_at: i64,
     /// The transfer that filled it was abandoned before it was sealed.
@@ -212,6 +227,15 @@ pub(crate) struct Record {
     pub(crate) gone: bool,
     /// Made once more, perhaps after it had gone.
     pub(crate) doubtful: bool,
+}
+
+impl Record {
+    /// A build owns it from now on.
+    fn own(&mut self, build: u16) {
+        self.owners.insert(build);
+        self.taken_from.remove(&build);
+        self.had_owner = true;
+    }
 }
 
 /// Whether an artifact was deleted before it came back.
@@ -299,6 +323,8 @@ pub(crate) struct State {
     /// What each transfer fills, where, and with which volume.
     transfers: BTreeMap<u16, (Artifact, u8, Uuid)>,
     pub(crate) volumes: BTreeMap<Uuid, Volume>,
+    /// Replicas that certainly count when something comes back.
+    pub(crate) sure: BTreeSet<Uuid>,
     pub(crate) containers: BTreeMap<Uuid, Container>,
     workers: Vec<Worker>,
     /// What was on a worker that was forgotten, until it was looked whether it is.
@@ -376,6 +402,7 @@ impl State {
             artifacts: BTreeMap::new(),
             transfers: BTreeMap::new(),
             volumes: BTreeMap::new(),
+            sure: BTreeSet::new(),
             containers: BTreeMap::new(),
             workers: vec![Worker::default(); usize::from(workers)],
             forgotten: BTreeSet::new(),
@@ -524,6 +551,17 @@ impl State {
         self.volumes.iter().filter(move |(_, volume)| is_one(volume)).map(|(id, volume)| (*id, volume.worker))
     }
 
+    /// Whether a volume has all bytes of its artifact, was not dropped, and is on a worker that has told what it holds.
+    pub(crate) fn is_sure(&self, volume: &Volume) -> bool {
+        let sealed = volume.artifact.and_then(|artifact| self.sealed(artifact));
+        let is_whole =
+            volume.complete.is_some() && volume.complete == sealed && volume.on_disk && !volume.late;
+        volume.is_replica()
+            && is_whole
+            && !volume.revoked
+            && !self.workers[usize::from(volume.worker)].unconfirmed
+    }
+
     /// The artifact that a volume is a replica of, or shall be.
     pub(crate) fn holds_replica(&self, id: Uuid) -> Option<Artifact> {
         let volume = self.volumes.get(&id).filter(|volume| volume.is_replica())?;
@@ -604,6 +642,11 @@ impl State {
         let volumes = self.volumes.iter().filter(|(_, it)| it.worker == worker && it.on_disk);
         let containers = self.containers.iter().filter(|(_, it)| it.worker == worker && it.on_disk);
         (volumes.map(|(id, _)| id.to_string()).collect(), containers.map(|(id, _)| id.to_string()).collect())
+    }
+
+    /// What workers were told to make later.
+    pub(crate) fn to_be_made(&self) -> BTreeSet<Uuid> {
+        self.workers.iter().flat_map(|worker| worker.later.iter().copied()).collect()
     }
 
     /// The workloads that were not settled, those that end a build that owns something, or may, last.

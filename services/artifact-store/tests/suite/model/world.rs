@@ -5,7 +5,9 @@
 
 mod aside;
 mod caches;
+mod disposal;
 mod gateways;
+mod owners;
 mod shown;
 mod trespass;
 
@@ -188,6 +190,9 @@ impl World {
                 let owner = owner.map(build_id);
                 done(self.ask(|callers| async move { callers.create(artifact, owner).await }).await)
             }
+            O::CreateAll { .. } | O::AddOwner { .. } | O::RemoveOwner { .. } => {
+                Box::pin(self.perform_on_owners(operation)).await
+            }
             O::HandOver { upload, owner, content } => {
                 let request = || pb::CreateArtifactRequest {
                     artifact_id: artifact_id(Artifact::Upload(upload)).to_string(),
@@ -292,6 +297,9 @@ impl World {
                 }
                 None => Outcome::Skipped,
             },
+            O::Fail { .. } | O::MarkContainer { .. } | O::MarkVolume { .. } => {
+                Box::pin(self.dispose(state, operation)).await
+            }
             O::Accept { workload, ref pins, build } => {
                 let pins: Vec<_> = pins.iter().map(|artifact| artifact_id(*artifact)).collect();
                 let (pins, workload, build) = (&pins, workload_id(workload), build.map(build_id));
@@ -447,6 +455,11 @@ impl World {
         *ahead = ahead.saturating_sub(by);
     }
 
+    /// Whether the clock is ahead of what the model knows by as much as it may be.
+    pub(crate) fn is_ahead(&self) -> bool {
+        *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) > MOST_AHEAD
+    }
+
     /// Moves the clock on a little, by much less than what the model counts in, and answers when that is, in microseconds.
     fn tick(&self) -> i64 {
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
@@ -495,6 +508,9 @@ fn settings(url: &str, clock: &Clock, index: u8) -> Config {
 
 /// More microseconds than there are numbers in the sequence of a worker.
 const TICK: Duration = Duration::from_millis(10);
+
+/// How far the clock may be ahead of what the model knows. Of what lasts as many seconds as it counts nothing ends too early then.
+const MOST_AHEAD: Duration = Duration::from_millis(500);
 
 /// How long the store remembers what ended, in seconds.
 pub(crate) const REMEMBER: i64 = 365 * 24 * 3600;

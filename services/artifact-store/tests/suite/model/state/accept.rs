@@ -1,5 +1,7 @@
 //! What happened, and whether it may be answered as it was.
 
+use std::collections::BTreeSet;
+
 use rpc::pb::artifacts as pb;
 use rpc::{Reason, Refusal};
 use uuid::Uuid;
@@ -44,10 +46,11 @@ impl State {
             }
             O::EndBuild { build, status } => self.end_build(build, status, outcome),
             O::DeleteBuild { build } => self.delete_build(build, outcome),
-            O::Create { upload, owner } => self.create(Artifact::Upload(upload), owner, None, outcome),
-            O::HandOver { upload, owner, content } => {
-                self.create(Artifact::Upload(upload), owner, Some(content), outcome)
-            }
+            O::Create { upload, owner } => self.create(&[upload], owner, None, outcome),
+            O::CreateAll { ref uploads, owner } => self.create(uploads, owner, None, outcome),
+            O::HandOver { upload, owner, content } => self.create(&[upload], owner, Some(content), outcome),
+            O::AddOwner { ref artifacts, build } => self.add_owner(artifacts, build, outcome),
+            O::RemoveOwner { ref artifacts, build } => self.remove_owner(artifacts, build, outcome),
             O::Plan { transfer, artifact, worker, make } => {
                 self.plan(transfer, artifact, worker, make, outcome)
             }
@@ -68,6 +71,9 @@ impl State {
             O::PublishTask { task, artifact } => self.publish_task(task, artifact, outcome),
             O::DeleteTask { task } => self.delete_task(task, outcome),
             O::Touch { workload, attempt } => self.touch((workload, attempt), outcome),
+            O::Fail { .. } => self.fail(outcome),
+            O::MarkContainer { .. } => self.mark_container(outcome),
+            O::MarkVolume { .. } => self.mark_volume(outcome),
             O::Accept { workload, ref pins, build } => self.pin(workload, pins, build, outcome),
             O::PutBase { worker, resource, artifact } => self.put_base((worker, resource), artifact, outcome),
             O::UseTasks { workload, .. } => self.use_tasks(workload, outcome),
@@ -139,27 +145,39 @@ impl State {
         }
     }
 
-    /// `content`: it is made from a tree, and sealed at once.
+    /// All of them are made or none. `content`: of a tree, and sealed at once.
     fn create(
         &mut self,
-        artifact: Artifact,
+        uploads: &[u16],
         owner: Option<u16>,
         content: Option<u8>,
         outcome: &Outcome,
     ) -> Accepted {
-        let record = self.artifacts.get(&artifact);
+        let artifacts = uploads.iter().map(|upload| Artifact::Upload(*upload));
         if let Outcome::Refused(refusal) = outcome {
             let owner_ended = owner.is_some_and(|build| !self.is_live(build));
-            let another = record.is_some_and(|record| match owner {
-                Some(build) => !(record.owners.contains(&build) && self.holds_on(build)),
-                None => record.had_owner,
-            });
-            let may_be_deleting = record.is_some() && !self.is_kept(artifact);
+            let may_be_taken = |artifact: Artifact| {
+                self.artifacts.get(&artifact).is_some_and(|record| {
+                    let another = match owner {
+                        Some(build) => !(record.owners.contains(&build) && self.holds_on(build)),
+                        None => record.had_owner,
+                    };
+                    another || !self.is_kept(artifact)
+                })
+            };
             let may = (refusal.is(Reason::OwnerEnded) && owner_ended)
-                || (refusal.is(Reason::ArtifactExists) && (another || may_be_deleting));
+                || (refusal.is(Reason::ArtifactExists) && artifacts.clone().any(may_be_taken));
             must!(may, "it could be made, or was");
             return Ok(());
         }
+        for artifact in artifacts {
+            self.create_one(artifact, owner, content)?;
+        }
+        Ok(())
+    }
+
+    fn create_one(&mut self, artifact: Artifact, owner: Option<u16>, content: Option<u8>) -> Accepted {
+        let record = self.artifacts.get(&artifact);
         if record.is_some_and(|record| !record.gone) {
             // It is still there, or gone since we looked: then it is another now.
             if !self.is_kept(artifact)
@@ -181,6 +199,7 @@ impl State {
             had_owner: owner.is_some(),
             created_at: self.now,
             abandoned: false,
+            taken_from: BTreeSet::new(),
             kept_until: i64::MIN,
             restored: None,
             came_back: false,
@@ -197,6 +216,7 @@ impl State {
             record.gone = false;
             // Which of the calls made it is not known, and so nothing keeps it for certain.
             record.owners.clear();
+            record.taken_from.clear();
             record.kept_until = i64::MIN;
             record.had_owner = true;
         }
@@ -363,14 +383,14 @@ impl State {
                 for record in self.artifacts.values_mut().filter(same).filter(|_| *again && owner.is_some()) {
                     // One that had an owner goes with it, and is not kept by its youth any more.
                     record.had_owner = true;
+                    record.taken_from.clear();
                 }
                 let found = self.artifacts.iter_mut().find(|(id, _)| artifact_id(**id) == *adopted);
                 let Some((_, record)) = found else { return Err(Violation("it was never made".to_owned())) };
                 must!(record.sealed == Some(content), "it holds other bytes");
                 must!(!record.gone, "it had gone");
                 if let Some(build) = owner {
-                    record.owners.insert(build);
-                    record.had_owner = true;
+                    record.own(build);
                     must!(self.may_be_live(build), "its owner has ended");
                 }
                 Ok(())

@@ -255,7 +255,9 @@ impl State {
                     must!(self.may_be_live(build), "build {build} has ended");
                     self.hand_over(output)?;
                     let record = self.artifacts.get_mut(&output);
-                    record.map(|record| record.owners.insert(build));
+                    if let Some(record) = record {
+                        record.own(build);
+                    }
                 }
                 Owner::ForTask(task) if is_missing => {
                     let there =

@@ -1,8 +1,8 @@
 //! Builds, and what callers do with artifacts that they made before.
 
-use rpc::Reason;
+use rpc::{Reason, Refusal};
 
-use super::{Accepted, Build, Outcome, Restored, State, Violation, must};
+use super::{Accepted, Build, Outcome, Record, Restored, State, Violation, must};
 use crate::model::operations::{Artifact, Status, TREES};
 
 impl State {
@@ -65,6 +65,64 @@ impl State {
         }
     }
 
+    pub(super) fn add_owner(&mut self, artifacts: &[Artifact], build: u16, outcome: &Outcome) -> Accepted {
+        let Outcome::Owned { answer, again } = outcome else {
+            return Err(Violation("no answer".to_owned()));
+        };
+        if let Err(refusal) = answer {
+            let may = (refusal.is(Reason::OwnerEnded) && !self.is_live(build))
+                || self.may_be_missing(artifacts, refusal);
+            must!(may, "there is nothing in its way");
+            // Who was not answered first perhaps did it.
+            for record in self.records(artifacts).filter(|_| *again) {
+                record.had_owner = true;
+                record.taken_from.remove(&build);
+            }
+            return Ok(());
+        }
+        must!(self.may_be_live(build), "the build has ended");
+        self.are_there(artifacts)?;
+        self.records(artifacts).for_each(|record| record.own(build));
+        Ok(())
+    }
+
+    pub(super) fn remove_owner(&mut self, artifacts: &[Artifact], build: u16, outcome: &Outcome) -> Accepted {
+        let Outcome::Owned { answer, again } = outcome else {
+            return Err(Violation("no answer".to_owned()));
+        };
+        if let Err(refusal) = answer {
+            must!(*again || self.may_be_missing(artifacts, refusal), "there is nothing in its way");
+            // Who was not answered first perhaps did it, and some went since.
+            for record in self.records(artifacts).filter(|_| *again) {
+                record.owners.remove(&build);
+            }
+            return Ok(());
+        }
+        self.are_there(artifacts)?;
+        for record in self.records(artifacts) {
+            record.owners.remove(&build);
+            record.taken_from.insert(build);
+        }
+        Ok(())
+    }
+
+    /// Whether one of them is perhaps not there, as was answered.
+    fn may_be_missing(&self, artifacts: &[Artifact], refusal: &Refusal) -> bool {
+        let kept = self.kept();
+        refusal.is(Reason::ArtifactNotFound) && artifacts.iter().any(|artifact| !kept.contains_key(artifact))
+    }
+
+    fn are_there(&self, artifacts: &[Artifact]) -> Accepted {
+        let gone = |artifact: &&Artifact| self.artifacts.get(artifact).is_none_or(|record| record.gone);
+        let gone = artifacts.iter().find(gone);
+        must!(gone.is_none(), "{gone:?} is not there");
+        Ok(())
+    }
+
+    fn records(&mut self, artifacts: &[Artifact]) -> impl Iterator<Item = &mut Record> {
+        self.artifacts.iter_mut().filter(|(id, _)| artifacts.contains(id)).map(|(_, record)| record)
+    }
+
     pub(super) fn undelete(
         &mut self,
         artifact: Artifact,
@@ -96,10 +154,7 @@ impl State {
         record.gone = false;
         record.came_back |= was_marked;
         match owner {
-            Some(build) => {
-                record.owners.insert(build);
-                record.had_owner = true;
-            }
+            Some(build) => record.own(build),
             None => record.kept_until = Ord::max(record.kept_until, now + keep),
         }
         Ok(())

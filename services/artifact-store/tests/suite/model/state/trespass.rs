@@ -30,6 +30,8 @@ impl State {
             T::Plan(_, worker) if is_silent(worker) && refusal.is(Reason::NotAttended) => Reason::NotAttended,
             T::Plan(..) => Reason::ArtifactNotFound,
             T::Pin(_) | T::Prepare(..) => Reason::InputUnavailable,
+            T::RemoveOwner(..) => Reason::ArtifactNotFound,
+            T::AddOwner(..) => Reason::OwnerEnded,
             T::EndBuild(_) => Reason::BuildExists,
             T::DeleteBuild(_) => Reason::BuildNotFound,
             T::RenewClaim(_) | T::PutCache(..) => Reason::ClaimLost,

@@ -38,6 +38,22 @@ impl World {
     async fn attempt_to(&self, callers: Callers, state: &State, tried: Trespass) -> Answer<Option<bool>> {
         use Trespass as T;
         let answer = match tried {
+            // What is a worker's is every team's.
+            T::Get(artifact)
+            | T::Locate(artifact)
+            | T::Pin(artifact)
+            | T::Plan(artifact, _)
+            | T::Prepare(artifact, _)
+            | T::PutType(artifact)
+                if state.held_by_workers().any(|(held, _)| held == artifact) =>
+            {
+                return Ok(None);
+            }
+            T::AdoptBytes(content)
+                if state.held_by_workers().any(|(held, _)| state.sealed(held) == Some(content)) =>
+            {
+                return Ok(None);
+            }
             T::Get(_)
             | T::Locate(_)
             | T::AdoptBytes(_)
@@ -47,7 +63,9 @@ impl World {
             | T::Prepare(..)
             | T::Drop(..)
             | T::Seal(..)
-            | T::PutType(_) => self.on_artifacts(callers, tried).await,
+            | T::PutType(_)
+            | T::AddOwner(..)
+            | T::RemoveOwner(..) => self.on_artifacts(callers, tried).await,
             T::EndBuild(build) | T::DeleteBuild(build) if state.build(build).is_none() => return Ok(None),
             T::EndBuild(build) => {
                 let request = pb::PutBuildRequest {
@@ -158,6 +176,16 @@ impl World {
                     ..Default::default()
                 };
                 nothing(callers.caches().put_base_resource_type(request).await)
+            }
+            T::AddOwner(artifact, build) => {
+                let (artifact_id, build_id) = (id(artifact), build_id(build).to_string());
+                let request = pb::AddOwnerRequest { team: team(), artifact_id, build_id };
+                nothing(callers.artifacts().add_owner(request).await)
+            }
+            T::RemoveOwner(artifact, build) => {
+                let (artifact_id, build_id) = (id(artifact), build_id(build).to_string());
+                let request = pb::RemoveOwnerRequest { team: team(), artifact_id, build_id };
+                nothing(callers.artifacts().remove_owner(request).await)
             }
             _ => Ok(false),
         }
