@@ -27,6 +27,7 @@ def bench_placing(base, workers, seconds):
             rate("the same, with limits on tasks", "limited_16"),
             rate("`Place` and `Release`, one lease in a call, 16 callers", "single_16", baseline),
             rate("`Place` and `Release`, one lease in a call, 64 callers", "single_64", baseline),
+            row(f"{count:,} workers: `Place` of one caller, p99", [said[f"{count}_single_1_p99_ms"]]),
             row(f"{count:,} workers: `Place` of 64 callers, p99", [said[f"{count}_single_64_p99_ms"]]),
             rate("`PlaceMany` and `ReleaseMany` of 100, 16 callers", "batched_16", baseline),
             rate("`PlaceMany` of 100 alone, 16 callers", "placed_16", baseline),
@@ -38,7 +39,7 @@ def bench_placing(base, workers, seconds):
         "One scheduler, its callers and PostgreSQL (fsync on) share the cores. Each worker has a limit on its tasks, and room. *From a cache* is how CI systems place:",
         "all workers from a cache, filtered, shuffled and sorted for each placement, and a row with a commit of its own for each container; *with limits*, one",
         "counter is read for each worker, and one raised under a guard and lowered again. It checks nothing else, and nobody is called. A pair of `Place` and `Release` is two",
-        "calls, two tokens and two writes of the lease. *Alone* counts the time in the calls of `PlaceMany` only, while `ReleaseMany` goes on beside it.",
+        "calls, two tokens and two writes of the lease. Each caller waits for its answer before it calls again: what 64 wait for is each other. *Alone* counts the time in the calls of `PlaceMany` only, while `ReleaseMany` goes on beside it.",
         "",
     ]
     return [*table("Placing on workers", lines), *text]

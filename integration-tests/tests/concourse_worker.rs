@@ -296,19 +296,35 @@ fn one_concourse_worker_is_given_by_flags() {
     let pair = Pair::start(Manner::Containerd, Driver::Overlay);
     let cluster = Cluster::new();
     let addresses = ["--garden", &pair.garden_address(), "--baggageclaim", &pair.volumes_address()];
-    let labels =
-        ["--garden-name", "concourse", "--garden-team", "main", "--garden-tag", "one", "--garden-tag", "two"];
-    let mut up = cluster.gantry([&["up"], &addresses[..], &labels].concat());
+    let labels = [
+        ["--garden-name", "concourse"],
+        ["--garden-platform", "darwin"],
+        ["--garden-team", "main"],
+        ["--garden-tag", "one"],
+        ["--garden-tag", "two"],
+    ];
+    let labels = labels.as_flattened();
+    let mut up = cluster.gantry([&["up"], &addresses[..], labels].concat());
     let mut up = up.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("gantry");
     // Commands that find no cluster would start one without it.
     wait_for("the cluster", || cluster.pid());
     attended(&cluster);
     let workers = cluster.list("workers");
     let worker = workers.iter().find(|worker| worker["name"] == "concourse").expect("it is there");
-    let expected = serde_json::json!({ "platform": "linux", "team": "main", "tags": ["one", "two"] });
+    let expected = serde_json::json!({ "platform": "darwin", "team": "main", "tags": ["one", "two"] });
     for (label, expected) in expected.as_object().expect("an object") {
         assert_eq!(&worker["labels"][label], expected, "{worker}");
     }
+    let capabilities = |worker: &serde_json::Value| worker["labels"]["capabilities"].clone();
+    let has = |worker: &serde_json::Value, what: &str| {
+        capabilities(worker).as_array().expect("a list").iter().any(|capability| capability == what)
+    };
+    assert!(
+        has(worker, "limits-memory") && !has(worker, "limits-cpu") && !has(worker, "signals"),
+        "{worker}"
+    );
+    let local = workers.iter().find(|worker| worker["name"] == "local").expect("the host worker");
+    assert!(has(local, "signals") && has(local, "network-loopback") && has(local, "privileged"), "{local}");
     cluster.succeed(["down"]);
     assert_eq!(up.wait().expect("it ends").code(), Some(0));
     let without = cluster.output(["up", "--garden-tag", "one"]);

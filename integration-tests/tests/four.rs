@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use integration_tests::suite::{Shape, Suite};
 use integration_tests::{code, describe, may_run_containers, send, started, wait_for};
 use serde_json::Value;
+use testing::databases::Server;
 
 const TWO: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 1, doors: 0 };
 
@@ -302,28 +303,41 @@ fn each_service_says_aloud_what_others_can_reach() {
 #[test]
 fn a_schema_is_migrated_beforehand_where_services_may_not() {
     let directory = tempfile::tempdir().expect("a directory");
-    let binary = integration_tests::gantry_binary().with_file_name("scheduler");
-    let url = format!("sqlite://{}/rows.db", directory.path().display());
-    let run = |arguments: &[&str]| {
-        let mut command = Command::new(&binary);
-        command.args(arguments).env_clear().env("GANTRY_DATABASE_URL", &url);
-        command.output().expect("it runs")
-    };
-    let serve = ["--artifact-store", "http://127.0.0.1:1", "--no-migrate"];
-    let refused = run(&serve);
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && said.contains("older than this program"), "{}", describe(&refused));
-    let migrated = run(&["migrate"]);
-    assert!(migrated.status.success(), "{}", describe(&migrated));
+    let postgres = Server::new();
+    for (program, peer, schema) in
+        [("scheduler", "--artifact-store", "first"), ("artifact-store", "--scheduler", "second")]
+    {
+        let binary = integration_tests::gantry_binary().with_file_name(program);
+        let file = format!("sqlite://{}/{program}.db", directory.path().display());
+        let of_postgres = [
+            ("GANTRY_DATABASE_URL", postgres.url("postgres")),
+            ("GANTRY_DATABASE_SCHEMA", schema.to_owned()),
+        ];
+        let of_sqlite = [("GANTRY_DATABASE_URL", file)];
+        for database in [&of_sqlite[..], &of_postgres] {
+            let command = |arguments: &[&str]| {
+                let mut command = Command::new(&binary);
+                command.args(arguments).env_clear().envs(database.iter().cloned());
+                command
+            };
+            let run = |arguments: &[&str]| command(arguments).output().expect("it runs");
+            let serve = [peer, "http://127.0.0.1:1", "--listen", "127.0.0.1:0", "--no-migrate"];
+            let refused = run(&serve);
+            assert!(!refused.status.success(), "{}", describe(&refused));
+            let migrated = run(&["migrate"]);
+            assert!(migrated.status.success(), "{}", describe(&migrated));
 
-    let mut command = Command::new(&binary);
-    command.args(serve).env_clear().env("GANTRY_DATABASE_URL", &url).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("it starts");
-    let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
-    let ready = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains(" ready")));
-    assert!(ready.is_some(), "it ended instead");
-    send(&child, libc::SIGTERM);
-    assert_eq!(child.wait().expect("ended").code(), Some(0));
+            let mut child = command(&serve).stderr(Stdio::piped()).spawn().expect("it starts");
+            let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
+            let ready = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains(" ready")));
+            assert!(ready.is_some(), "it ended instead");
+            send(&child, libc::SIGTERM);
+            assert_eq!(child.wait().expect("ended").code(), Some(0));
+            let said = String::from_utf8_lossy(&refused.stderr);
+            let [of_sqlite, of_postgres] = ["older than this program", "schema"];
+            assert!(said.contains(if database.len() == 1 { of_sqlite } else { of_postgres }), "{said}");
+        }
+    }
 }
 
 #[test]

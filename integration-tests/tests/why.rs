@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use integration_tests::suite::{Shape, Suite};
 use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::scheduler::placements_client::PlacementsClient;
@@ -71,6 +72,13 @@ fn what_is_kept_says_by_what_and_what_went_says_why() {
         assert_eq!(explained["thing"], kind, "{explained}");
         assert!(text(&cluster, ["explain", &handle]).starts_with(&format!("{kind}:")));
     }
+    let worker = json(&cluster, ["explain", "local"]);
+    assert_eq!(
+        (&worker["thing"], &worker["worker"]["name"]),
+        (&"worker".into(), &"local".into()),
+        "{worker}"
+    );
+    assert_eq!(json(&cluster, ["explain", &id(&worker, "id")])["thing"], "worker");
 
     // What nobody keeps is said to go, goes, and says so.
     let (gone, held, dry) = wait_for("something that the collector has not come across by itself", || {
@@ -114,6 +122,29 @@ fn what_is_kept_says_by_what_and_what_went_says_why() {
     let unknown = cluster.output(["explain", "01980000-0000-7000-8000-00000000002a"]);
     assert_eq!(code(&unknown), 125, "{}", describe(&unknown));
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("UNKNOWN_ID"), "{}", describe(&unknown));
+}
+
+#[test]
+fn what_was_deleted_comes_back_from_services_of_their_own() {
+    if !may_run_containers() {
+        return;
+    }
+    let suite = Suite::start(Shape::ONE, &[("GANTRY_HOLD_DESTRUCTION", "true"), ("GANTRY_GC_GRACE", "0s")]);
+    let script = "echo content > out/made";
+    suite.succeed(&["run", "--keep", "0s", "-o", "out", "--", "sh", "-c", script]);
+    suite.succeed(&["gc"]);
+    let explain = |id: &str| -> Value {
+        serde_json::from_str(suite.succeed(&["explain", id, "--json"]).trim()).expect("JSON")
+    };
+    let deleted = suite.succeed(&["list", "artifacts", "--state", "deleting", "--json"]);
+    let deleted: Value = serde_json::from_str(deleted.lines().next().expect("it was deleted")).expect("JSON");
+    let made = id(&deleted, "artifact_id");
+    assert_eq!(explain(&made)["can_be_undeleted"], true);
+    suite.succeed(&["undelete", &made]);
+    suite.succeed(&["gc"]);
+    assert_eq!(explain(&made)["state"], "sealed");
+    suite.succeed(&["download", &made, "back"]);
+    assert_eq!(fs::read_to_string(suite.path("back/made")).expect("brought back"), "content\n");
 }
 
 #[test]

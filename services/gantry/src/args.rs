@@ -400,8 +400,8 @@ when it lets go. Of an attempt: what was made for it. Of a cache or a base resou
 transfer: what it brings where, and until when it has to say that it goes on. Of a lease: what it is for, on which worker, until when, and why it ended. \
 Of a worker: its state, and what it holds.")]
 pub(crate) struct ExplainArgs {
-    /// The id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker
-    #[arg(value_name = "ID", value_parser = values::any_id)]
+    /// The id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker, or the name of a worker
+    #[arg(value_name = "ID")]
     pub(crate) id: String,
     /// Of a workload that waits: how many workers are told one by one. Default: 20. All are told together with those that say the same
     #[arg(long, value_name = "COUNT", default_value = "0", hide_default_value = true)]

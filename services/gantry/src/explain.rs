@@ -15,7 +15,7 @@ use crate::args::ExplainArgs;
 use crate::connect::{Connection, repeat};
 use crate::stdout::{print, print_json};
 use crate::table::{duration, fields, filled, plain, render};
-use crate::{error, json, lease, list, why, words};
+use crate::{error, json, lease, list, values, why, words};
 
 /// How wide a cell is at most.
 const WIDTH: usize = 100;
@@ -26,7 +26,11 @@ pub(crate) async fn whatever(
     args: &ExplainArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let id = args.id.as_str();
+    let Ok(id) = values::any_id(&args.id) else {
+        let worker = list::worker(connection, "explain", &args.id).await?;
+        return why::explain(connection, &worker.worker_id, as_json).await;
+    };
+    let id = id.as_str();
     let told = Told { most: args.workers, only: args.only.clone() };
     let waiting = WaitingWorkload { team: connection.team.clone(), workload_id: id.to_owned() };
     match explain(connection, Subject::Workload(waiting), &told, as_json).await {

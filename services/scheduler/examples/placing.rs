@@ -6,7 +6,8 @@
 //!
 //! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
 //!
-//! - `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the `Place`s.
+//! - `single_1`, `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the
+//!   `Place`s.
 //! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
 //!   in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
@@ -91,7 +92,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         database.execute_unprepared("VACUUM ANALYZE cached_workers").await?;
         let server = Server::start(&arguments.database_url)?;
         let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
-        for callers in [16, 64] {
+        for callers in [1, 16, 64] {
             let (rate, p99) = singles(&server, callers, arguments.seconds).await?;
             said.push(of(&format!("single_{callers}"), rate));
             said.push(of(&format!("single_{callers}_p99_ms"), p99));

@@ -39,7 +39,7 @@ use tonic_health::server::HealthReporter;
 pub use activity::Activity;
 pub use capabilities::Service;
 pub use listen_args::{ListenArgs, shutdown_signal};
-pub use listener::{Listener, PeerKind};
+pub use listener::{Listener, PeerKind, bind};
 pub use program::{Program, Starting, command, run};
 pub use readiness::LIVENESS;
 

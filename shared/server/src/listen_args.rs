@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::settings::{duration, term};
 use crate::telemetry::{self, Telemetry};
-use crate::{Drain, Listener};
+use crate::{Drain, Listener, listener};
 
 /// The database layer warns of each transaction that SQLite needs no mode for it, and tells of each connection that broke.
 const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
@@ -141,7 +141,7 @@ impl ListenArgs {
                 let mut found = tokio::net::lookup_host(address).await.with_context(|| listening.clone())?;
                 let address = found.next().with_context(|| listening.clone())?;
                 self.check(address, token.is_some())?;
-                Listener::Tcp(TcpListener::bind(address).await.context(listening)?)
+                Listener::Tcp(listener::bind(address).context(listening)?)
             }
         };
         tracing::info!(endpoint = listener.endpoint()?, "listening");

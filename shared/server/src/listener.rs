@@ -1,13 +1,14 @@
 //! Where a server listens: a Unix socket or a TCP port.
 
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tonic::transport::server::Connected;
 
 /// A bound address.
@@ -17,6 +18,19 @@ pub enum Listener {
     Tcp(TcpListener),
     /// A socket file, which whoever bound it removes.
     Unix(UnixListener),
+}
+
+/// How many callers may wait at a port until they are let in; the system may allow fewer (`net.core.somaxconn`). With the usual 128, connections
+/// break when all gateways come back at once.
+const WAITING: u32 = 4096;
+
+/// Listens at a port, so that many callers may come at one moment.
+pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    // A port that was just listened at is free, though some of its connections are still closing.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(WAITING)
 }
 
 /// How a caller reached us. In the extensions of every request.
@@ -129,5 +143,22 @@ impl AsyncWrite for Connection {
             Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
             Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn many_may_come_at_one_moment() {
+        let listener = bind(([127, 0, 0, 1], 0).into()).expect("a port");
+        let address = listener.local_addr().expect("bound");
+        // Nobody lets them in.
+        let allowed = std::fs::read_to_string("/proc/sys/net/core/somaxconn").expect("the system says so");
+        let many = allowed.trim().parse::<usize>().expect("a number").min(400);
+        let come = futures::future::join_all((0..many).map(|_| TcpStream::connect(address)));
+        let came = tokio::time::timeout(Duration::from_secs(20), come).await.expect("all are in line");
+        assert!(came.iter().all(Result::is_ok), "{came:?}");
     }
 }

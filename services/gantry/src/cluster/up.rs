@@ -188,7 +188,14 @@ async fn listen(address: &str, insecure: bool) -> anyhow::Result<TcpListener> {
     for address in &addresses {
         token::check(*address, insecure)?;
     }
-    TcpListener::bind(&*addresses).await.with_context(|| format!("cannot listen on {address}"))
+    let mut bound = Err(std::io::ErrorKind::AddrNotAvailable.into());
+    for one in addresses {
+        bound = server::bind(one);
+        if bound.is_ok() {
+            break;
+        }
+    }
+    bound.with_context(|| format!("cannot listen on {address}"))
 }
 
 fn announce(endpoints: &[String], paths: &Paths, as_json: bool) -> anyhow::Result<()> {

@@ -38,7 +38,7 @@ pub(crate) async fn serve_store(database_url: String) -> anyhow::Result<()> {
 
 /// Says where it listens, and when standard input ends.
 async fn listen() -> anyhow::Result<(server::Listener, impl Future<Output = ()>)> {
-    let listener = server::Listener::Tcp(tokio::net::TcpListener::bind("127.0.0.1:0").await?);
+    let listener = server::Listener::Tcp(server::bind(([127, 0, 0, 1], 0).into())?);
     writeln!(std::io::stdout(), "{}", listener.endpoint()?)?;
     let ended = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new()));
     Ok((listener, async { drop(ended.await) }))

@@ -261,16 +261,22 @@ impl Dispatcher {
         for id in ids.difference(&waiting) {
             self.queue().remove(id.uuid());
         }
-        self.wait(found)
+        self.wait(found);
+        Ok(())
     }
 
-    fn wait(&mut self, rows: Vec<Model>) -> Result<(), DbErr> {
+    fn wait(&mut self, rows: Vec<Model>) {
         self.look |= !rows.is_empty();
         for row in rows {
-            let waiting = waiting(row)?;
-            self.queue().put(waiting);
+            let id = row.id;
+            match waiting(row) {
+                Ok(waiting) => self.queue().put(waiting),
+                // It must not keep the others from their workers.
+                Err(error) => {
+                    tracing::error!(workload.id = %id, error = %domain::chain(&error), "a workload that waits cannot be read, and gets no worker");
+                }
+            }
         }
-        Ok(())
     }
 
     /// Reads those that wait and are not known to; of `all`, also who waits no more is noticed.

@@ -78,7 +78,7 @@ use terms::{
 use testing::databases::TestDatabase;
 use turns::{
     a_higher_priority_is_placed_first, a_team_with_more_that_waits_is_not_before_others,
-    what_a_workload_asks_for_is_kept_free,
+    one_that_cannot_be_read_keeps_nobody_from_a_worker, what_a_workload_asks_for_is_kept_free,
 };
 
 /// Runs each test on both databases.
@@ -664,6 +664,7 @@ on_both! {
     a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
     a_higher_priority_is_placed_first,
     a_team_with_more_that_waits_is_not_before_others,
+    one_that_cannot_be_read_keeps_nobody_from_a_worker,
     what_a_workload_asks_for_is_kept_free,
     many_are_spread_and_never_more_than_there_are_slots,
     a_group_is_granted_whole_or_not_at_all,

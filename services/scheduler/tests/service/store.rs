@@ -263,7 +263,7 @@ pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatab
         access: pb::Access::ReadOnly.into(),
     };
     let id = WorkloadId::new();
-    let reading = pb::WorkloadSpec { inputs: vec![input], ..spec() };
+    let reading = pb::WorkloadSpec { inputs: vec![input.clone()], ..spec() };
     let subject = Some(pb::explain_request::Subject::Spec(reading.clone()));
     let explained =
         scheduler.placements().explain(pb::ExplainRequest { subject, ..Default::default() }).await;
@@ -274,7 +274,16 @@ pub(crate) async fn inputs_that_cannot_be_pinned_are_refused(database: TestDatab
         assert!(refused.is(Reason::InputUnavailable), "{refused}");
         assert_eq!(refused.about.get("artifact_id"), Some(&artifact));
     }
-    scheduler.submit_as(id, spec()).await.expect("the id is free");
+    let ours = place.upload().await.expect("uploaded").to_string();
+    let inputs = vec![pb::Input { artifact_id: ours.clone(), ..input }];
+    let of_another_team = pb::WorkloadSpec { team: "other".to_owned(), inputs: inputs.clone(), ..spec() };
+    let refused = scheduler.submit_as(id, of_another_team).await.expect_err("it is not that team's");
+    assert!(refused.is(Reason::InputUnavailable), "{refused}");
+    assert_eq!(refused.about.get("artifact_id"), Some(&ours));
+    scheduler
+        .submit_as(id, pb::WorkloadSpec { inputs, ..spec() })
+        .await
+        .expect("the id is free, and it is ours");
     scheduler.stop().await;
     store.stop().await;
 }

@@ -17,7 +17,6 @@ use rpc::{Peer, Refusal};
 use scheduler::Config;
 use server::Listener;
 use testing::databases::TestDatabase;
-use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
@@ -45,7 +44,7 @@ pub(crate) fn config(database: &TestDatabase) -> Config {
 impl Running {
     #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
     pub(crate) async fn start(config: Config) -> Self {
-        let listener = Listener::Tcp(TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port"));
+        let listener = Listener::Tcp(server::bind(([127, 0, 0, 1], 0).into()).expect("a free port"));
         let endpoint = listener.endpoint().expect("its address");
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(scheduler::serve(config, listener, async move {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
+use sea_orm::ConnectionTrait;
 use testing::databases::TestDatabase;
 
 use crate::support::{Gateway, Running, config, finish, hello, spec};
@@ -92,5 +93,27 @@ pub(crate) async fn what_a_workload_asks_for_is_kept_free(database: TestDatabase
     gateway.run(small).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.run(second).await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn one_that_cannot_be_read_keeps_nobody_from_a_worker(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let broken = scheduler.submit(spec()).await.expect("queued");
+    let other = scheduler.submit(spec()).await.expect("queued");
+    scheduler.stop().await;
+    let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
+    let damaged = "UPDATE workloads SET locations = 'no JSON' WHERE sequence = (SELECT sequence FROM workloads ORDER BY sequence LIMIT 1)";
+    let damaged = connection.execute_unprepared(damaged).await.expect("damaged");
+    assert_eq!(damaged.rows_affected(), 1);
+    connection.close().await.expect("closed");
+
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let (_, run) = gateway.run(other).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    assert_eq!(scheduler.finished(other).await.outcome(), pb::Outcome::Succeeded);
+    let cancelled =
+        pb::CancelRequest { team: "main".to_owned(), workload_id: broken.to_string(), grace: None };
+    scheduler.workloads().cancel(cancelled).await.expect("it can be ended");
     scheduler.stop().await;
 }
