@@ -195,9 +195,6 @@ async fn round_noting(
                 false => vec![slice().await],
             };
             pace.took(begun.elapsed());
-            if let Err(error) = store.db.write_back().await {
-                tracing::debug!(%error, "what a batch changed is written back later");
-            }
             // There was more than one batch of it. PostgreSQL works on one while we read another.
             side_by_side = !store.db.is_sqlite() && step.has_slices_apart();
             let (mut looked, mut failed) = (false, None);

@@ -274,15 +274,6 @@ impl Database {
         }
     }
 
-    /// Of SQLite: writes what was committed back from the log into the database, beside whoever reads or writes. For who has written much: or else
-    /// the log is written back in the turn of whoever fills it, and those behind him wait for that as well.
-    pub async fn write_back(&self) -> Result<(), DbErr> {
-        if self.is_sqlite() {
-            self.reading.execute_unprepared("PRAGMA wal_checkpoint(PASSIVE)").await?;
-        }
-        Ok(())
-    }
-
     /// For what changes nothing: each statement sees what was committed before it.
     #[must_use]
     pub fn read(&self) -> &DatabaseConnection {
