@@ -50,7 +50,8 @@ impl Counts {
     }
 }
 
-/// Locks the rows of these workers, in their order, and answers them. What is known of one is read again only where its revision is another.
+/// Locks the rows of these workers, in their order, and answers them in any. What is known of one is read again only where its revision is
+/// another.
 pub(super) async fn lock_known(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
@@ -68,6 +69,7 @@ pub(super) async fn lock_known(
     Ok(rows)
 }
 
+/// Locks the rows of these workers, in their order, and reads of them what leases change.
 async fn lock_counts(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
@@ -177,6 +179,7 @@ impl Changes {
         self.0.keys().copied()
     }
 
+    /// A worker as it is with them.
     pub(super) fn applied_to(&self, mut worker: placement::Worker) -> placement::Worker {
         if let Some(change) = self.0.get(&worker.id.uuid()) {
             let load = &mut worker.load;
@@ -218,7 +221,7 @@ impl Changes {
         Ok(locked.into_iter().map(|row| WorkerId::from_uuid(row.id)).collect())
     }
 
-    /// The same, in what was read before.
+    /// Notes them in rows that were read before they were written.
     pub(super) fn note(&self, rows: &mut [worker::Model]) {
         for row in rows {
             let Some(change) = self.0.get(&row.id) else { continue };
