@@ -10,8 +10,8 @@ use std::time::Duration;
 use db::Database;
 use domain::worker::{Incarnation, Session, SessionClaims};
 use domain::{
-    ArtifactId, AttemptId, BuildId, CacheId, ClaimId, Digest, GatewayInstance, Timestamp, VolumeHandle,
-    WorkerId, WorkloadId,
+    ArtifactId, AttemptId, BuildId, CacheId, ClaimId, Digest, GatewayInstance, Timestamp, TransferId,
+    VolumeHandle, WorkerId, WorkloadId,
 };
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement, Value};
 use testing::databases::{self, TestDatabase};
@@ -28,8 +28,9 @@ use crate::inventory::{self, NeededVolume, Needs, StartsWith};
 use crate::mark::Policy;
 use crate::migrations::Schema;
 use crate::pins::{self, Used};
+use crate::replicas::{self, Plan};
 use crate::undelete::{self, KeptBy};
-use crate::{artifacts, owners, sweep};
+use crate::{artifacts, owners, set_aside, sweep};
 
 const TEAM: &str = "main";
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -45,19 +46,34 @@ enum Reference {
     ChildVolume,
     ResourceCache,
     TaskCache,
+    /// A transfer copies it to another worker.
+    Copy,
+    Undeletion,
+    /// A volume that is set aside becomes a replica of it.
+    ReplicaSetAside,
     ResourceCacheUse,
     TaskCacheUse,
 }
 
 /// How an artifact does.
-const OF_ARTIFACTS: [Reference; 6] = [
+const OF_ARTIFACTS: [Reference; 9] = [
     Reference::Pin,
     Reference::Owner,
     Reference::Adoption,
     Reference::ChildVolume,
     Reference::ResourceCache,
     Reference::TaskCache,
+    Reference::Copy,
+    Reference::Undeletion,
+    Reference::ReplicaSetAside,
 ];
+
+impl Reference {
+    /// Whether it takes the mark back of what was marked before it.
+    fn takes_back(self) -> bool {
+        matches!(self, Self::Undeletion | Self::ReplicaSetAside)
+    }
+}
 
 /// Who marks it, or has it go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +107,9 @@ struct Target {
     digest: Digest,
     build: BuildId,
     claims: SessionClaims,
+    /// A worker that has nothing of it, and a volume with its bytes there that is set aside.
+    elsewhere: WorkerId,
+    aside: VolumeHandle,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -122,7 +141,10 @@ impl Target {
         let (artifact, build, worker) = (ArtifactId::new(), BuildId::new(), WorkerId::new());
         let digest = artifact.uuid().as_bytes().repeat(2);
         let digest = Digest::try_from(&digest[..]).expect("32 bytes");
-        execute(db, "INSERT INTO workers VALUES ($1, 1, 1, 1, 0)", vec![worker.uuid().into()]).await;
+        let (elsewhere, aside) = (WorkerId::new(), VolumeHandle::new());
+        for worker in [worker, elsewhere] {
+            execute(db, "INSERT INTO workers VALUES ($1, 1, 1, 1, 0)", vec![worker.uuid().into()]).await;
+        }
         execute(
             db,
             "INSERT INTO artifacts (artifact_id, ordinal, team, label, state, digest, size_bytes, had_owner, created_at, look_at)
@@ -135,6 +157,13 @@ impl Target {
             "INSERT INTO volumes (handle, worker_id, state, purpose, artifact_id, complete, digest, size_bytes, verified, created_at, judged_after)
              VALUES ($1, $2, 'created', 'replica', $3, TRUE, $4, 0, TRUE, 0, 0)",
             vec![VolumeHandle::new().uuid().into(), worker.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
+        )
+        .await;
+        execute(
+            db,
+            "INSERT INTO set_aside (handle, kind, worker_id, first_seen_at, judged_after, described, team, artifact_id, digest, size_bytes)
+             VALUES ($1, 'volume', $2, 0, 0, TRUE, 'main', $3, $4, 0)",
+            vec![aside.uuid().into(), elsewhere.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
         )
         .await;
         execute(
@@ -185,7 +214,7 @@ impl Target {
             session: Session(1),
             instance: GatewayInstance::new(),
         };
-        Self { marker, artifact, digest, build, claims }
+        Self { marker, artifact, digest, build, claims, elsewhere, aside }
     }
 
     /// The cache that owns it, which has its id.
@@ -261,6 +290,29 @@ impl Target {
                 let (cache, _) = task::find_or_create(txn, &key, PATIENCE, NOW).await?;
                 task::publish(txn, TEAM, cache, self.artifact, NOW).await.is_err()
             }
+            Reference::Copy => {
+                let plan = Plan {
+                    team: TEAM.to_owned(),
+                    artifact: self.artifact,
+                    worker: self.elsewhere,
+                    transfer: TransferId::new(),
+                };
+                replicas::plan(txn, &plan, NOW, PATIENCE).await.is_err()
+            }
+            Reference::Undeletion => {
+                let kept_by = KeptBy::Build(self.build);
+                undelete::undelete(txn, TEAM, self.artifact, kept_by, NOW).await.is_err()
+            }
+            Reference::ReplicaSetAside => {
+                let adoption = set_aside::Adoption {
+                    team: TEAM.to_owned(),
+                    volume: self.aside,
+                    worker: Some(self.elsewhere),
+                    artifact: None,
+                    kept_by: KeptBy::Build(self.build),
+                };
+                set_aside::adopt(txn, &adoption, NOW).await.is_err()
+            }
             Reference::ResourceCacheUse => {
                 let user = User::Workload(WorkloadId::new());
                 resource::use_it(txn, TEAM, self.cache(), user, NOW).await.is_err()
@@ -292,6 +344,7 @@ impl Target {
                 "SELECT (SELECT COUNT(*) FROM pins WHERE artifact_id = $1)
                       + (SELECT COUNT(*) FROM owners WHERE artifact_id = $1)
                       + (SELECT COUNT(*) FROM volumes WHERE from_artifact_id = $1)
+                      + (SELECT COUNT(*) FROM volumes WHERE artifact_id = $1 AND state = 'creating')
                       + (SELECT COUNT(*) FROM resource_caches WHERE artifact_id = $1)
                       + (SELECT COUNT(*) FROM task_caches WHERE artifact_id = $1) AS n"
             }
@@ -430,7 +483,8 @@ async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_use
         let kept = interleave(&db, &db, reference, marker, false).await;
         assert_eq!(kept, (false, true), "{reference:?}, and a mark {marker:?} while it goes on");
         let gone = interleave(&db, &db, reference, marker, true).await;
-        assert_eq!(gone, (true, false), "{reference:?} while a mark {marker:?} goes on");
+        let expected = if reference.takes_back() { (false, true) } else { (true, false) };
+        assert_eq!(gone, expected, "{reference:?} while a mark {marker:?} goes on");
     }
 }
 

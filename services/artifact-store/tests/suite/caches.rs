@@ -187,10 +187,20 @@ impl<'a> Caller<'a> {
         path: &str,
         ttl: Option<Duration>,
     ) -> Answer<(String, Option<pb::Location>)> {
+        self.task_of_step(job, "build", path, ttl).await
+    }
+
+    async fn task_of_step(
+        &self,
+        job: &str,
+        step: &str,
+        path: &str,
+        ttl: Option<Duration>,
+    ) -> Answer<(String, Option<pb::Location>)> {
         let request = pb::FindOrCreateTaskCacheRequest {
             team: self.team.to_owned(),
             job: job.to_owned(),
-            step: "build".to_owned(),
+            step: step.to_owned(),
             path: path.to_owned(),
             ttl: ttl.map(rpc::duration),
         };

@@ -12,6 +12,7 @@ use crate::{Answer, Suite, TEAM, assert_refused, digest, input, on_both_database
 
 on_both_databases! {
     what_was_brought_to_a_worker_is_found_there,
+    what_nobody_looked_at_again_is_told_apart,
     of_all_who_ask_at_once_one_makes_the_copy,
     a_copy_whose_claim_ran_out_is_made_anew,
     a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it,
@@ -81,6 +82,32 @@ async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
     assert_eq!((at_the_source.outcome(), at_the_source.volume_handle), (PlanOutcome::Complete, source));
     let taken = plan(&suite, artifact, there.worker, transfer).await;
     assert_refused(taken, Reason::InvalidField);
+    suite.stop().await;
+}
+
+async fn what_nobody_looked_at_again_is_told_apart(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateways = [(); 3].map(|()| WorkerId::new()).map(|worker| suite.silent_gateway(worker, 1, 1));
+    let said = [pb::Verification::Reported, pb::Verification::Verified, pb::Verification::Reported];
+    let artifact = ArtifactId::new();
+    suite.create(artifact, None).await.expect("created");
+    for (index, (gateway, said)) in gateways.iter().zip(said).enumerate() {
+        gateway.report(&[], &[]).await.expect("reported");
+        let planned = plan(&suite, artifact, gateway.worker, TransferId::new()).await.expect("planned");
+        gateway.complete_as(&planned.volume_handle, digest(1), said).await.expect("complete");
+        if index == 0 {
+            suite.seal(artifact, digest(1)).await.expect("sealed");
+        }
+    }
+    let request = pb::LocateRequest { team: TEAM.to_owned(), artifact_ids: vec![artifact.to_string()] };
+    let located = suite.artifacts().locate(request).await.expect("located").into_inner().locations;
+    let told: Vec<_> = located[0]
+        .replicas
+        .iter()
+        .map(|replica| (replica.worker_id.clone(), replica.verification()))
+        .collect();
+    let expected = gateways.iter().map(|gateway| gateway.worker.to_string()).zip(said);
+    assert_eq!(told, expected.collect::<Vec<_>>());
     suite.stop().await;
 }
 

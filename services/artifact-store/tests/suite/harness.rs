@@ -454,12 +454,21 @@ impl Gateway {
     }
 
     pub(crate) async fn complete(&self, handle: &str, digest: Digest) -> Answer<()> {
+        self.complete_as(handle, digest, pb::Verification::Verified).await
+    }
+
+    pub(crate) async fn complete_as(
+        &self,
+        handle: &str,
+        digest: Digest,
+        verification: pb::Verification,
+    ) -> Answer<()> {
         let request = pb::VolumeCompleteRequest {
             session_credential: self.credential.clone(),
             volume_handle: handle.to_owned(),
             size_bytes: 10,
             digest: digest.as_bytes().to_vec().into(),
-            verification: pb::Verification::Verified.into(),
+            verification: verification.into(),
         };
         self.inventory().volume_complete(request).await?;
         Ok(())

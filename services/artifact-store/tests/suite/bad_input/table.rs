@@ -158,7 +158,7 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(set_aside::calls(&world).await);
     calls.extend(imports::calls(&world).await);
     // The last: some of these end what the others are about.
-    calls.extend(disposal::calls(&world));
+    calls.extend(disposal::calls(&world).await);
     calls
 }
 
@@ -710,6 +710,14 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
         call("Pins.ListPins", [pb::ListPinsRequest { page_token: token(7), ..pins }], [page(7)]),
     ]);
     calls
+}
+
+/// Where a list goes on that is none of those that are tried.
+async fn token_of_volumes(suite: &Suite) -> String {
+    let volumes = pb::ListVolumesRequest { page_size: 1, ..Default::default() };
+    let page = suite.inventory().list_volumes(volumes).await.expect("a page").into_inner();
+    assert_ne!(page.next_page_token, "", "it goes on");
+    page.next_page_token
 }
 
 fn call<M: Message>(

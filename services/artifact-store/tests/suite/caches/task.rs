@@ -43,8 +43,12 @@ async fn the_latest_version_of_a_task_cache_wins(database: TestDatabase) {
     assert_refused(main.publish(&cache, open).await, Reason::ArtifactNotFound);
 
     let (another, _) = main.task("job", "/cache/", None).await.expect("asked");
-    assert_ne!(another, cache);
-    assert_eq!(main.located(&[&another, &cache]).await, [(cache.clone(), two.to_string())]);
+    let (of_another_step, nothing) = main.task_of_step("job", "test", "/cache", None).await.expect("asked");
+    assert!(another != cache && of_another_step != cache && nothing.is_none());
+    let three = suite.uploaded(&gateway, 3).await;
+    main.publish(&of_another_step, three).await.expect("published");
+    let located = main.located(&[&another, &cache, &of_another_step]).await;
+    assert_eq!(located, [(cache.clone(), two.to_string()), (of_another_step, three.to_string())]);
     // What is lost is not answered.
     gateway.report(&[], &[]).await.expect("reported");
     assert_eq!(main.task("job", "/cache", None).await.expect("asked"), (cache, None));

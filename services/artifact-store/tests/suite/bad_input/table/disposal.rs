@@ -2,13 +2,13 @@
 
 use super::*;
 
-pub(super) fn calls(world: &World<'_>) -> Vec<Call> {
-    let mut calls = looks(world);
+pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
+    let mut calls = looks(world, token_of_volumes(world.suite).await);
     calls.extend(ends(world));
     calls
 }
 
-fn looks(world: &World<'_>) -> Vec<Call> {
+fn looks(world: &World<'_>, of_volumes: String) -> Vec<Call> {
     let explain = pb::ExplainRequest { team: TEAM.to_owned(), id: world.sealed.to_string() };
     let volume_handle = world.prepared.volumes[0].volume_handle.clone();
     let container_handle = world.prepared.container_handle.clone();
@@ -65,6 +65,7 @@ fn looks(world: &World<'_>) -> Vec<Call> {
                 invalid("page_size", "absurd", Value::U32(u32::MAX), "page_size"),
                 but("page_token", "malformed", "?", InvalidPageToken),
                 but("page_token", "overlong", "A".repeat(100_000), InvalidPageToken),
+                but("page_token", "of another list", of_volumes, InvalidPageToken),
             ],
         ),
     ]

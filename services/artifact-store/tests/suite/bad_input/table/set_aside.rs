@@ -62,6 +62,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 invalid("page_size", "absurd", Value::U32(1001), "page_size"),
                 but("page_token", "malformed", "?", InvalidPageToken),
                 but("page_token", "overlong", "A".repeat(100_000), InvalidPageToken),
+                but("page_token", "of another list", token_of_volumes(suite).await, InvalidPageToken),
             ],
         ),
         call(
