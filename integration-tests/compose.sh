@@ -86,6 +86,19 @@ for target in scheduler artifact-store streamer runtime-gateway worker; do
         -t "gantry-it/$target" . >/dev/null
 done
 
+# What each image says of itself: as whom it runs (only a worker as root), what ends it, what it is, and how its health is asked.
+for target in scheduler artifact-store streamer runtime-gateway worker; do
+    user=65532:65532
+    [ $target != worker ] || user=
+    expected="$user|SIGTERM|gantry $target|health"
+    said=$($docker image inspect "gantry-it/$target" --format \
+        '{{.Config.User}}|{{.Config.StopSignal}}|{{index .Config.Labels "org.opencontainers.image.title"}}|{{index .Config.Healthcheck.Test 2}}')
+    [ "$said" = "$expected" ] || {
+        echo "compose: image $target says $said, and not $expected" >&2
+        exit 1
+    }
+done
+
 # health SERVICE: the health of each of its containers
 health() { $COMPOSE ps -q "$1" | xargs $docker inspect --format '{{.State.Health.Status}}'; }
 healthy() { # healthy SERVICE COUNT
