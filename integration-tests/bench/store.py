@@ -80,6 +80,7 @@ def of_marking(name, said):
         one("that lie scattered", "scattered_ms", same),
         one("beside creates", "beside_ms", same),
         one("the floor", "floor_ms", same),
+        one("the first pass of a store that was just started, with nothing to do", "started_ms"),
         one("a pass with nothing to do, median of 20", "idle_ms"),
         one("a pass with nothing to do, the slowest", "idle_max_ms"),
         one("a pass that marks nothing, while all of the above waits to be swept, median of 20", "waiting_ms"),
