@@ -41,6 +41,9 @@ if [ "$1" != test ]; then
     http://*) ;;
     *) lacks "GANTRY_SERVER: $GANTRY_SERVER is no http://host:port" ;;
     esac
+    if printf %s "${GANTRY_SERVER:-}" | grep -Eq ':[0-9]+-[0-9]'; then
+        lacks 'GANTRY_SERVER: only gantry itself takes ranges of ports; export GANTRY_SERVER="$(docker/servers.sh)"'
+    fi
     if [ -n "${GANTRY_TOKEN_FILE:-}" ]; then
         if [ -r "$GANTRY_TOKEN_FILE" ]; then
             GANTRY_TOKEN_FILE=$(realpath "$GANTRY_TOKEN_FILE")

@@ -94,17 +94,18 @@ impl Addresses {
         }
         let [scheduler, artifacts, streamer, door] = named.map(|addresses| addresses.join(","));
         let default = default.join(",");
-        let or_default = |address: String, name: &str| match (address.as_str(), default.as_str()) {
-            ("", "") => {
-                Err(format!("where is the {name}? write {name}=ADDRESS, or an address for all in front"))
-            }
-            ("", default) => Ok(default.to_owned()),
-            _ => Ok(address),
-        };
+        let needed = [&scheduler, &artifacts, &streamer].into_iter().zip(NAMES);
+        let missing: Vec<_> =
+            needed.filter(|(address, _)| address.is_empty()).map(|(_, name)| name).collect();
+        if default.is_empty() && !missing.is_empty() {
+            let missing = missing.iter().map(|name| format!("{name}=ADDRESS")).collect::<Vec<_>>().join(",");
+            return Err(format!("{missing} is missing; write that, too, or an address for all in front"));
+        }
+        let or_default = |address: String| if address.is_empty() { default.clone() } else { address };
         Ok(Self {
-            scheduler: or_default(scheduler, "scheduler")?,
-            artifacts: or_default(artifacts, "artifacts")?,
-            streamer: or_default(streamer, "streamer")?,
+            scheduler: or_default(scheduler),
+            artifacts: or_default(artifacts),
+            streamer: or_default(streamer),
             door: Some(door).filter(|door| !door.is_empty()),
             ranges,
         })

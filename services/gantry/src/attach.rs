@@ -99,8 +99,9 @@ pub(crate) async fn attach(
         if !said && Instant::now() + PATIENCE >= give_up + SAID_AFTER {
             said = true;
             let (worker, why) = (&whereabouts.worker_name, refused.why());
+            let hint = connection.hint_at_doors();
             ui.note(&format!(
-                "worker {worker} does not answer ({why}); its output is asked for again, for a minute"
+                "worker {worker} does not answer ({why}); its output is asked for again, for a minute{hint}"
             ));
         }
         pause.wait().await;

@@ -108,6 +108,16 @@ impl Connection {
         Self { door: Some(peer(address, self.outgoing.clone()).expect("an address")), ..self }
     }
 
+    /// What may help who cannot reach a worker, to be said behind that.
+    pub(crate) fn hint_at_doors(&self) -> &'static str {
+        match (&self.door, &self.local) {
+            (None, None) => {
+                "; where workers cannot be reached from here, name a door: --door, or door=… in --server"
+            }
+            _ => "",
+        }
+    }
+
     /// The gateway at `endpoint`, or the door that stands before it.
     ///
     /// A cluster in one process is reached by its socket, by TCP, and through whatever leads there: its gateway is where the rest of it is,

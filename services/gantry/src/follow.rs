@@ -267,7 +267,7 @@ fn lost(workload: &str, had: u64, refused: &Refused) -> String {
     if refused.is(Reason::ProcessNotFound) {
         return format!(
             "{what} of workload {workload} is gone: logs and containers are kept for five minutes after the end, or for what \
-             --gc-grace of `gantry up` says"
+             --gc-grace of its gateway says, and go with their worker"
         );
     }
     if refused.is_transient() {

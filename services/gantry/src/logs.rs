@@ -58,7 +58,7 @@ pub(crate) async fn logs(args: &WorkloadArgs, connection: &Connection, ui: &Ui) 
     };
     let followed = follow.run(&mut signals).await?;
     if let (None, Some(failure)) = (&followed.finished.exit, &followed.finished.failure) {
-        ui.note(&format!("its process did not run: {} ({})", failure.message, failure.reason));
+        ui.note(&format!("it ended without an exit code: {} ({})", failure.message, failure.reason));
     } else if followed.finished.outcome() == Outcome::Aborted {
         ui.note("it was cancelled, there is no more");
     }

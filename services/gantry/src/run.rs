@@ -123,7 +123,11 @@ pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<()>)
         ui.error(&crate::error::describe(error));
         return exit::OURS;
     }
-    if followed.output_lost && end.code == 0 { exit::OURS } else { end.code }
+    if followed.output_lost && end.code == 0 {
+        ui.warn("the command succeeded, and only its output is missing");
+        return exit::OURS;
+    }
+    end.code
 }
 
 fn forwards_stdin(args: &RunArgs) -> bool {
