@@ -433,6 +433,19 @@ impl State {
         self.builds.get(&build).is_some_and(|build| !build.deleted && build.ended.is_none())
     }
 
+    /// Whether a build may not have let go: who ended it after its term was perhaps before the collector, and the clock may be ahead of what the
+    /// model knows by less than it counts in.
+    fn may_hold_on(&self, build: u16) -> bool {
+        let Some(build) = self.builds.get(&build).filter(|build| !build.deleted) else { return false };
+        let Some((at, status)) = build.ended else { return true };
+        let is_unsuccessful = matches!(status, Status::Failed | Status::Errored);
+        (is_unsuccessful && self.is_latest_of_its_job(build)) || self.now <= at + build.keep
+    }
+
+    fn is_latest_of_its_job(&self, build: &Build) -> bool {
+        build.job.is_some_and(|(job, number)| self.jobs.get(&job).is_some_and(|latest| *latest == number))
+    }
+
     /// Whether a build has certainly not let go.
     pub(crate) fn holds_on(&self, build: u16) -> bool {
         self.holds_until(build).is_some_and(|until| self.now < until)
@@ -442,10 +455,7 @@ impl State {
     fn holds_until(&self, build: u16) -> Option<i64> {
         let build = self.builds.get(&build).filter(|build| !build.deleted)?;
         let Some((at, unsuccessful)) = build.end() else { return Some(i64::MAX) };
-        let is_latest = build
-            .job
-            .is_some_and(|(job, number)| self.jobs.get(&job).is_some_and(|latest| *latest == number));
-        Some(if unsuccessful && is_latest { i64::MAX } else { at + build.keep })
+        Some(if unsuccessful && self.is_latest_of_its_job(build) { i64::MAX } else { at + build.keep })
     }
 
     /// The builds that hold on without end though they have ended, each as the latest of its job.

@@ -152,6 +152,25 @@ fn what_a_cache_owns_and_is_marked_is_found() {
 }
 
 #[test]
+fn a_cache_of_which_nobody_may_say_any_more_that_it_is_used_is_found() {
+    let mut state = State::new(2);
+    let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 50, term: 600, job: None };
+    accepted(&mut state, build, Outcome::Done);
+    let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfBuild(0)) };
+    accepted(&mut state, ask, Outcome::Asked { cache: Uuid::from_u128(5), found: Found::Yours });
+    accepted(&mut state, Operation::Advance { seconds: 620 }, Outcome::Done);
+    // Whether its term ended it before is not known.
+    let status = Status::Aborted;
+    accepted(&mut state, Operation::EndBuild { build: 0, status }, Outcome::Done);
+    let (delete, used) = (Operation::DeleteCache { cache: 0 }, refused(rpc::Reason::CacheInUse));
+    accepted(&mut state, Operation::Advance { seconds: 50 }, Outcome::Done);
+    state.clone().accept(&delete, &used).expect("the clock of the store may be a little ahead");
+    state.clone().accept(&delete, &Outcome::Done).expect("it may have ended with its term");
+    accepted(&mut state, Operation::Advance { seconds: 1 }, Outcome::Done);
+    assert_found(state.accept(&delete, &used), "nobody uses it");
+}
+
+#[test]
 fn what_went_although_it_came_back_is_found() {
     let (mut state, mut view) = in_use();
     settle(&mut state);

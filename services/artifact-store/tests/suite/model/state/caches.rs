@@ -326,9 +326,8 @@ impl State {
             must!(refusal.is(Reason::CacheNotFound), "another reason");
             return Ok(());
         };
-        // Whether a build whose term passed has ended is not known.
         let may_be_used = |user: &User| match *user {
-            User::OfBuild(build) => self.may_be_live(build) || self.holds_on(build),
+            User::OfBuild(build) => self.may_hold_on(build),
             User::OfWorkload(workload) => !self.is_settled(workload),
         };
         if let Outcome::Refused(refusal) = outcome {
