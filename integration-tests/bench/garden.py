@@ -78,8 +78,7 @@ def bench_garden(base, rounds, runs):
         "the process left. It destroys containers five minutes after their ends, unless it is told otherwise; the first of the bare figures has",
         "that in it. Real containers are made by runc behind the genuine Garden server library,",
         "in the way of guardian, with namespaces and cgroups of their own, but without seccomp, limits or a network beyond the loopback, on which",
-        "a real worker spends time, too. Volumes are copies of the small image, on both. The aim is 1.2 × on a worker that makes containers: on the server",
-        "of the tests, with nothing to make, the writes to disk alone are more than that.",
+        "a real worker spends time, too. Volumes are copies of the small image, on both. The aim is 1.2 × on a worker that makes containers.",
         "",
     ]
     return [*table("`true` on a Concourse worker (servers of ours that speak its wire)", lines), *text]

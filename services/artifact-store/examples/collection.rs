@@ -9,7 +9,8 @@
 //!   artifacts as fast as it can. `scattered_ms`: of a lot that is spread evenly, so that each row is on a page of its own. `attempts_ms`: a pass that
 //!   marks a lot of volumes of attempts that ended.
 //! - `floor_ms`: four bare statements that write the same to a lot, in one transaction: what no pass can be faster than in these tables.
-//! - `started_ms`: the first pass of a store that was just started, with nothing to do; `idle_ms`: those after it; `waiting_ms`: the same, while all that was marked waits for gateways.
+//! - `started_ms`: the first pass of a store that was just started, with nothing to do; `idle_ms`: those after it; `waiting_ms`: the same, while all
+//!   that was marked waits for gateways.
 //!   `create_…`, `locate_…`, `…_per_second`: other calls, before, beside and after.
 
 use std::io::Write;
@@ -505,7 +506,7 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
         Result::<_>::Ok(millis(took))
     };
     // The first finds a store that was just started, with connections that have planned nothing.
-    let (started, _) = store.caller.collect().await?;
+    let started = pass(0).await?;
     let mut idle = store.idle().await?;
     database.end(Lot::Alone).await?;
     let alone = pass(Ord::min(2 * marks, MOST_NAMED)).await?;
@@ -541,9 +542,8 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
     let rates = rates(store).await?;
     let most = |figures: &[Duration]| figures.iter().max().copied().map_or(0.0, millis);
     Ok(format!(
-        r#""alone_ms": {alone:.1}, "scattered_ms": {scattered:.1}, "attempts_ms": {attempts:.1}, "beside_ms": {:.1}, "started_ms": {:.2}, "idle_ms": {:.2}, "idle_max_ms": {:.2}, "waiting_ms": {:.2}, "create_ms": {:.2}, "create_max_ms": {:.2}, "create_beside": {}, "create_beside_ms": {:.2}, "create_beside_max_ms": {:.2}, "locate_p50_ms": {:.2}, "locate_p99_ms": {:.2}, {rates}"#,
+        r#""alone_ms": {alone:.1}, "scattered_ms": {scattered:.1}, "attempts_ms": {attempts:.1}, "beside_ms": {:.1}, "started_ms": {started:.2}, "idle_ms": {:.2}, "idle_max_ms": {:.2}, "waiting_ms": {:.2}, "create_ms": {:.2}, "create_max_ms": {:.2}, "create_beside": {}, "create_beside_ms": {:.2}, "create_beside_max_ms": {:.2}, "locate_p50_ms": {:.2}, "locate_p99_ms": {:.2}, {rates}"#,
         millis(marking),
-        millis(started),
         quantile(&mut idle, 0.5),
         most(&idle),
         quantile(&mut waiting, 0.5),
