@@ -30,6 +30,7 @@ on_both_databases! {
     a_version_that_is_mounted_outlives_its_cache,
     what_a_worker_has_goes_with_it_or_with_the_next,
     owners_are_given_and_taken_while_others_let_go,
+    what_was_handed_over_is_not_made_open,
     what_was_dropped_stays_so_beside_another_replica,
     a_worker_that_is_forgotten_again_and_again_takes_no_time,
     what_was_made_for_an_attempt_goes_when_somebody_says_so,
@@ -457,6 +458,21 @@ async fn owners_are_given_and_taken_while_others_let_go(database: TestDatabase) 
             Collect,
         ]);
     }
+    replay(database, &operations).await;
+}
+
+async fn what_was_handed_over_is_not_made_open(database: TestDatabase) {
+    let again = |upload| CreateAll { uploads: vec![upload, 0], owner: None };
+    let operations = [
+        HandOver { upload: 0, owner: None, content: TREES },
+        // All or none: the other is not made either.
+        again(1),
+        // Unless it went meanwhile: then both are.
+        Advance { seconds: 1_000_000 },
+        Together(vec![again(2), Collect, Collect]),
+        Collect,
+        again(3),
+    ];
     replay(database, &operations).await;
 }
 

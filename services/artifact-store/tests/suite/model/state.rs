@@ -230,6 +230,11 @@ pub(crate) struct Record {
 }
 
 impl Record {
+    /// Whether a call that makes an upload, open or of a tree with `content`, says what made this one.
+    fn is_made_of(&self, content: Option<u8>) -> bool {
+        self.sealed.filter(|content| *content >= TREES) == content
+    }
+
     /// A build owns it from now on.
     fn own(&mut self, build: u16) {
         self.owners.insert(build);

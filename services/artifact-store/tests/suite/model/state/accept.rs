@@ -162,7 +162,7 @@ impl State {
                         Some(build) => !(record.owners.contains(&build) && self.holds_on(build)),
                         None => record.had_owner,
                     };
-                    another || !self.is_kept(artifact)
+                    another || !record.is_made_of(content) || !self.is_kept(artifact)
                 })
             };
             let may = (refusal.is(Reason::OwnerEnded) && owner_ended)
@@ -178,11 +178,11 @@ impl State {
 
     fn create_one(&mut self, artifact: Artifact, owner: Option<u16>, content: Option<u8>) -> Accepted {
         let record = self.artifacts.get(&artifact);
-        if record.is_some_and(|record| !record.gone) {
+        if let Some(record) = record.filter(|record| !record.gone) {
             // It is still there, or gone since we looked: then it is another now.
-            if !self.is_kept(artifact)
-                && let Some(record) = self.artifacts.get_mut(&artifact)
-            {
+            let is_kept = self.is_kept(artifact);
+            must!(record.is_made_of(content) || !is_kept, "{artifact:?} is there and is another");
+            if !is_kept && let Some(record) = self.artifacts.get_mut(&artifact) {
                 record.doubtful = true;
             }
             return Ok(());
@@ -208,11 +208,10 @@ impl State {
         }
     }
 
-    /// What was made once more had gone: it is another now.
+    /// What was made once more had gone: it is another now, without bytes.
     pub(crate) fn reopen(&mut self, artifact: Artifact) {
         if let Some(record) = self.artifacts.get_mut(&artifact) {
-            // A tree is made with its bytes.
-            record.sealed = record.sealed.filter(|content| *content >= TREES);
+            record.sealed = None;
             record.gone = false;
             // Which of the calls made it is not known, and so nothing keeps it for certain.
             record.owners.clear();
