@@ -35,8 +35,7 @@ struct Dice(u64);
 
 impl Dice {
     fn new() -> Self {
-        let given = std::env::var("GANTRY_SEED").ok().and_then(|seed| seed.parse().ok());
-        let seed = given.unwrap_or_else(|| u64::from(std::process::id()) << 20 | 0x5eed);
+        let seed = testing::seeds::seed();
         eprintln!("GANTRY_SEED={seed}");
         Self(seed)
     }

@@ -667,8 +667,7 @@ impl World {
 }
 
 async fn run(url: &str) {
-    let seed = std::env::var("GANTRY_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed: u64 = seed.unwrap_or_else(|| rand::rng().random());
+    let seed = testing::seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = StdRng::seed_from_u64(seed);
 

@@ -5,3 +5,4 @@ pub mod conformance;
 pub mod databases;
 pub mod fake;
 pub mod garden;
+pub mod seeds;

@@ -385,8 +385,7 @@ fn standing(
 
 #[test]
 fn the_choice_is_that_of_who_looks_at_every_worker() {
-    let seed = std::env::var("GANTRY_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed: u64 = seed.unwrap_or_else(|| rand::rng().random());
+    let seed = testing::seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = Dice(StdRng::seed_from_u64(seed));
     let (mut placed, mut not_now, mut never) = (0, 0, 0);

@@ -19,6 +19,7 @@ use super::{
     RuntimeExt, Subject, exited, is_signal, lines, mount, on_root, process, programs, put, until_lines,
     volumes,
 };
+use crate::seeds;
 
 /// What fits on every worker that a test has.
 const MOST_VOLUMES: usize = 8;
@@ -26,8 +27,7 @@ const MOST_CONTAINERS: usize = 3;
 
 /// Whatever is done in whatever order, a worker holds what it was told to hold.
 pub async fn a_worker_holds_what_it_was_told_to(subject: impl Subject) {
-    let number = |name: &str| std::env::var(name).ok().map(|value| value.parse::<u64>().expect("a number"));
-    let seed = number("GANTRY_SEED").unwrap_or_else(|| rand::rng().random());
+    let seed = seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut model = Model {
         subject,
@@ -36,7 +36,7 @@ pub async fn a_worker_holds_what_it_was_told_to(subject: impl Subject) {
         containers: BTreeMap::new(),
         gone: Gone::default(),
     };
-    for _ in 0..number("GANTRY_STEPS").unwrap_or(60) {
+    for _ in 0..seeds::setting("GANTRY_STEPS").unwrap_or(60) {
         model.step().await;
         model.check().await;
     }

@@ -18,7 +18,7 @@
 //! would have taken the answers one by one; which one it was may be told only much later, so all of them are borne in mind.
 //!
 //! Seeds of `GANTRY_STEPS` operations are run, `GANTRY_SEEDS` of them: or one of 2000 and then short ones, eight together at least, and more as long as
-//! a minute is not over. `GANTRY_SEED` runs one again, and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
+//! a minute is not over. `GANTRY_SEED` runs one again, `GANTRY_FIRST_SEED` says where they begin (each time anew), and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
 //! a soak), and printed as code for `cases.rs`. The seed is said as soon as it fails.
 
 mod cases;
@@ -36,6 +36,7 @@ use std::pin::Pin;
 use std::time::{Duration, Instant};
 
 use testing::databases::{self, TestDatabase};
+use testing::seeds::{self, setting};
 
 use self::check::Past;
 use self::generator::Generator;
@@ -64,10 +65,6 @@ const STATES: usize = 32;
 
 /// Rounds of collecting, sweeping and reporting until nothing may be left.
 const ROUNDS: usize = 60;
-
-fn setting(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|_| panic!("{name} is a number")))
-}
 
 type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
@@ -396,7 +393,7 @@ fn is_at_once(operation: &Operation) -> bool {
 
 async fn run_seeds(kind: Kind) {
     let steps = setting("GANTRY_STEPS");
-    if let Some(seed) = setting("GANTRY_SEED") {
+    if let Some(seed) = seeds::repeated() {
         return run_seed(kind, seed, steps.unwrap_or(STEPS), SHRINK).await;
     }
     let begun = Instant::now();
@@ -410,7 +407,7 @@ async fn run_seeds(kind: Kind) {
             return;
         }
         let steps = steps.unwrap_or(if run % LONG == 0 { STEPS } else { FEW_STEPS });
-        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps, SHRINK).await;
+        run_seed(kind, seeds::nth(run), steps, SHRINK).await;
     }
 }
 
@@ -419,8 +416,11 @@ async fn soak_on(kind: Kind) {
     let hours = std::env::var("GANTRY_SOAK").map_or(1.0, |hours| hours.parse().expect("hours"));
     let deadline = Instant::now() + Duration::from_secs_f64(hours * 3600.0);
     let steps = setting("GANTRY_STEPS").unwrap_or(STEPS);
-    while Instant::now() < deadline {
-        run_seed(kind, rand::random_range(0..u64::MAX >> 16), steps, SHRINK_IN_A_SOAK).await;
+    for run in 0.. {
+        if Instant::now() >= deadline {
+            return;
+        }
+        run_seed(kind, seeds::nth(run), steps, SHRINK_IN_A_SOAK).await;
     }
 }
 
