@@ -37,8 +37,8 @@ use crate::store::Store;
 /// How many rows are handed out in one transaction, and sent in one message.
 const BATCH: u64 = 1000;
 
-/// The sequence of the worker that a row belongs to, read behind a lock on the worker's row.
-const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = ";
+/// The sequence of the worker that a volume belongs to, read behind a lock on the worker's row.
+const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = volumes.worker_id)";
 
 /// Marks volumes that are not marked yet, and answers their workers. Others may be made in their places.
 pub(crate) async fn mark_volumes(
@@ -57,7 +57,9 @@ pub(crate) async fn mark_those_volumes(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<Marked>, DbErr> {
-    mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = state, given_up = TRUE").await
+    lock_workers_of::<volume::Entity>(txn, handles).await?;
+    let besides = ", marked_from = volumes.state, given_up = TRUE";
+    mark_rows::<volume::Entity>(txn, handles, why, now, besides).await
 }
 
 fn workers_of(marked: &[Marked]) -> Vec<WorkerId> {
@@ -65,14 +67,14 @@ fn workers_of(marked: &[Marked]) -> Vec<WorkerId> {
     workers.into_iter().map(WorkerId::from_uuid).collect()
 }
 
-/// The same of volumes of attempts that have ended: nobody makes another in the place of one.
+/// The same of volumes of attempts that have ended, whose workers are held already: nobody makes another in the place of one.
 pub(crate) async fn mark_volumes_of_ended(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    Ok(workers_of(&mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = state").await?))
+    Ok(workers_of(&mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = volumes.state").await?))
 }
 
 /// Marks containers that are not marked yet, and answers their workers.
@@ -82,10 +84,31 @@ pub(crate) async fn mark_containers(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
+    lock_workers_of::<container::Entity>(txn, handles).await?;
+    mark_containers_of_held(txn, handles, why, now).await
+}
+
+/// The same, where their workers are held already.
+pub(crate) async fn mark_containers_of_held(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<WorkerId>, DbErr> {
     Ok(workers_of(&mark_rows::<container::Entity>(txn, handles, why, now, "").await?))
 }
 
-/// Marks rows of one of the two tables, and sets `besides`.
+/// Holds the sequences of the workers of some rows still.
+async fn lock_workers_of<E: Sweepable>(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
+    if handles.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let of_rows = format!("SELECT worker_id FROM {} WHERE handle IN ({})", E::TABLE, ids::query(backend, 1));
+    lock_workers(txn, &of_rows, [ids::value(backend, handles.iter().copied())], Wait::Long).await.map(drop)
+}
+
+/// Marks rows of one of the two tables whose workers are held, and sets `besides`.
 async fn mark_rows<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -98,20 +121,21 @@ async fn mark_rows<E: Sweepable>(
     }
     let backend = txn.get_database_backend();
     let table = E::TABLE;
-    let of_handles = format!("handle IN ({})", ids::query(backend, 1));
-    let of_rows = format!("SELECT worker_id FROM {table} WHERE {of_handles}");
+    let of_handles = format!("{table}.handle IN ({})", ids::query(backend, 1));
     let handles = ids::value(backend, handles.iter().copied());
-    lock_workers(txn, &of_rows, [handles.clone()], Wait::Long).await?;
+    // Joined, and not looked up for each of them.
     let update = format!(
-        "UPDATE {table} SET state = 'destroying', judged_after = {SEQUENCE}{table}.worker_id),
+        "UPDATE {table} SET state = 'destroying', judged_after = workers.sequence,
                             marked_why = $2, marked_at = $3{besides}
-         WHERE {of_handles} AND state NOT IN ('destroying', 'sweeping')"
+         FROM workers
+         WHERE workers.worker_id = {table}.worker_id AND {of_handles}
+           AND {table}.state NOT IN ('destroying', 'sweeping')"
     );
     let values = [handles, why.to_string().into(), now.0.into()];
     if E::HAS_QUEUE {
         marks::mark(txn, &update, values).await
     } else {
-        let update = format!("{update} RETURNING worker_id, handle");
+        let update = format!("{update} RETURNING {table}.worker_id, {table}.handle");
         Marked::find_by_statement(Statement::from_sql_and_values(backend, update, values)).all(txn).await
     }
 }
@@ -128,7 +152,7 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
     volume::Entity::update_many()
         .col_expr(volume::Column::State, Expr::cust(before))
         .col_expr(volume::Column::GivenUp, Expr::value(false))
-        .col_expr(volume::Column::JudgedAfter, Expr::cust(format!("{SEQUENCE}volumes.worker_id)")))
+        .col_expr(volume::Column::JudgedAfter, Expr::cust(SEQUENCE))
         .col_expr(volume::Column::MarkedWhy, Expr::value(None::<String>))
         .col_expr(volume::Column::MarkedAt, Expr::value(None::<i64>))
         .col_expr(volume::Column::MarkedFrom, Expr::value(None::<String>))

@@ -115,7 +115,7 @@ async fn containers(
         }
     }
     for (why, handles) in by_reason(&collected) {
-        batch.workers.extend(sweep::mark_containers(txn, &handles, why, settings.now).await?);
+        batch.workers.extend(sweep::mark_containers_of_held(txn, &handles, why, settings.now).await?);
     }
     batch.collected.extend(collected);
     // What others have locked is looked at again.

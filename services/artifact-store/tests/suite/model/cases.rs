@@ -26,6 +26,7 @@ on_both_databases! {
     a_dropped_replica_comes_back_as_the_last_resort,
     a_worker_is_forgotten_and_comes_back,
     what_a_backup_did_not_see_is_decided_about,
+    a_parent_is_purged_before_it_is_known_of_what,
     another_team_tries_what_is_not_its_own,
     a_version_that_is_mounted_outlives_its_cache,
     what_a_worker_has_goes_with_it_or_with_the_next,
@@ -335,6 +336,30 @@ async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
         Report { worker: 0, which: u8::MAX, way: Once },
         Describe { worker: 0 },
         AdoptAside { which: 3, owner: Some(0), keep: 0 },
+    ]);
+    replay(database, &operations).await;
+}
+
+async fn a_parent_is_purged_before_it_is_known_of_what(database: TestDatabase) {
+    let mut operations = Vec::new();
+    operations.extend(build(0, 0));
+    operations.extend(upload(0, 1, 0, Some(0)));
+    operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
+    operations.extend(attempt(1, 0, 2));
+    operations.extend([
+        ForgetWorker { worker: 0, force: true },
+        NewLife { worker: 1 },
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: u8::MAX, way: Once },
+        // The oldest first: the replica, and then what was made from it. Its gateway cannot destroy the one before the other.
+        PurgeAside { which: 0 },
+        Sweep { worker: 0, destroy: false },
+        PurgeAside { which: 0 },
+        Sweep { worker: 0, destroy: true },
+        // It is still there, and told of again.
+        BeginReport { worker: 0 },
+        Report { worker: 0, which: u8::MAX, way: Once },
+        Sweep { worker: 0, destroy: true },
     ]);
     replay(database, &operations).await;
 }

@@ -17,6 +17,10 @@ pub(super) struct Aside {
     described: BTreeSet<Uuid>,
     /// What a report named that nobody can have known, and that is not garbage.
     named: BTreeSet<Uuid>,
+    /// What was purged and never described: the store does not know what it is made from.
+    of_unknown_parent: BTreeSet<Uuid>,
+    /// What was handed out while the store did not know of a child of it.
+    blindly: BTreeSet<Uuid>,
 }
 
 /// A volume that was made after the backup.
@@ -138,6 +142,22 @@ impl State {
         self.aside.described.iter().filter(|id| self.is_set_aside(**id)).find(is_child).copied()
     }
 
+    /// Notes which of `handles`, just handed out, have children on disk that the store does not know to be theirs. A gateway cannot destroy such a
+    /// parent, and is told again.
+    pub(super) fn hand_out_blindly(&mut self, handles: &[Uuid]) {
+        let is_unknown = |child: &Uuid| {
+            let is_silent = self.is_set_aside(*child) && !self.aside.described.contains(child);
+            is_silent || self.aside.of_unknown_parent.contains(child)
+        };
+        let unknown = self.volumes.iter().filter(|(id, child)| child.on_disk && is_unknown(id));
+        let parents: BTreeSet<_> = unknown.filter_map(|(_, child)| child.parent).collect();
+        self.aside.blindly.extend(handles.iter().filter(|id| parents.contains(id)));
+    }
+
+    pub(super) fn was_handed_out_blindly(&self, id: Uuid) -> bool {
+        self.aside.blindly.contains(&id)
+    }
+
     pub(super) fn adopt_aside(&mut self, owner: Option<u16>, keep: i64, outcome: &Outcome) -> Accepted {
         let Outcome::Decided { about: id, answer } = outcome else {
             return Err(Violation("no answer".to_owned()));
@@ -196,6 +216,9 @@ impl State {
             return Ok(());
         }
         if self.aside.undecided.remove(id) {
+            if !self.aside.described.contains(id) {
+                self.aside.of_unknown_parent.insert(*id);
+            }
             if let Some(volume) = self.volumes.get_mut(id) {
                 (volume.revoked, volume.late) = (true, false);
             }

@@ -60,12 +60,16 @@ impl State {
             let child = self.child_aside(*id);
             must!(child.is_none(), "{id} is handed out, and its child {child:?} is set aside");
         }
+        self.hand_out_blindly(handles);
         self.workers[usize::from(worker)].doomed.extend(handles);
         if !destroy {
             return Ok(());
         }
         for id in std::mem::take(&mut self.workers[usize::from(worker)].doomed) {
             let child = self.volumes.iter().find(|(_, it)| it.parent == Some(id) && it.on_disk && !it.late);
+            if child.is_some() && self.was_handed_out_blindly(id) {
+                continue;
+            }
             must!(child.is_none(), "{id} is handed out before its child {child:?}");
             if let Some(volume) = self.volumes.get_mut(&id) {
                 volume.on_disk = false;
