@@ -117,6 +117,18 @@ fn what_one_kind_of_worker_made_is_an_input_on_the_other() {
     let runs: Vec<_> = scene.pairs.iter().map(Pair::runs).collect();
     assert_eq!(runs, [1, 1], "each ran where it was meant to, once");
 
+    // Who asks for what only one kind of them can do is told where it is not.
+    let whole = |worker, image| {
+        let run = ["run", "--require", "ends-whole", "--tag", worker, "--image", image, "--", "true"];
+        scene.suite.gantry(&run).output().expect("gantry runs")
+    };
+    let on_host = whole("host", "host");
+    assert!(on_host.status.success(), "{}", describe(&on_host));
+    let refused = whole("overlay", &image);
+    assert_eq!(refused.status.code(), Some(125), "{}", describe(&refused));
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(said.contains("overlay: its runtime lacks ends-whole"), "{said}");
+
     // What was copied to a Concourse worker is as it was, parts of seconds and holes included, though its maker is gone.
     scene.kill("host");
     tree::assert_same(&data, &scene.download(&by_host, "kept"));

@@ -279,6 +279,10 @@ pub(crate) struct RunArgs {
     /// The same of disk
     #[arg(long, value_name = "SIZE", value_parser = values::size, help_heading = "When and where")]
     pub(crate) reserve_disk: Option<u64>,
+    /// Only on a worker whose runtime has this capability (`gantry show worker` lists them), such as `ends-whole`: nothing that the command leaves in
+    /// the background runs on, or writes into its outputs, once it has ended. May be repeated
+    #[arg(long = "require", value_name = "CAPABILITY", help_heading = "When and where")]
+    pub(crate) capabilities: Vec<String>,
     /// Let it be interrupted when its worker lands or is retired, and begin again on another. It may run more than once, then. Only with --detach
     #[arg(long, requires = "detach", help_heading = "When and where")]
     pub(crate) interruptible: bool,

@@ -296,6 +296,7 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
         privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
         network: if args.hermetic { Network::Loopback } else { Network::Host }.into(),
         tags: args.tags.clone(),
+        capabilities: args.capabilities.clone(),
         platform: String::new(),
         queue_timeout: args.queue_timeout.map(rpc::duration),
         run_timeout: args.timeout.map(rpc::duration),

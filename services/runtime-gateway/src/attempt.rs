@@ -9,7 +9,7 @@
 //! that was refused because another session had begun, once it is let in again.
 //!
 //! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs and caches are published only after the
-//! process has exited by itself and everything in its container is dead.
+//! process has exited by itself and, where the runtime is one that `ends-whole`, everything in its container is dead.
 
 use std::panic::AssertUnwindSafe;
 use std::path::Path;

@@ -223,6 +223,7 @@ mod tests {
             requests: Default::default(),
             start_timeout: None,
             retries: 0,
+            capabilities: vec![],
         }
     }
 

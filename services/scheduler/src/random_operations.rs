@@ -157,6 +157,7 @@ fn spec(id: WorkloadId) -> WorkloadSpec {
         build: None,
         caches: vec![],
         interruptible: id.uuid().as_u128().is_multiple_of(3),
+        capabilities: vec![],
         priority: i32::from(id.uuid().as_bytes()[15] % 3),
         requests: domain::workload::ResourceRequests { memory_bytes: 10, ..Default::default() },
         start_timeout: id.uuid().as_bytes()[15].is_multiple_of(2).then_some(Duration::from_secs(4)),

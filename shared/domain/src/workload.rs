@@ -63,6 +63,8 @@ pub struct WorkloadSpec {
     pub start_timeout: Option<Duration>,
     /// How often it may begin again after an attempt that was lost though its process may have run, or that did not start in time.
     pub retries: u32,
+    /// Capabilities that the worker must have, besides those that follow from the rest.
+    pub capabilities: Vec<String>,
 }
 
 /// Amounts of what a worker has. 0: none is asked for.

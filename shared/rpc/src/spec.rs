@@ -124,6 +124,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         requests: parse_requests("spec.requests", spec.requests)?,
         start_timeout: parse_duration("spec.start_timeout", spec.start_timeout)?,
         retries: spec.retries,
+        capabilities: spec.capabilities,
     })
 }
 
@@ -211,6 +212,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         }),
         start_timeout: spec.start_timeout.map(duration),
         retries: spec.retries,
+        capabilities: spec.capabilities.clone(),
     }
 }
 

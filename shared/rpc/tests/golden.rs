@@ -100,6 +100,7 @@ fn spec() -> scheduler::WorkloadSpec {
         requests: Some(ResourceRequests { cpu_millis: 500, memory_bytes: LARGE, disk_bytes: 0 }),
         start_timeout: duration(90, 1),
         retries: 3,
+        capabilities: vec![text("ends-whole"), text("signals")],
     }
 }
 

@@ -309,7 +309,7 @@ pub trait Runtime: Send + Sync + 'static {
     /// Errors: [`RuntimeError::ProcessNotFound`].
     async fn team(&self, process: AttemptId) -> Result<String, RuntimeError>;
 
-    /// Waits until a process has ended, everything in its container is dead, and its output is complete.
+    /// Waits until a process has ended, everything in its container is dead (with the capability `ends-whole`), and its output is complete.
     ///
     /// Cancel safe. Errors: [`RuntimeError::ProcessNotFound`].
     async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError>;

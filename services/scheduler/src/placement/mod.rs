@@ -217,6 +217,13 @@ impl Shape {
         if spec.network == Network::Loopback {
             capabilities.push("network-loopback".into());
         }
+        // Whoever asks for the same waits in the same line, however he says it.
+        let named: BTreeSet<&str> = spec.capabilities.iter().map(String::as_str).collect();
+        for name in named {
+            if !capabilities.iter().any(|known| known == name) {
+                capabilities.push(name.to_owned().into());
+            }
+        }
         let resource_type = match &spec.image {
             Image::ResourceType(name) => Some(name.clone()),
             Image::Host | Image::Artifact(_) => None,

@@ -38,6 +38,7 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
         requests: Default::default(),
         start_timeout: None,
         retries: 0,
+        capabilities: vec![],
     }
 }
 

@@ -213,8 +213,8 @@ pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: T
         gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
     }
     // What each worker lacks for it.
-    let lacks = async |limits: pb::Limits| {
-        let explained = explain_spec(&scheduler, pb::WorkloadSpec { limits: Some(limits), ..spec() }).await;
+    let lacks_for = async |asked: pb::WorkloadSpec| {
+        let explained = explain_spec(&scheduler, asked).await;
         let lacking = |worker: &pb::WorkerExplanation| {
             let named = worker.refusals.iter().filter(|refusal| refusal.reason == "CAPABILITY");
             named.flat_map(|refusal| refusal.labels.clone()).collect::<Vec<_>>().join(" ")
@@ -225,6 +225,7 @@ pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: T
             .map(|worker| (worker.worker_name.clone(), lacking(worker)))
             .collect::<BTreeMap<_, _>>()
     };
+    let lacks = async |limits| lacks_for(pb::WorkloadSpec { limits: Some(limits), ..spec() }).await;
     let expected = |garden: &str, none: &str| {
         let all = [("all", ""), ("garden", garden), ("none", none)];
         BTreeMap::from(all.map(|(name, lacks)| (name.to_owned(), lacks.to_owned())))
@@ -237,5 +238,20 @@ pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: T
     assert_eq!(lacks(pb::Limits { cpu_millis, ..none }).await, expected("limits-cpu", "limits-cpu"));
     let every = lacks(pb::Limits { memory_bytes, cpu_millis, pids }).await;
     assert_eq!(every, expected("limits-cpu", "limits-memory limits-cpu limits-pids"));
+
+    // The same by name, and each once however often it is asked for.
+    let named = |names: &[&str], limits| pb::WorkloadSpec {
+        capabilities: names.iter().map(ToString::to_string).collect(),
+        limits: Some(limits),
+        ..spec()
+    };
+    assert_eq!(lacks_for(named(&["limits-pids"], none)).await, expected("", "limits-pids"));
+    let both = named(&["limits-memory", "limits-cpu", "limits-cpu"], pb::Limits { memory_bytes, ..none });
+    assert_eq!(lacks_for(both).await, expected("limits-cpu", "limits-memory limits-cpu"));
+    // One that nobody has leads nowhere, and whoever asks for it is told at once.
+    let refused = scheduler.submit(named(&["wings"], none)).await.expect_err("nobody has them");
+    assert!(refused.is(Reason::NoCompatibleWorker), "{refused:?}");
+    assert!(refused.about.values().all(|why| why == "its runtime lacks wings"), "{refused:?}");
+    assert_eq!(refused.about.len(), 3, "{refused:?}");
     scheduler.stop().await;
 }

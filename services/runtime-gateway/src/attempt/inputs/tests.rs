@@ -174,6 +174,7 @@ fn task() -> Task {
         requests: Default::default(),
         start_timeout: None,
         retries: 0,
+        capabilities: vec![],
     };
     Task {
         lease: LeaseId::new(),
