@@ -7,7 +7,7 @@ use super::operations::Left::{Everything, Nothing};
 use super::operations::Make::{Later, Now};
 use super::operations::Operation::{self, *};
 use super::operations::Outputs::{NoOutput, With};
-use super::operations::Status::{Aborted, Succeeded};
+use super::operations::Status::{Aborted, Failed, Succeeded};
 use super::operations::TREES;
 use super::operations::Trespass as T;
 use super::operations::Way::{Cut, Once, Repeatedly};
@@ -26,6 +26,7 @@ on_both_databases! {
     a_dropped_replica_comes_back_as_the_last_resort,
     a_worker_is_forgotten_and_comes_back,
     what_a_backup_did_not_see_is_decided_about,
+    a_candidate_goes_and_its_volume_is_made_once_more,
     a_parent_is_purged_before_it_is_known_of_what,
     another_team_tries_what_is_not_its_own,
     a_version_that_is_mounted_outlives_its_cache,
@@ -337,6 +338,21 @@ async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
         Describe { worker: 0 },
         AdoptAside { which: 3, owner: Some(0), keep: 0 },
     ]);
+    replay(database, &operations).await;
+}
+
+async fn a_candidate_goes_and_its_volume_is_made_once_more(database: TestDatabase) {
+    let prepare = Prepare { workload: 1, attempt: 0, worker: 0, make: Now };
+    let operations = [
+        prepare.clone(),
+        Finish { workload: 1, attempt: 0, content: 0 },
+        NewIncarnation { worker: 0, left: Nothing },
+        BeginReport { worker: 0 },
+        prepare,
+        // As it was at its beginning.
+        Report { worker: 0, which: u8::MAX, way: Once },
+        Settle { workload: 1, attempt: 0, status: Failed, outputs: With(0), build: None },
+    ];
     replay(database, &operations).await;
 }
 

@@ -640,7 +640,12 @@ impl State {
                 let output = self.output((workload, attempt)).filter(|_| self.goes_on((workload, attempt)));
                 let output = output.filter(|output| self.volumes[output].complete == Some(content));
                 if let Outcome::Refused(refusal) = outcome {
-                    let lost = output.is_none_or(|output| !self.volumes[&output].on_disk);
+                    // What was made once more in its place has other bytes.
+                    let is_there = |output: Uuid| {
+                        let volume = &self.volumes[&output];
+                        volume.on_disk && !volume.late
+                    };
+                    let lost = !output.is_some_and(is_there);
                     must!(refusal.is(Reason::CandidateMissing) && lost, "its candidate is there");
                     return Ok(());
                 }
