@@ -74,7 +74,8 @@ pub(crate) async fn mark_volumes_of_ended(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    Ok(workers_of(&mark_rows::<volume::Entity>(txn, handles, why, now, ", marked_from = volumes.state").await?))
+    let besides = ", marked_from = volumes.state";
+    Ok(workers_of(&mark_rows::<volume::Entity>(txn, handles, why, now, besides).await?))
 }
 
 /// Marks containers that are not marked yet, and answers their workers.
