@@ -37,7 +37,8 @@ deny: $(TOOLS)/bin/cargo-deny
 	$(TOOLS)/bin/cargo-deny --locked check licenses bans sources
 
 $(TOOLS)/bin/cargo-deny:
-	cargo install cargo-deny --version $(DENY_VERSION) --locked --root $(TOOLS)
+	# Compiled as fast as can be, for it runs for seconds.
+	cargo install cargo-deny --version $(DENY_VERSION) --locked --debug --root $(TOOLS)
 
 proto: $(TOOLS)/node_modules/.bin/buf
 	$(TOOLS)/node_modules/.bin/buf lint
