@@ -210,7 +210,8 @@ fn tell_supply(scheduler: &Scheduler, leases: &HashMap<Uuid, i64>, feed: &mut Fe
     for (worker, idle_since) in workers.workers_and_idleness() {
         let supply = known.entry(Arc::as_ptr(&worker.labels)).or_insert_with(|| Supply::of(&worker.labels));
         supply.add(worker);
-        if worker.state != State::Running || worker.desired != Desired::Run {
+        let is_kept_free = worker.kept_free_for.is_some();
+        if worker.state != State::Running || worker.desired != Desired::Run || is_kept_free {
             continue;
         }
         let leases = leases.get(&worker.id.uuid()).copied().unwrap_or(0);
@@ -265,6 +266,7 @@ impl Supply {
             self.in_service += 1;
             self.idle += usize::from(worker.load.tasks == 0);
             match worker.capacity.max_tasks {
+                _ if worker.kept_free_for.is_some() => {}
                 Some(max) => self.slots_free += u64::from(max.saturating_sub(worker.load.tasks)),
                 None => self.without_limit += 1,
             }

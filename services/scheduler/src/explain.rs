@@ -157,7 +157,14 @@ fn judge(
         Verdict::Placed => Vec::new(),
         Verdict::NotNow | Verdict::Never => unblocked_by(demand, &outlook, verdict),
     };
-    let summary = summary(verdict, &outlook);
+    let kept_free = workers.kept_free_for(demand.waits_as);
+    let summary = match (summary(verdict, &outlook), kept_free.as_slice()) {
+        (summary, []) => summary,
+        (summary, [one]) => format!("{summary}; {one} takes nothing else until it has room for it"),
+        (summary, some) => {
+            format!("{summary}; {} take nothing else until they have room for it", some.join(", "))
+        }
+    };
     outlook.opinions.truncate(tell.most);
     let (expected_wait, expected_wait_basis) = match verdict {
         Verdict::NotNow => expected_wait(&outlook, turn.rivals),

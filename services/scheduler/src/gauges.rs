@@ -11,7 +11,7 @@ use sea_orm::{
     QuerySelect, Statement,
 };
 
-use crate::entity::{lease, worker, workload};
+use crate::entity::{kept_free, lease, worker, workload};
 use crate::placement::{CODES, DecidedBy, WAITS_FOR};
 use crate::service::Scheduler;
 
@@ -202,6 +202,8 @@ async fn set(db: &Database) -> Result<(), DbErr> {
         let count = worker::Entity::find().filter(matching).count(db.read()).await?;
         metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => why).set(count as f64);
     }
+    let count = kept_free::all(db.read(), Timestamp::now()).await?.len();
+    metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => "kept_free").set(count as f64);
 
     let workloads: Vec<(workload::State, i64)> = workload::Entity::find()
         .select_only()

@@ -80,6 +80,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0004_places", sql: include_str!("migrations/0004_places.sql") },
         SqlMigration { name: "0005_retries", sql: include_str!("migrations/0005_retries.sql") },
         SqlMigration { name: "0006_room", sql: include_str!("migrations/0006_room.sql") },
+        SqlMigration { name: "0007_kept_free", sql: include_str!("migrations/0007_kept_free.sql") },
     ];
 }
 

@@ -152,6 +152,7 @@ impl Facts {
                 kept_containers: contact.map_or(0, |contact| unsigned(contact.kept_containers)),
                 kept_volumes: contact.map_or(0, |contact| unsigned(contact.volumes)),
             },
+            kept_free_for: None,
         })
     }
 

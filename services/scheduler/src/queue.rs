@@ -3,7 +3,7 @@
 //! Those that ask for the same wait in one *line*: where the first of a line finds no worker, nobody behind it would. So as many lines are
 //! looked at as there are different demands, however many wait. Between the heads of lines the higher priority is first, then the team that
 //! holds the fewest slots for its weight, then who came first. Waiting raises the priority, by one for each [`Queue::aging`], so nobody is
-//! passed over for ever by others that ask for as much.
+//! passed over for ever by others that ask for as much; for one that asks for more a worker is kept free ([`crate::dispatch`]).
 //!
 //! Of workloads it is a memory of what the database says: one that does not wait any more is found out when it is placed. Who waits for leases
 //! waits here alone ([`crate::dispatch`]).
@@ -205,6 +205,16 @@ impl Queue {
         };
         let before = self.lines.values().filter(asks_alike);
         before.map(|line| line.waiting.range(..position).count() as u64).sum()
+    }
+
+    /// Whether one that has waited `since` then has waited for so long that it counts as one priority higher.
+    pub(crate) fn has_aged(&self, since: Timestamp, now: Timestamp) -> bool {
+        !self.aging.is_zero() && now.since(since) >= self.aging
+    }
+
+    /// Whether the first of any line has come to that between these times.
+    pub(crate) fn some_aged(&self, after: Timestamp, now: Timestamp) -> bool {
+        self.lines().any(|(first, _)| !self.has_aged(first.since, after) && self.has_aged(first.since, now))
     }
 
     /// The first of each line, with how many wait in it.

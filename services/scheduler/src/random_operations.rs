@@ -22,7 +22,7 @@ use crate::config::Config;
 use crate::dispatch::{Ask, Dispatcher, PlaceError, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
-use crate::entity::{gone_worker, lease, worker, workload};
+use crate::entity::{gone_worker, kept_free, lease, worker, workload};
 use crate::leases::{self, RenewError};
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
@@ -159,10 +159,15 @@ fn spec(id: WorkloadId) -> WorkloadSpec {
         interruptible: id.uuid().as_u128().is_multiple_of(3),
         capabilities: vec![],
         priority: i32::from(id.uuid().as_bytes()[15] % 3),
-        requests: domain::workload::ResourceRequests { memory_bytes: 10, ..Default::default() },
+        requests: domain::workload::ResourceRequests { memory_bytes: memory(id), ..Default::default() },
         start_timeout: id.uuid().as_bytes()[15].is_multiple_of(2).then_some(Duration::from_secs(4)),
         retries: u32::from(id.uuid().as_bytes()[14] % 3),
     }
+}
+
+/// What a workload asks for: some all that a worker has, which never comes free at a time.
+fn memory(id: WorkloadId) -> u64 {
+    if id.uuid().as_bytes()[13].is_multiple_of(4) { 25 } else { 10 }
 }
 
 fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
@@ -661,6 +666,17 @@ impl World {
         for worker in worker::Entity::find().all(self.db.read()).await.expect("workers") {
             assert_eq!(worker.active_tasks, 0, "{} keeps a slot", worker.name);
         }
+        for dispatcher in &*self.dispatchers {
+            let mut dispatcher = dispatcher.lock().await;
+            let mut effects = Effects::default();
+            // One that notices, and one that others can hear of.
+            for _ in 0..2 {
+                dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
+                dispatcher.take_turns(self.now(), &mut effects).await.expect("nobody waits");
+            }
+        }
+        let kept_free = kept_free::Entity::find().all(self.db.read()).await.expect("workers");
+        assert!(kept_free.is_empty(), "nobody waits: {kept_free:?}");
         for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
             assert_eq!(row.state, workload::State::Finished);
         }
@@ -672,7 +688,9 @@ async fn run(url: &str) {
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = StdRng::seed_from_u64(seed);
 
-    let config = Config::new(url, "http://127.0.0.1:9");
+    // So short that workers are kept free for some.
+    let queue_aging = Duration::from_millis(50);
+    let config = Config { queue_aging, ..Config::new(url, "http://127.0.0.1:9") };
     let db = Database::connect::<crate::Schema>(url).await.expect("a database");
     let config = Arc::new(config);
     let dispatcher = |_| tokio::sync::Mutex::new(Dispatcher::new(db.clone(), config.clone()).1);

@@ -28,7 +28,7 @@ use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::worker::{self, Desired, Model, State};
-use crate::entity::{contact, from_json, lease, to_json, workload};
+use crate::entity::{contact, from_json, kept_free, lease, to_json, workload};
 use crate::grants;
 use crate::memory::Facts;
 use crate::placement;
@@ -602,7 +602,13 @@ pub(crate) async fn view_all(
     rows: Vec<(Model, Option<contact::Model>)>,
 ) -> Result<Vec<Worker>, DbErr> {
     let loads = registry::loads(db, &rows.iter().map(|(row, _)| row.id).collect::<Vec<_>>()).await?;
-    rows.into_iter().map(|row| view(row, config, &loads)).collect()
+    let kept_free = kept_free::all(db, Timestamp::now()).await?;
+    let view = |row: (Model, Option<contact::Model>)| {
+        let mut worker = view(row, config, &loads)?;
+        worker.placed.kept_free_for = kept_free.get(&worker.placed.id).copied();
+        Ok(worker)
+    };
+    rows.into_iter().map(view).collect()
 }
 
 fn view(

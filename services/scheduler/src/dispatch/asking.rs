@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{Ask, Granted, Placed};
-use crate::placement::Demand;
+use crate::placement::{Demand, Part};
 use crate::queue::Waiting;
 
 /// How many calls wait at a replica. One that comes while so many wait hears at once that all are busy.
@@ -71,6 +71,14 @@ impl Member {
     pub(super) fn decide(&self, placed: Placed) {
         self.call.decide(self.item, placed);
     }
+
+    /// What it asks for, where the containers of its owner are.
+    fn demand(&self) -> Arc<Demand> {
+        match self.ask.kept_to {
+            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*self.ask.demand).clone() }),
+            None => self.ask.demand.clone(),
+        }
+    }
 }
 
 /// Leases that are granted together, or none of them.
@@ -90,7 +98,17 @@ impl Leases {
         let wait = members.iter().map(|member| member.ask.wait).max()?;
         let priority = members.iter().map(|member| member.ask.priority).max()?;
         let until = Instant::now() + wait;
-        Some(Self { members, priority, since: now, sequence: Uuid::now_v7(), until })
+        let mut leases = Self { members, priority, since: now, sequence: Uuid::nil(), until };
+        leases.call(Uuid::now_v7());
+        Some(leases)
+    }
+
+    /// What it is called from now on.
+    fn call(&mut self, sequence: Uuid) {
+        self.sequence = sequence;
+        for member in &mut self.members {
+            Arc::make_mut(&mut member.ask.demand).waits_as = sequence;
+        }
     }
 
     /// What it is called while it waits. No workload has that id.
@@ -121,7 +139,8 @@ impl Leases {
 
     /// Comes in the place of another that asked for the same.
     fn take_over(&mut self, other: &Self) {
-        (self.since, self.sequence) = (other.since, other.sequence);
+        self.since = other.since;
+        self.call(other.sequence);
     }
 
     /// The containers of an owner are on this worker.
@@ -133,20 +152,22 @@ impl Leases {
         }
     }
 
+    /// All that is asked for at once.
+    pub(super) fn parts(&self) -> Vec<Part> {
+        let part = |member: &Member| Part { demand: member.demand(), owner: member.ask.owner.clone() };
+        self.members.iter().map(part).collect()
+    }
+
     /// As it stands in the queue.
     pub(super) fn waiting(&self) -> Option<Waiting> {
-        let demand = |member: &Member| match member.ask.kept_to {
-            Some(worker) => Arc::new(Demand { only: Some(worker), ..(*member.ask.demand).clone() }),
-            None => member.ask.demand.clone(),
-        };
         let (first, others) = self.members.split_first()?;
         Some(Waiting {
             id: self.id(),
-            others: others.iter().map(demand).collect(),
+            others: others.iter().map(Member::demand).collect(),
             sequence: self.sequence,
             priority: self.priority,
             since: self.since,
-            demand: demand(first),
+            demand: first.demand(),
             locations: first.ask.locations.clone(),
             must_start: false,
             told: Arc::default(),

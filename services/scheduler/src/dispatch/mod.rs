@@ -8,11 +8,12 @@
 //! Calls for leases may wait, too ([`asking`]): they have their turns in the same queue, at this replica.
 //!
 //! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
-//! it; nothing is kept free for one that asks for more than there is at a time.
+//! it. For one that has waited long and asks for more than comes free at a time a worker is kept free ([`keep_free`]), so nothing starves.
 //!
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
 
 mod asking;
+mod keep_free;
 mod round;
 mod turns;
 
@@ -29,6 +30,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
 use crate::config::Config;
 use crate::dispatch::asking::Asking;
+use crate::dispatch::keep_free::KeptFree;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::gauges;
@@ -196,6 +198,8 @@ pub(crate) struct Dispatcher {
     requests: mpsc::Receiver<Request>,
     /// The calls for leases that wait, which are in the queue as well.
     asking: Asking,
+    /// The workers that are kept free for those that wait here.
+    kept_free: KeptFree,
     /// Whether those that wait may find something that they did not find before.
     look: bool,
     /// When all that waits was read last.
@@ -220,6 +224,7 @@ impl Dispatcher {
             queue,
             requests,
             asking: Asking::default(),
+            kept_free: KeptFree::new(Timestamp::now()),
             look: true,
             whole_at: None,
             held_at: None,

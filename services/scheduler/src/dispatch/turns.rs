@@ -15,7 +15,7 @@ use crate::effects::Effects;
 use crate::entity::workload::{self, Model, State};
 use crate::grants::Plan;
 use crate::hints::Hints;
-use crate::placement::Choice;
+use crate::placement::{Choice, Part};
 use crate::queue::{Turn, Waiting};
 use crate::workloads::{self, Write};
 
@@ -131,12 +131,15 @@ impl Dispatcher {
     fn plan_turns(&mut self, now: Timestamp) -> Planned {
         let Planned { mut plan, mut taken, mut turns, mut asked, mut hopeless } = Planned::default();
         let mut round = self.queue().round(now);
+        let mut keeping = self.look_again_at_kept_free(now);
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
             if let Some(mut leases) = self.asking.take(turn.waiting.id) {
                 let is_granted =
                     !leases.has_gone() && self.decide_leases(&mut leases, &mut plan, &mut taken, now).is_ok();
+                let parts = leases.parts();
                 if is_granted {
+                    keeping.placed(turn.waiting.id);
                     // The same id may have been granted where else it was asked for.
                     plan.leases_may_exist = true;
                     let mut queue = self.queue();
@@ -153,6 +156,8 @@ impl Dispatcher {
                     queue.remove(turn.waiting.id);
                     drop(queue);
                     self.asked_in_vain(&leases);
+                } else {
+                    self.keep_free(&mut keeping, &turn.waiting, &parts);
                 }
                 continue;
             }
@@ -165,11 +170,17 @@ impl Dispatcher {
                     hopeless.push(turn.waiting);
                     continue;
                 }
-                Choice::NotNow | Choice::Never => continue,
+                Choice::NotNow => {
+                    let part = Part { demand: demand.clone(), owner: String::new() };
+                    self.keep_free(&mut keeping, &turn.waiting, &[part]);
+                    continue;
+                }
+                Choice::Never => continue,
             };
             let Some(grant) = self.grant_to_workload(turn.workload(), demand, placement, &mut taken) else {
                 continue;
             };
+            keeping.placed(turn.waiting.id);
             let mut queue = self.queue();
             round.placed(&queue, &turn);
             queue.took(&demand.shape.team);
@@ -178,6 +189,7 @@ impl Dispatcher {
             turns.insert(grant.lease, turn);
             plan.grants.push(grant);
         }
+        self.keep_free_as_before(keeping);
         Planned { plan, taken, turns, asked, hopeless }
     }
 
@@ -235,6 +247,9 @@ impl Dispatcher {
         self.read_queue(is_due).await?;
         if is_due {
             self.whole_at = Some(now);
+        }
+        if tell {
+            self.tend_kept_free(now).await?;
         }
         self.reasons.clear();
         if self.queue().len() > 0 {

@@ -4,6 +4,7 @@
 pub(crate) mod contact;
 pub(crate) mod event;
 pub(crate) mod gone_worker;
+pub(crate) mod kept_free;
 pub(crate) mod lease;
 pub(crate) mod outbox;
 pub(crate) mod owner_worker;

@@ -8,6 +8,7 @@
 //!
 //! Invariant: every worker is in exactly one class, and there in one line of every chain. [`Index::put`] and [`Index::load`] keep it.
 
+pub(super) mod kept_free;
 mod line;
 pub(super) mod outlook;
 
@@ -36,7 +37,7 @@ const NOBODY: &str = "NOBODY";
 const NEVER: &str = "NEVER";
 
 /// Everything that [`Index::waits_for`] answers.
-pub(crate) const WAITS_FOR: [&str; 12] = [
+pub(crate) const WAITS_FOR: [&str; 13] = [
     PENDING,
     NOBODY,
     NEVER,
@@ -45,6 +46,7 @@ pub(crate) const WAITS_FOR: [&str; 12] = [
     "STALLED",
     "SET_ASIDE",
     "TEAM_KEEPS_TO_ITS_OWN",
+    "KEPT_FREE",
     "FULL",
     "FULL_OF_CONTAINERS",
     "FULL_OF_VOLUMES",
@@ -137,6 +139,8 @@ pub(crate) struct Index {
     keep_to_their_own: BTreeSet<String>,
     places: Vec<Option<Place>>,
     free: Vec<usize>,
+    /// For whom workers are kept free that may be among these.
+    kept_free: BTreeMap<WorkerId, Uuid>,
     by_id: HashMap<WorkerId, usize>,
     classes: Vec<Class>,
     by_key: HashMap<Key, usize>,
@@ -224,6 +228,7 @@ impl Index {
             keep_to_their_own,
             places: Vec::new(),
             free: Vec::new(),
+            kept_free: BTreeMap::new(),
             by_id: HashMap::new(),
             classes: Vec::new(),
             by_key: HashMap::new(),
@@ -272,6 +277,7 @@ impl Index {
 
     /// This is how a worker is from now on.
     pub(crate) fn put(&mut self, worker: Worker) {
+        let worker = Worker { kept_free_for: self.kept_free.get(&worker.id).copied(), ..worker };
         let (known, mut turnover) = (self.by_id.get(&worker.id).copied(), None);
         if let Some(place) = known {
             if self.worker(place).is_some_and(|known| known.is_as(&worker)) {
@@ -449,7 +455,7 @@ impl Index {
         let classes = judged.own.iter().chain(&judged.global).chain(&judged.passing);
         let mut could = classes.flat_map(|class| self.members(*class)).filter(|worker| {
             let by_load = of_load(&demand.shape, worker);
-            of_place(demand, worker).is_none() && by_load.iter().all(Refusal::passes)
+            of_place(demand, worker).iter().chain(&by_load).all(Refusal::passes)
         });
         !self.by_id.is_empty() && could.next().is_none()
     }
@@ -463,7 +469,8 @@ impl Index {
     pub(crate) fn refusals(&mut self, demand: &Demand) -> Refusals {
         // Many ask alike while nothing changes.
         let is_alike = demand.only.is_none() && demand.avoid.is_empty() && demand.failed_on.is_empty();
-        if !is_alike {
+        let has_its_own = self.kept_free.values().any(|whom| *whom == demand.waits_as);
+        if !is_alike || has_its_own {
             return self.refusals_now(demand);
         }
         if let Some((changes, refusals)) = self.refusals.get(&*demand.shape)
@@ -506,7 +513,10 @@ impl Index {
     /// registered yet, and `NEVER` where none that is known could.
     pub(crate) fn waits_for(&mut self, demand: &Demand) -> &'static str {
         let judged = self.judged(&demand.shape);
-        let by_load = judged.own.iter().chain(&judged.global).flat_map(|class| self.members(*class).next());
+        let by_load = judged.own.iter().chain(&judged.global).flat_map(|class| {
+            let is_for_all = |worker: &&Worker| worker.kept_free_for.is_none();
+            self.members(*class).find(is_for_all).or_else(|| self.members(*class).next())
+        });
         let mut codes = by_load.filter_map(|worker| {
             let first = first_refusal(demand, worker, None, judged.keeps_to_its_own);
             first.map_or(Some(PENDING), |refusal| refusal.passes().then(|| refusal.code()))
@@ -673,15 +683,11 @@ fn first_refusal(
     of_class: Option<&Refusal>,
     keeps_to_its_own: bool,
 ) -> Option<Refusal> {
-    if let Some(refusal) = of_place(demand, worker) {
-        return Some(refusal);
-    }
+    let of_place = of_place(demand, worker);
     let of_load = of_load(&demand.shape, worker).into_iter().min_by_key(Refusal::passes);
-    match (of_class, of_load) {
-        (Some(passing), Some(refusal)) if refusal.passes() => Some(passing.clone()),
-        (Some(passing), None) => Some(passing.clone()),
-        (_, refusal) => refusal.or_else(|| keeps_out(worker, keeps_to_its_own)),
-    }
+    let lasting = [&of_place, &of_load].into_iter().flatten().find(|refusal| !refusal.passes());
+    let first = lasting.or(of_class).or(of_place.as_ref()).or(of_load.as_ref());
+    first.cloned().or_else(|| keeps_out(worker, keeps_to_its_own))
 }
 
 fn bytes<'l>(locations: impl Iterator<Item = &'l Location>) -> u64 {

@@ -27,6 +27,7 @@ use uuid::Uuid;
 use crate::entity::lease::Kind;
 use crate::entity::worker::{Desired, State};
 
+pub(crate) use index::kept_free::Part;
 pub(crate) use index::outlook::{Group, Opinion, Outlook, Says, Standing, Tell};
 pub(crate) use index::{Choice, DecidedBy, Index, Placement, WAITS_FOR};
 pub(crate) use pace::Pace;
@@ -53,10 +54,12 @@ pub(crate) struct Worker {
     pub(crate) labels: Arc<Labels>,
     pub(crate) capacity: Capacity,
     pub(crate) load: Load,
+    /// Who waits for it to have room, and is the only one who gets anything there until then. Only an [`Index`] knows.
+    pub(crate) kept_free_for: Option<Uuid>,
 }
 
 impl Worker {
-    /// Whether it is the same in all but what is on it.
+    /// Whether it is the same in all but what is on it, and for whom it is kept free.
     pub(crate) fn is_as(&self, other: &Self) -> bool {
         let Self {
             id,
@@ -72,6 +75,7 @@ impl Worker {
             labels,
             capacity,
             load: _,
+            kept_free_for: _,
         } = self;
         (id, name, endpoint, incarnation, desired, state)
             == (&other.id, &other.name, &other.endpoint, &other.incarnation, &other.desired, &other.state)
@@ -120,9 +124,7 @@ impl Load {
         if kind.takes_a_slot() {
             self.tasks += 1;
             self.checks += u32::from(kind == Kind::Check);
-            self.reserved.cpu_millis = self.reserved.cpu_millis.saturating_add(requests.cpu_millis);
-            self.reserved.memory_bytes = self.reserved.memory_bytes.saturating_add(requests.memory_bytes);
-            self.reserved.disk_bytes = self.reserved.disk_bytes.saturating_add(requests.disk_bytes);
+            self.reserved = self.reserved.and(requests);
         }
         self
     }
@@ -152,6 +154,17 @@ pub(crate) struct Resources {
     pub(crate) disk_bytes: u64,
 }
 
+impl Resources {
+    /// Both together.
+    fn and(self, other: &Self) -> Self {
+        Self {
+            cpu_millis: self.cpu_millis.saturating_add(other.cpu_millis),
+            memory_bytes: self.memory_bytes.saturating_add(other.memory_bytes),
+            disk_bytes: self.disk_bytes.saturating_add(other.disk_bytes),
+        }
+    }
+}
+
 impl From<ResourceRequests> for Resources {
     fn from(asked: ResourceRequests) -> Self {
         let ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = asked;
@@ -173,6 +186,8 @@ pub(crate) struct Demand {
     pub(crate) prefer: BTreeSet<WorkerId>,
     /// Who asks: a workload, or a lease. Draws between equal workers, so that many who ask are spread evenly.
     pub(crate) asked_by: Uuid,
+    /// What it is called while it waits: workers may be kept free for it by that.
+    pub(crate) waits_as: Uuid,
 }
 
 /// What many may ask alike. Who of them is placed first is a matter of the queue alone.
@@ -248,6 +263,7 @@ impl Shape {
             failed_on: Vec::new(),
             prefer: BTreeSet::new(),
             asked_by,
+            waits_as: asked_by,
         }
     }
 }
@@ -334,26 +350,27 @@ fn of_place(demand: &Demand, worker: &Worker) -> Option<Refusal> {
     if let Some(failed) = demand.failed_on.iter().find(|failed| failed.worker == worker.id) {
         return Some(Refusal::FailedThere(failed.failure.clone()));
     }
-    demand.avoid.contains(&worker.id).then_some(Refusal::Avoided)
+    if demand.avoid.contains(&worker.id) {
+        return Some(Refusal::Avoided);
+    }
+    // What has to be there and nowhere else belongs to something that is there, and would hold it up.
+    let may_be_elsewhere = demand.only.is_none() && demand.shape.process.is_some();
+    let is_for_another = worker.kept_free_for.is_some_and(|whom| whom != demand.waits_as);
+    (is_for_another && may_be_elsewhere).then_some(Refusal::KeptFree)
 }
 
 /// What speaks against `worker` because of what is on it.
 fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
-    let Worker { capacity, load, .. } = worker;
+    of_load_with(shape, worker, &worker.load)
+}
+
+/// The same, if this `load` were on it.
+fn of_load_with(shape: &Shape, worker: &Worker, load: &Load) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     if shape.process.is_some() {
-        refusals.extend(full(worker));
+        refusals.extend(full_with(worker, load));
     }
-    let (asked, reserved) = (shape.requests, load.reserved);
-    let disk_bytes = Some(capacity.disk_bytes).filter(|bytes| *bytes > 0);
-    let amounts = [
-        (Resource::Cpu, asked.cpu_millis, capacity.cpu_millis, reserved.cpu_millis),
-        (Resource::Memory, asked.memory_bytes, capacity.memory_bytes, reserved.memory_bytes),
-        (Resource::Disk, asked.disk_bytes, disk_bytes, reserved.disk_bytes),
-    ];
-    for (of, asked, has, reserved) in amounts {
-        // What a worker does not say is not counted.
-        let Some(has) = has.filter(|_| asked > 0) else { continue };
+    for Amount { of, asked, has, reserved } in amounts(shape, worker, load) {
         let left = has.saturating_sub(reserved);
         if asked > has {
             refusals.push(Refusal::TooSmall(Shortage { of, asked, left: has }));
@@ -364,9 +381,38 @@ fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     refusals
 }
 
+/// How much is asked for of something, with what a worker has of it.
+struct Amount {
+    of: Resource,
+    asked: u64,
+    has: u64,
+    reserved: u64,
+}
+
+/// Of what is asked for, and counted.
+fn amounts(shape: &Shape, worker: &Worker, load: &Load) -> impl Iterator<Item = Amount> {
+    let (capacity, asked, reserved) = (&worker.capacity, shape.requests, load.reserved);
+    let disk_bytes = Some(capacity.disk_bytes).filter(|bytes| *bytes > 0);
+    let amounts = [
+        (Resource::Cpu, asked.cpu_millis, capacity.cpu_millis, reserved.cpu_millis),
+        (Resource::Memory, asked.memory_bytes, capacity.memory_bytes, reserved.memory_bytes),
+        (Resource::Disk, asked.disk_bytes, disk_bytes, reserved.disk_bytes),
+    ];
+    // What a worker does not say is not counted.
+    amounts
+        .into_iter()
+        .filter(|(_, asked, ..)| *asked > 0)
+        .filter_map(|(of, asked, has, reserved)| has.map(|has| Amount { of, asked, has, reserved }))
+}
+
 /// Why nothing more may run on `worker`, whatever it asks for.
 fn full(worker: &Worker) -> Option<Refusal> {
-    let Worker { capacity, load, .. } = worker;
+    full_with(worker, &worker.load)
+}
+
+/// The same, if this `load` were on it.
+fn full_with(worker: &Worker, load: &Load) -> Option<Refusal> {
+    let capacity = &worker.capacity;
     if let Trust::OnProbation(why) = &worker.trust
         && load.tasks > 0
     {

@@ -47,6 +47,8 @@ pub(crate) enum Refusal {
     SetAside(String),
     /// The team has workers of its own, and keeps to them.
     TeamKeepsToItsOwn,
+    /// It is kept free for another that waits for more than comes free at a time.
+    KeptFree,
     /// All of its slots are taken.
     Full { active: u32, max: u32 },
     /// It has as many containers as it may have.
@@ -77,7 +79,7 @@ pub(crate) enum Resource {
 }
 
 /// Every [`Refusal::code`].
-pub(crate) const CODES: [&str; 23] = [
+pub(crate) const CODES: [&str; 24] = [
     "LOST",
     "JUST_LOST",
     "RETIRING",
@@ -97,6 +99,7 @@ pub(crate) const CODES: [&str; 23] = [
     "STALLED",
     "SET_ASIDE",
     "TEAM_KEEPS_TO_ITS_OWN",
+    "KEPT_FREE",
     "FULL",
     "FULL_OF_CONTAINERS",
     "FULL_OF_VOLUMES",
@@ -112,6 +115,7 @@ impl Refusal {
             | Self::Stalled
             | Self::SetAside(_)
             | Self::TeamKeepsToItsOwn
+            | Self::KeptFree
             | Self::Full { .. }
             | Self::FullOfContainers { .. }
             | Self::FullOfVolumes { .. }
@@ -155,6 +159,7 @@ impl Refusal {
             Self::Stalled => "STALLED",
             Self::SetAside(_) => "SET_ASIDE",
             Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
+            Self::KeptFree => "KEPT_FREE",
             Self::Full { .. } => "FULL",
             Self::FullOfContainers { .. } => "FULL_OF_CONTAINERS",
             Self::FullOfVolumes { .. } => "FULL_OF_VOLUMES",
@@ -183,6 +188,7 @@ impl Refusal {
             Self::Landing => "it is told to run again".to_owned(),
             Self::SetAside(_) => "it was tried again, and works".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
+            Self::KeptFree => "the one that it is kept free for is placed".to_owned(),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
             Self::FullOfContainers { .. } => "one of its containers goes".to_owned(),
             Self::FullOfVolumes { .. } => "some of its volumes go".to_owned(),
@@ -249,6 +255,7 @@ impl Refusal {
             Self::FullOfVolumes { .. } => 7,
             Self::TooSmall(shortage) => 8 + shortage.of as u32,
             Self::Short(shortage) => 11 + shortage.of as u32,
+            Self::KeptFree => 14,
             _ => 31,
         };
         1 << number
@@ -301,6 +308,7 @@ impl Refusal {
             Self::Stalled => "are out of contact".to_owned(),
             Self::SetAside(_) => "are set aside, for they fail again and again".to_owned(),
             Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
+            Self::KeptFree => "are kept free for others that have waited long for so much".to_owned(),
             Self::Full { .. } => "are full".to_owned(),
             Self::FullOfContainers { .. } => "have as many containers as they may have".to_owned(),
             Self::FullOfVolumes { .. } => "have as many volumes as they may have".to_owned(),
@@ -339,6 +347,7 @@ impl fmt::Display for Refusal {
             Self::Stalled => f.write_str("is out of contact"),
             Self::SetAside(why) => write!(f, "is set aside, for it fails again and again: {why}"),
             Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
+            Self::KeptFree => f.write_str("is kept free for another that has waited long for so much"),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
             Self::FullOfContainers { count, max } => write!(f, "has {count} of {max} containers"),
             Self::FullOfVolumes { count, max } => write!(f, "has {count} of {max} volumes"),

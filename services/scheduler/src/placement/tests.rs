@@ -37,6 +37,7 @@ fn worker(name: &str) -> Worker {
         labels: Arc::new(labels()),
         capacity: Capacity { max_tasks: Some(2), ..Capacity::default() },
         load: Load::default(),
+        kept_free_for: None,
     }
 }
 
@@ -332,7 +333,8 @@ impl Dice {
         };
         let (avoid, prefer, only) = (who(0.2, 2), who(0.2, 2), who(0.1, 1));
         let asked_by = Uuid::from_u128(self.0.random());
-        Demand { avoid, prefer, only: only.first().copied(), ..shape.asked_by(asked_by) }
+        let waits_as = self.some(&[asked_by, asked_by, Uuid::from_u128(1)]);
+        Demand { avoid, prefer, only: only.first().copied(), waits_as, ..shape.asked_by(asked_by) }
     }
 
     fn locations(&mut self, workers: &[Worker]) -> Vec<Location> {
@@ -401,14 +403,22 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             // What is known changes, in all the ways in which it can.
             if !workers.is_empty() {
                 let one = dice.0.random_range(0..workers.len());
-                match dice.0.random_range(0..4) {
+                match dice.0.random_range(0..5) {
                     0 => {
-                        index.remove(workers.swap_remove(one).id);
+                        let gone = workers.swap_remove(one);
+                        index.keep_free(gone.id, None);
+                        index.remove(gone.id);
                     }
                     1 => {
-                        let changed = Worker { id: workers[one].id, ..dice.worker(one) };
+                        let Worker { id, kept_free_for, .. } = workers[one];
+                        let changed = Worker { id, kept_free_for, ..dice.worker(one) };
                         workers[one] = changed.clone();
-                        index.put(changed);
+                        index.put(Worker { kept_free_for: None, ..changed });
+                    }
+                    2 => {
+                        let whom = dice.some(&[None, Some(Uuid::from_u128(1)), Some(Uuid::from_u128(2))]);
+                        workers[one].kept_free_for = whom;
+                        index.keep_free(workers[one].id, whom);
                     }
                     _ => {
                         workers[one].load = dice.load();
@@ -455,6 +465,7 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             let mut shuffled = workers.clone();
             shuffled.shuffle(&mut dice.0);
             let mut other = Index::new(chains.clone(), names.clone());
+            shuffled.iter().for_each(|worker| other.keep_free(worker.id, worker.kept_free_for));
             shuffled.iter().for_each(|worker| other.put(worker.clone()));
             assert_eq!(other.choose(&demand, &locations), choice);
 
@@ -512,6 +523,85 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
         }
     }
     assert!(placed > 100 && not_now > 20 && never > 20, "{placed} {not_now} {never}: all three are met");
+}
+
+/// Of these shapes, those of one owner together.
+fn parts(of: &[(Shape, &str)]) -> Vec<Part> {
+    let part = |(shape, owner): &(Shape, &str)| Part {
+        demand: Arc::new(shape.clone().asked_by(Uuid::now_v7())),
+        owner: (*owner).to_owned(),
+    };
+    of.iter().map(part).collect()
+}
+
+fn asking(memory_bytes: u64) -> Shape {
+    Shape { requests: Resources { memory_bytes, ..Resources::default() }, ..shape() }
+}
+
+/// A worker with 100 bytes of memory and 4 slots, of which so many are taken.
+fn with_memory(name: &str, tasks: u32, memory_bytes: u64) -> Worker {
+    let mut worker = worker(name);
+    worker.capacity = Capacity { max_tasks: Some(4), memory_bytes: Some(100), ..Capacity::default() };
+    worker.load.tasks = tasks;
+    worker.load.reserved.memory_bytes = memory_bytes;
+    worker
+}
+
+fn kept(index: &mut Index, parts: &[Part], before: &[&str]) -> Vec<String> {
+    let id = |name: &&str| index.workers().find(|worker| worker.name == **name).expect("known").id;
+    let before = before.iter().map(id).collect();
+    let chosen = index.choose_to_keep_free(parts, &before);
+    let mut names: Vec<_> = chosen.iter().map(|id| index.get(*id).expect("known").name.clone()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn the_worker_on_which_least_has_to_end_is_kept_free() {
+    let small = Worker {
+        capacity: Capacity { memory_bytes: Some(60), ..Capacity::default() },
+        ..with_memory("small", 0, 0)
+    };
+    let landing = Worker { desired: Desired::Land, ..with_memory("landing", 0, 0) };
+    let mut index = index([
+        with_memory("much", 1, 90),
+        with_memory("little", 2, 50),
+        with_memory("as-little", 3, 50),
+        small,
+        landing,
+    ]);
+    let large = parts(&[(asking(80), "")]);
+    assert_eq!(kept(&mut index, &large, &[]), ["little"], "as little memory, of fewer tasks");
+    assert_eq!(kept(&mut index, &large, &["much"]), ["much"], "one that is kept stays so");
+    assert_eq!(kept(&mut index, &large, &["small"]), ["little"], "unless it would not do");
+    assert_eq!(kept(&mut index, &parts(&[(shape(), "")]), &[]), [""; 0], "the next slot is enough");
+    assert_eq!(kept(&mut index, &parts(&[(asking(101), "")]), &[]), [""; 0], "nobody has so much");
+    let mut only = parts(&[(asking(80), "")]);
+    let much = index.workers().find(|worker| worker.name == "much").expect("known").id;
+    Arc::make_mut(&mut only[0].demand).only = Some(much);
+    assert_eq!(kept(&mut index, &only, &[]), ["much"]);
+
+    // One that is kept for another is no choice, and of so few one is enough.
+    index.keep_free(much, Some(Uuid::from_u128(1)));
+    assert_eq!(kept(&mut index, &large, &[]), [""; 0]);
+    for n in 0..20 {
+        index.put(with_memory(&format!("more-{n}"), 4, 100));
+    }
+    assert_eq!(kept(&mut index, &large, &["much"]), ["little"]);
+}
+
+#[test]
+fn for_a_group_as_many_are_kept_free_as_it_needs() {
+    let names = ["a", "b", "c"];
+    let mut index = index(names.map(|name| with_memory(name, 4, 0)));
+    let group =
+        |owners: &[&'static str]| parts(&owners.iter().map(|owner| (shape(), *owner)).collect::<Vec<_>>());
+    assert_eq!(kept(&mut index, &group(&["one", "one", "one"]), &[]).len(), 1);
+    let chosen = kept(&mut index, &group(&["", ""]), &[]);
+    assert_eq!(chosen.len(), 2, "what is planned there counts: {chosen:?}");
+    assert_eq!(kept(&mut index, &group(&["one"; 4]), &["c"]), ["c"]);
+    assert_eq!(kept(&mut index, &group(&["one"; 5]), &[]), [""; 0], "no worker has as many slots");
+    assert_eq!(kept(&mut index, &group(&["one", "one", "one", "two", "two"]), &[]).len(), 2);
 }
 
 #[test]

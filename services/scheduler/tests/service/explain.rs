@@ -11,16 +11,16 @@ use testing::databases::TestDatabase;
 
 use super::support::{Gateway, Running, config, finish, hello, spec, start};
 
-async fn explain(scheduler: &Running, subject: Subject) -> Result<pb::ExplainResponse, Refusal> {
+pub(crate) async fn explain(scheduler: &Running, subject: Subject) -> Result<pb::ExplainResponse, Refusal> {
     let request = pb::ExplainRequest { subject: Some(subject), ..Default::default() };
     Ok(scheduler.placements().explain(request).await?.into_inner())
 }
 
-async fn explain_spec(scheduler: &Running, spec: pb::WorkloadSpec) -> pb::ExplainResponse {
+pub(crate) async fn explain_spec(scheduler: &Running, spec: pb::WorkloadSpec) -> pb::ExplainResponse {
     explain(scheduler, Subject::Spec(spec)).await.expect("explained")
 }
 
-fn waiting(team: &str, id: WorkloadId) -> Subject {
+pub(crate) fn waiting(team: &str, id: WorkloadId) -> Subject {
     Subject::Workload(pb::WaitingWorkload { team: team.to_owned(), workload_id: id.to_string() })
 }
 

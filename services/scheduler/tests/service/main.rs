@@ -78,7 +78,10 @@ use terms::{
 use testing::databases::TestDatabase;
 use turns::{
     a_higher_priority_is_placed_first, a_team_with_more_that_waits_is_not_before_others,
+    a_worker_is_kept_free_for_a_group_that_waits_long,
+    a_worker_is_kept_free_for_one_that_waits_long_for_much,
     one_that_cannot_be_read_keeps_nobody_from_a_worker, what_a_workload_asks_for_is_kept_free,
+    whoever_is_before_another_takes_what_is_kept_free_for_it,
 };
 
 /// Runs each test on both databases.
@@ -666,6 +669,9 @@ on_both! {
     a_team_with_more_that_waits_is_not_before_others,
     one_that_cannot_be_read_keeps_nobody_from_a_worker,
     what_a_workload_asks_for_is_kept_free,
+    a_worker_is_kept_free_for_one_that_waits_long_for_much,
+    whoever_is_before_another_takes_what_is_kept_free_for_it,
+    a_worker_is_kept_free_for_a_group_that_waits_long,
     many_are_spread_and_never_more_than_there_are_slots,
     a_group_is_granted_whole_or_not_at_all,
     two_groups_never_wait_for_each_other,

@@ -15,7 +15,7 @@ use crate::leases::{grouped, place_many, refused, task, with_slots};
 use crate::store::Place;
 use crate::support::{Gateway, Running, config, finish, hello, spec, until, within};
 
-fn waiting(request: pb::PlaceRequest) -> pb::PlaceRequest {
+pub(crate) fn waiting(request: pb::PlaceRequest) -> pb::PlaceRequest {
     pb::PlaceRequest { wait: Some(rpc::duration(Duration::from_secs(60))), ..request }
 }
 
@@ -27,18 +27,21 @@ fn of_owner(owner: &str) -> pb::PlaceRequest {
     pb::PlaceRequest { owner: owner.to_owned(), ..task() }
 }
 
-async fn place(scheduler: &Running, request: pb::PlaceRequest) -> Result<pb::PlaceResponse, Refusal> {
+pub(crate) async fn place(
+    scheduler: &Running,
+    request: pb::PlaceRequest,
+) -> Result<pb::PlaceResponse, Refusal> {
     let placed = within("it is decided", scheduler.placements().place(request)).await;
     Ok(placed?.into_inner())
 }
 
-async fn release(scheduler: &Running, lease_token: &str) {
+pub(crate) async fn release(scheduler: &Running, lease_token: &str) {
     let release = pb::ReleaseRequest { lease_token: lease_token.to_owned() };
     scheduler.placements().release(release).await.expect("released");
 }
 
 /// So many wait for something like a task.
-async fn so_many_wait(scheduler: &Running, count: u64) {
+pub(crate) async fn so_many_wait(scheduler: &Running, count: u64) {
     until("they wait", async || {
         let subject = Some(pb::explain_request::Subject::Spec(spec()));
         let explained =

@@ -5,6 +5,9 @@ use std::time::Duration;
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
+use crate::explain::explain_spec;
+use crate::leases::task;
+use crate::places::{place, release, so_many_wait, waiting};
 use crate::support::{Gateway, Running, config, finish, hello, spec, until};
 
 /// Settings under which nobody looks by himself while a test lasts.
@@ -54,6 +57,41 @@ async fn without_any_hint_each_finds_out_by_looking() {
     let database = testing::databases::postgres().await;
     let config = scheduler::Config { share_hints: false, ..config(&database) };
     what_one_changes_the_other_hears_of(config).await;
+}
+
+/// One asks for much at one replica, by a call that the other never hears of; others for little at the other.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_one_replica_keeps_free_the_other_gives_to_nobody() {
+    let database = testing::databases::postgres().await;
+    let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
+    let (one, other) = (Running::start(aging.clone()).await, Running::start(aging).await);
+    let mut hello = hello("one");
+    hello.capacity = Some(pb::Capacity { memory_bytes: 100, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&other, hello).await.expect("welcome");
+    let asking = |memory_bytes: u64| Some(pb::ResourceRequests { memory_bytes, ..Default::default() });
+    let first = other.submit(pb::WorkloadSpec { requests: asking(60), ..spec() }).await.expect("accepted");
+    let (_, run) = gateway.run(first).await;
+    let large = async {
+        let large = pb::PlaceRequest { requests: asking(100), ..waiting(task()) };
+        place(&one, large).await.expect("granted")
+    };
+    let small = async {
+        so_many_wait(&one, 1).await;
+        until("the other knows", async || {
+            let explained = explain_spec(&other, pb::WorkloadSpec { requests: asking(1), ..spec() }).await;
+            (explained.verdict() == pb::Verdict::NotNow).then_some(())
+        })
+        .await;
+        let small = other.submit(pb::WorkloadSpec { requests: asking(1), ..spec() }).await.expect("accepted");
+        assert_eq!(other.get(small).await.state(), pb::WorkloadState::Pending);
+        finish(&other, &run.lease_token, 0).await.expect("finished");
+        small
+    };
+    let (large, small) = futures::join!(large, small);
+    release(&one, &large.lease_token).await;
+    gateway.run(small).await;
+    one.stop().await;
+    other.stop().await;
 }
 
 /// Each replica is told half of them, and hears of what the other grants only afterwards.

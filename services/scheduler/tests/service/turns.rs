@@ -1,13 +1,18 @@
 //! Whose turn it is, of those that wait.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
+use domain::WorkloadId;
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use sea_orm::ConnectionTrait;
 use testing::databases::TestDatabase;
 
-use crate::support::{Gateway, Running, config, finish, hello, spec};
+use crate::explain::{explain, explain_spec};
+use crate::leases::{granted, grouped, place_many, task};
+use crate::places::{so_many_wait, waiting};
+use crate::support::{Gateway, Running, config, finish, hello, spec, until};
 
 async fn with_one_slot(scheduler: &Running) -> Gateway {
     let mut hello = hello("one");
@@ -26,7 +31,7 @@ async fn order(scheduler: &Running, specs: Vec<pb::WorkloadSpec>) -> Vec<usize> 
         let id = scheduler.submit(spec).await.expect("accepted");
         numbers.insert(id.to_string(), number);
     }
-    let (mut seen, mut order) = (std::collections::HashSet::from([run.workload_id.clone()]), Vec::new());
+    let (mut seen, mut order) = (HashSet::from([run.workload_id.clone()]), Vec::new());
     while order.len() < numbers.len() {
         finish(scheduler, &run.lease_token, 0).await.expect("finished");
         run = gateway.run_other_than(&seen).await;
@@ -93,6 +98,121 @@ pub(crate) async fn what_a_workload_asks_for_is_kept_free(database: TestDatabase
     gateway.run(small).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.run(second).await;
+    scheduler.stop().await;
+}
+
+fn of_memory(memory_bytes: u64) -> pb::WorkloadSpec {
+    let requests = Some(pb::ResourceRequests { memory_bytes, ..pb::ResourceRequests::default() });
+    pb::WorkloadSpec { requests, ..spec() }
+}
+
+/// Waits until `id` is told that a worker is kept free for another.
+async fn is_told_that_it_is_kept_free(scheduler: &Running, id: WorkloadId) {
+    until("it is told why it waits", async || {
+        let told = scheduler.get(id).await.waiting_for;
+        told.iter().any(|line| line.contains("is kept free for another")).then_some(())
+    })
+    .await;
+}
+
+pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(database: TestDatabase) {
+    let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
+    let scheduler = Running::start(aging).await;
+    let mut hello = hello("one");
+    hello.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let mut seen = HashSet::new();
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        let small = scheduler.submit(of_memory(50)).await.expect("accepted");
+        seen.insert(small.to_string());
+        runs.push(gateway.run(small).await.1);
+    }
+    let large = scheduler.submit(of_memory(100)).await.expect("accepted");
+    // Others would take each half as it comes free.
+    let small = scheduler.submit(of_memory(50)).await.expect("accepted");
+    is_told_that_it_is_kept_free(&scheduler, small).await;
+    let explained = explain(&scheduler, crate::explain::waiting("main", large)).await.expect("explained");
+    assert!(
+        explained.summary.ends_with("; one takes nothing else until it has room for it"),
+        "{explained:?}"
+    );
+    let explained = explain_spec(&scheduler, of_memory(1)).await;
+    assert_eq!(explained.verdict(), pb::Verdict::NotNow);
+    assert!(
+        explained.unblocked_by[0].contains("the one that it is kept free for is placed"),
+        "{:?}",
+        explained.unblocked_by
+    );
+    let is_kept_free =
+        async || scheduler.worker("one").await.refusals.iter().any(|refusal| refusal.reason == "KEPT_FREE");
+    until("everyone is told", async || is_kept_free().await.then_some(())).await;
+    let demand = scheduler.placements().get_demand(pb::GetDemandRequest::default()).await.expect("told");
+    let demand = demand.into_inner();
+    assert!(demand.removable.is_empty() && demand.supply[0].slots_free == 0, "{demand:?}");
+    assert!(demand.demand.iter().any(|shape| shape.waits_for == "KEPT_FREE"), "{demand:?}");
+
+    for run in runs {
+        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    }
+    let run = gateway.run_other_than(&seen).await;
+    assert_eq!(run.workload_id, large.to_string(), "it was not passed over");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    gateway.run(small).await;
+    until("it is kept free no more", async || (!is_kept_free().await).then_some(())).await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn whoever_is_before_another_takes_what_is_kept_free_for_it(database: TestDatabase) {
+    let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
+    let scheduler = Running::start(aging).await;
+    let mut hello = hello("one");
+    hello.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let first = scheduler.submit(of_memory(60)).await.expect("accepted");
+    gateway.run(first).await;
+    let large = scheduler.submit(of_memory(100)).await.expect("accepted");
+    let small = scheduler.submit(of_memory(50)).await.expect("accepted");
+    is_told_that_it_is_kept_free(&scheduler, small).await;
+    let urgent =
+        scheduler.submit(pb::WorkloadSpec { priority: 100, ..of_memory(10) }).await.expect("accepted");
+    gateway.run(urgent).await;
+    // Nobody waits for it any more: neither who was before the other, nor the other, for which it is kept free then.
+    scheduler.cancel(large, Duration::ZERO).await;
+    scheduler.cancel(small, Duration::ZERO).await;
+    let other = scheduler.submit(of_memory(30)).await.expect("accepted");
+    gateway.run(other).await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_worker_is_kept_free_for_a_group_that_waits_long(database: TestDatabase) {
+    let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
+    let scheduler = Running::start(aging).await;
+    let mut hello = hello("one");
+    hello.capacity = Some(pb::Capacity { max_tasks: 2, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        let id = scheduler.submit(spec()).await.expect("accepted");
+        runs.push(gateway.run(id).await.1);
+    }
+    let both = [waiting(task()), waiting(task())];
+    let group = async { granted(&place_many(&scheduler, grouped(both, 1)).await) };
+    let others = async {
+        so_many_wait(&scheduler, 1).await;
+        let other = scheduler.submit(spec()).await.expect("accepted");
+        is_told_that_it_is_kept_free(&scheduler, other).await;
+        for run in runs {
+            finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+        }
+        other
+    };
+    let (granted, other) = futures::join!(group, others);
+    assert_eq!(granted.len(), 2, "it was not passed over");
+    assert_eq!(scheduler.get(other).await.state(), pb::WorkloadState::Pending);
+    let lease_tokens = granted.into_iter().map(|placed| placed.lease_token).collect();
+    scheduler.placements().release_many(pb::ReleaseManyRequest { lease_tokens }).await.expect("released");
+    gateway.run(other).await;
     scheduler.stop().await;
 }
 

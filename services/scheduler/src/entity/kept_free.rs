@@ -1,0 +1,26 @@
+//! Table `kept_free`.
+
+use std::collections::HashMap;
+
+use domain::{Timestamp, WorkerId};
+use sea_orm::entity::prelude::*;
+
+#[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
+#[sea_orm(table_name = "kept_free")]
+pub(crate) struct Model {
+    #[sea_orm(primary_key, auto_increment = false)]
+    pub(crate) worker_id: Uuid,
+    pub(crate) waits_as: Uuid,
+    pub(crate) expires_at: i64,
+}
+
+#[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]
+pub(crate) enum Relation {}
+
+impl ActiveModelBehavior for ActiveModel {}
+
+/// For whom workers are kept free.
+pub(crate) async fn all(db: &impl ConnectionTrait, now: Timestamp) -> Result<HashMap<WorkerId, Uuid>, DbErr> {
+    let rows = Entity::find().filter(Column::ExpiresAt.gt(now.0)).all(db).await?;
+    Ok(rows.iter().map(|row| (WorkerId::from_uuid(row.worker_id), row.waits_as)).collect())
+}
