@@ -37,6 +37,7 @@ on_both_databases! {
     a_worker_that_is_forgotten_again_and_again_takes_no_time,
     what_was_made_for_an_attempt_goes_when_somebody_says_so,
     what_is_set_aside_alone_keeps_its_worker_from_being_forgotten,
+    what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after,
 }
 
 /// How often something is tried that depends on timing.
@@ -590,5 +591,33 @@ async fn what_is_set_aside_alone_keeps_its_worker_from_being_forgotten(database:
         PurgeAside { which: 0 },
         ForgetWorker { worker: 0, force: false },
     ];
+    replay(database, &operations).await;
+}
+
+/// The stream of its gateway has it already, or the gateway has not come to it.
+async fn what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after(database: TestDatabase) {
+    let mut operations = Vec::new();
+    for (workload, is_read) in [(1, true), (2, false), (3, true), (4, false)] {
+        operations.extend([
+            Accept { workload, pins: vec![], build: None },
+            Prepare { workload, attempt: 0, worker: 2, make: Now },
+            Settle { workload, attempt: 0, status: Failed, outputs: NoOutput, build: None },
+            NewLife { worker: 0 },
+            Sweep { worker: 2, destroy: true },
+            Advance { seconds: 23 },
+            Collect,
+        ]);
+        operations.extend(is_read.then_some(Sweep { worker: 2, destroy: false }));
+        operations.extend([
+            ForgetWorker { worker: 2, force: true },
+            BeginReport { worker: 2 },
+            Report { worker: 2, which: 0, way: Once },
+            BeginReport { worker: 2 },
+            Sweep { worker: 2, destroy: true },
+            BeginReport { worker: 2 },
+            Report { worker: 2, which: 1, way: Once },
+            Report { worker: 2, which: 0, way: Once },
+        ]);
+    }
     replay(database, &operations).await;
 }

@@ -142,6 +142,7 @@ impl State {
         }
         let of_worker = &mut self.workers[usize::from(worker)];
         (of_worker.unconfirmed, of_worker.silent) = (false, true);
+        of_worker.doomed.clear();
         Ok(())
     }
 

@@ -233,6 +233,10 @@ impl World {
                 forgets.before = at.unsigned_abs();
             }
         });
+        if answer.is_ok() {
+            // Whoever spoke for it is told so, and follows nothing until it is let in anew.
+            *self.marks[usize::from(worker)].lock().await = Marks::default();
+        }
         done(answer)
     }
 
