@@ -427,7 +427,7 @@ fn what_a_concourse_worker_brings_along_becomes_artifacts() {
     assert!(code(&refused) != 0 && said.contains("cannot be imported"), "{said}");
     let refused = cluster.output([&run[..], &["resource-type:s3", "--", "true"]].concat());
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains("concourse") && said.contains("has no image of the resource type s3"), "{said}");
+    assert!(said.contains("concourse") && said.contains("brings no image of the resource type s3"), "{said}");
 
     // Whoever attends the worker next finds it.
     cluster.kill();

@@ -89,6 +89,48 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
 }
 
 #[test]
+fn a_type_of_the_centre_is_an_image_for_every_worker() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    root_file_system(&cluster.path("image/rootfs"));
+    let run = |script: &str| {
+        cluster.output([
+            "run",
+            "--image",
+            "resource-type:tool",
+            "--env",
+            "PATH=/bin",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ])
+    };
+    let nobody = run("true");
+    assert_eq!(code(&nobody), 125, "{}", describe(&nobody));
+    assert!(String::from_utf8_lossy(&nobody.stderr).contains("resource type tool"), "{}", describe(&nobody));
+    let no_image = cluster.output(["upload", "--resource-type", "tool", "image/rootfs"]);
+    assert!(
+        String::from_utf8_lossy(&no_image.stderr).contains("no directory rootfs/"),
+        "{}",
+        describe(&no_image)
+    );
+
+    let upload = ["upload", "-q", "--resource-type", "tool", "--type-version", "7", "image"];
+    let uploaded = cluster.output(upload);
+    assert_eq!(code(&uploaded), 0, "{}", describe(&uploaded));
+    let artifact = String::from_utf8(uploaded.stdout).expect("text");
+    let output = run("cat /marker");
+    assert_eq!((code(&output), &output.stdout[..]), (0, &b"of the image\n"[..]), "{}", describe(&output));
+    let known = cluster.list("base-types");
+    let known: Vec<_> =
+        known.iter().map(|known| (&known["type"], &known["version"], &known["artifact_id"])).collect();
+    assert_eq!(known, [(&"tool".into(), &"7".into(), &artifact.trim().into())]);
+}
+
+#[test]
 fn an_image_that_is_none_is_refused_clearly() {
     if !may_run_containers() {
         return;

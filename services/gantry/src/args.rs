@@ -492,6 +492,19 @@ pub(crate) struct UploadArgs {
     /// and 1000 files, directories and symbolic links
     #[arg(long)]
     pub(crate) inline: bool,
+    /// Make it the image of a resource type, on all workers and for all teams: `gantry run --image resource-type:NAME` runs in its rootfs/ from
+    /// then on, whatever workers bring along, and it is kept until another one takes its place
+    #[arg(long, value_name = "NAME")]
+    pub(crate) resource_type: Option<String>,
+    /// Its version, for people
+    #[arg(
+        long,
+        value_name = "TEXT",
+        requires = "resource_type",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub(crate) type_version: String,
     #[command(flatten)]
     pub(crate) scan: ScanArgs,
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
 use rustix::fs::Access;
 
-use crate::args::{Global, Kind, ListArgs, RunArgs, ShowArgs};
+use crate::args::{Global, Kind, ListArgs, RunArgs, ShowArgs, UploadArgs};
 use crate::ui::Ui;
 use crate::upload::resolve;
 use crate::values::{InputArg, Source};
@@ -151,6 +151,15 @@ pub(crate) fn directory(path: &Path) -> anyhow::Result<()> {
         bail!("it is no directory; only directories can be uploaded");
     }
     std::fs::read_dir(path)?;
+    Ok(())
+}
+
+/// For `gantry upload`.
+pub(crate) fn upload(args: &UploadArgs) -> anyhow::Result<()> {
+    directory(&args.directory)?;
+    if args.resource_type.is_some() && !args.directory.join("rootfs").is_dir() {
+        bail!("it has no directory rootfs/, so it is the image of no resource type");
+    }
     Ok(())
 }
 

@@ -1,7 +1,10 @@
 //! `gantry list base-types` and `gantry list imports`: what workers bring along, and what it became.
 
+use domain::ArtifactId;
 use futures::Stream;
-use rpc::pb::artifacts::{BaseResourceType, Import, ListBaseResourceTypesRequest, ListImportsRequest};
+use rpc::pb::artifacts::{
+    BaseResourceType, Import, ListBaseResourceTypesRequest, ListImportsRequest, PutBaseResourceTypeRequest,
+};
 
 use crate::connect::{Connection, repeat};
 use crate::list::{pages, table};
@@ -16,7 +19,7 @@ pub(crate) async fn list_types(connection: &Connection, limit: usize, as_json: b
 
 fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResourceType>> {
     pages(async |page_token| {
-        let request = ListBaseResourceTypesRequest { page_size: 0, page_token };
+        let request = ListBaseResourceTypesRequest { page_token, ..Default::default() };
         let client = connection.caches();
         let doing = "cannot list base types";
         let page = repeat(doing, async || client.clone().list_base_resource_types(request.clone()).await);
@@ -27,6 +30,26 @@ fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResou
 fn type_row(known: &BaseResourceType) -> Vec<String> {
     let worker = if known.worker_id.is_empty() { "(centre)" } else { &known.worker_id };
     vec![plain(&known.r#type, 40), plain(&known.version, 30), worker.to_owned(), known.artifact_id.clone()]
+}
+
+/// Makes an artifact the image of a resource type, on all workers.
+pub(crate) async fn put_type(
+    connection: &Connection,
+    name: &str,
+    version: &str,
+    artifact: ArtifactId,
+) -> anyhow::Result<()> {
+    let request = PutBaseResourceTypeRequest {
+        team: connection.team.clone(),
+        r#type: name.to_owned(),
+        version: version.to_owned(),
+        worker_id: String::new(),
+        artifact_id: artifact.to_string(),
+    };
+    let client = connection.caches();
+    let doing = format!("cannot make {artifact} the image of the resource type {name:?}");
+    repeat(&doing, async || client.clone().put_base_resource_type(request.clone()).await).await?;
+    Ok(())
 }
 
 /// `gantry list imports`

@@ -164,8 +164,9 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
         _ => {}
     }
     match command {
-        Command::Upload(args) => check::directory(&args.directory)
-            .with_context(|| format!("cannot upload {:?}", args.directory))?,
+        Command::Upload(args) => {
+            check::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
+        }
         Command::Download(args) => check::target(&args.directory, args.replace)
             .with_context(|| format!("cannot download into {:?}", args.directory))?,
         _ => {}
@@ -192,6 +193,9 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
         Command::Upload(args) => {
             let artifact = upload::command(connection, ui, args).await?;
+            if let Some(name) = &args.resource_type {
+                imports::put_type(connection, name, &args.type_version, artifact).await?;
+            }
             if as_json {
                 stdout::print_json(&json!({ "artifact_id": artifact.to_string() }))?;
             } else {

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use domain::workload::WorkloadSpec;
+use domain::workload::{Image, WorkloadSpec};
 use domain::{ArtifactId, Timestamp, WorkloadId};
 use sea_orm::DbErr;
 use uuid::Uuid;
@@ -79,9 +79,12 @@ struct Turn {
 /// What would become of `spec` if it were submitted now, with its inputs where the artifact store says that they are.
 pub(crate) async fn spec(
     scheduler: &Scheduler,
-    spec: &WorkloadSpec,
+    mut spec: WorkloadSpec,
     tell: &Tell,
 ) -> Result<Explanation, ExplainError> {
+    if let Image::ResourceType(name) = &spec.image {
+        spec.image = scheduler.image(name).await.map_err(ExplainError::NotLocated)?;
+    }
     let inputs =
         Inputs { artifacts: spec.artifacts(), caches: spec.caches.iter().map(|mount| mount.cache).collect() };
     let locations = match scheduler.store.find(&spec.team, &inputs).await.map_err(ExplainError::NotLocated)? {
@@ -91,7 +94,7 @@ pub(crate) async fn spec(
 
     scheduler.dispatch.catch_up().await;
     let now = Timestamp::now();
-    let demand = Demand::of(spec, Uuid::now_v7());
+    let demand = Demand::of(&spec, Uuid::now_v7());
     let priority = i64::from(spec.priority);
     let turn = {
         let queue = scheduler.dispatch.queue();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use db::{Database, Transaction};
 use domain::worker::{DoorClaims, LeaseClaims, TicketClaims, TicketOperation};
-use domain::workload::WorkloadSpec;
+use domain::workload::{Image, WorkloadSpec};
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use futures::StreamExt;
 use rpc::token::TokenSigner;
@@ -68,6 +68,8 @@ enum Accepted {
     Queued,
     /// It is durable; its inputs must be pinned before it may be queued.
     Pinning,
+    /// The same, since a call before this one.
+    Before,
 }
 
 /// A ticket cannot be issued.
@@ -150,7 +152,33 @@ impl Scheduler {
         spec: WorkloadSpec,
         traceparent: Option<String>,
     ) -> Result<(), SubmitError> {
-        let submission = Arc::new(Submission::new(id, spec, traceparent));
+        let submission = Submission::new(id, spec, traceparent);
+        let Image::ResourceType(name) = &submission.spec.image else {
+            return self.submit_as_it_is(submission.into()).await;
+        };
+        // A repeat keeps what it was given before, whatever the centre has now.
+        if workloads::find(self.db.read(), id).await?.is_some() {
+            return self.known(&submission).await;
+        }
+        let image = async || self.image(name).await.map_err(SubmitError::NotPinned);
+        let mut given = image().await?;
+        loop {
+            let submitted = self.submit_as_it_is(submission.clone().with_image(given.clone()).into()).await;
+            match submitted {
+                Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {
+                    let before = std::mem::replace(&mut given, image().await?);
+                    // Otherwise the centre was given another one since.
+                    if given == before {
+                        return Err(SubmitError::NotPinned(refusal));
+                    }
+                }
+                submitted => return submitted,
+            }
+        }
+    }
+
+    /// The same, of one that names its image.
+    async fn submit_as_it_is(&self, submission: Arc<Submission>) -> Result<(), SubmitError> {
         if !submission.pins() {
             let submitted = self.dispatch.ask(|answer| Request::Submit(submission, answer));
             return submitted.await.unwrap_or(Err(SubmitError::Stopping));
@@ -192,6 +220,7 @@ impl Scheduler {
         };
         match (accepted, pinned) {
             (Accepted::Queued, _) => Ok(()),
+            (Accepted::Before, _) => self.known(&submission).await,
             (Accepted::Pinning, Some(answer)) => self.pinned(&submission, answer).await,
             (Accepted::Pinning, None) => self.pinned(&submission, pinning.await).await,
         }
@@ -207,7 +236,7 @@ impl Scheduler {
         if let Some(known) = workloads::find(&**txn, submission.id).await? {
             submission.repeats(&known.spec_digest)?;
             let is_new = known.state == State::Accepted;
-            return Ok(if is_new { Accepted::Pinning } else { Accepted::Queued });
+            return Ok(if is_new { Accepted::Before } else { Accepted::Queued });
         }
         let row = submission.row(State::Accepted, now);
         workloads::save(txn, row, Write::Insert, None, now, &mut Effects::default()).await?;
@@ -227,14 +256,21 @@ impl Scheduler {
         never()
     }
 
-    async fn known(&self, submission: &Arc<Submission>) -> Result<(), SubmitError> {
+    /// What a resource type stands for: what the centre has of it, before what workers bring along.
+    pub(crate) async fn image(&self, resource_type: &str) -> Result<Image, Refusal> {
+        let of_centre = self.store.base_type_of_centre(resource_type).await?;
+        Ok(of_centre.map_or_else(|| Image::ResourceType(resource_type.to_owned()), Image::Artifact))
+    }
+
+    async fn known(&self, submission: &Submission) -> Result<(), SubmitError> {
         match workloads::find(self.db.read(), submission.id).await? {
             Some(row) => {
                 submission.repeats(&row.spec_digest)?;
-                match row.state {
-                    State::Accepted => self.pinned(submission, self.store.pin(submission).await).await,
-                    _ => Ok(()),
+                if row.state != State::Accepted {
+                    return Ok(());
                 }
+                let kept = Arc::new(submission.as_kept(&row)?);
+                self.pinned(&kept, self.store.pin(&kept).await).await
             }
             None => Err(DbErr::RecordNotFound("a workload that was just there".to_owned()).into()),
         }

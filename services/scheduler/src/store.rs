@@ -163,6 +163,17 @@ impl Store {
         Ok(answer.locations.iter().filter_map(|found| Some(location(found.location.as_ref()?))).collect())
     }
 
+    /// The artifact that the centre has for a resource type.
+    pub(crate) async fn base_type_of_centre(&self, name: &str) -> Result<Option<ArtifactId>, Refusal> {
+        let request = pb::ListBaseResourceTypesRequest {
+            r#type: name.to_owned(),
+            of_centre: true,
+            ..Default::default()
+        };
+        let answer = self.caches.clone().list_base_resource_types(within(request)).await?.into_inner();
+        Ok(answer.types.first().and_then(|known| known.artifact_id.parse().ok()))
+    }
+
     /// Ends a workload, or a driven lease, for good.
     pub(crate) async fn settle(&self, holder: Uuid, settlement: &Settlement) -> Result<(), Refusal> {
         let outputs = settlement.outputs.iter().map(|output| pb::SettledOutput {

@@ -16,7 +16,7 @@
 use std::time::Duration;
 
 use domain::worker::LeaseClaims;
-use domain::workload::{Usage, WorkloadSpec};
+use domain::workload::{Image, Usage, WorkloadSpec};
 use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -55,6 +55,7 @@ pub(crate) struct Submission {
     pub(crate) id: WorkloadId,
     pub(crate) spec: WorkloadSpec,
     encoded: Vec<u8>,
+    /// Of the spec as it was asked for, by which a repeat is known.
     pub(crate) digest: Digest,
     traceparent: String,
 }
@@ -106,6 +107,17 @@ impl Submission {
         let encoded = rpc::spec::encode(&spec);
         let digest = Digest(*blake3::hash(&encoded).as_bytes());
         Self { id, spec, encoded, digest, traceparent: traceparent.unwrap_or_default() }
+    }
+
+    /// The same, with this image in the place of what was asked for.
+    pub(crate) fn with_image(self, image: Image) -> Self {
+        let spec = WorkloadSpec { image, ..self.spec };
+        Self { encoded: rpc::spec::encode(&spec), spec, ..self }
+    }
+
+    /// The same, as it was written down.
+    pub(crate) fn as_kept(&self, row: &Model) -> Result<Self, DbErr> {
+        Ok(Self { spec: spec(row)?, encoded: row.spec.clone(), ..self.clone() })
     }
 
     /// Whether something must be pinned in the artifact store before it may be queued.

@@ -4,7 +4,7 @@ use domain::{ArtifactId, Timestamp, WorkerId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
-    EntityTrait, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect,
+    EntityTrait, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect, QueryTrait,
 };
 use uuid::Uuid;
 
@@ -89,13 +89,30 @@ pub(crate) async fn put_certs(
     Ok(())
 }
 
-/// A page of the base resource types, the oldest first.
+/// Which base resource types are listed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Which {
+    /// `None`: all.
+    pub(crate) resource_type: Option<String>,
+    /// No worker's.
+    pub(crate) of_centre: bool,
+}
+
+/// A page of `which` base resource types, the oldest first.
 pub(crate) async fn list_types(
     conn: &impl ConnectionTrait,
+    which: Which,
     page: rpc::page::Page,
 ) -> Result<Vec<base_resource_type::Model>, DbErr> {
+    let Which { resource_type, of_centre } = which;
     base_resource_type::Entity::find()
         .filter(base_resource_type::Column::BaseTypeId.gt(page.after.unwrap_or_default()))
+        .apply_if(resource_type, |query, name| {
+            query.filter(base_resource_type::Column::ResourceType.eq(name))
+        })
+        .apply_if(of_centre.then_some(()), |query, ()| {
+            query.filter(base_resource_type::Column::WorkerId.is_null())
+        })
         .order_by_asc(base_resource_type::Column::BaseTypeId)
         .limit(page.size)
         .all(conn)

@@ -331,9 +331,14 @@ impl pb::caches_server::Caches for Handlers {
         request: Request<pb::ListBaseResourceTypesRequest>,
     ) -> Result<Response<pb::ListBaseResourceTypesResponse>, Status> {
         let request = request.into_inner();
+        let resource_type = at_most("type", request.r#type.clone(), LONGEST_NAME)?;
+        let which = base::Which {
+            resource_type: Some(resource_type).filter(|name| !name.is_empty()),
+            of_centre: request.of_centre,
+        };
         let page = Page::of(SERVICE, &request)?;
 
-        let rows = base::list_types(self.store.db.read(), page)
+        let rows = base::list_types(self.store.db.read(), which, page)
             .await
             .map_err(|error| status::database("list base resource types", &error))?;
 

@@ -12,6 +12,8 @@ use anyhow::{Context, bail};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
+use rpc::pb::scheduler::ListWorkersRequest;
+use rpc::pb::scheduler::workers_client::WorkersClient;
 use rustix::net::sockopt::socket_peercred;
 use tokio::time::Instant;
 
@@ -20,6 +22,8 @@ use crate::ui::Ui;
 
 /// How long a cluster may take until it answers.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long commands wait for the worker of a cluster that was just started.
+const WORKER_PATIENCE: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 /// The log is put aside when it is larger than this before a start.
 const LONGEST_LOG: u64 = 8 << 20;
@@ -69,6 +73,7 @@ async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
                 if status.holds_destruction {
                     ui.warn(HOLDS_DESTRUCTION);
                 }
+                knows_its_worker(&endpoint).await?;
                 return Ok(endpoint);
             }
             match child.exit_code()? {
@@ -86,6 +91,20 @@ async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
             bail!("another one is in its place and does not answer; see `gantry status`");
         }
     }
+}
+
+/// Waits a moment for the cluster's own worker. Before that nobody can say that a command could never run there: it would wait for ever.
+async fn knows_its_worker(endpoint: &str) -> anyhow::Result<()> {
+    let mut workers = WorkersClient::new(peer(endpoint, Outgoing::internal())?);
+    let give_up = Instant::now() + WORKER_PATIENCE;
+    while Instant::now() < give_up {
+        let listed = workers.list_workers(ListWorkersRequest { page_size: 1, ..Default::default() }).await;
+        if listed.is_ok_and(|listed| !listed.into_inner().workers.is_empty()) {
+            return Ok(());
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
+    Ok(())
 }
 
 /// A cluster that was started and does not answer yet.

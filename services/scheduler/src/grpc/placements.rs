@@ -143,7 +143,7 @@ impl Placements for PlacementsService {
         let explained = match required("subject", subject)? {
             Subject::Spec(spec) => {
                 let spec = rpc::spec::parse(spec)?;
-                explain::spec(&self.0, &spec, &tell).await
+                explain::spec(&self.0, spec, &tell).await
             }
             Subject::Workload(waiting) => {
                 let team = parse_team("workload.team", waiting.team)?;

@@ -318,12 +318,12 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     }
     if let Some(process) = &shape.process {
         let has = |list: &[String], name: &str| list.iter().any(|item| item == name);
-        if !has(&labels.image_kinds, &process.image_kind) {
-            refusals.push(Refusal::ImageKind(process.image_kind.clone()));
-        } else if let Some(name) = &process.resource_type
+        if let Some(name) = &process.resource_type
             && !labels.resource_types.iter().any(|known| known.name == *name)
         {
             refusals.push(Refusal::ResourceType(name.clone()));
+        } else if !has(&labels.image_kinds, &process.image_kind) {
+            refusals.push(Refusal::ImageKind(process.image_kind.clone()));
         }
         let lacking = process.capabilities.iter().filter(|name| !has(&labels.capabilities, name));
         refusals.extend(lacking.map(|name| Refusal::Capability(name.clone())));

@@ -180,7 +180,9 @@ impl Refusal {
             Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
             Self::MissingTags(tags) => format!("it has the tags {}", tags.join(", ")),
             Self::ImageKind(kind) => format!("it can run {kind} images"),
-            Self::ResourceType(name) => format!("it brings an image of the resource type {name}"),
+            Self::ResourceType(name) => {
+                format!("it brings an image of the resource type {name}, or the centre has one")
+            }
             Self::Capability(name) => format!("its runtime has {name}"),
             Self::TooSmall(shortage) => format!("no more than {} is asked for", shortage.left()),
             Self::Avoided => "it is not among those to be avoided".to_owned(),
@@ -299,7 +301,7 @@ impl Refusal {
             Self::OnlyTagged(tags) => format!("serve only workloads tagged {}", tags.join(", ")),
             Self::MissingTags(tags) => format!("lack the tags {}", tags.join(", ")),
             Self::ImageKind(kind) => format!("cannot run {kind} images"),
-            Self::ResourceType(name) => format!("have no image of the resource type {name}"),
+            Self::ResourceType(name) => format!("bring no image of the resource type {name}"),
             Self::Capability(name) => format!("have a runtime that lacks {name}"),
             Self::TooSmall(shortage) => format!("have less {} than is asked for", shortage.of()),
             Self::Avoided => "are to be avoided".to_owned(),
@@ -336,7 +338,7 @@ impl fmt::Display for Refusal {
             Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
             Self::MissingTags(tags) => write!(f, "lacks the tags {}", tags.join(", ")),
             Self::ImageKind(kind) => write!(f, "cannot run {kind} images"),
-            Self::ResourceType(name) => write!(f, "has no image of the resource type {name}"),
+            Self::ResourceType(name) => write!(f, "brings no image of the resource type {name}"),
             Self::Capability(name) => write!(f, "its runtime lacks {name}"),
             Self::TooSmall(shortage) => {
                 write!(f, "has {} in all, and {} is asked for", shortage.left(), shortage.asked())

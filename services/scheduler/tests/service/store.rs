@@ -419,6 +419,62 @@ pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: T
     store.stop().await;
 }
 
+pub(crate) async fn what_the_centre_has_of_a_type_is_the_image_of_all_workers(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start().await;
+    let scheduler = Running::start(place.config(&database)).await;
+    let labels = pb::WorkerLabels {
+        platform: "linux".to_owned(),
+        image_kinds: vec!["artifact".to_owned()],
+        ..pb::WorkerLabels::default()
+    };
+    let hello = pb::Hello { labels: Some(labels), ..hello("one") };
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let git = || pb::image::Source::ResourceType("git".to_owned());
+    let spec = pb::WorkloadSpec { image: Some(pb::Image { source: Some(git()) }), ..spec() };
+    let explained = async || {
+        let subject = pb::explain_request::Subject::Spec(spec.clone());
+        let request = pb::ExplainRequest { subject: Some(subject), ..Default::default() };
+        scheduler.placements().explain(request).await.expect("explained").into_inner().verdict()
+    };
+    let put = async |artifact: ArtifactId| {
+        let request = store::PutBaseResourceTypeRequest {
+            team: "main".to_owned(),
+            r#type: "git".to_owned(),
+            artifact_id: artifact.to_string(),
+            ..Default::default()
+        };
+        let mut caches = store::caches_client::CachesClient::new(place.peer());
+        caches.put_base_resource_type(request).await.expect("put");
+    };
+    let (first, second) = (place.upload().await.expect("sealed"), place.upload().await.expect("sealed"));
+
+    let refused = scheduler.submit(spec.clone()).await.expect_err("no worker brings it along");
+    assert!(refused.is(Reason::NoCompatibleWorker), "{refused}");
+    assert_eq!(explained().await, pb::Verdict::Never);
+    put(first).await;
+    assert_eq!(explained().await, pb::Verdict::Placed);
+
+    let (old, new) = (WorkloadId::new(), WorkloadId::new());
+    scheduler.submit_as(old, spec.clone()).await.expect("accepted");
+    put(second).await;
+    // A repeat is the same, though the name stands for something else since.
+    scheduler.submit_as(old, spec.clone()).await.expect("accepted before");
+    let host = pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) };
+    let another = pb::WorkloadSpec { image: Some(host), ..spec.clone() };
+    let refused = scheduler.submit_as(old, another).await.expect_err("it is another");
+    assert!(refused.is(Reason::WorkloadExists), "{refused}");
+    scheduler.submit_as(new, spec).await.expect("accepted");
+    for (workload, artifact) in [(old, first), (new, second)] {
+        let (_, run) = gateway.run(workload).await;
+        let image = run.spec.and_then(|spec| spec.image?.source);
+        assert_eq!(image, Some(pb::image::Source::ArtifactId(artifact.to_string())));
+        assert!(place.kept_by(artifact).await.contains(&format!("pinned by {workload}")), "{artifact}");
+    }
+    scheduler.stop().await;
+    store.stop().await;
+}
+
 pub(crate) async fn what_is_left_in_a_cache_is_its_next_version(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;

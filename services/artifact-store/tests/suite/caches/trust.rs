@@ -181,6 +181,15 @@ async fn a_base_type_and_certs_stay_until_others_take_their_place(database: Test
     };
     let before = types().await;
     assert_eq!(before.len(), 3);
+    let some = async |r#type: &str, of_centre| {
+        let request =
+            pb::ListBaseResourceTypesRequest { r#type: r#type.to_owned(), of_centre, ..Default::default() };
+        suite.caches().list_base_resource_types(request).await.expect("listed").into_inner().types
+    };
+    assert_eq!(some(&before[0].r#type, true).await, before[1..2]);
+    assert_eq!(some("", true).await, before[1..2]);
+    assert_eq!(some(&before[0].r#type, false).await, before);
+    assert_eq!(some("another", false).await, []);
     assert_eq!(suite.kept_by(one).await, [format!("base resource type {}", before[0].base_type_id)]);
     let of_worker = format!("resource certs of worker {}", gateway.worker);
     assert_eq!(suite.kept_by(certs).await, [of_worker]);

@@ -408,7 +408,7 @@ pub(super) fn lists(tokens: &[String], first: usize, page: impl Fn(usize) -> Vec
     let resources = pb::ListResourceCachesRequest { team: team_of.clone(), page_size, page_token: token(0) };
     let tasks =
         pb::ListTaskCachesRequest { team: team_of, page_size, page_token: token(1), ..Default::default() };
-    let types = pb::ListBaseResourceTypesRequest { page_size, page_token: token(2) };
+    let types = pb::ListBaseResourceTypesRequest { page_size, page_token: token(2), ..Default::default() };
     let certs = pb::ListResourceCertsRequest { page_size, page_token: token(3) };
     let of_another = |field, value| but(field, "that the token is not of", value, InvalidPageToken);
     vec![
@@ -428,7 +428,21 @@ pub(super) fn lists(tokens: &[String], first: usize, page: impl Fn(usize) -> Vec
                 page(first + 1),
             ],
         ),
-        call("Caches.ListBaseResourceTypes", [types], [page(first + 2)]),
+        call(
+            "Caches.ListBaseResourceTypes",
+            [types],
+            [
+                longest("type", NAME),
+                of_another("type", "another type"),
+                change(
+                    "of_centre",
+                    "that the token is not of",
+                    Value::Bool(true),
+                    Expected::Refused(InvalidPageToken, String::new()),
+                ),
+                page(first + 2),
+            ],
+        ),
         call("Caches.ListResourceCerts", [certs], [page(first + 3)]),
     ]
 }
