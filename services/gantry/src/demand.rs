@@ -213,7 +213,7 @@ mod tests {
                 count: 2,
                 count_for_none: 2,
                 waits_for: "NEVER".to_owned(),
-                never_for: vec!["one: lacks the tags gpu".to_owned()],
+                never_for: vec!["one: lacks the tag gpu".to_owned()],
                 ..Default::default()
             }],
             supply: vec![WorkerShape {
@@ -233,7 +233,7 @@ mod tests {
         let said = text(&response);
         let expected = "5 wait for a worker, the oldest for ; 2 of them for one that there is not\n\n\
             COUNT  TEAM  PLATFORM  TAGS  IMAGE  EACH     WAIT FOR  NEVER\n\
-            2      main  linux     gpu   host   1.0 GiB  NEVER     2\n  one: lacks the tags gpu\n\n\
+            2      main  linux     gpu   host   1.0 GiB  NEVER     2\n  one: lacks the tag gpu\n\n\
             WORKERS  IN SERVICE  IDLE  SLOTS  FREE  PLATFORM\n\
             3        2           0     4      0     linux\n\n\
             Workers that go with the least harm, first the one with the least\n\

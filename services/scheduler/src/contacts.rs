@@ -310,8 +310,8 @@ mod tests {
 
     /// Waits until somebody waits for a lock.
     async fn somebody_waits(db: &Database) {
-        let query = "SELECT 1 FROM pg_locks l JOIN pg_database d ON d.oid = l.database OR l.database IS NULL
-                     WHERE NOT l.granted AND d.datname = current_database() LIMIT 1";
+        let query =
+            "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
         loop {
             let asked = Statement::from_string(db.read().get_database_backend(), query);
             if db.read().query_one_raw(asked).await.expect("locks").is_some() {

@@ -81,7 +81,10 @@ impl Migrations for Schema {
         SqlMigration { name: "0005_retries", sql: include_str!("migrations/0005_retries.sql") },
         SqlMigration { name: "0006_room", sql: include_str!("migrations/0006_room.sql") },
         SqlMigration { name: "0007_kept_free", sql: include_str!("migrations/0007_kept_free.sql") },
+        SqlMigration { name: "0008_chosen_by", sql: include_str!("migrations/0008_chosen_by.sql") },
     ];
+
+    const BY_INDEX: bool = true;
 }
 
 /// Brings a database to the schema of this version.

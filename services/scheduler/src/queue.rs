@@ -228,6 +228,12 @@ impl Queue {
         line.into_iter().flat_map(|line| line.waiting.values().map(|waiting| waiting.id))
     }
 
+    /// Whether these two wait in one line.
+    pub(crate) fn are_in_one_line(&self, one: Uuid, other: Uuid) -> bool {
+        let line = |id| self.places.get(&id).map(|(line, _)| *line);
+        line(one).is_some_and(|of_one| line(other) == Some(of_one))
+    }
+
     /// What those of each line ask for, how many they are, and since when the oldest waits. Each of several that are asked for at once
     /// counts by itself.
     pub(crate) fn demand(&self) -> impl Iterator<Item = (&Arc<Demand>, usize, Timestamp)> {
@@ -242,9 +248,9 @@ impl Queue {
         })
     }
 
-    /// Of the first `count` that ask for the same as `demand`, those that were told other reasons.
-    pub(crate) fn untold(&self, demand: &Demand, reasons: &[String], count: usize) -> Vec<Uuid> {
-        let line = self.by_key.get(&key(demand, None)).and_then(|line| self.lines.get(line));
+    /// Of the first `count` in the line of one, those that were told other reasons.
+    pub(crate) fn untold(&self, id: Uuid, reasons: &[String], count: usize) -> Vec<Uuid> {
+        let line = self.places.get(&id).and_then(|(line, _)| self.lines.get(line));
         let first = line.into_iter().flat_map(|line| line.waiting.values().take(count));
         first.filter(|waiting| *waiting.told != *reasons).map(|waiting| waiting.id).collect()
     }

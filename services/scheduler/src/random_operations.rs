@@ -16,10 +16,10 @@ use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
-use sea_orm::{ColumnTrait, EntityTrait, QueryFilter};
+use sea_orm::{ColumnTrait, EntityTrait, PaginatorTrait, QueryFilter};
 
 use crate::config::Config;
-use crate::dispatch::{Ask, Dispatcher, PlaceError, Request, SubmitError};
+use crate::dispatch::{Ask, Dispatcher, PlaceError, Placed, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::entity::{gone_worker, kept_free, lease, worker, workload};
@@ -64,6 +64,8 @@ struct Seen {
     misfits: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
     /// Workers that have gone.
     gone: HashSet<uuid::Uuid>,
+    /// How often a worker was seen that was kept free.
+    kept_free: u64,
     /// The last revision of workers.
     revision: i64,
     /// What the rows of workers said, but for their counts.
@@ -167,7 +169,7 @@ fn spec(id: WorkloadId) -> WorkloadSpec {
 
 /// What a workload asks for: some all that a worker has, which never comes free at a time.
 fn memory(id: WorkloadId) -> u64 {
-    if id.uuid().as_bytes()[13].is_multiple_of(4) { 25 } else { 10 }
+    if id.uuid().as_bytes()[13].is_multiple_of(3) { 25 } else { 10 }
 }
 
 fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
@@ -683,11 +685,7 @@ impl World {
     }
 }
 
-async fn run(url: &str) {
-    let seed = testing::seeds::seed();
-    eprintln!("GANTRY_SEED={seed}");
-    let mut dice = StdRng::seed_from_u64(seed);
-
+async fn world(url: &str) -> World {
     // So short that workers are kept free for some.
     let queue_aging = Duration::from_millis(50);
     let config = Config { queue_aging, ..Config::new(url, "http://127.0.0.1:9") };
@@ -695,7 +693,50 @@ async fn run(url: &str) {
     let config = Arc::new(config);
     let dispatcher = |_| tokio::sync::Mutex::new(Dispatcher::new(db.clone(), config.clone()).1);
     let dispatchers = (0..REPLICAS).map(dispatcher).collect();
-    let world = World { db: db.clone(), config: config.clone(), dispatchers, seen: Arc::default() };
+    World { db, config, dispatchers, seen: Arc::default() }
+}
+
+/// Replicas remember the same of a worker, and one after the other takes what is there.
+async fn what_another_replica_granted_counts(url: &str) {
+    let world = world(url).await;
+    world.hello(1, MarkerId::new()).await;
+    for dispatcher in &*world.dispatchers {
+        dispatcher.lock().await.catch_up(false, &mut Effects::default()).await.expect("workers");
+    }
+    let place = async |replica: usize, count: usize| {
+        let asks = (0..count).map(|_| ask(LeaseId::new(), Kind::Task, None)).collect();
+        let (answer, answered) = tokio::sync::oneshot::channel();
+        let mut dispatcher = world.dispatchers[replica].lock().await;
+        let mut effects = Effects::default();
+        dispatcher.round(vec![Request::Place(asks, answer)], Timestamp::now(), &mut effects).await;
+        let placed = answered.await.expect("an answer");
+        let is_busy = |placed: &Placed| matches!(placed, Err(PlaceError::AllWorkersBusy(_)));
+        assert!(placed.iter().all(|placed| placed.is_ok() || is_busy(placed)), "{placed:?}");
+        placed.iter().filter(|placed| placed.is_ok()).count()
+    };
+    // It has room for two, by its memory.
+    assert_eq!(place(0, 1).await, 1);
+    assert_eq!(place(1, 2).await, 1, "the other replica took one");
+    assert_eq!(place(0, 1).await, 0);
+    world.check().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_another_replica_granted_counts_sqlite() {
+    what_another_replica_granted_counts(&testing::databases::sqlite().url).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_another_replica_granted_counts_postgres() {
+    what_another_replica_granted_counts(&testing::databases::postgres().await.url).await;
+}
+
+async fn run(url: &str) {
+    let seed = testing::seeds::seed();
+    eprintln!("GANTRY_SEED={seed}");
+    let mut dice = StdRng::seed_from_u64(seed);
+
+    let world = world(url).await;
     for worker in 0..WORKERS {
         world.hello(worker, MarkerId::new()).await;
     }
@@ -712,8 +753,11 @@ async fn run(url: &str) {
         }
         world.learn().await;
         world.check().await;
+        let kept_free = kept_free::Entity::find().count(world.db.read()).await.expect("workers");
+        world.seen(|seen| seen.kept_free += kept_free);
     }
     world.quiesce().await;
+    assert!(world.seen(|seen| seen.kept_free) > 0, "some wait long for all that a worker has");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -171,7 +171,9 @@ impl Store {
             ..Default::default()
         };
         let answer = self.caches.clone().list_base_resource_types(within(request)).await?.into_inner();
-        Ok(answer.types.first().and_then(|known| known.artifact_id.parse().ok()))
+        // A store of an older version lists those of workers and of other names, too.
+        let is_asked_for = |known: &&pb::BaseResourceType| known.worker_id.is_empty() && known.r#type == name;
+        Ok(answer.types.iter().find(is_asked_for).and_then(|known| known.artifact_id.parse().ok()))
     }
 
     /// Ends a workload, or a driven lease, for good.

@@ -46,6 +46,11 @@ const PLANNED_FOR: u32 = 200;
 /// What a page costs PostgreSQL by an index, beside one of a whole table: what we look for is mostly in memory, and nothing turns.
 const RANDOM_PAGE_COST: &str = "1.1";
 
+/// What keeps PostgreSQL to indexes ([`Migrations::BY_INDEX`]). What there is no index for it reads as a whole all the same, and believes that to be so dear that
+/// it would compile such a statement.
+const BY_INDEX: [(&str, &str); 4] =
+    [("enable_seqscan", "off"), ("enable_hashjoin", "off"), ("enable_mergejoin", "off"), ("jit", "off")];
+
 /// How many read from SQLite at a time. They do not wait for the one that writes.
 const SQLITE_READERS: u32 = 2;
 
@@ -228,7 +233,11 @@ impl Database {
         } else {
             options.max_connections(settings.connections).min_connections(2);
             options.map_sqlx_postgres_opts(|options| {
-                options.statement_cache_capacity(STATEMENTS).options([("random_page_cost", RANDOM_PAGE_COST)])
+                let by_index = if M::BY_INDEX { BY_INDEX.as_slice() } else { &[] };
+                options
+                    .statement_cache_capacity(STATEMENTS)
+                    .options([("random_page_cost", RANDOM_PAGE_COST)])
+                    .options(by_index.iter().copied())
             });
             options.map_sqlx_postgres_pool_opts(|pool| {
                 pool.after_release(|connection, _| Box::pin(forgets_plans_now_and_then(connection)))

@@ -38,6 +38,11 @@ pub struct SqlMigration {
 pub trait Migrations: 'static {
     /// What makes it, the oldest first.
     const ALL: &'static [SqlMigration];
+
+    /// Whether PostgreSQL shall look rows up by indexes, one after the other, wherever it can, even where it believes a table to be small. It
+    /// plans a statement for what a table was when it was looked at last; one that grows by thousands of rows a second is another by then,
+    /// and would be read as a whole to find one. For schemas whose statements name rows by what is indexed, and few at a time.
+    const BY_INDEX: bool = false;
 }
 
 /// What the library wants of us to apply migrations.

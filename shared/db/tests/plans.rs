@@ -14,6 +14,13 @@ impl Migrations for One {
     }];
 }
 
+struct ByIndex;
+
+impl Migrations for ByIndex {
+    const ALL: &'static [SqlMigration] = One::ALL;
+    const BY_INDEX: bool = true;
+}
+
 const LOOK: &str = "SELECT n FROM growing WHERE n IN (SELECT CAST(value AS BIGINT)
      FROM json_array_elements_text(CAST((SELECT CAST($1 AS TEXT)) AS JSON)))";
 
@@ -55,4 +62,22 @@ async fn what_was_planned_for_few_rows_is_planned_anew_for_many() {
         }
     }
     panic!("the old plan stays: {:?}", plan(&database).await);
+}
+
+#[tokio::test]
+async fn where_rows_are_looked_up_by_index_a_small_table_is_as_well() {
+    let database = testing::databases::postgres().await;
+    let settings = Settings { connections: 2, ..(&*database.url).into() };
+    let database = Database::open::<ByIndex>(&settings).await.expect("a database");
+    let mut planned = 0;
+    while planned < 10 {
+        let Some(plan) = plan(&database).await else { continue };
+        assert!(
+            plan.contains("using growing_pkey on growing") && !plan.contains("Seq Scan on growing"),
+            "{plan}"
+        );
+        // Not all of the index, compared with each that is asked for.
+        assert!(plan.contains("Index Cond") && !plan.contains("Semi Join"), "{plan}");
+        planned += 1;
+    }
 }

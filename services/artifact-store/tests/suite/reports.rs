@@ -98,7 +98,7 @@ async fn a_report_that_is_overtaken_in_the_middle_of_its_rows_stops_there() {
 
     let database = sea_orm::Database::connect(suite.url()).await.expect("connected");
     let waiting = async || {
-        let sql = "SELECT count(*) AS n FROM pg_locks WHERE NOT granted";
+        let sql = "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
         let row = database.query_one_raw(Statement::from_string(database.get_database_backend(), sql)).await;
         row.expect("asked").expect("a row").try_get::<i64>("", "n").expect("a number")
     };

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{Ask, Granted, Placed};
-use crate::placement::{Demand, Part};
+use crate::placement::Demand;
 use crate::queue::Waiting;
 
 /// How many calls wait at a replica. One that comes while so many wait hears at once that all are busy.
@@ -150,12 +150,6 @@ impl Leases {
                 member.ask.kept_to = Some(*worker);
             }
         }
-    }
-
-    /// All that is asked for at once.
-    pub(super) fn parts(&self) -> Vec<Part> {
-        let part = |member: &Member| Part { demand: member.demand(), owner: member.ask.owner.clone() };
-        self.members.iter().map(part).collect()
     }
 
     /// As it stands in the queue.

@@ -8,7 +8,7 @@
 //! Calls for leases may wait, too ([`asking`]): they have their turns in the same queue, at this replica.
 //!
 //! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
-//! it. For one that has waited long and asks for more than comes free at a time a worker is kept free ([`keep_free`]), so nothing starves.
+//! it. For one that has waited long and asks for more than comes free at a time a worker is kept free ([`keep_free`]).
 //!
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
 

@@ -19,7 +19,7 @@ use crate::events::Whereabouts;
 use crate::gauges;
 use crate::grants::{Done, Grant, Holder, Known, Pinned, Plan};
 use crate::leases;
-use crate::placement::{Choice, Demand, Location, Placement};
+use crate::placement::{Choice, Demand, Location, Part, Placement};
 use crate::queue::Waiting;
 use crate::service::is_duplicate;
 use crate::workloads::{self, Submission};
@@ -406,6 +406,15 @@ impl Dispatcher {
             Some(worker) => Arc::new(Demand { only: Some(worker), ..(**demand).clone() }),
             None => demand.clone(),
         }
+    }
+
+    /// All that is asked for at once.
+    pub(super) fn parts(&self, leases: &Leases) -> Vec<Part> {
+        let part = |Ask { demand, kept_to, owner, .. }: &Ask| Part {
+            demand: self.demand_near(demand, *kept_to),
+            owner: owner.clone(),
+        };
+        leases.members.iter().map(|member| part(&member.ask)).collect()
     }
 
     /// Whether the containers of an owner that are on a worker keep it there.

@@ -131,15 +131,14 @@ impl Dispatcher {
     fn plan_turns(&mut self, now: Timestamp) -> Planned {
         let Planned { mut plan, mut taken, mut turns, mut asked, mut hopeless } = Planned::default();
         let mut round = self.queue().round(now);
-        let mut keeping = self.look_again_at_kept_free(now);
+        self.look_again_at_kept_free(now);
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
             if let Some(mut leases) = self.asking.take(turn.waiting.id) {
                 let is_granted =
                     !leases.has_gone() && self.decide_leases(&mut leases, &mut plan, &mut taken, now).is_ok();
-                let parts = leases.parts();
+                let parts = self.parts(&leases);
                 if is_granted {
-                    keeping.placed(turn.waiting.id);
                     // The same id may have been granted where else it was asked for.
                     plan.leases_may_exist = true;
                     let mut queue = self.queue();
@@ -157,7 +156,7 @@ impl Dispatcher {
                     drop(queue);
                     self.asked_in_vain(&leases);
                 } else {
-                    self.keep_free(&mut keeping, &turn.waiting, &parts);
+                    self.keep_free(&turn.waiting, &parts, now);
                 }
                 continue;
             }
@@ -172,15 +171,17 @@ impl Dispatcher {
                 }
                 Choice::NotNow => {
                     let part = Part { demand: demand.clone(), owner: String::new() };
-                    self.keep_free(&mut keeping, &turn.waiting, &[part]);
+                    self.keep_free(&turn.waiting, &[part], now);
                     continue;
                 }
-                Choice::Never => continue,
+                Choice::Never => {
+                    self.keep_nothing_free(&turn.waiting);
+                    continue;
+                }
             };
             let Some(grant) = self.grant_to_workload(turn.workload(), demand, placement, &mut taken) else {
                 continue;
             };
-            keeping.placed(turn.waiting.id);
             let mut queue = self.queue();
             round.placed(&queue, &turn);
             queue.took(&demand.shape.team);
@@ -189,7 +190,7 @@ impl Dispatcher {
             turns.insert(grant.lease, turn);
             plan.grants.push(grant);
         }
-        self.keep_free_as_before(keeping);
+        self.keep_free_as_before();
         Planned { plan, taken, turns, asked, hopeless }
     }
 
@@ -337,12 +338,15 @@ impl Dispatcher {
 
     /// Keeps true, for the first of the first lines, what those who watch them are told of why they wait.
     async fn tell_why(&mut self, now: Timestamp, effects: &mut Effects) -> Result<(), DbErr> {
-        let lines: Vec<_> =
-            self.queue().lines().map(|(first, _)| first.demand.clone()).take(LINES_TOLD).collect();
+        let lines: Vec<_> = {
+            let queue = self.queue();
+            let firsts = queue.lines().filter(|(first, _)| first.others.is_empty()).take(LINES_TOLD);
+            firsts.map(|(first, _)| (first.id, first.demand.clone())).collect()
+        };
         let mut left = TOLD_AT_ONCE;
-        for demand in lines {
+        for (first, demand) in lines {
             let reasons = self.reasons_now(&demand);
-            let mut untold = self.queue().untold(&demand, &reasons, TOLD);
+            let mut untold = self.queue().untold(first, &reasons, TOLD);
             // Who asks for leases hears in its answer.
             untold.retain(|id| !self.asking.contains(*id));
             for id in untold.into_iter().take(left) {

@@ -12,7 +12,7 @@ mod pace;
 mod refusal;
 mod strategy;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashSet};
@@ -54,7 +54,7 @@ pub(crate) struct Worker {
     pub(crate) labels: Arc<Labels>,
     pub(crate) capacity: Capacity,
     pub(crate) load: Load,
-    /// Who waits for it to have room, and is the only one who gets anything there until then. Only an [`Index`] knows.
+    /// Who waits for it to have room, and gets what could be elsewhere there, but nobody else until then. Only an [`Index`] knows.
     pub(crate) kept_free_for: Option<Uuid>,
 }
 

@@ -178,7 +178,7 @@ impl Refusal {
             Self::Platform(platform) => format!("the workload asks for platform {platform}"),
             Self::Team => "it serves all teams, or this one".to_owned(),
             Self::OnlyTagged(tags) => format!("the workload asks for one of its tags: {}", tags.join(", ")),
-            Self::MissingTags(tags) => format!("it has the tags {}", tags.join(", ")),
+            Self::MissingTags(tags) => format!("it has the {}", named(tags)),
             Self::ImageKind(kind) => format!("it can run {kind} images"),
             Self::ResourceType(name) => {
                 format!("it brings an image of the resource type {name}, or the centre has one")
@@ -299,7 +299,7 @@ impl Refusal {
             Self::Team => "serve other teams".to_owned(),
             Self::OnlyTagged(tags) if tags.is_empty() => "serve only workloads with their tags".to_owned(),
             Self::OnlyTagged(tags) => format!("serve only workloads tagged {}", tags.join(", ")),
-            Self::MissingTags(tags) => format!("lack the tags {}", tags.join(", ")),
+            Self::MissingTags(tags) => format!("lack the {}", named(tags)),
             Self::ImageKind(kind) => format!("cannot run {kind} images"),
             Self::ResourceType(name) => format!("bring no image of the resource type {name}"),
             Self::Capability(name) => format!("have a runtime that lacks {name}"),
@@ -319,6 +319,12 @@ impl Refusal {
     }
 }
 
+/// Tags as one speaks of them: "tag gpu", "tags gpu, large".
+fn named(tags: &[String]) -> String {
+    let what = if tags.len() == 1 { "tag" } else { "tags" };
+    format!("{what} {}", tags.join(", "))
+}
+
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -336,7 +342,7 @@ impl fmt::Display for Refusal {
             Self::Platform(platform) => write!(f, "its platform is {platform}"),
             Self::Team => f.write_str("serves another team"),
             Self::OnlyTagged(tags) => write!(f, "serves only workloads tagged {}", tags.join(", ")),
-            Self::MissingTags(tags) => write!(f, "lacks the tags {}", tags.join(", ")),
+            Self::MissingTags(tags) => write!(f, "lacks the {}", named(tags)),
             Self::ImageKind(kind) => write!(f, "cannot run {kind} images"),
             Self::ResourceType(name) => write!(f, "brings no image of the resource type {name}"),
             Self::Capability(name) => write!(f, "its runtime lacks {name}"),

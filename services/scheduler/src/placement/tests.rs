@@ -1,6 +1,6 @@
 //! Placement compared with a plain restatement of its rules, which looks at every worker.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use domain::Timestamp;
 use domain::worker::ResourceType;
@@ -70,7 +70,7 @@ fn demand() -> Demand {
     shape().asked_by(Uuid::now_v7())
 }
 
-fn index(workers: impl IntoIterator<Item = Worker>) -> Index {
+pub(crate) fn index(workers: impl IntoIterator<Item = Worker>) -> Index {
     let mut index = Index::new(Chains::default(), BTreeSet::new());
     workers.into_iter().for_each(|worker| index.put(worker));
     index
@@ -526,7 +526,7 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
 }
 
 /// Of these shapes, those of one owner together.
-fn parts(of: &[(Shape, &str)]) -> Vec<Part> {
+pub(crate) fn parts(of: &[(Shape, &str)]) -> Vec<Part> {
     let part = |(shape, owner): &(Shape, &str)| Part {
         demand: Arc::new(shape.clone().asked_by(Uuid::now_v7())),
         owner: (*owner).to_owned(),
@@ -534,12 +534,12 @@ fn parts(of: &[(Shape, &str)]) -> Vec<Part> {
     of.iter().map(part).collect()
 }
 
-fn asking(memory_bytes: u64) -> Shape {
+pub(crate) fn asking(memory_bytes: u64) -> Shape {
     Shape { requests: Resources { memory_bytes, ..Resources::default() }, ..shape() }
 }
 
 /// A worker with 100 bytes of memory and 4 slots, of which so many are taken.
-fn with_memory(name: &str, tasks: u32, memory_bytes: u64) -> Worker {
+pub(crate) fn with_memory(name: &str, tasks: u32, memory_bytes: u64) -> Worker {
     let mut worker = worker(name);
     worker.capacity = Capacity { max_tasks: Some(4), memory_bytes: Some(100), ..Capacity::default() };
     worker.load.tasks = tasks;
@@ -550,7 +550,7 @@ fn with_memory(name: &str, tasks: u32, memory_bytes: u64) -> Worker {
 fn kept(index: &mut Index, parts: &[Part], before: &[&str]) -> Vec<String> {
     let id = |name: &&str| index.workers().find(|worker| worker.name == **name).expect("known").id;
     let before = before.iter().map(id).collect();
-    let chosen = index.choose_to_keep_free(parts, &before);
+    let chosen = index.choose_to_keep_free(parts, &before, Some(&HashSet::new()));
     let mut names: Vec<_> = chosen.iter().map(|id| index.get(*id).expect("known").name.clone()).collect();
     names.sort();
     names
@@ -581,13 +581,50 @@ fn the_worker_on_which_least_has_to_end_is_kept_free() {
     Arc::make_mut(&mut only[0].demand).only = Some(much);
     assert_eq!(kept(&mut index, &only, &[]), ["much"]);
 
-    // One that is kept for another is no choice, and of so few one is enough.
+    // What is taken is no choice, nor what is kept for another.
+    let little = index.workers().find(|worker| worker.name == "little").expect("known").id;
+    let chosen = index.choose_to_keep_free(&large, &BTreeSet::new(), Some(&[little].into()));
+    assert_eq!(
+        chosen.iter().map(|id| &*index.get(*id).expect("known").name).collect::<Vec<_>>(),
+        ["as-little"]
+    );
+    assert!(index.choose_to_keep_free(&large, &BTreeSet::new(), None).is_empty(), "none was kept");
+    assert_eq!(index.choose_to_keep_free(&large, &[much].into(), None), [much].into());
     index.keep_free(much, Some(Uuid::from_u128(1)));
-    assert_eq!(kept(&mut index, &large, &[]), [""; 0]);
-    for n in 0..20 {
-        index.put(with_memory(&format!("more-{n}"), 4, 100));
-    }
     assert_eq!(kept(&mut index, &large, &["much"]), ["little"]);
+    assert_eq!(index.tasks_on(&[little, much]), 3);
+}
+
+#[test]
+fn one_in_ten_of_a_kind_is_enough() {
+    let mut index = index((0..29).map(|n| with_memory(&format!("one-{n}"), 4, 100)));
+    let other = |labels: &mut Labels| labels.platform = "darwin".to_owned();
+    (0..30).for_each(|n| index.put(with_labels(&format!("other-{n}"), other)));
+    let of = |platform: &str| {
+        let of_kind = index.workers().filter(|worker| worker.labels.platform == platform);
+        of_kind.map(|worker| worker.id).collect::<Vec<_>>()
+    };
+    let (linux, darwin) = (of("linux"), of("darwin"));
+    let large = parts(&[(asking(80), "")]);
+    let both = parts(&[(asking(80), ""), (Shape { platform: "darwin".to_owned(), ..shape() }, "")]);
+    let mut are_enough = |parts: &[Part], kept: &[&[WorkerId]]| {
+        index.are_enough_kept_free(parts, &kept.iter().copied().flatten().copied().collect())
+    };
+    assert!(!are_enough(&large, &[]));
+    assert!(!are_enough(&large, &[&linux[..1], &darwin]));
+    assert!(are_enough(&large, &[&linux[..2]]), "there are 29");
+    assert!(are_enough(&both, &[&linux[..2]]));
+    assert!(!are_enough(&both, &[&linux[..1], &darwin[..2]]));
+    assert!(are_enough(&both, &[&darwin[..3]]), "of either kind");
+}
+
+#[test]
+fn of_few_one_may_be_kept_free() {
+    let mut index = index((0..3).map(|n| with_memory(&format!("one-{n}"), 4, 100)));
+    let large = parts(&[(asking(80), "")]);
+    let one = index.workers().next().expect("one").id;
+    assert!(!index.are_enough_kept_free(&large, &HashSet::new()));
+    assert!(index.are_enough_kept_free(&large, &[one].into()));
 }
 
 #[test]
@@ -599,6 +636,7 @@ fn for_a_group_as_many_are_kept_free_as_it_needs() {
     assert_eq!(kept(&mut index, &group(&["one", "one", "one"]), &[]).len(), 1);
     let chosen = kept(&mut index, &group(&["", ""]), &[]);
     assert_eq!(chosen.len(), 2, "what is planned there counts: {chosen:?}");
+    assert_eq!(kept(&mut index, &group(&["", ""]), &["a", "b"]), ["a", "b"], "it stays so");
     assert_eq!(kept(&mut index, &group(&["one"; 4]), &["c"]), ["c"]);
     assert_eq!(kept(&mut index, &group(&["one"; 5]), &[]), [""; 0], "no worker has as many slots");
     assert_eq!(kept(&mut index, &group(&["one", "one", "one", "two", "two"]), &[]).len(), 2);

@@ -1,10 +1,13 @@
 //! `Placements.GetDemand`.
 
-use domain::LeaseId;
+use std::collections::HashMap;
+
+use domain::{LeaseId, WorkloadId};
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
+use super::store::Place;
 use super::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
 async fn demand(scheduler: &Running) -> pb::GetDemandResponse {
@@ -54,7 +57,7 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     assert!(full.never_for.is_empty());
     assert_eq!((none.count, none.count_for_none, none.waits_for.as_str()), (1, 1, "NEVER"));
     assert_eq!(none.tags, ["gpu"]);
-    assert_eq!(none.never_for, ["one: lacks the tags gpu", "two: lacks the tags gpu"]);
+    assert_eq!(none.never_for, ["one: lacks the tag gpu", "two: lacks the tag gpu"]);
     assert_eq!(told.oldest_since, none.oldest_since);
     assert_eq!(none.oldest_since, scheduler.get(early).await.submitted_at);
 
@@ -108,5 +111,32 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
         let status = scheduler.placements().get_demand(request).await.expect_err("refused");
         assert!(rpc::Refusal::from(status).is(Reason::InvalidField), "{request:?}");
     }
+    scheduler.stop().await;
+}
+
+pub(crate) async fn what_would_be_lost_with_a_worker_is_told_where_the_store_says_so(database: TestDatabase) {
+    let place = Place::new();
+    let store = place.start().await;
+    let scheduler = Running::start(place.config(&database)).await;
+    let holder = Gateway::connect(&scheduler, hello("holder")).await.expect("welcome");
+    let other = Gateway::connect(&scheduler, hello("other")).await.expect("welcome");
+    holder.observe(&[]).await;
+    other.observe(&[]).await;
+    let worker = holder.welcome.worker_id.parse().expect("an id");
+    let artifact = place.upload_to(worker).await.expect("uploaded");
+    place.pin(artifact, WorkloadId::new()).await.expect("pinned");
+    let would_lose = async |check: pb::ReplicaCheck| {
+        let request = pb::GetDemandRequest { replica_check: check.into(), ..Default::default() };
+        let told = scheduler.placements().get_demand(request).await.expect("told").into_inner();
+        let of = |worker: &pb::RemovableWorker| (worker.worker_name.clone(), worker.would_lose());
+        told.removable.iter().map(of).collect::<HashMap<_, _>>()
+    };
+    let is_told = |holder, other| HashMap::from([("holder".to_owned(), holder), ("other".to_owned(), other)]);
+    use pb::WouldLose::{Nothing, Something, Unspecified};
+    assert_eq!(would_lose(pb::ReplicaCheck::None).await, is_told(Unspecified, Unspecified));
+    assert_eq!(would_lose(pb::ReplicaCheck::Each).await, is_told(Something, Nothing));
+    // A store that does not answer keeps nothing back that is known without it.
+    store.stop().await;
+    assert_eq!(would_lose(pb::ReplicaCheck::Each).await, is_told(Unspecified, Unspecified));
     scheduler.stop().await;
 }

@@ -74,15 +74,15 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
     assert_eq!(
         never.unblocked_by,
         [
-            "one: it has the tags big, and its runtime has privileged",
-            "other: it has the tags big, and its runtime has privileged",
+            "one: it has the tag big, and its runtime has privileged",
+            "other: it has the tag big, and its runtime has privileged",
             "a worker registers that can do it (platform linux, tags big)",
         ]
     );
 
     let [group] = never.groups.as_slice() else { panic!("{never:?}") };
     assert_eq!((group.count, group.names.as_slice()), (2, ["one".to_owned(), "other".to_owned()].as_slice()));
-    assert_eq!(group.refusals[0].message, "lack the tags big");
+    assert_eq!(group.refusals[0].message, "lack the tag big");
 
     let malformed = pb::WorkloadSpec { team: String::new(), ..spec() };
     let refused = explain(&scheduler, Subject::Spec(malformed)).await.expect_err("no team");

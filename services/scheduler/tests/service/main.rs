@@ -25,7 +25,10 @@ use again::{
     who_must_start_in_time_is_looked_for_in_time,
 };
 use connected::each_of_many_workers_hears_what_it_shall_do;
-use demand::whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is;
+use demand::{
+    what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
+    whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
+};
 use domain::worker::TicketClaims;
 use domain::{GatewayInstance, MarkerId, VolumeHandle, WorkloadId};
 use explain::{
@@ -81,6 +84,7 @@ use turns::{
     a_higher_priority_is_placed_first, a_team_with_more_that_waits_is_not_before_others,
     a_worker_is_kept_free_for_a_group_that_waits_long,
     a_worker_is_kept_free_for_one_that_waits_long_for_much,
+    nothing_is_kept_free_for_one_that_no_worker_could_take_any_more,
     one_that_cannot_be_read_keeps_nobody_from_a_worker, what_a_workload_asks_for_is_kept_free,
     whoever_is_before_another_takes_what_is_kept_free_for_it,
 };
@@ -201,7 +205,7 @@ async fn what_no_worker_could_ever_run_is_refused_and_nothing_is_queued(database
     let tagged = pb::WorkloadSpec { tags: vec!["gpu".to_owned()], ..spec() };
     let refused = scheduler.submit_as(id, tagged).await.expect_err("refused");
     assert!(refused.is(Reason::NoCompatibleWorker), "{refused}");
-    assert_eq!(refused.about.get("one").map(String::as_str), Some("lacks the tags gpu"));
+    assert_eq!(refused.about.get("one").map(String::as_str), Some("lacks the tag gpu"));
     let request = pb::GetRequest { team: "main".to_owned(), workload_id: id.to_string() };
     let unknown = rpc::Refusal::from(scheduler.workloads().get(request).await.expect_err("unknown"));
     assert!(unknown.is(Reason::WorkloadNotFound));
@@ -672,6 +676,7 @@ on_both! {
     what_a_workload_asks_for_is_kept_free,
     a_worker_is_kept_free_for_one_that_waits_long_for_much,
     whoever_is_before_another_takes_what_is_kept_free_for_it,
+    nothing_is_kept_free_for_one_that_no_worker_could_take_any_more,
     a_worker_is_kept_free_for_a_group_that_waits_long,
     many_are_spread_and_never_more_than_there_are_slots,
     a_group_is_granted_whole_or_not_at_all,
@@ -697,6 +702,7 @@ on_both! {
     a_store_that_is_away_delays_the_end_and_nothing_else,
     a_limit_that_is_stated_is_asked_for_and_no_other,
     a_spec_is_explained_and_nothing_comes_of_it,
+    what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
     whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
     how_long_it_may_take_is_judged_by_what_came_free,
     many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,

@@ -115,6 +115,11 @@ async fn is_told_that_it_is_kept_free(scheduler: &Running, id: WorkloadId) {
     .await;
 }
 
+/// Whether all are told that the worker `one` is kept free.
+async fn is_kept_free(scheduler: &Running) -> bool {
+    scheduler.worker("one").await.refusals.iter().any(|refusal| refusal.reason == "KEPT_FREE")
+}
+
 pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(database: TestDatabase) {
     let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
     let scheduler = Running::start(aging).await;
@@ -144,9 +149,7 @@ pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(datab
         "{:?}",
         explained.unblocked_by
     );
-    let is_kept_free =
-        async || scheduler.worker("one").await.refusals.iter().any(|refusal| refusal.reason == "KEPT_FREE");
-    until("everyone is told", async || is_kept_free().await.then_some(())).await;
+    until("everyone is told", async || is_kept_free(&scheduler).await.then_some(())).await;
     let demand = scheduler.placements().get_demand(pb::GetDemandRequest::default()).await.expect("told");
     let demand = demand.into_inner();
     assert!(demand.removable.is_empty() && demand.supply[0].slots_free == 0, "{demand:?}");
@@ -159,7 +162,7 @@ pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(datab
     assert_eq!(run.workload_id, large.to_string(), "it was not passed over");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.run(small).await;
-    until("it is kept free no more", async || (!is_kept_free().await).then_some(())).await;
+    until("it is kept free no more", async || (!is_kept_free(&scheduler).await).then_some(())).await;
     scheduler.stop().await;
 }
 
@@ -182,6 +185,28 @@ pub(crate) async fn whoever_is_before_another_takes_what_is_kept_free_for_it(dat
     scheduler.cancel(small, Duration::ZERO).await;
     let other = scheduler.submit(of_memory(30)).await.expect("accepted");
     gateway.run(other).await;
+    scheduler.stop().await;
+}
+
+pub(crate) async fn nothing_is_kept_free_for_one_that_no_worker_could_take_any_more(database: TestDatabase) {
+    let aging = scheduler::Config { queue_aging: Duration::from_millis(400), ..config(&database) };
+    let scheduler = Running::start(aging).await;
+    let mut hello = hello("one");
+    hello.capacity = Some(pb::Capacity { memory_bytes: 100, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+    let first = scheduler.submit(of_memory(60)).await.expect("accepted");
+    gateway.run(first).await;
+    let large = scheduler.submit(of_memory(100)).await.expect("accepted");
+    let small = scheduler.submit(of_memory(50)).await.expect("accepted");
+    is_told_that_it_is_kept_free(&scheduler, small).await;
+    // The worker comes back with less than is asked for, and as much room for others as before.
+    hello.session_credential = gateway.welcome.session_credential.clone();
+    hello.capacity = Some(pb::Capacity { memory_bytes: 90, max_tasks: 3, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let other = scheduler.submit(of_memory(30)).await.expect("accepted");
+    gateway.run(other).await;
+    until("it is kept free no more", async || (!is_kept_free(&scheduler).await).then_some(())).await;
+    assert_eq!(scheduler.get(large).await.state(), pb::WorkloadState::Pending);
     scheduler.stop().await;
 }
 

@@ -1,10 +1,10 @@
 //! Workers that are kept free for one that waits: for what asks for more than comes free at a time, and would be passed over by smaller ones
 //! for ever.
 //!
-//! What is kept free takes nothing else, so it comes to have the room, when what is on it has ended. Who is kept free for what is chosen here, and
-//! when by the dispatcher.
+//! What is kept free takes nothing else that could be elsewhere, so it comes to have the room when what is on it has ended. Which is kept free for
+//! what is chosen here; when, and for how long, by the dispatcher.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use domain::WorkerId;
@@ -14,7 +14,8 @@ use super::{Index, Worker, of_place};
 use crate::entity::lease::Kind;
 use crate::placement::{Demand, Load, Resources, Shape, amounts, full_with, of_load_with};
 
-/// Of the workers that could take something one in so many may be kept free at a time; one in any case.
+/// No further worker of a kind is kept free while one in so many are, but for the first. A kind: those that are alike in all that a demand can
+/// name but how much they have.
 const ONE_IN: usize = 10;
 
 /// One of those that are asked for at once.
@@ -55,29 +56,37 @@ impl Index {
         kept.filter_map(|(id, _)| Some(self.get(*id)?.name.clone())).collect()
     }
 
-    /// The workers to keep free for what is asked for in these `parts` at once, of which none has room for all now; where that is possible
-    /// those that were kept until now. None: each part asks for a slot alone, and so gets the next that comes free; or enough are kept free
-    /// for others; or they could never all be had.
+    /// How many tasks are on these together.
+    pub(crate) fn tasks_on<'a>(&self, ids: impl IntoIterator<Item = &'a WorkerId>) -> u32 {
+        ids.into_iter().filter_map(|id| self.get(*id)).map(|worker| worker.load.tasks).sum()
+    }
+
+    /// The workers to keep free for what is asked for in these `parts` at once, of which none has room for all now: where that is possible
+    /// those that were `kept` until now, and else none of those that are `taken`, which is not asked before. Without `taken` none but those that
+    /// were kept. None: each part asks for a slot alone, and so gets the next that comes free; or they could never all be had.
     pub(crate) fn choose_to_keep_free(
         &mut self,
         parts: &[Part],
         kept: &BTreeSet<WorkerId>,
+        taken: Option<&HashSet<WorkerId>>,
     ) -> BTreeSet<WorkerId> {
-        let parts: Vec<_> = parts.iter().filter(|part| part.demand.shape.process.is_some()).collect();
+        let parts: Vec<_> = with_slots(parts).collect();
         let is_large = match parts.as_slice() {
             [] => false,
             [one] => one.demand.shape.requests != Resources::default(),
             _ => true,
         };
         let mut chosen = BTreeSet::new();
-        if !is_large || parts.first().is_none_or(|first| self.are_enough_kept_free(&first.demand)) {
+        if !is_large {
             return chosen;
         }
         let (mut planned, mut homes) = (HashMap::<_, Load>::new(), HashMap::new());
         for Part { demand, owner } in parts {
             let home = (!owner.is_empty()).then_some((&demand.shape.team, owner));
             let near = home.and_then(|home| homes.get(&home).copied());
-            let Some(worker) = self.soonest(demand, near, &planned, kept) else { return BTreeSet::new() };
+            let Some(worker) = self.soonest(demand, near, &planned, kept, taken) else {
+                return BTreeSet::new();
+            };
             let load = planned.entry(worker).or_default();
             *load = load.with(Kind::Task, &demand.shape.requests);
             homes.extend(home.map(|home| (home, worker)));
@@ -86,13 +95,15 @@ impl Index {
         chosen
     }
 
-    /// Whether of the workers that could take `demand` as many are kept free as may be.
-    fn are_enough_kept_free(&mut self, demand: &Demand) -> bool {
-        let classes = self.ready(demand);
-        let all: usize = classes.iter().map(|class| self.classes[*class].count).sum();
-        let places = self.kept_free.keys().filter_map(|id| self.by_id.get(id));
-        let kept = places.filter_map(|place| self.places[*place].as_ref());
-        kept.filter(|place| classes.contains(&place.class)).count() >= (all / ONE_IN).max(1)
+    /// Whether as many as may be are `kept` free already, of the workers of the kind that any of these `parts` asks for.
+    pub(crate) fn are_enough_kept_free(&mut self, parts: &[Part], kept: &HashSet<WorkerId>) -> bool {
+        with_slots(parts).any(|part| {
+            let classes = self.ready(&part.demand);
+            let all: usize = classes.iter().map(|class| self.classes[*class].count).sum();
+            let places = kept.iter().filter_map(|id| self.by_id.get(id));
+            let places = places.filter_map(|place| self.places[*place].as_ref());
+            places.filter(|place| classes.contains(&place.class)).count() >= (all / ONE_IN).max(1)
+        })
     }
 
     /// The classes of those that take what is asked for when they have room.
@@ -102,32 +113,42 @@ impl Index {
         judged.own.iter().chain(global.into_iter().flatten()).copied().collect()
     }
 
-    /// Where there is room for `demand` soonest, as far as one can see, beside what is `planned` there: of those that are `kept` the first, or
-    /// of all the one on which least has to end.
+    /// Where there is room for `demand` soonest, as far as one can see, beside what is `planned` there: of those that are `kept`, or
+    /// else of all that are not `taken`, the one on which least has to end.
     fn soonest(
         &mut self,
         demand: &Demand,
         near: Option<WorkerId>,
         planned: &HashMap<WorkerId, Load>,
         kept: &BTreeSet<WorkerId>,
+        taken: Option<&HashSet<WorkerId>>,
     ) -> Option<WorkerId> {
         let classes = self.ready(demand);
-        let lacking = |id: WorkerId| {
-            let place = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref())?;
-            let is_there = near.is_none_or(|near| near == id) && classes.contains(&place.class);
-            let planned = planned.get(&id).copied().unwrap_or_default();
-            if is_there { lacking(demand, &place.worker, &planned) } else { None }
+        let beside = |worker: &Worker| {
+            let planned = planned.get(&worker.id).copied().unwrap_or_default();
+            lacking(demand, worker, &planned)
         };
-        if let Some(id) = near {
-            return lacking(id).map(|_| id);
+        let would_do = |id: &WorkerId| {
+            let place = self.by_id.get(id).and_then(|place| self.places[*place].as_ref());
+            place.is_some_and(|place| classes.contains(&place.class) && beside(&place.worker).is_some())
+        };
+        if let Some(near) = near {
+            return Some(near).filter(would_do);
         }
-        // Not by what is on them, so that all replicas keep the same one.
-        if let Some(id) = kept.iter().find(|id| lacking(**id).is_some()) {
-            return Some(*id);
+        let kept = kept.iter().filter(|id| would_do(id)).filter_map(|id| self.get(*id));
+        if let Some((.., kept)) = kept.filter_map(beside).min() {
+            return Some(kept);
         }
+        let taken = taken?;
         let members = classes.iter().flat_map(|class| self.members(*class));
-        members.filter_map(|worker| lacking(worker.id)).min().map(|(.., id)| id)
+        let free = members.filter(|worker| !taken.contains(&worker.id));
+        free.filter_map(beside).min().map(|(.., id)| id)
     }
+}
+
+/// Those that take a slot.
+fn with_slots(parts: &[Part]) -> impl Iterator<Item = &Part> {
+    parts.iter().filter(|part| part.demand.shape.process.is_some())
 }
 
 /// What has to end on `worker` until there is room beside what is `planned`. `None`: there never would be, or not for `demand`.

@@ -1,0 +1,266 @@
+use testing::databases::TestDatabase;
+
+use super::*;
+use crate::placement::tests::{asking, index, parts, with_memory};
+
+const FULL: Timestamp = Timestamp(1_000_000_000_000);
+
+/// Replicas that look at workers of their own, all of which are full.
+struct Replica {
+    kept_free: KeptFree,
+    queue: Queue,
+    workers: Index,
+}
+
+impl Replica {
+    fn new(id: u128, workers: usize) -> Self {
+        let mut kept_free = KeptFree::new(FULL);
+        kept_free.told = Told::new(Uuid::from_u128(id));
+        let names = (0..workers).map(|n| with_memory(&format!("{n}"), 4, 100));
+        Self { kept_free, queue: Queue::new(PATIENCE, HashMap::new()), workers: index(names) }
+    }
+
+    /// One that asks for 80 of the 100 bytes of a worker has its turn, and finds nothing.
+    fn turn(&mut self, id: Uuid, now: Timestamp) -> Vec<String> {
+        let large = self.wait(id);
+        self.kept_free.keep(id, true, &large, &mut self.workers, now);
+        self.kept(id)
+    }
+
+    fn wait(&mut self, id: Uuid) -> Vec<Part> {
+        let large = parts(&[(asking(80), "")]);
+        self.queue.put(Waiting {
+            id,
+            others: vec![],
+            sequence: id,
+            priority: 0,
+            since: Timestamp(0),
+            demand: large[0].demand.clone(),
+            locations: [].into(),
+            must_start: false,
+            told: [].into(),
+            traceparent: String::new(),
+        });
+        large
+    }
+
+    fn kept(&self, id: Uuid) -> Vec<String> {
+        let mut names = self.workers.kept_free_for(id);
+        names.sort();
+        names
+    }
+
+    /// As before [`Replica::turn`]s.
+    fn look(&mut self, now: Timestamp) {
+        self.kept_free.begin(now);
+        let kept: Vec<_> = self.workers.kept_free().collect();
+        kept.into_iter().for_each(|(worker, _)| self.workers.keep_free(worker, None));
+    }
+
+    fn set_tasks(&mut self, name: &str, tasks: u32) {
+        let worker = self.workers.workers().find(|worker| worker.name == name).expect("known");
+        let (id, load) = (worker.id, crate::placement::Load { tasks, ..worker.load });
+        self.workers.load(id, load);
+    }
+}
+
+#[test]
+fn where_nothing_ends_another_is_kept_free_and_in_the_end_none_for_a_time() {
+    let mut replica = Replica::new(1, 2);
+    let large = Uuid::from_u128(7);
+    let mut at = FULL;
+    let mut after = |replica: &mut Replica, wait: Duration| {
+        at = at + wait;
+        replica.look(at);
+        replica.turn(large, at)
+    };
+    let first = after(&mut replica, Duration::ZERO);
+    assert_eq!(first.len(), 1);
+    let little = Duration::from_secs(1);
+    assert_eq!(after(&mut replica, PATIENCE - little), first);
+    replica.set_tasks(&first[0], 3);
+    assert_eq!(after(&mut replica, Duration::ZERO), first, "something has ended there");
+    assert_eq!(after(&mut replica, PATIENCE - little), first, "so it has as much time again");
+    // What comes and ends is not an end of what was there.
+    replica.set_tasks(&first[0], 4);
+    assert_eq!(after(&mut replica, Duration::ZERO), first);
+    replica.set_tasks(&first[0], 3);
+    let second = after(&mut replica, little);
+    assert!(second.len() == 1 && second != first, "{second:?} after {first:?}");
+    assert_eq!(after(&mut replica, PATIENCE * 2 - little), second, "the next has twice as long");
+    assert_eq!(after(&mut replica, little), [""; 0], "both were tried");
+    let looked_at = replica.kept_free.looked_at;
+    assert!(!replica.kept_free.is_due(looked_at + PATIENCE - little));
+    assert!(replica.kept_free.is_due(looked_at + PATIENCE));
+    assert_eq!(after(&mut replica, PATIENCE - little), [""; 0], "others have their turns");
+    let again = after(&mut replica, little);
+    assert_eq!(again.len(), 1, "it begins again");
+    assert_eq!(after(&mut replica, PATIENCE * 4 - little), again);
+    assert_ne!(after(&mut replica, little), again);
+}
+
+#[test]
+fn nothing_is_kept_free_for_one_that_has_not_waited_long_or_could_never_have_it() {
+    let mut replica = Replica::new(1, 1);
+    let (large, now) = (Uuid::from_u128(7), FULL);
+    let much = parts(&[(asking(80), "")]);
+    replica.kept_free.keep(large, false, &much, &mut replica.workers, now);
+    assert_eq!(replica.kept(large), [""; 0]);
+    assert_eq!(replica.turn(large, now), ["0"]);
+    // Its worker has less from now on.
+    replica.look(now);
+    let mut worker = replica.workers.workers().next().expect("one").clone();
+    worker.capacity.memory_bytes = Some(60);
+    replica.workers.put(worker);
+    assert_eq!(replica.turn(large, now), [""; 0]);
+    assert!(replica.kept_free.is_due(now + AGAIN), "it may have more again");
+    assert_eq!(replica.kept_free.here[&large].workers, BTreeSet::new());
+    // Or nobody could ever take it.
+    replica.kept_free.let_go(large);
+    assert!(replica.kept_free.here.is_empty());
+}
+
+#[test]
+fn with_one_look_workers_are_looked_for_for_some() {
+    let mut replica = Replica::new(1, 300);
+    let waiting: Vec<_> = (0..CHOICES as u128 + 5).map(Uuid::from_u128).collect();
+    let kept = |replica: &Replica| waiting.iter().filter(|id| !replica.kept(**id).is_empty()).count();
+    waiting.iter().for_each(|id| _ = replica.turn(*id, FULL));
+    assert_eq!(kept(&replica), CHOICES);
+    assert!(replica.kept_free.is_due(FULL), "there are more");
+    replica.look(FULL);
+    waiting.iter().for_each(|id| _ = replica.turn(*id, FULL));
+    assert_eq!(kept(&replica), waiting.len(), "which have each its own");
+    assert_eq!(replica.workers.kept_free().count(), waiting.len());
+    assert!(!replica.kept_free.is_due(FULL));
+    let more: Vec<_> = (100..110).map(Uuid::from_u128).collect();
+    replica.look(FULL);
+    waiting.iter().chain(&more).for_each(|id| _ = replica.turn(*id, FULL));
+    let kept_for_more: Vec<_> = more.iter().filter(|id| !replica.kept(**id).is_empty()).collect();
+    assert_eq!(kept_for_more.len(), 5, "thirty of three hundred, whoever has them");
+}
+
+#[test]
+fn who_comes_before_another_in_its_line_has_what_is_kept_free_for_it() {
+    let mut replica = Replica::new(1, 2);
+    let (first, before) = (Uuid::from_u128(7), Uuid::from_u128(8));
+    let kept = replica.turn(first, FULL);
+    replica.wait(before);
+    replica.kept_free.inherit(before, &replica.queue);
+    // From when it was kept free for the other.
+    let later = FULL + PATIENCE;
+    replica.look(later - Duration::from_secs(1));
+    assert_eq!(replica.turn(before, later - Duration::from_secs(1)), kept);
+    replica.look(later);
+    let other = replica.turn(before, later);
+    assert!(other.len() == 1 && other != kept, "{other:?} after {kept:?}");
+    assert_eq!(replica.kept(first), [""; 0]);
+}
+
+#[test]
+fn who_is_behind_gives_way() {
+    let mut replica = Replica::new(1, 2);
+    let (behind, before) = (Uuid::from_u128(7), Uuid::from_u128(8));
+    assert_eq!(replica.turn(behind, FULL).len(), 1);
+    replica.look(FULL);
+    assert_eq!(replica.turn(before, FULL).len(), 1, "it has its turn first");
+    assert_eq!(replica.turn(behind, FULL), [""; 0]);
+    replica.look(FULL);
+    assert_eq!(replica.turn(before, FULL).len(), 1);
+    assert_eq!(replica.turn(behind, FULL), [""; 0]);
+}
+
+/// Reads the table, and writes what is news.
+async fn tend(replica: &mut Replica, db: &db::Database, now: Timestamp) {
+    let rows = kept_free::Entity::find().all(db.read()).await.expect("rows");
+    let KeptFree { here, told, .. } = &mut replica.kept_free;
+    told.hear(&rows, here, now);
+    told.news(&rows, here, now).write(db, now).await.expect("written");
+    replica.kept_free.apply(&replica.queue, &mut replica.workers);
+}
+
+async fn replicas_agree(database: TestDatabase) {
+    let db = db::Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+    let [mut one, mut two] = [1, 2].map(|id| Replica::new(id, 40));
+    // Both know the same workers.
+    two.workers = index(one.workers.workers().cloned());
+    let (first, second, now) = (Uuid::from_u128(7), Uuid::from_u128(8), FULL);
+
+    // Both choose for the same, before they know of each other.
+    let chosen = one.turn(first, now);
+    two.set_tasks(&chosen[0], 5);
+    let other = two.turn(first, now);
+    assert_ne!(chosen, other);
+    for replica in [&one, &two] {
+        let KeptFree { here, told, .. } = &replica.kept_free;
+        told.news(&[], here, now).write(&db, now).await.expect("written");
+    }
+    tend(&mut two, &db, now).await;
+    tend(&mut one, &db, now).await;
+    assert_eq!((one.kept(first), two.kept(first)), (chosen.clone(), chosen.clone()), "the lower id goes on");
+    for _ in 0..2 {
+        tend(&mut one, &db, now).await;
+        tend(&mut two, &db, now).await;
+    }
+    let rows = kept_free::Entity::find().all(db.read()).await.expect("rows");
+    assert_eq!(rows.len(), 1, "{rows:?}");
+    assert_eq!(two.turn(first, now), chosen, "it does not choose again");
+
+    // Both choose the same worker, for two: the first that says so has it.
+    two.look(now);
+    one.look(now);
+    assert_eq!(one.turn(first, now), chosen);
+    assert_eq!(two.turn(first, now), chosen);
+    let (mine, theirs) = (one.turn(second, now), two.turn(Uuid::from_u128(9), now));
+    assert_eq!(mine, theirs);
+    tend(&mut two, &db, now).await;
+    tend(&mut one, &db, now).await;
+    assert_eq!((one.kept(Uuid::from_u128(9)), one.kept(second)), (theirs, vec![]));
+    assert_ne!(one.turn(second, now), mine, "it has another");
+    // Nor does it choose for one for which another has said so, whatever its id.
+    assert_eq!(one.turn(Uuid::from_u128(9), now), mine);
+
+    // What nobody prolongs is over; what one prolongs is not.
+    let later = now + Duration::from_secs(20);
+    tend(&mut one, &db, later).await;
+    let later = now + Duration::from_secs(35);
+    tend(&mut one, &db, later).await;
+    assert_eq!(one.kept(Uuid::from_u128(9)), [""; 0]);
+    assert_eq!((one.kept(first).len(), one.kept(second).len()), (1, 1));
+    let rows = kept_free::Entity::find().all(db.read()).await.expect("rows");
+    assert_eq!(rows.len(), 2, "{rows:?}");
+
+    // Where others were tried in vain nobody chooses for a time.
+    let third = Uuid::from_u128(10);
+    let mut effort = Effort::new();
+    (effort.moves, effort.rests_until) = (1, later + PATIENCE);
+    one.kept_free.here.insert(third, effort);
+    one.look(later);
+    assert_eq!(one.turn(third, later), [""; 0]);
+    tend(&mut one, &db, later).await;
+    tend(&mut two, &db, later).await;
+    two.look(later);
+    assert_eq!(two.turn(third, later), [""; 0]);
+    assert!(!two.kept_free.here.contains_key(&third));
+    let told = kept_free::all(db.read(), later).await.expect("rows");
+    assert!(told.values().all(|whom| *whom != third), "no worker is kept free: {told:?}");
+    one.kept_free.let_go(third);
+
+    // And what one lets go is so for all.
+    one.kept_free.let_go(first);
+    one.kept_free.let_go(second);
+    tend(&mut one, &db, later).await;
+    tend(&mut two, &db, later).await;
+    assert_eq!(two.kept(first), [""; 0]);
+    assert_eq!(two.kept(second), [""; 0]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replicas_agree_sqlite() {
+    replicas_agree(testing::databases::sqlite()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replicas_agree_postgres() {
+    replicas_agree(testing::databases::postgres().await).await;
+}
