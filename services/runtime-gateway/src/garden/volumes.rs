@@ -296,12 +296,11 @@ impl Worker {
         for volume in [sidecar(handle)?, name(handle.to_string())?] {
             match self.volumes.destroy(&volume).await {
                 Ok(()) | Err(Error::NotFound) => {}
-                // It may be done, or under way.
-                Err(Error::Lost(_)) => match self.volumes.destroy(&volume).await {
+                // It may be done, or under way; and where not all of it could be removed, it is out of sight.
+                Err(_) => match self.volumes.destroy(&volume).await {
                     Ok(()) | Err(Error::NotFound) => {}
                     Err(error) => return Err(refusals::volume("destroy a volume", handle, error)),
                 },
-                Err(error) => return Err(refusals::volume("destroy a volume", handle, error)),
             }
         }
         Ok(())

@@ -125,6 +125,8 @@ async fn volumes_are_destroyed_together_and_none_with_its_parent() {
     for fault in [
         Faults { no_destroy_many: true, ..Faults::default() },
         Faults { lose_answers: Some(("DELETE /volumes/destroy".to_owned(), 1)), ..Faults::default() },
+        Faults { half_destroyed: 2, ..Faults::default() },
+        Faults { no_destroy_many: true, half_destroyed: 2, ..Faults::default() },
     ] {
         let (parent, child, other) = family().await;
         volumes.set_faults(fault.clone());

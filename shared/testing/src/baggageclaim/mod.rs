@@ -51,6 +51,8 @@ pub struct Faults {
     pub slow_creations: usize,
     /// These volumes cannot be destroyed.
     pub stuck: Vec<String>,
+    /// So many destructions fail when the volume is out of sight already.
+    pub half_destroyed: usize,
     /// Volumes are destroyed one by one only.
     pub no_destroy_many: bool,
     /// Archives that come in are refused once they have begun, this many of them, and a part of them stays.
@@ -187,6 +189,11 @@ impl Faults {
 impl State {
     fn live(&self) -> PathBuf {
         self.root.path().join("live")
+    }
+
+    /// Where volumes are while they are being removed.
+    fn dead(&self) -> PathBuf {
+        self.root.path().join("dead")
     }
 
     fn path(&self, handle: &str) -> PathBuf {

@@ -147,25 +147,23 @@ async fn route(state: &Arc<State>, request: Request<Incoming>) -> Result<Answer,
             match serde_json::from_slice::<Vec<String>>(&body) {
                 Ok(handles) => {
                     // Those that can be are, whatever becomes of the others.
-                    let (stuck, free): (Vec<_>, Vec<_>) =
-                        handles.iter().partition(|handle| faults.stuck.contains(handle));
-                    free.into_iter().for_each(|handle| _ = state.destroy(handle));
-                    if stuck.is_empty() { nothing(204) } else { error(500, text) }
+                    let destroyed: Vec<_> = handles.iter().map(|handle| state.destroy(handle)).collect();
+                    if destroyed.contains(&Err(500)) { error(500, text) } else { nothing(204) }
                 }
                 Err(_) => error(400, text),
             }
         }
-        ("POST", ["volumes", "cleanup-orphans"]) if !faults.no_cleanup => nothing(204),
+        ("POST", ["volumes", "cleanup-orphans"]) if !faults.no_cleanup => {
+            state.clean_up();
+            nothing(204)
+        }
         ("GET", ["volumes", handle]) => match lock(&state.volumes).live.get(*handle) {
             Some(volume) => object(200, &state.describe(handle, volume)),
             None => error(404, "failed to get volume"),
         },
-        ("DELETE", ["volumes", handle]) if faults.stuck.iter().any(|stuck| stuck == handle) => {
-            error(500, "failed to destroy volume")
-        }
         ("DELETE", ["volumes", handle]) => match state.destroy(handle) {
-            true => nothing(204),
-            false => error(404, "failed to destroy volume"),
+            Ok(()) => nothing(204),
+            Err(status) => error(status, "failed to destroy volume"),
         },
         ("PUT", ["volumes", handle, "properties", name]) => {
             let text = "failed to set property on volume";

@@ -121,17 +121,34 @@ impl State {
         goes_on
     }
 
-    /// Whether there was such a volume.
-    pub(super) fn destroy(&self, handle: &str) -> bool {
+    /// Destroys a volume, or answers a status. It is out of sight before anything of it goes, and stays so when not all of it can go.
+    pub(super) fn destroy(&self, handle: &str) -> Result<(), u16> {
         let mut volumes = lock(&self.volumes);
-        if volumes.live.remove(handle).is_none() {
-            return false;
+        if !volumes.live.contains_key(handle) {
+            return Err(404);
         }
-        std::fs::remove_dir_all(self.live().join(handle)).expect("a volume that can be removed");
+        let mut faults = lock(&self.faults);
+        if faults.stuck.iter().any(|stuck| stuck == handle) {
+            return Err(500);
+        }
+        let dead = self.dead().join(handle);
+        std::fs::rename(self.live().join(handle), &dead).map_err(|_| 500_u16)?;
+        volumes.live.remove(handle);
         if self.driver == Driver::Overlay {
             let children = volumes.live.iter().filter(|(_, volume)| volume.parent.as_deref() == Some(handle));
             children.for_each(|(child, _)| empty(&self.path(child)));
         }
-        true
+        if faults.half_destroyed > 0 {
+            faults.half_destroyed -= 1;
+            return Err(500);
+        }
+        // An archive that is still being unpacked puts things there meanwhile.
+        std::fs::remove_dir_all(dead).map_err(|_| 500)
+    }
+
+    /// Removes what destroyed volumes have left.
+    pub(super) fn clean_up(&self) {
+        let _turn = lock(&self.volumes);
+        empty(&self.dead());
     }
 }
