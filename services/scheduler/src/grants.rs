@@ -30,9 +30,9 @@ use crate::entity::lease::{self, EndedBy, Kind, State};
 use crate::entity::{to_json, worker, workload};
 use crate::events::{Event, Whereabouts};
 use crate::leases;
-use crate::memory::Facts;
+use crate::memory;
 use crate::outbox::Parcel;
-use crate::placement::{self, Demand};
+use crate::placement::{self, DecidedBy, Demand};
 
 /// What shall be done in one transaction.
 #[derive(Debug, Default)]
@@ -69,6 +69,7 @@ pub(crate) struct Grant {
     pub(crate) worker: WorkerId,
     pub(crate) incarnation: Incarnation,
     pub(crate) holder: Holder,
+    pub(crate) decided_by: DecidedBy,
 }
 
 /// Who holds a lease.
@@ -123,7 +124,7 @@ pub(crate) struct Known {
 pub(crate) async fn carry_out(
     txn: &DatabaseTransaction,
     plan: &Plan,
-    facts: &Facts,
+    facts: &memory::SharedFacts,
     now: Timestamp,
 ) -> Result<Done, DbErr> {
     let mut done = Done::default();
@@ -153,10 +154,7 @@ pub(crate) async fn carry_out(
     }
     let concerned = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
     let locked = lock_known(txn, concerned, facts).await?;
-    let mut present: HashMap<_, _> = HashMap::with_capacity(locked.len());
-    for row in &locked {
-        present.insert(row.id, changes.applied_to(facts.as_placed(row)?));
-    }
+    let mut present = as_placed(&locked, &changes, facts)?;
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
         let mut taken = Vec::with_capacity(together.len());
@@ -191,6 +189,16 @@ pub(crate) async fn carry_out(
     assign(txn, plan, &waiting, &held, &mut done, now).await?;
     insert_leases(txn, &held, &done.workers, now).await?;
     Ok(done)
+}
+
+/// Workers as placement sees them, by their ids, after what was given back.
+fn as_placed(
+    locked: &[worker::Model],
+    changes: &Changes,
+    facts: &memory::SharedFacts,
+) -> Result<HashMap<Uuid, placement::Worker>, DbErr> {
+    let facts = facts.lock();
+    locked.iter().map(|row| Ok((row.id, changes.applied_to(facts.as_placed(row)?)))).collect()
 }
 
 impl Plan {

@@ -72,6 +72,12 @@ impl Hints {
         &self.0.dispatch
     }
 
+    /// Whether there is something that the dispatcher shall look at.
+    pub(crate) fn has_changed(&self) -> bool {
+        let changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
+        !changed.workers.is_empty() || !changed.queued.is_empty()
+    }
+
     /// Takes what the dispatcher shall look at.
     pub(crate) fn take_changed(&self) -> Changed {
         std::mem::take(&mut *self.0.changed.lock().unwrap_or_else(PoisonError::into_inner))

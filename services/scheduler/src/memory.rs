@@ -43,12 +43,27 @@ impl Workers {
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) workers: Workers,
-    facts: Facts,
+    facts: SharedFacts,
     /// The oldest transaction that was under way at the last look: what is older was seen.
     seen: Option<String>,
     whole_at: Option<Timestamp>,
     /// Workers that are gone, until they are forgotten as well.
     gone: HashMap<WorkerId, Timestamp>,
+}
+
+/// [`Facts`] for whoever grants while the next is decided. Cheap to clone; clones share them.
+#[derive(Debug, Clone)]
+pub(crate) struct SharedFacts(Arc<Mutex<Facts>>);
+
+impl SharedFacts {
+    fn new(facts: Facts) -> Self {
+        Self(Arc::new(Mutex::new(facts)))
+    }
+
+    /// A look at them, during which nothing new becomes known.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Facts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What is known of workers.
@@ -182,7 +197,7 @@ impl Memory {
         let index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
         Self {
             workers: Workers { index: Arc::new(Mutex::new(index)), attended: Attended::default() },
-            facts: Facts::new(config),
+            facts: SharedFacts::new(Facts::new(config)),
             seen: None,
             whole_at: None,
             gone: HashMap::new(),
@@ -190,34 +205,24 @@ impl Memory {
     }
 
     /// What is known of the workers.
-    pub(crate) fn facts(&self) -> &Facts {
-        &self.facts
+    pub(crate) fn facts(&self) -> SharedFacts {
+        self.facts.clone()
     }
 
     /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
     pub(crate) fn note(&mut self, rows: Vec<worker::Model>) -> Result<bool, DbErr> {
-        self.note_after(rows, &HashMap::new())
-    }
-
-    /// The same, after something was planned for some of them. `before`: what was on these until then.
-    pub(crate) fn note_after(
-        &mut self,
-        rows: Vec<worker::Model>,
-        before: &HashMap<WorkerId, Load>,
-    ) -> Result<bool, DbErr> {
         self.workers.attended.note(&rows, Instant::now());
+        let mut facts = self.facts.lock();
         let mut better = false;
         for row in rows {
-            self.facts.learn(&row)?;
-            let worker = self.facts.as_placed(&row)?;
-            self.facts.rows.insert(row.id, row);
+            facts.learn(&row)?;
+            let worker = facts.as_placed(&row)?;
+            facts.rows.insert(row.id, row);
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
-            let known = index.get(worker.id);
-            let before =
-                before.get(&worker.id).copied().or(known.map(|known| known.load)).unwrap_or_default();
-            better |= known.is_none_or(|known| is_better(known, before, &worker));
-            index.observe(worker, before.tasks, self.facts.now);
+            let before = index.seen(worker.id);
+            better |= index.get(worker.id).is_none_or(|known| is_better(known, before, &worker));
+            index.observe(worker, facts.now);
         }
         Ok(better)
     }
@@ -226,16 +231,17 @@ impl Memory {
     pub(crate) fn forget(&mut self, ids: impl IntoIterator<Item = WorkerId>) {
         let ids: Vec<_> = ids.into_iter().collect();
         self.workers.attended.forget(ids.iter().copied());
-        let mut index = self.workers.lock();
+        let (mut facts, mut index) = (self.facts.lock(), self.workers.lock());
         for id in ids {
             let Some(known) = index.get(id).cloned() else { continue };
-            self.facts.contacts.remove(&id.uuid());
-            self.facts.rows.remove(&id.uuid());
-            if self.facts.remember.is_zero() {
+            facts.contacts.remove(&id.uuid());
+            facts.rows.remove(&id.uuid());
+            if facts.remember.is_zero() {
                 index.remove(id);
             } else {
-                self.gone.entry(id).or_insert(self.facts.now);
-                index.put(Worker { state: State::Lost, just_lost: true, ..known });
+                self.gone.entry(id).or_insert(facts.now);
+                let load = index.seen(id);
+                index.put(Worker { state: State::Lost, just_lost: true, load, ..known });
             }
         }
     }
@@ -253,7 +259,7 @@ impl Memory {
         let contacts = contact::Entity::find().from_raw_sql(contacts).all(db).await?;
         let found = workers::find_all(db, ids.iter().copied()).await?;
 
-        self.facts.now = Timestamp::now();
+        self.facts.lock().now = Timestamp::now();
         let there: HashSet<_> = found.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         let gone: Vec<_> = ids.difference(&there).copied().collect();
         let some_went = !gone.is_empty();
@@ -264,7 +270,7 @@ impl Memory {
     }
 
     fn heard_of(&mut self, contacts: Vec<contact::Model>) {
-        self.facts.contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
+        self.facts.lock().contacts.extend(contacts.into_iter().map(|contact| (contact.worker_id, contact)));
     }
 
     /// Sees what others changed since the last look. Answers whether any worker may take more than before.
@@ -297,7 +303,7 @@ impl Memory {
         let contacts = contact::Entity::find().from_raw_sql(since("worker_contacts")).all(read).await?;
         let mut changed: HashSet<_> = contacts.iter().map(|contact| contact.worker_id).collect();
         let rows = worker::Entity::find().from_raw_sql(since("workers")).all(read).await?;
-        self.facts.now = now;
+        self.facts.lock().now = now;
         changed.retain(|id| self.says_something_new(&contacts, *id));
         rows.iter().for_each(|row| _ = changed.remove(&row.id));
         self.heard_of(contacts);
@@ -312,7 +318,7 @@ impl Memory {
     fn says_something_new(&self, contacts: &[contact::Model], id: Uuid) -> bool {
         let Some(new) = contacts.iter().find(|contact| contact.worker_id == id) else { return false };
         let awaited = |contact: &contact::Model| contact.last_contact_at < contact.patient_since;
-        self.facts.contacts.get(&id).is_none_or(|known| {
+        self.facts.lock().contacts.get(&id).is_none_or(|known| {
             awaited(known) != awaited(new)
                 || known.kept_containers != new.kept_containers
                 || known.volumes != new.volumes
@@ -322,20 +328,17 @@ impl Memory {
     async fn read_whole(&mut self, db: &Database, now: Timestamp) -> Result<bool, DbErr> {
         let contacts = contact::Entity::find().all(db.read()).await?;
         let rows = worker::Entity::find().all(db.read()).await?;
-        self.facts.now = now;
+        self.facts.lock().now = now;
         let in_use: HashSet<_> = rows.iter().map(|row| &row.labels).collect();
-        self.facts.labels.retain(|text, _| in_use.contains(text));
+        self.facts.lock().labels.retain(|text, _| in_use.contains(text));
         self.heard_of(contacts);
         let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         let better = self.note(rows)?;
         let known: Vec<_> = self.workers.lock().workers().map(|worker| worker.id).collect();
         self.forget(known.into_iter().filter(|id| !there.contains(id)));
-        let over: BTreeSet<_> = self
-            .gone
-            .iter()
-            .filter(|(_, since)| now.since(**since) >= self.facts.remember)
-            .map(|(id, _)| *id)
-            .collect();
+        let remember = self.facts.lock().remember;
+        let over: BTreeSet<_> =
+            self.gone.iter().filter(|(_, since)| now.since(**since) >= remember).map(|(id, _)| *id).collect();
         let better = better || !over.is_empty();
         self.whole_at = Some(now);
         for id in over {
@@ -364,6 +367,7 @@ mod tests {
 
     use super::*;
     use crate::effects::Effects;
+    use crate::entity::lease::Kind;
     use crate::workers::for_tests::hello;
 
     #[tokio::test]
@@ -386,22 +390,17 @@ mod tests {
         };
         let since = idle_since(&memory, &rows[0]).expect("nothing is on it");
 
-        let mut before = HashMap::new();
-        for row in &rows {
-            let (id, taken) = (WorkerId::from_uuid(row.id), Load { tasks: 1, ..Load::default() });
-            before.insert(id, Load::default());
-            memory.workers.lock().load(id, taken);
-        }
+        let slot = (Kind::Task, Resources::default());
+        let ids: Vec<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
+        ids.iter().for_each(|id| memory.workers.lock().plan(*id, slot.0, &slot.1));
         rows[1].active_tasks = 1;
-        memory.facts.now = since + Duration::from_secs(60);
-        assert!(
-            !memory.note_after(rows.clone(), &before).expect("noted"),
-            "nobody may take more than before"
-        );
+        memory.facts.lock().now = since + Duration::from_secs(60);
+        ids.iter().for_each(|id| memory.workers.lock().unplan(*id, slot.0, &slot.1));
+        assert!(!memory.note(rows.clone()).expect("noted"), "nobody may take more than before");
         assert_eq!(idle_since(&memory, &rows[0]), Some(since), "its grant was refused");
         assert_eq!(idle_since(&memory, &rows[1]), None, "its grant held");
         rows[1].active_tasks = 0;
-        memory.facts.now = since + Duration::from_secs(90);
+        memory.facts.lock().now = since + Duration::from_secs(90);
         assert!(memory.note(rows.clone()).expect("noted"), "a slot came free");
         assert_eq!(idle_since(&memory, &rows[1]), Some(since + Duration::from_secs(90)));
     }

@@ -4,6 +4,7 @@
 //! at rest and is checked. The seed is printed; `GANTRY_SEED` repeats a run as far as the database's own races allow.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use rand::{RngExt, SeedableRng};
 use sea_orm::{ColumnTrait, EntityTrait, PaginatorTrait, QueryFilter};
 
 use crate::config::Config;
-use crate::dispatch::{Ask, Dispatcher, PlaceError, Placed, Request, SubmitError};
+use crate::dispatch::{Ask, Caller, Dispatch, Dispatcher, PlaceError, Placed, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::entity::{gone_worker, kept_free, lease, worker, workload};
@@ -33,13 +34,15 @@ use crate::workers::{self, Heard, Hello, Kept, SessionError};
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
 mod checks;
+mod mixes;
+
+use self::mixes::{DRIVEN, OPERATIONS, Operation};
 
 const WORKERS: usize = 4;
 /// The last of them is gone for good once it is lost.
 const EPHEMERAL: usize = 3;
 const REPLICAS: usize = 2;
 const ROUNDS: usize = 60;
-const AT_ONCE: usize = 6;
 
 /// What the operations have seen. Only what can be said whatever the others do at the same time.
 #[derive(Default)]
@@ -66,6 +69,8 @@ struct Seen {
     gone: HashSet<uuid::Uuid>,
     /// How often a worker was seen that was kept free.
     kept_free: u64,
+    /// How often something might be decided while another was written.
+    ahead: usize,
     /// The last revision of workers.
     revision: i64,
     /// What the rows of workers said, but for their counts.
@@ -85,56 +90,10 @@ impl Seen {
 struct World {
     db: Database,
     config: Arc<Config>,
+    dispatches: Arc<[Dispatch]>,
     dispatchers: Arc<[tokio::sync::Mutex<Dispatcher>]>,
     seen: Arc<Mutex<Seen>>,
 }
-
-#[derive(Debug, Clone, Copy)]
-enum Operation {
-    Submit,
-    Dispatch,
-    Start,
-    Finish,
-    Cancel,
-    Observe,
-    Forget,
-    Restart,
-    Misfit,
-    Silence,
-    Contact,
-    TimeOut,
-    Land,
-    Run,
-    Retire,
-    Prune,
-    SeeOff,
-    PlaceDriven,
-    RenewDriven,
-    ReleaseDriven,
-}
-
-const OPERATIONS: [(Operation, u32); 20] = [
-    (Operation::Submit, 8),
-    (Operation::Dispatch, 8),
-    (Operation::Start, 8),
-    (Operation::Finish, 8),
-    (Operation::Cancel, 3),
-    (Operation::Observe, 5),
-    (Operation::Forget, 2),
-    (Operation::Restart, 2),
-    (Operation::Misfit, 2),
-    (Operation::Silence, 1),
-    (Operation::Contact, 5),
-    (Operation::TimeOut, 3),
-    (Operation::Land, 2),
-    (Operation::Run, 4),
-    (Operation::Retire, 1),
-    (Operation::Prune, 1),
-    (Operation::SeeOff, 5),
-    (Operation::PlaceDriven, 2),
-    (Operation::RenewDriven, 2),
-    (Operation::ReleaseDriven, 2),
-];
 
 /// Every third may be interrupted, every other must start in time, and some may begin again when they are lost or late.
 fn spec(id: WorkloadId) -> WorkloadSpec {
@@ -627,14 +586,27 @@ impl World {
         now: Timestamp,
         request: impl FnOnce(tokio::sync::oneshot::Sender<T>) -> Request,
     ) -> T {
-        let (answer, answered) = tokio::sync::oneshot::channel();
-        let mut dispatcher = self.dispatcher(dice).await;
-        let mut effects = Effects::default();
-        if dice.random_bool(0.5) {
-            dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
-        }
-        dispatcher.round(vec![request(answer)], now, &mut effects).await;
-        answered.await.expect("an answer")
+        let replica = dice.random_range(0..REPLICAS);
+        let answered = async { self.dispatches[replica].ask(request).await.expect("an answer") };
+        // Whoever has the dispatcher has it do what others ask for meanwhile as well.
+        let has_it_done = async {
+            let mut dispatcher = self.dispatchers[replica].lock().await;
+            if dice.random_bool(0.5) {
+                dispatcher.catch_up(true, &mut Effects::default()).await.expect("the database answers");
+            }
+            let is_before = AtomicUsize::new(dice.random_range(0..4));
+            let nothing_is_before = || {
+                let nothing = is_before.fetch_add(1, Ordering::Relaxed) % 4 != 3;
+                self.seen(|seen| seen.ahead += usize::from(nothing));
+                nothing
+            };
+            let caller = Caller { now: &|| now, nothing_is_before: &nothing_is_before, tell: &drop };
+            let mut asked = dispatcher.asked();
+            while !asked.is_empty() {
+                asked = dispatcher.rounds(asked, &caller).await;
+            }
+        };
+        tokio::join!(answered, has_it_done).0
     }
 
     async fn find(&self, claims: Option<LeaseClaims>) -> Option<lease::Model> {
@@ -691,9 +663,10 @@ async fn world(url: &str) -> World {
     let config = Config { queue_aging, ..Config::new(url, "http://127.0.0.1:9") };
     let db = Database::connect::<crate::Schema>(url).await.expect("a database");
     let config = Arc::new(config);
-    let dispatcher = |_| tokio::sync::Mutex::new(Dispatcher::new(db.clone(), config.clone()).1);
-    let dispatchers = (0..REPLICAS).map(dispatcher).collect();
-    World { db, config, dispatchers, seen: Arc::default() }
+    let replicas = (0..REPLICAS).map(|_| Dispatcher::new(db.clone(), config.clone()));
+    let (dispatches, dispatchers): (Vec<_>, Vec<_>) = replicas.unzip();
+    let dispatchers = dispatchers.into_iter().map(tokio::sync::Mutex::new).collect();
+    World { db, config, dispatches: dispatches.into(), dispatchers, seen: Arc::default() }
 }
 
 /// Replicas remember the same of a worker, and one after the other takes what is there.
@@ -707,8 +680,9 @@ async fn what_another_replica_granted_counts(url: &str) {
         let asks = (0..count).map(|_| ask(LeaseId::new(), Kind::Task, None)).collect();
         let (answer, answered) = tokio::sync::oneshot::channel();
         let mut dispatcher = world.dispatchers[replica].lock().await;
-        let mut effects = Effects::default();
-        dispatcher.round(vec![Request::Place(asks, answer)], Timestamp::now(), &mut effects).await;
+        let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+        let held = dispatcher.rounds(vec![Request::Place(asks, answer)], &caller).await;
+        assert!(held.is_empty(), "nothing else was asked for");
         let placed = answered.await.expect("an answer");
         let is_busy = |placed: &Placed| matches!(placed, Err(PlaceError::AllWorkersBusy(_)));
         assert!(placed.iter().all(|placed| placed.is_ok() || is_busy(placed)), "{placed:?}");
@@ -731,7 +705,7 @@ async fn what_another_replica_granted_counts_postgres() {
     what_another_replica_granted_counts(&testing::databases::postgres().await.url).await;
 }
 
-async fn run(url: &str) {
+async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize) -> Seen {
     let seed = testing::seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = StdRng::seed_from_u64(seed);
@@ -742,9 +716,8 @@ async fn run(url: &str) {
     }
     for _ in 0..ROUNDS {
         let mut operations = tokio::task::JoinSet::new();
-        for _ in 0..AT_ONCE {
-            let (operation, _) =
-                OPERATIONS.choose_weighted(&mut dice, |(_, weight)| *weight).expect("some weights");
+        for _ in 0..at_once {
+            let (operation, _) = mix.choose_weighted(&mut dice, |(_, weight)| *weight).expect("some weights");
             let (world, operation, dice) = (world.clone(), *operation, StdRng::seed_from_u64(dice.random()));
             operations.spawn(async move { world.carry_out(operation, dice).await });
         }
@@ -757,17 +730,35 @@ async fn run(url: &str) {
         world.seen(|seen| seen.kept_free += kept_free);
     }
     world.quiesce().await;
-    assert!(world.seen(|seen| seen.kept_free) > 0, "some wait long for all that a worker has");
+    world.seen(std::mem::take)
+}
+
+async fn run_all(url: &str) {
+    let seen = run(url, &OPERATIONS, 6).await;
+    assert!(seen.kept_free > 0, "some wait long for all that a worker has");
+}
+
+async fn run_driven(url: &str) {
+    let seen = run(url, &DRIVEN, 16).await;
+    assert!(seen.ahead > 0, "many ask at once");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn limits_hold_and_nothing_is_granted_twice_sqlite() {
-    let database = testing::databases::sqlite();
-    run(&database.url).await;
+    run_all(&testing::databases::sqlite().url).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn limits_hold_and_nothing_is_granted_twice_postgres() {
-    let database = testing::databases::postgres().await;
-    run(&database.url).await;
+    run_all(&testing::databases::postgres().await.url).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn limits_hold_for_many_callers_at_once_sqlite() {
+    run_driven(&testing::databases::sqlite().url).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn limits_hold_for_many_callers_at_once_postgres() {
+    run_driven(&testing::databases::postgres().await.url).await;
 }

@@ -1,9 +1,9 @@
 //! Dispatch: whatever asks for a worker, from submission or call to grant.
 //!
-//! One task of each replica does it ([`dispatch_forever`]), in rounds: it takes all that was asked for meanwhile, decides on what it remembers of
-//! the workers ([`crate::memory`]), and has it granted in one transaction ([`crate::grants`]). So the more is asked for at once, the
-//! less each costs; and what is read of the workers is noted in its order. What did not hold there is decided anew. Before and after it
-//! those that wait in the queue have their turns ([`crate::queue`]), when there is something new for them.
+//! One task of each replica does it ([`dispatch_forever`]), in rounds ([`rounds`]): it decides all that is asked for while the round before
+//! is written, on what it remembers of the workers ([`crate::memory`]), and has it granted in one transaction ([`crate::grants`]). So the more
+//! is asked for at once, the less each costs. What did not hold there is decided anew. Before and after that those that wait in the
+//! queue have their turns ([`crate::queue`]), when there is something new for them.
 //!
 //! Calls for leases may wait, too ([`asking`]): they have their turns in the same queue, at this replica.
 //!
@@ -15,6 +15,7 @@
 mod asking;
 mod keep_free;
 mod round;
+mod rounds;
 mod turns;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -31,12 +32,13 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use crate::config::Config;
 use crate::dispatch::asking::Asking;
 use crate::dispatch::keep_free::KeptFree;
+pub(crate) use crate::dispatch::rounds::Caller;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::gauges;
 use crate::grants::{self, Done, Grant, Holder, Plan};
-use crate::memory::{Memory, Workers};
-use crate::placement::{Choice, DecidedBy, Demand, Load, Location, Placement, Refusals, Resources, Shape};
+use crate::memory::{Memory, SharedFacts, Workers};
+use crate::placement::{Choice, DecidedBy, Demand, Location, Refusals, Shape};
 use crate::queue::Queue;
 use crate::service::Scheduler;
 use crate::store::Inputs;
@@ -237,48 +239,47 @@ impl Dispatcher {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a plan granted, which rests on what was taken before, and notes what is known of the workers then.
-    async fn carry_out(&mut self, plan: &Plan, taken: Taken, now: Timestamp) -> Result<Done, DbErr> {
-        let facts = self.memory.facts();
-        let done = self.db.write(async |txn| grants::carry_out(&txn, plan, facts, now).await).await;
-        let mut done = match done {
-            Ok(done) => done,
-            Err(error) => {
-                taken.give_back(&self.memory.workers);
-                return Err(error);
-            }
-        };
-        taken.granted(plan, &done).for_each(gauges::placed);
+    /// What is asked for now.
+    #[cfg(test)]
+    pub(crate) fn asked(&mut self) -> Vec<Request> {
+        std::iter::from_fn(|| self.requests.try_recv().ok()).collect()
+    }
+
+    /// Has a plan granted, and notes what is known of the workers then.
+    async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
+        let done = granted(&self.db, plan, &self.memory.facts(), now).await;
+        let done = self.note(plan, done)?;
+        self.see(&done.kept_to.values().copied().collect()).await?;
+        Ok(done)
+    }
+
+    /// Notes what became of a plan, and what is known of the workers then. It is planned no more: what was granted, their rows say.
+    fn note(&mut self, plan: &Plan, done: Result<Done, DbErr>) -> Result<Done, DbErr> {
+        self.give_back(&plan.grants);
+        let mut done = done?;
+        placed(plan, &done).for_each(gauges::placed);
         let there: HashSet<_> = done.workers.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         // Of those whose rows were looked for: what was moot was not.
         let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
         let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
-        let before = taken.before();
-        // What is on those that are there their rows say.
-        taken.except(&there).give_back(&self.memory.workers);
         self.look |= done.freed;
         self.memory.forget(gone);
-        self.look |= self.memory.note_after(std::mem::take(&mut done.workers), &before)?;
-        // Where the containers of owners are may not be known here yet.
-        let kept_to: HashSet<_> = done.kept_to.values().copied().collect();
-        self.look |= self.memory.read(&self.db, &kept_to).await?;
+        self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
         Ok(done)
     }
 
-    /// Takes a worker for `lease`, as far as this replica remembers.
-    fn take(
-        &self,
-        lease: LeaseId,
-        placement: &Placement,
-        kind: Kind,
-        requests: &Resources,
-        taken: &mut Taken,
-    ) {
+    /// Looks at workers where the containers of owners are, which may not be known here yet.
+    async fn see(&mut self, workers: &HashSet<WorkerId>) -> Result<(), DbErr> {
+        self.look |= self.memory.read(&self.db, workers).await?;
+        Ok(())
+    }
+
+    /// These are planned no more.
+    fn give_back(&self, grants: &[Grant]) {
         let mut workers = self.memory.workers.lock();
-        let Some(load) = workers.get(placement.worker).map(|worker| worker.load) else { return };
-        taken.loads.push((placement.worker, load));
-        taken.decided_by.insert(lease, placement.decided_by);
-        workers.load(placement.worker, load.with(kind, requests));
+        for Grant { worker, kind, demand, .. } in grants {
+            workers.unplan(*worker, *kind, &demand.shape.requests);
+        }
     }
 
     /// Why nobody takes `demand` now, for those who wait for that.
@@ -324,64 +325,37 @@ impl Why {
     }
 }
 
-/// What this replica took of workers, in its memory.
-#[derive(Debug, Default)]
-struct Taken {
-    /// What they had on them before.
-    loads: Vec<(WorkerId, Load)>,
-    decided_by: HashMap<LeaseId, DecidedBy>,
+/// Has `plan` granted.
+async fn granted(db: &Database, plan: &Plan, facts: &SharedFacts, now: Timestamp) -> Result<Done, DbErr> {
+    db.write(async |txn| grants::carry_out(&txn, plan, facts, now).await).await
 }
 
-impl Taken {
-    fn give_back(self, workers: &Workers) {
-        let mut workers = workers.lock();
-        self.loads.into_iter().rev().for_each(|(worker, load)| workers.load(worker, load));
-    }
-
-    /// What was on each before anything was taken.
-    fn before(&self) -> HashMap<WorkerId, Load> {
-        // Of several the first counts.
-        self.loads.iter().rev().copied().collect()
-    }
-
-    /// Without what was taken of these.
-    fn except(mut self, workers: &HashSet<WorkerId>) -> Self {
-        self.loads.retain(|(worker, _)| !workers.contains(worker));
-        self
-    }
-
-    fn append(&mut self, other: Self) {
-        self.loads.extend(other.loads);
-        self.decided_by.extend(other.decided_by);
-    }
-
-    /// By what each of `plan` was decided that was granted.
-    fn granted(&self, plan: &Plan, done: &Done) -> impl Iterator<Item = DecidedBy> {
-        let is_granted = |grant: &&Grant| {
-            let is_moot = match &grant.holder {
-                Holder::Driven { .. } => done.existing.contains_key(&grant.lease),
-                Holder::Workload { id, .. } => done.settled.contains_key(id),
-            };
-            !is_moot && !done.refused.contains(&grant.lease)
+/// By what each of `plan` was decided that was granted.
+fn placed(plan: &Plan, done: &Done) -> impl Iterator<Item = DecidedBy> {
+    let is_granted = |grant: &&Grant| {
+        let is_moot = match &grant.holder {
+            Holder::Driven { .. } => done.existing.contains_key(&grant.lease),
+            Holder::Workload { id, .. } => done.settled.contains_key(id),
         };
-        let granted = plan.grants.iter().filter(is_granted);
-        granted.filter_map(|grant| self.decided_by.get(&grant.lease).copied())
-    }
+        !is_moot && !done.refused.contains(&grant.lease)
+    };
+    plan.grants.iter().filter(is_granted).map(|grant| grant.decided_by)
 }
 
 /// Does what is asked for, until the service stops.
 pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Scheduler) {
     let mut poll = interval(dispatcher.config.poll);
     poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut requests, mut is_due) = (Vec::new(), false);
+    let (mut requests, mut is_due, mut next_look) = (Vec::new(), false, Instant::now());
     loop {
-        let patience = dispatcher.asking.next_end();
+        let (patience, none_held) = (dispatcher.asking.next_end(), requests.is_empty());
         tokio::select! {
             biased;
             () = scheduler.stopping.cancelled() => return,
-            _ = poll.tick() => is_due = true,
+            at = poll.tick() => (is_due, next_look) = (true, at + dispatcher.config.poll),
             // Before the hints, which are heard in every pass: however many there are, who asks is answered.
-            count = dispatcher.requests.recv_many(&mut requests, BATCH) => if count == 0 { return },
+            () = std::future::ready(()), if !none_held => {}
+            count = dispatcher.requests.recv_many(&mut requests, BATCH), if none_held => if count == 0 { return },
             () = scheduler.hints.dispatch().notified() => {}
             () = patience_ends(patience) => {}
         }
@@ -402,10 +376,14 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             tracing::warn!(error = %error, "cannot place what waits");
         }
         if !requests.is_empty() {
-            let began = Instant::now();
-            dispatcher.round(std::mem::take(&mut requests), Timestamp::now(), &mut effects).await;
-            gauges::decided_in(began.elapsed());
             scheduler.announce_granted(std::mem::take(&mut effects));
+            let nothing_is_before = || {
+                let is_due = Instant::now() >= next_look || scheduler.stopping.is_cancelled();
+                !is_due && !scheduler.hints.has_changed()
+            };
+            let tell = |effects| scheduler.announce_granted(effects);
+            let caller = Caller { now: &Timestamp::now, nothing_is_before: &nothing_is_before, tell: &tell };
+            requests = dispatcher.rounds(requests, &caller).await;
             if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
                 tracing::warn!(error = %error, "cannot place what waits");
             }
@@ -440,7 +418,7 @@ mod tests {
 
     use super::*;
     use crate::events::Whereabouts;
-    use crate::placement::Purpose;
+    use crate::placement::{Purpose, Resources};
 
     #[test]
     fn only_what_was_granted_counts_as_placed() {
@@ -453,43 +431,41 @@ mod tests {
             purpose: Purpose::Build,
         };
         let worker = WorkerId::new();
-        let grant = |lease: LeaseId, holder: Holder| Grant {
+        let grant = |lease: LeaseId, decided_by: DecidedBy, holder: Holder| Grant {
             group: None,
             lease,
+            decided_by,
             kind: Kind::Task,
             demand: Arc::new(shape.clone().asked_by(lease.uuid())),
             worker,
             incarnation: Incarnation(1),
             holder,
         };
-        let driven = |lease| {
+        let driven = |lease, by| {
             let (request, owner) = (String::new(), String::new());
-            grant(lease, Holder::Driven { expires_at: Timestamp(0), request, owner, settles: false })
+            grant(lease, by, Holder::Driven { expires_at: Timestamp(0), request, owner, settles: false })
         };
-        let of_workload = |lease, id| {
+        let of_workload = |lease, by, id| {
             let attempt = AttemptId::new();
             let (worker_name, gateway_endpoint) = (String::new(), String::new());
             let whereabouts = Whereabouts { worker, worker_name, gateway_endpoint, attempt };
-            grant(lease, Holder::Workload { id, attempt, whereabouts, reason: String::new() })
+            grant(lease, by, Holder::Workload { id, attempt, whereabouts, reason: String::new() })
         };
-        let leases = [(); 4].map(|()| LeaseId::new());
-        let [granted, refused, placed, moot] = leases;
+        let [granted, refused, assigned, moot] = [(); 4].map(|()| LeaseId::new());
         let workloads = [WorkloadId::new(), WorkloadId::new()];
         let plan = Plan {
             grants: vec![
-                driven(granted),
-                driven(refused),
-                of_workload(placed, workloads[0]),
-                of_workload(moot, workloads[1]),
+                driven(granted, DecidedBy::Only),
+                driven(refused, DecidedBy::Lot),
+                of_workload(assigned, DecidedBy::AskedFor, workloads[0]),
+                of_workload(moot, DecidedBy::Contact, workloads[1]),
             ],
             ..Plan::default()
         };
-        let decided_by = [DecidedBy::Only, DecidedBy::Lot, DecidedBy::AskedFor, DecidedBy::Contact];
-        let taken = Taken { loads: vec![], decided_by: leases.into_iter().zip(decided_by).collect() };
         let mut done = Done::default();
         done.refused.insert(refused);
         done.settled.insert(workloads[1], None);
-        let counted: Vec<_> = taken.granted(&plan, &done).collect();
+        let counted: Vec<_> = placed(&plan, &done).collect();
         assert_eq!(counted, [DecidedBy::Only, DecidedBy::AskedFor]);
     }
 }

@@ -1,6 +1,6 @@
-//! A round: everything that was asked for meanwhile is decided together, and granted in one transaction.
+//! What is decided in a round ([`super::rounds`]), and what whoever asked for it hears.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::asking::{Call, Leases, Member, Waits};
-use super::{Ask, DECISIONS, Dispatcher, Granted, PlaceError, Placed, Request, SubmitError, Taken};
+use super::{Ask, Dispatcher, Granted, PlaceError, Placed, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::entity::workload::{self, State};
@@ -21,7 +21,6 @@ use crate::grants::{Done, Grant, Holder, Known, Pinned, Plan};
 use crate::leases;
 use crate::placement::{Choice, Demand, Location, Part, Placement};
 use crate::queue::Waiting;
-use crate::service::is_duplicate;
 use crate::workloads::{self, Submission};
 
 /// In how many orders a group is tried.
@@ -32,14 +31,14 @@ type Answer<T> = oneshot::Sender<Result<T, SubmitError>>;
 
 /// What is decided together: one thing, or a group of leases.
 #[derive(Debug)]
-enum Unit {
+pub(super) enum Unit {
     Workload(Box<Submitted>),
     Leases(Leases),
 }
 
 /// A workload that is submitted, or was accepted and is pinned now.
 #[derive(Debug)]
-struct Submitted {
+pub(super) struct Submitted {
     submission: Arc<Submission>,
     is_pinned: bool,
     row: workload::Model,
@@ -61,11 +60,11 @@ pub(super) struct Refused {
     demand: Arc<Demand>,
 }
 
-/// What is asked for in a round.
+/// What is asked for in a round, and not decided.
 #[derive(Debug, Default)]
-struct Open {
-    units: VecDeque<Unit>,
-    releases: Vec<LeaseId>,
+pub(super) struct Open {
+    pub(super) units: VecDeque<Unit>,
+    pub(super) releases: Vec<LeaseId>,
     released: Vec<oneshot::Sender<Result<(), DbErr>>>,
 }
 
@@ -80,93 +79,8 @@ struct Stuck {
 }
 
 impl Dispatcher {
-    /// Does all that is asked for, and answers.
-    pub(crate) async fn round(&mut self, requests: Vec<Request>, now: Timestamp, effects: &mut Effects) {
-        let mut open = Open::of(requests, now);
-        let mut leases_may_exist = self.replace_waiting(&mut open.units);
-        let mut caught_up = false;
-        // What was done in this round, so that several with one id come after each other.
-        let mut concluded = HashSet::new();
-        for decision in 0..=DECISIONS {
-            if open.units.is_empty() && open.releases.is_empty() {
-                break;
-            }
-            let mut plan = Plan { releases: open.releases.clone(), leases_may_exist, ..Plan::default() };
-            let (mut taken, mut planned, mut doubted) = (Taken::default(), Vec::new(), VecDeque::new());
-            let (mut spans, mut ids, mut repeats) = (Vec::new(), HashSet::new(), VecDeque::new());
-            let mut refused = Vec::new();
-            while let Some(mut unit) = open.units.pop_front() {
-                if unit.ids().any(|id| ids.contains(&id) && !concluded.contains(&id)) {
-                    repeats.push_back(unit);
-                    continue;
-                }
-                if unit.has_gone() {
-                    continue;
-                }
-                ids.extend(unit.ids());
-                let is_last = decision == DECISIONS;
-                match self.decide(&mut unit, &mut plan, &mut taken, is_last, now) {
-                    Ok(()) => {
-                        spans.extend(unit.span());
-                        planned.push(unit);
-                    }
-                    // What is remembered may be out of date.
-                    Err(_) if !caught_up => doubted.push_back(unit),
-                    Err(why) => refused.push((unit, why)),
-                }
-            }
-            self.refuse(refused).await;
-            if plan.is_empty() {
-                taken.give_back(&self.memory.workers);
-            } else {
-                match self.carry_out(&plan, taken, now).await {
-                    Ok(done) => {
-                        open.releases.clear();
-                        for mut unit in planned {
-                            let is_refused = unit.leases().any(|lease| done.refused.contains(&lease));
-                            let exists = unit.leases().any(|lease| done.existing.contains_key(&lease));
-                            if is_refused && !exists {
-                                unit.keep_to(&done.kept_to);
-                                open.units.push_back(unit);
-                            } else {
-                                concluded.extend(unit.ids());
-                                self.conclude(unit, &done, effects);
-                            }
-                        }
-                        effects.parcels.extend(done.parcels);
-                    }
-                    // Another call with the same id was faster. It is known now.
-                    Err(error) if is_duplicate(&error) && decision < DECISIONS => {
-                        leases_may_exist = true;
-                        open.units.extend(planned);
-                    }
-                    Err(error) => {
-                        open.units.extend(planned);
-                        open.units.append(&mut doubted);
-                        open.units.append(&mut repeats);
-                        return open.fail(&error);
-                    }
-                }
-            }
-            leases_may_exist |= !repeats.is_empty();
-            open.units.append(&mut repeats);
-            if !doubted.is_empty() {
-                caught_up = true;
-                match self.memory.catch_up(&self.db).await {
-                    Ok(better) => self.look |= better,
-                    Err(error) => {
-                        open.units.append(&mut doubted);
-                        return open.fail(&error);
-                    }
-                }
-                open.units.append(&mut doubted);
-            }
-        }
-        open.answer();
-    }
-
     /// What is asked for now takes the places of what waits by the same ids. Answers whether there is any.
-    fn replace_waiting(&mut self, units: &mut VecDeque<Unit>) -> bool {
+    pub(super) fn replace_waiting(&mut self, units: &mut VecDeque<Unit>) -> bool {
         let mut some = false;
         units.retain_mut(|unit| match unit {
             Unit::Leases(leases) => {
@@ -197,16 +111,15 @@ impl Dispatcher {
     }
 
     /// Plans what becomes of a unit, all of it or nothing. `is_last`: nothing is decided again after this.
-    fn decide(
+    pub(super) fn decide(
         &mut self,
         unit: &mut Unit,
         plan: &mut Plan,
-        taken: &mut Taken,
         is_last: bool,
         now: Timestamp,
     ) -> Result<(), Refused> {
         match unit {
-            Unit::Workload(submitted) => self.decide_workload(submitted, plan, taken, is_last, now),
+            Unit::Workload(submitted) => self.decide_workload(submitted, plan, is_last, now),
             Unit::Leases(leases) => {
                 // One that waits and asks for the same has found nobody, and was here before.
                 let is_behind = |member: &Member| {
@@ -216,7 +129,7 @@ impl Dispatcher {
                 if let Some(member) = leases.members.iter().find(|member| is_behind(member)) {
                     return Err(Refused { is_never: false, demand: member.ask.demand.clone() });
                 }
-                self.decide_leases(leases, plan, taken, now)
+                self.decide_leases(leases, plan, now)
             }
         }
     }
@@ -226,7 +139,6 @@ impl Dispatcher {
         &self,
         leases: &mut Leases,
         plan: &mut Plan,
-        taken: &mut Taken,
         now: Timestamp,
     ) -> Result<(), Refused> {
         let group = (leases.members.len() > 1).then_some(plan.grants.len());
@@ -234,9 +146,8 @@ impl Dispatcher {
         let (mut avoid, mut first) = (BTreeSet::new(), None);
         for _ in 0..ORDERS {
             match self.decide_in_order(leases, &order, &avoid, group, now) {
-                Ok((mut grants, mine)) => {
+                Ok(mut grants) => {
                     plan.grants.append(&mut grants);
-                    taken.append(mine);
                     return Ok(());
                 }
                 Err(Stuck { at, near, refused }) => {
@@ -260,15 +171,15 @@ impl Dispatcher {
         avoid: &BTreeSet<WorkerId>,
         group: Option<usize>,
         now: Timestamp,
-    ) -> Result<(Vec<Grant>, Taken), Stuck> {
-        let (mut grants, mut mine) = (Vec::with_capacity(order.len()), Taken::default());
+    ) -> Result<Vec<Grant>, Stuck> {
+        let mut grants = Vec::with_capacity(order.len());
         let mut homes = HashMap::<(String, String), WorkerId>::new();
         for (at, number) in order.iter().enumerate() {
             let member = &mut leases.members[*number];
             let owner = (member.ask.demand.shape.team.clone(), member.ask.owner.clone());
             // What belongs together goes where the first of it goes.
             let near = homes.get(&owner).copied();
-            match self.decide_lease(member, near, avoid, group, &mut mine, now) {
+            match self.decide_lease(member, near, avoid, group, now) {
                 Ok(grant) => {
                     if !owner.1.is_empty() {
                         homes.insert(owner, grant.worker);
@@ -276,19 +187,18 @@ impl Dispatcher {
                     grants.push(grant);
                 }
                 Err(refused) => {
-                    mine.give_back(&self.memory.workers);
+                    self.give_back(&grants);
                     return Err(Stuck { at, near, refused });
                 }
             }
         }
-        Ok((grants, mine))
+        Ok(grants)
     }
 
     fn decide_workload(
         &mut self,
         submitted: &mut Submitted,
         plan: &mut Plan,
-        taken: &mut Taken,
         is_last: bool,
         now: Timestamp,
     ) -> Result<(), Refused> {
@@ -305,7 +215,7 @@ impl Dispatcher {
             // It was accepted when somebody could, and may wait for somebody like that.
             Choice::NotNow | Choice::Never => (self.reasons(demand), None),
             Choice::Placed(placement) => {
-                let grant = self.grant_to_workload(submitted.submission.id, demand, placement, taken);
+                let grant = self.grant_to_workload(submitted.submission.id, demand, placement);
                 (Arc::default(), grant)
             }
         };
@@ -328,11 +238,8 @@ impl Dispatcher {
         id: WorkloadId,
         demand: &Arc<Demand>,
         placement: Placement,
-        taken: &mut Taken,
     ) -> Option<Grant> {
-        let lease = LeaseId::new();
-        self.take(lease, &placement, Kind::Task, &demand.shape.requests, taken);
-        let workers = self.memory.workers.lock();
+        let mut workers = self.memory.workers.lock();
         let worker = workers.get(placement.worker)?;
         let attempt = AttemptId::new();
         let whereabouts = Whereabouts {
@@ -341,14 +248,16 @@ impl Dispatcher {
             gateway_endpoint: worker.endpoint.clone(),
             attempt,
         };
+        workers.plan(placement.worker, Kind::Task, &demand.shape.requests);
         Some(Grant {
             group: None,
-            lease,
+            lease: LeaseId::new(),
             kind: Kind::Task,
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
             holder: Holder::Workload { id, attempt, whereabouts, reason: placement.reason },
+            decided_by: placement.decided_by,
         })
     }
 
@@ -359,7 +268,6 @@ impl Dispatcher {
         near: Option<WorkerId>,
         avoid: &BTreeSet<WorkerId>,
         group: Option<usize>,
-        taken: &mut Taken,
         now: Timestamp,
     ) -> Result<Grant, Refused> {
         let Ask { lease, kind, demand, locations, owner, inputs, .. } = &member.ask;
@@ -377,13 +285,15 @@ impl Dispatcher {
             Choice::NotNow => return Err(Refused { is_never: false, demand: demand.clone() }),
             Choice::Never => return Err(Refused { is_never: true, demand: demand.clone() }),
         };
-        self.take(*lease, &placement, *kind, &demand.shape.requests, taken);
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
-        member.granted = self.memory.workers.lock().get(placement.worker).map(|worker| Granted {
+        let mut workers = self.memory.workers.lock();
+        member.granted = workers.get(placement.worker).map(|worker| Granted {
             claims,
             worker_name: worker.name.clone(),
             gateway_endpoint: worker.endpoint.clone(),
         });
+        workers.plan(placement.worker, *kind, &demand.shape.requests);
+        drop(workers);
         Ok(Grant {
             group,
             lease: *lease,
@@ -397,6 +307,7 @@ impl Dispatcher {
                 owner: owner.clone(),
                 settles: !inputs.is_empty(),
             },
+            decided_by: placement.decided_by,
         })
     }
 
@@ -437,7 +348,7 @@ impl Dispatcher {
     }
 
     /// Nobody takes these, and what is remembered is true: they wait, or are refused.
-    async fn refuse(&mut self, refused: Vec<(Unit, Refused)>) {
+    pub(super) async fn refuse(&mut self, refused: Vec<(Unit, Refused)>) {
         let leases: Vec<_> = refused.iter().flat_map(|(unit, _)| unit.leases()).collect();
         if refused.is_empty() {
             return;
@@ -553,7 +464,7 @@ impl Dispatcher {
     }
 
     /// Answers what was done about a unit.
-    fn conclude(&mut self, unit: Unit, done: &Done, effects: &mut Effects) {
+    pub(super) fn conclude(&mut self, unit: Unit, done: &Done, effects: &mut Effects) {
         match unit {
             Unit::Workload(submitted) => {
                 let id = submitted.submission.id;
@@ -646,7 +557,7 @@ impl Submitted {
 }
 
 impl Unit {
-    fn leases(&self) -> impl Iterator<Item = LeaseId> {
+    pub(super) fn leases(&self) -> impl Iterator<Item = LeaseId> {
         let (workload, members): (_, &[Member]) = match self {
             Self::Workload(submitted) => (submitted.lease, &[]),
             Self::Leases(leases) => (None, &leases.members),
@@ -655,7 +566,7 @@ impl Unit {
     }
 
     /// Of workloads and leases that may be there only once.
-    fn ids(&self) -> impl Iterator<Item = Uuid> {
+    pub(super) fn ids(&self) -> impl Iterator<Item = Uuid> {
         let (workload, members): (_, &[Member]) = match self {
             Self::Workload(submitted) => (Some(submitted.row.id), &[]),
             Self::Leases(leases) => (None, &leases.members),
@@ -664,7 +575,7 @@ impl Unit {
     }
 
     /// Whether nobody waits for it any more.
-    fn has_gone(&self) -> bool {
+    pub(super) fn has_gone(&self) -> bool {
         match self {
             // It is durable once it was asked for.
             Self::Workload(_) => false,
@@ -673,14 +584,14 @@ impl Unit {
     }
 
     /// The containers of owners are on these workers.
-    fn keep_to(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
+    pub(super) fn keep_to(&mut self, kept: &HashMap<LeaseId, WorkerId>) {
         if let Self::Leases(leases) = self {
             leases.keep_to(kept);
         }
     }
 
     /// A span for the time until it is placed, in the trace of who submitted it.
-    fn span(&self) -> Option<tracing::Span> {
+    pub(super) fn span(&self) -> Option<tracing::Span> {
         match self {
             Self::Workload(submitted) if submitted.lease.is_some() => {
                 Some(super::span(submitted.submission.id, &submitted.row.traceparent))
@@ -691,8 +602,8 @@ impl Unit {
 }
 
 impl Open {
-    fn of(requests: Vec<Request>, now: Timestamp) -> Self {
-        let mut open = Self::default();
+    pub(super) fn add(&mut self, requests: Vec<Request>, now: Timestamp) {
+        let open = self;
         for request in requests {
             match request {
                 Request::Submit(submission, answer) => {
@@ -726,11 +637,10 @@ impl Open {
                 }
             }
         }
-        open
     }
 
     /// The database does not answer.
-    fn fail(self, error: &DbErr) {
+    pub(super) fn fail(self, error: &DbErr) {
         for unit in self.units {
             match unit {
                 Unit::Workload(submitted) => _ = submitted.answer.send(Err(error.clone().into())),
@@ -742,7 +652,7 @@ impl Open {
         self.released.into_iter().for_each(|answer| _ = answer.send(Err(error.clone())));
     }
 
-    fn answer(self) {
+    pub(super) fn answer(self) {
         self.released.into_iter().for_each(|answer| _ = answer.send(Ok(())));
         for unit in self.units {
             match unit {

@@ -10,7 +10,7 @@ use sea_orm::{ConnectionTrait, DbErr, EntityTrait, Statement};
 use uuid::Uuid;
 
 use super::asking::Leases;
-use super::{BATCH, DECISIONS, Dispatcher, Taken};
+use super::{BATCH, DECISIONS, Dispatcher};
 use crate::effects::Effects;
 use crate::entity::workload::{self, Model, State};
 use crate::grants::Plan;
@@ -41,7 +41,6 @@ const PAGE: u64 = 5000;
 #[derive(Debug, Default)]
 struct Planned {
     plan: Plan,
-    taken: Taken,
     turns: HashMap<LeaseId, Turn>,
     /// Calls for leases.
     asked: Vec<Leases>,
@@ -59,9 +58,9 @@ impl Dispatcher {
         // What did not hold is decided anew, but not for ever: there is another look soon.
         let mut in_vain = 0;
         while in_vain < DECISIONS && std::mem::take(&mut self.look) && self.queue().len() > 0 {
-            let Planned { plan, taken, turns, asked, hopeless } = self.plan_turns(now);
+            let Planned { plan, turns, asked, hopeless } = self.plan_turns(now);
             if let Err(error) = self.give_up(hopeless, now, effects).await {
-                taken.give_back(&self.memory.workers);
+                self.give_back(&plan.grants);
                 self.wait_on(turns, asked);
                 return Err(error);
             }
@@ -72,7 +71,7 @@ impl Dispatcher {
             self.look = true;
             let spans: Vec<_> =
                 turns.values().map(|turn| super::span(turn.workload(), &turn.waiting.traceparent)).collect();
-            let done = match self.carry_out(&plan, taken, now).await {
+            let done = match self.carry_out(&plan, now).await {
                 Ok(done) => done,
                 Err(error) => {
                     self.wait_on(turns, asked);
@@ -129,14 +128,14 @@ impl Dispatcher {
 
     /// Plans who of those that wait gets what, and takes them out of the queue.
     fn plan_turns(&mut self, now: Timestamp) -> Planned {
-        let Planned { mut plan, mut taken, mut turns, mut asked, mut hopeless } = Planned::default();
+        let Planned { mut plan, mut turns, mut asked, mut hopeless } = Planned::default();
         let mut round = self.queue().round(now);
         self.look_again_at_kept_free(now);
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
             if let Some(mut leases) = self.asking.take(turn.waiting.id) {
                 let is_granted =
-                    !leases.has_gone() && self.decide_leases(&mut leases, &mut plan, &mut taken, now).is_ok();
+                    !leases.has_gone() && self.decide_leases(&mut leases, &mut plan, now).is_ok();
                 let parts = self.parts(&leases);
                 if is_granted {
                     // The same id may have been granted where else it was asked for.
@@ -179,7 +178,7 @@ impl Dispatcher {
                     continue;
                 }
             };
-            let Some(grant) = self.grant_to_workload(turn.workload(), demand, placement, &mut taken) else {
+            let Some(grant) = self.grant_to_workload(turn.workload(), demand, placement) else {
                 continue;
             };
             let mut queue = self.queue();
@@ -191,7 +190,7 @@ impl Dispatcher {
             plan.grants.push(grant);
         }
         self.keep_free_as_before();
-        Planned { plan, taken, turns, asked, hopeless }
+        Planned { plan, turns, asked, hopeless }
     }
 
     /// Ends those that some workers could not start, and that no other could ever take.

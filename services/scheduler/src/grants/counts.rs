@@ -14,7 +14,7 @@ use uuid::Uuid;
 use super::{Grant, Holder};
 use crate::entity::lease::{self, Kind};
 use crate::entity::worker;
-use crate::memory::Facts;
+use crate::memory::SharedFacts;
 use crate::{placement, workers};
 
 /// What of a worker's row changes without a new revision of it.
@@ -55,14 +55,17 @@ impl Counts {
 pub(super) async fn lock_known(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
-    facts: &Facts,
+    facts: &SharedFacts,
 ) -> Result<Vec<worker::Model>, DbErr> {
     let locked = lock_counts(txn, workers).await?;
     let (mut rows, mut unknown) = (Vec::with_capacity(locked.len()), HashSet::new());
-    for counts in locked {
-        match facts.row(counts.id).and_then(|known| counts.applied_to(known)) {
-            Some(row) => rows.push(row),
-            None => _ = unknown.insert(WorkerId::from_uuid(counts.id)),
+    {
+        let facts = facts.lock();
+        for counts in locked {
+            match facts.row(counts.id).and_then(|known| counts.applied_to(known)) {
+                Some(row) => rows.push(row),
+                None => _ = unknown.insert(WorkerId::from_uuid(counts.id)),
+            }
         }
     }
     rows.extend(workers::find_all(txn, unknown).await?);

@@ -159,7 +159,7 @@ mod tests {
     use crate::effects::Effects;
     use crate::entity::lease::Kind;
     use crate::entity::owner_worker;
-    use crate::placement::{Purpose, Resources, Shape};
+    use crate::placement::{DecidedBy, Purpose, Resources, Shape};
     use crate::workers;
     use crate::workers::for_tests::hello;
 
@@ -186,6 +186,7 @@ mod tests {
                 owner: owner.to_owned(),
                 settles: false,
             },
+            decided_by: DecidedBy::Only,
         }
     }
 

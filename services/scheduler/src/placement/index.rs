@@ -11,6 +11,7 @@
 pub(super) mod kept_free;
 mod line;
 pub(super) mod outlook;
+mod planned;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -142,6 +143,8 @@ pub(crate) struct Index {
     /// For whom workers are kept free that may be among these.
     kept_free: BTreeMap<WorkerId, Uuid>,
     by_id: HashMap<WorkerId, usize>,
+    /// What is planned for workers, and not in their rows yet.
+    planned: HashMap<WorkerId, Load>,
     classes: Vec<Class>,
     by_key: HashMap<Key, usize>,
     unused: Vec<usize>,
@@ -154,7 +157,10 @@ pub(crate) struct Index {
 
 #[derive(Debug)]
 struct Place {
+    /// With what is planned for it.
     worker: Worker,
+    /// What is on it without that, as its row said last.
+    seen: Load,
     class: usize,
     /// `None`: nobody said when what was seen.
     turnover: Option<Turnover>,
@@ -230,6 +236,7 @@ impl Index {
             free: Vec::new(),
             kept_free: BTreeMap::new(),
             by_id: HashMap::new(),
+            planned: HashMap::new(),
             classes: Vec::new(),
             by_key: HashMap::new(),
             unused: Vec::new(),
@@ -258,9 +265,9 @@ impl Index {
         self.by_id.len()
     }
 
-    /// The same, as was read `now`, of a worker that had `before` tasks on it: what of them is not there now came free.
-    pub(crate) fn observe(&mut self, worker: Worker, before: u32, now: Timestamp) {
-        let (id, tasks) = (worker.id, worker.load.tasks);
+    /// The same, as was read `now`: what was on it before and is not any more came free.
+    pub(crate) fn observe(&mut self, worker: Worker, now: Timestamp) {
+        let (id, tasks, before) = (worker.id, worker.load.tasks, self.seen(worker.id).tasks);
         let known = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref());
         let turnover = match known.and_then(|known| known.turnover) {
             Some(turnover) if before != tasks => {
@@ -275,13 +282,15 @@ impl Index {
         }
     }
 
-    /// This is how a worker is from now on.
+    /// This is how a worker is from now on, but for what is planned for it.
     pub(crate) fn put(&mut self, worker: Worker) {
-        let worker = Worker { kept_free_for: self.kept_free.get(&worker.id).copied(), ..worker };
+        let kept_free_for = self.kept_free.get(&worker.id).copied();
+        let (seen, load) = (worker.load, self.with_planned(worker.id, worker.load));
+        let worker = Worker { kept_free_for, load, ..worker };
         let (known, mut turnover) = (self.by_id.get(&worker.id).copied(), None);
         if let Some(place) = known {
             if self.worker(place).is_some_and(|known| known.is_as(&worker)) {
-                return self.load(worker.id, worker.load);
+                return self.load(worker.id, seen);
             }
             self.take_out(place);
             if let Some(was) = self.places[place].take() {
@@ -295,21 +304,24 @@ impl Index {
         });
         self.by_id.insert(worker.id, place);
         let class = self.class_of(&worker);
-        self.places[place] = Some(Place { worker, class, turnover });
+        self.places[place] = Some(Place { worker, seen, class, turnover });
         self.put_in(place);
     }
 
-    /// This is what is on a worker from now on. Does nothing where it is not known.
-    pub(crate) fn load(&mut self, id: WorkerId, load: Load) {
-        let Some(place) = self.by_id.get(&id).copied() else { return };
-        if self.worker(place).is_some_and(|worker| worker.load == load) {
+    /// This is what is on a worker from now on, but for what is planned for it. Does nothing where it is not known.
+    pub(crate) fn load(&mut self, id: WorkerId, seen: Load) {
+        let Some(at) = self.by_id.get(&id).copied() else { return };
+        let load = self.with_planned(id, seen);
+        let Some(place) = &mut self.places[at] else { return };
+        place.seen = seen;
+        if place.worker.load == load {
             return;
         }
-        self.take_out(place);
-        if let Some(place) = &mut self.places[place] {
+        self.take_out(at);
+        if let Some(place) = &mut self.places[at] {
             place.worker.load = load;
         }
-        self.put_in(place);
+        self.put_in(at);
     }
 
     /// A worker is not known any more.

@@ -129,6 +129,27 @@ impl Load {
         self
     }
 
+    /// With one lease less.
+    pub(crate) fn without(mut self, kind: Kind, requests: &Resources) -> Self {
+        if kind.takes_a_slot() {
+            self.tasks = self.tasks.saturating_sub(1);
+            self.checks = self.checks.saturating_sub(u32::from(kind == Kind::Check));
+            self.reserved = self.reserved.less(requests);
+        }
+        self
+    }
+
+    /// Both together.
+    pub(crate) fn and(self, other: &Self) -> Self {
+        Self {
+            tasks: self.tasks.saturating_add(other.tasks),
+            checks: self.checks.saturating_add(other.checks),
+            reserved: self.reserved.and(&other.reserved),
+            kept_containers: self.kept_containers.saturating_add(other.kept_containers),
+            kept_volumes: self.kept_volumes.saturating_add(other.kept_volumes),
+        }
+    }
+
     /// Containers: one of each lease, and those that are kept.
     pub(crate) fn containers(&self) -> u64 {
         self.kept_containers.saturating_add(u64::from(self.tasks))
@@ -161,6 +182,14 @@ impl Resources {
             cpu_millis: self.cpu_millis.saturating_add(other.cpu_millis),
             memory_bytes: self.memory_bytes.saturating_add(other.memory_bytes),
             disk_bytes: self.disk_bytes.saturating_add(other.disk_bytes),
+        }
+    }
+
+    fn less(self, other: &Self) -> Self {
+        Self {
+            cpu_millis: self.cpu_millis.saturating_sub(other.cpu_millis),
+            memory_bytes: self.memory_bytes.saturating_sub(other.memory_bytes),
+            disk_bytes: self.disk_bytes.saturating_sub(other.disk_bytes),
         }
     }
 }

@@ -1,0 +1,312 @@
+//! Rounds: all that was asked for meanwhile is decided together and written in one transaction. And while it is written, what is asked for
+//! then is decided already, so that neither the database nor this replica waits for the other.
+//!
+//! What is decided ahead rests on what the round before planned, which counts on top of what rows said last ([`Index::plan`]), and not on what
+//! becomes of that: the rows judge both. Who waits in the queue, and what others have changed, is before whoever comes: nothing is
+//! decided ahead of that.
+//!
+//! Invariant: the transactions of a dispatcher follow one another, and what they read of workers is noted in that order.
+//! [`Dispatcher::rounds`] begins one before it has noted the last, and reads no workers until it has noted both.
+//!
+//! [`Index::plan`]: crate::placement::Index::plan
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+
+use domain::{Timestamp, WorkerId};
+use sea_orm::DbErr;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::round::{Open, Refused, Unit};
+use super::{BATCH, DECISIONS, Dispatcher, Request, granted};
+use crate::effects::Effects;
+use crate::gauges;
+use crate::grants::{Done, Plan};
+use crate::service::is_duplicate;
+
+/// Who has rounds done.
+pub(crate) struct Caller<'c> {
+    pub(crate) now: &'c (dyn Fn() -> Timestamp + Sync),
+    /// Whether nothing is before those who come now that only the caller knows of.
+    pub(crate) nothing_is_before: &'c (dyn Fn() -> bool + Sync),
+    /// Hears what others shall be told.
+    pub(crate) tell: &'c (dyn Fn(Effects) + Sync),
+}
+
+/// What was asked for together, until all of it is decided.
+#[derive(Debug)]
+struct Round {
+    began: Instant,
+    /// How many requests are in it.
+    requests: usize,
+    open: Open,
+    /// What has an id that another has which is decided with it.
+    repeats: VecDeque<Unit>,
+    /// What found nothing among what is remembered, which may be out of date.
+    doubted: VecDeque<Unit>,
+    /// What found nothing when that was true.
+    refused: Vec<(Unit, Refused)>,
+    /// Where containers of owners are that was not known.
+    kept_to: HashSet<WorkerId>,
+    /// What was done in this round, so that several with one id come after each other.
+    concluded: HashSet<Uuid>,
+    leases_may_exist: bool,
+    caught_up: bool,
+    /// How often something of it was decided.
+    decisions: usize,
+}
+
+/// What of a round is written by one transaction.
+#[derive(Debug, Default)]
+struct Step {
+    plan: Plan,
+    planned: Vec<Unit>,
+    ids: HashSet<Uuid>,
+    /// They last until it is written.
+    spans: Vec<tracing::Span>,
+}
+
+/// A step that is being written.
+#[derive(Debug)]
+struct Writing {
+    plan: Arc<Plan>,
+    planned: Vec<Unit>,
+    _spans: Vec<tracing::Span>,
+    /// One task, which ends with this. None, where there is nothing to write.
+    task: JoinSet<Result<Done, DbErr>>,
+}
+
+impl Writing {
+    /// What became of it. `None`: there was nothing to write.
+    async fn done(&mut self) -> Option<Result<Done, DbErr>> {
+        let done = self.task.join_next().await?;
+        Some(done.unwrap_or_else(|error| match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(error) => Err(DbErr::Custom(error.to_string())),
+        }))
+    }
+}
+
+impl Dispatcher {
+    /// Does all that is asked for, and what is asked for meanwhile, and answers. Given back are requests that something else is before.
+    pub(crate) async fn rounds(&mut self, requests: Vec<Request>, caller: &Caller<'_>) -> Vec<Request> {
+        let (mut asked, mut held, mut unfinished) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut round, mut step) = (Round::new(), Step::default());
+        self.add(&mut round, &mut step, requests, caller);
+        let mut written = None;
+        loop {
+            let mut writing = self.write(step, caller);
+            // Of the one before is told while this one is written.
+            if let Some((round, before, done)) = written.take() {
+                unfinished.extend(self.finish(round, before, done, caller));
+            }
+            let (mut ahead, mut is_open): (Option<(Round, Step)>, _) = (None, true);
+            let done = loop {
+                let is_full = ahead.as_ref().is_some_and(|(round, _)| round.requests >= BATCH);
+                tokio::select! {
+                    biased;
+                    done = writing.done() => break done,
+                    count = self.requests.recv_many(&mut asked, BATCH), if is_open && !is_full => {
+                        is_open = count > 0 && unfinished.is_empty() && self.may_go_ahead(&asked, caller);
+                        if is_open {
+                            let (round, step) = ahead.get_or_insert_with(|| (Round::new(), Step::default()));
+                            self.add(round, step, std::mem::take(&mut asked), caller);
+                        } else {
+                            held.append(&mut asked);
+                        }
+                    }
+                }
+            };
+            written = Some((round, writing, done));
+            match ahead {
+                Some(ahead) => (round, step) = ahead,
+                None => break,
+            }
+        }
+        if let Some((round, last, done)) = written {
+            unfinished.extend(self.finish(round, last, done, caller));
+        }
+        for round in unfinished {
+            self.complete(round, caller).await;
+        }
+        held
+    }
+
+    /// Whether nothing is before these.
+    fn may_go_ahead(&self, requests: &[Request], caller: &Caller<'_>) -> bool {
+        let catches_up = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
+        !catches_up && self.queue().len() == 0 && (caller.nothing_is_before)()
+    }
+
+    /// Decides what is asked for, as far as what is remembered is enough.
+    fn add(&mut self, round: &mut Round, step: &mut Step, requests: Vec<Request>, caller: &Caller<'_>) {
+        let now = (caller.now)();
+        round.requests += requests.len();
+        round.open.add(requests, now);
+        round.leases_may_exist |= self.replace_waiting(&mut round.open.units);
+        self.decide_step(round, step, now);
+    }
+
+    /// Decides what is open.
+    fn decide_step(&mut self, round: &mut Round, step: &mut Step, now: Timestamp) {
+        let is_last = round.decisions == DECISIONS;
+        step.plan.releases.append(&mut round.open.releases);
+        while let Some(mut unit) = round.open.units.pop_front() {
+            if unit.ids().any(|id| step.ids.contains(&id) && !round.concluded.contains(&id)) {
+                round.repeats.push_back(unit);
+                continue;
+            }
+            if unit.has_gone() {
+                continue;
+            }
+            step.ids.extend(unit.ids());
+            match self.decide(&mut unit, &mut step.plan, is_last, now) {
+                Ok(()) => {
+                    step.spans.extend(unit.span());
+                    step.planned.push(unit);
+                }
+                Err(_) if !round.caught_up => round.doubted.push_back(unit),
+                Err(why) => round.refused.push((unit, why)),
+            }
+        }
+        step.plan.leases_may_exist = round.leases_may_exist;
+    }
+
+    /// Begins to write what was decided.
+    fn write(&self, step: Step, caller: &Caller<'_>) -> Writing {
+        let Step { plan, planned, ids: _, spans } = step;
+        let (plan, mut task) = (Arc::new(plan), JoinSet::new());
+        if !plan.is_empty() {
+            let (db, plan, facts, now) = (self.db.clone(), plan.clone(), self.memory.facts(), (caller.now)());
+            task.spawn(async move { granted(&db, &plan, &facts, now).await });
+        }
+        Writing { plan, planned, _spans: spans, task }
+    }
+
+    /// Notes and answers what was written. Given back is a round of which something is open still.
+    fn finish(
+        &mut self,
+        mut round: Round,
+        written: Writing,
+        done: Option<Result<Done, DbErr>>,
+        caller: &Caller<'_>,
+    ) -> Option<Round> {
+        let Writing { plan, planned, _spans, task: _ } = written;
+        round.decisions += 1;
+        match done.map(|done| self.note(&plan, done)) {
+            None => {}
+            Some(Ok(done)) => {
+                let mut effects = Effects::default();
+                round.kept_to.extend(done.kept_to.values());
+                for mut unit in planned {
+                    let is_refused = unit.leases().any(|lease| done.refused.contains(&lease));
+                    let exists = unit.leases().any(|lease| done.existing.contains_key(&lease));
+                    if is_refused && !exists {
+                        unit.keep_to(&done.kept_to);
+                        round.open.units.push_back(unit);
+                    } else {
+                        round.concluded.extend(unit.ids());
+                        self.conclude(unit, &done, &mut effects);
+                    }
+                }
+                effects.parcels.extend(done.parcels);
+                (caller.tell)(effects);
+            }
+            // Another call with the same id was faster. It is known now.
+            Some(Err(error)) if is_duplicate(&error) && round.decisions <= DECISIONS => {
+                round.leases_may_exist = true;
+                round.open.releases.extend(&plan.releases);
+                round.open.units.extend(planned);
+            }
+            Some(Err(error)) => {
+                round.open.units.extend(planned);
+                round.fail(&error);
+                return None;
+            }
+        }
+        if round.is_over() {
+            round.answer();
+            return None;
+        }
+        Some(round)
+    }
+
+    /// Does what is left of a round, one step after the other.
+    async fn complete(&mut self, mut round: Round, caller: &Caller<'_>) {
+        loop {
+            if let Err(error) = self.look_again(&mut round).await {
+                return round.fail(&error);
+            }
+            if round.is_over() || round.decisions > DECISIONS {
+                return round.answer();
+            }
+            let mut step = Step::default();
+            self.decide_step(&mut round, &mut step, (caller.now)());
+            let mut writing = self.write(step, caller);
+            let done = writing.done().await;
+            match self.finish(round, writing, done, caller) {
+                Some(left) => round = left,
+                None => return,
+            }
+        }
+    }
+
+    /// Makes true what is remembered, for what could not be decided on that or did not hold.
+    async fn look_again(&mut self, round: &mut Round) -> Result<(), DbErr> {
+        self.refuse(std::mem::take(&mut round.refused)).await;
+        self.see(&std::mem::take(&mut round.kept_to)).await?;
+        round.leases_may_exist |= !round.repeats.is_empty();
+        round.open.units.append(&mut round.repeats);
+        if !round.doubted.is_empty() {
+            round.caught_up = true;
+            self.look |= self.memory.catch_up(&self.db).await?;
+            round.open.units.append(&mut round.doubted);
+        }
+        Ok(())
+    }
+}
+
+impl Round {
+    fn new() -> Self {
+        Self {
+            began: Instant::now(),
+            requests: 0,
+            open: Open::default(),
+            repeats: VecDeque::new(),
+            doubted: VecDeque::new(),
+            refused: Vec::new(),
+            kept_to: HashSet::new(),
+            concluded: HashSet::new(),
+            leases_may_exist: false,
+            caught_up: false,
+            decisions: 0,
+        }
+    }
+
+    /// Whether nothing is left to decide.
+    fn is_over(&self) -> bool {
+        let Self { open, repeats, doubted, refused, kept_to, .. } = self;
+        let units_are =
+            open.units.is_empty() && repeats.is_empty() && doubted.is_empty() && refused.is_empty();
+        units_are && open.releases.is_empty() && kept_to.is_empty()
+    }
+
+    /// The database does not answer.
+    fn fail(mut self, error: &DbErr) {
+        self.open.units.append(&mut self.repeats);
+        self.open.units.append(&mut self.doubted);
+        self.open.units.extend(self.refused.into_iter().map(|(unit, _)| unit));
+        self.open.fail(error);
+        gauges::decided_in(self.began.elapsed());
+    }
+
+    fn answer(self) {
+        self.open.answer();
+        gauges::decided_in(self.began.elapsed());
+    }
+}
+
+#[cfg(test)]
+mod tests;

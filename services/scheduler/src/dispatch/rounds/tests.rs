@@ -1,0 +1,176 @@
+use std::time::Duration;
+
+use db::Database;
+use domain::LeaseId;
+use sea_orm::ConnectionTrait;
+use testing::databases::{self, TestDatabase};
+use tokio::sync::{Semaphore, oneshot};
+
+use super::*;
+use crate::config::Config;
+use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, REQUESTS};
+use crate::entity::lease::Kind;
+use crate::placement::{Purpose, Resources, Shape};
+use crate::workers;
+use crate::workers::for_tests::hello;
+
+/// A replica that knows one worker.
+struct Replica {
+    _database: TestDatabase,
+    db: Database,
+    dispatch: Dispatch,
+    dispatcher: Dispatcher,
+    worker: WorkerId,
+}
+
+async fn replica() -> Replica {
+    let database = databases::sqlite();
+    let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+    let config = Arc::new(Config::new("", ""));
+    let gateway = hello("one");
+    let let_in = db.write(async |txn| {
+        workers::hello(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await
+    });
+    let_in.await.expect("let in");
+    let (dispatch, mut dispatcher) = Dispatcher::new(db.clone(), config);
+    dispatcher.catch_up(false, &mut Effects::default()).await.expect("the worker");
+    let worker = dispatch.workers.lock().workers().next().expect("it is known").id;
+    Replica { _database: database, db, dispatch, dispatcher, worker }
+}
+
+impl Replica {
+    /// Has one lease asked for after the other, while nothing can be written until all of them are decided or wait. Answers what was given back,
+    /// and who is answered.
+    async fn ask_while_nothing_is_written(
+        &mut self,
+        leases: &[LeaseId],
+        nothing_is_before: bool,
+    ) -> (Vec<Request>, Vec<oneshot::Receiver<Vec<Placed>>>) {
+        let (mut requests, answers): (Vec<_>, Vec<_>) = leases.iter().map(|lease| place(*lease)).unzip();
+        let (begun, over) = (Semaphore::new(0), Semaphore::new(0));
+        let held_up = self.db.write(async |_| {
+            begun.add_permits(1);
+            _ = over.acquire().await;
+            Ok::<_, DbErr>(())
+        });
+        let (dispatch, worker) = (self.dispatch.clone(), self.worker);
+        let asks = async {
+            _ = begun.acquire().await;
+            let (caller_sees, others) = (requests.remove(0), requests);
+            let caller =
+                Caller { now: &Timestamp::now, nothing_is_before: &|| nothing_is_before, tell: &drop };
+            let rounds = self.dispatcher.rounds(vec![caller_sees], &caller);
+            let others_come = async {
+                for (n, request) in others.into_iter().enumerate() {
+                    let planned = if nothing_is_before { n + 1 } else { 1 };
+                    until("a decision", || tasks(&dispatch, worker) == (0, planned as u32)).await;
+                    dispatch.requests.send(request).await.expect("it is heard");
+                }
+                until("all to be heard", || dispatch.requests.capacity() == REQUESTS).await;
+                over.add_permits(1);
+            };
+            tokio::join!(rounds, others_come).0
+        };
+        let (held_up, held) = tokio::join!(held_up, asks);
+        held_up.expect("nothing was written");
+        (held, answers)
+    }
+}
+
+fn place(lease: LeaseId) -> (Request, oneshot::Receiver<Vec<Placed>>) {
+    let shape = Shape {
+        team: "main".to_owned(),
+        platform: "linux".to_owned(),
+        tags: vec![],
+        process: None,
+        requests: Resources::default(),
+        purpose: Purpose::WithoutInputs,
+    };
+    let ask = Ask {
+        lease,
+        kind: Kind::Task,
+        demand: Arc::new(shape.asked_by(lease.uuid())),
+        locations: Arc::default(),
+        request: String::new(),
+        group: None,
+        inputs: Arc::default(),
+        owner: String::new(),
+        kept_to: None,
+        wait: Duration::ZERO,
+        priority: 0,
+    };
+    let (answer, answered) = oneshot::channel();
+    (Request::Place(vec![ask], answer), answered)
+}
+
+/// How many leases are on a worker as its row said last, and with those that are planned.
+fn tasks(dispatch: &Dispatch, worker: WorkerId) -> (u32, u32) {
+    let workers = dispatch.workers.lock();
+    (workers.seen(worker).tasks, workers.get(worker).expect("it is known").load.tasks)
+}
+
+async fn until(what: &str, is_so: impl Fn() -> bool) {
+    let waited = tokio::time::timeout(Duration::from_secs(60), async {
+        while !is_so() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    });
+    waited.await.unwrap_or_else(|_| panic!("{what} did not come"));
+}
+
+#[tokio::test]
+async fn what_is_asked_for_while_a_round_is_written_is_decided_by_then() {
+    let mut replica = replica().await;
+    let [first, second, third] = [(); 3].map(|()| LeaseId::new());
+    let (held, answers) = replica.ask_while_nothing_is_written(&[first, second, third], true).await;
+    assert!(held.is_empty(), "{held:?}");
+    for (answer, lease) in answers.into_iter().zip([first, second, third]) {
+        let placed = answer.await.expect("an answer");
+        assert!(matches!(&placed[..], [Ok(granted)] if granted.claims.lease == lease), "{placed:?}");
+    }
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (3, 3));
+}
+
+#[tokio::test]
+async fn what_is_asked_for_again_while_it_is_written_is_the_same_lease() {
+    let mut replica = replica().await;
+    let lease = LeaseId::new();
+    let (held, answers) = replica.ask_while_nothing_is_written(&[lease, lease], true).await;
+    assert!(held.is_empty(), "{held:?}");
+    let mut granted = Vec::new();
+    for answer in answers {
+        let placed = answer.await.expect("an answer").remove(0).expect("granted");
+        granted.push((placed.claims.lease, placed.claims.worker));
+    }
+    assert_eq!(granted, [(lease, replica.worker); 2]);
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1));
+}
+
+#[tokio::test]
+async fn what_something_else_is_before_is_given_back() {
+    let mut replica = replica().await;
+    let leases = [LeaseId::new(), LeaseId::new()];
+    let (held, answers) = replica.ask_while_nothing_is_written(&leases, false).await;
+    assert_eq!(held.len(), 1);
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1));
+    drop(held);
+    let mut answers = answers.into_iter();
+    let [first, second] = [(); 2].map(|()| answers.next().expect("two were asked for"));
+    assert!(first.await.expect("an answer")[0].is_ok());
+    assert!(second.await.is_err(), "it was not decided");
+}
+
+#[tokio::test]
+async fn what_was_decided_and_cannot_be_written_takes_nothing() {
+    let mut replica = replica().await;
+    let gone = "DROP TABLE leases";
+    let done = replica.db.write(async |txn| txn.execute_unprepared(gone).await);
+    done.await.expect("gone");
+    let leases = [LeaseId::new(), LeaseId::new()];
+    let (_, answers) = replica.ask_while_nothing_is_written(&leases, true).await;
+    for answer in answers {
+        let placed = answer.await.expect("an answer");
+        assert!(matches!(placed[..], [Err(PlaceError::Database(_))]), "{placed:?}");
+    }
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (0, 0));
+}
