@@ -58,6 +58,9 @@ pub(crate) struct Scheduler {
     pub(crate) stopping: CancellationToken,
 }
 
+/// How often a workload is tried with another image when the centre was given one meanwhile.
+const IMAGES: usize = 8;
+
 /// How many leases are pinned for at a time, of one call.
 const PINS: usize = 16;
 
@@ -158,11 +161,15 @@ impl Scheduler {
         };
         // A repeat keeps what it was given before, whatever the centre has now.
         if workloads::find(self.db.read(), id).await?.is_some() {
-            return self.known(&submission).await;
+            match self.known(&submission).await {
+                // It was withdrawn, and begins anew with what the centre has now.
+                Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {}
+                known => return known,
+            }
         }
         let image = async || self.image(name).await.map_err(SubmitError::NotPinned);
         let mut given = image().await?;
-        loop {
+        for _ in 0..IMAGES {
             let submitted = self.submit_as_it_is(submission.clone().with_image(given.clone()).into()).await;
             match submitted {
                 Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {
@@ -175,6 +182,7 @@ impl Scheduler {
                 submitted => return submitted,
             }
         }
+        Err(SubmitError::Undecided)
     }
 
     /// The same, of one that names its image.
