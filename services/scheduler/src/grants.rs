@@ -120,12 +120,13 @@ pub(crate) struct Known {
     pub(crate) state: workload::State,
 }
 
-/// Carries out `plan`. `facts`: what is known of workers beside their rows.
+/// Carries out `plan`. `facts`: what is known of workers beside their rows. `are_locked`: is told when they are.
 pub(crate) async fn carry_out(
     txn: &DatabaseTransaction,
     plan: &Plan,
     facts: &memory::SharedFacts,
     now: Timestamp,
+    are_locked: &(dyn Fn() + Sync),
 ) -> Result<Done, DbErr> {
     let mut done = Done::default();
     known_workloads(txn, plan, &mut done).await?;
@@ -154,6 +155,7 @@ pub(crate) async fn carry_out(
     }
     let concerned = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
     let locked = lock_known(txn, concerned, facts).await?;
+    are_locked();
     let mut present = as_placed(&locked, &changes, facts)?;
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {

@@ -247,7 +247,7 @@ impl Dispatcher {
 
     /// Has a plan granted, and notes what is known of the workers then.
     async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
-        let done = granted(&self.db, plan, &self.memory.facts(), now).await;
+        let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;
         let done = self.note(plan, done)?;
         self.see(&done.kept_to.values().copied().collect()).await?;
         Ok(done)
@@ -325,9 +325,15 @@ impl Why {
     }
 }
 
-/// Has `plan` granted.
-async fn granted(db: &Database, plan: &Plan, facts: &SharedFacts, now: Timestamp) -> Result<Done, DbErr> {
-    db.write(async |txn| grants::carry_out(&txn, plan, facts, now).await).await
+/// Has `plan` granted. `locked`: is told when its workers are locked.
+async fn granted(
+    db: &Database,
+    plan: &Plan,
+    facts: &SharedFacts,
+    now: Timestamp,
+    locked: &(dyn Fn() + Sync),
+) -> Result<Done, DbErr> {
+    db.write(async |txn| grants::carry_out(&txn, plan, facts, now, locked).await).await
 }
 
 /// By what each of `plan` was decided that was granted.

@@ -1,12 +1,13 @@
 //! Rounds: all that was asked for meanwhile is decided together and written in one transaction. And while it is written, what is asked for
 //! then is decided already, so that neither the database nor this replica waits for the other.
 //!
-//! What is decided ahead rests on what the round before planned, which counts on top of what rows said last ([`Index::plan`]), and not on what
-//! becomes of that: the rows judge both. Who waits in the queue, and what others have changed, is before whoever comes: nothing is
-//! decided ahead of that.
+//! What is decided ahead rests on what the rounds before planned, which counts on top of what rows said last ([`Index::plan`]), and not on
+//! what becomes of that: the rows judge all of it. Who waits in the queue, and what others have changed, is before whoever comes: nothing is
+//! decided ahead of that. The next transaction begins when the last has locked its workers, or when it is over; no more than two are under way.
 //!
-//! Invariant: the transactions of a dispatcher follow one another, and what they read of workers is noted in that order.
-//! [`Dispatcher::rounds`] begins one before it has noted the last, and reads no workers until it has noted both.
+//! Invariant: what the transactions of a dispatcher read of workers is noted in the order in which they locked them, and no workers are read
+//! in any other way until all is noted ([`Dispatcher::rounds`]). Where one is tried again, and another has passed it, a worker is remembered as
+//! it was before, until others' changes are looked at.
 //!
 //! [`Index::plan`]: crate::placement::Index::plan
 
@@ -15,6 +16,7 @@ use std::sync::Arc;
 
 use domain::{Timestamp, WorkerId};
 use sea_orm::DbErr;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -68,12 +70,17 @@ struct Step {
     spans: Vec<tracing::Span>,
 }
 
-/// A step that is being written.
+/// A round of which a step is being written.
 #[derive(Debug)]
 struct Writing {
+    round: Round,
     plan: Arc<Plan>,
     planned: Vec<Unit>,
+    ids: HashSet<Uuid>,
     _spans: Vec<tracing::Span>,
+    /// Told once its workers are locked.
+    locked: Arc<Notify>,
+    is_locked: bool,
     /// One task, which ends with this. None, where there is nothing to write.
     task: JoinSet<Result<Done, DbErr>>,
 }
@@ -87,46 +94,54 @@ impl Writing {
             Err(error) => Err(DbErr::Custom(error.to_string())),
         }))
     }
+
+    /// Whether `step` may be written before this one is. What is done to a lease must be seen by whoever does something to it later.
+    fn may_be_overtaken_by(&self, step: &Step) -> bool {
+        let of = |plan: &Plan, ids: &HashSet<Uuid>| {
+            plan.releases.iter().map(|lease| lease.uuid()).chain(ids.iter().copied()).collect::<HashSet<_>>()
+        };
+        of(&self.plan, &self.ids).is_disjoint(&of(&step.plan, &step.ids))
+    }
 }
 
 impl Dispatcher {
     /// Does all that is asked for, and what is asked for meanwhile, and answers. Given back are requests that something else is before.
     pub(crate) async fn rounds(&mut self, requests: Vec<Request>, caller: &Caller<'_>) -> Vec<Request> {
         let (mut asked, mut held, mut unfinished) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut round, mut step) = (Round::new(), Step::default());
-        self.add(&mut round, &mut step, requests, caller);
-        let mut written = None;
-        loop {
-            let mut writing = self.write(step, caller);
-            // Of the one before is told while this one is written.
-            if let Some((round, before, done)) = written.take() {
-                unfinished.extend(self.finish(round, before, done, caller));
-            }
-            let (mut ahead, mut is_open): (Option<(Round, Step)>, _) = (None, true);
-            let done = loop {
-                let is_full = ahead.as_ref().is_some_and(|(round, _)| round.requests >= BATCH);
-                tokio::select! {
-                    biased;
-                    done = writing.done() => break done,
-                    count = self.requests.recv_many(&mut asked, BATCH), if is_open && !is_full => {
-                        is_open = count > 0 && unfinished.is_empty() && self.may_go_ahead(&asked, caller);
-                        if is_open {
-                            let (round, step) = ahead.get_or_insert_with(|| (Round::new(), Step::default()));
-                            self.add(round, step, std::mem::take(&mut asked), caller);
-                        } else {
-                            held.append(&mut asked);
-                        }
+        let mut first = (Round::new(), Step::default());
+        self.add(&mut first, requests, caller);
+        let mut ahead = None;
+        let mut writing = VecDeque::from([self.write(first, caller)]);
+        let mut is_open = true;
+        while let Some(front) = writing.front_mut() {
+            let is_full = ahead.as_ref().is_some_and(|(round, _): &(Round, Step)| round.requests >= BATCH);
+            let (locked, is_locked, mut begins) = (front.locked.clone(), front.is_locked, None);
+            tokio::select! {
+                biased;
+                done = front.done() => {
+                    let written = writing.pop_front();
+                    // Of this one is told while the next is written.
+                    if writing.is_empty() {
+                        writing.extend(ahead.take().map(|ahead| self.write(ahead, caller)));
+                    }
+                    unfinished.extend(written.and_then(|written| self.finish(written, done, caller)));
+                }
+                () = locked.notified(), if !is_locked => {
+                    writing[0].is_locked = true;
+                    let may_begin = writing.len() == 1;
+                    begins = ahead.take_if(|(_, step)| may_begin && writing[0].may_be_overtaken_by(step));
+                }
+                count = self.requests.recv_many(&mut asked, BATCH), if is_open && !is_full => {
+                    is_open = count > 0 && unfinished.is_empty() && self.may_go_ahead(&asked, caller);
+                    if is_open {
+                        let ahead = ahead.get_or_insert_with(|| (Round::new(), Step::default()));
+                        self.add(ahead, std::mem::take(&mut asked), caller);
+                    } else {
+                        held.append(&mut asked);
                     }
                 }
-            };
-            written = Some((round, writing, done));
-            match ahead {
-                Some(ahead) => (round, step) = ahead,
-                None => break,
             }
-        }
-        if let Some((round, last, done)) = written {
-            unfinished.extend(self.finish(round, last, done, caller));
+            writing.extend(begins.map(|begins| self.write(begins, caller)));
         }
         for round in unfinished {
             self.complete(round, caller).await;
@@ -141,7 +156,7 @@ impl Dispatcher {
     }
 
     /// Decides what is asked for, as far as what is remembered is enough.
-    fn add(&mut self, round: &mut Round, step: &mut Step, requests: Vec<Request>, caller: &Caller<'_>) {
+    fn add(&mut self, (round, step): &mut (Round, Step), requests: Vec<Request>, caller: &Caller<'_>) {
         let now = (caller.now)();
         round.requests += requests.len();
         round.open.add(requests, now);
@@ -175,25 +190,25 @@ impl Dispatcher {
     }
 
     /// Begins to write what was decided.
-    fn write(&self, step: Step, caller: &Caller<'_>) -> Writing {
-        let Step { plan, planned, ids: _, spans } = step;
-        let (plan, mut task) = (Arc::new(plan), JoinSet::new());
+    fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> Writing {
+        let Step { plan, planned, ids, spans } = step;
+        let (plan, locked, mut task) = (Arc::new(plan), Arc::new(Notify::new()), JoinSet::new());
         if !plan.is_empty() {
-            let (db, plan, facts, now) = (self.db.clone(), plan.clone(), self.memory.facts(), (caller.now)());
-            task.spawn(async move { granted(&db, &plan, &facts, now).await });
+            let (db, plan, facts) = (self.db.clone(), plan.clone(), self.memory.facts());
+            let (locked, now) = (locked.clone(), (caller.now)());
+            task.spawn(async move { granted(&db, &plan, &facts, now, &|| locked.notify_one()).await });
         }
-        Writing { plan, planned, _spans: spans, task }
+        Writing { round, plan, planned, ids, _spans: spans, locked, is_locked: false, task }
     }
 
     /// Notes and answers what was written. Given back is a round of which something is open still.
     fn finish(
         &mut self,
-        mut round: Round,
         written: Writing,
         done: Option<Result<Done, DbErr>>,
         caller: &Caller<'_>,
     ) -> Option<Round> {
-        let Writing { plan, planned, _spans, task: _ } = written;
+        let Writing { mut round, plan, planned, .. } = written;
         round.decisions += 1;
         match done.map(|done| self.note(&plan, done)) {
             None => {}
@@ -244,9 +259,9 @@ impl Dispatcher {
             }
             let mut step = Step::default();
             self.decide_step(&mut round, &mut step, (caller.now)());
-            let mut writing = self.write(step, caller);
+            let mut writing = self.write((round, step), caller);
             let done = writing.done().await;
-            match self.finish(round, writing, done, caller) {
+            match self.finish(writing, done, caller) {
                 Some(left) => round = left,
                 None => return,
             }

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use db::Database;
 use domain::LeaseId;
-use sea_orm::ConnectionTrait;
+use sea_orm::{ConnectionTrait, DatabaseConnection, DatabaseTransaction, Statement, TransactionTrait};
 use testing::databases::{self, TestDatabase};
 use tokio::sync::{Semaphore, oneshot};
 
@@ -16,15 +16,14 @@ use crate::workers::for_tests::hello;
 
 /// A replica that knows one worker.
 struct Replica {
-    _database: TestDatabase,
+    database: TestDatabase,
     db: Database,
     dispatch: Dispatch,
     dispatcher: Dispatcher,
     worker: WorkerId,
 }
 
-async fn replica() -> Replica {
-    let database = databases::sqlite();
+async fn replica(database: TestDatabase) -> Replica {
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let config = Arc::new(Config::new("", ""));
     let gateway = hello("one");
@@ -35,7 +34,7 @@ async fn replica() -> Replica {
     let (dispatch, mut dispatcher) = Dispatcher::new(db.clone(), config);
     dispatcher.catch_up(false, &mut Effects::default()).await.expect("the worker");
     let worker = dispatch.workers.lock().workers().next().expect("it is known").id;
-    Replica { _database: database, db, dispatch, dispatcher, worker }
+    Replica { database, db, dispatch, dispatcher, worker }
 }
 
 impl Replica {
@@ -120,7 +119,7 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
 
 #[tokio::test]
 async fn what_is_asked_for_while_a_round_is_written_is_decided_by_then() {
-    let mut replica = replica().await;
+    let mut replica = replica(databases::sqlite()).await;
     let [first, second, third] = [(); 3].map(|()| LeaseId::new());
     let (held, answers) = replica.ask_while_nothing_is_written(&[first, second, third], true).await;
     assert!(held.is_empty(), "{held:?}");
@@ -133,7 +132,7 @@ async fn what_is_asked_for_while_a_round_is_written_is_decided_by_then() {
 
 #[tokio::test]
 async fn what_is_asked_for_again_while_it_is_written_is_the_same_lease() {
-    let mut replica = replica().await;
+    let mut replica = replica(databases::sqlite()).await;
     let lease = LeaseId::new();
     let (held, answers) = replica.ask_while_nothing_is_written(&[lease, lease], true).await;
     assert!(held.is_empty(), "{held:?}");
@@ -148,7 +147,7 @@ async fn what_is_asked_for_again_while_it_is_written_is_the_same_lease() {
 
 #[tokio::test]
 async fn what_something_else_is_before_is_given_back() {
-    let mut replica = replica().await;
+    let mut replica = replica(databases::sqlite()).await;
     let leases = [LeaseId::new(), LeaseId::new()];
     let (held, answers) = replica.ask_while_nothing_is_written(&leases, false).await;
     assert_eq!(held.len(), 1);
@@ -162,7 +161,7 @@ async fn what_something_else_is_before_is_given_back() {
 
 #[tokio::test]
 async fn what_was_decided_and_cannot_be_written_takes_nothing() {
-    let mut replica = replica().await;
+    let mut replica = replica(databases::sqlite()).await;
     let gone = "DROP TABLE leases";
     let done = replica.db.write(async |txn| txn.execute_unprepared(gone).await);
     done.await.expect("gone");
@@ -173,4 +172,92 @@ async fn what_was_decided_and_cannot_be_written_takes_nothing() {
         assert!(matches!(placed[..], [Err(PlaceError::Database(_))]), "{placed:?}");
     }
     assert_eq!(tasks(&replica.dispatch, replica.worker), (0, 0));
+}
+
+/// Somebody who holds what is written, in PostgreSQL.
+struct InTheWay(DatabaseConnection);
+
+impl InTheWay {
+    async fn of(replica: &Replica) -> Self {
+        Self(sea_orm::Database::connect(&*replica.database.url).await.expect("the same database"))
+    }
+
+    async fn hold(&self, what: &str) -> DatabaseTransaction {
+        let held = self.0.begin().await.expect("a transaction");
+        held.execute_unprepared(what).await.expect("held");
+        held
+    }
+
+    /// How many wait for somebody.
+    async fn waiting(&self) -> i64 {
+        let sql = "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+        let row = self.0.query_one_raw(Statement::from_string(self.0.get_database_backend(), sql)).await;
+        row.expect("asked").expect("a row").try_get("", "n").expect("a number")
+    }
+
+    async fn until_so_many_wait(&self, count: i64) {
+        let waited = tokio::time::timeout(Duration::from_secs(60), async {
+            while self.waiting().await != count {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        });
+        waited.await.unwrap_or_else(|_| panic!("{count} do not wait"));
+    }
+}
+
+const WORKERS: &str = "SELECT id FROM workers FOR UPDATE";
+const LEASES: &str = "LOCK TABLE leases IN SHARE MODE";
+
+#[tokio::test]
+async fn the_next_round_is_written_once_the_last_has_its_workers() {
+    let mut replica = replica(databases::postgres().await).await;
+    let other = InTheWay::of(&replica).await;
+    let (workers, leases) = (other.hold(WORKERS).await, other.hold(LEASES).await);
+    let ((first, granted), (second, granted_too)) = (place(LeaseId::new()), place(LeaseId::new()));
+    let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let rounds = replica.dispatcher.rounds(vec![first], &caller);
+    let meanwhile = async {
+        other.until_so_many_wait(1).await;
+        dispatch.requests.send(second).await.expect("it is heard");
+        until("a decision", || tasks(&dispatch, worker) == (0, 2)).await;
+        assert_eq!(other.waiting().await, 1, "the last has no worker yet");
+        workers.rollback().await.expect("let go");
+        // The first for the table, and the second for its worker.
+        other.until_so_many_wait(2).await;
+        assert_eq!(tasks(&dispatch, worker), (0, 2));
+        leases.rollback().await.expect("let go");
+    };
+    let (held, ()) = tokio::join!(rounds, meanwhile);
+    assert!(held.is_empty(), "{held:?}");
+    for answer in [granted, granted_too] {
+        assert!(answer.await.expect("an answer")[0].is_ok());
+    }
+    assert_eq!(tasks(&dispatch, worker), (2, 2));
+}
+
+#[tokio::test]
+async fn what_is_given_back_while_it_is_granted_is_given_back_after_that() {
+    let mut replica = replica(databases::postgres().await).await;
+    let other = InTheWay::of(&replica).await;
+    let (workers, leases) = (other.hold(WORKERS).await, other.hold(LEASES).await);
+    let lease = LeaseId::new();
+    let (first, granted) = place(lease);
+    let (answer, released) = oneshot::channel();
+    let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let rounds = replica.dispatcher.rounds(vec![first], &caller);
+    let meanwhile = async {
+        other.until_so_many_wait(1).await;
+        dispatch.requests.send(Request::Release(vec![lease], answer)).await.expect("it is heard");
+        until("it to be heard", || dispatch.requests.capacity() == REQUESTS).await;
+        workers.rollback().await.expect("let go");
+        other.until_so_many_wait(1).await;
+        leases.rollback().await.expect("let go");
+    };
+    let (held, ()) = tokio::join!(rounds, meanwhile);
+    assert!(held.is_empty(), "{held:?}");
+    assert!(granted.await.expect("an answer")[0].is_ok());
+    released.await.expect("an answer").expect("given back");
+    assert_eq!(tasks(&dispatch, worker), (0, 0));
 }
