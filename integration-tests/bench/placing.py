@@ -40,6 +40,7 @@ def bench_placing(base, workers, seconds):
         "all workers from a cache, filtered, shuffled and sorted for each placement, and a row with a commit of its own for each container; *with limits*, one",
         "counter is read for each worker, and one raised under a guard and lowered again. It checks nothing else, and nobody is called. A pair of `Place` and `Release` is two",
         "calls, two tokens and two writes of the lease. Each caller waits for its answer before it calls again: what 64 wait for is each other. *Alone* counts the time in the calls of `PlaceMany` only, while `ReleaseMany` goes on beside it.",
+        "The aims, at 10,000 workers as at 10: 20,000/s by `PlaceMany`, 4,000 pairs/s of single leases, and 5 ms at p99 for one that does not wait for others.",
         "",
     ]
     return [*table("Placing on workers", lines), *text]

@@ -40,7 +40,8 @@ def bench_waiting(base, workers, queue, freed, seconds):
     ]
     text = [
         f"Schedulers, callers and PostgreSQL (fsync on) share the cores. {freed:,} slots are given back one after the other while as many workloads wait, and each of",
-        "these is watched at the other replica than the one that is told. Nobody speaks for the workers but for the last.",
+        "these is watched at the other replica than the one that is told. Nobody speaks for the workers but for the last. The aims are 10 ms at p99 for a slot, and",
+        "20 ms for `Explain` over 10,000 workers.",
         "",
     ]
     return [*table("Waiting for workers", lines), *text]
