@@ -85,7 +85,8 @@ async fn of_reports_at_once_the_newest_is_what_stays(database: TestDatabase) {
     suite.stop().await;
 }
 
-/// Only on PostgreSQL: a report can be stopped there in the middle of its rows, by a lock on one of them.
+/// Only on PostgreSQL: a report can be stopped there in the middle of its rows, by a lock on one of them, and between them, by a lock on the
+/// table that comes next.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_report_that_is_overtaken_in_the_middle_of_its_rows_stops_there() {
     let suite = Suite::start(testing::databases::postgres().await).await;
@@ -97,13 +98,20 @@ async fn a_report_that_is_overtaken_in_the_middle_of_its_rows_stops_there() {
     gateway.report_with(older.clone(), &[], &containers).await.expect("the volumes are lost");
 
     let database = sea_orm::Database::connect(suite.url()).await.expect("connected");
-    let waiting = async || {
-        let sql = "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    let number = async |sql: &str| {
         let row = database.query_one_raw(Statement::from_string(database.get_database_backend(), sql)).await;
         row.expect("asked").expect("a row").try_get::<i64>("", "n").expect("a number")
     };
-    let held = database.begin().await.expect("begun");
-    held.execute_unprepared("SELECT handle FROM containers FOR UPDATE").await.expect("locked");
+    let waiting = async || {
+        let sql = "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+        number(sql).await
+    };
+    let taken_over = "SELECT reported AS n FROM workers";
+    let before = number(taken_over).await;
+    let of_volumes = database.begin().await.expect("begun");
+    of_volumes.execute_unprepared("LOCK TABLE volumes IN ACCESS EXCLUSIVE MODE").await.expect("locked");
+    let of_containers = database.begin().await.expect("begun");
+    of_containers.execute_unprepared("SELECT handle FROM containers FOR UPDATE").await.expect("locked");
     let mut reports = tokio::task::JoinSet::new();
     // It wants to lose the container first, and waits for it.
     let (old, old_volumes) = (gateway.clone(), volumes.clone());
@@ -111,13 +119,12 @@ async fn a_report_that_is_overtaken_in_the_middle_of_its_rows_stops_there() {
     until("a report that waits for a row", async || waiting().await > 0).await;
     let new = gateway.clone();
     reports.spawn(async move { (new.report_with(newer, &[], &containers).await, "newer") });
+    until("a newer report that waits for the older one", async || waiting().await > 1).await;
+    // The older one has lost the container, and may not go on to the volumes before the newer one has taken over.
+    of_containers.rollback().await.expect("released");
+    until("a newer report that has taken over", async || number(taken_over).await > before).await;
+    of_volumes.rollback().await.expect("released");
     let mut answers = Vec::new();
-    until("a newer report that is done, or waits for the older one", async || {
-        answers.extend(reports.try_join_next());
-        !answers.is_empty() || waiting().await > 1
-    })
-    .await;
-    held.rollback().await.expect("released");
     while let Some(answer) = reports.join_next().await {
         answers.push(answer);
     }
