@@ -1,7 +1,7 @@
 //! Random operations on leases, many at a time, against what must always hold.
 //!
 //! Each round carries out some operations at once, each in its transaction as the service would, on real databases; then everything is
-//! at rest and is checked. The seed is printed; `GANTRY_SEED` repeats a run as far as the database's own races allow.
+//! at rest and is checked. Some are killed wherever they wait, a replica with the operation that it does, and clocks differ. The seed is printed; `GANTRY_SEED` repeats a run as far as the database's own races allow.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,9 +18,10 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 use sea_orm::{ColumnTrait, EntityTrait, PaginatorTrait, QueryFilter};
+use testing::databases::TestDatabase;
 
 use crate::config::Config;
-use crate::dispatch::{Ask, Caller, Dispatch, Dispatcher, PlaceError, Placed, Request, SubmitError};
+use crate::dispatch::{Ask, Caller, PlaceError, Placed, Request, SubmitError};
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::entity::{gone_worker, kept_free, lease, worker, workload};
@@ -35,14 +36,18 @@ use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
 mod checks;
 mod mixes;
+mod replicas;
 
 use self::mixes::{DRIVEN, OPERATIONS, Operation};
+use self::replicas::{Replica, killed_at};
 
 const WORKERS: usize = 4;
 /// The last of them is gone for good once it is lost.
 const EPHEMERAL: usize = 3;
 const REPLICAS: usize = 2;
 const ROUNDS: usize = 60;
+/// Microseconds by which the clocks of two processes differ at most.
+const SKEW: i64 = 500_000;
 
 /// What the operations have seen. Only what can be said whatever the others do at the same time.
 #[derive(Default)]
@@ -55,6 +60,8 @@ struct Seen {
     driven: Vec<LeaseClaims>,
     /// The attempts that were allowed to start.
     started: HashMap<WorkloadId, HashSet<LeaseId>>,
+    /// How many said of an attempt, and may have been heard, that it was not started after all.
+    denied: HashMap<LeaseId, usize>,
     /// How finished workloads ended.
     endings: HashMap<WorkloadId, String>,
     /// The leases that have ended, each with its worker. Those of workers that have gone are forgotten, and their ids may be used again.
@@ -71,6 +78,8 @@ struct Seen {
     kept_free: u64,
     /// How often something might be decided while another was written.
     ahead: usize,
+    /// How many operations were killed.
+    killed: usize,
     /// The last revision of workers.
     revision: i64,
     /// What the rows of workers said, but for their counts.
@@ -90,8 +99,7 @@ impl Seen {
 struct World {
     db: Database,
     config: Arc<Config>,
-    dispatches: Arc<[Dispatch]>,
-    dispatchers: Arc<[tokio::sync::Mutex<Dispatcher>]>,
+    replicas: Arc<[Replica]>,
     seen: Arc<Mutex<Seen>>,
 }
 
@@ -327,7 +335,7 @@ impl World {
     }
 
     async fn carry_out(&self, operation: Operation, mut dice: StdRng) {
-        let now = self.now();
+        let now = Timestamp(self.now().0 + dice.random_range(-SKEW / 2..=SKEW / 2));
         let claims = self.seen(|seen| {
             // Mostly a recent one.
             let recent = seen.claims.len().saturating_sub(8);
@@ -339,23 +347,24 @@ impl World {
                 let again = self.seen(|seen| seen.workloads.choose(&mut dice).copied());
                 let id = again.filter(|_| dice.random_bool(0.2)).unwrap_or_else(WorkloadId::new);
                 let submission = Arc::new(Submission::new(id, spec(id), None));
-                match self.ask(&mut dice, now, |answer| Request::Submit(submission, answer)).await {
-                    Ok(()) => {}
-                    // All of them are lost.
-                    Err(SubmitError::NoCompatibleWorker(_)) => return,
-                    Err(error) => panic!("submit: {error}"),
-                }
+                // It may be there although nobody hears so.
                 self.seen(|seen| {
                     if !seen.workloads.contains(&id) {
                         seen.workloads.push(id);
                     }
                 });
+                match self.ask(&mut dice, now, |answer| Request::Submit(submission, answer)).await {
+                    // All of them are lost, or whoever was asked was killed.
+                    Some(Ok(()) | Err(SubmitError::NoCompatibleWorker(_))) | None => {}
+                    Some(Err(error)) => panic!("submit: {error}"),
+                }
             }
             Operation::Dispatch => {
-                let mut dispatcher = self.dispatcher(&mut dice).await;
+                let mut dispatcher = self.replicas[dice.random_range(0..REPLICAS)].hold().await;
                 let mut effects = Effects::default();
                 dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
                 dispatcher.take_turns(now, &mut effects).await.expect("placed or not");
+                dispatcher.done();
             }
             Operation::Start => {
                 let Some(claims) = claims else { return };
@@ -382,19 +391,18 @@ impl World {
                 };
                 let fails = reason == Some(FailureReason::StartFailed);
                 let failure = reason.map(|reason| Failure { reason, message: "no".to_owned() });
+                // It says that it was not started after all, and whether that was heard is not known until there is an answer.
+                self.seen(|seen| *seen.denied.entry(claims.lease).or_default() += usize::from(fails));
                 let finished = self.db.write(async |txn| {
                     let report = Report { exit, failure: failure.clone(), ..Report::default() };
                     let mut effects = Effects::default();
                     workloads::finish_attempt(&txn, &claims, report, &self.config, now, &mut effects).await
                 });
                 match finished.await {
-                    Ok(()) if fails => {
-                        // It says that it was not started after all.
-                        if let Some((workload, _)) = claims.attempt {
-                            self.seen(|seen| seen.started.entry(workload).or_default().remove(&claims.lease));
-                        }
+                    Ok(()) => {}
+                    Err(AttemptError::LeaseLost) => {
+                        self.seen(|seen| *seen.denied.entry(claims.lease).or_default() -= usize::from(fails));
                     }
-                    Ok(()) | Err(AttemptError::LeaseLost) => {}
                     Err(AttemptError::Database(error)) => panic!("finish: {error}"),
                 }
             }
@@ -433,7 +441,7 @@ impl World {
             Operation::Misfit => self.misfit(dice.random_range(0..WORKERS), MarkerId::new()).await,
             Operation::Silence => {
                 let lost = i64::try_from(self.config.lost_after.as_micros()).expect("fits");
-                self.seen(|seen| seen.moved += lost + 1);
+                self.seen(|seen| seen.moved += lost + SKEW);
                 let now = self.now();
                 let noticed = self.db.write(async |txn| {
                     workers::notice_silence(&txn, &self.config, now, &mut Effects::default()).await
@@ -531,6 +539,7 @@ impl World {
                     asks[0].lease = again;
                 }
                 let placed = self.ask(&mut dice, now, |answer| Request::Place(asks, answer)).await;
+                let Some(placed) = placed else { return };
                 let granted: Vec<_> = placed.iter().filter_map(|placed| placed.as_ref().ok()).collect();
                 if group.is_some() && again.is_none() {
                     assert!(
@@ -569,28 +578,26 @@ impl World {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
                 let leases = vec![claims.lease];
                 let released = self.ask(&mut dice, now, |answer| Request::Release(leases, answer)).await;
-                released.expect("released");
+                if let Some(released) = released {
+                    released.expect("released");
+                }
             }
         }
     }
 
-    /// The dispatcher of one of the replicas.
-    async fn dispatcher(&self, dice: &mut StdRng) -> tokio::sync::MutexGuard<'_, Dispatcher> {
-        self.dispatchers[dice.random_range(0..REPLICAS)].lock().await
-    }
-
-    /// Asks one of the replicas, which knows what the others did, or not.
+    /// Asks one of the replicas, which knows what the others did, or not. `None`: it was killed meanwhile.
     async fn ask<T>(
         &self,
         dice: &mut StdRng,
         now: Timestamp,
         request: impl FnOnce(tokio::sync::oneshot::Sender<T>) -> Request,
-    ) -> T {
-        let replica = dice.random_range(0..REPLICAS);
-        let answered = async { self.dispatches[replica].ask(request).await.expect("an answer") };
+    ) -> Option<T> {
+        let replica = &self.replicas[dice.random_range(0..REPLICAS)];
+        let dispatch = replica.dispatch();
+        let answered = async { dispatch.ask(request).await.ok() };
         // Whoever has the dispatcher has it do what others ask for meanwhile as well.
         let has_it_done = async {
-            let mut dispatcher = self.dispatchers[replica].lock().await;
+            let mut dispatcher = replica.hold().await;
             if dice.random_bool(0.5) {
                 dispatcher.catch_up(true, &mut Effects::default()).await.expect("the database answers");
             }
@@ -605,6 +612,7 @@ impl World {
             while !asked.is_empty() {
                 asked = dispatcher.rounds(asked, &caller).await;
             }
+            dispatcher.done();
         };
         tokio::join!(answered, has_it_done).0
     }
@@ -626,7 +634,8 @@ impl World {
         }
         self.end_orphans().await;
         self.see_off().await;
-        for id in self.seen(|seen| seen.workloads.clone()) {
+        for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
+            let id = WorkloadId::from_uuid(row.id);
             let cancelled = self.db.write(async |txn| {
                 workloads::cancel(&txn, "main", id, Duration::ZERO, self.now(), &mut Effects::default()).await
             });
@@ -640,17 +649,20 @@ impl World {
         for worker in worker::Entity::find().all(self.db.read()).await.expect("workers") {
             assert_eq!(worker.active_tasks, 0, "{} keeps a slot", worker.name);
         }
-        for dispatcher in &*self.dispatchers {
-            let mut dispatcher = dispatcher.lock().await;
+        for replica in &*self.replicas {
+            let mut dispatcher = replica.hold().await;
             let mut effects = Effects::default();
             // One that notices, and one that others can hear of.
             for _ in 0..2 {
                 dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
                 dispatcher.take_turns(self.now(), &mut effects).await.expect("nobody waits");
             }
+            // What one that was killed kept free is so until its term is over.
+            let mut kept_free = kept_free::Entity::find().all(self.db.read()).await.expect("workers");
+            kept_free.retain(|row| dispatcher.chose(row));
+            assert!(kept_free.is_empty(), "nobody waits: {kept_free:?}");
+            dispatcher.done();
         }
-        let kept_free = kept_free::Entity::find().all(self.db.read()).await.expect("workers");
-        assert!(kept_free.is_empty(), "nobody waits: {kept_free:?}");
         for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
             assert_eq!(row.state, workload::State::Finished);
         }
@@ -663,25 +675,26 @@ async fn world(url: &str) -> World {
     let config = Config { queue_aging, ..Config::new(url, "http://127.0.0.1:9") };
     let db = Database::connect::<crate::Schema>(url).await.expect("a database");
     let config = Arc::new(config);
-    let replicas = (0..REPLICAS).map(|_| Dispatcher::new(db.clone(), config.clone()));
-    let (dispatches, dispatchers): (Vec<_>, Vec<_>) = replicas.unzip();
-    let dispatchers = dispatchers.into_iter().map(tokio::sync::Mutex::new).collect();
-    World { db, config, dispatches: dispatches.into(), dispatchers, seen: Arc::default() }
+    let replicas = (0..REPLICAS).map(|_| Replica::new(db.clone(), config.clone())).collect();
+    World { db, config, replicas, seen: Arc::default() }
 }
 
 /// Replicas remember the same of a worker, and one after the other takes what is there.
 async fn what_another_replica_granted_counts(url: &str) {
     let world = world(url).await;
     world.hello(1, MarkerId::new()).await;
-    for dispatcher in &*world.dispatchers {
-        dispatcher.lock().await.catch_up(false, &mut Effects::default()).await.expect("workers");
+    for replica in &*world.replicas {
+        let mut dispatcher = replica.hold().await;
+        dispatcher.catch_up(false, &mut Effects::default()).await.expect("workers");
+        dispatcher.done();
     }
     let place = async |replica: usize, count: usize| {
         let asks = (0..count).map(|_| ask(LeaseId::new(), Kind::Task, None)).collect();
         let (answer, answered) = tokio::sync::oneshot::channel();
-        let mut dispatcher = world.dispatchers[replica].lock().await;
+        let mut dispatcher = world.replicas[replica].hold().await;
         let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
         let held = dispatcher.rounds(vec![Request::Place(asks, answer)], &caller).await;
+        dispatcher.done();
         assert!(held.is_empty(), "nothing else was asked for");
         let placed = answered.await.expect("an answer");
         let is_busy = |placed: &Placed| matches!(placed, Err(PlaceError::AllWorkersBusy(_)));
@@ -705,8 +718,7 @@ async fn what_another_replica_granted_counts_postgres() {
     what_another_replica_granted_counts(&testing::databases::postgres().await.url).await;
 }
 
-async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize) -> Seen {
-    let seed = testing::seeds::seed();
+async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize, seed: u64) -> Seen {
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = StdRng::seed_from_u64(seed);
 
@@ -718,8 +730,18 @@ async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize) -> Seen {
         let mut operations = tokio::task::JoinSet::new();
         for _ in 0..at_once {
             let (operation, _) = mix.choose_weighted(&mut dice, |(_, weight)| *weight).expect("some weights");
+            let killed = dice.random_bool(0.2).then(|| dice.random_range(1..40));
             let (world, operation, dice) = (world.clone(), *operation, StdRng::seed_from_u64(dice.random()));
-            operations.spawn(async move { world.carry_out(operation, dice).await });
+            operations.spawn(async move {
+                let carried_out = world.carry_out(operation, dice);
+                match killed {
+                    None => carried_out.await,
+                    Some(moment) => {
+                        let done = killed_at(moment, carried_out).await;
+                        world.seen(|seen| seen.killed += usize::from(done.is_none()));
+                    }
+                }
+            });
         }
         while let Some(done) = operations.join_next().await {
             done.expect("the operation");
@@ -733,24 +755,33 @@ async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize) -> Seen {
     world.seen(std::mem::take)
 }
 
-async fn run_all(url: &str) {
-    let seen = run(url, &OPERATIONS, 6).await;
-    assert!(seen.kept_free > 0, "some wait long for all that a worker has");
+async fn run_all(database: impl AsyncFn() -> TestDatabase) {
+    // Whether any waits that long before its replica is killed depends on how fast others are.
+    for seed in 0..5 {
+        let seed = testing::seeds::repeated().unwrap_or_else(|| testing::seeds::nth(seed));
+        let seen = run(&database().await.url, &OPERATIONS, 6, seed).await;
+        assert!(seen.killed > 0, "some are killed");
+        if seen.kept_free > 0 {
+            return;
+        }
+    }
+    panic!("some wait long for all that a worker has");
 }
 
 async fn run_driven(url: &str) {
-    let seen = run(url, &DRIVEN, 16).await;
+    let seen = run(url, &DRIVEN, 16, testing::seeds::seed()).await;
     assert!(seen.ahead > 0, "many ask at once");
+    assert!(seen.killed > 0, "some are killed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn limits_hold_and_nothing_is_granted_twice_sqlite() {
-    run_all(&testing::databases::sqlite().url).await;
+    run_all(async || testing::databases::sqlite()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn limits_hold_and_nothing_is_granted_twice_postgres() {
-    run_all(&testing::databases::postgres().await.url).await;
+    run_all(testing::databases::postgres).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

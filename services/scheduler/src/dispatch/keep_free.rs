@@ -266,6 +266,12 @@ impl Dispatcher {
         self.kept_free.apply(&queue, &mut self.memory.workers.lock());
     }
 
+    /// Whether this replica keeps the worker of this row free.
+    #[cfg(test)]
+    pub(crate) fn chose(&self, row: &kept_free::Model) -> bool {
+        self.kept_free.told.is_own(row)
+    }
+
     /// Tells other replicas what is kept free for those that wait here, and hears what is for theirs.
     pub(super) async fn tend_kept_free(&mut self, now: Timestamp) -> Result<(), DbErr> {
         let rows = kept_free::Entity::find().all(self.db.read()).await?;

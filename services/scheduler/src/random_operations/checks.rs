@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use domain::{LeaseId, WorkloadId};
-use sea_orm::{ColumnTrait, EntityTrait, QueryFilter, QueryOrder};
+use sea_orm::{ColumnTrait, ConnectionTrait, DbBackend, DbErr, EntityTrait, QueryFilter, QueryOrder};
 
 use super::{World, spec};
 use crate::entity::lease::Kind;
@@ -11,9 +11,20 @@ use crate::entity::{event, from_json, lease, worker, workload};
 use crate::events::Event;
 use crate::{registry, workloads};
 
+/// Waits until what is killed was written, or was not: a transaction whose process is gone may be committed all the same. On SQLite whoever may
+/// write has waited for the others.
+async fn rest(txn: &db::Transaction) -> Result<(), DbErr> {
+    if txn.get_database_backend() == DbBackend::Postgres {
+        let tables = "LOCK TABLE workloads, events, leases, workers, kept_free IN SHARE MODE";
+        txn.execute_unprepared(tables).await?;
+    }
+    Ok(())
+}
+
 impl World {
     /// Everything is at rest: what must hold, holds.
     pub(super) async fn check(&self) {
+        self.db.write(async |txn| rest(&txn).await).await.expect("the database answers");
         let db = self.db.read();
         let all = lease::Entity::find().all(db).await.expect("leases");
         let live: Vec<_> = all.iter().filter(|lease| lease.state != lease::State::Ended).collect();
@@ -42,7 +53,12 @@ impl World {
         for row in workload::Entity::find().all(db).await.expect("workloads") {
             self.check_workload(&row, &live).await;
         }
-        let started = self.seen(|seen| seen.started.clone());
+        let started = self.seen(|seen| {
+            let is_denied = |lease: &LeaseId| seen.denied.get(lease).is_some_and(|times| *times > 0);
+            let mut started = seen.started.clone();
+            started.values_mut().for_each(|attempts| attempts.retain(|lease| !is_denied(lease)));
+            started
+        });
         for (workload, attempts) in &started {
             let row = workloads::find(db, *workload).await.expect("workloads").expect("none is forgotten");
             assert!(row.retried <= i64::from(spec(*workload).retries), "{workload} began again too often");

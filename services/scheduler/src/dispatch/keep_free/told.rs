@@ -128,7 +128,7 @@ impl Told {
         }
     }
 
-    fn is_own(&self, row: &Model) -> bool {
+    pub(super) fn is_own(&self, row: &Model) -> bool {
         row.chosen_by == Some(self.replica)
     }
 }
