@@ -289,7 +289,7 @@ async fn live_leases(scheduler: &Scheduler) -> Result<HashMap<Uuid, i64>, DbErr>
         .select_only()
         .column(lease::Column::WorkerId)
         .column_as(lease::Column::Id.count(), "count")
-        .filter(lease::Column::State.ne(lease::State::Ended))
+        .filter(lease::is_live())
         .group_by(lease::Column::WorkerId)
         .into_tuple()
         .all(scheduler.db.read())

@@ -11,6 +11,8 @@
 
 mod counts;
 mod owners;
+#[cfg(test)]
+mod plans;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -27,7 +29,7 @@ use uuid::Uuid;
 pub(crate) use self::counts::{Changes, lock_workers};
 use self::counts::{lock_known, signed};
 use crate::entity::lease::{self, EndedBy, Kind, State};
-use crate::entity::{to_json, worker, workload};
+use crate::entity::{STATE_OF_NAMED, to_json, worker, workload};
 use crate::events::{Event, Whereabouts};
 use crate::leases;
 use crate::memory;
@@ -261,7 +263,7 @@ async fn lock_waiting(
     }
     let backend = txn.get_database_backend();
     let query = format!(
-        "SELECT id, state FROM workloads WHERE id IN ({}) AND state IN ('accepted', 'pending') ORDER BY id {}",
+        "SELECT id, state FROM workloads WHERE id IN ({}) AND {STATE_OF_NAMED} IN ('accepted', 'pending') ORDER BY id {}",
         rows::query(backend, 1, &rows::IDS),
         rows::lock(backend, "FOR UPDATE")
     );
@@ -290,7 +292,7 @@ async fn release(
     let backend = txn.get_database_backend();
     let query = format!(
         "UPDATE leases SET state = 'ended', ended_at = $2, ended_by = $3
-         WHERE id IN (SELECT id FROM leases WHERE id IN ({}) AND state <> 'ended' AND workload_id IS NULL ORDER BY id {})
+         WHERE id IN (SELECT id FROM leases WHERE id IN ({}) AND {STATE_OF_NAMED} <> 'ended' AND workload_id IS NULL ORDER BY id {})
          RETURNING *",
         rows::query(backend, 1, &rows::IDS),
         rows::lock(backend, "FOR UPDATE"),

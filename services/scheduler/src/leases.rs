@@ -30,13 +30,15 @@ use sea_orm::{
 
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy, Kind, State, StopReason};
-use crate::entity::{owner_worker, worker};
+use crate::entity::{STATE_OF_NAMED, owner_worker, worker};
 use crate::grants::Changes;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::placement::{Placement, Resources};
 
-/// Written out, as in the partial indexes of the table: for a parameter in its place SQLite would plan the statement anew each time.
-const NOT_ENDED: &str = "state <> 'ended'";
+/// Whether a lease that is named by its id has not ended.
+fn named_is_live() -> Expr {
+    Expr::cust(format!("{STATE_OF_NAMED} <> 'ended'"))
+}
 
 /// A driven lease cannot be kept.
 #[derive(Debug, thiserror::Error)]
@@ -195,7 +197,7 @@ pub(crate) async fn live_tasks(
 fn live_tasks_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::Entity> {
     lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker.uuid()))
-        .filter(Expr::cust(NOT_ENDED))
+        .filter(lease::is_live())
         .filter(lease::Column::WorkloadId.is_not_null())
         .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
 }
@@ -218,7 +220,7 @@ pub(crate) async fn stop(
         .col_expr(lease::Column::StopReason, Expr::value(lease.stop_reason.unwrap_or(reason)))
         .col_expr(lease::Column::StopGraceUs, Expr::value(grace))
         .filter(lease::Column::Id.eq(lease.id))
-        .filter(Expr::cust(NOT_ENDED))
+        .filter(named_is_live())
         .exec(txn)
         .await?;
     if stopped.rows_affected > 0 {
@@ -236,7 +238,7 @@ pub(crate) async fn raise_phase(
     let raised = lease::Entity::update_many()
         .col_expr(lease::Column::Phase, Expr::value(phase))
         .filter(lease::Column::Id.eq(lease.uuid()))
-        .filter(Expr::cust(NOT_ENDED))
+        .filter(named_is_live())
         .filter(lease::Column::Phase.lt(phase))
         .exec(txn)
         .await?;
@@ -256,7 +258,7 @@ pub(crate) async fn end(
         .col_expr(lease::Column::EndedAt, Expr::value(now.0))
         .col_expr(lease::Column::EndedBy, Expr::value(by))
         .filter(lease::Column::Id.eq(lease.uuid()))
-        .filter(Expr::cust(NOT_ENDED))
+        .filter(named_is_live())
         .exec_with_returning(txn)
         .await?;
     freed(txn, &ended, now, effects).await?;
@@ -316,7 +318,7 @@ pub(crate) async fn renew(
     let renewed = lease::Entity::update_many()
         .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
         .filter(lease::Column::Id.eq(lease.uuid()))
-        .filter(lease::Column::State.eq(State::Granted))
+        .filter(Expr::cust(format!("{STATE_OF_NAMED} = 'granted'")))
         .exec(txn)
         .await?;
     if renewed.rows_affected > 0 { Ok(()) } else { Err(RenewError::Lost) }
@@ -332,7 +334,7 @@ pub(crate) async fn be_patient(
     lease::Entity::update_many()
         .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
         .filter(lease::Column::WorkloadId.is_null())
-        .filter(Expr::cust(NOT_ENDED))
+        .filter(lease::is_live())
         .filter(lease::Column::ExpiresAt.lt((now + term).0))
         .exec(txn)
         .await
@@ -347,7 +349,7 @@ pub(crate) async fn expire(
 ) -> Result<(), DbErr> {
     let mut late = lease::Entity::find()
         .filter(lease::Column::WorkloadId.is_null())
-        .filter(Expr::cust(NOT_ENDED))
+        .filter(lease::is_live())
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .order_by_asc(lease::Column::Id)
         .limit(1000)
@@ -369,7 +371,7 @@ pub(crate) async fn expire(
 /// Whether a driven lease was not renewed in time.
 pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Result<bool, DbErr> {
     let expired = lease::Entity::find()
-        .filter(Expr::cust(NOT_ENDED))
+        .filter(lease::is_live())
         .filter(lease::Column::ExpiresAt.is_not_null())
         .filter(lease::Column::ExpiresAt.lte(now.0))
         .one(db)

@@ -128,6 +128,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         dispatch,
         gossip: gossip::Gossip::new(),
         drift: drift::Drift::default(),
+        orphans_ended: Arc::default(),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };

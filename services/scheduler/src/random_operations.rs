@@ -296,7 +296,7 @@ impl World {
     }
 
     async fn end_orphans(&self) {
-        for lease in workers::orphans(self.db.read()).await.expect("orphans") {
+        for lease in workers::orphans(self.db.read(), 0).await.expect("orphans") {
             let ended = self.db.write(async |txn| {
                 let (now, mut effects) = (self.now(), Effects::default());
                 if !workers::is_orphan(&*txn, &lease).await? {

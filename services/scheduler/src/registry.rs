@@ -341,7 +341,7 @@ pub(crate) async fn going(db: &impl ConnectionTrait) -> Result<Vec<Model>, DbErr
 async fn interrupt(scheduler: &Scheduler, worker: Uuid, all: bool) -> Result<(), DbErr> {
     let live = lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker))
-        .filter(lease::Column::State.ne(lease::State::Ended))
+        .filter(lease::is_live())
         .filter(lease::Column::StopReason.is_null())
         .all(scheduler.db.read())
         .await?;
@@ -496,7 +496,7 @@ pub(crate) async fn remove(
     };
     let live = lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker))
-        .filter(lease::Column::State.ne(lease::State::Ended))
+        .filter(lease::is_live())
         .one(txn)
         .await?;
     if !may_go || live.is_some() {

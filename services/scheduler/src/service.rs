@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use db::{Database, Transaction};
@@ -54,6 +55,8 @@ pub(crate) struct Scheduler {
     pub(crate) hellos: Hellos,
     pub(crate) gossip: Gossip,
     pub(crate) drift: Drift,
+    /// The revision of workers up to which no lease is left of one that is lost, or of an incarnation that is over.
+    pub(crate) orphans_ended: Arc<AtomicI64>,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
 }
@@ -477,7 +480,16 @@ impl Scheduler {
 
     /// Ends the leases under which nothing can be running any more.
     pub(crate) async fn end_orphans(&self) -> Result<(), DbErr> {
-        for lease in workers::orphans(self.db.read()).await? {
+        let before = self.orphans_ended.load(Ordering::Relaxed);
+        let last = registry::revisions(self.db.read()).await?.last;
+        if last == before {
+            return Ok(());
+        }
+        // A database that was restored has fewer.
+        let after = if before < last { before } else { 0 };
+        let orphans = workers::orphans(self.db.read(), after).await?;
+        let are_all = orphans.len() < workers::ORPHANS;
+        for lease in orphans {
             tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending the lease of a worker that is gone");
             match lease.is_driven() {
                 false => {
@@ -496,6 +508,9 @@ impl Scheduler {
                     self.end_lease(LeaseId::from_uuid(lease.id), EndedBy::Lost).await?;
                 }
             }
+        }
+        if are_all {
+            self.orphans_ended.store(last, Ordering::Relaxed);
         }
         Ok(())
     }

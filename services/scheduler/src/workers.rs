@@ -28,7 +28,7 @@ use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::worker::{self, Desired, Model, State};
-use crate::entity::{contact, from_json, kept_free, lease, to_json, workload};
+use crate::entity::{contact, from_json, kept_free, lease, to_json};
 use crate::grants;
 use crate::memory::Facts;
 use crate::placement;
@@ -43,6 +43,9 @@ pub(crate) use heard::{Heard, come_back, observe};
 
 /// Between two writes of a contact time that says nothing new, at least this much passes.
 pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
+
+/// Of leases under which nothing runs, so many are ended at a time.
+pub(crate) const ORPHANS: usize = 500;
 
 /// How a gateway introduces the worker it speaks for.
 #[derive(Debug, Clone)]
@@ -526,25 +529,23 @@ pub(crate) async fn notice_silence(
     registry::changed(txn, &silent, effects).await
 }
 
-/// Live leases under which nothing can be running any more: of a worker that is lost, or of an incarnation that is over.
-pub(crate) async fn orphans(db: &impl ConnectionTrait) -> Result<Vec<lease::Model>, DbErr> {
-    let own =
-        Expr::col((worker::Entity, worker::Column::Id)).equals((lease::Entity, lease::Column::WorkerId));
-    let lost = Expr::col((worker::Entity, worker::Column::State)).eq(State::Lost);
-    let over = Expr::col((lease::Entity, lease::Column::Incarnation))
-        .lt(Expr::col((worker::Entity, worker::Column::Incarnation)));
-    let workers = Query::select()
-        .expr(Expr::val(1))
-        .from(worker::Entity)
-        .and_where(own)
-        .and_where(lost.or(over))
-        .to_owned();
-    lease::Entity::find()
-        .filter(lease::Column::State.ne(lease::State::Ended))
-        .filter(Expr::exists(workers))
-        .limit(500)
-        .all(db)
-        .await
+/// Live leases under which nothing can be running any more, [`ORPHANS`] at most: of a worker that is lost, or of an incarnation that is over. Only
+/// of workers that have changed since the revision `after`; a worker that becomes so gets a new one.
+pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec<lease::Model>, DbErr> {
+    let changed = worker::Entity::find().select_only().column(worker::Column::Id);
+    let changed: Vec<Uuid> = changed.filter(worker::Column::Revision.gt(after)).into_tuple().all(db).await?;
+    if changed.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = db.get_database_backend();
+    let query = format!(
+        "SELECT leases.* FROM workers JOIN leases ON leases.worker_id = workers.id AND leases.state <> 'ended'
+         AND (workers.state = 'lost' OR leases.incarnation < workers.incarnation)
+         WHERE workers.id IN ({}) LIMIT {ORPHANS}",
+        rows::query(backend, 1, &rows::IDS)
+    );
+    let query = Statement::from_sql_and_values(backend, query, [rows::ids(changed)?]);
+    lease::Entity::find().from_raw_sql(query).all(db).await
 }
 
 /// Leases of workers that have been silent for the TTL, under which no process counts as started: nothing of them runs, and none may
@@ -554,24 +555,25 @@ pub(crate) async fn unheard(
     config: &Config,
     now: Timestamp,
 ) -> Result<Vec<lease::Model>, DbErr> {
-    let stalled = Query::select()
-        .column(worker::Column::Id)
-        .from(worker::Entity)
-        .and_where(Expr::col(worker::Column::State).eq(State::Stalled))
-        .and_where(Expr::col(worker::Column::Id).in_subquery(silent_for(config.worker_ttl, config, now)))
-        .to_owned();
-    let unstarted = Query::select()
-        .column(workload::Column::LeaseId)
-        .from(workload::Entity)
-        .and_where(Expr::col(workload::Column::State).eq(workload::State::Assigned))
-        .to_owned();
-    lease::Entity::find()
-        .filter(lease::Column::State.ne(lease::State::Ended))
-        .filter(lease::Column::WorkerId.in_subquery(stalled))
-        .filter(lease::Column::Id.in_subquery(unstarted))
-        .limit(500)
+    let stalled = worker::Entity::find().select_only().column(worker::Column::Id);
+    let stalled: Vec<Uuid> = stalled
+        .filter(worker::Column::State.eq(State::Stalled))
+        .filter(worker::Column::Id.in_subquery(silent_for(config.worker_ttl, config, now)))
+        .into_tuple()
         .all(db)
-        .await
+        .await?;
+    if stalled.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = db.get_database_backend();
+    let query = format!(
+        "SELECT leases.* FROM leases JOIN workloads ON workloads.id = leases.workload_id AND workloads.lease_id = leases.id
+         AND workloads.state || '' = 'assigned'
+         WHERE leases.state <> 'ended' AND leases.worker_id IN ({}) LIMIT {ORPHANS}",
+        rows::query(backend, 1, &rows::IDS)
+    );
+    let query = Statement::from_sql_and_values(backend, query, [rows::ids(stalled)?]);
+    lease::Entity::find().from_raw_sql(query).all(db).await
 }
 
 /// Whether nothing can be running under `lease` any more.

@@ -12,6 +12,7 @@ use uuid::Uuid;
 use super::asking::Leases;
 use super::{BATCH, DECISIONS, Dispatcher};
 use crate::effects::Effects;
+use crate::entity::STATE_OF_NAMED;
 use crate::entity::workload::{self, Model, State};
 use crate::grants::Plan;
 use crate::hints::Hints;
@@ -269,7 +270,7 @@ impl Dispatcher {
         let given = rows::ids(ids.iter().map(|id| id.uuid()))?;
         let (db, backend) = (self.db.read(), self.db.read().get_database_backend());
         let among = rows::query(backend, 1, &rows::IDS);
-        let query = format!("SELECT * FROM workloads WHERE id IN ({among}) AND state = 'pending'");
+        let query = format!("SELECT * FROM workloads WHERE id IN ({among}) AND {STATE_OF_NAMED} = 'pending'");
         let found = Statement::from_sql_and_values(backend, query, [given]);
         let found = workload::Entity::find().from_raw_sql(found).all(db).await?;
         let waiting: HashSet<_> = found.iter().map(|row| WorkloadId::from_uuid(row.id)).collect();

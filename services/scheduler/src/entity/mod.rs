@@ -13,6 +13,10 @@ pub(crate) mod worker;
 pub(crate) mod worker_revision;
 pub(crate) mod workload;
 
+/// In a statement that names rows by their ids: the state of such a row. Without an index of those in one state, which PostgreSQL takes for
+/// the shortest way where there was hardly any when it looked at the table last, however many there are by now.
+pub(crate) const STATE_OF_NAMED: &str = "(state || '')";
+
 /// JSON of a column that this service wrote.
 pub(crate) fn from_json<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, sea_orm::DbErr> {
     serde_json::from_str(text).map_err(|error| sea_orm::DbErr::Type(error.to_string()))

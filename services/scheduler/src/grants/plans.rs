@@ -1,0 +1,109 @@
+//! Whatever PostgreSQL believes of a table, what is looked up by its id is, and nothing else is read.
+
+use std::time::Duration;
+
+use db::Database;
+use sea_orm::{Statement, TransactionTrait};
+
+use super::*;
+use crate::config::Config;
+use crate::effects::Effects;
+use crate::entity::lease::StopReason;
+use crate::registry;
+use crate::workers;
+use crate::workers::for_tests::hello;
+
+/// Rows that are live, and as many that are not.
+const ROWS: i64 = 5_000;
+/// Of them some are asked for.
+const ASKED: usize = 10;
+
+/// Leases and workloads, in these states.
+async fn fill(db: &Database, lease: &str, workload: &str) {
+    let id = "CAST(lpad(to_hex(n), 32, '0') AS UUID)";
+    let from = if lease == "ended" { 1 } else { ROWS + 1 };
+    let numbers = format!("generate_series({from}, {}) AS numbers (n)", from + ROWS - 1);
+    let (ended_at, ended_by) = if lease == "ended" { ("1", "'reported'") } else { ("NULL", "NULL") };
+    for statement in [
+        format!(
+            "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at, locations, waiting_for)
+             SELECT {id}, {id}, 'main', '', '', '', FALSE, '{workload}', 1, 1, '[]', '[]' FROM {numbers}"
+        ),
+        format!(
+            "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, phase, request, expires_at, granted_at, ended_at, ended_by)
+             SELECT {id}, workers.id, workers.incarnation, 'task', 'main', '{lease}', 1, 0, '', 1, 1, {ended_at}, {ended_by} FROM workers, {numbers}"
+        ),
+    ] {
+        db.read().execute_unprepared(&statement).await.expect("rows");
+    }
+}
+
+/// How many rows of leases and workloads this transaction and those before it have read, as far as PostgreSQL has not said so to others.
+async fn read(txn: &DatabaseTransaction) -> i64 {
+    let query =
+        "SELECT CAST(SUM(seq_tup_read + idx_tup_fetch) AS BIGINT) AS rows FROM pg_stat_xact_user_tables
+                 WHERE relname IN ('leases', 'workloads')";
+    let asked = Statement::from_string(txn.get_database_backend(), query);
+    let row = txn.query_one_raw(asked).await.expect("statistics").expect("a row");
+    row.try_get("", "rows").expect("a number")
+}
+
+/// PostgreSQL looked when nothing was live, and takes an index of what is live for nearly empty.
+#[tokio::test]
+async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
+    let database = testing::databases::postgres().await;
+    let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+    let (hello, config, now) = (hello("one"), Config::new("", ""), Timestamp::now());
+    let let_in =
+        db.write(async |txn| workers::hello(&txn, &[&hello], &config, now, &mut Effects::default()).await);
+    let_in.await.expect("the database answers").remove(0).expect("let in");
+    fill(&db, "ended", "finished").await;
+    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("looked at");
+    fill(&db, "granted", "pending").await;
+    let counts = format!("UPDATE workers SET active_tasks = {ROWS}");
+    db.read().execute_unprepared(&counts).await.expect("counted");
+
+    let txn = db.read().begin().await.expect("a transaction");
+    let ids = |from: i64| {
+        let ids = (from..).take(ASKED).map(|n| Uuid::from_u128((ROWS + n) as u128));
+        ids.collect::<Vec<_>>()
+    };
+    let leases = |from: i64| ids(from).into_iter().map(LeaseId::from_uuid).collect::<Vec<_>>();
+    let mut before = read(&txn).await;
+    let mut few = async |what: &str| {
+        let after = read(&txn).await;
+        assert!(after - before < 20 * ASKED as i64, "{what} read {} rows", after - before);
+        before = after;
+    };
+
+    let released = release(&txn, &leases(1), now).await.expect("released");
+    assert_eq!(released.len(), ASKED);
+    few("giving leases back").await;
+
+    let pinned = |id| Pinned { id: WorkloadId::from_uuid(id), locations: String::new(), reasons: vec![] };
+    let plan = Plan { pinned: ids(1).into_iter().map(pinned).collect(), ..Plan::default() };
+    let mut done = Done::default();
+    lock_waiting(&txn, &plan, &mut done).await.expect("locked");
+    assert_eq!(done.settled.len(), ASKED, "they are pinned already");
+    few("locking workloads that wait").await;
+
+    let mut effects = Effects::default();
+    for lease in leases(1000) {
+        leases::renew(&txn, lease, now, Duration::from_secs(1)).await.expect("renewed");
+        few("keeping a lease").await;
+        assert!(leases::raise_phase(&txn, lease, 1).await.expect("noted"));
+        few("noting how far it is").await;
+        let row = leases::find(&txn, lease).await.expect("leases").expect("it is there");
+        leases::stop(&txn, row, StopReason::Cancelled, Duration::ZERO, &mut effects).await.expect("told");
+        few("telling it to stop").await;
+        assert!(leases::end(&txn, lease, EndedBy::Reported, now, &mut effects).await.expect("ended"));
+        few("ending it").await;
+    }
+
+    let last = registry::revisions(&txn).await.expect("revisions").last;
+    assert!(workers::orphans(&txn, last).await.expect("leases").is_empty());
+    few("looking for leases of workers that are gone").await;
+    let late = now + config.lost_after;
+    assert!(workers::unheard(&txn, &config, late).await.expect("leases").is_empty());
+    few("looking for leases of silent workers").await;
+}
