@@ -8,27 +8,28 @@ from measure import row, table
 from store import DATABASES, of_example
 
 
-def bench_placing(base, workers, seconds):
-    """Figures of one scheduler on PostgreSQL with each of these numbers of workers."""
+def bench_placing(base, workers, seconds, runs):
+    """Figures of one scheduler on PostgreSQL with each of these numbers of workers, of so many runs with a database of its own each."""
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-placing-", dir=base))
     # The server is not run by root.
     home.chmod(0o755)
     try:
         arguments = ["--workers", ",".join(map(str, workers)), "--seconds", str(seconds)]
-        said = of_example(home, DATABASES[0], "placing", *arguments)
+        said = [of_example(home, DATABASES[0], "placing", *arguments) for _ in range(runs)]
     finally:
         shutil.rmtree(home, ignore_errors=True)
     lines = []
     for count in workers:
-        baseline = [said[f"{count}_cached_16"]]
-        rate = lambda what, key, reference=None: row(f"{count:,} workers: {what}", [said[f"{count}_{key}"]], reference, "/s")
+        of_all = lambda key: [run[f"{count}_{key}"] for run in said]
+        baseline = of_all("cached_16")
+        rate = lambda what, key, reference=None: row(f"{count:,} workers: {what}", of_all(key), reference, "/s")
         lines += [
             rate("from a cache, a row for each container, 16 callers", "cached_16"),
             rate("the same, with limits on tasks", "limited_16"),
             rate("`Place` and `Release`, one lease in a call, 16 callers", "single_16", baseline),
             rate("`Place` and `Release`, one lease in a call, 64 callers", "single_64", baseline),
-            row(f"{count:,} workers: `Place` of one caller, p99", [said[f"{count}_single_1_p99_ms"]]),
-            row(f"{count:,} workers: `Place` of 64 callers, p99", [said[f"{count}_single_64_p99_ms"]]),
+            row(f"{count:,} workers: `Place` of one caller, p99", of_all("single_1_p99_ms")),
+            row(f"{count:,} workers: `Place` of 64 callers, p99", of_all("single_64_p99_ms")),
             rate("`PlaceMany` and `ReleaseMany` of 100, 16 callers", "batched_16", baseline),
             rate("`PlaceMany` of 100 alone, 16 callers", "placed_16", baseline),
             rate("`Place` and `Release` of what uses five artifacts, 16 callers", "near_16"),

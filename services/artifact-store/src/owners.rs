@@ -371,11 +371,10 @@ pub(crate) async fn end_with(
             .filter(build::Column::EndedAt.is_null())
     };
     // Which job a build is of never changes, so the jobs can be locked before the builds.
-    let jobs = of_workload()
-        .filter(build::Column::Job.is_not_null())
-        .order_by_asc(build::Column::Job)
-        .all(txn)
-        .await?;
+    let jobs = of_workload().order_by_asc(build::Column::Job).all(txn).await?;
+    if jobs.is_empty() {
+        return Ok(());
+    }
     let mut latest = Vec::new();
     for build in &jobs {
         let Some(name) = &build.job else { continue };

@@ -251,14 +251,8 @@ pub(crate) async fn settle(
         missing.extend(give_to_builds(txn, settlement, &owned).await?);
     }
 
-    let pinned: Vec<Uuid> = pin::Entity::find()
-        .select_only()
-        .column(pin::Column::ArtifactId)
-        .filter(pin::Column::HolderId.eq(holder.uuid()))
-        .into_tuple()
-        .all(txn)
-        .await?;
-    pin::Entity::delete_many().filter(pin::Column::HolderId.eq(holder.uuid())).exec(txn).await?;
+    let pinned = pin::Entity::delete_many().filter(pin::Column::HolderId.eq(holder.uuid()));
+    let pinned = pinned.exec_with_returning(txn).await?;
     attempt::Entity::update_many()
         .col_expr(attempt::Column::EndedAt, Expr::value(now.0))
         .col_expr(attempt::Column::LookAt, Expr::value(now.0))
@@ -275,7 +269,7 @@ pub(crate) async fn settle(
         .await?;
     missing.extend(outputs::give(txn, &settlement.team, holder, owned, now, resource_cache_ttl).await?);
     // Last: whoever holds one of them may wait for what is locked above.
-    make_due(txn, pinned, now).await?;
+    make_due(txn, pinned.into_iter().map(|pin| pin.artifact_id), now).await?;
     Ok(missing)
 }
 

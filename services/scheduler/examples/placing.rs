@@ -90,7 +90,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         fill(&database, *count, arguments.limit).await?;
         database.execute_unprepared("TRUNCATE cached_workers, cached_containers; INSERT INTO cached_workers SELECT name, 0 FROM workers").await?;
         database.execute_unprepared("VACUUM ANALYZE cached_workers").await?;
-        let server = Server::start(&arguments.database_url)?;
+        let server = Server::start(&arguments.database_url).await?;
         let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
         for callers in [1, 16, 64] {
             let (rate, p99) = singles(&server, callers, arguments.seconds).await?;
@@ -213,8 +213,8 @@ async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::R
         rows.execute_unprepared(&statement).await?;
     }
     rows.close().await?;
-    let store = Server::run(&[&url, "--serve-store"])?;
-    let server = Server::run(&[&arguments.database_url, "--serve", "--store", &store.endpoint])?;
+    let store = Server::run(&[&url, "--serve-store"]).await?;
+    let server = Server::run(&[&arguments.database_url, "--serve", "--store", &store.endpoint]).await?;
     let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
     let (rate, _) = repeated(16, arguments.seconds, move || {
         let mut placements = placements.clone();

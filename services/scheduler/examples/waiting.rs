@@ -83,7 +83,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     for count in &arguments.workers {
         for (name, limit) in [("explain", 1_000_000), ("explain_full", 0)] {
             fill(&database, *count, limit).await?;
-            let server = Server::start(&arguments.database_url)?;
+            let server = Server::start(&arguments.database_url).await?;
             let took = explained(&server, arguments.seconds).await?;
             say(&format!("{count}_{name}_p50_ms"), percentile(&took, 50)?);
             say(&format!("{count}_{name}_p99_ms"), percentile(&took, 99)?);
@@ -131,7 +131,8 @@ async fn freed_slots(
     arguments: &Arguments,
 ) -> anyhow::Result<(Vec<Duration>, Vec<Duration>)> {
     fill(database, arguments.freed, 1).await?;
-    let (here, there) = (Server::start(&arguments.database_url)?, Server::start(&arguments.database_url)?);
+    let (here, there) =
+        (Server::start(&arguments.database_url).await?, Server::start(&arguments.database_url).await?);
     let mut placements = PlacementsClient::new(connected(&here).await?);
     let mut held = Vec::with_capacity(arguments.freed);
     for _ in 0..arguments.freed {
@@ -222,7 +223,7 @@ async fn queued(server: &Server, callers: usize, seconds: u64) -> anyhow::Result
 /// How many workloads are submitted per second while nobody takes any, what each costs of memory, and how long a worker waits that then appears.
 async fn long_queue(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<(f64, f64, f64)> {
     fill(database, 0, 0).await?;
-    let server = Server::start(&arguments.database_url)?;
+    let server = Server::start(&arguments.database_url).await?;
     let workloads = WorkloadsClient::new(connected(&server).await?);
     submit(&mut workloads.clone()).await?;
     let empty = server.memory()?;

@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use domain::LeaseId;
+use rpc::client::Outgoing;
+use rpc::pb::capabilities::GetCapabilitiesRequest;
+use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler as pb;
 use scheduler::Config;
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend};
@@ -52,12 +55,12 @@ pub(crate) struct Server {
 
 impl Server {
     /// A scheduler.
-    pub(crate) fn start(database: &str) -> anyhow::Result<Self> {
-        Self::run(&[database, "--serve"])
+    pub(crate) async fn start(database: &str) -> anyhow::Result<Self> {
+        Self::run(&[database, "--serve"]).await
     }
 
-    /// Ourselves, with these arguments.
-    pub(crate) fn run(arguments: &[&str]) -> anyhow::Result<Self> {
+    /// Ourselves, with these arguments, as soon as calls are taken.
+    pub(crate) async fn run(arguments: &[&str]) -> anyhow::Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
             .args(arguments)
             .stdin(Stdio::piped())
@@ -66,7 +69,17 @@ impl Server {
         let mut endpoint = String::new();
         let output = process.stdout.take().context("its output")?;
         BufReader::new(output).read_line(&mut endpoint)?;
-        Ok(Self { process, endpoint: endpoint.trim().to_owned() })
+        let server = Self { process, endpoint: endpoint.trim().to_owned() };
+        let mut asked = CapabilitiesClient::new(rpc::client::peer(&server.endpoint, Outgoing::internal())?);
+        let until = Instant::now() + Duration::from_secs(30);
+        loop {
+            let answer = asked.get_capabilities(GetCapabilitiesRequest {}).await?.into_inner();
+            if answer.not_ready.is_empty() {
+                return Ok(server);
+            }
+            ensure!(Instant::now() < until, "it is not ready: {}", answer.not_ready.join("; "));
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 }
 
