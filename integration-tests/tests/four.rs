@@ -107,7 +107,13 @@ fn exported_metrics_are_documented(suite: &Suite) {
     let counted = |page: &str| page.contains("gantry_rpc_calls_total{");
     assert!(counted(&page) || counted(&other), "somebody was called: {page}");
     assert!(page.contains("gantry_scheduler_workers{state=\"running\"} 1"), "{page}");
-    assert!(page.contains("gantry_scheduler_slots_drift 0"), "{page}");
+    for nothing_drifts in [
+        "counters_drift{counter=\"tasks\"} 0",
+        "leases_drift{what=\"missing\"} 0",
+        "leases_drift{what=\"stray\"} 0",
+    ] {
+        assert!(page.contains(&format!("gantry_scheduler_{nothing_drifts}\n")), "{nothing_drifts}: {page}");
+    }
 }
 
 #[test]

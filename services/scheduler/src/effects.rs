@@ -13,6 +13,8 @@ pub(crate) struct Effects {
     pub(crate) workloads: Vec<WorkloadId>,
     /// What these shall do changed, or what placement knows of them.
     pub(crate) workers: Vec<WorkerId>,
+    /// Leases of these that nothing runs under by itself were given back: there may be room for who waits.
+    pub(crate) freed: Vec<WorkerId>,
     /// These were put into the outbox.
     pub(crate) parcels: Vec<Parcel>,
     /// These wait for a worker from now on, or do not any more.
@@ -28,6 +30,7 @@ impl Effects {
     pub(crate) fn append(&mut self, mut other: Self) {
         self.workloads.append(&mut other.workloads);
         self.workers.append(&mut other.workers);
+        self.freed.append(&mut other.freed);
         self.parcels.append(&mut other.parcels);
         self.queued.append(&mut other.queued);
         self.deadline |= other.deadline;

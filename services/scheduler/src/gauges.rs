@@ -172,8 +172,8 @@ fn describe() {
     );
     metrics::describe_gauge!("gantry_scheduler_leases", "Leases that have not ended, by kind.");
     metrics::describe_gauge!(
-        "gantry_scheduler_slots_drift",
-        "How much the counters of workers and their leases disagree. Not 0: a defect."
+        "gantry_scheduler_counters_drift",
+        "By how much the counters of workers and their leases disagree, by what is counted: summed over the workers, whichever is more. Not 0: a defect."
     );
     metrics::describe_gauge!("gantry_scheduler_outbox", "What the artifact store has not acknowledged yet.");
 }
@@ -231,21 +231,53 @@ async fn set(db: &Database) -> Result<(), DbErr> {
             leases.insert(kind, row.try_get::<i64>("", "leases")?);
         }
     }
-    let mut taken: i64 = 0;
     for kind in lease::Kind::iter() {
         let count = leases.get(&kind).copied().unwrap_or(0);
         metrics::gauge!("gantry_scheduler_leases", "kind" => kind.to_value()).set(count as f64);
-        taken += if kind.takes_a_slot() { count } else { 0 };
     }
     metrics::gauge!("gantry_scheduler_slots_in_use").set(slots as f64);
-    metrics::gauge!("gantry_scheduler_slots_drift").set((slots - taken) as f64);
     metrics::gauge!("gantry_scheduler_outbox").set(owed as f64);
+    for (counter, drift) in counters_drift(db.read()).await? {
+        metrics::gauge!("gantry_scheduler_counters_drift", "counter" => counter).set(drift as f64);
+    }
     Ok(())
+}
+
+/// By how much each counter of workers and their leases disagree: summed over the workers, so that one that has too much does not hide another
+/// that has too little.
+pub(crate) async fn counters_drift(db: &impl ConnectionTrait) -> Result<[(&'static str, i64); 5], DbErr> {
+    // In one statement, so that what is compared belongs together.
+    let query = "SELECT CAST(COALESCE(SUM(ABS(active_tasks - COALESCE(tasks, 0))), 0) AS BIGINT) AS tasks, \
+                 CAST(COALESCE(SUM(ABS(active_checks - COALESCE(checks, 0))), 0) AS BIGINT) AS checks, \
+                 CAST(COALESCE(SUM(ABS(reserved_cpu_millis - COALESCE(cpu, 0))), 0) AS BIGINT) AS cpu_millis, \
+                 CAST(COALESCE(SUM(ABS(reserved_memory_bytes - COALESCE(memory, 0))), 0) AS BIGINT) AS memory_bytes, \
+                 CAST(COALESCE(SUM(ABS(reserved_disk_bytes - COALESCE(disk, 0))), 0) AS BIGINT) AS disk_bytes \
+                 FROM workers LEFT JOIN \
+                 (SELECT worker_id, COUNT(*) AS tasks, SUM(CASE kind WHEN 'check' THEN 1 ELSE 0 END) AS checks, SUM(cpu_millis) AS cpu, \
+                 SUM(memory_bytes) AS memory, SUM(disk_bytes) AS disk \
+                 FROM leases WHERE state <> 'ended' AND kind <> 'transfer' GROUP BY worker_id) AS held \
+                 ON held.worker_id = workers.id";
+    let row = db.query_one_raw(Statement::from_string(db.get_database_backend(), query)).await?;
+    let drift = |counter: &'static str| {
+        let drift: Option<i64> = row.as_ref().map(|row| row.try_get("", counter)).transpose()?;
+        Ok::<_, DbErr>((counter, drift.unwrap_or_default()))
+    };
+    Ok([
+        drift("tasks")?,
+        drift("checks")?,
+        drift("cpu_millis")?,
+        drift("memory_bytes")?,
+        drift("disk_bytes")?,
+    ])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
+    use crate::effects::Effects;
+    use crate::workers;
+    use crate::workers::for_tests::hello;
 
     #[test]
     fn what_waits_no_more_becomes_none_and_teams_beyond_the_bound_are_one() {
@@ -271,6 +303,33 @@ mod tests {
         for database in [sqlite, postgres] {
             let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
             set(&db).await.expect("counted");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_one_counter_has_too_much_another_that_has_too_little_does_not_hide() {
+        let (sqlite, postgres) = (testing::databases::sqlite(), testing::databases::postgres().await);
+        for database in [sqlite, postgres] {
+            let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+            let drift = async || counters_drift(db.read()).await.expect("compared").map(|(_, drift)| drift);
+            assert_eq!(drift().await, [0; 5], "there are no workers");
+            let gateways = ["one", "two"].map(hello);
+            let (hellos, config) = (gateways.iter().collect::<Vec<_>>(), Config::new("", ""));
+            let now = Timestamp::now();
+            db.write(async |txn| workers::hello(&txn, &hellos, &config, now, &mut Effects::default()).await)
+                .await
+                .expect("let in");
+            assert_eq!(drift().await, [0; 5]);
+            let apart = "UPDATE workers SET active_tasks = 3, active_checks = 1, reserved_cpu_millis = 10, reserved_memory_bytes = 7, \
+                         reserved_disk_bytes = 5 WHERE name = 'one'";
+            db.write(async |txn| txn.execute_unprepared(apart).await).await.expect("written");
+            assert_eq!(drift().await, [3, 1, 10, 7, 5]);
+            let grants = "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, phase, request, granted_at, \
+                          cpu_millis, memory_bytes, disk_bytes, settles, owner) \
+                          SELECT id, id, incarnation, CASE name WHEN 'two' THEN 'check' ELSE 'transfer' END, 'main', 'granted', 0, 0, '', 0, \
+                          4, 1, 2, false, '' FROM workers";
+            db.write(async |txn| txn.execute_unprepared(grants).await).await.expect("written");
+            assert_eq!(drift().await, [4, 2, 14, 8, 7], "a transfer takes nothing");
         }
     }
 }

@@ -21,6 +21,9 @@ const CHANNEL: &str = "gantry_scheduler";
 /// Of how many changes at a time each is told. Of more it is said that there are many.
 const MOST: usize = 2000;
 
+/// How long leases that were given back are collected: there may be thousands in a second, and often nobody waits for them.
+const COLLECTED: Duration = Duration::from_millis(2);
+
 /// How long to wait with the next attempt to listen.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -31,6 +34,8 @@ pub(crate) struct Gossip {
     replica: Uuid,
     news: Arc<Mutex<HashSet<News>>>,
     some: Arc<Notify>,
+    /// Something that may be collected for a moment.
+    later: Arc<Notify>,
 }
 
 /// Something that changed.
@@ -38,6 +43,8 @@ pub(crate) struct Gossip {
 enum News {
     /// What a worker shall do, or what placement knows of it.
     Worker(WorkerId),
+    /// Leases of a worker were given back.
+    Freed(WorkerId),
     /// Whether a workload waits for a worker.
     Queued(WorkloadId),
     /// Something happened to a workload.
@@ -54,6 +61,7 @@ impl News {
     fn word(self) -> String {
         match self {
             Self::Worker(id) => format!("w{}", id.uuid().simple()),
+            Self::Freed(id) => format!("f{}", id.uuid().simple()),
             Self::Queued(id) => format!("q{}", id.uuid().simple()),
             Self::Workload(id) => format!("e{}", id.uuid().simple()),
             Self::Deadline => "t".to_owned(),
@@ -67,6 +75,7 @@ impl News {
         let id = || Uuid::try_parse(id).ok();
         match kind {
             "w" => id().map(WorkerId::from_uuid).map(Self::Worker),
+            "f" => id().map(WorkerId::from_uuid).map(Self::Freed),
             "q" => id().map(WorkloadId::from_uuid).map(Self::Queued),
             "e" => id().map(WorkloadId::from_uuid).map(Self::Workload),
             "t" => Some(Self::Deadline),
@@ -79,23 +88,40 @@ impl News {
 
 impl Gossip {
     pub(crate) fn new() -> Self {
-        Self { replica: Uuid::now_v7(), news: Arc::default(), some: Arc::default() }
+        Self { replica: Uuid::now_v7(), news: Arc::default(), some: Arc::default(), later: Arc::default() }
     }
 
     /// The others shall hear of these.
     pub(crate) fn tell(&self, effects: &Effects) {
-        let Effects { workloads, workers, parcels: _, queued, deadline, registry } = effects;
+        let Effects { workloads, workers, freed, parcels: _, queued, deadline, registry } = effects;
         let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
         news.extend(workers.iter().copied().map(News::Worker));
         news.extend(queued.iter().copied().map(News::Queued));
         news.extend(workloads.iter().copied().map(News::Workload));
         news.extend(deadline.then_some(News::Deadline));
         news.extend(registry.then_some(News::Registry));
+        let is_urgent =
+            !(workers.is_empty() && queued.is_empty() && workloads.is_empty()) || *deadline || *registry;
+        news.extend(freed.iter().copied().map(News::Freed));
         if news.len() > MOST {
             *news = HashSet::from([News::Much]);
         }
-        if !news.is_empty() {
+        if is_urgent {
             self.some.notify_one();
+        } else if !freed.is_empty() {
+            self.later.notify_one();
+        }
+    }
+
+    /// Resolves when there is something to tell.
+    async fn there_is_some(&self) {
+        tokio::select! {
+            () = self.some.notified() => return,
+            () = self.later.notified() => {}
+        }
+        tokio::select! {
+            () = self.some.notified() => {}
+            () = tokio::time::sleep(COLLECTED) => {}
         }
     }
 
@@ -121,7 +147,7 @@ impl Gossip {
 pub(crate) async fn tell_forever(scheduler: Scheduler) {
     let some = async {
         loop {
-            scheduler.gossip.some.notified().await;
+            scheduler.gossip.there_is_some().await;
             for hint in scheduler.gossip.hints() {
                 if let Err(error) = scheduler.db.hint(CHANNEL, &hint).await {
                     tracing::debug!(error = %error, "cannot tell other replicas what changed");
@@ -175,10 +201,11 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
     if words.next().and_then(|from| Uuid::try_parse(from).ok()) == Some(own) {
         return;
     }
-    let (mut workers, mut queued, mut much) = (Vec::new(), Vec::new(), false);
+    let (mut workers, mut freed, mut queued, mut much) = (Vec::new(), Vec::new(), Vec::new(), false);
     for word in words {
         match News::parse(word) {
             Some(News::Worker(id)) => workers.push(id),
+            Some(News::Freed(id)) => freed.push(id),
             Some(News::Queued(id)) => queued.push(id),
             Some(News::Workload(id)) => scheduler.hints.changed(id.uuid()),
             Some(News::Deadline) => scheduler.hints.timer().notify_one(),
@@ -189,6 +216,7 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
     }
     scheduler.attended.look_at(workers.iter().copied());
     scheduler.hints.look_at(workers, queued);
+    scheduler.hints.freed(freed);
     if much {
         scheduler.dispatch.catch_up().await;
     }
@@ -208,13 +236,15 @@ mod tests {
             queued: workloads[..1].to_vec(),
             workloads: workloads.clone(),
             deadline: true,
+            freed: vec![worker],
             ..Effects::default()
         });
         let hints = gossip.hints();
         assert!(hints.len() > 1 && hints.iter().all(|hint| hint.len() <= LONGEST));
         let words = hints.iter().flat_map(|hint| hint.split(' ').skip(1));
         let heard: HashSet<_> = words.map(|word| News::parse(word).expect("news")).collect();
-        assert_eq!(heard.len(), 503);
+        assert_eq!(heard.len(), 504);
+        assert!(heard.contains(&News::Freed(worker)));
         assert!(heard.contains(&News::Worker(worker)) && heard.contains(&News::Deadline));
         assert_eq!(gossip.hints(), [""; 0], "it was told");
 

@@ -104,8 +104,8 @@ pub(crate) struct Done {
     pub(crate) existing: HashMap<LeaseId, lease::Model>,
     /// Where the containers of owners are for whom it was decided otherwise.
     pub(crate) kept_to: HashMap<LeaseId, WorkerId>,
-    /// Whether a slot was freed.
-    pub(crate) freed: bool,
+    /// Where slots came free that were given back.
+    pub(crate) freed: HashSet<WorkerId>,
     /// What the artifact store shall be told.
     pub(crate) parcels: Vec<Parcel>,
     /// What sorts workloads that were accepted before, and when they were.
@@ -140,7 +140,9 @@ pub(crate) async fn carry_out(
     let mut changes = Changes::default();
     let released = release(txn, &plan.releases, now).await?;
     for lease in &released {
-        done.freed |= lease.kind.takes_a_slot();
+        if lease.kind.takes_a_slot() {
+            done.freed.insert(WorkerId::from_uuid(lease.worker_id));
+        }
         changes.give_back(lease);
     }
     done.parcels = leases::let_go(txn, &released, now).await?;

@@ -36,6 +36,8 @@ pub(crate) struct Changed {
     pub(crate) workers: HashSet<WorkerId>,
     /// These wait for a worker, or do not any more.
     pub(crate) queued: HashSet<WorkloadId>,
+    /// Another replica has given back leases of these: it concerns who waits here.
+    pub(crate) freed: HashSet<WorkerId>,
 }
 
 impl Hints {
@@ -64,6 +66,15 @@ impl Hints {
         changed.queued.extend(queued);
         if !changed.workers.is_empty() || !changed.queued.is_empty() {
             self.0.dispatch.notify_one();
+        }
+    }
+
+    /// The dispatcher shall look at these if anybody waits.
+    pub(crate) fn freed(&self, workers: Vec<WorkerId>) {
+        if !workers.is_empty() {
+            self.0.changed.lock().unwrap_or_else(PoisonError::into_inner).freed.extend(workers);
+            self.0.dispatch.notify_one();
+            self.leases_changed();
         }
     }
 

@@ -307,16 +307,18 @@ async fn raise_generation(
     Ok(())
 }
 
-/// Keeps a driven lease until `now + term`, unless it has ended. That alone decides, and not that its term has passed: when nobody could
-/// renew it, whoever does so first may come before [`be_patient`].
+/// Keeps a driven lease until `now + term`, or longer if that was said before by another clock, unless it has ended. That alone decides, and
+/// not that its term has passed: when nobody could renew it, whoever does so first may come before [`be_patient`].
 pub(crate) async fn renew(
     txn: &DatabaseTransaction,
     lease: LeaseId,
     now: Timestamp,
     term: Duration,
 ) -> Result<(), RenewError> {
+    let (until, known) = ((now + term).0, Expr::col(lease::Column::ExpiresAt));
+    let longer = Expr::case(known.clone().gt(until), known).finally(until);
     let renewed = lease::Entity::update_many()
-        .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
+        .col_expr(lease::Column::ExpiresAt, longer.into())
         .filter(lease::Column::Id.eq(lease.uuid()))
         .filter(Expr::cust(format!("{STATE_OF_NAMED} = 'granted'")))
         .exec(txn)

@@ -10,9 +10,7 @@ use std::time::Duration;
 
 use db::Database;
 use domain::worker::{Capacity, Labels, LeaseClaims, Marker, SessionClaims};
-use domain::workload::{
-    Exit, Failure, FailureReason, Image, Limits, Network, OutputMode, Stdin, WorkloadSpec,
-};
+use domain::workload::{Exit, Failure, FailureReason, ResourceRequests, WorkloadSpec};
 use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -32,13 +30,16 @@ use crate::registry::{self, Down, RegistryError};
 use crate::service::is_duplicate;
 use crate::set_aside;
 use crate::workers::{self, Heard, Hello, Kept, SessionError};
+use crate::workloads::for_tests;
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
 mod checks;
 mod mixes;
+mod promises;
 mod replicas;
 
 use self::mixes::{DRIVEN, OPERATIONS, Operation};
+use self::promises::Promises;
 use self::replicas::{Replica, killed_at};
 
 const WORKERS: usize = 4;
@@ -58,6 +59,7 @@ struct Seen {
     /// Every lease that was ever live, so that stale ones are used as well.
     claims: Vec<LeaseClaims>,
     driven: Vec<LeaseClaims>,
+    promises: Promises,
     /// The attempts that were allowed to start.
     started: HashMap<WorkloadId, HashSet<LeaseId>>,
     /// How many said of an attempt, and may have been heard, that it was not started after all.
@@ -106,31 +108,14 @@ struct World {
 /// Every third may be interrupted, every other must start in time, and some may begin again when they are lost or late.
 fn spec(id: WorkloadId) -> WorkloadSpec {
     WorkloadSpec {
-        team: "main".to_owned(),
-        image: Image::Host,
-        command: vec![b"true".to_vec()],
-        environment: vec![],
-        directory: b"/workspace".to_vec(),
-        user: None,
-        stdin: Stdin::None,
-        output: OutputMode::Spooled,
-        inputs: vec![],
-        outputs: vec![],
-        limits: Limits::default(),
-        privileged: false,
-        network: Network::Host,
-        tags: vec![],
-        platform: "linux".to_owned(),
         queue_timeout: Some(Duration::from_secs(3600)),
         run_timeout: Some(Duration::from_secs(5)),
-        build: None,
-        caches: vec![],
         interruptible: id.uuid().as_u128().is_multiple_of(3),
-        capabilities: vec![],
         priority: i32::from(id.uuid().as_bytes()[15] % 3),
-        requests: domain::workload::ResourceRequests { memory_bytes: memory(id), ..Default::default() },
+        requests: ResourceRequests { cpu_millis: 100, memory_bytes: memory(id), disk_bytes: 7 },
         start_timeout: id.uuid().as_bytes()[15].is_multiple_of(2).then_some(Duration::from_secs(4)),
         retries: u32::from(id.uuid().as_bytes()[14] % 3),
+        ..for_tests::spec()
     }
 }
 
@@ -147,8 +132,9 @@ fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
         tags: vec![],
         process: kind.takes_a_slot().then_some(process),
         requests: Resources {
+            cpu_millis: if kind.takes_a_slot() { 150 } else { 0 },
             memory_bytes: if kind.takes_a_slot() { 10 } else { 0 },
-            ..Resources::default()
+            disk_bytes: if kind.takes_a_slot() { 5 } else { 0 },
         },
         purpose: Purpose::WithoutInputs,
     };
@@ -198,6 +184,7 @@ impl World {
             },
             capacity: Capacity {
                 max_tasks: max_tasks(worker),
+                cpu_millis: [None, None, Some(300), Some(1000)][worker],
                 memory_bytes: Some(25),
                 ..Capacity::default()
             },
@@ -355,7 +342,8 @@ impl World {
                 });
                 match self.ask(&mut dice, now, |answer| Request::Submit(submission, answer)).await {
                     // All of them are lost, or whoever was asked was killed.
-                    Some(Ok(()) | Err(SubmitError::NoCompatibleWorker(_))) | None => {}
+                    Some(Err(SubmitError::NoCompatibleWorker(_))) | None => {}
+                    Some(Ok(())) => self.seen(|seen| seen.promises.accepted(id)),
                     Some(Err(error)) => panic!("submit: {error}"),
                 }
             }
@@ -441,7 +429,7 @@ impl World {
             Operation::Misfit => self.misfit(dice.random_range(0..WORKERS), MarkerId::new()).await,
             Operation::Silence => {
                 let lost = i64::try_from(self.config.lost_after.as_micros()).expect("fits");
-                self.seen(|seen| seen.moved += lost + SKEW);
+                self.seen(|seen| (seen.moved += lost + SKEW, seen.promises.silence()).1);
                 let now = self.now();
                 let noticed = self.db.write(async |txn| {
                     workers::notice_silence(&txn, &self.config, now, &mut Effects::default()).await
@@ -559,7 +547,10 @@ impl World {
                     }
                 }
                 let granted: Vec<_> = granted.into_iter().map(|granted| granted.claims.clone()).collect();
-                self.seen(|seen| seen.driven.extend(granted));
+                self.seen(|seen| {
+                    granted.iter().for_each(|claims| seen.promises.granted(claims.clone()));
+                    seen.driven.extend(granted);
+                });
             }
             Operation::RenewDriven => {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
@@ -568,6 +559,9 @@ impl World {
                     self.db.write(async |txn| leases::renew(&txn, claims.lease, now, term).await).await;
                 assert!(!matches!(renewed, Err(RenewError::Database(_))), "{renewed:?}");
                 let worker = self.seen(|seen| seen.ended_leases.get(&claims.lease).copied());
+                if renewed.is_ok() {
+                    self.seen(|seen| seen.promises.renewed(claims.lease, now + term));
+                }
                 if let (Some(worker), Ok(())) = (worker, renewed) {
                     let known =
                         worker::Entity::find_by_id(worker).one(self.db.read()).await.expect("workers");
@@ -577,6 +571,7 @@ impl World {
             Operation::ReleaseDriven => {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
                 let leases = vec![claims.lease];
+                self.seen(|seen| seen.promises.gives_back(claims.lease));
                 let released = self.ask(&mut dice, now, |answer| Request::Release(leases, answer)).await;
                 if let Some(released) = released {
                     released.expect("released");
@@ -771,6 +766,7 @@ async fn run_all(database: impl AsyncFn() -> TestDatabase) {
 async fn run_driven(url: &str) {
     let seen = run(url, &DRIVEN, 16, testing::seeds::seed()).await;
     assert!(seen.ahead > 0, "many ask at once");
+    assert!(seen.promises.ended > 0, "leases end");
     assert!(seen.killed > 0, "some are killed");
 }
 

@@ -127,8 +127,8 @@ impl Scheduler {
         if self.config.share_hints {
             self.gossip.tell(&effects);
         }
-        let Effects { workloads, workers, parcels, queued: _, deadline, registry } = effects;
-        if !workers.is_empty() {
+        let Effects { workloads, workers, freed, parcels, queued: _, deadline, registry } = effects;
+        if !workers.is_empty() || !freed.is_empty() {
             self.hints.leases_changed();
         }
         if registry {

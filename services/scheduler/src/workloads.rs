@@ -41,6 +41,8 @@ use crate::workers;
 
 mod again;
 mod deadlines;
+#[cfg(test)]
+pub(crate) mod for_tests;
 
 use again::again;
 pub(crate) use again::{interrupt, last_failure};

@@ -262,7 +262,7 @@ impl Dispatcher {
         // Of those whose rows were looked for: what was moot was not.
         let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
         let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
-        self.look |= done.freed;
+        self.look |= !done.freed.is_empty();
         self.memory.forget(gone);
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
         Ok(done)

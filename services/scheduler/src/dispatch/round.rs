@@ -482,6 +482,7 @@ impl Dispatcher {
                             }
                             None => {
                                 effects.deadline |= submitted.row.queue_deadline.is_some();
+                                effects.queued.push(id);
                                 let waiting = submitted.waiting(done.came.get(&id).copied());
                                 self.queue().put(waiting);
                                 // Somebody may have made room after it was decided.

@@ -226,6 +226,7 @@ impl Dispatcher {
                         self.conclude(unit, &done, &mut effects);
                     }
                 }
+                effects.freed.extend(done.freed);
                 effects.parcels.extend(done.parcels);
                 (caller.tell)(effects);
             }

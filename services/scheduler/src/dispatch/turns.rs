@@ -29,7 +29,10 @@ const LINES_TOLD: usize = 100;
 /// How many are told with one look: each costs a transaction, and meanwhile nothing is placed.
 const TOLD_AT_ONCE: usize = 30;
 
-/// How often all that waits is read anew.
+/// Of how many that wait all are read anew with each look. Of more it is done as much more seldom, but after [`WHOLE_EVERY`].
+const WHOLE_AT_ONCE: u32 = 1000;
+
+/// How often all that waits is read anew, however many that are.
 const WHOLE_EVERY: Duration = Duration::from_secs(60);
 
 /// How far apart the clocks of replicas may be.
@@ -229,7 +232,12 @@ impl Dispatcher {
 
     /// Notes what was changed in this process, or in another that said so.
     pub(crate) async fn hear(&mut self, hints: &Hints) {
-        let changed = hints.take_changed();
+        let mut changed = hints.take_changed();
+        // Who comes finds out by himself.
+        let freed = std::mem::take(&mut changed.freed);
+        if self.queue().len() > 0 {
+            changed.workers.extend(freed);
+        }
         let heard = async {
             self.look |= self.memory.read(&self.db, &changed.workers).await?;
             self.read_waiting(&changed.queued).await
@@ -244,7 +252,7 @@ impl Dispatcher {
     pub(crate) async fn catch_up(&mut self, tell: bool, effects: &mut Effects) -> Result<(), DbErr> {
         self.look |= self.memory.catch_up(&self.db).await?;
         let now = Timestamp::now();
-        let is_due = self.whole_at.is_none_or(|at| now.since(at) >= WHOLE_EVERY);
+        let is_due = self.whole_at.is_none_or(|at| now.since(at) >= self.whole_every());
         self.read_queue(is_due).await?;
         if is_due {
             self.whole_at = Some(now);
@@ -260,6 +268,13 @@ impl Dispatcher {
             }
         }
         Ok(())
+    }
+
+    /// How often all that waits is read anew. What waits again, or is pinned long after it was accepted, sorts where it was: if nobody tells
+    /// of it, because its replica has gone, it is found by that.
+    fn whole_every(&self) -> Duration {
+        let waiting = u32::try_from(self.queue().len()).unwrap_or(u32::MAX);
+        self.config.poll.saturating_mul(waiting / WHOLE_AT_ONCE).min(WHOLE_EVERY)
     }
 
     /// Reads those of these workloads that wait; the others wait no more.
@@ -397,3 +412,6 @@ fn a_little_before(sequence: Uuid) -> Uuid {
     let (high, _) = Uuid::new_v7(at).as_u64_pair();
     Uuid::from_u64_pair(high, 0)
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,7 +9,7 @@ use super::{World, spec};
 use crate::entity::lease::Kind;
 use crate::entity::{event, from_json, lease, worker, workload};
 use crate::events::Event;
-use crate::{registry, workloads};
+use crate::{gauges, registry, workloads};
 
 /// Waits until what is killed was written, or was not: a transaction whose process is gone may be committed all the same. On SQLite whoever may
 /// write has waited for the others.
@@ -43,16 +43,24 @@ impl World {
                 "{} gave {memory} bytes",
                 worker.name
             );
+            let cpu = worker.reserved_cpu_millis;
+            assert!(worker.cpu_millis.is_none_or(|all| cpu <= all), "{} gave {cpu} cpu", worker.name);
             assert!(worker.max_tasks.is_none_or(|max| tasks <= max), "{} has {tasks} tasks", worker.name);
             self.check_worker(&worker, &live).await;
         }
+        let drift = gauges::counters_drift(db).await.expect("compared");
+        assert!(drift.iter().all(|(_, drift)| *drift == 0), "counters and ledger disagree: {drift:?}");
         let mut held = HashSet::new();
         for lease in &live {
             assert!(lease.workload_id.is_none_or(|id| held.insert(id)), "two live leases of a workload");
         }
-        for row in workload::Entity::find().all(db).await.expect("workloads") {
-            self.check_workload(&row, &live).await;
+        let workloads = workload::Entity::find().all(db).await.expect("workloads");
+        for row in &workloads {
+            self.check_workload(row, &live).await;
         }
+        let known = workloads.iter().map(|row| WorkloadId::from_uuid(row.id)).collect();
+        let (workers, now) = (worker::Entity::find().all(db).await.expect("workers"), self.now());
+        self.seen(|seen| seen.promises.check(&all, &workers, &known, self.config.lease_term, now));
         let started = self.seen(|seen| {
             let is_denied = |lease: &LeaseId| seen.denied.get(lease).is_some_and(|times| *times > 0);
             let mut started = seen.started.clone();
@@ -81,7 +89,6 @@ impl World {
         }
         let ended = all.iter().filter(|lease| lease.state == lease::State::Ended);
         let ended: Vec<_> = ended.map(|lease| (LeaseId::from_uuid(lease.id), lease.worker_id)).collect();
-        let workers = worker::Entity::find().all(db).await.expect("workers");
         let workers: HashSet<_> = workers.into_iter().map(|worker| worker.id).collect();
         let live: HashSet<_> = live.iter().map(|lease| LeaseId::from_uuid(lease.id)).collect();
         self.seen(|seen| {

@@ -1,44 +1,20 @@
 use db::Database;
 use domain::ArtifactId;
-use domain::workload::{Image, Limits, Network, Outcome, Output, OutputMode, Stdin};
+use domain::workload::{Image, Outcome, Output};
 
 use super::*;
 
 /// A workload from an image that is an artifact, so that something is pinned for it.
 fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
+    let outputs = outputs.iter().map(|name| Output {
+        name: (*name).to_owned(),
+        path: format!("/workspace/{name}").into(),
+        owners: Vec::new(),
+    });
     WorkloadSpec {
-        team: "main".to_owned(),
         image: Image::Artifact(ArtifactId::new()),
-        command: vec![b"true".to_vec()],
-        environment: vec![],
-        directory: b"/workspace".to_vec(),
-        user: None,
-        stdin: Stdin::None,
-        output: OutputMode::Spooled,
-        inputs: vec![],
-        outputs: outputs
-            .iter()
-            .map(|name| Output {
-                name: (*name).to_owned(),
-                path: format!("/workspace/{name}").into(),
-                owners: Vec::new(),
-            })
-            .collect(),
-        limits: Limits::default(),
-        privileged: false,
-        network: Network::Host,
-        tags: vec![],
-        platform: String::new(),
-        queue_timeout: None,
-        run_timeout: None,
-        build: None,
-        caches: vec![],
-        interruptible: false,
-        priority: 0,
-        requests: Default::default(),
-        start_timeout: None,
-        retries: 0,
-        capabilities: vec![],
+        outputs: outputs.collect(),
+        ..for_tests::spec()
     }
 }
 

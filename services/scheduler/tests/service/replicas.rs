@@ -8,7 +8,7 @@ use testing::databases::TestDatabase;
 use crate::explain::explain_spec;
 use crate::leases::task;
 use crate::places::{place, release, so_many_wait, waiting};
-use crate::support::{Gateway, Running, config, finish, hello, spec, until};
+use crate::support::{Gateway, Running, config, finish, hello, spec, until, within};
 
 /// Settings under which nobody looks by himself while a test lasts.
 fn only_hints(database: &TestDatabase) -> scheduler::Config {
@@ -57,6 +57,52 @@ async fn without_any_hint_each_finds_out_by_looking() {
     let database = testing::databases::postgres().await;
     let config = scheduler::Config { share_hints: false, ..config(&database) };
     what_one_changes_the_other_hears_of(config).await;
+}
+
+/// A lease is given back at one replica, while a caller, a workload and a landing wait for that at the other.
+async fn what_is_given_back_at_one_helps_who_waits_at_the_other(config: scheduler::Config) {
+    let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
+    let mut slot = hello("one");
+    slot.capacity = Some(pb::Capacity { max_tasks: 1, ..pb::Capacity::default() });
+    let mut gateway = Gateway::connect(&one, slot).await.expect("welcome");
+    let mut held = place(&one, task()).await.expect("granted");
+    for (here, there) in [(&one, &other), (&other, &one), (&one, &other)] {
+        let waits = async { place(there, waiting(task())).await.expect("granted") };
+        let gives_back = async {
+            so_many_wait(there, 1).await;
+            release(here, &held.lease_token).await;
+        };
+        held = futures::join!(waits, gives_back).0;
+    }
+    let waits = other.submit(spec()).await.expect("accepted");
+    one.placements()
+        .release_many(pb::ReleaseManyRequest { lease_tokens: vec![held.lease_token] })
+        .await
+        .expect("released");
+    let (_, run) = gateway.run(waits).await;
+    finish(&one, &run.lease_token, 0).await.expect("finished");
+
+    let held = within("it is granted", place(&one, waiting(task()))).await.expect("granted");
+    let landing = pb::LandWorkerRequest { worker: "one".to_owned(), ..pb::LandWorkerRequest::default() };
+    other.workers().land_worker(landing).await.expect("it shall land");
+    assert_eq!(one.worker("one").await.landed_at, None, "the lease holds it up");
+    release(&one, &held.lease_token).await;
+    until("it has landed", async || other.worker("one").await.landed_at).await;
+    one.stop().await;
+    other.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_given_back_at_one_replica_helps_who_waits_at_the_other_at_once() {
+    let database = testing::databases::postgres().await;
+    what_is_given_back_at_one_helps_who_waits_at_the_other(only_hints(&database)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_any_hint_what_is_given_back_is_found_by_looking() {
+    let database = testing::databases::postgres().await;
+    let config = scheduler::Config { share_hints: false, ..config(&database) };
+    what_is_given_back_at_one_helps_who_waits_at_the_other(config).await;
 }
 
 /// One asks for much at one replica, by a call that the other never hears of; others for little at the other.

@@ -1,0 +1,34 @@
+//! What is submitted in tests.
+
+use domain::workload::{Image, Limits, Network, OutputMode, Stdin, WorkloadSpec};
+
+/// A workload that needs nothing of the artifact store, and nothing special of its worker.
+pub(crate) fn spec() -> WorkloadSpec {
+    WorkloadSpec {
+        team: "main".to_owned(),
+        image: Image::Host,
+        command: vec![b"true".to_vec()],
+        environment: vec![],
+        directory: b"/workspace".to_vec(),
+        user: None,
+        stdin: Stdin::None,
+        output: OutputMode::Spooled,
+        inputs: vec![],
+        outputs: vec![],
+        limits: Limits::default(),
+        privileged: false,
+        network: Network::Host,
+        tags: vec![],
+        platform: "linux".to_owned(),
+        queue_timeout: None,
+        run_timeout: None,
+        build: None,
+        caches: vec![],
+        interruptible: false,
+        capabilities: vec![],
+        priority: 0,
+        requests: Default::default(),
+        start_timeout: None,
+        retries: 0,
+    }
+}
