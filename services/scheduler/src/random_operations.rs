@@ -722,12 +722,12 @@ async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize, seed: u64) -> 
         world.hello(worker, MarkerId::new()).await;
     }
     for _ in 0..ROUNDS {
-        let mut operations = tokio::task::JoinSet::new();
+        let (mut operations, mut what) = (tokio::task::JoinSet::new(), HashMap::new());
         for _ in 0..at_once {
             let (operation, _) = mix.choose_weighted(&mut dice, |(_, weight)| *weight).expect("some weights");
             let killed = dice.random_bool(0.2).then(|| dice.random_range(1..40));
             let (world, operation, dice) = (world.clone(), *operation, StdRng::seed_from_u64(dice.random()));
-            operations.spawn(async move {
+            let task = operations.spawn(async move {
                 let carried_out = world.carry_out(operation, dice);
                 match killed {
                     None => carried_out.await,
@@ -737,9 +737,12 @@ async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize, seed: u64) -> 
                     }
                 }
             });
+            what.insert(task.id(), (operation, killed));
         }
-        while let Some(done) = operations.join_next().await {
-            done.expect("the operation");
+        loop {
+            let done = tokio::time::timeout(Duration::from_secs(60), operations.join_next_with_id()).await;
+            let Some(done) = done.unwrap_or_else(|_| panic!("{what:?} do not end")) else { break };
+            what.remove(&done.expect("the operation").0);
         }
         world.learn().await;
         world.check().await;
