@@ -12,6 +12,7 @@ use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until};
 
+use crate::calls::call;
 use crate::effects::Effects;
 use crate::entity::worker::State;
 use crate::service::Scheduler;
@@ -66,9 +67,7 @@ impl Contacts {
         kept: Kept,
         urgency: Urgency,
     ) -> Option<Result<Timestamp, SessionError>> {
-        let (answer, answered) = oneshot::channel();
-        self.0.send(Contact { session: session.clone(), kept, urgency, answer }).await.ok()?;
-        answered.await.ok()
+        call(&self.0, |answer| Contact { session: session.clone(), kept, urgency, answer }).await
     }
 }
 

@@ -11,6 +11,7 @@ use domain::worker::SessionClaims;
 use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 
+use crate::calls::call;
 use crate::effects::Effects;
 use crate::service::{Scheduler, is_duplicate};
 use crate::workers::{self, Hello, SessionError};
@@ -48,9 +49,7 @@ pub(crate) fn channel() -> (Hellos, Asked) {
 impl Hellos {
     /// Opens or continues the session of a gateway. `None`: the service stops.
     pub(crate) async fn ask(&self, hello: Hello) -> Option<LetIn> {
-        let (answer, answered) = oneshot::channel();
-        self.0.send(Asking { hello, answer }).await.ok()?;
-        answered.await.ok()
+        call(&self.0, |answer| Asking { hello, answer }).await
     }
 }
 

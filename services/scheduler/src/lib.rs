@@ -12,6 +12,7 @@
 //! contacts; what it makes of leases is done afterwards.
 
 mod attended;
+mod calls;
 mod config;
 mod contacts;
 mod demand;

@@ -29,6 +29,7 @@ use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
+use crate::calls::call;
 use crate::config::Config;
 use crate::dispatch::asking::Asking;
 use crate::dispatch::keep_free::KeptFree;
@@ -184,9 +185,7 @@ impl Dispatch {
         &self,
         request: impl FnOnce(oneshot::Sender<T>) -> Request,
     ) -> Result<T, Stopping> {
-        let (answer, answered) = oneshot::channel();
-        self.requests.send(request(answer)).await.map_err(|_| Stopping)?;
-        answered.await.map_err(|_| Stopping)
+        call(&self.requests, request).await.ok_or(Stopping)
     }
 }
 
