@@ -579,13 +579,60 @@ pub(crate) async fn a_store_that_is_away_delays_the_end_and_nothing_else(databas
     start(&scheduler, &run.lease_token).await.expect("started");
     finish(&scheduler, &run.lease_token, 3).await.expect("acknowledged all the same");
     scheduler.wait_for(id, pb::WorkloadState::Settling).await;
-    assert_eq!(scheduler.get(id).await.outcome(), pb::Outcome::Unspecified);
+    scheduler.cancel(id, Duration::ZERO).await;
+    let settling = scheduler.get(id).await;
+    assert_eq!(settling.state(), pb::WorkloadState::Settling, "it had ended before it was cancelled");
+    assert_eq!(settling.outcome(), pb::Outcome::Unspecified);
     until("its slot is free", async || (scheduler.worker("one").await.active_tasks == 0).then_some(())).await;
     scheduler.stop().await;
 
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;
     assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Failed);
+    scheduler.stop().await;
+    store.stop().await;
+}
+
+/// The store is away while it is submitted, and comes when it was cancelled.
+pub(crate) async fn what_is_cancelled_before_its_inputs_are_pinned_never_runs_and_keeps_nothing(
+    database: TestDatabase,
+) {
+    let place = Place::new();
+    let scheduler = Running::start(place.config(&database)).await;
+    let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = WorkloadId::new();
+    let input = pb::Input {
+        name: "src".to_owned(),
+        artifact_id: ArtifactId::new().to_string(),
+        path: bytes::Bytes::new(),
+        access: pb::Access::ReadOnly.into(),
+    };
+    let cancels = async {
+        until("it is accepted", async || {
+            let get = pb::GetRequest { team: "main".to_owned(), workload_id: id.to_string() };
+            let known = scheduler.workloads().get(get).await.ok()?.into_inner().workload?;
+            (known.state() == pb::WorkloadState::Accepted).then_some(())
+        })
+        .await;
+        scheduler.cancel(id, Duration::ZERO).await;
+        assert_eq!(scheduler.finished(id).await.outcome(), pb::Outcome::Aborted);
+        place.start().await
+    };
+    let reading = pb::WorkloadSpec { inputs: vec![input], ..spec() };
+    let submits = scheduler.submit_as(id, reading.clone());
+    let (submitted, store) = futures::join!(submits, cancels);
+    // Whoever submitted it hears of the cancellation or of the store, whichever is first, and may ask again.
+    assert!(submitted.as_ref().err().is_none_or(Refusal::is_transient), "{submitted:?}");
+    scheduler.submit_as(id, reading).await.expect("it is known");
+    let artifact = until("the store answers", async || place.upload().await.ok()).await;
+    until("the store has heard of its end", async || place.pin(artifact, id).await.err()).await;
+    let kept_by = place.kept_by(artifact).await;
+    assert!(!kept_by.iter().any(|why| why.starts_with("pinned by")), "{kept_by:?}");
+    assert_eq!(scheduler.get(id).await.outcome(), pb::Outcome::Aborted);
+    let events = scheduler.watch(id, 0).await;
+    let placed =
+        |event: &pb::WatchResponse| matches!(event.event, Some(pb::watch_response::Event::Placed(_)));
+    assert!(!events.iter().any(placed), "it was never placed: {events:?}");
     scheduler.stop().await;
     store.stop().await;
 }
