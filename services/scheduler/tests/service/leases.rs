@@ -11,6 +11,7 @@ use rpc::pb::scheduler::place_result::Result as Placed;
 use rpc::token::Keys;
 use testing::databases::TestDatabase;
 
+use crate::places::place;
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
 fn of_kind(kind: pb::PlacementKind) -> pb::PlaceRequest {
@@ -246,6 +247,37 @@ pub(crate) async fn what_cannot_be_asked_for_is_refused(database: TestDatabase) 
     let forged = scheduler.placements().release_many(forged).await.expect_err("forged");
     assert!(rpc::Refusal::from(forged).is(Reason::InvalidToken));
     assert_eq!(scheduler.worker("one").await.active_tasks, 0, "nothing was granted");
+    scheduler.stop().await;
+}
+
+/// Who holds a lease is known by its token, and by that alone.
+pub(crate) async fn a_token_that_another_signed_proves_nothing(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = with_slots(&scheduler, "one", 3).await;
+    let driven = place(&scheduler, task()).await.expect("granted").lease_token;
+    let (_, run) = gateway.run(scheduler.submit(spec()).await.expect("accepted")).await;
+    let keys = Keys::new(scheduler.peer());
+    for token in [&driven, &run.lease_token] {
+        let claims = keys.verify::<LeaseClaims>(token).await.expect("ours");
+        let forged = rpc::token::TokenSigner::from_seed(&[8; 32]).sign(&claims);
+        for forged in [forged, token[..token.len() - 1].to_owned(), String::new()] {
+            let (mut placements, lease_token) = (scheduler.placements(), forged.clone());
+            let renew = placements.renew(pb::RenewRequest { lease_token: lease_token.clone() }).await;
+            let release = placements.release(pb::ReleaseRequest { lease_token: lease_token.clone() }).await;
+            let many = pb::ReleaseManyRequest { lease_tokens: vec![driven.clone(), lease_token] };
+            let refused = [
+                start(&scheduler, &forged).await.expect_err("it is forged"),
+                finish(&scheduler, &forged, 0).await.expect_err("it is forged"),
+                renew.expect_err("it is forged").into(),
+                release.expect_err("it is forged").into(),
+                placements.release_many(many).await.expect_err("one is forged").into(),
+            ];
+            assert!(refused.iter().all(|refused| refused.is(Reason::InvalidToken)), "{refused:?}");
+        }
+    }
+    assert_eq!(scheduler.worker("one").await.active_tasks, 2, "both live, and none has ended");
+    start(&scheduler, &run.lease_token).await.expect("this one is ours");
+    finish(&scheduler, &run.lease_token, 0).await.expect("and this");
     scheduler.stop().await;
 }
 

@@ -41,9 +41,9 @@ use inputs::watchers_see_inputs_come_in_steps;
 use leases::{
     a_driven_lease_takes_no_slot_and_ends_once, a_driven_lease_that_is_not_renewed_ends,
     a_group_is_granted_whole_or_not_at_all, a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
-    leases_are_near_to_each_other_or_apart, many_are_spread_and_never_more_than_there_are_slots,
-    two_groups_never_wait_for_each_other, what_cannot_be_asked_for_is_refused,
-    what_was_asked_for_is_kept_free,
+    a_token_that_another_signed_proves_nothing, leases_are_near_to_each_other_or_apart,
+    many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
+    what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
 };
 use lists::lists_come_in_pages;
 use places::{
@@ -668,6 +668,7 @@ on_both! {
     only_what_was_heard_is_echoed,
     an_end_that_is_never_told_is_not_waited_for,
     work_survives_the_scheduler,
+    a_token_that_another_signed_proves_nothing,
     a_driven_lease_takes_no_slot_and_ends_once,
     a_driven_lease_that_is_not_renewed_ends,
     a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
