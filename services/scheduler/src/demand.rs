@@ -25,6 +25,9 @@ const REASONS: usize = 10;
 /// Of how many workers at a time the artifact store is asked what would be lost with them.
 const CHECKS: usize = 16;
 
+/// Of how many times as many workers as are told of the artifact store is asked at most.
+const CANDIDATES: usize = 4;
+
 /// How much is told.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ask {
@@ -120,14 +123,32 @@ pub(crate) async fn feed(scheduler: &Scheduler, ask: Ask) -> Result<Feed, DbErr>
     feed.supply.sort_by_cached_key(|one| (Reverse(one.workers), key(&one.labels)));
     feed.supply.truncate(ask.shapes);
     feed.removable.sort_by_cached_key(Removable::harm);
-    feed.removable.truncate(ask.removable);
     if ask.replicas {
-        tell_losses(scheduler, &mut feed.removable).await;
+        put_what_loses_something_last(scheduler, &mut feed.removable, ask.removable).await;
     }
+    feed.removable.truncate(ask.removable);
     Ok(feed)
 }
 
-/// Asks the artifact store what would be lost with each. Once it does not answer, it is not asked any more.
+/// Asks of as many as may be needed to tell of `wanted` with which nothing is lost.
+async fn put_what_loses_something_last(scheduler: &Scheduler, removable: &mut Vec<Removable>, wanted: usize) {
+    removable.truncate(wanted.saturating_mul(CANDIDATES));
+    let mut safe = 0;
+    for some in removable.chunks_mut(wanted.max(1)) {
+        tell_losses(scheduler, some).await;
+        safe += some.iter().filter(|one| one.would_lose == Some(false)).count();
+        if safe >= wanted || some.iter().all(|one| one.would_lose.is_none()) {
+            break;
+        }
+    }
+    removable.sort_by_key(|one| match one.would_lose {
+        Some(false) => 0,
+        None => 1,
+        Some(true) => 2,
+    });
+}
+
+/// Asks the artifact store what would be lost with each of these. Once it does not answer, it is not asked any more.
 async fn tell_losses(scheduler: &Scheduler, removable: &mut [Removable]) {
     let is_away = AtomicBool::new(false);
     let ids: Vec<_> = removable.iter().map(|one| one.id).collect();

@@ -135,6 +135,23 @@ pub(crate) async fn what_would_be_lost_with_a_worker_is_told_where_the_store_say
     use pb::WouldLose::{Nothing, Something, Unspecified};
     assert_eq!(would_lose(pb::ReplicaCheck::None).await, is_told(Unspecified, Unspecified));
     assert_eq!(would_lose(pb::ReplicaCheck::Each).await, is_told(Something, Nothing));
+    // The other goes with more harm but for that.
+    let transfer = pb::PlaceRequest {
+        lease_id: LeaseId::new().to_string(),
+        team: "main".to_owned(),
+        kind: pb::PlacementKind::Transfer.into(),
+        avoid_workers: vec![holder.welcome.worker_id.clone()],
+        ..Default::default()
+    };
+    scheduler.placements().place(transfer).await.expect("placed");
+    let safest = async |check: pb::ReplicaCheck| {
+        let request =
+            pb::GetDemandRequest { replica_check: check.into(), max_removable: 1, ..Default::default() };
+        let told = scheduler.placements().get_demand(request).await.expect("told").into_inner();
+        told.removable.into_iter().map(|worker| worker.worker_name).collect::<Vec<_>>()
+    };
+    assert_eq!(safest(pb::ReplicaCheck::None).await, ["holder"]);
+    assert_eq!(safest(pb::ReplicaCheck::Each).await, ["other"]);
     // A store that does not answer keeps nothing back that is known without it.
     store.stop().await;
     assert_eq!(would_lose(pb::ReplicaCheck::Each).await, is_told(Unspecified, Unspecified));
