@@ -18,13 +18,12 @@ mod races;
 mod reports;
 mod restarts;
 mod set_aside;
-mod tables;
 mod trees;
 mod trust;
 mod why;
 
 pub(crate) use harness::*;
-pub(crate) use tables::Tables;
+pub(crate) use testing::tables::Tables;
 
 /// Makes each test run on SQLite and on PostgreSQL.
 macro_rules! on_both_databases {

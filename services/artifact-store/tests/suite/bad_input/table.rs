@@ -10,13 +10,13 @@ mod trees;
 use std::time::Duration;
 
 use domain::{ArtifactId, AttemptId, BuildId, TransferId, WorkerId, WorkloadId};
-use prost::Message;
 use prost_reflect::{DynamicMessage, Value};
 use rpc::Reason::{self, *};
 use rpc::pb::artifacts as pb;
+use testing::bad_input::wrong::*;
+use testing::bad_input::{Bad, Call, Expected, set};
 
 use super::wrong::*;
-use super::{Bad, Call, Expected, set};
 use crate::{Gateway, Suite, TEAM, digest, input, output};
 
 /// Another team, which has an artifact, a build and a workload.
@@ -154,7 +154,7 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(caches::calls(&world, &caches));
     calls.extend(pins::pins(&world).await);
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
-    calls.push(call("Collector.Collect", [collect], [choice("dry_run")]));
+    calls.push(Call::new("Collector.Collect", [collect], [choice("dry_run")]));
     calls.extend(set_aside::calls(&world).await);
     calls.extend(imports::calls(&world).await);
     // The last: some of these end what the others are about.
@@ -234,7 +234,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
     let get = pb::GetArtifactRequest { team: TEAM.to_owned(), artifact_id: world.sealed.to_string() };
     let locate = pb::LocateRequest { team: TEAM.to_owned(), artifact_ids: vec![world.sealed.to_string()] };
     vec![
-        call(
+        Call::new(
             "Artifacts.CreateArtifact",
             [create],
             [
@@ -250,7 +250,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
                 trees::bad(world),
             ],
         ),
-        call(
+        Call::new(
             "Artifacts.ReadTree",
             [read],
             [
@@ -261,7 +261,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
                 but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
             ],
         ),
-        call(
+        Call::new(
             "Artifacts.AdoptByDigest",
             [adopt],
             [
@@ -276,7 +276,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
                 nothing("without_worker_ids", "that are all there are", text(world.here.worker)),
             ],
         ),
-        call(
+        Call::new(
             "Artifacts.GetArtifact",
             [get],
             [
@@ -287,9 +287,9 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
                 but("artifact_id", "of another team", world.foreign_artifact, ArtifactNotFound),
             ],
         ),
-        call("Artifacts.AddOwner", [own], owned(world, OwnerEnded, "artifact_id", id)),
-        call("Artifacts.RemoveOwner", [disown], owned(world, ArtifactNotFound, "artifact_id", id)),
-        call(
+        Call::new("Artifacts.AddOwner", [own], owned(world, OwnerEnded, "artifact_id", id)),
+        Call::new("Artifacts.RemoveOwner", [disown], owned(world, ArtifactNotFound, "artifact_id", id)),
+        Call::new(
             "Artifacts.BatchCreateArtifacts",
             [batch_create],
             [
@@ -306,13 +306,13 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
                 label("artifacts.label"),
             ],
         ),
-        call("Artifacts.BatchAddOwner", [batch_own], owned(world, OwnerEnded, "artifact_ids", ids)),
-        call(
+        Call::new("Artifacts.BatchAddOwner", [batch_own], owned(world, OwnerEnded, "artifact_ids", ids)),
+        Call::new(
             "Artifacts.BatchRemoveOwner",
             [batch_disown],
             owned(world, ArtifactNotFound, "artifact_ids", ids),
         ),
-        call(
+        Call::new(
             "Artifacts.Locate",
             [locate],
             [
@@ -328,16 +328,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
 
 /// An instant at which a build ended of which is not said how.
 fn ended_at(seconds: i64, named: &str) -> Vec<Bad> {
-    let change = move |messages: &mut Vec<DynamicMessage>| {
-        set(&mut messages[0], &["ended_at", "seconds"], Some(&Value::I64(seconds)));
-    };
-    let expected = Expected::Refused(InvalidField, named.to_owned());
-    vec![Bad {
-        field: "ended_at".to_owned(),
-        what: format!("{seconds} s"),
-        change: Box::new(change),
-        expected,
-    }]
+    vec![time("ended_at", seconds, 0, refused(named))]
 }
 
 fn owners(world: &World<'_>) -> Vec<Call> {
@@ -351,7 +342,7 @@ fn owners(world: &World<'_>) -> Vec<Call> {
     };
     let delete = pb::DeleteBuildRequest { team: TEAM.to_owned(), build_id: world.doomed_build.to_string() };
     vec![
-        call(
+        Call::new(
             "Owners.PutBuild",
             [put],
             [
@@ -374,7 +365,7 @@ fn owners(world: &World<'_>) -> Vec<Call> {
                 ended_at(1, "ended_at"),
             ],
         ),
-        call(
+        Call::new(
             "Owners.DeleteBuild",
             [delete],
             [
@@ -403,7 +394,7 @@ fn replicas(world: &World<'_>) -> Vec<Call> {
     };
     let abandon = pb::AbandonUploadRequest { transfer_id: world.transfer.to_string(), team: TEAM.to_owned() };
     vec![
-        call(
+        Call::new(
             "Replicas.PlanReplica",
             [plan],
             [
@@ -418,7 +409,7 @@ fn replicas(world: &World<'_>) -> Vec<Call> {
                 invalid("transfer_id", "of another artifact", text(world.transfer), "transfer_id"),
             ],
         ),
-        call(
+        Call::new(
             "Replicas.Progress",
             [progress],
             [
@@ -428,7 +419,7 @@ fn replicas(world: &World<'_>) -> Vec<Call> {
                 but("team", "that does not have it", OTHER, ClaimLost),
             ],
         ),
-        call(
+        Call::new(
             "Replicas.SealUpload",
             [seal],
             [
@@ -446,7 +437,7 @@ fn replicas(world: &World<'_>) -> Vec<Call> {
                 ),
             ],
         ),
-        call(
+        Call::new(
             "Replicas.AbandonUpload",
             [abandon],
             [
@@ -508,7 +499,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
     let begin = pb::BeginReportRequest { session_credential: session_credential.clone(), last };
     let watch = pb::WatchDestroyingRequest { session_credential };
     vec![
-        call(
+        Call::new(
             "Inventory.Prepare",
             [prepare],
             [
@@ -550,7 +541,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                 id("volumes.output_artifact_id"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.Prepared",
             [prepared],
             [
@@ -560,7 +551,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                 but("attempt_id", "of another worker", world.attempt_there, AttemptEnded),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.VolumeComplete",
             [complete],
             [
@@ -586,7 +577,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                 choice("verification"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.BeginReport",
             [begin],
             [
@@ -595,12 +586,13 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                 id("last.store_life"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.WatchDestroying",
             [watch],
             [credential("session_credential", world.suite, &world.here)],
-        ),
-        call(
+        )
+        .silent(),
+        Call::new(
             "Inventory.Report",
             report,
             [
@@ -687,7 +679,7 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
     let token = |own: usize| tokens[own].clone();
     let mut calls = caches::lists(&tokens, 8, page);
     calls.extend([
-        call(
+        Call::new(
             "Artifacts.ListArtifacts",
             [pb::ListArtifactsRequest { page_token: token(0), ..artifacts }],
             [
@@ -697,17 +689,17 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
                 page(0),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.ListVolumes",
             [pb::ListVolumesRequest { page_token: token(3), ..volumes }],
             [malformed("worker_id"), filter("state"), handles, page(3)],
         ),
-        call(
+        Call::new(
             "Inventory.ListContainers",
             [pb::ListContainersRequest { page_token: token(6), ..containers }],
             [malformed("worker_id"), filter("state"), page(6)],
         ),
-        call("Pins.ListPins", [pb::ListPinsRequest { page_token: token(7), ..pins }], [page(7)]),
+        Call::new("Pins.ListPins", [pb::ListPinsRequest { page_token: token(7), ..pins }], [page(7)]),
     ]);
     calls
 }
@@ -718,16 +710,4 @@ async fn token_of_volumes(suite: &Suite) -> String {
     let page = suite.inventory().list_volumes(volumes).await.expect("a page").into_inner();
     assert_ne!(page.next_page_token, "", "it goes on");
     page.next_page_token
-}
-
-fn call<M: Message>(
-    name: &'static str,
-    good: impl IntoIterator<Item = M>,
-    bad: impl IntoIterator<Item = Vec<Bad>>,
-) -> Call {
-    Call {
-        name,
-        good: good.into_iter().map(|message| message.encode_to_vec()).collect(),
-        bad: bad.into_iter().flatten().collect(),
-    }
 }

@@ -107,20 +107,6 @@ impl Caches {
     }
 }
 
-/// A text of which at most `most` bytes are taken.
-fn longest(field: &str, most: usize) -> Vec<Bad> {
-    let mut bad = invalid(field, "overlong", text("x".repeat(most + 1)), field);
-    bad.extend(invalid(field, "with NUL", text("a\0b"), field));
-    bad
-}
-
-/// The same, which must be there.
-fn named(field: &str, most: usize) -> Vec<Bad> {
-    let mut bad = longest(field, most);
-    bad.extend(invalid(field, "missing", text(""), field));
-    bad
-}
-
 /// Who uses a cache.
 fn user(world: &World<'_>) -> Vec<Bad> {
     [
@@ -190,7 +176,7 @@ fn resource_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
     let delete = pb::DeleteResourceCacheRequest { team: TEAM.to_owned(), cache_id: caches.ready.clone() };
     let of_others = || [("of another team", &*caches.foreign), ("of a task", &*caches.task)];
     vec![
-        call(
+        Call::new(
             "Caches.FindOrCreateResourceCache",
             [ask],
             [
@@ -206,7 +192,7 @@ fn resource_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 user(world),
             ],
         ),
-        call(
+        Call::new(
             "Caches.RenewResourceCache",
             [renew],
             [
@@ -216,7 +202,7 @@ fn resource_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 but("claim_id", "unknown", ClaimId::new(), ClaimLost),
             ],
         ),
-        call(
+        Call::new(
             "Caches.PutResourceCache",
             [put],
             [
@@ -228,7 +214,7 @@ fn resource_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 owned(world),
             ],
         ),
-        call(
+        Call::new(
             "Caches.UseResourceCache",
             [use_it],
             [
@@ -239,7 +225,7 @@ fn resource_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 user(world),
             ],
         ),
-        call(
+        Call::new(
             "Caches.ReleaseResourceCache",
             [release],
             [
@@ -256,7 +242,7 @@ fn resource_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 nothing("user.workload_id", "that does not use it", text(world.workload)),
             ],
         ),
-        call(
+        Call::new(
             "Caches.DeleteResourceCache",
             [delete],
             [
@@ -270,9 +256,6 @@ fn resource_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
 }
 
 fn task_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
-    let zero = |messages: &mut Vec<DynamicMessage>| {
-        set(&mut messages[0], &["ttl", "seconds"], Some(&Value::I64(0)));
-    };
     let publish = pb::PublishTaskCacheRequest {
         team: TEAM.to_owned(),
         cache_id: caches.task.clone(),
@@ -287,7 +270,7 @@ fn task_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
         path: "path".to_owned(),
     };
     vec![
-        call(
+        Call::new(
             "Caches.FindOrCreateTaskCache",
             [task_asked(TEAM, &"x".repeat(PATH))],
             [
@@ -296,15 +279,10 @@ fn task_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 named("step", NAME),
                 named("path", PATH),
                 seconds("ttl", LONGEST_TTL),
-                vec![Bad {
-                    field: "ttl".to_owned(),
-                    what: "0 s".to_owned(),
-                    change: Box::new(zero),
-                    expected: Expected::Refused(InvalidField, "ttl".to_owned()),
-                }],
+                vec![time("ttl", 0, 0, refused("ttl"))],
             ],
         ),
-        call(
+        Call::new(
             "Caches.PublishTaskCache",
             [publish],
             [
@@ -314,7 +292,7 @@ fn task_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 owned(world),
             ],
         ),
-        call(
+        Call::new(
             "Caches.LocateCaches",
             [locate],
             [
@@ -325,7 +303,7 @@ fn task_caches(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 nothing("cache_ids", "of another team", text(&caches.foreign)),
             ],
         ),
-        call(
+        Call::new(
             "Caches.DeleteTaskCaches",
             [delete],
             [
@@ -360,7 +338,7 @@ fn base_types(world: &World<'_>, caches: &Caches) -> Vec<Call> {
         artifact_id: caches.artifact.to_string(),
     };
     vec![
-        call(
+        Call::new(
             "Caches.PutBaseResourceType",
             [put_type],
             [
@@ -372,7 +350,7 @@ fn base_types(world: &World<'_>, caches: &Caches) -> Vec<Call> {
                 owned(world),
             ],
         ),
-        call(
+        Call::new(
             "Caches.PutResourceCerts",
             [put_certs],
             [
@@ -412,12 +390,12 @@ pub(super) fn lists(tokens: &[String], first: usize, page: impl Fn(usize) -> Vec
     let certs = pb::ListResourceCertsRequest { page_size, page_token: token(3) };
     let of_another = |field, value| but(field, "that the token is not of", value, InvalidPageToken);
     vec![
-        call(
+        Call::new(
             "Caches.ListResourceCaches",
             [resources],
             [team("team"), of_another("team", OTHER), page(first)],
         ),
-        call(
+        Call::new(
             "Caches.ListTaskCaches",
             [tasks],
             [
@@ -428,7 +406,7 @@ pub(super) fn lists(tokens: &[String], first: usize, page: impl Fn(usize) -> Vec
                 page(first + 1),
             ],
         ),
-        call(
+        Call::new(
             "Caches.ListBaseResourceTypes",
             [types],
             [
@@ -443,6 +421,6 @@ pub(super) fn lists(tokens: &[String], first: usize, page: impl Fn(usize) -> Vec
                 page(first + 2),
             ],
         ),
-        call("Caches.ListResourceCerts", [certs], [page(first + 3)]),
+        Call::new("Caches.ListResourceCerts", [certs], [page(first + 3)]),
     ]
 }

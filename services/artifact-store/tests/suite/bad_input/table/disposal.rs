@@ -19,7 +19,7 @@ fn looks(world: &World<'_>, of_volumes: String) -> Vec<Call> {
     };
     let many_workers = Value::List((0..10_001).map(|_| text(world.here.worker)).collect());
     vec![
-        call(
+        Call::new(
             "Artifacts.Explain",
             [explain],
             [
@@ -32,12 +32,12 @@ fn looks(world: &World<'_>, of_volumes: String) -> Vec<Call> {
                 but("id", "of another team's workload", world.foreign_workload, UnknownId),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.GetVolume",
             [pb::GetVolumeRequest { volume_handle }],
             [id("volume_handle"), but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound)],
         ),
-        call(
+        Call::new(
             "Inventory.GetContainer",
             [pb::GetContainerRequest { container_handle }],
             [
@@ -45,14 +45,19 @@ fn looks(world: &World<'_>, of_volumes: String) -> Vec<Call> {
                 but("container_handle", "unknown", WorkloadId::new(), ContainerNotFound),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.WatchLost",
             [pb::WatchLostRequest::default()],
-            // Its answer is in the stream.
-            [nothing("after_revision", "absurd", Value::U64(u64::MAX))],
-        ),
-        call("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []),
-        call(
+            [change(
+                "after_revision",
+                "absurd",
+                Value::U64(u64::MAX),
+                Expected::Refused(Compacted, String::new()),
+            )],
+        )
+        .silent(),
+        Call::new("Collector.WatchCollections", [pb::WatchCollectionsRequest {}], []).silent(),
+        Call::new(
             "Inventory.ListAtRisk",
             [at_risk],
             [
@@ -112,7 +117,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
         pb::ForgetWorkerRequest { worker_id: world.here.worker.to_string(), force: true, only_check: false };
     let unforced = || Expected::Refused(LastReplica, String::new());
     vec![
-        call(
+        Call::new(
             "Artifacts.Undelete",
             [undelete],
             [
@@ -127,7 +132,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 seconds("keep", 10 * 366 * 24 * 3600),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.Touch",
             [touch],
             [
@@ -138,7 +143,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 but("attempt_id", "of another worker", world.attempt_there, ContainerNotFound),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.MarkContainer",
             [mark_container],
             [
@@ -149,7 +154,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 super::why("why"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.MarkVolume",
             [mark_volume],
             [
@@ -160,7 +165,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 super::why("why"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.Failed",
             [failed],
             [
@@ -173,7 +178,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 super::why("why"),
             ],
         ),
-        call(
+        Call::new(
             "Replicas.DropReplica",
             [drop],
             [
@@ -188,7 +193,7 @@ fn ends(world: &World<'_>) -> Vec<Call> {
                 change("force", "missing", Value::Bool(false), unforced()),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.ForgetWorker",
             [forget],
             [

@@ -37,7 +37,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let page_token = answer.into_inner().next_page_token;
     let other = &world.other_prepared.volumes[0].volume_handle;
     vec![
-        call(
+        Call::new(
             "Inventory.PrepareImport",
             [prepare("registry-image")],
             [
@@ -52,7 +52,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 invalid("brought.path", "with NUL", text("a\0b"), "brought.path"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.CompleteImport",
             [complete(to_complete)],
             [
@@ -61,21 +61,15 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 id("volume_handle"),
                 but("volume_handle", "unknown", WorkloadId::new(), VolumeNotFound),
                 invalid("volume_handle", "of no import", text(other), "volume_handle"),
-                invalid("volume_handle", "of other bytes", text(completed), "digest")
-                    .into_iter()
-                    .map(|bad| Bad {
-                        change: Box::new(move |messages| {
-                            (bad.change)(messages);
-                            set(&mut messages[0], &["digest"], Some(&Value::Bytes(vec![9; 32].into())));
-                        }),
-                        ..bad
-                    })
-                    .collect(),
+                given(
+                    |messages| put(messages, "digest", Some(&Value::Bytes(vec![9; 32].into()))),
+                    [invalid("volume_handle", "of other bytes", text(completed), "digest")],
+                ),
                 digests("digest"),
                 invalid("size_bytes", "absurd", Value::U64(u64::MAX), "size_bytes"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.FailImport",
             [fail],
             [
@@ -88,7 +82,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 super::why("why"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.ListImports",
             [pb::ListImportsRequest { page_token, ..list }],
             [

@@ -4,10 +4,10 @@ use domain::{ArtifactId, AttemptId, BuildId, CacheId, WorkloadId};
 use prost_reflect::Value;
 use rpc::Reason::*;
 use rpc::pb::artifacts as pb;
+use testing::bad_input::wrong::*;
+use testing::bad_input::{Bad, Call, Expected, set};
 
-use super::super::wrong::*;
-use super::super::{Bad, Call, Expected, set};
-use super::{OTHER, World, call};
+use super::{OTHER, World};
 use crate::{TEAM, digest};
 
 pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
@@ -53,7 +53,7 @@ pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
         status: pb::BuildStatus::Succeeded.into(),
     };
     vec![
-        call(
+        Call::new(
             "Pins.Pin",
             [pin],
             [
@@ -75,7 +75,7 @@ pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
                 but("task_cache_ids", "of another team", foreign, InputUnavailable),
             ],
         ),
-        call(
+        Call::new(
             "Pins.Settle",
             [settle],
             [
@@ -110,7 +110,7 @@ pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
                 choice("status"),
             ],
         ),
-        call(
+        Call::new(
             "Pins.EndAttempt",
             [end],
             [
@@ -129,7 +129,6 @@ fn for_nobody() -> Vec<Bad> {
         set(&mut messages[0], &["outputs", "owners"], None);
         set(&mut messages[0], &["outputs", "for_owners_only"], Some(&Value::Bool(true)));
     };
-    let field = "outputs.for_owners_only".to_owned();
-    let expected = Expected::Refused(InvalidField, field.clone());
-    vec![Bad { field, what: "without owners".to_owned(), change: Box::new(change), expected }]
+    let field = "outputs.for_owners_only";
+    otherwise(field, "without owners", refused(field), change)
 }

@@ -37,7 +37,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let purge = pb::PurgeRequest { handles: vec![to_purge], worker_id: gateway.worker.to_string() };
     let known = &world.prepared.volumes[0].volume_handle;
     vec![
-        call(
+        Call::new(
             "Inventory.DescribeSetAside",
             [describe],
             [
@@ -53,7 +53,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 invalid("volumes.size_bytes", "absurd", Value::U64(u64::MAX), "volumes.size_bytes"),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.ListSetAside",
             [pb::ListSetAsideRequest { page_token, ..list }],
             [
@@ -65,7 +65,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 but("page_token", "of another list", token_of_volumes(suite).await, InvalidPageToken),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.Adopt",
             [adopt],
             [
@@ -86,7 +86,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 seconds("keep", 10 * 366 * 24 * 3600),
             ],
         ),
-        call(
+        Call::new(
             "Inventory.Purge",
             [purge],
             [

@@ -24,25 +24,14 @@ pub(super) fn bad(world: &World<'_>) -> Vec<Bad> {
         let named = "tree.entries[0].symlink";
         bad.extend(invalid("tree.entries.symlink", "impossible", bytes(target), named));
     }
-    let twice = |messages: &mut Vec<DynamicMessage>| {
-        let field = messages[0].get_field_by_name("tree").expect("a field").into_owned();
-        let mut tree = field.as_message().expect("a message").clone();
-        let entries = tree.get_field_by_name("entries").expect("a field").into_owned();
-        let entry = entries.as_list().expect("a list")[0].clone();
-        tree.set_field_by_name("entries", Value::List(vec![entry; 2]));
-        messages[0].set_field_by_name("tree", Value::Message(tree));
-    };
-    let expected = Expected::Refused(InvalidField, "tree.entries.path".to_owned());
-    let (field, what) = ("tree.entries".to_owned(), "twice".to_owned());
-    bad.push(Bad { field, what, change: Box::new(twice), expected });
+    bad.extend(twice("tree.entries", "tree.entries.path"));
     for nanos in [-1, 1_000_000_000] {
         let change = move |messages: &mut Vec<DynamicMessage>| {
             let path = ["tree", "entries", "modified_at", "nanos"];
             set(&mut messages[0], &path, Some(&Value::I32(nanos)));
         };
-        let expected = Expected::Refused(InvalidField, "tree.entries[0].modified_at".to_owned());
-        let (field, what) = ("tree.entries.modified_at".to_owned(), format!("{nanos} ns"));
-        bad.push(Bad { field, what, change: Box::new(change), expected });
+        let expected = refused("tree.entries[0].modified_at");
+        bad.extend(otherwise("tree.entries.modified_at", &format!("{nanos} ns"), expected, change));
     }
     for name in ["uid", "gid"] {
         let made = text(world.of_tree);
@@ -51,8 +40,8 @@ pub(super) fn bad(world: &World<'_>) -> Vec<Bad> {
             set(&mut messages[0], &["tree", "entries", name], Some(&Value::U32(1)));
         };
         let expected = Expected::Refused(ArtifactExists, String::new());
-        let what = "that the artifact was not made with".to_owned();
-        bad.push(Bad { field: format!("tree.entries.{name}"), what, change: Box::new(change), expected });
+        let field = format!("tree.entries.{name}");
+        bad.extend(otherwise(&field, "that the artifact was not made with", expected, change));
     }
     bad
 }

@@ -1,18 +1,19 @@
-//! All that a store remembers: the rows of all tables of its database.
+//! All that a service remembers: the rows of all tables of its database.
 
 use std::collections::BTreeSet;
 
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement};
 
-/// A look at the tables of a database, from beside its store.
-pub(crate) struct Tables {
+/// A look at the tables of a database, from beside its service.
+pub struct Tables {
     connection: DatabaseConnection,
     /// For each table, what answers its rows as text.
     selects: Vec<(String, String)>,
 }
 
 impl Tables {
-    pub(crate) async fn open(url: &str) -> Self {
+    /// The database at `url`, which a service has made its tables in.
+    pub async fn open(url: &str) -> Self {
         let connection = sea_orm::Database::connect(url).await.expect("the database");
         let is_sqlite = connection.get_database_backend() == DbBackend::Sqlite;
         let names = if is_sqlite {
@@ -32,12 +33,12 @@ impl Tables {
             };
             selects.push((name, select));
         }
-        assert!(selects.iter().any(|(name, _)| name == "artifacts"), "{selects:?}");
+        assert!(selects.len() > 1, "a service has tables: {selects:?}");
         Self { connection, selects }
     }
 
     /// Every row, each with the name of its table. No table has the same row twice.
-    pub(crate) async fn rows(&self) -> BTreeSet<String> {
+    pub async fn rows(&self) -> BTreeSet<String> {
         let mut rows = BTreeSet::new();
         for (name, select) in &self.selects {
             for row in texts(&self.connection, select).await {
@@ -49,11 +50,19 @@ impl Tables {
 
     /// The database has these rows and no others.
     #[track_caller]
-    pub(crate) fn assert_unchanged(before: &BTreeSet<String>, after: &BTreeSet<String>, what: &str) {
-        let went: Vec<_> = before.difference(after).collect();
-        let came: Vec<_> = after.difference(before).collect();
-        assert!(went.is_empty() && came.is_empty(), "{what} changed {went:#?} to {came:#?}");
+    pub fn assert_unchanged(before: &BTreeSet<String>, after: &BTreeSet<String>, what: &str) {
+        unchanged(before, after).unwrap_or_else(|changes| panic!("{what} {changes}"));
     }
+}
+
+/// Or what has changed.
+pub(crate) fn unchanged(before: &BTreeSet<String>, after: &BTreeSet<String>) -> Result<(), String> {
+    let went: Vec<_> = before.difference(after).collect();
+    let came: Vec<_> = after.difference(before).collect();
+    if went.is_empty() && came.is_empty() {
+        return Ok(());
+    }
+    Err(format!("changed {went:#?} to {came:#?}"))
 }
 
 async fn texts(connection: &DatabaseConnection, select: &str) -> Vec<String> {
