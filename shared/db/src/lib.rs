@@ -23,6 +23,8 @@ use sea_orm::{
     DbErr, RuntimeErr, SqliteTransactionMode, TransactionOptions, TransactionTrait,
 };
 use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio_util::task::TaskTracker;
+use tracing::Instrument;
 
 pub use migrate::{Migrations, SqlMigration};
 pub use settings::{DatabaseArgs, Settings};
@@ -35,6 +37,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long a connection, or the turn to write, is waited for.
 const ACQUIRE: Duration = Duration::from_secs(10);
+
+/// How long a connection to PostgreSQL was idle that is tried before it is used. One that was used since then fails who comes next where the
+/// server has gone in this second, as it fails those who use one at that moment.
+const TRIED_AFTER: Duration = Duration::from_secs(1);
 
 /// How many statements each connection keeps prepared: more than a service has. One that is not kept is parsed and planned each time.
 const STATEMENTS: usize = 500;
@@ -68,6 +74,8 @@ pub struct Database {
     turn: Option<Arc<Semaphore>>,
     /// Of PostgreSQL: where our tables are, unless that is the default.
     schema: Option<String>,
+    /// Transactions that are beginning.
+    beginning: TaskTracker,
 }
 
 /// A database could not be opened or brought to the present schema.
@@ -239,6 +247,8 @@ impl Database {
                     .options([("random_page_cost", RANDOM_PAGE_COST)])
                     .options(by_index.iter().copied())
             });
+            // Tried only after a while: to ask and wait for an answer before each use takes as long as most statements.
+            options.test_before_acquire_if_idle_for(TRIED_AFTER);
             options.map_sqlx_postgres_pool_opts(|pool| {
                 pool.after_release(|connection, _| Box::pin(forgets_plans_now_and_then(connection)))
             });
@@ -255,16 +265,17 @@ impl Database {
         } else {
             migrate::check::<M>(&writing, &settings.place()).await?;
         }
+        let beginning = TaskTracker::new();
         if writing.get_database_backend() != DbBackend::Sqlite {
             let schema = settings.schema.clone();
-            return Ok(Self { reading: writing.clone(), writing, turn: None, schema });
+            return Ok(Self { reading: writing.clone(), writing, turn: None, schema, beginning });
         }
         if let Err(error) = reserve_room(&writing).await {
             tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
         }
         options.max_connections(SQLITE_READERS).min_connections(SQLITE_READERS);
         let reading = sea_orm::Database::connect(options).await?;
-        Ok(Self { writing, reading, turn: Some(Arc::new(Semaphore::new(1))), schema: None })
+        Ok(Self { writing, reading, turn: Some(Arc::new(Semaphore::new(1))), schema: None, beginning })
     }
 
     /// Whether the database answers, as somebody whom it matters to would have it said.
@@ -275,6 +286,8 @@ impl Database {
 
     /// Closes it once nobody uses it any more. Of SQLite, what was written is in the file then, and none is beside it.
     pub async fn close(self) {
+        self.beginning.close();
+        self.beginning.wait().await;
         // The last one that is closed writes the log back.
         for connection in [self.reading, self.writing] {
             if let Err(error) = connection.close().await {
@@ -328,16 +341,11 @@ impl Database {
         T: Send,
         E: From<DbErr> + Send,
     {
-        let options = TransactionOptions {
-            // A deferred transaction that reads first fails at once when another writes: the busy timeout does not apply.
-            sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
-            ..TransactionOptions::default()
-        };
         let _turn = match &self.turn {
             Some(turn) => Some(take_turn(turn).await?),
             None => None,
         };
-        let transaction = Arc::new(self.writing.begin_with_options(options).await?);
+        let transaction = Arc::new(self.begin().await?);
         let answer = change(Transaction(transaction.clone())).await;
         let transaction = Arc::into_inner(transaction)
             .ok_or_else(|| DbErr::Custom("a transaction was kept beyond its end".to_owned()))?;
@@ -354,6 +362,24 @@ impl Database {
                 Err(error)
             }
         }
+    }
+
+    /// Begins a transaction. It is a task of its own that does, which sees it through and rolls it back where whoever asked is gone by then: the
+    /// driver knows of no transaction before PostgreSQL has answered, and would have the connection used again within it.
+    async fn begin(&self) -> Result<DatabaseTransaction, DbErr> {
+        let options = TransactionOptions {
+            // A deferred transaction that reads first fails at once when another writes: the busy timeout does not apply.
+            sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
+            ..TransactionOptions::default()
+        };
+        let writing = self.writing.clone();
+        let begins = async move { writing.begin_with_options(options).await };
+        self.beginning.spawn(begins.in_current_span()).await.unwrap_or_else(|error| {
+            match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(error) => Err(DbErr::Custom(error.to_string())),
+            }
+        })
     }
 }
 

@@ -41,7 +41,8 @@ pub trait Migrations: 'static {
 
     /// Whether PostgreSQL shall look rows up by indexes, one after the other, wherever it can, even where it believes a table to be small. It
     /// plans a statement for what a table was when it was looked at last; one that grows by thousands of rows a second is another by then,
-    /// and would be read as a whole to find one. For schemas whose statements name rows by what is indexed, and few at a time.
+    /// and would be read as a whole to find one. For schemas whose statements name rows by what is indexed, and few at a time. Plans are then
+    /// made without looking at values: what the condition of a partial index says, a statement must say in the same words, not by a parameter.
     const BY_INDEX: bool = false;
 }
 

@@ -299,9 +299,11 @@ impl Host {
             Ok::<_, anyhow::Error>(self)
         };
         let started = tokio::select! {
+            // Where there is nothing to start, nobody hears that it is starting.
+            biased;
+            started = started => Some(started?),
             result = &mut served => return result.context("the server failed"),
             () = &mut shutdown => None,
-            started = started => Some(started?),
         };
         let Some(Self { routes, services, tasks, readiness, probe_interval, drain, failure, last, .. }) =
             started
