@@ -6,14 +6,24 @@ cd "$(dirname "$0")/.."
 # What is looked for below has no colours.
 export CARGO_TERM_COLOR=never
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+trap 'kill "${tests:-}" 2>/dev/null; rm -f "$log"' EXIT
 
 # Tests start the binaries.
 cargo build --workspace --bins --locked || exit 1
 
-cargo test --workspace --locked --no-fail-fast -- --show-output >"$log" 2>&1
+# A test that hangs is told by its name, and the rest of what is checked here does not wait for it: all tests together take half an hour.
+timeout --kill-after=1m "${GANTRY_TESTS_WITHIN:-50m}" cargo test --workspace --locked --no-fail-fast -- --show-output >"$log" 2>&1 &
+tests=$!
+tail --follow --lines=+1 --pid=$tests "$log" | grep --line-buffered -aE '^(     Running|   Doc-tests|test result:)|^test .*FAILED|^error'
+wait $tests
 status=$?
-grep -E '^(     Running|   Doc-tests|test result:)|^test .*FAILED|^error' "$log"
+if [ $status -eq 124 ] || [ $status -eq 137 ]; then
+    echo "--- what did not end ---"
+    awk '/^ +Running /{running = $0}
+        /^test .* has been running for over/{slow[$2] = running}
+        /^test .* \.\.\. /{delete slow[$2]}
+        END{for (test in slow) print test, "of", slow[test]; print "the last that was started:", running}' "$log"
+fi
 if [ $status -ne 0 ]; then
     echo "--- what failed ---"
     sed -n '/^failures:$/,/^test result:/p' "$log"

@@ -260,3 +260,19 @@ fn down_asks_what_runs_to_end_and_with_force_kills_it() {
         assert!(left.is_empty(), "{left:?}");
     }
 }
+
+#[test]
+fn down_is_over_with_its_cluster_although_the_next_one_has_begun() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "--", "true"]);
+    let down = cluster.gantry(["down"]).stderr(Stdio::piped()).spawn().expect("gantry");
+    wait_for("the socket to go", || find_socket(&cluster.path("run")).is_none().then_some(()));
+    // Its cluster waits for the lock, and takes it as soon as it is free.
+    assert_eq!(cluster.succeed(["run", "--", "echo", "again"]), b"again\n");
+    let down = down.wait_with_output().expect("gantry ends");
+    assert_eq!(code(&down), 0, "{}", describe(&down));
+    assert!(cluster.pid().is_some(), "the next one runs");
+}

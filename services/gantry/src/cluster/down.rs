@@ -1,14 +1,16 @@
 //! `gantry down`: asks the cluster on this machine to stop what runs and to end, and waits until it has.
 
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::local::ShutdownRequest;
 use rpc::pb::local::cluster_client::ClusterClient;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::json;
-use tokio::time::Instant;
 
 use super::{Paths, lock, start};
 use crate::args::DownArgs;
@@ -25,28 +27,26 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) async fn down(args: &DownArgs, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     let paths = Paths::find()?;
     let Some(endpoint) = start::running(&paths) else {
-        let Some(holder) = lock::holder(&paths.lock()) else {
+        let Some(process) = Process::of(&paths)? else {
             ui.note("no cluster runs on this machine");
             return answer(as_json, false, 0, 0);
         };
         // It is ending, or hangs.
-        if wait(&paths, if args.force { Duration::from_secs(1) } else { PATIENCE }).await {
+        if process.ends_within(if args.force { Duration::from_secs(1) } else { PATIENCE }).await {
             return answer(as_json, true, 0, 0);
         }
         if !args.force {
-            bail!(
-                "the cluster, process {}, does not answer; kill it with `gantry down --force`",
-                holder.process_id
-            );
+            bail!("the cluster, process {}, does not answer; kill it with `gantry down --force`", process.id);
         }
-        kill(holder.process_id)?;
-        if wait(&paths, PATIENCE).await {
+        process.kill()?;
+        if process.ends_within(PATIENCE).await {
             ui.note("killed a cluster that did not answer; the next one adopts what it left");
             return answer(as_json, true, 0, 0);
         }
-        bail!("the cluster, process {}, cannot be killed", holder.process_id);
+        bail!("the cluster, process {}, cannot be killed", process.id);
     };
 
+    let process = Process::of(&paths)?;
     let mut cluster = ClusterClient::new(peer(&endpoint, Outgoing::internal())?);
     let asked = cluster.shutdown(ShutdownRequest { force: args.force });
     let response = match tokio::time::timeout(DEADLINE, asked).await {
@@ -62,7 +62,9 @@ pub(crate) async fn down(args: &DownArgs, ui: &Ui, as_json: bool) -> anyhow::Res
             count(response.unfinished.into(), "workload")
         ));
     }
-    if !wait(&paths, PATIENCE).await {
+    if let Some(process) = process
+        && !process.ends_within(PATIENCE).await
+    {
         bail!("the cluster has stopped what ran and does not end; see {}", paths.log().display());
     }
     ui.note("the cluster has ended");
@@ -77,20 +79,49 @@ fn answer(as_json: bool, was_running: bool, cancelled: u32, unfinished: u32) -> 
     print_json(&json!({ "was_running": was_running, "cancelled": cancelled, "unfinished": unfinished }))
 }
 
-/// Whether the process ended in time.
-async fn wait(paths: &Paths, patience: Duration) -> bool {
-    let give_up = Instant::now() + patience;
-    while lock::is_held(&paths.lock()) {
-        if Instant::now() >= give_up {
-            return false;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    true
+/// The process of the cluster.
+struct Process {
+    id: u32,
+    fd: OwnedFd,
 }
 
-/// Kills the holder of the lock. It holds it, so it is no other process of the same number.
-fn kill(process: u32) -> anyhow::Result<()> {
-    let process = i32::try_from(process).ok().and_then(Pid::from_raw).context("the lock names no process")?;
-    kill_process(process, Signal::KILL).context("cannot kill the cluster")
+impl Process {
+    /// Who holds the lock. He holds it still once we have him, so he is no other process of the same number. `None`: nobody does.
+    fn of(paths: &Paths) -> anyhow::Result<Option<Self>> {
+        let Some(holder) = lock::holder(&paths.lock()) else { return Ok(None) };
+        let id = holder.process_id;
+        let pid = i32::try_from(id).ok().and_then(Pid::from_raw).context("the lock names no process")?;
+        let fd = match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(fd) => fd,
+            Err(Errno::SRCH) => return Ok(None),
+            Err(error) => {
+                return Err(error).with_context(|| format!("cannot watch the cluster, process {id}"));
+            }
+        };
+        Ok((lock::holder(&paths.lock()) == Some(holder)).then_some(Self { id, fd }))
+    }
+
+    /// Whether it ended in time. It lets go of the lock before that, for the next cluster to take, and has other files open still.
+    async fn ends_within(&self, patience: Duration) -> bool {
+        let ended = async {
+            while !self.has_ended() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(patience, ended).await.is_ok()
+    }
+
+    fn has_ended(&self) -> bool {
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        // It can be read then.
+        matches!(poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&at_once)), Ok(1..))
+    }
+
+    fn kill(&self) -> anyhow::Result<()> {
+        match pidfd_send_signal(&self.fd, Signal::KILL) {
+            // It has ended by itself.
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(error) => Err(error).context("cannot kill the cluster"),
+        }
+    }
 }
