@@ -379,6 +379,7 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
             None => VolumeSource::Empty,
         };
         worker.runtime.create_volume(*handle, source).await?;
+        worker.held.made_volume(*handle);
         if !volume.directories.is_empty() {
             worker.runtime.make_directories(*handle, &volume.directories).await?;
         }
@@ -417,6 +418,7 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         network: task.spec.network,
     };
     worker.runtime.create_container(prepared.container, spec).await?;
+    worker.held.made_container(prepared.container);
     Ok(defaults)
 }
 

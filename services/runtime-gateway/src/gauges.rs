@@ -1,10 +1,9 @@
 //! What operators see of a gateway.
 
-use std::sync::PoisonError;
-
 use rpc::pb::scheduler::LeasePhase;
 
 use crate::gateway::Gateway;
+use crate::held::Held;
 use crate::worker::Worker;
 
 /// Sets the gauges whenever somebody reads them, and says what is counted elsewhere.
@@ -63,7 +62,7 @@ fn set(worker: &Worker) {
     metrics::gauge!("gantry_gateway_processes", "worker" => name.clone()).set(processes as f64);
     let attends = if worker.session().is_some() { 1.0 } else { 0.0 };
     metrics::gauge!("gantry_gateway_attends", "worker" => name.clone()).set(attends);
-    let (containers, volumes) = *worker.kept.lock().unwrap_or_else(PoisonError::into_inner);
+    let Held { containers, volumes } = worker.held.now();
     metrics::gauge!("gantry_gateway_containers", "worker" => name.clone()).set(containers as f64);
     metrics::gauge!("gantry_gateway_volumes", "worker" => name).set(volumes as f64);
 }

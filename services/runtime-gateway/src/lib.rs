@@ -28,6 +28,7 @@ pub mod garden;
 mod gateway;
 mod gauges;
 mod grpc;
+mod held;
 pub mod host;
 mod image;
 mod locks;

@@ -8,8 +8,8 @@
 //! gateway may have been let in.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use domain::worker::StoreMark;
@@ -193,9 +193,9 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
         client.begin_report(begin).await.map_err(Refusal::from)?.into_inner().token.unwrap_or_default();
     let now = StoreMark { life: token.store_life.parse()?, sequence: token.sequence };
     let is_same = mark.is_some_and(|mark| mark.life == now.life);
+    let before = worker.held.begin();
     let mut holdings = worker.runtime.list().await?;
-    *worker.kept.lock().unwrap_or_else(PoisonError::into_inner) =
-        (length(&holdings.containers), length(&holdings.volumes));
+    worker.held.listed(&holdings, &before);
 
     // What is damaged is lost to a store that counts on it: it looks for other replicas of what that held, and has nothing made from it. One that
     // does not is told of it as of anything else.

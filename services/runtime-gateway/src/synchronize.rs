@@ -25,6 +25,7 @@ use crate::Config;
 use crate::attempt;
 use crate::clock::since_boot;
 use crate::contact::{Contact, NeverSent};
+use crate::held::Held;
 use crate::worker::{Attempt, OpenSession, StopWish, Worker};
 
 /// The version of the protocol that this gateway speaks.
@@ -277,7 +278,7 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
             inputs: attempt.inputs.clone(),
         })
         .collect();
-    let (containers, volumes) = *worker.kept.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let Held { containers, volumes } = worker.held.now();
     Ok(pb::Observed {
         session_credential: session.credential.clone(),
         applied_generation: applied,

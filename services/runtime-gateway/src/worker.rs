@@ -21,6 +21,7 @@ use tokio_util::task::TaskTracker;
 use crate::Config;
 use crate::brought::Imports;
 use crate::clock::since_boot;
+use crate::held::Counts;
 use crate::image;
 use crate::trees::Trees;
 use rpc::Peer;
@@ -76,8 +77,8 @@ pub(crate) struct Worker {
     pub(crate) filling: Arc<Mutex<HashSet<VolumeHandle>>>,
     /// Containers that are being destroyed.
     destroying: watch::Sender<BTreeSet<ContainerHandle>>,
-    /// Containers and volumes on the worker, when they were last listed.
-    pub(crate) kept: Mutex<(u64, u64)>,
+    /// Containers and volumes on the worker.
+    pub(crate) held: Counts,
     /// Wakes the synchronizing task when an attempt has changed.
     pub(crate) changed: Notify,
     /// Wakes the reporting task: something was destroyed, or found to be damaged.
@@ -110,7 +111,7 @@ impl Worker {
             attempts: Mutex::default(),
             filling: Arc::default(),
             destroying: watch::Sender::default(),
-            kept: Mutex::default(),
+            held: Counts::default(),
             changed: Notify::new(),
             report_due: Notify::new(),
             config,
