@@ -128,41 +128,48 @@ async fn with_bytes(conn: &impl ConnectionTrait, artifact: Option<Uuid>) -> Resu
     Ok(located.filter(Located::has_bytes))
 }
 
-/// Where the bytes of caches are that are answered to `team`, in the order asked. Unknown ones and those without bytes are left out.
+/// Where caches are.
+#[derive(Default)]
+pub(crate) struct LocatedCaches {
+    /// Those that have bytes.
+    pub(crate) located: Vec<(CacheId, Located)>,
+    /// Those that are none of the team's.
+    pub(crate) unknown: Vec<CacheId>,
+}
+
+/// Where the bytes of caches are that are answered to `team`, in the order asked.
 pub(crate) async fn locate(
     conn: &impl ConnectionTrait,
     team: &str,
     ids: &[CacheId],
-) -> Result<Vec<(CacheId, Located)>, DbErr> {
+) -> Result<LocatedCaches, DbErr> {
     if ids.is_empty() {
-        return Ok(Vec::new());
+        return Ok(LocatedCaches::default());
     }
     let backend = conn.get_database_backend();
     let wanted = || ids::among(backend, "cache_id", ids.iter().map(|id| id.uuid()));
-    let mut owned: Vec<(Uuid, Uuid)> = resource_cache::Entity::find()
+    let mut known: Vec<(Uuid, Option<Uuid>)> = resource_cache::Entity::find()
         .select_only()
         .column(resource_cache::Column::CacheId)
         .column(resource_cache::Column::ArtifactId)
         .filter(wanted())
         .filter(resource_cache::Column::Scope.is_in([team, ALL_TEAMS]))
-        .filter(resource_cache::Column::ArtifactId.is_not_null())
         .into_tuple()
         .all(conn)
         .await?;
-    let of_tasks: Vec<(Uuid, Uuid)> = task_cache::Entity::find()
+    let of_tasks: Vec<(Uuid, Option<Uuid>)> = task_cache::Entity::find()
         .select_only()
         .column(task_cache::Column::CacheId)
         .column(task_cache::Column::ArtifactId)
         .filter(wanted())
         .filter(task_cache::Column::Team.eq(team))
-        .filter(task_cache::Column::ArtifactId.is_not_null())
         .into_tuple()
         .all(conn)
         .await?;
-    owned.extend(of_tasks);
-    let owned: HashMap<_, _> = owned.into_iter().collect();
+    known.extend(of_tasks);
+    let known: HashMap<_, _> = known.into_iter().collect();
     let rows = artifact::Entity::find()
-        .filter(ids::among(backend, "artifact_id", owned.values().copied()))
+        .filter(ids::among(backend, "artifact_id", known.values().copied().flatten()))
         .filter(Expr::cust("state = 'sealed'"))
         .all(conn)
         .await?;
@@ -173,7 +180,9 @@ pub(crate) async fn locate(
         .map(|located| (located.artifact.artifact_id, located))
         .collect();
     // Two caches may own one artifact.
-    let locations =
-        ids.iter().filter_map(|id| Some((*id, located.get(owned.get(&id.uuid())?)?.clone()))).collect();
-    Ok(locations)
+    let place = |id: &CacheId| Some((*id, located.get(known.get(&id.uuid())?.as_ref()?)?.clone()));
+    Ok(LocatedCaches {
+        located: ids.iter().filter_map(place).collect(),
+        unknown: ids.iter().filter(|id| !known.contains_key(&id.uuid())).copied().collect(),
+    })
 }

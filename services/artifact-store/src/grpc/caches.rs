@@ -300,11 +300,14 @@ impl pb::caches_server::Caches for Handlers {
             .await
             .map_err(|error| status::database("locate caches", &error))?;
 
-        let locations = located.into_iter().map(|(cache, located)| pb::CacheLocation {
+        let locations = located.located.into_iter().map(|(cache, located)| pb::CacheLocation {
             cache_id: cache.to_string(),
             location: Some(location(located)),
         });
-        Ok(Response::new(pb::LocateCachesResponse { locations: locations.collect() }))
+        Ok(Response::new(pb::LocateCachesResponse {
+            locations: locations.collect(),
+            unknown_cache_ids: located.unknown.iter().map(ToString::to_string).collect(),
+        }))
     }
 
     async fn put_base_resource_type(
