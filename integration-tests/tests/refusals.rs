@@ -356,7 +356,10 @@ fn why_nothing_would_run_is_explained_and_nothing_runs() {
     assert_eq!(never["workers"][0]["refusals"][0]["reason"], "MISSING_TAGS", "{never}");
     let said = cluster.succeed(["run", "--explain", "--tag", "gpu", "--", "true"]);
     let said = String::from_utf8(said).expect("text");
-    assert!(said.starts_with("no worker that is known could ever run it\n"), "{said}");
+    assert!(
+        said.starts_with("no worker that is known could ever run it: who submits it now is refused\n"),
+        "{said}"
+    );
     assert!(said.contains("lacks the tag gpu") && said.contains("it has the tag gpu"), "{said}");
     assert!(cluster.list("workloads").is_empty(), "nothing was submitted");
 

@@ -101,7 +101,7 @@ fn whoever_waits_is_told_why_in_a_line_and_a_watch_outlives_a_scheduler() {
 
     let why = suite.succeed(&["explain", &watched]);
     assert!(
-        why.starts_with("it waits, as number 1 of the queue: the only worker that could take it"),
+        why.starts_with("it waits, as number 1 by priority and age: the only worker that could take it"),
         "{why}"
     );
     assert!(why.contains("how long that may take is unknown") || why.contains("it may take about"), "{why}");

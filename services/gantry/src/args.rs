@@ -650,8 +650,8 @@ pub(crate) struct UnlandArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 It goes once nothing runs there, as with `gantry land`, and only if no artifact that something keeps has its bytes nowhere else. What it \
-holds stays on its disk, and is nobody's. Its gateway goes on asking and is not let in: stop it, and to have the machine back as a new worker, empty its \
-state directory first; or take that back with `gantry unland`.")]
+holds is nobody's from then on: it stays on its disk, and is destroyed if the machine becomes a worker again. Its gateway goes on asking and is not let in: \
+stop it, or let it in again, as a new worker, with `gantry unland`.")]
 pub(crate) struct RetireArgs {
     /// The worker's name or its id
     #[arg(value_name = "WORKER")]

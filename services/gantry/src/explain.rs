@@ -152,10 +152,12 @@ fn text(response: &ExplainResponse) -> String {
         Verdict::Placed if best.is_empty() => "it is placed at once\n".to_owned(),
         Verdict::Placed => format!("it is placed at once, on {}\n", plain(best, WIDTH)),
         Verdict::NotNow if summary.is_empty() => {
-            format!("it waits, as number {queue_position} of the queue\n")
+            format!("it waits, as number {queue_position} by priority and age\n")
         }
-        Verdict::NotNow => format!("it waits, as number {queue_position} of the queue: {summary}\n"),
-        Verdict::Never => "no worker that is known could ever run it\n".to_owned(),
+        Verdict::NotNow => format!("it waits, as number {queue_position} by priority and age: {summary}\n"),
+        Verdict::Never => {
+            "no worker that is known could ever run it: who submits it now is refused\n".to_owned()
+        }
         Verdict::Unspecified => "the scheduler gives no verdict that is known here\n".to_owned(),
     };
     if response.verdict() == Verdict::NotNow {
@@ -246,7 +248,7 @@ mod tests {
             workers_known: 1,
             ..Default::default()
         };
-        let expected = "it waits, as number 3 of the queue\n\nWORKER  SAYS\none     is landing, is full (2 of 2 tasks)\n\n\
+        let expected = "it waits, as number 3 by priority and age\n\nWORKER  SAYS\none     is landing, is full (2 of 2 tasks)\n\n\
             It is placed as soon as\n  one: it is told to run again, and one of its tasks ends\n";
         assert_eq!(text(&response), expected);
     }
@@ -266,7 +268,7 @@ mod tests {
             groups: vec![group],
             ..Default::default()
         };
-        let expected = "it waits, as number 3 of the queue: all 12 workers that could take it are full\n\
+        let expected = "it waits, as number 3 by priority and age: all 12 workers that could take it are full\n\
             it may take about 40 s: a slot was held for 40 s\n\nOf all 12 workers\n\
             COUNT  SAY       SUCH AS\n12     are full  a, b, …\n";
         assert_eq!(text(&response), expected);

@@ -7,7 +7,7 @@
 //! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
 //!
 //! - `single_1`, `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the
-//!   `Place`s.
+//!   `Place`s. `paced_64_p99_ms`: of those of 64 callers who make 1,000 pairs a second together, counted from when each was due.
 //! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
 //!   in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
@@ -35,6 +35,7 @@ use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement, Value};
+use tokio::task::JoinSet;
 use uuid::Uuid;
 
 /// Leases in one call.
@@ -97,6 +98,8 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
             said.push(of(&format!("single_{callers}"), rate));
             said.push(of(&format!("single_{callers}_p99_ms"), p99));
         }
+        let p99 = paced(&server, 64, 1000, arguments.seconds).await?;
+        said.push(of("paced_64_p99_ms", p99));
         let (rate, placed) = batches(&server, 16, arguments.seconds).await?;
         said.extend([of("batched_16", rate), of("placed_16", placed)]);
         for callers in [16, 64] {
@@ -127,6 +130,34 @@ async fn singles(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
     let (rate, took) = repeated(callers, seconds, pair).await?;
     let p99 = took.get(took.len() * 99 / 100).context("none was placed")?;
     Ok((rate, p99.as_secs_f64() * 1e3))
+}
+
+/// How long a `Place` takes at p99, in milliseconds, when so many pairs a second are made. Who is late has the next one wait for longer.
+async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> anyhow::Result<f64> {
+    let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
+    let every = Duration::from_secs(1) * callers / per_second;
+    let (begun, mut running) = (Instant::now(), JoinSet::new());
+    for number in 0..callers {
+        let mut placements = placements.clone();
+        running.spawn(async move {
+            let (mut due, mut took) = (begun + every * number / callers, Vec::new());
+            while due.duration_since(begun).as_secs() < seconds {
+                tokio::time::sleep_until(due.into()).await;
+                let lease_token = placements.place(task()).await?.into_inner().lease_token;
+                took.push(due.elapsed());
+                placements.release(pb::ReleaseRequest { lease_token }).await?;
+                due += every;
+            }
+            anyhow::Ok(took)
+        });
+    }
+    let mut took = Vec::new();
+    while let Some(done) = running.join_next().await {
+        took.extend(done??);
+    }
+    took.sort();
+    let p99 = took.get(took.len() * 99 / 100).context("none was placed")?;
+    Ok(p99.as_secs_f64() * 1e3)
 }
 
 async fn batches(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {

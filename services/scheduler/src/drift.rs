@@ -92,26 +92,4 @@ impl Drop for OfStream {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_what_is_disagreed_about_for_long_counts() {
-        let (drift, patience) = (Drift::default(), Duration::from_secs(10));
-        let at = |seconds: i64| Timestamp(seconds * 1_000_000);
-        let (one, other, none) = (Uuid::from_u128(1), Uuid::from_u128(2), HashSet::new());
-        let mut stream = drift.of_stream();
-        stream.note(&HashSet::from([one]), &HashSet::from([other]), patience, at(0));
-        assert_eq!(drift.total(), Count::default());
-        stream.note(&none, &HashSet::from([other]), patience, at(9));
-        stream.note(&HashSet::from([one]), &HashSet::from([other]), patience, at(10));
-        assert_eq!(drift.total(), Count { missing: 0, stray: 1 }, "one was agreed about in between");
-        let mut second = drift.of_stream();
-        second.note(&HashSet::from([one]), &none, patience, at(0));
-        second.note(&HashSet::from([one]), &none, patience, at(11));
-        assert_eq!(drift.total(), Count { missing: 1, stray: 1 });
-        stream.note(&none, &none, patience, at(12));
-        drop(second);
-        assert_eq!(drift.total(), Count::default());
-    }
-}
+mod tests;

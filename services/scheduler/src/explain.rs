@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use domain::workload::{Image, WorkloadSpec};
-use domain::{ArtifactId, Timestamp, WorkloadId};
+use domain::{ArtifactId, CacheId, Timestamp, WorkloadId};
 use sea_orm::DbErr;
 use uuid::Uuid;
 
@@ -57,6 +57,9 @@ pub(crate) enum ExplainError {
     /// An input is unknown to the team, not sealed, or its bytes are lost.
     #[error("artifact {0} cannot be used as an input")]
     InputUnavailable(ArtifactId),
+    /// A task cache is unknown to the team.
+    #[error("task cache {0} is unknown to this team")]
+    CacheUnavailable(CacheId),
     /// The artifact store does not say where its inputs are.
     #[error("the artifact store does not say where the inputs are")]
     NotLocated(#[source] rpc::Refusal),
@@ -90,6 +93,7 @@ pub(crate) async fn spec(
     let locations = match scheduler.store.find(&spec.team, &inputs).await.map_err(ExplainError::NotLocated)? {
         Found::All(locations) => locations,
         Found::Missing(artifact) => return Err(ExplainError::InputUnavailable(artifact)),
+        Found::MissingCache(cache) => return Err(ExplainError::CacheUnavailable(cache)),
     };
 
     scheduler.dispatch.catch_up().await;

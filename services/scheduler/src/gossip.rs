@@ -102,13 +102,17 @@ impl Gossip {
         news.extend(registry.then_some(News::Registry));
         let is_urgent =
             !(workers.is_empty() && queued.is_empty() && workloads.is_empty()) || *deadline || *registry;
-        news.extend(freed.iter().copied().map(News::Freed));
+        // Of one that something was placed on already, they hear that.
+        let is_news = |worker: &WorkerId| !news.contains(&News::Worker(*worker));
+        let freed: Vec<_> = freed.iter().copied().filter(is_news).map(News::Freed).collect();
+        let is_some_freed = !freed.is_empty();
+        news.extend(freed);
         if news.len() > MOST {
             *news = HashSet::from([News::Much]);
         }
         if is_urgent {
             self.some.notify_one();
-        } else if !freed.is_empty() {
+        } else if is_some_freed {
             self.later.notify_one();
         }
     }
@@ -230,13 +234,13 @@ mod tests {
     fn what_is_told_is_what_is_heard() {
         let gossip = Gossip::new();
         let workloads: Vec<_> = (0..500).map(|_| WorkloadId::new()).collect();
-        let worker = WorkerId::new();
+        let (worker, freed) = (WorkerId::new(), WorkerId::new());
         gossip.tell(&Effects {
             workers: vec![worker, worker],
             queued: workloads[..1].to_vec(),
             workloads: workloads.clone(),
             deadline: true,
-            freed: vec![worker],
+            freed: vec![worker, freed],
             ..Effects::default()
         });
         let hints = gossip.hints();
@@ -244,7 +248,8 @@ mod tests {
         let words = hints.iter().flat_map(|hint| hint.split(' ').skip(1));
         let heard: HashSet<_> = words.map(|word| News::parse(word).expect("news")).collect();
         assert_eq!(heard.len(), 504);
-        assert!(heard.contains(&News::Freed(worker)));
+        assert!(heard.contains(&News::Freed(freed)));
+        assert!(!heard.contains(&News::Freed(worker)), "that it changed is told already");
         assert!(heard.contains(&News::Worker(worker)) && heard.contains(&News::Deadline));
         assert_eq!(gossip.hints(), [""; 0], "it was told");
 

@@ -100,12 +100,17 @@ pub(crate) struct Done {
     pub(crate) refused: HashSet<LeaseId>,
     /// Workloads that do not wait any more, or were known before they were submitted: nothing was done about them.
     pub(crate) settled: HashMap<WorkloadId, Option<Known>>,
+    /// Workloads that are settled in that sense because they could not be started on other workers than was known. They wait still, and it must be
+    /// decided anew where they may be.
+    pub(crate) outdated: HashSet<WorkloadId>,
     /// Leases that were there before.
     pub(crate) existing: HashMap<LeaseId, lease::Model>,
+    /// Leases for which the artifact store would hold something by the id of a workload.
+    taken: HashSet<LeaseId>,
     /// Where the containers of owners are for whom it was decided otherwise.
     pub(crate) kept_to: HashMap<LeaseId, WorkerId>,
-    /// Where slots came free that were given back.
-    pub(crate) freed: HashSet<WorkerId>,
+    /// Where slots came free that were given back, and how many.
+    pub(crate) freed: HashMap<WorkerId, u32>,
     /// What the artifact store shall be told.
     pub(crate) parcels: Vec<Parcel>,
     /// What sorts workloads that were accepted before, and when they were.
@@ -137,11 +142,12 @@ pub(crate) async fn carry_out(
         let leases: Vec<_> = plan.grants.iter().map(|grant| grant.lease).collect();
         done.existing = leases::find_all(txn, &leases).await?;
     }
+    shared_ids(txn, plan, &mut done).await?;
     let mut changes = Changes::default();
     let released = release(txn, &plan.releases, now).await?;
     for lease in &released {
         if lease.kind.takes_a_slot() {
-            done.freed.insert(WorkerId::from_uuid(lease.worker_id));
+            *done.freed.entry(WorkerId::from_uuid(lease.worker_id)).or_default() += 1;
         }
         changes.give_back(lease);
     }
@@ -221,10 +227,24 @@ impl Done {
         self.placed.get(&lease?).copied()
     }
 
+    /// Whether something is there by the id of a driven lease that was not granted just now.
+    pub(crate) fn exists(&self, lease: LeaseId) -> bool {
+        self.existing.contains_key(&lease) || self.taken.contains(&lease)
+    }
+
+    /// Whether nothing came of a grant but that something else is known now.
+    pub(crate) fn is_in_vain(&self, grant: &Grant) -> bool {
+        let is_outdated = match &grant.holder {
+            Holder::Workload { id, .. } => self.outdated.contains(id),
+            Holder::Driven { .. } => false,
+        };
+        is_outdated || self.refused.contains(&grant.lease)
+    }
+
     /// Whether a grant has no sense any more, whatever its worker says.
     fn is_moot(&self, grant: &Grant) -> bool {
         match &grant.holder {
-            Holder::Driven { .. } => self.existing.contains_key(&grant.lease),
+            Holder::Driven { .. } => self.exists(grant.lease),
             Holder::Workload { id, .. } => self.settled.contains_key(id),
         }
     }
@@ -247,6 +267,30 @@ async fn known_workloads(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done
     Ok(())
 }
 
+/// Of what the artifact store will hold something for, finds what has the id of something else for which it may: there, it would be one.
+async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let among = async |table: &str, ids: Vec<Uuid>| {
+        if ids.is_empty() {
+            return Ok(Vec::new());
+        }
+        let query = format!("SELECT id FROM {table} WHERE id IN ({})", rows::query(backend, 1, &rows::IDS));
+        let statement = Statement::from_sql_and_values(backend, query, [rows::ids(ids)?]);
+        let found = txn.query_all_raw(statement).await?;
+        found.iter().map(|row| row.try_get::<Uuid>("", "id")).collect::<Result<_, DbErr>>()
+    };
+    let uses = |grant: &&Grant| matches!(grant.holder, Holder::Driven { settles: true, .. });
+    let leases = plan.grants.iter().filter(uses).map(|grant| grant.lease.uuid()).collect();
+    done.taken = among("workloads", leases).await?.into_iter().map(LeaseId::from_uuid).collect();
+    let workloads = plan.submitted.iter().filter(|row| row.settles).map(|row| row.id).collect();
+    for id in among("leases", workloads).await? {
+        // It is another than the one that is there.
+        let known = Known { id, spec_digest: Vec::new(), state: workload::State::Finished };
+        done.settled.entry(WorkloadId::from_uuid(id)).or_insert(Some(known));
+    }
+    Ok(())
+}
+
 /// Locks the workloads that shall be assigned or queued and were not submitted just now, and answers those for which that is so still.
 async fn lock_waiting(
     txn: &DatabaseTransaction,
@@ -256,16 +300,17 @@ async fn lock_waiting(
     let submitted: HashSet<_> = plan.submitted.iter().map(|row| row.id).collect();
     let pinned: HashSet<_> = plan.pinned.iter().map(|pinned| pinned.id).collect();
     let placed = plan.grants.iter().filter_map(|grant| match &grant.holder {
-        Holder::Workload { id, .. } if !submitted.contains(&id.uuid()) => Some(*id),
+        Holder::Workload { id, .. } if !submitted.contains(&id.uuid()) => Some((*id, &*grant.demand)),
         Holder::Workload { .. } | Holder::Driven { .. } => None,
     });
-    let asked: HashSet<_> = placed.chain(pinned.iter().copied()).collect();
+    let placed: HashMap<_, _> = placed.collect();
+    let asked: HashSet<_> = placed.keys().chain(&pinned).copied().collect();
     if asked.is_empty() {
         return Ok(asked);
     }
     let backend = txn.get_database_backend();
     let query = format!(
-        "SELECT id, state FROM workloads WHERE id IN ({}) AND {STATE_OF_NAMED} IN ('accepted', 'pending') ORDER BY id {}",
+        "SELECT id, state, failed_on FROM workloads WHERE id IN ({}) AND {STATE_OF_NAMED} IN ('accepted', 'pending') ORDER BY id {}",
         rows::query(backend, 1, &rows::IDS),
         rows::lock(backend, "FOR UPDATE")
     );
@@ -274,8 +319,18 @@ async fn lock_waiting(
     for row in txn.query_all_raw(Statement::from_sql_and_values(backend, query, values)).await? {
         let (id, state): (Uuid, workload::State) = (row.try_get("", "id")?, row.try_get("", "state")?);
         let id = WorkloadId::from_uuid(id);
-        if pinned.contains(&id) == (state == workload::State::Accepted) {
+        let failed_on: String = row.try_get("", "failed_on")?;
+        let is_as_decided = match placed.get(&id) {
+            Some(demand) => demand.has_failed_on(&failed_on)?,
+            None => true,
+        };
+        if pinned.contains(&id) != (state == workload::State::Accepted) {
+            continue;
+        }
+        if is_as_decided {
             waiting.insert(id);
+        } else {
+            done.outdated.insert(id);
         }
     }
     done.settled.extend(asked.difference(&waiting).map(|id| (*id, None)));

@@ -1,7 +1,7 @@
 //! Hints: those who wait for a change in this process hear of it at once.
 //!
-//! A hint is given after the commit, and nothing depends on it: whoever waits also looks at the database now and then. What other
-//! replicas changed is told by [`crate::gossip`]. What the workers shall do whose gateways speak with this replica has a place of its own
+//! A hint is given after the commit, and nothing depends on it: the database is also looked at now and then, for those who watch by
+//! [`crate::watched`]. What other replicas changed is told by [`crate::gossip`]. What the workers shall do whose gateways speak with this replica has a place of its own
 //! ([`crate::attended`]).
 
 use std::collections::{HashMap, HashSet};
@@ -53,6 +53,11 @@ impl Hints {
         let mut subscribers = self.subscribers();
         let receiver = subscribers.entry(id).or_insert_with(|| watch::Sender::new(())).subscribe();
         Subscription { id, receiver, hints: self.clone() }
+    }
+
+    /// All that somebody hears of changes of.
+    pub(crate) fn watched(&self) -> Vec<Uuid> {
+        self.subscribers().keys().copied().collect()
     }
 
     /// The dispatcher shall look at these.

@@ -31,6 +31,8 @@ mod hellos;
 mod hints;
 mod leases;
 mod memory;
+#[cfg(test)]
+mod model;
 mod outbox;
 mod outcome;
 mod placement;
@@ -42,6 +44,7 @@ mod registry;
 mod service;
 mod set_aside;
 mod store;
+mod watched;
 mod workers;
 mod workloads;
 
@@ -95,6 +98,11 @@ pub async fn migrate(database: &db::Settings) -> Result<(), db::ConnectError> {
 
 /// Adds the scheduler to `host`: opens its database, starts its loops, and adds its services.
 pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
+    add(config, host).await.map(drop)
+}
+
+/// The same. Answers what all of it shares.
+async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
     config.check()?;
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
     let store = store::Store::new(peer(&config.artifact_store, outgoing)?);
@@ -135,6 +143,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
     };
     host.spawn(dispatch::dispatch_forever(dispatcher, scheduler.clone()));
     host.spawn(attended::look_forever(scheduler.clone()));
+    host.spawn(watched::look_forever(scheduler.clone()));
     host.spawn(contacts::note_forever(scheduler.clone(), said));
     host.spawn(hellos::let_in_forever(scheduler.clone(), asked));
     if scheduler.config.share_hints {
@@ -167,8 +176,8 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
         async move { db.answers().await }
     });
     attended::describe();
-    gauges::add(scheduler, host);
-    Ok(())
+    gauges::add(scheduler.clone(), host);
+    Ok(scheduler)
 }
 
 /// Serves the scheduler alone on `listener` until `shutdown` resolves, then lets work in flight finish.

@@ -16,9 +16,10 @@ use uuid::Uuid;
 
 use crate::attended::Attended;
 use crate::config::Config;
-use crate::entity::worker::State;
+use crate::entity::worker::{Desired, State};
 use crate::entity::{contact, from_json, worker};
 use crate::placement::{Index, Load, Resources, Trust, Worker};
+use crate::registry;
 use crate::workers;
 
 /// How often everything is read anew.
@@ -46,6 +47,8 @@ pub(crate) struct Memory {
     facts: SharedFacts,
     /// The oldest transaction that was under way at the last look: what is older was seen.
     seen: Option<String>,
+    /// The revision of the last worker that had gone at the last look.
+    went: i64,
     whole_at: Option<Timestamp>,
     /// Workers that are gone, until they are forgotten as well.
     gone: HashMap<WorkerId, Timestamp>,
@@ -199,6 +202,7 @@ impl Memory {
             workers: Workers { index: Arc::new(Mutex::new(index)), attended: Attended::default() },
             facts: SharedFacts::new(Facts::new(config)),
             seen: None,
+            went: 0,
             whole_at: None,
             gone: HashMap::new(),
         }
@@ -220,11 +224,26 @@ impl Memory {
             facts.rows.insert(row.id, row);
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
+            if index.get(worker.id).is_none() {
+                // One that has gone is back as another, and is not waited for any more.
+                let is_namesake = |id: &WorkerId| index.get(*id).is_some_and(|gone| gone.name == worker.name);
+                let namesakes: Vec<_> = self.gone.keys().copied().filter(is_namesake).collect();
+                for id in namesakes {
+                    self.gone.remove(&id);
+                    index.remove(id);
+                }
+            }
             let before = index.seen(worker.id);
             better |= index.get(worker.id).is_none_or(|known| is_better(known, before, &worker));
             index.observe(worker, facts.now);
         }
         Ok(better)
+    }
+
+    /// So many slots of these workers came free, whatever took them since.
+    pub(crate) fn came_free(&self, freed: &HashMap<WorkerId, u32>) {
+        let (facts, mut index) = (self.facts.lock(), self.workers.lock());
+        freed.iter().for_each(|(id, slots)| index.came_free(*id, *slots, facts.now));
     }
 
     /// These workers are not there any more. They count as just lost for a while.
@@ -241,7 +260,9 @@ impl Memory {
             } else {
                 self.gone.entry(id).or_insert(facts.now);
                 let load = index.seen(id);
-                index.put(Worker { state: State::Lost, just_lost: true, load, ..known });
+                // What it was told to do when it was there is done with.
+                let desired = Desired::Run;
+                index.put(Worker { state: State::Lost, just_lost: true, desired, load, ..known });
             }
         }
     }
@@ -284,13 +305,15 @@ impl Memory {
         // Asked first: what is under way now is looked at again the next time.
         let oldest = Statement::from_string(
             DbBackend::Postgres,
-            "SELECT CAST(CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS TEXT) AS NUMERIC) % 4294967296 AS TEXT) AS oldest",
+            "SELECT CAST(CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS TEXT) AS NUMERIC) % 4294967296 AS TEXT) AS oldest,
+             COALESCE((SELECT MAX(revision) FROM gone_workers), 0) AS went",
         );
-        let oldest = read.query_one_raw(oldest).await?;
-        let oldest = oldest.map(|row| row.try_get::<String>("", "oldest")).transpose()?;
+        let row = read.query_one_raw(oldest).await?;
+        let oldest = row.as_ref().map(|row| row.try_get::<String>("", "oldest")).transpose()?;
+        let went: i64 = row.map(|row| row.try_get("", "went")).transpose()?.unwrap_or_default();
         let (Some(seen), false) = (self.seen.clone(), is_due) else {
             let better = self.read_whole(db, now).await?;
-            self.seen = oldest;
+            (self.seen, self.went) = (oldest, went);
             return Ok(better);
         };
         // Who wrote a row last stands beside it: rows that were written since then, and no others.
@@ -310,7 +333,14 @@ impl Memory {
         let mut better = self.note(rows)?;
         let changed = changed.into_iter().map(WorkerId::from_uuid).collect();
         better |= self.read(db, &changed).await?;
-        self.seen = oldest;
+        if went > self.went {
+            // At last: whoever was read may have gone after that.
+            let gone = registry::gone_since(read, self.went, i64::MAX).await?;
+            self.forget(gone.iter().map(|gone| WorkerId::from_uuid(gone.id)));
+            // Who waited for one that has gone may have to be told so.
+            better = true;
+        }
+        (self.seen, self.went) = (oldest, went);
         Ok(better)
     }
 

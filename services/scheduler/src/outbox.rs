@@ -142,7 +142,7 @@ pub(crate) async fn put_all(
 }
 
 /// Claims parcels that nobody delivers.
-async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<Vec<Parcel>, DbErr> {
+pub(crate) async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<Vec<Parcel>, DbErr> {
     let due = outbox::Entity::find()
         .select_only()
         .column(outbox::Column::Id)

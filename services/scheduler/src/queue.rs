@@ -5,8 +5,8 @@
 //! holds the fewest slots for its weight, then who came first. Waiting raises the priority, by one for each [`Queue::aging`], so nobody is
 //! passed over for ever by others that ask for as much; for one that asks for more a worker is kept free ([`crate::dispatch`]).
 //!
-//! Of workloads it is a memory of what the database says: one that does not wait any more is found out when it is placed. Who waits for leases
-//! waits here alone ([`crate::dispatch`]).
+//! Of workloads it is a memory of what the database says: one that does not wait any more, or must not be where it was decided, is found out when it
+//! is placed. Who waits for leases waits here alone ([`crate::dispatch`]).
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
@@ -92,6 +92,12 @@ impl Queue {
 
     pub(crate) fn contains(&self, id: Uuid) -> bool {
         self.places.contains_key(&id)
+    }
+
+    /// Who waits by this id.
+    pub(crate) fn get(&self, id: Uuid) -> Option<&Waiting> {
+        let (line, position) = self.places.get(&id)?;
+        self.lines.get(line)?.waiting.get(position)
     }
 
     pub(crate) fn ids(&self) -> impl Iterator<Item = Uuid> {

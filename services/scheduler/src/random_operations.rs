@@ -33,10 +33,10 @@ use crate::workers::{self, Heard, Hello, Kept, SessionError};
 use crate::workloads::for_tests;
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 
-mod checks;
+pub(crate) mod checks;
 mod mixes;
 mod promises;
-mod replicas;
+pub(crate) mod replicas;
 
 use self::mixes::{DRIVEN, OPERATIONS, Operation};
 use self::promises::Promises;
@@ -570,7 +570,7 @@ impl World {
             }
             Operation::ReleaseDriven => {
                 let Some(claims) = self.seen(|seen| seen.driven.choose(&mut dice).cloned()) else { return };
-                let leases = vec![claims.lease];
+                let leases = vec![(claims.lease, claims.worker)];
                 self.seen(|seen| seen.promises.gives_back(claims.lease));
                 let released = self.ask(&mut dice, now, |answer| Request::Release(leases, answer)).await;
                 if let Some(released) = released {

@@ -22,7 +22,7 @@ use crate::workloads;
 const OWNERS_KEPT: Duration = Duration::from_secs(3600);
 
 #[derive(Debug, thiserror::Error)]
-enum ReconcileError {
+pub(crate) enum ReconcileError {
     #[error("the artifact store does not list its pins")]
     Store(#[from] rpc::Refusal),
     #[error("the database failed")]
@@ -30,7 +30,7 @@ enum ReconcileError {
 }
 
 /// Gives up workloads that were accepted long ago, and forgets what finished long ago.
-async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
+pub(crate) async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
     let now = Timestamp::now();
     let config = &scheduler.config;
     for id in workloads::forgotten(scheduler.db.read(), now - config.reconcile_grace).await? {
@@ -51,7 +51,7 @@ async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
 }
 
 /// Settles what the store still holds pins for although it has finished here, or is unknown.
-async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError> {
+pub(crate) async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError> {
     let mut page = String::new();
     loop {
         let (holders, next) = scheduler.store.holders(page).await?;

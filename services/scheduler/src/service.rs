@@ -249,6 +249,10 @@ impl Scheduler {
             let is_new = known.state == State::Accepted;
             return Ok(if is_new { Accepted::Before } else { Accepted::Queued });
         }
+        // In the artifact store, what a workload holds and what a lease holds would be one.
+        if leases::find(&**txn, LeaseId::from_uuid(submission.id.uuid())).await?.is_some() {
+            return Err(SubmitError::Exists(submission.id));
+        }
         let row = submission.row(State::Accepted, now);
         workloads::save(txn, row, Write::Insert, None, now, &mut Effects::default()).await?;
         Ok(Accepted::Pinning)
@@ -605,7 +609,7 @@ impl Scheduler {
     /// Gives driven leases back. The lease of an attempt ends with the attempt, and is left alone.
     pub(crate) async fn release(&self, claims: &[LeaseClaims]) -> Result<(), DbErr> {
         let driven = claims.iter().filter(|claims| claims.attempt.is_none());
-        let leases: Vec<_> = driven.map(|claims| claims.lease).collect();
+        let leases: Vec<_> = driven.map(|claims| (claims.lease, claims.worker)).collect();
         if leases.is_empty() {
             return Ok(());
         }

@@ -63,6 +63,8 @@ pub(crate) enum Found {
     All(Vec<Location>),
     /// This one is unknown to the team, not sealed, or nowhere.
     Missing(ArtifactId),
+    /// This one is unknown to the team.
+    MissingCache(CacheId),
 }
 
 fn within<T>(message: T) -> Request<T> {
@@ -112,7 +114,10 @@ impl Store {
             }
         }
         if !inputs.caches.is_empty() {
-            locations.extend(self.locate_caches(team, inputs.caches.iter().copied()).await?);
+            match self.locate_caches(team, inputs.caches.iter().copied()).await? {
+                Ok(located) => locations.extend(located),
+                Err(cache) => return Ok(Found::MissingCache(cache)),
+            }
         }
         Ok(Found::All(locations))
     }
@@ -149,18 +154,21 @@ impl Store {
         Ok(located.filter_map(|found| Some((found.artifact_id.parse().ok()?, location(found)))).collect())
     }
 
-    /// Where the latest versions of these caches are, of those that have some and are the team's.
-    pub(crate) async fn locate_caches(
+    /// Where the latest versions of these caches are, of those that have some. Or a cache that is none of the team's.
+    async fn locate_caches(
         &self,
         team: &str,
         caches: impl Iterator<Item = CacheId>,
-    ) -> Result<Vec<Location>, Refusal> {
+    ) -> Result<Result<Vec<Location>, CacheId>, Refusal> {
         let request = pb::LocateCachesRequest {
             team: team.to_owned(),
             cache_ids: caches.map(|cache| cache.to_string()).collect(),
         };
         let answer = self.caches.clone().locate_caches(within(request)).await?.into_inner();
-        Ok(answer.locations.iter().filter_map(|found| Some(location(found.location.as_ref()?))).collect())
+        if let Some(unknown) = answer.unknown_cache_ids.iter().find_map(|cache| cache.parse().ok()) {
+            return Ok(Err(unknown));
+        }
+        Ok(Ok(answer.locations.iter().filter_map(|found| Some(location(found.location.as_ref()?))).collect()))
     }
 
     /// The artifact that the centre has for a resource type.

@@ -43,10 +43,12 @@ mod again;
 mod deadlines;
 #[cfg(test)]
 pub(crate) mod for_tests;
+mod pending;
 
 use again::again;
 pub(crate) use again::{interrupt, last_failure};
 pub(crate) use deadlines::{next_deadline, overdue, time_out};
+pub(crate) use pending::{Pending, pending};
 
 /// Written out, as in a partial index of the table: for a parameter in its place SQLite would plan the statement anew each time.
 const PENDING: &str = "state = 'pending'";
@@ -191,24 +193,6 @@ pub(crate) async fn find(db: &impl ConnectionTrait, id: WorkloadId) -> Result<Op
 /// One row, which nobody else changes until the end of the transaction.
 pub(crate) async fn lock(txn: &DatabaseTransaction, id: WorkloadId) -> Result<Option<Model>, DbErr> {
     workload::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await
-}
-
-/// Up to `limit` workloads that wait for a worker and were submitted after `after`, in the order of their submission, with what sorts them.
-pub(crate) async fn pending_ids(
-    db: &impl ConnectionTrait,
-    after: Option<Uuid>,
-    limit: u64,
-) -> Result<Vec<(WorkloadId, Uuid)>, DbErr> {
-    let mut query = workload::Entity::find()
-        .select_only()
-        .columns([workload::Column::Id, workload::Column::Sequence])
-        .filter(Expr::cust(PENDING));
-    if let Some(after) = after {
-        query = query.filter(workload::Column::Sequence.gt(after));
-    }
-    let rows = query.order_by_asc(workload::Column::Sequence).limit(limit);
-    let rows = rows.into_tuple::<(Uuid, Uuid)>().all(db).await?;
-    Ok(rows.into_iter().map(|(id, sequence)| (WorkloadId::from_uuid(id), sequence)).collect())
 }
 
 /// Whether `row` is in a database yet.

@@ -1,5 +1,6 @@
 //! Small conversions that every handler needs.
 
+use std::borrow::Cow;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -45,10 +46,31 @@ const MOST_LABEL_BYTES: usize = 1024;
 
 /// Parses a name for people, which may be empty: at most 1024 bytes, without NUL, which no database keeps.
 pub fn parse_label(field: &str, label: String) -> Result<String, Status> {
+    check_label(field, &label).map(|()| label)
+}
+
+/// The same, of a text that stays where it is.
+pub fn check_label(field: &str, label: &str) -> Result<(), Status> {
     if label.len() > MOST_LABEL_BYTES || label.contains('\0') {
         return Err(invalid_field(field, format!("must be at most {MOST_LABEL_BYTES} bytes, without NUL")));
     }
-    Ok(label)
+    Ok(())
+}
+
+/// Most bytes of a name.
+const MOST_NAME_BYTES: usize = 255;
+
+/// Parses a name that must be there: 1 to 255 bytes, without NUL.
+pub fn parse_name(field: &str, name: String) -> Result<String, Status> {
+    check_name(field, &name).map(|()| name)
+}
+
+/// The same, of a text that stays where it is.
+pub fn check_name(field: &str, name: &str) -> Result<(), Status> {
+    if name.is_empty() || name.len() > MOST_NAME_BYTES || name.contains('\0') {
+        return Err(invalid_field(field, format!("must be 1 to {MOST_NAME_BYTES} bytes, without NUL")));
+    }
+    Ok(())
 }
 
 /// Parses a duration that may be absent.
@@ -88,10 +110,21 @@ pub fn timestamp(at: Timestamp) -> prost_types::Timestamp {
     prost_types::Timestamp { seconds: at.0.div_euclid(1_000_000), nanos }
 }
 
-/// An instant from the wire, rounded to microseconds.
+/// An instant from the wire, in whole microseconds.
 #[must_use]
 pub fn from_timestamp(at: &prost_types::Timestamp) -> Timestamp {
     Timestamp(at.seconds.saturating_mul(1_000_000).saturating_add(i64::from(at.nanos) / 1_000))
+}
+
+/// The first second that no timestamp has: protobuf's end with the year 9999.
+const BEYOND_TIMESTAMPS: i64 = 253_402_300_800;
+
+/// Parses an instant from 1970 on, in whole microseconds.
+pub fn parse_timestamp(field: &str, at: &prost_types::Timestamp) -> Result<Timestamp, Status> {
+    if !(0..BEYOND_TIMESTAMPS).contains(&at.seconds) || !(0..1_000_000_000).contains(&at.nanos) {
+        return Err(invalid_field(field, "must be from 1970 to 9999, and its nanos less than a second"));
+    }
+    Ok(from_timestamp(at))
 }
 
 /// A duration on the wire.
@@ -116,10 +149,12 @@ pub fn exit(exit: Exit) -> pb::Exit {
 
 /// How a process ended, from the wire.
 pub fn parse_exit(field: &str, exit: &pb::Exit) -> Result<Exit, Status> {
-    let byte = |n: u32| u8::try_from(n).map_err(|_| invalid_field(field, "must be 0 to 255"));
+    let byte = |name: &str, n: u32| {
+        u8::try_from(n).map_err(|_| invalid_field(format!("{field}.{name}"), "must be 0 to 255"))
+    };
     match exit.how {
-        Some(pb::exit::How::Code(code)) => byte(code).map(Exit::Code),
-        Some(pb::exit::How::Signal(signal)) => byte(signal).map(Exit::Signal),
+        Some(pb::exit::How::Code(code)) => byte("code", code).map(Exit::Code),
+        Some(pb::exit::How::Signal(signal)) => byte("signal", signal).map(Exit::Signal),
         Some(pb::exit::How::OutOfMemory(_)) => Ok(Exit::OutOfMemory),
         None => Err(invalid_field(field, "is required")),
     }
@@ -131,14 +166,31 @@ pub fn failure(failure: &Failure) -> pb::Failure {
     pb::Failure { reason: failure.reason.as_str().to_owned(), message: failure.message.clone() }
 }
 
+/// Most bytes of what is said of a failure.
+const MOST_FAILURE_BYTES: usize = 4096;
+
 /// What went wrong, from the wire. A reason that is not known here is a failure of the worker, and stands in the message.
+///
+/// Whoever says how an attempt ended repeats that until it is taken. So a message is never refused: it is cut off where it is very long, and has
+/// no NUL, which no database keeps.
 #[must_use]
 pub fn parse_failure(failure: pb::Failure) -> Failure {
     let pb::Failure { reason, message } = failure;
-    match reason.parse() {
-        Ok(reason) => Failure { reason, message },
-        Err(_) => Failure { reason: FailureReason::WorkerFailed, message: format!("{reason}: {message}") },
+    let (reason, message) = match reason.parse() {
+        Ok(reason) => (reason, message),
+        Err(_) => (FailureReason::WorkerFailed, format!("{reason}: {message}")),
+    };
+    let message = clipped(&message, MOST_FAILURE_BYTES).replace('\0', "\u{fffd}");
+    Failure { reason, message }
+}
+
+/// The beginning of a text that has more than `most` bytes, with a sign that there is more; all of one that has not.
+#[must_use]
+pub fn clipped(text: &str, most: usize) -> Cow<'_, str> {
+    if text.len() <= most {
+        return Cow::Borrowed(text);
     }
+    Cow::Owned(format!("{}…", &text[..text.floor_char_boundary(most)]))
 }
 
 /// How a workload ended, on the wire.
@@ -238,6 +290,31 @@ mod tests {
         for (seconds, nanos) in [(-1, 0), (0, -1), (1, -1), (i64::MIN, 0), (0, i32::MIN), (0, 1_000_000_000)]
         {
             parse(seconds, nanos).expect_err("it is none");
+        }
+    }
+
+    #[test]
+    fn what_is_said_of_a_failure_is_taken_and_can_be_kept() {
+        let of = |reason: &str, message: &str| {
+            let failure = pb::Failure { reason: reason.to_owned(), message: message.to_owned() };
+            let Failure { reason, message } = parse_failure(failure);
+            (reason, message)
+        };
+        assert_eq!(of("DISK_FULL", "no space"), (FailureReason::DiskFull, "no space".to_owned()));
+        assert_eq!(of("NEW", "a\0b"), (FailureReason::WorkerFailed, "NEW: a\u{fffd}b".to_owned()));
+        let (_, long) = of("DISK_FULL", &"ü".repeat(5000));
+        assert_eq!(long, format!("{}…", "ü".repeat(2048)));
+    }
+
+    #[test]
+    fn an_instant_is_one_that_every_reader_has() {
+        let parse = |seconds, nanos| parse_timestamp("at", &prost_types::Timestamp { seconds, nanos }).ok();
+        assert_eq!(parse(1, 2_000), Some(Timestamp(1_000_002)));
+        assert_eq!(parse(BEYOND_TIMESTAMPS - 1, 0), Some(Timestamp((BEYOND_TIMESTAMPS - 1) * 1_000_000)));
+        for (seconds, nanos) in
+            [(-1, 0), (i64::MIN, 0), (BEYOND_TIMESTAMPS, 0), (i64::MAX, 0), (0, -1), (0, 1_000_000_000)]
+        {
+            assert_eq!(parse(seconds, nanos), None);
         }
     }
 

@@ -138,10 +138,14 @@ impl fmt::Display for Reason {
     }
 }
 
+/// Most bytes of what is said about a field, which may repeat what somebody put there: errors travel in headers, which are bounded.
+const MOST_DESCRIPTION_BYTES: usize = 500;
+
 /// A field is missing or malformed.
 #[must_use]
 pub fn invalid_field(field: impl Into<String>, description: impl Into<String>) -> Status {
     let (field, description) = (field.into(), description.into());
+    let description = crate::clipped(&description, MOST_DESCRIPTION_BYTES).into_owned();
     let message = format!("{field}: {description}");
     let mut details = ErrorDetails::with_bad_request_violation(field, description);
     details.set_error_info(Reason::InvalidField.as_str(), "gantry", HashMap::new());

@@ -11,8 +11,8 @@ use tonic::Status;
 
 use crate::pb::scheduler as pb;
 use crate::{
-    duration, invalid_field, owner, parse_duration, parse_enum, parse_id, parse_optional_id, parse_team,
-    required,
+    check_label, duration, invalid_field, owner, parse_duration, parse_enum, parse_id, parse_optional_id,
+    parse_team, required,
 };
 
 /// Where processes start unless the spec says otherwise.
@@ -36,6 +36,9 @@ const MAX_BYTES: usize = 1 << 20;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
 /// Most task caches of a spec.
 const MOST_CACHES: usize = 100;
+/// Most inputs, outputs and caches of a spec. With what an attempt needs beside them it asks for fewer than 1000 volumes, as many as the artifact
+/// store prepares at a time, and pins fewer than 1000 artifacts, as many as it pins.
+const MOST_MOUNTS: usize = 900;
 
 /// Validates a spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
@@ -43,11 +46,13 @@ pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
     }
     check_limits(&spec.limits.unwrap_or_default())?;
+    check_texts(&spec)?;
+    check_mounts(&spec)?;
     accepted(spec)
 }
 
-/// A spec that was accepted before. It is not asked how large it is, nor by how much it is limited: with its defaults and absolute paths
-/// it may be larger than what its caller sent, bounds may be narrower now than they were then, and one such spec must not be in
+/// A spec that was accepted before. It is not asked how large it is, nor by how much it is limited, nor how long its texts are: with its defaults and
+/// absolute paths it may be larger than what its caller sent, bounds may be narrower now than they were then, and one such spec must not be in
 /// the way of others.
 pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
@@ -314,6 +319,35 @@ fn parse_caches(
     Ok(parsed)
 }
 
+/// Texts are no longer than what workers say of themselves, and have no NUL: nothing could be told a process or found on a worker by one that has.
+fn check_texts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
+    check_label("spec.user", &spec.user)?;
+    check_label("spec.platform", &spec.platform)?;
+    spec.tags.iter().try_for_each(|tag| check_label("spec.tags", tag))?;
+    spec.capabilities.iter().try_for_each(|name| check_label("spec.capabilities", name))?;
+    match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
+        Some(pb::image::Source::ResourceType(name)) => crate::check_name("spec.image.resource_type", name),
+        _ => Ok(()),
+    }
+}
+
+/// A worker makes a volume for each of them, at once.
+fn check_mounts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
+    let mut count = 0;
+    for (field, more) in [
+        ("spec.inputs", spec.inputs.len()),
+        ("spec.outputs", spec.outputs.len()),
+        ("spec.caches", spec.caches.len()),
+    ] {
+        count += more;
+        if count > MOST_MOUNTS {
+            let why = format!("inputs, outputs and caches must be at most {MOST_MOUNTS} together");
+            return Err(invalid_field(field, why));
+        }
+    }
+    Ok(())
+}
+
 fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
     let pb::Limits { cpu_millis, memory_bytes, pids } = *limits;
     let refuse = |field: &str, why: String| Err(invalid_field(format!("spec.limits.{field}"), why));
@@ -349,8 +383,13 @@ pub fn parse_requests(
     let pb::ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = requests.unwrap_or_default();
     // As much as a database can count, and its sum over some millions of leases.
     let most = 1 << 42;
-    if [cpu_millis, memory_bytes, disk_bytes].iter().any(|amount| *amount > most) {
-        return Err(invalid_field(field, "is more than any worker has"));
+    for (name, amount) in
+        [("cpu_millis", cpu_millis), ("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)]
+    {
+        if amount > most {
+            let why = format!("is more than any worker has: must be at most {most}");
+            return Err(invalid_field(format!("{field}.{name}"), why));
+        }
     }
     Ok(ResourceRequests { cpu_millis, memory_bytes, disk_bytes })
 }

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use db::Database;
 use domain::worker::LeaseClaims;
-use domain::{ArtifactId, LeaseId, Timestamp, WorkerId, WorkloadId};
+use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
@@ -95,6 +95,9 @@ pub(crate) enum PlaceError {
     /// An input is unknown to the team, not sealed, or its bytes are lost.
     #[error("artifact {0} cannot be used as an input")]
     InputUnavailable(ArtifactId),
+    /// A task cache is unknown to the team.
+    #[error("task cache {0} is unknown to this team")]
+    CacheUnavailable(CacheId),
     /// The artifact store refused to pin its inputs, or could not be asked.
     #[error("its inputs cannot be pinned")]
     NotPinned(#[source] rpc::Refusal),
@@ -151,8 +154,8 @@ pub(crate) enum Request {
     Pinned(Arc<Submission>, Arc<[Location]>, oneshot::Sender<Result<(), SubmitError>>),
     /// Driven leases.
     Place(Vec<Ask>, oneshot::Sender<Vec<Placed>>),
-    /// Driven leases that are given back.
-    Release(Vec<LeaseId>, oneshot::Sender<Result<(), DbErr>>),
+    /// Driven leases that are given back, and whose slots they are.
+    Release(Vec<(LeaseId, WorkerId)>, oneshot::Sender<Result<(), DbErr>>),
     /// To see what others have changed.
     CatchUp(oneshot::Sender<()>),
 }
@@ -203,6 +206,8 @@ pub(crate) struct Dispatcher {
     kept_free: KeptFree,
     /// Whether those that wait may find something that they did not find before.
     look: bool,
+    /// Where slots came free of which others are told once those that wait here have had their turns.
+    freed: HashSet<WorkerId>,
     /// When all that waits was read last.
     whole_at: Option<Timestamp>,
     /// When it was counted last how many slots each team holds.
@@ -227,6 +232,7 @@ impl Dispatcher {
             asking: Asking::default(),
             kept_free: KeptFree::new(Timestamp::now()),
             look: true,
+            freed: HashSet::new(),
             whole_at: None,
             held_at: None,
             reasons: HashMap::new(),
@@ -242,6 +248,14 @@ impl Dispatcher {
     #[cfg(test)]
     pub(crate) fn asked(&mut self) -> Vec<Request> {
         std::iter::from_fn(|| self.requests.try_recv().ok()).collect()
+    }
+
+    /// The same, as soon as it is something. Cancel safe.
+    #[cfg(test)]
+    pub(crate) async fn next_asked(&mut self) -> Vec<Request> {
+        let mut asked = Vec::new();
+        self.requests.recv_many(&mut asked, BATCH).await;
+        asked
     }
 
     /// Has a plan granted, and notes what is known of the workers then.
@@ -262,6 +276,7 @@ impl Dispatcher {
         let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
         let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
         self.look |= !done.freed.is_empty();
+        self.memory.came_free(&done.freed);
         self.memory.forget(gone);
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
         Ok(done)
@@ -392,6 +407,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
                 tracing::warn!(error = %error, "cannot place what waits");
             }
+            effects.freed.extend(dispatcher.freed.drain());
         }
         dispatcher.end_patience(Instant::now(), is_due);
         if is_due && caught_up {

@@ -75,7 +75,8 @@ struct Stuck {
     at: usize,
     /// Where alone it might be, for the first of its owner is there.
     near: Option<WorkerId>,
-    refused: Refused,
+    /// What it asks for, there alone.
+    demand: Arc<Demand>,
 }
 
 impl Dispatcher {
@@ -143,15 +144,15 @@ impl Dispatcher {
     ) -> Result<(), Refused> {
         let group = (leases.members.len() > 1).then_some(plan.grants.len());
         let mut order: Vec<_> = (0..leases.members.len()).collect();
-        let (mut avoid, mut first) = (BTreeSet::new(), None);
+        let (mut avoid, mut first_stuck) = (BTreeSet::new(), None);
         for _ in 0..ORDERS {
             match self.decide_in_order(leases, &order, &avoid, group, now) {
                 Ok(mut grants) => {
                     plan.grants.append(&mut grants);
                     return Ok(());
                 }
-                Err(Stuck { at, near, refused }) => {
-                    first.get_or_insert(refused);
+                Err(Stuck { at, near, demand }) => {
+                    first_stuck.get_or_insert(demand);
                     if at == 0 {
                         break;
                     }
@@ -161,7 +162,12 @@ impl Dispatcher {
                 }
             }
         }
-        first.map_or(Ok(()), Err)
+        let Some(demand) = first_stuck else { return Ok(()) };
+        // Where one finds nothing because of where another is, that may change; what nobody could ever take does not.
+        Err(match self.hopeless(leases) {
+            Some(demand) => Refused { is_never: true, demand },
+            None => Refused { is_never: false, demand },
+        })
     }
 
     fn decide_in_order(
@@ -186,9 +192,9 @@ impl Dispatcher {
                     }
                     grants.push(grant);
                 }
-                Err(refused) => {
+                Err(demand) => {
                     self.give_back(&grants);
-                    return Err(Stuck { at, near, refused });
+                    return Err(Stuck { at, near, demand });
                 }
             }
         }
@@ -261,7 +267,7 @@ impl Dispatcher {
         })
     }
 
-    /// `near`: where another is for the same owner. `avoid`: where there is not room for all of an owner.
+    /// `near`: where another is for the same owner. `avoid`: where there is not room for all of an owner. Refused is what was asked for in the end.
     fn decide_lease(
         &self,
         member: &mut Member,
@@ -269,7 +275,7 @@ impl Dispatcher {
         avoid: &BTreeSet<WorkerId>,
         group: Option<usize>,
         now: Timestamp,
-    ) -> Result<Grant, Refused> {
+    ) -> Result<Grant, Arc<Demand>> {
         let Ask { lease, kind, demand, locations, owner, inputs, .. } = &member.ask;
         let is_new = !owner.is_empty() && near.is_none() && member.ask.kept_to.is_none();
         let demand = &match is_new && !avoid.is_empty() {
@@ -280,11 +286,7 @@ impl Dispatcher {
             false => self.demand_near(demand, near.or(member.ask.kept_to)),
         };
         let choice = self.memory.workers.lock().choose(demand, locations);
-        let placement = match choice {
-            Choice::Placed(placement) => placement,
-            Choice::NotNow => return Err(Refused { is_never: false, demand: demand.clone() }),
-            Choice::Never => return Err(Refused { is_never: true, demand: demand.clone() }),
-        };
+        let Choice::Placed(placement) = choice else { return Err(demand.clone()) };
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
         let mut workers = self.memory.workers.lock();
         member.granted = workers.get(placement.worker).map(|worker| Granted {
@@ -508,6 +510,8 @@ impl Dispatcher {
         for mut member in leases.members {
             let placed = match (done.existing.get(&member.ask.lease), member.granted.take()) {
                 (Some(lease), _) => self.existing(&member.ask, lease),
+                // It is a workload's.
+                (None, _) if done.exists(member.ask.lease) => Err(PlaceError::Exists),
                 // Others of its group were there before it was asked for.
                 (None, _) if done.refused.contains(&member.ask.lease) => Err(PlaceError::Exists),
                 (None, Some(granted)) => Ok(granted),
@@ -633,7 +637,7 @@ impl Open {
                 // It was done before the round.
                 Request::CatchUp(answer) => _ = answer.send(()),
                 Request::Release(leases, answer) => {
-                    open.releases.extend(leases);
+                    open.releases.extend(leases.into_iter().map(|(lease, _)| lease));
                     open.released.push(answer);
                 }
             }
@@ -688,3 +692,6 @@ fn workload(
         reasons: Arc::default(),
     }))
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,8 @@
 //!
 //! What is decided ahead rests on what the rounds before planned, which counts on top of what rows said last ([`Index::plan`]), and not on
 //! what becomes of that: the rows judge all of it. Who waits in the queue, and what others have changed, is before whoever comes: nothing is
-//! decided ahead of that. The next transaction begins when the last has locked its workers, or when it is over; no more than two are under way.
+//! decided ahead of that. The transaction that ends a lease gives its slot to whoever waits for it here, as far as that can be known before. The
+//! next one begins when the last has locked its workers, or when it is over; no more than two are under way.
 //!
 //! Invariant: what the transactions of a dispatcher read of workers is noted in the order in which they locked them, and no workers are read
 //! in any other way until all is noted ([`Dispatcher::rounds`]). Where one is tried again, and another has passed it, a worker is remembered as
@@ -11,21 +12,24 @@
 //!
 //! [`Index::plan`]: crate::placement::Index::plan
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use domain::{Timestamp, WorkerId};
+use domain::{LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::DbErr;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::asking::Leases;
 use super::round::{Open, Refused, Unit};
+use super::turns::Planned;
 use super::{BATCH, DECISIONS, Dispatcher, Request, granted};
 use crate::effects::Effects;
 use crate::gauges;
 use crate::grants::{Done, Plan};
+use crate::queue::Turn;
 use crate::service::is_duplicate;
 
 /// Who has rounds done.
@@ -54,6 +58,8 @@ struct Round {
     kept_to: HashSet<WorkerId>,
     /// What was done in this round, so that several with one id come after each other.
     concluded: HashSet<Uuid>,
+    /// Those that waited, and could not be started on more workers than was known when they were planned.
+    outdated: HashSet<WorkloadId>,
     leases_may_exist: bool,
     caught_up: bool,
     /// How often something of it was decided.
@@ -66,6 +72,10 @@ struct Step {
     plan: Plan,
     planned: Vec<Unit>,
     ids: HashSet<Uuid>,
+    /// Those of its grants that are for workloads which waited.
+    turns: HashMap<LeaseId, Turn>,
+    /// And for calls that waited.
+    asked: Vec<Leases>,
     /// They last until it is written.
     spans: Vec<tracing::Span>,
 }
@@ -77,6 +87,8 @@ struct Writing {
     plan: Arc<Plan>,
     planned: Vec<Unit>,
     ids: HashSet<Uuid>,
+    turns: HashMap<LeaseId, Turn>,
+    asked: Vec<Leases>,
     _spans: Vec<tracing::Span>,
     /// Told once its workers are locked.
     locked: Arc<Notify>,
@@ -109,10 +121,13 @@ impl Dispatcher {
     pub(crate) async fn rounds(&mut self, requests: Vec<Request>, caller: &Caller<'_>) -> Vec<Request> {
         let (mut asked, mut held, mut unfinished) = (Vec::new(), Vec::new(), Vec::new());
         let mut first = (Round::new(), Step::default());
+        let freed = freed(&requests);
         self.add(&mut first, requests, caller);
+        self.hand_on(&mut first, &freed, (caller.now)());
+        // Those that waited may not get it, and are before whoever comes then.
+        let mut is_open = first.1.turns.is_empty() && first.1.asked.is_empty();
         let mut ahead = None;
         let mut writing = VecDeque::from([self.write(first, caller)]);
-        let mut is_open = true;
         while let Some(front) = writing.front_mut() {
             let is_full = ahead.as_ref().is_some_and(|(round, _): &(Round, Step)| round.requests >= BATCH);
             let (locked, is_locked, mut begins) = (front.locked.clone(), front.is_locked, None);
@@ -147,6 +162,24 @@ impl Dispatcher {
             self.complete(round, caller).await;
         }
         held
+    }
+
+    /// Plans who of those that wait gets what is given back, as if it were free already. Whether it was held, and is free then, its row says.
+    fn hand_on(&mut self, (round, step): &mut (Round, Step), freed: &[WorkerId], now: Timestamp) {
+        // Who waits and asks again is decided by himself, and in his turn.
+        let some_ask_again = round.leases_may_exist || step.ids.iter().any(|id| self.queue().contains(*id));
+        if freed.is_empty() || some_ask_again || self.queue().len() == 0 {
+            return;
+        }
+        let seen = self.memory.workers.lock().expect_slots(freed);
+        // Those that are hopeless still wait, and have their turns after this.
+        let planned = self.plan_turns(std::mem::take(&mut step.plan), now);
+        self.memory.workers.lock().is_as_seen(seen);
+        step.spans.extend(planned.spans());
+        let Planned { plan, turns, asked, hopeless: _ } = planned;
+        step.ids.extend(turns.values().map(|turn| turn.workload().uuid()));
+        step.ids.extend(asked.iter().flat_map(Leases::leases).map(|lease| lease.uuid()));
+        (step.plan, step.turns, step.asked) = (plan, turns, asked);
     }
 
     /// Whether nothing is before these.
@@ -191,14 +224,14 @@ impl Dispatcher {
 
     /// Begins to write what was decided.
     fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> Writing {
-        let Step { plan, planned, ids, spans } = step;
+        let Step { plan, planned, ids, turns, asked, spans } = step;
         let (plan, locked, mut task) = (Arc::new(plan), Arc::new(Notify::new()), JoinSet::new());
         if !plan.is_empty() {
             let (db, plan, facts) = (self.db.clone(), plan.clone(), self.memory.facts());
             let (locked, now) = (locked.clone(), (caller.now)());
             task.spawn(async move { granted(&db, &plan, &facts, now, &|| locked.notify_one()).await });
         }
-        Writing { round, plan, planned, ids, _spans: spans, locked, is_locked: false, task }
+        Writing { round, plan, planned, ids, turns, asked, _spans: spans, locked, is_locked: false, task }
     }
 
     /// Notes and answers what was written. Given back is a round of which something is open still.
@@ -208,7 +241,7 @@ impl Dispatcher {
         done: Option<Result<Done, DbErr>>,
         caller: &Caller<'_>,
     ) -> Option<Round> {
-        let Writing { mut round, plan, planned, .. } = written;
+        let Writing { mut round, plan, planned, turns, asked, .. } = written;
         round.decisions += 1;
         match done.map(|done| self.note(&plan, done)) {
             None => {}
@@ -217,7 +250,7 @@ impl Dispatcher {
                 round.kept_to.extend(done.kept_to.values());
                 for mut unit in planned {
                     let is_refused = unit.leases().any(|lease| done.refused.contains(&lease));
-                    let exists = unit.leases().any(|lease| done.existing.contains_key(&lease));
+                    let exists = unit.leases().any(|lease| done.exists(lease));
                     if is_refused && !exists {
                         unit.keep_to(&done.kept_to);
                         round.open.units.push_back(unit);
@@ -226,17 +259,26 @@ impl Dispatcher {
                         self.conclude(unit, &done, &mut effects);
                     }
                 }
-                effects.freed.extend(done.freed);
+                self.conclude_turns(turns, asked, &done, &mut effects);
+                round.outdated.extend(&done.outdated);
+                if self.queue().len() > 0 {
+                    // Who waits here has his turn next, and others need not try to be faster.
+                    self.freed.extend(done.freed.keys());
+                } else {
+                    effects.freed.extend(done.freed.keys());
+                }
                 effects.parcels.extend(done.parcels);
                 (caller.tell)(effects);
             }
             // Another call with the same id was faster. It is known now.
             Some(Err(error)) if is_duplicate(&error) && round.decisions <= DECISIONS => {
                 round.leases_may_exist = true;
+                self.wait_on(turns, asked);
                 round.open.releases.extend(&plan.releases);
                 round.open.units.extend(planned);
             }
             Some(Err(error)) => {
+                self.wait_on(turns, asked);
                 round.open.units.extend(planned);
                 round.fail(&error);
                 return None;
@@ -273,6 +315,7 @@ impl Dispatcher {
     async fn look_again(&mut self, round: &mut Round) -> Result<(), DbErr> {
         self.refuse(std::mem::take(&mut round.refused)).await;
         self.see(&std::mem::take(&mut round.kept_to)).await?;
+        self.read_waiting(&std::mem::take(&mut round.outdated)).await?;
         round.leases_may_exist |= !round.repeats.is_empty();
         round.open.units.append(&mut round.repeats);
         if !round.doubted.is_empty() {
@@ -282,6 +325,15 @@ impl Dispatcher {
         }
         Ok(())
     }
+}
+
+/// Whose slots are given back.
+fn freed(requests: &[Request]) -> Vec<WorkerId> {
+    let freed = requests.iter().filter_map(|request| match request {
+        Request::Release(leases, _) => Some(leases.iter().map(|(_, worker)| *worker)),
+        Request::Submit(..) | Request::Pinned(..) | Request::Place(..) | Request::CatchUp(_) => None,
+    });
+    freed.flatten().collect()
 }
 
 impl Round {
@@ -295,6 +347,7 @@ impl Round {
             refused: Vec::new(),
             kept_to: HashSet::new(),
             concluded: HashSet::new(),
+            outdated: HashSet::new(),
             leases_may_exist: false,
             caught_up: false,
             decisions: 0,
@@ -303,10 +356,10 @@ impl Round {
 
     /// Whether nothing is left to decide.
     fn is_over(&self) -> bool {
-        let Self { open, repeats, doubted, refused, kept_to, .. } = self;
+        let Self { open, repeats, doubted, refused, kept_to, outdated, .. } = self;
         let units_are =
             open.units.is_empty() && repeats.is_empty() && doubted.is_empty() && refused.is_empty();
-        units_are && open.releases.is_empty() && kept_to.is_empty()
+        units_are && open.releases.is_empty() && kept_to.is_empty() && outdated.is_empty()
     }
 
     /// The database does not answer.

@@ -14,7 +14,7 @@ use super::{BATCH, DECISIONS, Dispatcher};
 use crate::effects::Effects;
 use crate::entity::STATE_OF_NAMED;
 use crate::entity::workload::{self, Model, State};
-use crate::grants::Plan;
+use crate::grants::{Done, Plan};
 use crate::hints::Hints;
 use crate::placement::{Choice, Part};
 use crate::queue::{Turn, Waiting};
@@ -42,14 +42,22 @@ const CLOCKS: Duration = Duration::from_secs(10);
 const PAGE: u64 = 5000;
 
 /// Who of those that wait gets what. All of these were taken out of the queue but the last.
-#[derive(Debug, Default)]
-struct Planned {
-    plan: Plan,
-    turns: HashMap<LeaseId, Turn>,
+#[derive(Debug)]
+pub(super) struct Planned {
+    pub(super) plan: Plan,
+    pub(super) turns: HashMap<LeaseId, Turn>,
     /// Calls for leases.
-    asked: Vec<Leases>,
+    pub(super) asked: Vec<Leases>,
     /// Workloads that nobody could ever take any more.
-    hopeless: Vec<Waiting>,
+    pub(super) hopeless: Vec<Waiting>,
+}
+
+impl Planned {
+    /// For the time in which the workloads are placed.
+    pub(super) fn spans(&self) -> Vec<tracing::Span> {
+        let span = |turn: &Turn| super::span(turn.workload(), &turn.waiting.traceparent);
+        self.turns.values().map(span).collect()
+    }
 }
 
 impl Dispatcher {
@@ -62,7 +70,9 @@ impl Dispatcher {
         // What did not hold is decided anew, but not for ever: there is another look soon.
         let mut in_vain = 0;
         while in_vain < DECISIONS && std::mem::take(&mut self.look) && self.queue().len() > 0 {
-            let Planned { plan, turns, asked, hopeless } = self.plan_turns(now);
+            let planned = self.plan_turns(Plan::default(), now);
+            let spans = planned.spans();
+            let Planned { plan, turns, asked, hopeless } = planned;
             if let Err(error) = self.give_up(hopeless, now, effects).await {
                 self.give_back(&plan.grants);
                 self.wait_on(turns, asked);
@@ -73,8 +83,6 @@ impl Dispatcher {
             }
             // There may be more of them than one transaction places.
             self.look = true;
-            let spans: Vec<_> =
-                turns.values().map(|turn| super::span(turn.workload(), &turn.waiting.traceparent)).collect();
             let done = match self.carry_out(&plan, now).await {
                 Ok(done) => done,
                 Err(error) => {
@@ -83,38 +91,48 @@ impl Dispatcher {
                 }
             };
             drop(spans);
-            in_vain = if plan.grants.iter().all(|grant| done.refused.contains(&grant.lease)) {
-                in_vain + 1
-            } else {
-                0
-            };
-            for (lease, turn) in turns {
-                let id = turn.workload();
-                if done.refused.contains(&lease) {
-                    self.queue().put(turn.waiting);
-                } else if !done.settled.contains_key(&id) {
-                    effects.deadline |= turn.waiting.must_start;
-                    effects.workloads.push(id);
-                    effects.workers.extend(done.worker_of(Some(lease)));
-                }
-            }
-            for mut leases in asked {
-                let is_refused = leases.leases().any(|lease| done.refused.contains(&lease));
-                let exists = leases.leases().any(|lease| done.existing.contains_key(&lease));
-                if is_refused && !exists {
-                    leases.keep_to(&done.kept_to);
-                    self.ask_again(leases);
-                } else {
-                    self.conclude_leases(leases, &done);
-                }
-            }
+            in_vain = if plan.grants.iter().all(|grant| done.is_in_vain(grant)) { in_vain + 1 } else { 0 };
+            self.conclude_turns(turns, asked, &done, effects);
             effects.parcels.extend(done.parcels);
+            self.read_waiting(&done.outdated).await?;
         }
         Ok(())
     }
 
+    /// What was done about those that waited: they were placed, or wait on.
+    pub(super) fn conclude_turns(
+        &mut self,
+        turns: HashMap<LeaseId, Turn>,
+        asked: Vec<Leases>,
+        done: &Done,
+        effects: &mut Effects,
+    ) {
+        for (lease, turn) in turns {
+            let id = turn.workload();
+            if done.refused.contains(&lease) || done.outdated.contains(&id) {
+                self.queue().put(turn.waiting);
+                // Somebody else may take it.
+                self.look = true;
+            } else if !done.settled.contains_key(&id) {
+                effects.deadline |= turn.waiting.must_start;
+                effects.workloads.push(id);
+                effects.workers.extend(done.worker_of(Some(lease)));
+            }
+        }
+        for mut leases in asked {
+            let is_refused = leases.leases().any(|lease| done.refused.contains(&lease));
+            let exists = leases.leases().any(|lease| done.exists(lease));
+            if is_refused && !exists {
+                leases.keep_to(&done.kept_to);
+                self.ask_again(leases);
+            } else {
+                self.conclude_leases(leases, done);
+            }
+        }
+    }
+
     /// These wait still, and somebody looks again.
-    fn wait_on(&mut self, turns: HashMap<LeaseId, Turn>, asked: Vec<Leases>) {
+    pub(super) fn wait_on(&mut self, turns: HashMap<LeaseId, Turn>, asked: Vec<Leases>) {
         turns.into_values().for_each(|turn| self.queue().put(turn.waiting));
         asked.into_iter().for_each(|leases| self.ask_again(leases));
         self.look = true;
@@ -130,9 +148,9 @@ impl Dispatcher {
         }
     }
 
-    /// Plans who of those that wait gets what, and takes them out of the queue.
-    fn plan_turns(&mut self, now: Timestamp) -> Planned {
-        let Planned { mut plan, mut turns, mut asked, mut hopeless } = Planned::default();
+    /// Plans, on top of `plan`, who of those that wait gets what, and takes them out of the queue.
+    pub(super) fn plan_turns(&mut self, mut plan: Plan, now: Timestamp) -> Planned {
+        let (mut turns, mut asked, mut hopeless) = (HashMap::new(), Vec::new(), Vec::new());
         let mut round = self.queue().round(now);
         self.look_again_at_kept_free(now);
         while plan.grants.len() < BATCH {
@@ -217,15 +235,24 @@ impl Dispatcher {
             let given_up = self.db.write(async |txn| {
                 let mut effects = Effects::default();
                 let row = workloads::lock(&txn, WorkloadId::from_uuid(waiting.id)).await?;
-                if let Some(row) = row.filter(|row| row.state == State::Pending)
-                    && let Some(ending) = workloads::last_failure(&row)?
+                let Some(row) = row.filter(|row| row.state == State::Pending) else {
+                    return Ok((effects, true));
+                };
+                let is_known = waiting.demand.has_failed_on(&row.failed_on)?;
+                if let Some(ending) = workloads::last_failure(&row)?
+                    && is_known
                 {
                     workloads::conclude(&txn, row, ending, None, now, &mut effects).await?;
                 }
-                Ok::<_, DbErr>(effects)
+                Ok::<_, DbErr>((effects, is_known))
             });
-            effects.append(given_up.await?);
-            self.queue().remove(waiting.id);
+            let (given_up, is_known) = given_up.await?;
+            effects.append(given_up);
+            if is_known {
+                self.queue().remove(waiting.id);
+            } else {
+                self.read_waiting(&HashSet::from([WorkloadId::from_uuid(waiting.id)])).await?;
+            }
         }
         Ok(())
     }
@@ -278,7 +305,7 @@ impl Dispatcher {
     }
 
     /// Reads those of these workloads that wait; the others wait no more.
-    async fn read_waiting(&mut self, ids: &HashSet<WorkloadId>) -> Result<(), DbErr> {
+    pub(super) async fn read_waiting(&mut self, ids: &HashSet<WorkloadId>) -> Result<(), DbErr> {
         if ids.is_empty() {
             return Ok(());
         }
@@ -310,21 +337,27 @@ impl Dispatcher {
         }
     }
 
-    /// Reads those that wait and are not known to; of `all`, also who waits no more is noticed.
+    /// Reads those that wait and are not known to, or could not be started where that is not known; of `all`, also who waits no more is noticed.
     async fn read_queue(&mut self, all: bool) -> Result<(), DbErr> {
         let mut after = if all { None } else { self.queue().newest().map(a_little_before) };
         let mut found = HashSet::new();
         loop {
-            let ids = workloads::pending_ids(self.db.read(), after, PAGE).await?;
-            let Some((_, last)) = ids.last().copied() else { break };
-            after = Some(last);
-            let unknown: HashSet<_> = {
-                let queue = self.queue();
-                found.extend(ids.iter().map(|(id, _)| id.uuid()));
-                ids.iter().map(|(id, _)| *id).filter(|id| !queue.contains(id.uuid())).collect()
-            };
+            let pending = workloads::pending(self.db.read(), after, PAGE).await?;
+            let Some(last) = pending.last() else { break };
+            after = Some(last.sequence);
+            let mut unknown = HashSet::new();
+            for workloads::Pending { id, failed_on, sequence: _ } in &pending {
+                found.insert(*id);
+                let is_known = match self.queue().get(*id) {
+                    Some(waiting) => waiting.demand.has_failed_on(failed_on)?,
+                    None => false,
+                };
+                if !is_known {
+                    unknown.insert(WorkloadId::from_uuid(*id));
+                }
+            }
             self.read_waiting(&unknown).await?;
-            if ids.len() < PAGE as usize {
+            if pending.len() < PAGE as usize {
                 break;
             }
         }
@@ -399,7 +432,7 @@ fn waiting(row: Model) -> Result<Waiting, DbErr> {
 }
 
 impl Turn {
-    fn workload(&self) -> WorkloadId {
+    pub(super) fn workload(&self) -> WorkloadId {
         WorkloadId::from_uuid(self.waiting.id)
     }
 }

@@ -1,5 +1,6 @@
 //! Between what the scheduler knows and what its callers see.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -447,18 +448,34 @@ pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
     if labels.platform.is_empty() {
         return Err(invalid_field("hello.labels.platform", "is required"));
     }
+    let texts = |field: &str, texts: Vec<String>| {
+        let field = format!("hello.labels.{field}");
+        texts.into_iter().map(|text| rpc::parse_label(&field, text)).collect::<Result<Vec<_>, _>>()
+    };
+    let team = Some(labels.team).filter(|team| !team.is_empty());
     Ok(Labels {
-        platform: labels.platform,
-        tags: labels.tags,
-        team: Some(labels.team).filter(|team| !team.is_empty()),
-        image_kinds: labels.image_kinds,
-        capabilities: labels.capabilities,
-        resource_types: labels.resource_types.into_iter().map(parse_resource_type).collect(),
+        platform: rpc::parse_label("hello.labels.platform", labels.platform)?,
+        tags: texts("tags", labels.tags)?,
+        team: team.map(|team| rpc::parse_team("hello.labels.team", team)).transpose()?,
+        image_kinds: texts("image_kinds", labels.image_kinds)?,
+        capabilities: texts("capabilities", labels.capabilities)?,
+        resource_types: parse_resource_types(labels.resource_types)?,
     })
 }
 
-fn parse_resource_type(pb::ResourceType { name, version }: pb::ResourceType) -> ResourceType {
-    ResourceType { name, version }
+fn parse_resource_types(types: Vec<pb::ResourceType>) -> Result<Vec<ResourceType>, Status> {
+    let mut names = HashSet::new();
+    let parse = |pb::ResourceType { name, version }: pb::ResourceType| {
+        let name = rpc::parse_name("hello.labels.resource_types.name", name)?;
+        if !names.insert(name.clone()) {
+            return Err(invalid_field(
+                "hello.labels.resource_types.name",
+                format!("{name:?} is given twice"),
+            ));
+        }
+        Ok(ResourceType { name, version: rpc::parse_label("hello.labels.resource_types.version", version)? })
+    };
+    types.into_iter().map(parse).collect()
 }
 
 fn resource_type(ResourceType { name, version }: ResourceType) -> pb::ResourceType {

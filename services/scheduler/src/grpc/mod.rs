@@ -30,12 +30,18 @@ const SERVICE: &str = "gantry.scheduler";
 /// How many workers an error names: its details travel in headers, which are bounded.
 const NAMED: usize = 20;
 
+/// How many bytes it says of each, and under how long a name.
+const NAMED_BYTES: usize = 500;
+
+/// How many bytes in all: of 16 KiB, which is what headers have room for, encoded and with the rest of the error.
+const ALL_NAMED_BYTES: usize = 8 << 10;
+
 impl Reasoned for SubmitError {
     fn status(self) -> Status {
         match self {
             Self::Exists(id) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
-            Self::NotPinned(refusal) => not_pinned(refusal),
+            Self::NotPinned(refusal) => not_pinned(refusal, Reason::WorkloadExists),
             Self::Undecided => undecided(),
             Self::Stopping => stopping(),
             Self::Database(error) => database("accept a workload", &error),
@@ -62,6 +68,7 @@ impl Reasoned for ExplainError {
                 Reason::WorkloadNotQueued.status_about(SERVICE, self.to_string(), about)
             }
             Self::InputUnavailable(artifact) => input_unavailable(&self.to_string(), artifact),
+            Self::CacheUnavailable(cache) => cache_unavailable(&self.to_string(), cache),
             Self::NotLocated(refusal) => rpc::unavailable(SERVICE, "locate the inputs", &refusal),
             Self::Database(error) => database("explain a placement", &error),
         }
@@ -122,7 +129,8 @@ impl Reasoned for PlaceError {
             Self::Exists => Reason::LeaseExists.status(SERVICE, self.to_string()),
             Self::NoSuchLease => Reason::LeaseLost.status(SERVICE, self.to_string()),
             Self::InputUnavailable(artifact) => input_unavailable(&self.to_string(), artifact),
-            Self::NotPinned(refusal) => not_pinned(refusal),
+            Self::CacheUnavailable(cache) => cache_unavailable(&self.to_string(), cache),
+            Self::NotPinned(refusal) => not_pinned(refusal, Reason::LeaseExists),
             Self::Undecided => undecided(),
             Self::Stopping => stopping(),
             Self::Database(error) => database("grant a lease", &error),
@@ -180,13 +188,26 @@ fn incompatible(refusals: &Refusals) -> Status {
 }
 
 fn named(refusals: &Refusals) -> Vec<(String, String)> {
-    refusals.entries().into_iter().take(NAMED).collect()
+    let mut bytes = 0;
+    let clipped = |text: String| rpc::clipped(&text, NAMED_BYTES).into_owned();
+    let entries = refusals.entries().into_iter().map(|(who, what)| (clipped(who), clipped(what)));
+    let fit = entries.take_while(|(who, what)| {
+        bytes += who.len() + what.len();
+        bytes <= ALL_NAMED_BYTES
+    });
+    fit.take(NAMED).collect()
 }
 
-fn not_pinned(refusal: rpc::Refusal) -> Status {
+/// `taken`: what it means that the id belongs to another team.
+fn not_pinned(refusal: rpc::Refusal, taken: Reason) -> Status {
     // The store's reason is the answer to the caller's question.
     let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
     match reason {
+        // By whom it shall be held is all that we have not checked ourselves.
+        Some(Reason::InvalidField) => {
+            tracing::debug!(error = %refusal, "the artifact store holds something else by this id");
+            taken.status(SERVICE, "the id was used by another team")
+        }
         Some(reason) if !refusal.is_transient() => {
             reason.status_about(SERVICE, refusal.message, refusal.about)
         }
@@ -196,6 +217,10 @@ fn not_pinned(refusal: rpc::Refusal) -> Status {
 
 fn input_unavailable(message: &str, artifact: domain::ArtifactId) -> Status {
     Reason::InputUnavailable.status_about(SERVICE, message, [("artifact_id", artifact.to_string())])
+}
+
+fn cache_unavailable(message: &str, cache: domain::CacheId) -> Status {
+    Reason::InputUnavailable.status_about(SERVICE, message, [("cache_id", cache.to_string())])
 }
 
 fn undecided() -> Status {

@@ -9,11 +9,11 @@ use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId};
 use futures::{StreamExt, TryStreamExt, stream};
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
-use rpc::{Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
+use rpc::{Reason, Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{Reasoned, convert, database, invalid_token};
+use super::{Reasoned, SERVICE, convert, database, invalid_token};
 use crate::demand;
 use crate::dispatch::{Ask, Granted, PlaceError, Placed};
 use crate::entity::lease::{self, Kind};
@@ -87,6 +87,10 @@ impl Placements for PlacementsService {
     async fn renew(&self, request: Request<pb::RenewRequest>) -> Result<Response<pb::RenewResponse>, Status> {
         let claims: LeaseClaims =
             self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
+        if claims.attempt.is_some() {
+            let message = "the lease of an attempt is kept by its worker's contact, and not renewed";
+            return Err(Reason::InvalidToken.status(SERVICE, message));
+        }
 
         self.0.renew(&claims).await.map_err(Reasoned::status)?;
 
@@ -207,6 +211,13 @@ fn process(field: &str, requirements: Option<pb::ProcessRequirements>) -> Result
         }
     };
     let resource_type = Some(requirements.resource_type).filter(|name| !name.is_empty());
+    resource_type
+        .iter()
+        .try_for_each(|name| rpc::check_name(&format!("{field}process.resource_type"), name))?;
+    let capabilities = requirements.capabilities;
+    capabilities
+        .iter()
+        .try_for_each(|name| rpc::check_label(&format!("{field}process.capabilities"), name))?;
     if (image_kind == "resource-type") != resource_type.is_some() {
         let field = format!("{field}process.resource_type");
         return Err(invalid_field(field, "belongs to the image kind resource-type, and is required there"));
@@ -214,7 +225,7 @@ fn process(field: &str, requirements: Option<pb::ProcessRequirements>) -> Result
     Ok(placement::Process {
         image_kind: image_kind.into(),
         resource_type,
-        capabilities: requirements.capabilities.into_iter().map(Into::into).collect(),
+        capabilities: capabilities.into_iter().map(Into::into).collect(),
     })
 }
 
@@ -234,6 +245,8 @@ impl PlacementsService {
         let lease: LeaseId = parse_id(&of("lease_id"), &request.lease_id)?;
         let (kind, purpose) = kind(parse_enum(&of("kind"), request.kind)?);
         let requests = rpc::spec::parse_requests(&of("requests"), request.requests)?;
+        rpc::check_label(&of("platform"), &request.platform)?;
+        request.tags.iter().try_for_each(|tag| rpc::check_label(&of("tags"), tag))?;
         let shape = Shape {
             team: parse_team(&of("team"), request.team)?,
             platform: Some(request.platform).filter(|name| !name.is_empty()).unwrap_or("linux".to_owned()),
@@ -259,7 +272,7 @@ impl PlacementsService {
         };
         let owner = request.owner;
         if owner.len() > 200 || owner.chars().any(char::is_control) {
-            return Err(invalid_field(of("owner"), "must be at most 200 bytes of text"));
+            return Err(invalid_field(of("owner"), "must be at most 200 bytes, without control characters"));
         }
         if !owner.is_empty() && !request.same_worker_as.is_empty() {
             return Err(invalid_field(of("owner"), "does not go with same_worker_as"));
@@ -288,10 +301,15 @@ impl PlacementsService {
         };
         let found = leases::worker_of_owner(self.0.db.read(), &shape.team, &owner).await;
         let kept_to = found.map_err(|error| database("look where an owner's containers are", &error))?;
-        let locations = match self.0.store.find(&shape.team, &inputs).await {
-            Ok(Found::All(locations)) => locations.into(),
-            Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
-            Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
+        let locations = if self.is_repeat(lease, &inputs).await? {
+            Arc::default()
+        } else {
+            match self.0.store.find(&shape.team, &inputs).await {
+                Ok(Found::All(locations)) => locations.into(),
+                Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
+                Ok(Found::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),
+                Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
+            }
         };
         let demand = Demand { only, avoid, prefer, ..shape.asked_by(lease.uuid()) };
         Ok(Ok(Ask {
@@ -307,6 +325,15 @@ impl PlacementsService {
             wait,
             priority: priority.into(),
         }))
+    }
+
+    /// Whether a lease that uses something is there already: then that was there, whatever has become of it.
+    async fn is_repeat(&self, lease: LeaseId, inputs: &Inputs) -> Result<bool, Status> {
+        if inputs.is_empty() {
+            return Ok(false);
+        }
+        let found = leases::find(self.0.db.read(), lease).await;
+        Ok(found.map_err(|error| database("look for a lease", &error))?.is_some())
     }
 
     fn result(&self, placed: Placed) -> pb::PlaceResult {

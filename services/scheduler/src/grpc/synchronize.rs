@@ -37,6 +37,9 @@ use crate::workloads::{self, Phase};
 /// The version of the protocol that is spoken here.
 const PROTOCOL: u32 = 1;
 
+/// How many versions a gateway may speak: of one with which nobody can speak they are kept.
+const MOST_VERSIONS: usize = 100;
+
 /// What a gateway is told.
 pub(super) type Told = Result<pb::SynchronizeResponse, Status>;
 
@@ -485,25 +488,35 @@ impl Attendance<'_> {
 }
 
 fn parse_hello(scheduler: &Scheduler, hello: pb::Hello) -> Result<Hello, Status> {
-    if hello.worker_name.is_empty() || hello.worker_name.len() > 255 {
-        return Err(invalid_field("hello.worker_name", "must be 1 to 255 bytes"));
-    }
-    if hello.endpoint.is_empty() {
-        return Err(invalid_field("hello.endpoint", "is required"));
+    if !(1..=MOST_VERSIONS).contains(&hello.protocol_versions.len()) {
+        return Err(invalid_field("hello.protocol_versions", format!("must be 1 to {MOST_VERSIONS}")));
     }
     let marker = required("hello.marker", hello.marker)?;
     let labels = required("hello.labels", hello.labels)?;
     Ok(Hello {
-        name: hello.worker_name,
+        name: rpc::parse_name("hello.worker_name", hello.worker_name)?,
         instance: parse_id("hello.gateway_instance", &hello.gateway_instance)?,
         // One that another key signed is of a database that was lost: it proves nothing, and is no reason to refuse.
         last: scheduler.signer.verify(&hello.session_credential).ok(),
-        marker: Marker { id: parse_id("hello.marker.marker_id", &marker.marker_id)?, boot: marker.boot_id },
-        endpoint: hello.endpoint,
+        marker: Marker {
+            id: parse_id("hello.marker.marker_id", &marker.marker_id)?,
+            boot: rpc::parse_label("hello.marker.boot_id", marker.boot_id)?,
+        },
+        endpoint: parse_endpoint("hello.endpoint", hello.endpoint)?,
         ephemeral: labels.ephemeral,
         labels: convert::parse_labels(labels)?,
         capacity: convert::parse_capacity(hello.capacity.unwrap_or_default()),
     })
+}
+
+/// Where the gateway of one worker listens.
+fn parse_endpoint(field: &str, endpoint: String) -> Result<String, Status> {
+    let endpoint = rpc::parse_label(field, endpoint)?;
+    // Replicas of a service are several addresses; a gateway is one.
+    if endpoint.contains(',') || rpc::client::addresses(&endpoint).is_err() {
+        return Err(invalid_field(field, "must be unix:///path or http://host:port"));
+    }
+    Ok(endpoint)
 }
 
 fn parse_lease(lease: &pb::ObservedLease) -> Result<(LeaseId, Phase), Status> {

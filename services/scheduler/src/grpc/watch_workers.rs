@@ -63,10 +63,7 @@ pub(super) async fn follow(scheduler: &Scheduler, after: u64, changes: &Changes)
         {
             return Ok(());
         }
-        tokio::select! {
-            () = hints.changed() => {}
-            () = tokio::time::sleep(scheduler.config.poll / 2) => {}
-        }
+        hints.changed().await;
     }
 }
 

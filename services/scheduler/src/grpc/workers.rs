@@ -22,7 +22,7 @@ use crate::workers;
 
 /// A worker's name or id, which must be one.
 fn named(worker: &str) -> Result<&str, Status> {
-    if worker.is_empty() { Err(rpc::invalid_field("worker", "is required")) } else { Ok(worker) }
+    rpc::check_name("worker", worker).map(|()| worker)
 }
 
 /// Service `Workers`.
@@ -130,9 +130,10 @@ impl Workers for WorkersService {
         &self,
         request: Request<pb::GetWorkerRequest>,
     ) -> Result<Response<pb::GetWorkerResponse>, Status> {
-        let name = request.into_inner().worker;
+        let request = request.into_inner();
+        let name = named(&request.worker)?;
 
-        let worker = workers::get(self.0.db.read(), &self.0.config, &name)
+        let worker = workers::get(self.0.db.read(), &self.0.config, name)
             .await
             .map_err(|error| database("look at a worker", &error))?;
 

@@ -7,7 +7,7 @@ use domain::worker::LeaseClaims;
 use rpc::page::Page;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workloads_server::Workloads;
-use rpc::{parse_id, parse_team, required};
+use rpc::{Reason, parse_id, parse_team, required};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -121,8 +121,7 @@ impl Workloads for WorkloadsService {
         &self,
         request: Request<pb::StartAttemptRequest>,
     ) -> Result<Response<pb::StartAttemptResponse>, Status> {
-        let claims: LeaseClaims =
-            self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
+        let claims = self.attempt(&request.into_inner().lease_token)?;
 
         self.0.start_attempt(&claims).await.map_err(Reasoned::status)?;
 
@@ -134,7 +133,7 @@ impl Workloads for WorkloadsService {
         request: Request<pb::FinishAttemptRequest>,
     ) -> Result<Response<pb::FinishAttemptResponse>, Status> {
         let request = request.into_inner();
-        let claims: LeaseClaims = self.0.signer.verify(&request.lease_token).map_err(invalid_token)?;
+        let claims = self.attempt(&request.lease_token)?;
         let outputs = request
             .outputs
             .into_iter()
@@ -150,13 +149,30 @@ impl Workloads for WorkloadsService {
             failure: request.failure.map(rpc::parse_failure),
             outputs: outputs.collect::<Result<_, _>>()?,
             caches: caches.collect::<Result<_, _>>()?,
-            started_at: request.started_at.as_ref().map(rpc::from_timestamp),
+            started_at: request
+                .started_at
+                .as_ref()
+                .map(|at| rpc::parse_timestamp("started_at", at))
+                .transpose()?,
             usage: rpc::parse_usage("usage", request.usage.unwrap_or_default())?,
         };
 
         self.0.finish_attempt(&claims, &report).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::FinishAttemptResponse {}))
+    }
+}
+
+impl WorkloadsService {
+    /// What the token of a lease claims that was granted for an attempt.
+    fn attempt(&self, token: &str) -> Result<LeaseClaims, Status> {
+        let claims: LeaseClaims = self.0.signer.verify(token).map_err(invalid_token)?;
+        if claims.attempt.is_none() {
+            return Err(
+                Reason::InvalidToken.status(SERVICE, "the lease is for no attempt: its holder drives it")
+            );
+        }
+        Ok(claims)
     }
 }
 
@@ -191,10 +207,7 @@ async fn follow(
         }
         first = false;
         if !full {
-            tokio::select! {
-                () = hints.changed() => {}
-                () = tokio::time::sleep(scheduler.config.poll / 2) => {}
-            }
+            hints.changed().await;
         }
     }
 }

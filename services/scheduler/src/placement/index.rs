@@ -26,8 +26,8 @@ use self::line::Line;
 use super::pace::Turnover;
 use super::strategy::Cost;
 use super::{
-    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Strategy, Trust, Worker, full, of_class,
-    of_load, of_place,
+    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Strategy, Trust, Worker, has_room,
+    of_class, of_load, of_place,
 };
 use crate::entity::worker::{Desired, State};
 
@@ -282,6 +282,16 @@ impl Index {
         }
     }
 
+    /// So many slots of a worker came free. What took them in the same moment is observed after this: its row does not say that there was a change.
+    pub(crate) fn came_free(&mut self, id: WorkerId, slots: u32, now: Timestamp) {
+        let seen = self.seen(id);
+        let place = self.by_id.get(&id).and_then(|place| self.places[*place].as_mut());
+        let Some(place) = place else { return };
+        place.turnover =
+            place.turnover.map(|turnover| turnover.passed(seen.tasks, now).freed(slots.min(seen.tasks)));
+        self.load(id, Load { tasks: seen.tasks.saturating_sub(slots), ..seen });
+    }
+
     /// This is how a worker is from now on, but for what is planned for it.
     pub(crate) fn put(&mut self, worker: Worker) {
         let kept_free_for = self.kept_free.get(&worker.id).copied();
@@ -385,7 +395,7 @@ impl Index {
         self.changes += 1;
         let Self { places, classes, chains, .. } = self;
         let Some(Place { worker, class, .. }) = &places[place] else { return };
-        let has_room = full(worker).is_none();
+        let has_room = has_room(worker);
         let class = &mut classes[*class];
         for (lines, chain) in class.lines.iter_mut().zip(chains.all()) {
             let lines = if has_room { &mut lines.with_room } else { &mut lines.full };
@@ -461,13 +471,14 @@ impl Index {
         if self.is_hopeless(demand) { Choice::Never } else { Choice::NotNow }
     }
 
-    /// Whether no worker that is known could ever take `demand`.
+    /// Whether no worker that is known could ever take `demand`. One that its team does not use cannot.
     pub(crate) fn is_hopeless(&mut self, demand: &Demand) -> bool {
         let judged = self.judged(&demand.shape);
         let classes = judged.own.iter().chain(&judged.global).chain(&judged.passing);
         let mut could = classes.flat_map(|class| self.members(*class)).filter(|worker| {
             let by_load = of_load(&demand.shape, worker);
-            of_place(demand, worker).iter().chain(&by_load).all(Refusal::passes)
+            let is_kept_out = keeps_out(worker, judged.keeps_to_its_own).is_some();
+            !is_kept_out && of_place(demand, worker).chain(by_load).all(|refusal| refusal.passes())
         });
         !self.by_id.is_empty() && could.next().is_none()
     }
@@ -525,6 +536,9 @@ impl Index {
     /// registered yet, and `NEVER` where none that is known could.
     pub(crate) fn waits_for(&mut self, demand: &Demand) -> &'static str {
         let judged = self.judged(&demand.shape);
+        if judged.keeps_to_its_own && self.is_hopeless(demand) {
+            return NEVER;
+        }
         let by_load = judged.own.iter().chain(&judged.global).flat_map(|class| {
             let is_for_all = |worker: &&Worker| worker.kept_free_for.is_none();
             self.members(*class).find(is_for_all).or_else(|| self.members(*class).next())
@@ -594,7 +608,7 @@ impl Index {
     /// How good one worker of a class that would do is. `None`: it would not.
     fn score(&self, demand: &Demand, chain: &Chain, locations: &[Location], place: usize) -> Option<Score> {
         let worker = self.worker(place)?;
-        if of_place(demand, worker).is_some() || !of_load(&demand.shape, worker).is_empty() {
+        if of_place(demand, worker).next().is_some() || !of_load(&demand.shape, worker).is_empty() {
             return None;
         }
         let elsewhere = locations.iter().filter(|location| !location.workers.contains(&worker.id));
@@ -640,7 +654,7 @@ impl Index {
             for place in in_turn {
                 let worker = self.worker(*place)?;
                 let would_do =
-                    of_place(demand, worker).is_none() && of_load(&demand.shape, worker).is_empty();
+                    of_place(demand, worker).next().is_none() && of_load(&demand.shape, worker).is_empty();
                 if would_do && !named.contains(place) {
                     let behind = lines().filter_map(|(of, lines)| {
                         let from = match of == awaited {
@@ -695,11 +709,9 @@ fn first_refusal(
     of_class: Option<&Refusal>,
     keeps_to_its_own: bool,
 ) -> Option<Refusal> {
-    let of_place = of_place(demand, worker);
-    let of_load = of_load(&demand.shape, worker).into_iter().min_by_key(Refusal::passes);
-    let lasting = [&of_place, &of_load].into_iter().flatten().find(|refusal| !refusal.passes());
-    let first = lasting.or(of_class).or(of_place.as_ref()).or(of_load.as_ref());
-    first.cloned().or_else(|| keeps_out(worker, keeps_to_its_own))
+    let others = of_place(demand, worker).chain(of_load(&demand.shape, worker));
+    let first = of_class.cloned().into_iter().chain(others).min_by_key(Refusal::order);
+    first.or_else(|| keeps_out(worker, keeps_to_its_own))
 }
 
 fn bytes<'l>(locations: impl Iterator<Item = &'l Location>) -> u64 {

@@ -21,9 +21,11 @@ use std::sync::Arc;
 use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
 use domain::workload::{Failure, Image, Limits, Network, ResourceRequests, WorkloadSpec};
+use sea_orm::DbErr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::entity::from_json;
 use crate::entity::lease::Kind;
 use crate::entity::worker::{Desired, State};
 
@@ -307,6 +309,13 @@ impl Demand {
     pub(crate) fn failed_on(self, failed_on: Vec<FailedThere>) -> Self {
         Self { failed_on, ..self }
     }
+
+    /// Whether it could not be started there and nowhere else, as the row of its workload says.
+    pub(crate) fn has_failed_on(&self, said: &str) -> Result<bool, DbErr> {
+        // Of nearly all nothing is said.
+        let said: Vec<FailedThere> = if said == "[]" { Vec::new() } else { from_json(said)? };
+        Ok(self.failed_on == said)
+    }
 }
 
 /// Everything that speaks against `worker`: first what will not change, for that is what a caller must act on.
@@ -315,7 +324,7 @@ pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {
     refusals.extend(of_place(demand, worker));
     refusals.extend(of_load(&demand.shape, worker));
     // Stable: in the order in which they are told.
-    refusals.sort_by_key(Refusal::passes);
+    refusals.sort_by_key(Refusal::order);
     refusals
 }
 
@@ -372,20 +381,20 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
 }
 
 /// What speaks against `worker` because of who it is.
-fn of_place(demand: &Demand, worker: &Worker) -> Option<Refusal> {
-    if demand.only.is_some_and(|only| only != worker.id) {
-        return Some(Refusal::NotSame);
-    }
-    if let Some(failed) = demand.failed_on.iter().find(|failed| failed.worker == worker.id) {
-        return Some(Refusal::FailedThere(failed.failure.clone()));
-    }
-    if demand.avoid.contains(&worker.id) {
-        return Some(Refusal::Avoided);
-    }
+fn of_place(demand: &Demand, worker: &Worker) -> impl Iterator<Item = Refusal> + use<> {
+    let is_other = demand.only.is_some_and(|only| only != worker.id);
+    let failed = demand.failed_on.iter().find(|failed| failed.worker == worker.id);
+    let is_avoided = demand.avoid.contains(&worker.id);
     // What has to be there and nowhere else belongs to something that is there, and would hold it up.
     let may_be_elsewhere = demand.only.is_none() && demand.shape.process.is_some();
     let is_for_another = worker.kept_free_for.is_some_and(|whom| whom != demand.waits_as);
-    (is_for_another && may_be_elsewhere).then_some(Refusal::KeptFree)
+    let refusals = [
+        is_other.then_some(Refusal::NotSame),
+        failed.map(|failed| Refusal::FailedThere(failed.failure.clone())),
+        is_avoided.then_some(Refusal::Avoided),
+        (is_for_another && may_be_elsewhere).then_some(Refusal::KeptFree),
+    ];
+    refusals.into_iter().flatten()
 }
 
 /// What speaks against `worker` because of what is on it.
@@ -434,35 +443,30 @@ fn amounts(shape: &Shape, worker: &Worker, load: &Load) -> impl Iterator<Item = 
         .filter_map(|(of, asked, has, reserved)| has.map(|has| Amount { of, asked, has, reserved }))
 }
 
-/// Why nothing more may run on `worker`, whatever it asks for.
-fn full(worker: &Worker) -> Option<Refusal> {
-    full_with(worker, &worker.load)
+/// Whether anything more may run on `worker`, whatever it asks for.
+fn has_room(worker: &Worker) -> bool {
+    full_with(worker, &worker.load).next().is_none()
 }
 
-/// The same, if this `load` were on it.
-fn full_with(worker: &Worker, load: &Load) -> Option<Refusal> {
-    let capacity = &worker.capacity;
-    if let Trust::OnProbation(why) = &worker.trust
-        && load.tasks > 0
-    {
-        return Some(Refusal::SetAside(why.clone()));
-    }
-    if let Some(max) = capacity.max_tasks
-        && load.tasks >= max
-    {
-        return Some(Refusal::Full { active: load.tasks, max });
-    }
-    if let Some(max) = capacity.max_containers
-        && load.containers() >= u64::from(max)
-    {
-        return Some(Refusal::FullOfContainers { count: load.containers(), max });
-    }
-    match capacity.max_volumes {
-        Some(max) if load.volumes() >= u64::from(max) => {
-            Some(Refusal::FullOfVolumes { count: load.volumes(), max })
-        }
+/// Why nothing more may run on `worker` if this `load` were on it, whatever is asked for.
+fn full_with(worker: &Worker, load: &Load) -> impl Iterator<Item = Refusal> + use<> {
+    let Capacity { max_tasks, max_containers, max_volumes, .. } = worker.capacity;
+    let (containers, volumes) = (load.containers(), load.volumes());
+    let on_trial = match &worker.trust {
+        Trust::OnProbation(why) if load.tasks > 0 => Some(Refusal::SetAside(why.clone())),
         _ => None,
-    }
+    };
+    let refusals = [
+        on_trial,
+        max_tasks.filter(|max| load.tasks >= *max).map(|max| Refusal::Full { active: load.tasks, max }),
+        max_containers
+            .filter(|max| containers >= u64::from(*max))
+            .map(|max| Refusal::FullOfContainers { count: containers, max }),
+        max_volumes
+            .filter(|max| volumes >= u64::from(*max))
+            .map(|max| Refusal::FullOfVolumes { count: volumes, max }),
+    ];
+    refusals.into_iter().flatten()
 }
 
 /// What speaks against giving any work to `worker`, whatever is asked for.

@@ -1,7 +1,8 @@
 //! Pace: how long slots are held, and so how fast they come free, as far as this replica saw.
 //!
 //! For each worker two numbers are kept: how many of its slots came free, and for how long slots of it were held. Both count for half after
-//! [`HALF_LIFE`]. So what was long ago is forgotten, and a worker that had nothing to do meanwhile says nothing wrong.
+//! [`HALF_LIFE`]. So what was long ago is forgotten, and a worker that had nothing to do meanwhile says nothing wrong. What other replicas do is
+//! seen as it is afterwards: a slot that went on to somebody else between two looks counts as held all the time.
 
 use std::time::Duration;
 

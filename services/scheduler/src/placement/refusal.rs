@@ -137,6 +137,12 @@ impl Refusal {
         }
     }
 
+    /// What is told before others is less: first what will not pass by itself, then what is no matter of what is on it.
+    pub(super) fn order(&self) -> impl Ord + use<> {
+        let is_of_worker = matches!(self, Self::JustLost | Self::Landing | Self::Stalled | Self::SetAside(_));
+        (self.passes(), self.passes() && !is_of_worker)
+    }
+
     /// For programs.
     pub(crate) fn code(&self) -> &'static str {
         match self {
@@ -388,8 +394,16 @@ impl Shortage {
     fn amount(self, amount: u64) -> String {
         match self.of {
             Resource::Cpu => format!("{amount} thousandths of a processor"),
-            Resource::Memory => format!("{amount} bytes of memory"),
-            Resource::Disk => format!("{amount} bytes of disk"),
+            Resource::Memory => format!("{} of memory", self.size(amount)),
+            Resource::Disk => format!("{} of disk", self.size(amount)),
+        }
+    }
+
+    /// Bytes as people count them, unless what is asked for and what is left would look alike then.
+    fn size(self, bytes: u64) -> String {
+        match (rounded(self.asked), rounded(self.left)) {
+            (asked, left) if asked != left => rounded(bytes),
+            _ => format!("{bytes} bytes"),
         }
     }
 
@@ -400,6 +414,18 @@ impl Shortage {
     fn left(self) -> String {
         self.amount(self.left)
     }
+}
+
+/// Such as `1.5 GiB`.
+fn rounded(bytes: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    // Each of them has 1024 of the one before.
+    let Some(unit) = bytes.checked_ilog2().map(|power| power / 10).filter(|unit| *unit > 0) else {
+        return format!("{bytes} bytes");
+    };
+    let unit = unit.min(5);
+    let name = units.get(unit as usize - 1).copied().unwrap_or("PiB");
+    format!("{:.1} {name}", bytes as f64 / 1024_f64.powf(f64::from(unit)))
 }
 
 /// Up to how many workers each is told for itself.

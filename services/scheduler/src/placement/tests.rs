@@ -11,6 +11,11 @@ use rand::{RngExt, SeedableRng};
 
 use super::*;
 
+mod dice;
+pub(crate) mod plain;
+
+pub(crate) use self::dice::Dice;
+
 fn labels() -> Labels {
     Labels {
         platform: "linux".to_owned(),
@@ -120,6 +125,55 @@ fn those_of_the_team_come_first_and_a_team_may_keep_to_them() {
         keeps.refusals(&demand()).lines(),
         ["global: is for all teams, and this one keeps to its own", "own: is full (2 of 2 tasks)"]
     );
+}
+
+#[test]
+fn a_team_that_keeps_to_its_own_does_not_wait_for_what_none_of_those_could_take() {
+    let mut own = with_labels("own", |labels| labels.team = Some("main".to_owned()));
+    own.capacity.memory_bytes = Some(10);
+    let mut index = Index::new(Chains::default(), BTreeSet::from(["main".to_owned()]));
+    [own.clone(), worker("global")].into_iter().for_each(|worker| index.put(worker));
+    assert_eq!(placed(&mut index, &demand(), &[]).as_deref(), Some("own"));
+    let large = asking(11).asked_by(Uuid::now_v7());
+    let failed = demand().failed_on(vec![FailedThere { worker: own.id, failure: failure() }]);
+    for hopeless in [large, failed] {
+        assert_eq!(index.choose(&hopeless, &[]), Choice::Never);
+        assert_eq!(index.waits_for(&hopeless), "NEVER");
+    }
+    index.load(own.id, Load { tasks: 2, ..own.load });
+    assert_eq!(index.choose(&demand(), &[]), Choice::NotNow, "but for what is on them");
+}
+
+#[test]
+fn a_worker_says_all_that_speaks_against_it() {
+    let mut one = worker("one");
+    one.capacity = Capacity { max_tasks: Some(1), max_containers: Some(3), ..Capacity::default() };
+    one.load = Load { tasks: 1, kept_containers: 4, ..Load::default() };
+    one.kept_free_for = Some(Uuid::from_u128(1));
+    one.trust = Trust::OnProbation("why".to_owned());
+    let mut demand = demand().failed_on(vec![FailedThere { worker: one.id, failure: failure() }]);
+    demand.avoid.insert(one.id);
+    let all = [
+        Refusal::FailedThere(failure()),
+        Refusal::Avoided,
+        Refusal::SetAside("why".to_owned()),
+        Refusal::KeptFree,
+        Refusal::Full { active: 1, max: 1 },
+        Refusal::FullOfContainers { count: 5, max: 3 },
+    ];
+    assert_eq!(refusals(&demand, &one), all);
+}
+
+#[test]
+fn those_that_say_the_same_are_told_together_whether_they_are_tried_or_not() {
+    let kept_free = |name: &str, trust: Trust| Worker { trust, ..busy(1, worker(name)) };
+    let why = || "why".to_owned();
+    let workers = [kept_free("tried", Trust::OnProbation(why())), kept_free("not", Trust::SetAside(why()))];
+    let mut index = index(workers.clone());
+    workers.iter().for_each(|worker| index.keep_free(worker.id, Some(Uuid::from_u128(1))));
+    let outlook = index.outlook(&demand(), &[], &Tell::first(0), Timestamp(0));
+    let groups: Vec<_> = outlook.groups.iter().map(|group| (group.count, &*group.refusals)).collect();
+    assert_eq!(groups, [(2, &[Refusal::SetAside(why()), Refusal::KeptFree][..])]);
 }
 
 #[test]
@@ -245,158 +299,20 @@ fn a_burst_is_spread_evenly() {
     );
 }
 
-/// Random workers and demands, of which many agree in something.
-struct Dice(StdRng);
-
-impl Dice {
-    fn some<T: Clone>(&mut self, of: &[T]) -> T {
-        of.choose(&mut self.0).expect("some").clone()
-    }
-
-    fn worker(&mut self, n: usize) -> Worker {
-        let words = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>();
-        let labels = Labels {
-            platform: self.some(&["linux", "linux", "linux", "darwin"]).to_owned(),
-            tags: self.some(&[words(&[]), words(&[]), words(&["gpu"]), words(&["gpu", "big"])]),
-            team: self.some(&[None, None, Some("main".to_owned()), Some("other".to_owned())]),
-            image_kinds: self.some(&[words(&["host", "artifact"]), words(&["host"])]),
-            capabilities: self.some(&[words(&["privileged"]), words(&[])]),
-            resource_types: vec![],
-        };
-        let capacity = Capacity {
-            max_tasks: self.some(&[None, Some(1), Some(3)]),
-            max_containers: self.some(&[None, Some(4)]),
-            max_volumes: self.some(&[None, Some(6)]),
-            cpu_millis: self.some(&[None, Some(2000)]),
-            memory_bytes: self.some(&[None, Some(100)]),
-            disk_bytes: self.some(&[0, 50]),
-        };
-        let mut worker = Worker {
-            state: self.some(&[State::Running, State::Running, State::Running, State::Stalled, State::Lost]),
-            desired: self.some(&[Desired::Run, Desired::Run, Desired::Run, Desired::Land, Desired::Retire]),
-            awaited: self.0.random_bool(0.2),
-            just_lost: self.0.random_bool(0.5),
-            unsupported_versions: if self.0.random_bool(0.1) { vec![7] } else { vec![] },
-            trust: self.some(&[
-                Trust::Full,
-                Trust::Full,
-                Trust::Full,
-                Trust::OnProbation("why".to_owned()),
-                Trust::SetAside("why".to_owned()),
-            ]),
-            labels: Arc::new(labels),
-            capacity,
-            ..worker(&format!("w{n}"))
-        };
-        worker.load = self.load();
-        worker
-    }
-
-    fn load(&mut self) -> Load {
-        let tasks = self.0.random_range(0..4);
-        Load {
-            tasks,
-            checks: self.0.random_range(0..=tasks),
-            reserved: Resources {
-                cpu_millis: self.some(&[0, 1500]),
-                memory_bytes: self.some(&[0, 70]),
-                disk_bytes: self.some(&[0, 30]),
-            },
-            kept_containers: self.0.random_range(0..3),
-            kept_volumes: self.0.random_range(0..5),
-        }
-    }
-
-    fn demand(&mut self, workers: &[Worker]) -> Demand {
-        let process = Process {
-            image_kind: self.some(&["host", "artifact"]).into(),
-            resource_type: None,
-            capabilities: self.some(&[vec![], vec![], vec!["privileged".into()]]),
-        };
-        let shape = Shape {
-            team: self.some(&["main", "other", "third"]).to_owned(),
-            platform: self.some(&["linux", "linux", "linux", "darwin"]).to_owned(),
-            tags: self.some(&[vec![], vec![], vec!["gpu".to_owned()]]),
-            process: self.0.random_bool(0.8).then_some(process),
-            requests: Resources {
-                cpu_millis: self.some(&[0, 0, 600, 3000]),
-                memory_bytes: self.some(&[0, 0, 40]),
-                disk_bytes: self.some(&[0, 0, 25]),
-            },
-            purpose: self.some(&[Purpose::Build, Purpose::WithoutInputs, Purpose::Check]),
-        };
-        let mut who = |chance: f64, count: usize| -> BTreeSet<WorkerId> {
-            if !self.0.random_bool(chance) {
-                return BTreeSet::new();
-            }
-            workers.sample(&mut self.0, count).map(|worker| worker.id).collect()
-        };
-        let (avoid, prefer, only) = (who(0.2, 2), who(0.2, 2), who(0.1, 1));
-        let asked_by = Uuid::from_u128(self.0.random());
-        let waits_as = self.some(&[asked_by, asked_by, Uuid::from_u128(1)]);
-        Demand { avoid, prefer, only: only.first().copied(), waits_as, ..shape.asked_by(asked_by) }
-    }
-
-    fn locations(&mut self, workers: &[Worker]) -> Vec<Location> {
-        let count = self.0.random_range(0..4);
-        (0..count)
-            .map(|_| Location {
-                size_bytes: self.some(&[0, 10, 10, 1000]),
-                workers: workers.sample(&mut self.0, 3).map(|worker| worker.id).collect(),
-            })
-            .collect()
-    }
-
-    fn chain(&mut self) -> Chain {
-        let chains = [
-            "volume-locality,limit-active-tasks",
-            "fewest-build-containers,volume-locality",
-            "limit-active-tasks,volume-locality,limit-active-volumes",
-            "limit-active-containers",
-            "volume-locality,random",
-            "random",
-        ];
-        self.some(&chains).parse().expect("a chain")
-    }
-}
-
-/// How good a worker is, said once more: by the definition of each strategy, one after the other.
-fn standing(
-    chain: &Chain,
-    demand: &Demand,
-    worker: &Worker,
-    locations: &[Location],
-) -> (bool, bool, Vec<u64>) {
-    let load = &worker.load;
-    let (tasks, checks) = (u64::from(load.tasks), u64::from(load.checks));
-    let counts = chain.to_string();
-    let counts = counts.split(',').map(|strategy| match strategy {
-        "volume-locality" => {
-            let has = |location: &Location| location.workers.contains(&worker.id);
-            locations.iter().filter(|location| !has(location)).map(|location| location.size_bytes).sum()
-        }
-        "fewest-build-containers" => load.kept_containers + tasks - checks,
-        "limit-active-tasks" => tasks,
-        "limit-active-containers" => load.kept_containers + tasks,
-        "limit-active-volumes" => load.kept_volumes + tasks,
-        "random" => 0,
-        other => panic!("{other}"),
-    });
-    (worker.awaited, !demand.prefer.contains(&worker.id), counts.collect())
-}
-
 #[test]
 fn the_choice_is_that_of_who_looks_at_every_worker() {
     let seed = testing::seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let mut dice = Dice(StdRng::seed_from_u64(seed));
-    let (mut placed, mut not_now, mut never) = (0, 0, 0);
+    let (mut placed, mut not_now, mut never, mut met) = (0, 0, 0, BTreeSet::new());
     for _ in 0..60 {
         let chains = Chains { builds: dice.chain(), without_inputs: dice.chain(), checks: dice.chain() };
         let names: BTreeSet<_> = dice.some(&[vec![], vec!["main".to_owned()]]).into_iter().collect();
         let count = dice.0.random_range(0..40);
-        let mut workers: Vec<_> = (0..count).map(|n| dice.worker(n)).collect();
+        let mut workers = Vec::new();
+        (0..count).for_each(|n| workers.push(dice.worker_like_some(n, &workers)));
         let mut index = Index::new(chains.clone(), names.clone());
+        workers.iter().for_each(|worker| index.keep_free(worker.id, worker.kept_free_for));
         workers.iter().for_each(|worker| index.put(worker.clone()));
         let plain = Demand { only: None, avoid: BTreeSet::new(), failed_on: vec![], ..dice.demand(&workers) };
         for _ in 0..30 {
@@ -410,13 +326,13 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
                         index.remove(gone.id);
                     }
                     1 => {
-                        let Worker { id, kept_free_for, .. } = workers[one];
-                        let changed = Worker { id, kept_free_for, ..dice.worker(one) };
+                        let Worker { id, name, kept_free_for, .. } = workers[one].clone();
+                        let changed = Worker { id, name, kept_free_for, ..dice.worker(one) };
                         workers[one] = changed.clone();
                         index.put(Worker { kept_free_for: None, ..changed });
                     }
                     2 => {
-                        let whom = dice.some(&[None, Some(Uuid::from_u128(1)), Some(Uuid::from_u128(2))]);
+                        let whom = dice.whom();
                         workers[one].kept_free_for = whom;
                         index.keep_free(workers[one].id, whom);
                     }
@@ -431,31 +347,34 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             let locations = dice.locations(&workers);
             let chain = chains.of(demand.shape.purpose);
 
-            let possible = |worker: &&Worker| refusals(&demand, worker).iter().all(Refusal::passes);
-            let is_own = |worker: &Worker| worker.labels.team.as_ref() == Some(&demand.shape.team);
-            let could_be_own = |worker: &Worker| {
-                is_own(worker) && of_class(&demand.shape, worker).iter().all(Refusal::passes)
-            };
-            let keeps = names.contains(&demand.shape.team) && workers.iter().any(could_be_own);
-            let willing =
-                |worker: &&Worker| refusals(&demand, worker).is_empty() && (is_own(worker) || !keeps);
-            let standing = |worker: &Worker| (!is_own(worker), standing(chain, &demand, worker, &locations));
+            let against = plain::against_each(&demand, &workers, &names);
+            for worker in &workers {
+                let (said, alone) = (refusals(&demand, worker), plain::against(&demand, worker));
+                assert!(alone.is_said_by(&said), "{said:?} is not {alone:?}: {demand:?} {worker:?}");
+                met.extend(said.iter().map(Refusal::code));
+                let (said, alone) =
+                    (standing_refusals(worker), plain::against(&plain::anything(worker), worker));
+                assert!(alone.is_said_by(&said), "{said:?} is not {alone:?} of {worker:?}");
+            }
+            let willing = |worker: &&Worker| against[&worker.id].is_nothing();
+            let may_be_willing = workers.iter().any(|worker| against[&worker.id].may_pass());
+            let standing = |worker: &Worker| plain::standing(chain, &demand, worker, &locations);
             let best = workers.iter().filter(willing).map(standing).min();
 
             let choice = index.choose(&demand, &locations);
             match (&choice, &best) {
                 (Choice::Placed(placement), Some(best)) => {
                     let chosen = workers.iter().find(|worker| worker.id == placement.worker).expect("known");
-                    assert!(willing(&chosen), "{:?} of {demand:?}", refusals(&demand, chosen));
+                    assert!(willing(&chosen), "{:?} of {demand:?}", against[&chosen.id]);
                     assert_eq!(standing(chosen), *best, "{demand:?} {locations:?} {chain}");
                     placed += 1;
                 }
                 (Choice::NotNow, None) => {
-                    assert!(workers.is_empty() || workers.iter().any(|worker| possible(&worker)));
+                    assert!(workers.is_empty() || may_be_willing, "{demand:?}");
                     not_now += 1;
                 }
                 (Choice::Never, None) => {
-                    assert!(!workers.iter().any(|worker| possible(&worker)), "{demand:?}");
+                    assert!(!may_be_willing, "{demand:?}");
                     never += 1;
                 }
                 (choice, best) => panic!("{choice:?} where the best is {best:?}: {demand:?}"),
@@ -469,47 +388,42 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             shuffled.iter().for_each(|worker| other.put(worker.clone()));
             assert_eq!(other.choose(&demand, &locations), choice);
 
-            // Each refusal is true, everyone that refuses says so, and the ranking names those that would do.
+            // Everyone that refuses says all that speaks against it, and the ranking names those that would do.
             let refusing: Vec<_> = workers.iter().filter(|worker| !willing(worker)).collect();
             let outlook = index.outlook(&demand, &locations, &Tell::first(usize::MAX), Timestamp(0));
             assert_eq!((outlook.known, outlook.willing), (workers.len(), workers.len() - refusing.len()));
             assert_eq!(outlook.opinions.len(), workers.len());
-            let (mut ranking, mut alike) = (Vec::new(), HashMap::new());
+            let mut ranking = Vec::new();
             for opinion in &outlook.opinions {
                 let worker = workers.iter().find(|worker| worker.id == opinion.worker).expect("known");
+                let against = &against[&worker.id];
                 match &opinion.says {
-                    Says::Would(_) => ranking.push(standing(worker)),
+                    Says::Would(_) => {
+                        assert!(against.is_nothing(), "{against:?}");
+                        ranking.push(standing(worker));
+                    }
                     Says::WouldNot(said) => {
-                        let true_ones = refusals(&demand, worker);
-                        let kept_out = *said.last().expect("a reason") == Refusal::TeamKeepsToItsOwn;
-                        assert_eq!(said[..said.len() - usize::from(kept_out)], true_ones);
-                        assert_eq!(kept_out, keeps && !is_own(worker) && worker.labels.team.is_none());
-                        let codes: Vec<_> = said.iter().map(Refusal::code).collect();
-                        *alike.entry(codes).or_insert(0) += 1;
+                        assert!(!said.is_empty() && against.is_said_by(said), "{said:?} is not {against:?}");
+                        met.extend(said.iter().map(Refusal::code));
                     }
                 }
             }
             assert!(ranking.is_sorted());
             assert_eq!(ranking.len(), outlook.willing);
-            // Together they are told of as one by one, and the first of many are those that are told of few.
-            for (codes, count) in alike {
-                let said =
-                    |group: &&Group| group.refusals.iter().map(Refusal::code).collect::<Vec<_>>() == codes;
-                let together: usize = outlook.groups.iter().filter(said).map(|group| group.count).sum();
-                assert_eq!(together, count, "{codes:?} {:?}", outlook.groups);
-            }
+            let refusing: Vec<_> =
+                refusing.into_iter().map(|worker| (worker, &against[&worker.id])).collect();
+            are_told_together(&outlook.groups, &refusing);
+            // The first of many are those that are told of few.
             let few = index.outlook(&demand, &locations, &Tell::first(3), Timestamp(0));
             assert_eq!(few.opinions, outlook.opinions[..few.opinions.len()]);
             assert_eq!(few.opinions.len(), workers.len().min(3));
             // In short each says what comes first; also where the same was asked for before something changed.
             for demand in [&demand, &plain] {
-                let keeps = index.keeps_to_its_own(demand);
+                let against = plain::against_each(demand, &workers, &names);
                 let first = |worker: &Worker| {
-                    let kept_out = keeps && worker.labels.team.is_none();
-                    refusals(demand, worker)
-                        .first()
-                        .cloned()
-                        .or(kept_out.then_some(Refusal::TeamKeepsToItsOwn))
+                    let kept_out = || against[&worker.id].passing.last() == Some(&Refusal::TeamKeepsToItsOwn);
+                    let first = refusals(demand, worker).into_iter().next();
+                    first.or_else(|| kept_out().then_some(Refusal::TeamKeepsToItsOwn))
                 };
                 let said = workers.iter().filter_map(|worker| Some((worker.name.clone(), first(worker)?)));
                 let expected = Refusals::of(said);
@@ -523,6 +437,25 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
         }
     }
     assert!(placed > 100 && not_now > 20 && never > 20, "{placed} {not_now} {never}: all three are met");
+    assert_eq!(met, BTreeSet::from(CODES), "and every refusal");
+}
+
+/// Whoever refuses for the same is in one group, under the first of their names, and each group says what one of them does.
+fn are_told_together(groups: &[Group], refusing: &[(&Worker, &plain::Against)]) {
+    let (are_many, mut alike) = plain::alike(refusing);
+    let left = alike.len().saturating_sub(groups.len());
+    assert!(left == 0 || groups.len() == 50, "{alike:?} {groups:?}");
+    for group in groups {
+        let said: BTreeSet<_> =
+            group.refusals.iter().map(|refusal| plain::said_by_many(refusal, are_many)).collect();
+        let names = alike.remove(&said).unwrap_or_else(|| panic!("{said:?} in one group alone"));
+        assert_eq!(group.count, names.len(), "{said:?}");
+        assert!(group.names.iter().eq(names.iter().take(5)), "{group:?} {names:?}");
+        let mut members = refusing.iter().filter(|(worker, _)| names.contains(worker.name.as_str()));
+        assert!(are_many || members.any(|(_, against)| against.is_said_by(&group.refusals)), "{group:?}");
+    }
+    assert_eq!(alike.len(), left);
+    assert!(groups.is_sorted_by_key(|group| (!group.passes(), std::cmp::Reverse(group.count))));
 }
 
 /// Of these shapes, those of one owner together.

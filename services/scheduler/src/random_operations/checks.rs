@@ -1,9 +1,12 @@
 //! What must hold whenever everything is at rest.
 
 use std::collections::HashSet;
+use std::time::{Duration, Instant};
 
 use domain::{LeaseId, WorkloadId};
-use sea_orm::{ColumnTrait, ConnectionTrait, DbBackend, DbErr, EntityTrait, QueryFilter, QueryOrder};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DbBackend, DbErr, EntityTrait, QueryFilter, QueryOrder, Statement,
+};
 
 use super::{World, spec};
 use crate::entity::lease::Kind;
@@ -15,10 +18,36 @@ use crate::{gauges, registry, workloads};
 /// write has waited for the others.
 async fn rest(txn: &db::Transaction) -> Result<(), DbErr> {
     if txn.get_database_backend() == DbBackend::Postgres {
-        let tables = "LOCK TABLE workloads, events, leases, workers, kept_free IN SHARE MODE";
+        let tables =
+            "LOCK TABLE workloads, events, leases, workers, worker_contacts, kept_free, outbox IN SHARE MODE";
         txn.execute_unprepared(tables).await?;
     }
     Ok(())
+}
+
+/// The same, and waits until whoever is killed while he runs has come to where he waits, and was given up by the database.
+pub(crate) async fn rest_of_all(db: &db::Database) -> Result<(), DbErr> {
+    db.write(async |txn| rest(&txn).await).await?;
+    let db = db.read();
+    if db.get_database_backend() != DbBackend::Postgres {
+        return Ok(());
+    }
+    let others = "SELECT state || ': ' || query AS others FROM pg_stat_activity
+                  WHERE datname = current_database() AND pid <> pg_backend_pid() AND state <> 'idle'";
+    let begun = Instant::now();
+    loop {
+        let rows = db.query_all_raw(Statement::from_string(DbBackend::Postgres, others)).await?;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let others =
+            rows.iter().map(|row| row.try_get::<String>("", "others")).collect::<Result<Vec<_>, _>>()?;
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "whoever was killed does not come to rest: {others:?}"
+        );
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
 }
 
 impl World {

@@ -13,7 +13,7 @@ use crate::dispatch::{Dispatch, Dispatcher};
 use crate::effects::Effects;
 
 /// Carries out `operation` until it waits for the `moment`th time: there its process is killed. `None`: it was.
-pub(super) async fn killed_at<T>(moment: usize, operation: impl Future<Output = T>) -> Option<T> {
+pub(crate) async fn killed_at<T>(moment: usize, operation: impl Future<Output = T>) -> Option<T> {
     let mut operation = pin!(operation);
     let mut waited = 0;
     std::future::poll_fn(move |context| {

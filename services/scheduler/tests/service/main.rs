@@ -1,6 +1,7 @@
 //! The scheduler over real gRPC, on both databases, with gateways that say what each test wants said.
 
 mod again;
+mod bad_input;
 mod connected;
 mod demand;
 mod explain;
@@ -24,6 +25,7 @@ use again::{
     what_has_started_in_time_may_run_on, what_was_lost_begins_again_as_often_as_its_spec_allows,
     who_must_start_in_time_is_looked_for_in_time,
 };
+use bad_input::bad_input_gets_its_error_and_changes_nothing;
 use connected::each_of_many_workers_hears_what_it_shall_do;
 use demand::{
     what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
@@ -47,7 +49,8 @@ use leases::{
 };
 use lists::lists_come_in_pages;
 use places::{
-    a_group_of_one_owner_goes_where_there_is_room_for_all, a_lease_holds_what_it_uses_until_it_ends,
+    a_group_of_one_owner_goes_where_there_is_room_for_all,
+    a_group_of_one_owner_waits_for_the_worker_that_can_have_all, a_lease_holds_what_it_uses_until_it_ends,
     an_id_that_waits_is_nobody_elses, each_of_many_leases_hears_of_what_it_uses,
     groups_that_wait_get_all_at_once, pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
     the_containers_of_an_owner_keep_to_their_worker, who_has_waited_long_enough_or_has_gone_waits_no_more,
@@ -86,8 +89,8 @@ use turns::{
     a_worker_is_kept_free_for_a_group_that_waits_long,
     a_worker_is_kept_free_for_one_that_waits_long_for_much,
     nothing_is_kept_free_for_one_that_no_worker_could_take_any_more,
-    one_that_cannot_be_read_keeps_nobody_from_a_worker, what_a_workload_asks_for_is_kept_free,
-    whoever_is_before_another_takes_what_is_kept_free_for_it,
+    one_that_cannot_be_read_keeps_nobody_from_a_worker, teams_share_slots_by_their_weights,
+    what_a_workload_asks_for_is_kept_free, whoever_is_before_another_takes_what_is_kept_free_for_it,
 };
 
 /// Runs each test on both databases.
@@ -642,6 +645,7 @@ async fn without_the_artifact_store_nothing_with_inputs_is_queued(database: Test
 }
 
 on_both! {
+    bad_input_gets_its_error_and_changes_nothing,
     each_of_many_workers_hears_what_it_shall_do,
     a_workload_goes_from_its_submission_to_its_end,
     watchers_see_inputs_come_in_steps,
@@ -674,6 +678,7 @@ on_both! {
     a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
     a_higher_priority_is_placed_first,
     a_team_with_more_that_waits_is_not_before_others,
+    teams_share_slots_by_their_weights,
     one_that_cannot_be_read_keeps_nobody_from_a_worker,
     what_a_workload_asks_for_is_kept_free,
     a_worker_is_kept_free_for_one_that_waits_long_for_much,
@@ -730,6 +735,7 @@ on_both! {
     groups_that_wait_get_all_at_once,
     an_id_that_waits_is_nobody_elses,
     a_group_of_one_owner_goes_where_there_is_room_for_all,
+    a_group_of_one_owner_waits_for_the_worker_that_can_have_all,
     the_containers_of_an_owner_keep_to_their_worker,
     a_lease_holds_what_it_uses_until_it_ends,
     pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,

@@ -247,6 +247,54 @@ pub(crate) async fn a_group_of_one_owner_goes_where_there_is_room_for_all(databa
     scheduler.stop().await;
 }
 
+/// Where there is room for the first of them, there never is for the second.
+pub(crate) async fn a_group_of_one_owner_waits_for_the_worker_that_can_have_all(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let of_memory = |name: &str, memory_bytes: u64| {
+        let mut hello = hello(name);
+        hello.capacity = Some(pb::Capacity { max_tasks: 2, memory_bytes, ..pb::Capacity::default() });
+        hello
+    };
+    let small = Gateway::connect(&scheduler, of_memory("small", 50)).await.expect("welcome");
+    let large = Gateway::connect(&scheduler, of_memory("large", 100)).await.expect("welcome");
+    let on_large = || pb::PlaceRequest { avoid_workers: vec![small.welcome.worker_id.clone()], ..task() };
+    let held = [place(&scheduler, on_large()).await, place(&scheduler, on_large()).await];
+    let asking = |memory_bytes: u64| {
+        let requests = Some(pb::ResourceRequests { memory_bytes, ..pb::ResourceRequests::default() });
+        pb::PlaceRequest { requests, ..of_owner("check") }
+    };
+    let all_are = |results: &[Placed], reason: Reason| {
+        results.iter().all(|result| match result {
+            Placed::Placed(_) => false,
+            Placed::Failure(failure) => failure.reason == reason.to_string(),
+        })
+    };
+    let busy = place_many(&scheduler, grouped([asking(10), asking(80)], 1)).await;
+    assert!(all_are(&busy, Reason::AllWorkersBusy), "{busy:?}");
+
+    let group =
+        async { place_many(&scheduler, grouped([waiting(asking(10)), waiting(asking(80))], 1)).await };
+    let then = async {
+        until("it waits", async || {
+            let demand = scheduler.placements().get_demand(pb::GetDemandRequest::default()).await;
+            (demand.expect("told").into_inner().waiting == 2).then_some(())
+        })
+        .await;
+        for held in held {
+            release(&scheduler, &held.expect("granted").lease_token).await;
+        }
+    };
+    let (results, ()) = futures::join!(group, then);
+    let granted = crate::leases::granted(&results);
+    assert_eq!(granted.len(), 2, "{results:?}");
+    assert!(granted.iter().all(|placed| placed.worker_id == large.welcome.worker_id));
+
+    // What nobody could ever have is refused as such, whichever of them finds nothing first.
+    let never = place_many(&scheduler, grouped([asking(80), asking(101)], 1)).await;
+    assert!(all_are(&never, Reason::NoCompatibleWorker), "{never:?}");
+    scheduler.stop().await;
+}
+
 pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: TestDatabase) {
     let config = Config {
         worker_ttl: Duration::from_millis(800),

@@ -438,15 +438,20 @@ pub(crate) async fn a_worker_with_which_nobody_can_speak_is_listed_and_never_cho
     let gateway = Gateway::connect(&scheduler, one.clone()).await.expect("welcome");
     let other = pb::Hello {
         gateway_instance: GatewayInstance::new().to_string(),
-        protocol_versions: vec![],
+        protocol_versions: vec![2],
         ..one.clone()
     };
     let refused = Gateway::connect(&scheduler, other.clone()).await.err().expect("it is attended");
     assert!(refused.is(Reason::AlreadyAttended), "{refused}");
     assert_eq!(reasons(&scheduler.worker("one").await), [""; 0]);
     gateway.leave().await;
+    let of_no_version = pb::Hello { protocol_versions: vec![], ..other.clone() };
+    let refused =
+        Gateway::connect(&scheduler, of_no_version).await.err().expect("it names no version at all");
+    assert!(refused.is(Reason::InvalidField), "{refused}");
+    assert_eq!(reasons(&scheduler.worker("one").await), ["STALLED"], "nothing is known of its versions");
     Gateway::connect(&scheduler, other).await.err().expect("no version in common");
-    assert_eq!(reasons(&scheduler.worker("one").await), ["STALLED"], "it names no version at all");
+    assert_eq!(reasons(&scheduler.worker("one").await), ["INCOMPATIBLE", "STALLED"]);
 
     // Upgraded, or taken back to its old version, it is as any other.
     let mut gateway = Gateway::connect(&scheduler, pb::Hello { protocol_versions: vec![3, 1], ..newer })

@@ -6,7 +6,7 @@ use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
 use crate::explain::explain_spec;
-use crate::leases::task;
+use crate::leases::{task, with_slots};
 use crate::places::{place, release, so_many_wait, waiting};
 use crate::support::{Gateway, Running, config, finish, hello, spec, until, within};
 
@@ -103,6 +103,75 @@ async fn without_any_hint_what_is_given_back_is_found_by_looking() {
     let database = testing::databases::postgres().await;
     let config = scheduler::Config { share_hints: false, ..config(&database) };
     what_is_given_back_at_one_helps_who_waits_at_the_other(config).await;
+}
+
+/// Settings under which nobody looks by himself while a test lasts, nor hears of what the other replica changes.
+fn neither_hints_nor_looks(database: &TestDatabase) -> scheduler::Config {
+    scheduler::Config { share_hints: false, ..only_hints(database) }
+}
+
+/// Has a replica look once at what others have changed, as it does by itself after each `poll`.
+async fn look(replica: &Running) {
+    explain_spec(replica, spec()).await;
+}
+
+/// Whatever lets one be placed that waits, and of which nobody hears, is found by the first look after that.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hint_that_is_lost_costs_one_look() {
+    let database = testing::databases::postgres().await;
+    let config = neither_hints_nor_looks(&database);
+    let (one, other) = (Running::start(config.clone()).await, Running::start(config).await);
+    let is = async |id, state| assert_eq!(other.get(id).await.state(), state);
+    look(&other).await;
+
+    // A worker comes.
+    let first = other.submit(spec()).await.expect("queued");
+    let _gateway = with_slots(&one, "one", 1).await;
+    is(first, pb::WorkloadState::Pending).await;
+    look(&other).await;
+    is(first, pb::WorkloadState::Assigned).await;
+
+    // One that is landing shall run again.
+    let _second = with_slots(&one, "second", 1).await;
+    let landing = pb::LandWorkerRequest { worker: "second".to_owned(), ..pb::LandWorkerRequest::default() };
+    one.workers().land_worker(landing).await.expect("it shall land");
+    let second = other.submit(spec()).await.expect("queued");
+    let runs = pb::RunWorkerRequest { worker: "second".to_owned() };
+    one.workers().run_worker(runs).await.expect("it shall run");
+    is(second, pb::WorkloadState::Pending).await;
+    look(&other).await;
+    is(second, pb::WorkloadState::Assigned).await;
+
+    // A slot comes free: for a workload that waits there, for one that waits elsewhere, and for a call.
+    let _third = with_slots(&one, "third", 1).await;
+    let held = place(&one, task()).await.expect("granted");
+    let third = other.submit(spec()).await.expect("queued");
+    release(&one, &held.lease_token).await;
+    is(third, pb::WorkloadState::Pending).await;
+    look(&other).await;
+    is(third, pb::WorkloadState::Assigned).await;
+
+    let _fourth = with_slots(&other, "fourth", 1).await;
+    let held = place(&other, task()).await.expect("granted");
+    look(&one).await;
+    let fourth = one.submit(spec()).await.expect("queued");
+    release(&other, &held.lease_token).await;
+    is(fourth, pb::WorkloadState::Pending).await;
+    look(&other).await;
+    is(fourth, pb::WorkloadState::Assigned).await;
+
+    let _fifth = with_slots(&one, "fifth", 1).await;
+    let held = place(&one, task()).await.expect("granted");
+    let calls = async { place(&other, waiting(task())).await.expect("granted") };
+    let gives_back = async {
+        so_many_wait(&other, 1).await;
+        release(&one, &held.lease_token).await;
+        look(&other).await;
+    };
+    let (granted, ()) = futures::join!(calls, gives_back);
+    assert_eq!(granted.worker_name, "fifth");
+    one.stop().await;
+    other.stop().await;
 }
 
 /// One asks for much at one replica, by a call that the other never hears of; others for little at the other.

@@ -78,7 +78,7 @@ impl Place {
         std::fs::remove_file(self.socket()).ok();
     }
 
-    fn peer(&self) -> Peer {
+    pub(crate) fn peer(&self) -> Peer {
         peer(&self.endpoint(), Outgoing::internal()).expect("an address")
     }
 
@@ -97,18 +97,17 @@ impl Place {
 
     /// An artifact that was uploaded to a worker.
     pub(crate) async fn upload_to(&self, worker: WorkerId) -> Result<ArtifactId, Refusal> {
-        let claims = SessionClaims {
-            worker,
-            incarnation: Incarnation(1),
-            session: Session(1),
-            instance: GatewayInstance::new(),
-        };
-        let session_credential = signer().sign(&claims);
+        self.upload_of("main", worker).await
+    }
+
+    /// The same, of this team.
+    pub(crate) async fn upload_of(&self, team: &str, worker: WorkerId) -> Result<ArtifactId, Refusal> {
+        let session_credential = credential(worker);
         let (mut replicas, mut inventory) =
             (ReplicasClient::new(self.peer()), InventoryClient::new(self.peer()));
         let begin = store::BeginReportRequest { session_credential: session_credential.clone(), last: None };
         inventory.begin_report(begin).await?;
-        let (artifact, digest, team) = (ArtifactId::new(), vec![7; 32], "main".to_owned());
+        let (artifact, digest, team) = (ArtifactId::new(), vec![7; 32], team.to_owned());
         let create = store::CreateArtifactRequest {
             artifact_id: artifact.to_string(),
             team: team.clone(),
@@ -118,7 +117,7 @@ impl Place {
         let plan = store::PlanReplicaRequest {
             team: team.clone(),
             artifact_id: artifact.to_string(),
-            worker_id: claims.worker.to_string(),
+            worker_id: worker.to_string(),
             transfer_id: TransferId::new().to_string(),
         };
         let complete = store::VolumeCompleteRequest {
@@ -141,13 +140,7 @@ impl Place {
         attempt: &str,
         artifact: ArtifactId,
     ) -> Result<Vec<u8>, Refusal> {
-        let claims = SessionClaims {
-            worker: WorkerId::new(),
-            incarnation: Incarnation(1),
-            session: Session(1),
-            instance: GatewayInstance::new(),
-        };
-        let session_credential = signer().sign(&claims);
+        let session_credential = credential(WorkerId::new());
         let mut inventory = InventoryClient::new(self.peer());
         let volume = store::PrepareVolume {
             name: "out".to_owned(),
@@ -206,9 +199,19 @@ impl Place {
     }
 
     async fn put_build(&self, build: BuildId, workload: WorkloadId) -> Result<(), Refusal> {
+        self.put_build_of("main", build, workload).await
+    }
+
+    /// The same, of this team.
+    pub(crate) async fn put_build_of(
+        &self,
+        team: &str,
+        build: BuildId,
+        workload: WorkloadId,
+    ) -> Result<(), Refusal> {
         let request = store::PutBuildRequest {
             build_id: build.to_string(),
-            team: "main".to_owned(),
+            team: team.to_owned(),
             ends_with_workload: workload.to_string(),
             ..Default::default()
         };
@@ -220,6 +223,16 @@ impl Place {
 /// What signs the sessions that the store believes.
 fn signer() -> TokenSigner {
     TokenSigner::from_seed(&[7; 32])
+}
+
+/// With which the gateway of a worker speaks to the store.
+pub(crate) fn credential(worker: WorkerId) -> String {
+    signer().sign(&SessionClaims {
+        worker,
+        incarnation: Incarnation(1),
+        session: Session(1),
+        instance: GatewayInstance::new(),
+    })
 }
 
 impl Store {

@@ -10,8 +10,8 @@ use sea_orm::ConnectionTrait;
 use testing::databases::TestDatabase;
 
 use crate::explain::{explain, explain_spec};
-use crate::leases::{granted, grouped, place_many, task};
-use crate::places::{so_many_wait, waiting};
+use crate::leases::{granted, grouped, place_many, task, with_slots};
+use crate::places::{place, so_many_wait, waiting};
 use crate::support::{Gateway, Running, config, finish, hello, spec, until};
 
 async fn with_one_slot(scheduler: &Running) -> Gateway {
@@ -70,6 +70,41 @@ pub(crate) async fn a_team_with_more_that_waits_is_not_before_others(database: T
     finish(&scheduler, &freed.lease_token, 0).await.expect("finished");
     let (_, run) = gateway.run(few).await;
     assert_eq!(run.workload_id, few.to_string());
+    scheduler.stop().await;
+}
+
+pub(crate) async fn teams_share_slots_by_their_weights(database: TestDatabase) {
+    let team_weights = HashMap::from([("heavy".to_owned(), 3)]);
+    let scheduler = Running::start(scheduler::Config { team_weights, ..config(&database) }).await;
+    let mut gateway = with_slots(&scheduler, "one", 12).await;
+    // While another team has all slots, each of two comes to have more that waits than there are; the one with less weight is first.
+    let mut held = Vec::new();
+    for _ in 0..12 {
+        held.push(place(&scheduler, task()).await.expect("granted").lease_token);
+    }
+    let mut teams = HashMap::new();
+    for team in ["light", "heavy"] {
+        for _ in 0..13 {
+            let spec = pb::WorkloadSpec { team: team.to_owned(), ..spec() };
+            teams.insert(scheduler.submit(spec).await.expect("accepted").to_string(), team);
+        }
+    }
+    // Slots come free one by one, and some at once.
+    let (mut seen, mut heavy) = (HashSet::new(), 0);
+    for freed in [1, 1, 1, 1, 4, 4] {
+        let lease_tokens = held.split_off(held.len() - freed);
+        let release = pb::ReleaseManyRequest { lease_tokens };
+        scheduler.placements().release_many(release).await.expect("released");
+        for _ in 0..freed {
+            let run = gateway.run_other_than(&seen).await;
+            heavy += usize::from(teams[&run.workload_id] == "heavy");
+            seen.insert(run.workload_id);
+        }
+        if seen.len() % 4 == 0 {
+            assert_eq!(heavy, seen.len() / 4 * 3, "of {} slots", seen.len());
+        }
+    }
+    assert_eq!(held, [""; 0]);
     scheduler.stop().await;
 }
 

@@ -10,9 +10,11 @@ use super::*;
 use crate::config::Config;
 use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, REQUESTS};
 use crate::entity::lease::Kind;
-use crate::placement::{Purpose, Resources, Shape};
+use crate::placement::{Process, Purpose, Resources, Shape, Tell};
 use crate::workers;
 use crate::workers::for_tests::hello;
+use crate::workloads::Submission;
+use crate::workloads::for_tests::spec;
 
 /// A replica that knows one worker.
 struct Replica {
@@ -24,9 +26,17 @@ struct Replica {
 }
 
 async fn replica(database: TestDatabase) -> Replica {
+    replica_with(database, None).await
+}
+
+/// `max_tasks`: of its worker, unless it is to have as many as such a worker has.
+async fn replica_with(database: TestDatabase, max_tasks: Option<u32>) -> Replica {
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let config = Arc::new(Config::new("", ""));
-    let gateway = hello("one");
+    let mut gateway = hello("one");
+    gateway.labels.image_kinds = vec!["host".to_owned()];
+    gateway.capacity.max_tasks = max_tasks;
+    gateway.capacity.cpu_millis = Some(8000);
     let let_in = db.write(async |txn| {
         workers::hello(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await
     });
@@ -77,25 +87,33 @@ impl Replica {
 }
 
 fn place(lease: LeaseId) -> (Request, oneshot::Receiver<Vec<Placed>>) {
-    let shape = Shape {
+    place_within(lease, Duration::ZERO)
+}
+
+fn shape() -> Shape {
+    Shape {
         team: "main".to_owned(),
         platform: "linux".to_owned(),
         tags: vec![],
-        process: None,
+        process: Some(Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] }),
         requests: Resources::default(),
         purpose: Purpose::WithoutInputs,
-    };
+    }
+}
+
+/// Asks for a lease, and waits for a worker for so long.
+fn place_within(lease: LeaseId, wait: Duration) -> (Request, oneshot::Receiver<Vec<Placed>>) {
     let ask = Ask {
         lease,
         kind: Kind::Task,
-        demand: Arc::new(shape.asked_by(lease.uuid())),
+        demand: Arc::new(shape().asked_by(lease.uuid())),
         locations: Arc::default(),
         request: String::new(),
         group: None,
         inputs: Arc::default(),
         owner: String::new(),
         kept_to: None,
-        wait: Duration::ZERO,
+        wait,
         priority: 0,
     };
     let (answer, answered) = oneshot::channel();
@@ -249,7 +267,7 @@ async fn what_is_given_back_while_it_is_granted_is_given_back_after_that() {
     let rounds = replica.dispatcher.rounds(vec![first], &caller);
     let meanwhile = async {
         other.until_so_many_wait(1).await;
-        dispatch.requests.send(Request::Release(vec![lease], answer)).await.expect("it is heard");
+        dispatch.requests.send(Request::Release(vec![(lease, worker)], answer)).await.expect("it is heard");
         until("it to be heard", || dispatch.requests.capacity() == REQUESTS).await;
         workers.rollback().await.expect("let go");
         other.until_so_many_wait(1).await;
@@ -260,4 +278,106 @@ async fn what_is_given_back_while_it_is_granted_is_given_back_after_that() {
     assert!(granted.await.expect("an answer")[0].is_ok());
     released.await.expect("an answer").expect("given back");
     assert_eq!(tasks(&dispatch, worker), (0, 0));
+}
+
+/// A round alone does it: nobody looks for those that wait once the slot is free.
+async fn a_slot_goes_on_with_what_gives_it_back(database: TestDatabase) {
+    let mut replica = replica_with(database, Some(1)).await;
+    let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let [first, second] = [(); 2].map(|()| LeaseId::new());
+    let (asks, granted) = place(first);
+    assert!(replica.dispatcher.rounds(vec![asks], &caller).await.is_empty());
+    assert!(granted.await.expect("an answer")[0].is_ok());
+    let (waits, mut granted) = place_within(second, Duration::from_secs(3600));
+    assert!(replica.dispatcher.rounds(vec![waits], &caller).await.is_empty());
+    assert_eq!(dispatch.queue().len(), 1, "the worker is full");
+
+    // What nobody holds frees nothing, whatever was expected of it.
+    let (answer, released) = oneshot::channel();
+    let nobody_s = Request::Release(vec![(LeaseId::new(), worker)], answer);
+    assert!(replica.dispatcher.rounds(vec![nobody_s], &caller).await.is_empty());
+    released.await.expect("an answer").expect("it is over");
+    assert!(granted.try_recv().is_err(), "the worker is full");
+    assert_eq!((dispatch.queue().len(), tasks(&dispatch, worker)), (1, (1, 1)));
+
+    let (answer, released) = oneshot::channel();
+    let gives_back = Request::Release(vec![(first, worker)], answer);
+    assert!(replica.dispatcher.rounds(vec![gives_back], &caller).await.is_empty());
+    released.await.expect("an answer").expect("given back");
+    assert!(granted.try_recv().expect("an answer")[0].is_ok());
+    assert_eq!((dispatch.queue().len(), tasks(&dispatch, worker)), (0, (1, 1)));
+    // That it came free is not forgotten by that.
+    let (demand, nobody) = (shape().asked_by(second.uuid()), Tell { most: 0, only: None });
+    let pace = dispatch.workers.lock().outlook(&demand, &[], &nobody, Timestamp::now()).pace;
+    assert!(pace.held_for().is_some());
+}
+
+#[tokio::test]
+async fn a_slot_goes_on_with_what_gives_it_back_sqlite() {
+    a_slot_goes_on_with_what_gives_it_back(databases::sqlite()).await;
+}
+
+#[tokio::test]
+async fn a_slot_goes_on_with_what_gives_it_back_postgres() {
+    a_slot_goes_on_with_what_gives_it_back(databases::postgres().await).await;
+}
+
+/// With a slot amounts come free which are known only afterwards: who is first may have waited for those.
+#[tokio::test]
+async fn with_what_reserves_amounts_the_first_is_not_passed() {
+    let mut replica = replica_with(databases::postgres().await, Some(1)).await;
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let ask = |lease: LeaseId, cpu_millis, priority| {
+        let (mut request, granted) = place_within(lease, Duration::from_secs(3600));
+        let Request::Place(asks, _) = &mut request else { unreachable!("it asks for a lease") };
+        let requests = Resources { cpu_millis, ..Resources::default() };
+        asks[0].demand = Arc::new(Shape { requests, ..shape() }.asked_by(lease.uuid()));
+        asks[0].priority = priority;
+        (request, granted)
+    };
+    let first = LeaseId::new();
+    let (holds, granted) = ask(first, 1000, 0);
+    assert!(replica.dispatcher.rounds(vec![holds], &caller).await.is_empty());
+    assert!(granted.await.expect("an answer")[0].is_ok());
+    let (urgent, mut granted) = ask(LeaseId::new(), 8000, 10);
+    let (other, mut passed) = ask(LeaseId::new(), 0, 0);
+    assert!(replica.dispatcher.rounds(vec![urgent, other], &caller).await.is_empty());
+    assert_eq!(replica.dispatch.queue().len(), 2, "the worker is full");
+
+    let (answer, released) = oneshot::channel();
+    let gives_back = Request::Release(vec![(first, replica.worker)], answer);
+    assert!(replica.dispatcher.rounds(vec![gives_back], &caller).await.is_empty());
+    released.await.expect("an answer").expect("given back");
+    replica.dispatcher.take_turns(Timestamp::now(), &mut Effects::default()).await.expect("turns");
+    assert!(granted.try_recv().expect("an answer")[0].is_ok());
+    assert!(passed.try_recv().is_err(), "it waits for the other");
+}
+
+#[tokio::test]
+async fn who_is_submitted_again_with_what_is_given_back_waits_still() {
+    let mut replica = replica_with(databases::postgres().await, Some(1)).await;
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let first = LeaseId::new();
+    let (holds, granted) = place(first);
+    assert!(replica.dispatcher.rounds(vec![holds], &caller).await.is_empty());
+    assert!(granted.await.expect("an answer")[0].is_ok());
+    let workload = Arc::new(Submission::new(WorkloadId::new(), spec(), None));
+    let submit = || {
+        let (answer, submitted) = oneshot::channel();
+        (Request::Submit(workload.clone(), answer), submitted)
+    };
+    let (submits, submitted) = submit();
+    assert!(replica.dispatcher.rounds(vec![submits], &caller).await.is_empty());
+    submitted.await.expect("an answer").expect("it waits");
+    assert_eq!(replica.dispatch.queue().len(), 1, "the worker is full");
+
+    let ((again, submitted), (answer, released)) = (submit(), oneshot::channel());
+    let gives_back = Request::Release(vec![(first, replica.worker)], answer);
+    assert!(replica.dispatcher.rounds(vec![again, gives_back], &caller).await.is_empty());
+    submitted.await.expect("an answer").expect("it is the same");
+    released.await.expect("an answer").expect("given back");
+    replica.dispatcher.take_turns(Timestamp::now(), &mut Effects::default()).await.expect("turns");
+    assert_eq!(replica.dispatch.queue().len(), 0);
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1), "it was placed");
 }

@@ -156,7 +156,7 @@ fn lacking(demand: &Demand, worker: &Worker, planned: &Load) -> Option<Lacking> 
     let shape: &Shape = &demand.shape;
     let Load { kept_containers, kept_volumes, .. } = worker.load;
     let without_tasks = Load { kept_containers, kept_volumes, ..*planned };
-    if of_place(demand, worker).is_some() || !of_load_with(shape, worker, &without_tasks).is_empty() {
+    if of_place(demand, worker).next().is_some() || !of_load_with(shape, worker, &without_tasks).is_empty() {
         return None;
     }
     let mut load = worker.load;
@@ -166,7 +166,8 @@ fn lacking(demand: &Demand, worker: &Worker, planned: &Load) -> Option<Lacking> 
         let missing = amount.asked.saturating_add(amount.reserved).saturating_sub(amount.has);
         missing.saturating_mul(1000) / amount.has.max(1)
     });
-    let slot =
-        full_with(worker, &load).map(|_| 1000 / u64::from(worker.capacity.max_tasks.unwrap_or(1).max(1)));
+    let slot = full_with(worker, &load)
+        .next()
+        .map(|_| 1000 / u64::from(worker.capacity.max_tasks.unwrap_or(1).max(1)));
     Some((short.chain(slot).max().unwrap_or(0), load.tasks, worker.id))
 }

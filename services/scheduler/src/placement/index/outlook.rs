@@ -159,7 +159,7 @@ impl Index {
             let is_lasting = !of_class.iter().all(Refusal::passes);
             for place in class.lines[0].places().filter_map(|place| self.places[*place].as_ref()) {
                 let worker = &place.worker;
-                let of_place = of_place(demand, worker);
+                let of_place: Vec<_> = of_place(demand, worker).collect();
                 let kept_out = keeps_out(worker, keeps_to_its_own);
                 let of_load = of_load(&demand.shape, worker);
                 let mut others = of_place.iter().chain(&kept_out).peekable();

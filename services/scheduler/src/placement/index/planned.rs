@@ -1,5 +1,5 @@
 //! What this replica has planned for workers and their rows do not say yet. It counts on top of what they said last, until it is written, or
-//! known not to be.
+//! known not to be. While it is planned who gets what is being given back, that counts as free ([`Index::expect_slots`]).
 
 use domain::WorkerId;
 
@@ -27,7 +27,27 @@ impl Index {
         self.load(id, self.seen(id));
     }
 
-    /// What is on a worker without what is planned for it. Nothing, where it is not known.
+    /// From now on a slot of each of these counts as free that its row does not say yet. Answers what was seen before. Nothing is expected where
+    /// amounts are reserved: with the slot more comes free than can be known here, and who is first may have waited for that.
+    pub(crate) fn expect_slots(&mut self, ids: &[WorkerId]) -> Vec<(WorkerId, Load)> {
+        let mut before = Vec::with_capacity(ids.len());
+        for id in ids {
+            let seen = self.seen(*id);
+            if seen.reserved == Resources::default() {
+                before.push((*id, seen));
+                self.load(*id, Load { tasks: seen.tasks.saturating_sub(1), ..seen });
+            }
+        }
+        before
+    }
+
+    /// What was seen before counts again.
+    pub(crate) fn is_as_seen(&mut self, before: Vec<(WorkerId, Load)>) {
+        // One that is named twice was seen first as it is.
+        before.into_iter().rev().for_each(|(id, seen)| self.load(id, seen));
+    }
+
+    /// What is on a worker without what is planned for it, and less what is expected to come free. Nothing, where it is not known.
     pub(crate) fn seen(&self, id: WorkerId) -> Load {
         let place = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref());
         place.map(|place| place.seen).unwrap_or_default()

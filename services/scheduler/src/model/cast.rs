@@ -1,0 +1,235 @@
+//! Who there is: workers, and what workloads and leases ask of them.
+
+use std::time::Duration;
+
+use domain::worker::{Capacity, Labels, Marker, SessionClaims};
+use domain::workload::{Input, Output, ResourceRequests, WorkloadSpec};
+use domain::{ArtifactId, BuildId, GatewayInstance, LeaseId, MarkerId, WorkerId, WorkloadId};
+use uuid::Uuid;
+
+use super::MINUTE;
+use crate::config::Config;
+use crate::entity::lease::Kind;
+use crate::workers::Hello;
+use crate::workloads::for_tests;
+
+/// The names of the workers.
+pub(super) const WORKERS: [&str; 5] = ["narrow", "small", "blue", "tagged", "darwin"];
+
+/// Of the artifact that some workloads use. Another team's workloads are refused for it.
+pub(super) const TEAM: &str = "main";
+
+/// Settings under which nothing is due but at odd fives of minutes: the clock is moved by tens.
+pub(super) fn config(database: &str, store: &str) -> Config {
+    Config {
+        worker_ttl: 35 * MINUTE,
+        stop_after: 65 * MINUTE,
+        lost_after: 95 * MINUTE,
+        lease_term: 45 * MINUTE,
+        keep_finished: 995 * MINUTE,
+        set_aside_after: 2,
+        set_aside_for: 25 * MINUTE,
+        set_aside_for_at_most: 105 * MINUTE,
+        reconcile_grace: Duration::ZERO,
+        remember_lost: Duration::ZERO,
+        // Who is kept free for whom is another matter.
+        queue_aging: Duration::ZERO,
+        share_hints: false,
+        ..Config::new(database, store)
+    }
+}
+
+/// What a worker has, by its name.
+pub(super) struct Traits {
+    pub(super) platform: &'static str,
+    pub(super) team: Option<&'static str>,
+    pub(super) tags: &'static [&'static str],
+    pub(super) capabilities: &'static [&'static str],
+    pub(super) max_tasks: Option<u32>,
+    pub(super) memory_bytes: Option<u64>,
+    /// It is gone for good once it is lost.
+    pub(super) ephemeral: bool,
+}
+
+pub(super) fn traits(name: &str) -> Traits {
+    let plain = Traits {
+        platform: "linux",
+        team: None,
+        tags: &[],
+        capabilities: &["stop-after"],
+        max_tasks: Some(2),
+        memory_bytes: None,
+        ephemeral: false,
+    };
+    match name {
+        "narrow" => Traits { max_tasks: Some(1), ..plain },
+        "small" => Traits { memory_bytes: Some(25), max_tasks: None, ..plain },
+        "blue" => Traits { team: Some("blue"), ..plain },
+        "tagged" => Traits { tags: &["gpu"], ephemeral: true, ..plain },
+        "darwin" => Traits { platform: "darwin", capabilities: &[], ..plain },
+        other => panic!("no worker {other}"),
+    }
+}
+
+pub(super) fn hello(
+    name: &str,
+    instance: GatewayInstance,
+    marker: MarkerId,
+    last: Option<SessionClaims>,
+) -> Hello {
+    let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
+    let traits = traits(name);
+    Hello {
+        name: name.to_owned(),
+        instance,
+        last,
+        marker: Marker { id: marker, boot: String::new() },
+        endpoint: "http://127.0.0.1:1".to_owned(),
+        labels: Labels {
+            platform: traits.platform.to_owned(),
+            tags: owned(traits.tags),
+            team: traits.team.map(str::to_owned),
+            image_kinds: owned(&["host"]),
+            capabilities: owned(traits.capabilities),
+            resource_types: vec![],
+        },
+        capacity: Capacity {
+            max_tasks: traits.max_tasks,
+            memory_bytes: traits.memory_bytes,
+            ..Capacity::default()
+        },
+        ephemeral: traits.ephemeral,
+    }
+}
+
+/// What somebody asks of a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Asks {
+    pub(super) team: &'static str,
+    pub(super) platform: &'static str,
+    pub(super) tags: &'static [&'static str],
+    pub(super) capabilities: &'static [&'static str],
+    pub(super) takes_a_slot: bool,
+    pub(super) memory_bytes: u64,
+    /// Where it could not be started.
+    pub(super) failed_on: Vec<WorkerId>,
+    /// Where alone it may be.
+    pub(super) only: Option<WorkerId>,
+}
+
+/// What the artifact store has to do with a workload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Uses {
+    Nothing,
+    Input,
+    Build,
+    Output,
+}
+
+/// The bytes of an id that are random.
+fn byte(id: Uuid, number: usize) -> u8 {
+    id.as_bytes()[9 + number]
+}
+
+fn team(id: Uuid) -> &'static str {
+    if byte(id, 0).is_multiple_of(3) { "blue" } else { TEAM }
+}
+
+/// What the workload of this id asks of a worker.
+pub(super) fn asks_of_workload(id: WorkloadId) -> Asks {
+    let id = id.uuid();
+    let (platform, tags, capabilities): (_, &[_], &[_]) = match byte(id, 1) % 10 {
+        0 => ("darwin", &[], &[]),
+        1 => ("darwin", &[], &["stop-after"]),
+        2 | 3 => ("linux", &["gpu"], &[]),
+        4 => ("linux", &[], &["stop-after"]),
+        _ => ("linux", &[], &[]),
+    };
+    let memory_bytes = [0, 0, 10, 20][usize::from(byte(id, 2) % 4)];
+    Asks {
+        team: team(id),
+        platform,
+        tags,
+        capabilities,
+        takes_a_slot: true,
+        memory_bytes,
+        failed_on: vec![],
+        only: None,
+    }
+}
+
+/// What a lease of this id and kind asks of a worker.
+pub(super) fn asks_of_lease(id: LeaseId, kind: Kind) -> Asks {
+    let id = id.uuid();
+    let takes_a_slot = kind.takes_a_slot();
+    let tags: &[_] = if byte(id, 1).is_multiple_of(4) { &["gpu"] } else { &[] };
+    let memory_bytes = if takes_a_slot { [0, 10][usize::from(byte(id, 2) % 2)] } else { 0 };
+    Asks {
+        team: team(id),
+        platform: "linux",
+        tags,
+        capabilities: &[],
+        takes_a_slot,
+        memory_bytes,
+        failed_on: vec![],
+        only: None,
+    }
+}
+
+/// Whose containers run under the lease of this id. Empty: nobody's.
+pub(super) fn owner_of_lease(id: LeaseId) -> &'static str {
+    match byte(id.uuid(), 4) % 8 {
+        0 | 1 => "one",
+        2 => "other",
+        _ => "",
+    }
+}
+
+/// Whether the driven lease of this id uses the artifact.
+pub(super) fn lease_has_input(id: LeaseId) -> bool {
+    byte(id.uuid(), 3).is_multiple_of(4)
+}
+
+pub(super) fn uses(id: WorkloadId) -> Uses {
+    match byte(id.uuid(), 3) % 6 {
+        0 => Uses::Input,
+        1 => Uses::Build,
+        2 => Uses::Output,
+        _ => Uses::Nothing,
+    }
+}
+
+/// The build that ends with a workload.
+pub(super) fn build(id: WorkloadId) -> BuildId {
+    BuildId::from_uuid(id.uuid())
+}
+
+/// What is submitted under this id. `other`: something else under the same.
+pub(super) fn spec(id: WorkloadId, input: ArtifactId, other: bool) -> WorkloadSpec {
+    let asks = asks_of_workload(id);
+    let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
+    let seen = |uses: Uses| self::uses(id) == uses;
+    let minutes = |number: u32| Some(number * MINUTE);
+    let id_bytes = id.uuid();
+    let read =
+        Input { name: "in".to_owned(), artifact: input, path: b"/workspace/in".to_vec(), read_only: true };
+    let made = Output { name: "out".to_owned(), path: b"/workspace/out".to_vec(), owners: vec![] };
+    WorkloadSpec {
+        team: asks.team.to_owned(),
+        platform: asks.platform.to_owned(),
+        tags: owned(asks.tags),
+        capabilities: owned(asks.capabilities),
+        requests: ResourceRequests { cpu_millis: 0, memory_bytes: asks.memory_bytes, disk_bytes: 0 },
+        interruptible: byte(id_bytes, 4).is_multiple_of(3),
+        retries: u32::from(byte(id_bytes, 4) / 3 % 3),
+        queue_timeout: byte(id_bytes, 5).is_multiple_of(2).then_some(205 * MINUTE),
+        run_timeout: byte(id_bytes, 5).is_multiple_of(3).then_some(55 * MINUTE),
+        start_timeout: if byte(id_bytes, 6).is_multiple_of(2) { minutes(25) } else { None },
+        priority: i32::from(byte(id_bytes, 6) / 2 % 3),
+        inputs: if seen(Uses::Input) { vec![read] } else { vec![] },
+        outputs: if seen(Uses::Output) { vec![made] } else { vec![] },
+        build: seen(Uses::Build).then(|| build(id)),
+        command: if other { vec![b"false".to_vec()] } else { vec![b"true".to_vec()] },
+        ..for_tests::spec()
+    }
+}

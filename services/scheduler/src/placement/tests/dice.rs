@@ -1,0 +1,180 @@
+//! What is drawn.
+
+use super::*;
+
+/// Random workers and demands, of which many agree in something.
+pub(crate) struct Dice(pub(crate) StdRng);
+
+impl Dice {
+    pub(crate) fn some<T: Clone>(&mut self, of: &[T]) -> T {
+        of.choose(&mut self.0).expect("some").clone()
+    }
+
+    pub(crate) fn worker(&mut self, n: usize) -> Worker {
+        let words = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>();
+        let of_type =
+            |name: &str, version: &str| ResourceType { name: name.to_owned(), version: version.to_owned() };
+        let labels = Labels {
+            platform: self.some(&["linux", "linux", "linux", "darwin"]).to_owned(),
+            tags: self.some(&[words(&[]), words(&[]), words(&["gpu"]), words(&["gpu", "big"])]),
+            team: self.some(&[None, None, Some("main".to_owned()), Some("other".to_owned())]),
+            image_kinds: self.some(&[
+                words(&["host", "artifact", "resource-type"]),
+                words(&["host", "artifact"]),
+                words(&["host"]),
+                words(&["artifact", "resource-type"]),
+            ]),
+            capabilities: self.some(&[
+                words(&["privileged"]),
+                words(&["terminal", "privileged"]),
+                words(&[]),
+            ]),
+            resource_types: self.some(&[
+                vec![],
+                vec![of_type("git", "")],
+                vec![of_type("git", "1")],
+                vec![of_type("s3", "1"), of_type("git", "2")],
+            ]),
+        };
+        let capacity = Capacity {
+            max_tasks: self.some(&[None, Some(1), Some(3)]),
+            max_containers: self.some(&[None, Some(4)]),
+            max_volumes: self.some(&[None, Some(6)]),
+            cpu_millis: self.some(&[None, Some(2000)]),
+            memory_bytes: self.some(&[None, Some(100)]),
+            disk_bytes: self.some(&[0, 50]),
+        };
+        let mut worker = Worker {
+            id: WorkerId::from_uuid(Uuid::from_u128(self.0.random())),
+            state: self.some(&[State::Running, State::Running, State::Running, State::Stalled, State::Lost]),
+            desired: self.some(&[Desired::Run, Desired::Run, Desired::Run, Desired::Land, Desired::Retire]),
+            awaited: self.0.random_bool(0.2),
+            just_lost: self.0.random_bool(0.5),
+            unsupported_versions: match self.0.random_range(0..20) {
+                0 => vec![7],
+                1 => vec![8, 9],
+                _ => vec![],
+            },
+            trust: self.some(&[
+                Trust::Full,
+                Trust::Full,
+                Trust::Full,
+                Trust::OnProbation("why".to_owned()),
+                Trust::SetAside("why".to_owned()),
+                Trust::SetAside("why else".to_owned()),
+            ]),
+            kept_free_for: self.whom(),
+            labels: Arc::new(labels),
+            capacity,
+            ..worker(&format!("w{n}"))
+        };
+        worker.load = self.load();
+        worker
+    }
+
+    /// One that may differ from one of the others in nothing but how much it has, what is on it, and for whom it is kept free.
+    pub(crate) fn worker_like_some(&mut self, n: usize, others: &[Worker]) -> Worker {
+        let worker = self.worker(n);
+        if others.is_empty() || self.0.random_bool(0.4) {
+            return worker;
+        }
+        let Worker { id, name, capacity, load, kept_free_for, .. } = worker;
+        Worker { id, name, capacity, load, kept_free_for, ..self.some(others) }
+    }
+
+    /// For whom a worker is kept free.
+    pub(crate) fn whom(&mut self) -> Option<Uuid> {
+        self.some(&[None, None, None, None, Some(Uuid::from_u128(1)), Some(Uuid::from_u128(2))])
+    }
+
+    pub(crate) fn load(&mut self) -> Load {
+        let tasks = self.0.random_range(0..4);
+        Load {
+            tasks,
+            checks: self.0.random_range(0..=tasks),
+            reserved: Resources {
+                cpu_millis: self.some(&[0, 1500]),
+                memory_bytes: self.some(&[0, 70]),
+                disk_bytes: self.some(&[0, 30]),
+            },
+            kept_containers: self.0.random_range(0..3),
+            kept_volumes: self.0.random_range(0..5),
+        }
+    }
+
+    pub(crate) fn demand(&mut self, workers: &[Worker]) -> Demand {
+        let (image_kind, resource_type) = self.some(&[
+            ("host", None),
+            ("host", None),
+            ("artifact", None),
+            ("resource-type", Some("git")),
+            ("resource-type", Some("s3")),
+        ]);
+        let process = Process {
+            image_kind: image_kind.into(),
+            resource_type: resource_type.map(str::to_owned),
+            capabilities: self.some(&[
+                vec![],
+                vec![],
+                vec![],
+                vec!["privileged".into()],
+                vec!["privileged".into(), "terminal".into()],
+            ]),
+        };
+        let shape = Shape {
+            team: self.some(&["main", "other", "third"]).to_owned(),
+            platform: self.some(&["linux", "linux", "linux", "darwin"]).to_owned(),
+            tags: self.some(&[
+                vec![],
+                vec![],
+                vec!["gpu".to_owned()],
+                vec!["old".to_owned(), "gpu".to_owned()],
+            ]),
+            process: self.0.random_bool(0.8).then_some(process),
+            requests: Resources {
+                cpu_millis: self.some(&[0, 0, 500, 600, 2000, 3000]),
+                memory_bytes: self.some(&[0, 0, 30, 40]),
+                disk_bytes: self.some(&[0, 0, 20, 25]),
+            },
+            purpose: self.some(&[Purpose::Build, Purpose::WithoutInputs, Purpose::Check]),
+        };
+        let mut who = |chance: f64, count: usize| -> BTreeSet<WorkerId> {
+            if !self.0.random_bool(chance) {
+                return BTreeSet::new();
+            }
+            workers.sample(&mut self.0, count).map(|worker| worker.id).collect()
+        };
+        let (avoid, prefer, only, failed_on) = (who(0.2, 2), who(0.2, 2), who(0.1, 1), who(0.2, 3));
+        let failed = |worker: WorkerId| FailedThere {
+            worker,
+            failure: Failure { message: worker.to_string(), ..failure() },
+        };
+        let failed_on = failed_on.into_iter().map(failed).collect();
+        let asked_by = Uuid::from_u128(self.0.random());
+        let waits_as = self.some(&[asked_by, asked_by, Uuid::from_u128(1)]);
+        let only = only.first().copied();
+        Demand { avoid, prefer, only, failed_on, waits_as, ..shape.asked_by(asked_by) }
+    }
+
+    pub(crate) fn locations(&mut self, workers: &[Worker]) -> Vec<Location> {
+        let count = self.0.random_range(0..4);
+        (0..count)
+            .map(|_| Location {
+                size_bytes: self.some(&[0, 10, 10, 1000]),
+                workers: workers.sample(&mut self.0, 3).map(|worker| worker.id).collect(),
+            })
+            .collect()
+    }
+
+    pub(crate) fn chain(&mut self) -> Chain {
+        let chains = [
+            "volume-locality,limit-active-tasks",
+            "fewest-build-containers,volume-locality",
+            "limit-active-tasks,volume-locality,limit-active-volumes",
+            "limit-active-containers",
+            "volume-locality,random",
+            "random",
+        ];
+        self.some(&chains).parse().expect("a chain")
+    }
+}

@@ -1,0 +1,191 @@
+//! `Workers.Synchronize`: what is wrong with how a gateway introduces itself, and with what it says later.
+
+use domain::{GatewayInstance, LeaseId, MarkerId};
+use prost_reflect::{DynamicMessage, ReflectMessage, Value};
+use rpc::Reason::{self, *};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::synchronize_request::Message as Said;
+use testing::bad_input::wrong::*;
+use testing::bad_input::{Bad, Call, Expected};
+
+use super::OTHER;
+use super::world::World;
+
+pub(super) fn call(world: &World<'_>) -> Call {
+    let inputs = vec![pb::InputProgress { name: "in".to_owned(), ..pb::InputProgress::default() }];
+    let observed = pb::Observed {
+        session_credential: world.two.session_credential.clone(),
+        applied_generation: 1,
+        leases: vec![pb::ObservedLease {
+            lease_id: LeaseId::new().to_string(),
+            phase: pb::LeasePhase::Materializing.into(),
+            inputs,
+        }],
+        containers: 3,
+        volumes: 4,
+        disk_free_bytes: 5,
+        number: 1,
+    };
+    let said = [Said::Hello(world.two.clone()), Said::Observed(observed)];
+    Call::new(
+        "Workers.Synchronize",
+        said.map(|message| pb::SynchronizeRequest { message: Some(message) }),
+        [
+            out_of_order(),
+            within("hello", "hello", hello(world)),
+            others(world),
+            within("observed", "observed", observed_wrong(world)),
+        ],
+    )
+}
+
+/// Messages that do not come in their order, or say nothing.
+fn out_of_order() -> Vec<Bad> {
+    let empty = |message: &mut DynamicMessage| *message = DynamicMessage::new(message.descriptor());
+    let mut bad = messages("of nothing", refused("hello"), Vec::clear);
+    bad.extend(messages("without a beginning", refused("hello"), |sent| {
+        sent.remove(0);
+    }));
+    bad.extend(messages("that begin with nothing", refused("hello"), move |sent| empty(&mut sent[0])));
+    bad.extend(later([
+        messages("with another beginning", refused("observed"), |sent| sent[1] = sent[0].clone()),
+        messages("with nothing after the beginning", refused("observed"), move |sent| empty(&mut sent[1])),
+    ]));
+    bad
+}
+
+fn refuse(field: &str, what: &str, value: Value, reason: Reason) -> Vec<Bad> {
+    change(field, what, value, Expected::Refused(reason, String::new()))
+}
+
+/// What is wrong with how a gateway introduces itself.
+fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
+    let texts = |field: &str, most: usize| {
+        let mut bad = longest(field, most);
+        bad.extend(taken(field, "of nothing that is known", text("x".repeat(most))));
+        bad
+    };
+    let absurd = |field: &str, value: Value| taken(&format!("capacity.{field}"), "absurd", value);
+    vec![
+        named("worker_name", 255),
+        but("worker_name", "of a worker that is attended", "one", AlreadyAttended),
+        but("worker_name", "of another team's worker", "theirs", WorkerOfAnotherTeam),
+        id("gateway_instance"),
+        but("gateway_instance", "that was superseded", &world.two_before.gateway_instance, StaleSession)
+            .into_iter()
+            .flat_map(|bad| {
+                let before = text(&world.two_before.session_credential);
+                given(move |sent| put(sent, "hello.session_credential", Some(&before)), [vec![bad]])
+            })
+            .collect(),
+        // It proves nothing, and is no reason to refuse.
+        taken("session_credential", "malformed", text("x")),
+        taken("session_credential", "overlong", text("x".repeat(100_000))),
+        taken("session_credential", "of another worker", text(&world.one.welcome.session_credential)),
+        vec![cleared("marker", "marker")],
+        id("marker.marker_id"),
+        longest("marker.boot_id", 1024),
+        named("endpoint", 1024),
+        ["x", "http://", "http://a/b", "ftp://a", "unix://a", "http://a:1,http://b:1"]
+            .into_iter()
+            .flat_map(|endpoint| invalid("endpoint", "malformed", text(endpoint), "endpoint"))
+            .collect(),
+        vec![cleared("labels", "labels")],
+        named("labels.platform", 1024),
+        texts("labels.tags", 1024),
+        malformed_team(),
+        but("labels.team", "that the worker is not of", OTHER, WorkerOfAnotherTeam),
+        texts("labels.image_kinds", 1024),
+        texts("labels.capabilities", 1024),
+        within(
+            "labels.resource_types",
+            "labels.resource_types",
+            [named("name", 255), longest("version", 1024)],
+        ),
+        twice("labels.resource_types", "labels.resource_types.name"),
+        taken("labels.ephemeral", "otherwise than before", Value::Bool(true)),
+        absurd("max_tasks", Value::U32(u32::MAX)),
+        absurd("disk_bytes", Value::U64(u64::MAX)),
+        absurd("max_containers", Value::U32(u32::MAX)),
+        absurd("max_volumes", Value::U32(u32::MAX)),
+        absurd("cpu_millis", Value::U64(u64::MAX)),
+        absurd("memory_bytes", Value::U64(u64::MAX)),
+        vec![cleared("protocol_versions", "protocol_versions")],
+        many("protocol_versions", 101),
+    ]
+}
+
+/// A team that is none. One that is missing is every team.
+fn malformed_team() -> Vec<Bad> {
+    let mut bad = team("labels.team");
+    bad.remove(0);
+    bad
+}
+
+/// Other workers, which are not let in as they are.
+fn others(world: &World<'_>) -> Vec<Bad> {
+    let said_by = |hello: &pb::Hello| {
+        let (name, marker) = (text(&hello.worker_name), hello.marker.clone().expect("a marker"));
+        let instance = text(&hello.gateway_instance);
+        move |sent: &mut Vec<DynamicMessage>| {
+            put(sent, "hello.worker_name", Some(&name));
+            put(sent, "hello.gateway_instance", Some(&instance));
+            put(sent, "hello.marker.marker_id", Some(&text(&marker.marker_id)));
+            put(sent, "hello.marker.boot_id", Some(&text(&marker.boot_id)));
+        }
+    };
+    let versions = Value::List(vec![Value::U32(2)]);
+    let unsupported =
+        |what: &str, versions: Value| refuse("hello.protocol_versions", what, versions, UnsupportedProtocol);
+    let retired = refuse("hello.endpoint", "of a worker that was retired", text("http://a:1"), WorkerRetired);
+    let mut bad = given(said_by(&world.old), [unsupported("that nobody speaks", versions.clone())]);
+    bad.extend(given(said_by(&world.retired), [retired]));
+    bad.extend(given(
+        said_by(&world.theirs),
+        [refuse(
+            "hello.protocol_versions",
+            "that nobody speaks, of another team's worker",
+            versions.clone(),
+            WorkerOfAnotherTeam,
+        )],
+    ));
+    let taken_over = pb::Hello {
+        worker_name: "one".to_owned(),
+        gateway_instance: GatewayInstance::new().to_string(),
+        marker: Some(pb::Marker { marker_id: MarkerId::new().to_string(), boot_id: String::new() }),
+        ..pb::Hello::default()
+    };
+    bad.extend(given(
+        said_by(&taken_over),
+        [refuse(
+            "hello.protocol_versions",
+            "that nobody speaks, of a worker that is attended",
+            versions,
+            AlreadyAttended,
+        )],
+    ));
+    bad
+}
+
+/// What is wrong with what a gateway says once it is let in.
+fn observed_wrong(world: &World<'_>) -> Vec<Vec<Bad>> {
+    let absurd = |field: &str| taken(field, "absurd", Value::U64(u64::MAX));
+    vec![later([
+        but("session_credential", "missing", "", StaleSession),
+        but("session_credential", "malformed", "x", StaleSession),
+        but("session_credential", "overlong", "x".repeat(100_000), StaleSession),
+        but("session_credential", "of another worker", &world.one.welcome.session_credential, StaleSession),
+        but("session_credential", "of a session before", &world.two_before.session_credential, StaleSession),
+        absurd("applied_generation"),
+        id("leases.lease_id"),
+        choice("leases.phase"),
+        taken("leases.inputs.name", "with NUL", text("a\0b")),
+        absurd("leases.inputs.bytes_done"),
+        absurd("leases.inputs.bytes_total"),
+        taken("leases.inputs.waits_for", "with NUL", text("a\0b")),
+        absurd("containers"),
+        absurd("volumes"),
+        absurd("disk_free_bytes"),
+        absurd("number"),
+    ])]
+}
