@@ -50,8 +50,11 @@ pub(crate) use again::{interrupt, last_failure};
 pub(crate) use deadlines::{next_deadline, overdue, time_out};
 pub(crate) use pending::{Pending, pending};
 
-/// Written out, as in a partial index of the table: for a parameter in its place SQLite would plan the statement anew each time.
+// Written out, as in partial indexes of the table: for a parameter in its place PostgreSQL would not use them, and SQLite would plan the statement
+// anew each time.
+const ACCEPTED: &str = "state = 'accepted'";
 const PENDING: &str = "state = 'pending'";
+const FINISHED: &str = "state = 'finished'";
 
 /// What a caller submitted.
 #[derive(Debug, Clone)]
@@ -279,7 +282,7 @@ pub(crate) async fn queue(
 pub(crate) async fn withdraw(txn: &DatabaseTransaction, id: WorkloadId) -> Result<bool, DbErr> {
     let removed = workload::Entity::delete_many()
         .filter(workload::Column::Id.eq(id.uuid()))
-        .filter(workload::Column::State.eq(State::Accepted))
+        .filter(Expr::cust(ACCEPTED))
         .exec(txn)
         .await?;
     Ok(removed.rows_affected > 0)
@@ -679,7 +682,7 @@ pub(crate) async fn forgotten(
     let ids = workload::Entity::find()
         .select_only()
         .column(workload::Column::Id)
-        .filter(workload::Column::State.eq(State::Accepted))
+        .filter(Expr::cust(ACCEPTED))
         .filter(workload::Column::SubmittedAt.lt(before.0))
         .limit(100)
         .into_tuple::<Uuid>()
@@ -704,7 +707,7 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
     let old = workload::Entity::find()
         .select_only()
         .column(workload::Column::Id)
-        .filter(workload::Column::State.eq(State::Finished))
+        .filter(Expr::cust(FINISHED))
         .filter(workload::Column::FinishedAt.lt(before.0))
         .filter(Expr::cust("NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.workload_id = workloads.id)"))
         .limit(100)

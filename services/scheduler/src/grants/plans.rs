@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use db::Database;
 use sea_orm::{Statement, TransactionTrait};
+use testing::databases::TestDatabase;
 
 use super::*;
 use crate::config::Config;
@@ -12,11 +13,23 @@ use crate::entity::lease::StopReason;
 use crate::registry;
 use crate::workers;
 use crate::workers::for_tests::hello;
+use crate::workloads;
 
 /// Rows that are live, and as many that are not.
 const ROWS: i64 = 5_000;
 /// Of them some are asked for.
 const ASKED: usize = 10;
+
+/// A database with one worker.
+async fn start() -> (TestDatabase, Database, Config) {
+    let database = testing::databases::postgres().await;
+    let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+    let (hello, config, now) = (hello("one"), Config::new("", ""), Timestamp::now());
+    let let_in =
+        db.write(async |txn| workers::hello(&txn, &[&hello], &config, now, &mut Effects::default()).await);
+    let_in.await.expect("the database answers").remove(0).expect("let in");
+    (database, db, config)
+}
 
 /// Leases and workloads, in these states.
 async fn fill(db: &Database, lease: &str, workload: &str) {
@@ -51,12 +64,8 @@ async fn read(txn: &DatabaseTransaction) -> i64 {
 /// PostgreSQL looked when nothing was live, and takes an index of what is live for nearly empty.
 #[tokio::test]
 async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
-    let database = testing::databases::postgres().await;
-    let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
-    let (hello, config, now) = (hello("one"), Config::new("", ""), Timestamp::now());
-    let let_in =
-        db.write(async |txn| workers::hello(&txn, &[&hello], &config, now, &mut Effects::default()).await);
-    let_in.await.expect("the database answers").remove(0).expect("let in");
+    let (_database, db, config) = start().await;
+    let now = Timestamp::now();
     fill(&db, "ended", "finished").await;
     db.read().execute_unprepared("VACUUM ANALYZE").await.expect("looked at");
     fill(&db, "granted", "pending").await;
@@ -106,4 +115,40 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
     let late = now + config.lost_after;
     assert!(workers::unheard(&txn, &config, late).await.expect("leases").is_empty());
     few("looking for leases of silent workers").await;
+}
+
+/// What a partial index is of has to be said by a statement in its words: plans are made without the values.
+#[tokio::test]
+async fn what_is_due_is_found_and_what_is_not_is_not_read() {
+    let (_database, db, _) = start().await;
+    fill(&db, "ended", "finished").await;
+    fill(&db, "granted", "pending").await;
+    let accepted = format!("id > CAST(lpad(to_hex({}), 32, '0') AS UUID)", ROWS + ROWS / 2);
+    for due_later in [
+        "UPDATE workloads SET finished_at = 2 WHERE state = 'finished'".to_owned(),
+        "UPDATE workloads SET queue_deadline = 2, run_deadline = 2, start_timeout_us = 1 WHERE state = 'pending'".to_owned(),
+        format!("UPDATE workloads SET submitted_at = 2, state = 'accepted' WHERE {accepted}"),
+    ] {
+        db.read().execute_unprepared(&due_later).await.expect("changed");
+    }
+    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("looked at");
+
+    let txn = db.read().begin().await.expect("a transaction");
+    let mut before = read(&txn).await;
+    let mut none = async |what: &str| {
+        let after = read(&txn).await;
+        assert_eq!(after, before, "rows that were read {what}");
+        before = after;
+    };
+    let early = Timestamp(1);
+    assert!(workloads::overdue(&txn, early).await.expect("workloads").is_empty());
+    none("looking for workloads that are overdue").await;
+    assert!(workloads::forgotten(&txn, early).await.expect("workloads").is_empty());
+    none("looking for workloads that nobody came back to").await;
+    assert_eq!(workloads::forget(&txn, early).await.expect("workloads"), 0);
+    none("looking for workloads that finished long ago").await;
+    leases::forget(&txn, early).await.expect("leases");
+    none("looking for leases that ended long ago").await;
+    assert!(!leases::any_expired(&txn, early - Duration::from_secs(1)).await.expect("leases"));
+    none("looking for leases that were not renewed").await;
 }

@@ -26,8 +26,7 @@ const STARTING: &str = "FROM workloads JOIN leases ON leases.id = workloads.leas
 
 /// Workloads whose queue, start or run deadline has passed.
 pub(crate) async fn overdue(db: &impl ConnectionTrait, now: Timestamp) -> Result<Vec<WorkloadId>, DbErr> {
-    let waited = workload::Column::State
-        .eq(State::Pending)
+    let waited = Expr::cust(PENDING)
         .and(workload::Column::QueueDeadline.is_not_null())
         .and(workload::Column::QueueDeadline.lte(now.0));
     let ran = workload::Column::RunDeadline.is_not_null().and(workload::Column::RunDeadline.lte(now.0));
