@@ -359,9 +359,9 @@ impl State {
                 "AllWorkersBusy" => {
                     assert!(!is_granted && !before.leases.contains_key(id), "{id} was granted");
                     let willing = decided.willing(&asks_of(&decided, *id, *kind), now);
-                    // Who waited is known as of the last look.
+                    // Who waited is known as of the last look, before anything was given back.
                     let may_be =
-                        together || !is_fresh || self.is_awaited_by_lease(&asks) || willing.is_empty();
+                        together || !is_fresh || decided.is_awaited_by_lease(&asks) || willing.is_empty();
                     assert!(may_be, "{willing:?} would take {id}");
                 }
                 "NoCompatibleWorker" => {
