@@ -27,12 +27,12 @@ use serde::Serialize;
 use uuid::Uuid;
 
 pub(crate) use self::counts::{Changes, lock_workers};
-use self::counts::{lock_known, signed};
+use self::counts::{Locked, lock_known, signed};
 use crate::entity::lease::{self, EndedBy, Kind, State};
 use crate::entity::{STATE_OF_NAMED, to_json, worker, workload};
 use crate::events::{Event, Whereabouts};
 use crate::leases;
-use crate::memory;
+use crate::memory::{self, TransactionId};
 use crate::outbox::Parcel;
 use crate::placement::{self, DecidedBy, Demand};
 
@@ -115,6 +115,8 @@ pub(crate) struct Done {
     pub(crate) parcels: Vec<Parcel>,
     /// What sorts workloads that were accepted before, and when they were.
     pub(crate) came: HashMap<WorkloadId, (Uuid, Timestamp)>,
+    /// The transaction that wrote the workers' rows, if [`Done::workers`] says all that it made of them.
+    pub(crate) transaction: Option<TransactionId>,
     /// The workers of workloads that were placed: what they shall do has changed.
     placed: HashMap<LeaseId, WorkerId>,
 }
@@ -164,7 +166,8 @@ pub(crate) async fn carry_out(
         }
     }
     let concerned = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
-    let locked = lock_known(txn, concerned, facts).await?;
+    let Locked { rows: locked, transaction } = lock_known(txn, concerned, facts).await?;
+    done.transaction = transaction;
     are_locked();
     let mut present = as_placed(&locked, &changes, facts)?;
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());

@@ -3,7 +3,7 @@
 //! It is only ever behind: what is decided on it is judged again on the rows ([`crate::grants`]). It is read anew whole at the start and now
 //! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`Memory::catch_up`]).
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,7 @@ use db::rows;
 use domain::worker::{Capacity, Incarnation, Labels};
 use domain::{Timestamp, WorkerId};
 use sea_orm::{ConnectionTrait, DbBackend, DbErr, EntityTrait, Statement};
+use serde::Serialize;
 use uuid::Uuid;
 
 use crate::attended::Attended;
@@ -24,6 +25,27 @@ use crate::workers;
 
 /// How often everything is read anew.
 const WHOLE_EVERY: Duration = Duration::from_secs(60);
+
+/// How many of our own transactions are remembered. What older ones wrote is read as what others did: more than between two looks there are only
+/// where somebody keeps a transaction open.
+const WROTE: usize = 5_000;
+
+/// A transaction of PostgreSQL, as it stands beside the rows that it wrote.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub(crate) struct TransactionId(u32);
+
+impl TransactionId {
+    /// `None`: it has no number.
+    pub(crate) fn new(number: i64) -> Option<Self> {
+        u32::try_from(number).ok().filter(|number| *number > 0).map(Self)
+    }
+
+    /// Whether it began before `other`, of two that are no more than two thousand millions apart: after the last number comes the first again.
+    fn is_before(self, other: Self) -> bool {
+        self.0.wrapping_sub(other.0).cast_signed() < 0
+    }
+}
 
 /// The workers, as every part of this replica sees them. Cheap to clone; clones share it.
 #[derive(Debug, Clone)]
@@ -46,7 +68,9 @@ pub(crate) struct Memory {
     pub(crate) workers: Workers,
     facts: SharedFacts,
     /// The oldest transaction that was under way at the last look: what is older was seen.
-    seen: Option<String>,
+    seen: Option<TransactionId>,
+    /// Transactions of this replica since then, or before: what they made of rows was noted, and is not read again.
+    wrote: VecDeque<TransactionId>,
     /// The revision of the last worker that had gone at the last look.
     went: i64,
     whole_at: Option<Timestamp>,
@@ -202,6 +226,7 @@ impl Memory {
             workers: Workers { index: Arc::new(Mutex::new(index)), attended: Attended::default() },
             facts: SharedFacts::new(Facts::new(config)),
             seen: None,
+            wrote: VecDeque::new(),
             went: 0,
             whole_at: None,
             gone: HashMap::new(),
@@ -238,6 +263,12 @@ impl Memory {
             index.observe(worker, facts.now);
         }
         Ok(better)
+    }
+
+    /// All rows that this transaction wrote were noted.
+    pub(crate) fn wrote(&mut self, transaction: Option<TransactionId>) {
+        self.wrote.extend(transaction);
+        self.wrote.drain(..self.wrote.len().saturating_sub(WROTE));
     }
 
     /// So many slots of these workers came free, whatever took them since.
@@ -305,23 +336,28 @@ impl Memory {
         // Asked first: what is under way now is looked at again the next time.
         let oldest = Statement::from_string(
             DbBackend::Postgres,
-            "SELECT CAST(CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS TEXT) AS NUMERIC) % 4294967296 AS TEXT) AS oldest,
+            "SELECT CAST(CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS XID) AS TEXT) AS BIGINT) AS oldest,
              COALESCE((SELECT MAX(revision) FROM gone_workers), 0) AS went",
         );
         let row = read.query_one_raw(oldest).await?;
-        let oldest = row.as_ref().map(|row| row.try_get::<String>("", "oldest")).transpose()?;
+        let oldest = row.as_ref().map(|row| row.try_get::<i64>("", "oldest")).transpose()?;
+        let oldest = oldest.and_then(TransactionId::new);
         let went: i64 = row.map(|row| row.try_get("", "went")).transpose()?.unwrap_or_default();
-        let (Some(seen), false) = (self.seen.clone(), is_due) else {
+        let (Some(seen), false) = (self.seen, is_due) else {
             let better = self.read_whole(db, now).await?;
             (self.seen, self.went) = (oldest, went);
             return Ok(better);
         };
-        // Who wrote a row last stands beside it: rows that were written since then, and no others.
+        self.wrote.retain(|transaction| !transaction.is_before(seen));
+        let wrote = rows::value(self.wrote.make_contiguous())?;
+        // Who wrote a row last stands beside it: rows that were written since then by others, and no more.
         let since = |table: &str| {
             let query = format!(
-                "SELECT * FROM {table} WHERE age({table}.xmin) <= age(CAST(CAST($1 AS TEXT) AS XID))"
+                "SELECT * FROM {table} WHERE age({table}.xmin) <= age(CAST(CAST($1 AS TEXT) AS XID))
+                 AND {table}.xmin NOT IN (SELECT CAST(value AS XID) FROM json_array_elements_text(CAST(CAST($2 AS TEXT) AS JSON)))"
             );
-            Statement::from_sql_and_values(DbBackend::Postgres, query, [seen.clone().into()])
+            let values = [seen.0.to_string().into(), wrote.clone()];
+            Statement::from_sql_and_values(DbBackend::Postgres, query, values)
         };
         let contacts = contact::Entity::find().from_raw_sql(since("worker_contacts")).all(read).await?;
         let mut changed: HashSet<_> = contacts.iter().map(|contact| contact.worker_id).collect();
@@ -433,5 +469,55 @@ mod tests {
         memory.facts.lock().now = since + Duration::from_secs(90);
         assert!(memory.note(rows.clone()).expect("noted"), "a slot came free");
         assert_eq!(idle_since(&memory, &rows[1]), Some(since + Duration::from_secs(90)));
+    }
+
+    #[tokio::test]
+    async fn what_this_replica_wrote_is_not_read_again_until_others_write_it() {
+        let database = databases::postgres().await;
+        let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let (config, now) = (Config::new("", ""), Timestamp::now());
+        let gateways = ["one", "two"].map(hello);
+        let hellos = gateways.iter().collect::<Vec<_>>();
+        db.write(async |txn| workers::hello(&txn, &hellos, &config, now, &mut Effects::default()).await)
+            .await
+            .expect("let in");
+        let mut memory = Memory::new(&config);
+        memory.catch_up(&db).await.expect("read");
+        // Answers who did it.
+        let take = async |name: &str| {
+            let taken = db.write(async |txn| {
+                let query = format!(
+                    "UPDATE workers SET active_tasks = active_tasks + 1 WHERE name = '{name}'
+                     RETURNING CAST(CAST(xmin AS TEXT) AS BIGINT) AS writer"
+                );
+                let row = txn.query_one_raw(Statement::from_string(DbBackend::Postgres, query)).await?;
+                row.expect("a worker").try_get::<i64>("", "writer")
+            });
+            TransactionId::new(taken.await.expect("taken")).expect("a number")
+        };
+        let tasks = |memory: &Memory| {
+            let workers = memory.workers.lock();
+            let mut tasks: Vec<_> =
+                workers.workers().map(|known| (known.name.clone(), known.load.tasks)).collect();
+            tasks.sort();
+            tasks.into_iter().map(|(_, tasks)| tasks).collect::<Vec<_>>()
+        };
+
+        let ours = take("one").await;
+        take("two").await;
+        memory.wrote(Some(ours));
+        memory.catch_up(&db).await.expect("read");
+        assert_eq!(tasks(&memory), [0, 1], "what it wrote it has noted, which was left out here");
+        take("one").await;
+        memory.catch_up(&db).await.expect("read");
+        assert_eq!(tasks(&memory), [2, 1]);
+    }
+
+    #[test]
+    fn after_the_last_number_of_a_transaction_comes_the_first() {
+        let [last, first] =
+            [i64::from(u32::MAX), 3].map(|number| TransactionId::new(number).expect("a number"));
+        assert!(last.is_before(first) && !first.is_before(last) && !last.is_before(last));
+        assert_eq!(TransactionId::new(0), None);
     }
 }

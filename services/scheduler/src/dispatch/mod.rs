@@ -19,6 +19,7 @@ mod rounds;
 mod turns;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -279,6 +280,7 @@ impl Dispatcher {
         self.memory.came_free(&done.freed);
         self.memory.forget(gone);
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
+        self.memory.wrote(done.transaction);
         Ok(done)
     }
 
@@ -347,7 +349,17 @@ async fn granted(
     now: Timestamp,
     locked: &(dyn Fn() + Sync),
 ) -> Result<Done, DbErr> {
-    db.write(async |txn| grants::carry_out(&txn, plan, facts, now, locked).await).await
+    let tries = AtomicUsize::new(0);
+    let carry_out = async |txn: db::Transaction| {
+        tries.fetch_add(1, Ordering::Relaxed);
+        grants::carry_out(&txn, plan, facts, now, locked).await
+    };
+    let mut done = db.write(carry_out).await?;
+    if tries.into_inner() > 1 {
+        // Another may have passed it: what it made of the rows may be noted too early.
+        done.transaction = None;
+    }
+    Ok(done)
 }
 
 /// By what each of `plan` was decided that was granted.

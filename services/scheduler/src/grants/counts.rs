@@ -7,14 +7,16 @@ use std::collections::{BTreeMap, HashSet};
 
 use db::rows::{self, Column};
 use domain::WorkerId;
-use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, Statement};
+use sea_orm::{
+    ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, EntityTrait, FromQueryResult, Statement,
+};
 use serde::Serialize;
 use uuid::Uuid;
 
 use super::{Grant, Holder};
 use crate::entity::lease::{self, Kind};
 use crate::entity::worker;
-use crate::memory::SharedFacts;
+use crate::memory::{SharedFacts, TransactionId};
 use crate::{placement, workers};
 
 /// What of a worker's row changes without a new revision of it.
@@ -28,10 +30,27 @@ struct Counts {
     reserved_cpu_millis: i64,
     reserved_memory_bytes: i64,
     reserved_disk_bytes: i64,
+    /// Which transaction reads it. 0, where they have no numbers.
+    reader: i64,
 }
 
-const COUNTS: &str = "id, revision, generation, active_tasks, active_checks, reserved_cpu_millis, \
-                      reserved_memory_bytes, reserved_disk_bytes";
+/// What of a row [`Counts`] has.
+fn counts(backend: DbBackend) -> String {
+    let reader = match backend {
+        DbBackend::Postgres => "CAST(CAST(CAST(pg_current_xact_id() AS XID) AS TEXT) AS BIGINT)",
+        _ => "0",
+    };
+    format!(
+        "id, revision, generation, active_tasks, active_checks, reserved_cpu_millis, reserved_memory_bytes, reserved_disk_bytes, \
+         {reader} AS reader"
+    )
+}
+
+/// Rows of workers that this transaction has locked.
+pub(super) struct Locked {
+    pub(super) rows: Vec<worker::Model>,
+    pub(super) transaction: Option<TransactionId>,
+}
 
 impl Counts {
     /// The row that is `known`, if nothing but these has changed since.
@@ -56,8 +75,9 @@ pub(super) async fn lock_known(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
     facts: &SharedFacts,
-) -> Result<Vec<worker::Model>, DbErr> {
+) -> Result<Locked, DbErr> {
     let locked = lock_counts(txn, workers).await?;
+    let transaction = locked.first().and_then(|counts| TransactionId::new(counts.reader));
     let (mut rows, mut unknown) = (Vec::with_capacity(locked.len()), HashSet::new());
     {
         let facts = facts.lock();
@@ -69,7 +89,7 @@ pub(super) async fn lock_known(
         }
     }
     rows.extend(workers::find_all(txn, unknown).await?);
-    Ok(rows)
+    Ok(Locked { rows, transaction })
 }
 
 /// Locks the rows of these workers, in their order, and reads of them what leases change.
@@ -77,7 +97,7 @@ async fn lock_counts(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
 ) -> Result<Vec<Counts>, DbErr> {
-    match locking(txn, COUNTS, workers)? {
+    match locking(txn, &counts(txn.get_database_backend()), workers)? {
         Some(statement) => Counts::find_by_statement(statement).all(txn).await,
         None => Ok(Vec::new()),
     }
