@@ -98,6 +98,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
             said.push(of(&format!("single_{callers}"), rate));
             said.push(of(&format!("single_{callers}_p99_ms"), p99));
         }
+        paced(&server, 64, 1000, 1).await?;
         let p99 = paced(&server, 64, 1000, arguments.seconds).await?;
         said.push(of("paced_64_p99_ms", p99));
         let (rate, placed) = batches(&server, 16, arguments.seconds).await?;

@@ -86,10 +86,17 @@ impl Migrations for Schema {
         SqlMigration { name: "0006_room", sql: include_str!("migrations/0006_room.sql") },
         SqlMigration { name: "0007_kept_free", sql: include_str!("migrations/0007_kept_free.sql") },
         SqlMigration { name: "0008_chosen_by", sql: include_str!("migrations/0008_chosen_by.sql") },
+        SqlMigration { name: "0009_lost_for_good", sql: include_str!("migrations/0009_lost_for_good.sql") },
     ];
 
     const BY_INDEX: bool = true;
 }
+
+/// How many connections the dispatcher has to itself: as many as it has transactions under way.
+const GRANTING: u32 = 2;
+
+/// Where there are fewer connections in all, it shares them.
+const SHARED_BELOW: u32 = 6;
 
 /// Brings a database to the schema of this version.
 pub async fn migrate(database: &db::Settings) -> Result<(), db::ConnectError> {
@@ -106,8 +113,9 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
     config.check()?;
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
     let store = store::Store::new(peer(&config.artifact_store, outgoing)?);
-    let db =
-        Database::open::<Schema>(&config.database).await.context("cannot open the scheduler's database")?;
+    let own = if config.database.connections < SHARED_BELOW { 0 } else { GRANTING };
+    let shared = db::Settings { connections: config.database.connections - own, ..config.database.clone() };
+    let db = Database::open::<Schema>(&shared).await.context("cannot open the scheduler's database")?;
     let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
     let alone = db.is_sqlite();
     let taken_up = async {
@@ -121,7 +129,11 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
 
     // Nobody is there to be told.
     let config = Arc::new(Config { share_hints: config.share_hints && !alone, ..config });
-    let (dispatch, dispatcher) = Dispatcher::new(db.clone(), config.clone());
+    let granting = db.apart(own).await.context("cannot open the scheduler's database once more")?;
+    if !alone {
+        host.at_last(granting.clone().close());
+    }
+    let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
     let (contacts, said) = contacts::channel();
     let (hellos, asked) = hellos::channel();
     let scheduler = Scheduler {

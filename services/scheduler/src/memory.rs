@@ -359,9 +359,11 @@ impl Memory {
             let values = [seen.0.to_string().into(), wrote.clone()];
             Statement::from_sql_and_values(DbBackend::Postgres, query, values)
         };
-        let contacts = contact::Entity::find().from_raw_sql(since("worker_contacts")).all(read).await?;
+        let (contacts, rows) = tokio::try_join!(
+            contact::Entity::find().from_raw_sql(since("worker_contacts")).all(read),
+            worker::Entity::find().from_raw_sql(since("workers")).all(read),
+        )?;
         let mut changed: HashSet<_> = contacts.iter().map(|contact| contact.worker_id).collect();
-        let rows = worker::Entity::find().from_raw_sql(since("workers")).all(read).await?;
         self.facts.lock().now = now;
         changed.retain(|id| self.says_something_new(&contacts, *id));
         rows.iter().for_each(|row| _ = changed.remove(&row.id));

@@ -328,7 +328,8 @@ async fn is_settling(db: &impl ConnectionTrait, worker: Uuid) -> Result<bool, Db
 
 /// Workers that shall land, retire, or are on their way out.
 pub(crate) async fn going(db: &impl ConnectionTrait) -> Result<Vec<Model>, DbErr> {
-    let lost = worker::Column::Ephemeral.eq(true).and(worker::Column::State.eq(State::Lost));
+    // In the words of an index.
+    let lost = Expr::cust("ephemeral = TRUE AND state = 'lost'");
     let mut rows =
         worker::Entity::find().filter(Expr::cust("desired <> 'run' OR leaving IS NOT NULL")).all(db).await?;
     let expired =

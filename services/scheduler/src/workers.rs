@@ -17,8 +17,8 @@ use domain::worker::{Capacity, Incarnation, Labels, Marker, Session, SessionClai
 use domain::{GatewayInstance, Timestamp, WorkerId};
 use sea_orm::sea_query::{Expr, OnConflict, Query};
 use sea_orm::{
-    ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
-    QueryOrder, QuerySelect, Set, Statement,
+    ActiveEnum, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait,
+    QueryFilter, QueryOrder, QuerySelect, Set, Statement,
 };
 use serde::Serialize;
 use uuid::Uuid;
@@ -487,6 +487,26 @@ fn silences(config: &Config) -> [(State, State, Duration); 2] {
     [(State::Running, State::Stalled, config.worker_ttl), (State::Stalled, State::Lost, config.lost_after)]
 }
 
+/// Who of those in `state` has been silent for `term`. Contacts are read first, and few of them are old: by itself PostgreSQL looks at each worker in
+/// that state, for it expects to find some soon.
+async fn silent(
+    db: &impl ConnectionTrait,
+    (state, term): (State, Duration),
+    limit: &str,
+    config: &Config,
+    now: Timestamp,
+) -> Result<Vec<Uuid>, DbErr> {
+    let query = format!(
+        "WITH silent AS MATERIALIZED
+           (SELECT worker_id FROM worker_contacts WHERE last_contact_at < $1 AND patient_since < $2)
+         SELECT workers.id FROM silent JOIN workers ON workers.id = silent.worker_id WHERE workers.state = $3 {limit}"
+    );
+    let values = [(now - term).0.into(), (now - config.worker_ttl).0.into(), state.to_value().into()];
+    let rows =
+        db.query_all_raw(Statement::from_sql_and_values(db.get_database_backend(), query, values)).await?;
+    rows.iter().map(|row| row.try_get("", "id")).collect()
+}
+
 /// Whether somebody has been silent for too long whose state does not say so yet.
 pub(crate) async fn any_silent(
     db: &impl ConnectionTrait,
@@ -494,12 +514,7 @@ pub(crate) async fn any_silent(
     now: Timestamp,
 ) -> Result<bool, DbErr> {
     for (from, _, term) in silences(config) {
-        let silent = worker::Entity::find()
-            .filter(worker::Column::State.eq(from))
-            .filter(worker::Column::Id.in_subquery(silent_for(term, config, now)))
-            .one(db)
-            .await?;
-        if silent.is_some() {
+        if !silent(db, (from, term), "LIMIT 1", config, now).await?.is_empty() {
             return Ok(true);
         }
     }
@@ -555,13 +570,7 @@ pub(crate) async fn unheard(
     config: &Config,
     now: Timestamp,
 ) -> Result<Vec<lease::Model>, DbErr> {
-    let stalled = worker::Entity::find().select_only().column(worker::Column::Id);
-    let stalled: Vec<Uuid> = stalled
-        .filter(worker::Column::State.eq(State::Stalled))
-        .filter(worker::Column::Id.in_subquery(silent_for(config.worker_ttl, config, now)))
-        .into_tuple()
-        .all(db)
-        .await?;
+    let stalled = silent(db, (State::Stalled, config.worker_ttl), "", config, now).await?;
     if stalled.is_empty() {
         return Ok(Vec::new());
     }

@@ -80,6 +80,8 @@ pub struct Database {
     turn: Option<Arc<Semaphore>>,
     /// Of PostgreSQL: where our tables are, unless that is the default.
     schema: Option<String>,
+    /// Of PostgreSQL: how it is connected to.
+    options: Option<ConnectOptions>,
     /// Transactions that are beginning.
     beginning: TaskTracker,
 }
@@ -274,14 +276,29 @@ impl Database {
         let beginning = TaskTracker::new();
         if writing.get_database_backend() != DbBackend::Sqlite {
             let schema = settings.schema.clone();
-            return Ok(Self { reading: writing.clone(), writing, turn: None, schema, beginning });
+            let (reading, options) = (writing.clone(), Some(options));
+            return Ok(Self { writing, reading, turn: None, schema, options, beginning });
         }
         if let Err(error) = reserve_room(&writing).await {
             tracing::warn!(%error, "there is no room on the disk for a reserve of the database");
         }
         options.max_connections(SQLITE_READERS).min_connections(SQLITE_READERS);
         let reading = sea_orm::Database::connect(options).await?;
-        Ok(Self { writing, reading, turn: Some(Arc::new(Semaphore::new(1))), schema: None, beginning })
+        let turn = Some(Arc::new(Semaphore::new(1)));
+        Ok(Self { writing, reading, turn, schema: None, options: None, beginning })
+    }
+
+    /// The same database by so many connections of its own, for who asks it all the time: a connection that is used again and again has its plans and what
+    /// they read at hand, and those of a pool are used in turns. None, or SQLite, which has one that writes: this very one.
+    pub async fn apart(&self, connections: u32) -> Result<Self, DbErr> {
+        let Some(mut options) = self.options.clone().filter(|_| connections > 0) else {
+            return Ok(self.clone());
+        };
+        options.max_connections(connections).min_connections(connections);
+        let writing = sea_orm::Database::connect(options.clone()).await?;
+        let (reading, options) = (writing.clone(), Some(options));
+        let schema = self.schema.clone();
+        Ok(Self { writing, reading, turn: None, schema, options, beginning: TaskTracker::new() })
     }
 
     /// Whether the database answers, as somebody whom it matters to would have it said.

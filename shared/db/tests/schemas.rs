@@ -1,7 +1,7 @@
 //! Schemas of one PostgreSQL database, and databases of older and newer programs.
 
 use gantry_db::{ConnectError, Database, Migrations, Settings, SqlMigration};
-use sea_orm::{ConnectionTrait, DbErr, Statement};
+use sea_orm::{ConnectionTrait, DbErr, Statement, TransactionTrait};
 
 const FIRST: SqlMigration =
     SqlMigration { name: "0001_first", sql: "CREATE TABLE thing (n BIGINT NOT NULL)" };
@@ -60,6 +60,24 @@ async fn services_share_a_database_and_see_nothing_of_each_other() {
     assert_eq!(rows(&other).await, [2]);
     let public = Database::open::<Old>(&(&*shared.url).into()).await.expect("open");
     assert_eq!(rows(&public).await, [] as [i64; 0], "a schema that nobody named is another one");
+}
+
+#[tokio::test]
+async fn who_has_connections_of_its_own_sees_the_same_and_waits_for_nobody() {
+    let fresh = testing::databases::postgres().await;
+    let settings = Settings { schema: Some("one".to_owned()), connections: 2, ..(&*fresh.url).into() };
+    let database = Database::open::<Old>(&settings).await.expect("open");
+    let apart = database.apart(1).await.expect("connected");
+    let all =
+        [database.read().begin().await, database.read().begin().await].map(|begun| begun.expect("begun"));
+    add(&apart, 1).await;
+    assert_eq!(rows(&apart).await, [1]);
+    drop(all);
+    assert_eq!(rows(&database).await, [1]);
+    let alone = Database::open::<Old>(&(&*testing::databases::sqlite().url).into()).await.expect("open");
+    let apart = alone.apart(1).await.expect("connected");
+    add(&apart, 2).await;
+    assert_eq!(rows(&alone).await, [2], "SQLite has one that writes");
 }
 
 async fn futures(settings: &impl Fn(&str) -> Settings) -> [Database; 4] {
