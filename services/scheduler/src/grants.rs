@@ -10,9 +10,11 @@
 //! each kind by id.
 
 mod counts;
+mod given_back;
 mod owners;
 #[cfg(test)]
 mod plans;
+mod writes;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -20,15 +22,15 @@ use std::sync::Arc;
 use db::rows::{self, Column};
 use domain::worker::Incarnation;
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
-use sea_orm::{
-    ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, Statement,
-};
+use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, FromQueryResult, Statement};
 use serde::Serialize;
 use uuid::Uuid;
 
 pub(crate) use self::counts::{Changes, lock_workers};
-use self::counts::{Locked, lock_known, signed};
-use crate::entity::lease::{self, EndedBy, Kind, State};
+use self::counts::{Locked, rows_of, signed};
+use self::given_back::end_and_lock;
+use self::writes::Writes;
+use crate::entity::lease::{self, Kind, State};
 use crate::entity::{STATE_OF_NAMED, to_json, worker, workload};
 use crate::events::{Event, Whereabouts};
 use crate::leases;
@@ -39,8 +41,8 @@ use crate::placement::{self, DecidedBy, Demand};
 /// What shall be done in one transaction.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
-    /// Driven leases that are given back.
-    pub(crate) releases: Vec<LeaseId>,
+    /// Driven leases that are given back, and whose slots they are.
+    pub(crate) releases: Vec<(LeaseId, WorkerId)>,
     /// Workloads that are new. One whose grant does not hold is not written.
     pub(crate) submitted: Vec<workload::Model>,
     /// Workloads that were accepted, and whose inputs are pinned now. One whose grant does not hold stays as it is.
@@ -145,16 +147,6 @@ pub(crate) async fn carry_out(
         done.existing = leases::find_all(txn, &leases).await?;
     }
     shared_ids(txn, plan, &mut done).await?;
-    let mut changes = Changes::default();
-    let released = release(txn, &plan.releases, now).await?;
-    for lease in &released {
-        if lease.kind.takes_a_slot() {
-            *done.freed.entry(WorkerId::from_uuid(lease.worker_id)).or_default() += 1;
-        }
-        changes.give_back(lease);
-    }
-    done.parcels = leases::let_go(txn, &released, now).await?;
-
     let mut grants = Vec::with_capacity(plan.grants.len());
     for together in plan.grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
         let (moot, others): (Vec<_>, Vec<_>) = together.iter().partition(|grant| done.is_moot(grant));
@@ -165,10 +157,19 @@ pub(crate) async fn carry_out(
             done.refused.extend(others.iter().map(|grant| grant.lease));
         }
     }
-    let concerned = grants.iter().map(|grant| grant.worker.uuid()).chain(changes.workers());
-    let Locked { rows: locked, transaction } = lock_known(txn, concerned, facts).await?;
-    done.transaction = transaction;
+    let concerned = grants.iter().map(|grant| grant.worker.uuid());
+    let (ended, locked) = end_and_lock(txn, &plan.releases, concerned, now).await?;
     are_locked();
+    let Locked { rows: locked, transaction } = rows_of(txn, locked, facts).await?;
+    done.transaction = transaction;
+    let mut changes = Changes::default();
+    for lease in &ended {
+        if lease.kind.takes_a_slot() {
+            *done.freed.entry(WorkerId::from_uuid(lease.worker_id)).or_default() += 1;
+        }
+        changes.give_back(lease);
+    }
+    done.parcels = leases::let_go(txn, &ended, now).await?;
     let mut present = as_placed(&locked, &changes, facts)?;
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
@@ -194,15 +195,18 @@ pub(crate) async fn carry_out(
     }
     let held = owners::keep_to_workers(txn, held, &mut done, now).await?;
     held.iter().for_each(|grant| changes.take(grant));
-    changes.write(txn).await?;
     done.workers = locked;
     changes.note(&mut done.workers);
 
     let of_workloads = held.iter().filter(|grant| matches!(grant.holder, Holder::Workload { .. }));
     done.placed = of_workloads.map(|grant| (grant.lease, grant.worker)).collect();
-    submit(txn, plan, &done, &held, now).await?;
-    assign(txn, plan, &waiting, &held, &mut done, now).await?;
-    insert_leases(txn, &held, &done.workers, now).await?;
+    let mut writes = Writes::new(txn.get_database_backend());
+    changes.write(&mut writes)?;
+    let mut events = submit(plan, &done, &held, &mut writes)?;
+    events.extend(assign(txn, plan, &waiting, &held, &mut done).await?);
+    insert_events(&events, now, &mut writes)?;
+    insert_leases(&held, &done.workers, now, &mut writes)?;
+    writes.write(txn).await?;
     Ok(done)
 }
 
@@ -340,29 +344,6 @@ async fn lock_waiting(
     Ok(waiting)
 }
 
-/// Ends driven leases, and answers those that had not ended before.
-async fn release(
-    txn: &DatabaseTransaction,
-    released: &[LeaseId],
-    now: Timestamp,
-) -> Result<Vec<lease::Model>, DbErr> {
-    if released.is_empty() {
-        return Ok(Vec::new());
-    }
-    let backend = txn.get_database_backend();
-    let query = format!(
-        "UPDATE leases SET state = 'ended', ended_at = $2, ended_by = $3
-         WHERE id IN (SELECT id FROM leases WHERE id IN ({}) AND {STATE_OF_NAMED} <> 'ended' AND workload_id IS NULL ORDER BY id {})
-         RETURNING *",
-        rows::query(backend, 1, &rows::IDS),
-        rows::lock(backend, "FOR UPDATE"),
-    );
-    let ids = rows::ids(released.iter().map(|lease| lease.uuid()))?;
-    let by = EndedBy::Reported.to_value().into();
-    let statement = Statement::from_sql_and_values(backend, query, [ids, now.0.into(), by]);
-    lease::Entity::find().from_raw_sql(statement).all(txn).await
-}
-
 #[derive(Serialize)]
 struct NewWorkload<'r> {
     id: Uuid,
@@ -405,15 +386,9 @@ const NEW_WORKLOAD: [(&str, Column); 17] = [
 ];
 
 /// Writes the workloads that are new: those that are placed as assigned, those that nothing was planned for as they are.
-async fn submit(
-    txn: &DatabaseTransaction,
-    plan: &Plan,
-    done: &Done,
-    held: &[&Grant],
-    now: Timestamp,
-) -> Result<(), DbErr> {
+fn submit(plan: &Plan, done: &Done, held: &[&Grant], writes: &mut Writes) -> Result<Vec<NewEvent>, DbErr> {
     if plan.submitted.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let planned = by_workload(&plan.grants.iter().collect::<Vec<_>>());
     let placed = by_workload(held);
@@ -457,19 +432,19 @@ async fn submit(
         });
     }
     if fresh.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
-    let backend = txn.get_database_backend();
-    let query = format!(
-        "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
-         queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority, interruptible,
-         start_timeout_us)
-         SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
-         attempt_id, whereabouts, '[]', waiting_for, priority, interruptible, start_timeout_us FROM ({}) AS given",
-        rows::query(backend, 1, &NEW_WORKLOAD)
-    );
-    txn.execute_raw(Statement::from_sql_and_values(backend, query, [rows::value(&fresh)?])).await?;
-    insert_events(txn, &events, now).await
+    writes.add([rows::value(&fresh)?], |backend, n| {
+        format!(
+            "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
+             queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority, interruptible,
+             start_timeout_us)
+             SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
+             attempt_id, whereabouts, '[]', waiting_for, priority, interruptible, start_timeout_us FROM ({}) AS given",
+            rows::query(backend, n, &NEW_WORKLOAD)
+        )
+    });
+    Ok(events)
 }
 
 fn by_workload<'g>(grants: &[&'g Grant]) -> HashMap<WorkloadId, &'g Grant> {
@@ -499,14 +474,18 @@ struct NewEvent {
 const NEW_EVENT: [(&str, Column); 3] =
     [("id", Column::Uuid), ("revision", Column::Integer), ("event", Column::Text)];
 
-async fn insert_events(txn: &DatabaseTransaction, events: &[NewEvent], now: Timestamp) -> Result<(), DbErr> {
-    let backend = txn.get_database_backend();
-    let query = format!(
-        "INSERT INTO events (workload_id, revision, at, event) SELECT id, revision, $2, event FROM ({}) AS given",
-        rows::query(backend, 1, &NEW_EVENT)
-    );
-    let values = [rows::value(events)?, now.0.into()];
-    txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await.map(|_| ())
+fn insert_events(events: &[NewEvent], now: Timestamp, writes: &mut Writes) -> Result<(), DbErr> {
+    if events.is_empty() {
+        return Ok(());
+    }
+    writes.add([rows::value(events)?, now.0.into()], |backend, n| {
+        format!(
+            "INSERT INTO events (workload_id, revision, at, event) SELECT id, revision, ${}, event FROM ({}) AS given",
+            n + 1,
+            rows::query(backend, n, &NEW_EVENT)
+        )
+    });
+    Ok(())
 }
 
 #[derive(Serialize)]
@@ -537,8 +516,7 @@ async fn assign(
     waiting: &HashSet<WorkloadId>,
     held: &[&Grant],
     done: &mut Done,
-    now: Timestamp,
-) -> Result<(), DbErr> {
+) -> Result<Vec<NewEvent>, DbErr> {
     let (mut moved, mut events) = (Vec::new(), HashMap::new());
     let mut pinned: HashMap<_, _> = plan.pinned.iter().map(|pinned| (pinned.id, pinned)).collect();
     let held: HashSet<_> = held.iter().map(|grant| grant.lease).collect();
@@ -573,7 +551,7 @@ async fn assign(
         events.insert(pinned.id.uuid(), to_json(&Event::Queued { reasons: pinned.reasons.clone() })?);
     }
     if moved.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let backend = txn.get_database_backend();
     let query = format!(
@@ -593,7 +571,7 @@ async fn assign(
         let came = (row.try_get("", "sequence")?, Timestamp(row.try_get("", "submitted_at")?));
         done.came.insert(WorkloadId::from_uuid(id), came);
     }
-    insert_events(txn, &fresh, now).await
+    Ok(fresh)
 }
 
 #[derive(Serialize)]
@@ -633,11 +611,11 @@ const NEW_LEASE: [(&str, Column); 15] = [
     ("owner", Column::Text),
 ];
 
-async fn insert_leases(
-    txn: &DatabaseTransaction,
+fn insert_leases(
     held: &[&Grant],
     workers: &[worker::Model],
     now: Timestamp,
+    writes: &mut Writes,
 ) -> Result<(), DbErr> {
     if held.is_empty() {
         return Ok(());
@@ -670,14 +648,17 @@ async fn insert_leases(
         }
     });
     let fresh: Vec<_> = fresh.collect();
-    let backend = txn.get_database_backend();
-    let query = format!(
-        "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, workload_id, attempt_id, phase, request,
-         expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes, settles, owner)
-         SELECT id, worker_id, incarnation, kind, team, $2, generation, workload_id, attempt_id, 0, request, expires_at, $3,
-         cpu_millis, memory_bytes, disk_bytes, settles, owner FROM ({}) AS given",
-        rows::query(backend, 1, &NEW_LEASE)
-    );
     let values = [rows::value(&fresh)?, State::Granted.to_value().into(), now.0.into()];
-    txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await.map(|_| ())
+    writes.add(values, |backend, n| {
+        format!(
+            "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, workload_id, attempt_id, phase, request,
+             expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes, settles, owner)
+             SELECT id, worker_id, incarnation, kind, team, ${}, generation, workload_id, attempt_id, 0, request, expires_at, ${},
+             cpu_millis, memory_bytes, disk_bytes, settles, owner FROM ({}) AS given",
+            n + 1,
+            n + 2,
+            rows::query(backend, n, &NEW_LEASE)
+        )
+    });
+    Ok(())
 }

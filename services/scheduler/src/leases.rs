@@ -29,7 +29,7 @@ use sea_orm::{
 };
 
 use crate::effects::Effects;
-use crate::entity::lease::{self, EndedBy, Kind, State, StopReason};
+use crate::entity::lease::{self, EndedBy, Kind, Left, State, StopReason};
 use crate::entity::{STATE_OF_NAMED, owner_worker, worker};
 use crate::grants::Changes;
 use crate::outbox::{self, Message, Parcel, Settlement};
@@ -272,22 +272,24 @@ async fn freed(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
+    let ended: Vec<_> = ended.iter().map(lease::Model::left).collect();
     let mut changes = Changes::default();
     ended.iter().for_each(|lease| changes.give_back(lease));
     effects.workers.extend(changes.lock_and_write(txn).await?);
-    effects.parcels.extend(let_go(txn, ended, now).await?);
+    effects.parcels.extend(let_go(txn, &ended, now).await?);
     Ok(())
 }
 
 /// The artifact store shall drop what it holds for driven leases that ended in this transaction.
 pub(crate) async fn let_go(
     txn: &DatabaseTransaction,
-    ended: &[lease::Model],
+    ended: &[Left],
     now: Timestamp,
 ) -> Result<Vec<Parcel>, DbErr> {
     let mut effects = Effects::default();
     let settled = ended.iter().filter(|lease| lease.settles);
-    let messages = settled.map(|lease| (lease.id, Message::Settle(Settlement::nothing(lease.team.clone()))));
+    let messages =
+        settled.map(|lease| (lease.lease_id, Message::Settle(Settlement::nothing(lease.team.clone()))));
     outbox::put_all(txn, messages, now, &mut effects).await?;
     Ok(effects.parcels)
 }

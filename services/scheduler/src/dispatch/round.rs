@@ -64,7 +64,7 @@ pub(super) struct Refused {
 #[derive(Debug, Default)]
 pub(super) struct Open {
     pub(super) units: VecDeque<Unit>,
-    pub(super) releases: Vec<LeaseId>,
+    pub(super) releases: Vec<(LeaseId, WorkerId)>,
     released: Vec<oneshot::Sender<Result<(), DbErr>>>,
 }
 
@@ -637,7 +637,7 @@ impl Open {
                 // It was done before the round.
                 Request::CatchUp(answer) => _ = answer.send(()),
                 Request::Release(leases, answer) => {
-                    open.releases.extend(leases.into_iter().map(|(lease, _)| lease));
+                    open.releases.extend(leases);
                     open.released.push(answer);
                 }
             }

@@ -110,7 +110,11 @@ impl Writing {
     /// Whether `step` may be written before this one is. What is done to a lease must be seen by whoever does something to it later.
     fn may_be_overtaken_by(&self, step: &Step) -> bool {
         let of = |plan: &Plan, ids: &HashSet<Uuid>| {
-            plan.releases.iter().map(|lease| lease.uuid()).chain(ids.iter().copied()).collect::<HashSet<_>>()
+            plan.releases
+                .iter()
+                .map(|(lease, _)| lease.uuid())
+                .chain(ids.iter().copied())
+                .collect::<HashSet<_>>()
         };
         of(&self.plan, &self.ids).is_disjoint(&of(&step.plan, &step.ids))
     }

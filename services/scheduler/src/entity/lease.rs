@@ -1,5 +1,6 @@
 //! Table `leases`.
 
+use sea_orm::FromQueryResult;
 use sea_orm::entity::prelude::*;
 use sea_orm::sea_query::Expr;
 
@@ -66,7 +67,49 @@ impl Model {
     pub(crate) fn is_driven(&self) -> bool {
         self.workload_id.is_none()
     }
+
+    /// What it leaves, once it has ended.
+    pub(crate) fn left(&self) -> Left {
+        Left {
+            lease_id: self.id,
+            worker_id: self.worker_id,
+            kind: self.kind,
+            team: self.team.clone(),
+            workload_id: self.workload_id,
+            cpu_millis: self.cpu_millis,
+            memory_bytes: self.memory_bytes,
+            disk_bytes: self.disk_bytes,
+            settles: self.settles,
+        }
+    }
 }
+
+/// What a lease that has ended leaves to do: what it took is its worker's again, and what was pinned for it is let go.
+#[derive(Clone, Debug, FromQueryResult)]
+pub(crate) struct Left {
+    pub(crate) lease_id: Uuid,
+    pub(crate) worker_id: Uuid,
+    pub(crate) kind: Kind,
+    pub(crate) team: String,
+    pub(crate) workload_id: Option<Uuid>,
+    pub(crate) cpu_millis: i64,
+    pub(crate) memory_bytes: i64,
+    pub(crate) disk_bytes: i64,
+    pub(crate) settles: bool,
+}
+
+/// What [`Left`] is read from.
+pub(crate) const LEFT: [&str; 9] = [
+    "id AS lease_id",
+    "worker_id",
+    "kind",
+    "team",
+    "workload_id",
+    "cpu_millis",
+    "memory_bytes",
+    "disk_bytes",
+    "settles",
+];
 
 /// Where a lease is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]

@@ -13,15 +13,16 @@ use sea_orm::{
 use serde::Serialize;
 use uuid::Uuid;
 
+use super::writes::Writes;
 use super::{Grant, Holder};
-use crate::entity::lease::{self, Kind};
+use crate::entity::lease::{Kind, Left};
 use crate::entity::worker;
 use crate::memory::{SharedFacts, TransactionId};
 use crate::{placement, workers};
 
 /// What of a worker's row changes without a new revision of it.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
-struct Counts {
+pub(super) struct Counts {
     id: Uuid,
     revision: i64,
     generation: i64,
@@ -34,16 +35,26 @@ struct Counts {
     reader: i64,
 }
 
-/// What of a row [`Counts`] has.
-fn counts(backend: DbBackend) -> String {
+/// The columns of [`Counts`].
+pub(super) const COUNTS: [&str; 9] = [
+    "id",
+    "revision",
+    "generation",
+    "active_tasks",
+    "active_checks",
+    "reserved_cpu_millis",
+    "reserved_memory_bytes",
+    "reserved_disk_bytes",
+    "reader",
+];
+
+/// What [`COUNTS`] are of a row.
+pub(super) fn counts(backend: DbBackend) -> String {
     let reader = match backend {
-        DbBackend::Postgres => "CAST(CAST(CAST(pg_current_xact_id() AS XID) AS TEXT) AS BIGINT)",
-        _ => "0",
+        DbBackend::Postgres => "CAST(CAST(CAST(pg_current_xact_id() AS XID) AS TEXT) AS BIGINT) AS reader",
+        _ => "0 AS reader",
     };
-    format!(
-        "id, revision, generation, active_tasks, active_checks, reserved_cpu_millis, reserved_memory_bytes, reserved_disk_bytes, \
-         {reader} AS reader"
-    )
+    COUNTS.map(|name| if name == "reader" { reader } else { name }).join(", ")
 }
 
 /// Rows of workers that this transaction has locked.
@@ -69,14 +80,12 @@ impl Counts {
     }
 }
 
-/// Locks the rows of these workers, in their order, and answers them in any. What is known of one is read again only where its revision is
-/// another.
-pub(super) async fn lock_known(
+/// The rows whose counts these are, in any order. What is known of one is read again only where its revision is another.
+pub(super) async fn rows_of(
     txn: &DatabaseTransaction,
-    workers: impl Iterator<Item = Uuid>,
+    locked: Vec<Counts>,
     facts: &SharedFacts,
 ) -> Result<Locked, DbErr> {
-    let locked = lock_counts(txn, workers).await?;
     let transaction = locked.first().and_then(|counts| TransactionId::new(counts.reader));
     let (mut rows, mut unknown) = (Vec::with_capacity(locked.len()), HashSet::new());
     {
@@ -93,14 +102,17 @@ pub(super) async fn lock_known(
 }
 
 /// Locks the rows of these workers, in their order, and reads of them what leases change.
-async fn lock_counts(
+pub(super) async fn lock_counts(
     txn: &DatabaseTransaction,
-    workers: impl Iterator<Item = Uuid>,
+    workers: HashSet<Uuid>,
 ) -> Result<Vec<Counts>, DbErr> {
-    match locking(txn, &counts(txn.get_database_backend()), workers)? {
-        Some(statement) => Counts::find_by_statement(statement).all(txn).await,
-        None => Ok(Vec::new()),
+    if workers.is_empty() {
+        return Ok(Vec::new());
     }
+    let backend = txn.get_database_backend();
+    let query = locking(backend, &counts(backend), 1);
+    let statement = Statement::from_sql_and_values(backend, query, [rows::ids(workers)?]);
+    Counts::find_by_statement(statement).all(txn).await
 }
 
 /// Locks the rows of these workers, in their order, and answers them.
@@ -108,29 +120,23 @@ pub(crate) async fn lock_workers(
     txn: &DatabaseTransaction,
     workers: impl Iterator<Item = Uuid>,
 ) -> Result<Vec<worker::Model>, DbErr> {
-    match locking(txn, "*", workers)? {
-        Some(statement) => worker::Entity::find().from_raw_sql(statement).all(txn).await,
-        None => Ok(Vec::new()),
-    }
-}
-
-/// What locks the rows of these workers. `None`: there are none.
-fn locking(
-    txn: &DatabaseTransaction,
-    columns: &str,
-    workers: impl Iterator<Item = Uuid>,
-) -> Result<Option<Statement>, DbErr> {
     let workers: HashSet<_> = workers.collect();
     if workers.is_empty() {
-        return Ok(None);
+        return Ok(Vec::new());
     }
     let backend = txn.get_database_backend();
-    let query = format!(
+    let query = locking(backend, "*", 1);
+    let statement = Statement::from_sql_and_values(backend, query, [rows::ids(workers)?]);
+    worker::Entity::find().from_raw_sql(statement).all(txn).await
+}
+
+/// Locks the rows of the workers whose ids are `$n`, in their order, and answers these columns of them.
+pub(super) fn locking(backend: DbBackend, columns: &str, n: usize) -> String {
+    format!(
         "SELECT {columns} FROM workers WHERE id IN ({}) ORDER BY id {}",
-        rows::query(backend, 1, &rows::IDS),
+        rows::query(backend, n, &rows::IDS),
         rows::lock(backend, "FOR NO KEY UPDATE"),
-    );
-    Ok(Some(Statement::from_sql_and_values(backend, query, [rows::ids(workers)?])))
+    )
 }
 
 /// By how much what is on workers changes.
@@ -171,7 +177,7 @@ pub(super) fn signed(amount: u64) -> i64 {
 
 impl Changes {
     /// A lease has ended.
-    pub(crate) fn give_back(&mut self, lease: &lease::Model) {
+    pub(crate) fn give_back(&mut self, lease: &Left) {
         if !lease.kind.takes_a_slot() {
             return;
         }
@@ -181,7 +187,7 @@ impl Changes {
         change.cpu_millis -= lease.cpu_millis;
         change.memory_bytes -= lease.memory_bytes;
         change.disk_bytes -= lease.disk_bytes;
-        change.generations |= i64::from(!lease.is_driven());
+        change.generations |= i64::from(lease.workload_id.is_some());
     }
 
     pub(super) fn take(&mut self, grant: &Grant) {
@@ -196,10 +202,6 @@ impl Changes {
         change.cpu_millis += signed(asked.cpu_millis);
         change.memory_bytes += signed(asked.memory_bytes);
         change.disk_bytes += signed(asked.disk_bytes);
-    }
-
-    pub(super) fn workers(&self) -> impl Iterator<Item = Uuid> {
-        self.0.keys().copied()
     }
 
     /// A worker as it is with them.
@@ -218,29 +220,31 @@ impl Changes {
     }
 
     /// Writes them, of workers that are locked.
-    pub(crate) async fn write(&self, txn: &DatabaseTransaction) -> Result<(), DbErr> {
+    pub(super) fn write(&self, writes: &mut Writes) -> Result<(), DbErr> {
         let changed = self.0.iter().map(|(id, change)| Changed { id: *id, change: *change });
         let changed: Vec<_> = changed.collect();
         if changed.is_empty() {
             return Ok(());
         }
-        let backend = txn.get_database_backend();
-        let query = format!(
-            "UPDATE workers SET active_tasks = active_tasks + given.tasks, active_checks = active_checks + given.checks,
-             reserved_cpu_millis = reserved_cpu_millis + given.cpu_millis,
-             reserved_memory_bytes = reserved_memory_bytes + given.memory_bytes,
-             reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, generation = generation + given.generations
-             FROM ({}) AS given WHERE workers.id = given.id",
-            rows::query(backend, 1, &CHANGED)
-        );
-        let statement = Statement::from_sql_and_values(backend, query, [rows::value(&changed)?]);
-        txn.execute_raw(statement).await.map(|_| ())
+        writes.add([rows::value(&changed)?], |backend, n| {
+            format!(
+                "UPDATE workers SET active_tasks = active_tasks + given.tasks, active_checks = active_checks + given.checks,
+                 reserved_cpu_millis = reserved_cpu_millis + given.cpu_millis,
+                 reserved_memory_bytes = reserved_memory_bytes + given.memory_bytes,
+                 reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, generation = generation + given.generations
+                 FROM ({}) AS given WHERE workers.id = given.id",
+                rows::query(backend, n, &CHANGED)
+            )
+        });
+        Ok(())
     }
 
     /// Locks the workers whose leases have ended, and writes what is freed. Answers which.
     pub(crate) async fn lock_and_write(&self, txn: &DatabaseTransaction) -> Result<Vec<WorkerId>, DbErr> {
-        let locked = lock_counts(txn, self.workers()).await?;
-        self.write(txn).await?;
+        let locked = lock_counts(txn, self.0.keys().copied().collect()).await?;
+        let mut writes = Writes::new(txn.get_database_backend());
+        self.write(&mut writes)?;
+        writes.write(txn).await?;
         Ok(locked.into_iter().map(|row| WorkerId::from_uuid(row.id)).collect())
     }
 

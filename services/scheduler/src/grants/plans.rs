@@ -1,5 +1,6 @@
 //! Whatever PostgreSQL believes of a table, what is looked up by its id is, and nothing else is read.
 
+use std::iter;
 use std::time::Duration;
 
 use db::Database;
@@ -9,7 +10,7 @@ use testing::databases::TestDatabase;
 use super::*;
 use crate::config::Config;
 use crate::effects::Effects;
-use crate::entity::lease::StopReason;
+use crate::entity::lease::{EndedBy, StopReason};
 use crate::registry;
 use crate::workers;
 use crate::workers::for_tests::hello;
@@ -85,8 +86,10 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
         before = after;
     };
 
-    let released = release(&txn, &leases(1), now).await.expect("released");
-    assert_eq!(released.len(), ASKED);
+    let worker = WorkerId::new();
+    let released = leases(1).into_iter().map(|lease| (lease, worker)).collect::<Vec<_>>();
+    let (ended, _) = end_and_lock(&txn, &released, iter::empty(), now).await.expect("given back");
+    assert_eq!(ended.len(), ASKED);
     few("giving leases back").await;
 
     let pinned = |id| Pinned { id: WorkloadId::from_uuid(id), locations: String::new(), reasons: vec![] };
