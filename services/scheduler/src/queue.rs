@@ -6,7 +6,7 @@
 //! passed over for ever by others that ask for as much; for one that asks for more a worker is kept free ([`crate::dispatch`]).
 //!
 //! Of workloads it is a memory of what the database says: one that does not wait any more, or must not be where it was decided, is found out when it
-//! is placed. Who waits for leases waits here alone ([`crate::dispatch`]).
+//! is placed. Who waits for leases waits at one replica; of others it is what they say ([`crate::dispatch`]).
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
@@ -21,8 +21,10 @@ use crate::placement::{Demand, Location, Shape};
 /// Somebody who waits: a workload, or who asks for leases.
 #[derive(Debug, Clone)]
 pub(crate) struct Waiting {
-    /// The workload, or the first of the leases.
+    /// The workload, or what a call for leases is called.
     pub(crate) id: Uuid,
+    /// Whether it is a call that waits at another replica, and is answered there.
+    pub(crate) is_elsewhere: bool,
     /// What else it asks for at once. Who asks for several leases has a line of its own.
     pub(crate) others: Vec<Arc<Demand>>,
     /// Sorts by age.
@@ -228,6 +230,14 @@ impl Queue {
         self.lines.values().filter_map(|line| Some((line.waiting.values().next()?, line.waiting.len())))
     }
 
+    /// Of each line those that are among these, if there are any.
+    pub(crate) fn lines_of(&self, are_among: impl Fn(Uuid) -> bool) -> impl Iterator<Item = Vec<&Waiting>> {
+        self.lines.values().filter_map(move |line| {
+            let of_line: Vec<_> = line.waiting.values().filter(|waiting| are_among(waiting.id)).collect();
+            (!of_line.is_empty()).then_some(of_line)
+        })
+    }
+
     /// Those that wait in the line of one of them.
     pub(crate) fn line_of(&self, id: Uuid) -> impl Iterator<Item = Uuid> {
         let line = self.places.get(&id).and_then(|(line, _)| self.lines.get(line));
@@ -341,6 +351,7 @@ mod tests {
         let id = Uuid::now_v7();
         Waiting {
             id,
+            is_elsewhere: false,
             others: vec![],
             sequence: Uuid::now_v7(),
             priority,

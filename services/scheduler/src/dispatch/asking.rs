@@ -1,9 +1,9 @@
 //! Calls for leases, and those of them that wait.
 //!
 //! Who waits is held by this process alone: a caller that goes away, or whose replica ends, has asked for nothing. In the queue it stands
-//! beside the workloads, so that neither passes the other over.
+//! beside the workloads, so that neither passes the other over; other replicas are told of it ([`super::elsewhere`]).
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use domain::{LeaseId, Timestamp, WorkerId};
@@ -157,6 +157,7 @@ impl Leases {
         let (first, others) = self.members.split_first()?;
         Some(Waiting {
             id: self.id(),
+            is_elsewhere: false,
             others: others.iter().map(Member::demand).collect(),
             sequence: self.sequence,
             priority: self.priority,
@@ -177,6 +178,10 @@ pub(super) struct Asking {
     /// By what each lease waits.
     by_lease: HashMap<LeaseId, Uuid>,
     ends: BTreeSet<(Instant, Uuid)>,
+    /// Those of which other replicas know.
+    told: HashSet<Uuid>,
+    /// Those of them that may not wait any more.
+    taken: Vec<Uuid>,
 }
 
 impl Asking {
@@ -207,11 +212,26 @@ impl Asking {
 
     pub(super) fn take(&mut self, id: Uuid) -> Option<Leases> {
         let leases = self.waiting.remove(&id)?;
+        if self.told.contains(&id) {
+            self.taken.push(id);
+        }
         self.ends.remove(&(leases.until, id));
         for lease in leases.leases() {
             self.by_lease.remove(&lease);
         }
         Some(leases)
+    }
+
+    /// Other replicas know which calls wait here now.
+    pub(super) fn are_told(&mut self) {
+        self.told = self.waiting.keys().copied().collect();
+    }
+
+    /// Those of which other replicas know, and that do not wait any more.
+    pub(super) fn told_in_vain(&mut self) -> Vec<Uuid> {
+        let mut over = std::mem::take(&mut self.taken);
+        over.retain(|id| !self.waiting.contains_key(id) && self.told.remove(id));
+        over
     }
 
     /// When somebody has waited long enough next.

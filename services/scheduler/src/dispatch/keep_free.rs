@@ -177,6 +177,12 @@ impl KeptFree {
         self.here.insert(id, effort);
     }
 
+    /// What another replica keeps free for one is so from its turn on.
+    pub(super) fn keep_as_told(&self, id: Uuid, workers: &mut Index) {
+        let chosen = self.told.chosen_for(id).into_iter().flatten();
+        chosen.for_each(|worker| workers.keep_free(*worker, Some(id)));
+    }
+
     /// Looks for workers that might be kept free for one for which none, or not all that it needs, are.
     fn look_for(&mut self, effort: &mut Effort, parts: &[Part], workers: &mut Index, now: Timestamp) {
         let Some(left) = self.choices.checked_sub(1) else {

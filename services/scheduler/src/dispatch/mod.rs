@@ -13,6 +13,7 @@
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
 
 mod asking;
+mod elsewhere;
 mod keep_free;
 mod round;
 mod rounds;
@@ -33,6 +34,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use crate::calls::call;
 use crate::config::Config;
 use crate::dispatch::asking::Asking;
+use crate::dispatch::elsewhere::Elsewhere;
 use crate::dispatch::keep_free::KeptFree;
 pub(crate) use crate::dispatch::rounds::Caller;
 use crate::effects::Effects;
@@ -203,6 +205,8 @@ pub(crate) struct Dispatcher {
     requests: mpsc::Receiver<Request>,
     /// The calls for leases that wait, which are in the queue as well.
     asking: Asking,
+    /// The calls that wait at other replicas.
+    elsewhere: Elsewhere,
     /// The workers that are kept free for those that wait here.
     kept_free: KeptFree,
     /// Whether those that wait may find something that they did not find before.
@@ -231,6 +235,7 @@ impl Dispatcher {
             queue,
             requests,
             asking: Asking::default(),
+            elsewhere: Elsewhere::new(),
             kept_free: KeptFree::new(Timestamp::now()),
             look: true,
             freed: HashSet::new(),
@@ -425,6 +430,9 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         if is_due && caught_up {
             dispatcher.refuse_hopeless();
         }
+        // To others they are what waits, and is no workload that does.
+        let over = dispatcher.asking.told_in_vain();
+        effects.queued.extend(over.into_iter().map(WorkloadId::from_uuid));
         scheduler.announce_granted(effects);
     }
 }

@@ -548,6 +548,7 @@ impl Submitted {
         let (sequence, since) = came.unwrap_or((self.row.sequence, Timestamp(self.row.submitted_at)));
         Waiting {
             id: self.row.id,
+            is_elsewhere: false,
             others: vec![],
             sequence,
             priority: self.row.priority,

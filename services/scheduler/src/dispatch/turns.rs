@@ -10,6 +10,7 @@ use sea_orm::{ConnectionTrait, DbErr, EntityTrait, Statement};
 use uuid::Uuid;
 
 use super::asking::Leases;
+use super::elsewhere::LeftAlone;
 use super::{BATCH, DECISIONS, Dispatcher};
 use crate::effects::Effects;
 use crate::entity::STATE_OF_NAMED;
@@ -153,8 +154,13 @@ impl Dispatcher {
         let (mut turns, mut asked, mut hopeless) = (HashMap::new(), Vec::new(), Vec::new());
         let mut round = self.queue().round(now);
         self.look_again_at_kept_free(now);
+        let mut left = LeftAlone::default();
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
+            if turn.waiting.is_elsewhere {
+                self.leave_alone(&turn, &mut round, &mut left, now);
+                continue;
+            }
             if let Some(mut leases) = self.asking.take(turn.waiting.id) {
                 let is_granted =
                     !leases.has_gone() && self.decide_leases(&mut leases, &mut plan, now).is_ok();
@@ -211,6 +217,7 @@ impl Dispatcher {
             turns.insert(grant.lease, turn);
             plan.grants.push(grant);
         }
+        left.end(&mut self.memory.workers.lock());
         self.keep_free_as_before();
         Planned { plan, turns, asked, hopeless }
     }
@@ -285,6 +292,7 @@ impl Dispatcher {
             self.whole_at = Some(now);
         }
         if tell {
+            self.tend_elsewhere(now).await?;
             self.tend_kept_free(now).await?;
         }
         self.reasons.clear();
@@ -317,7 +325,7 @@ impl Dispatcher {
         let found = workload::Entity::find().from_raw_sql(found).all(db).await?;
         let waiting: HashSet<_> = found.iter().map(|row| WorkloadId::from_uuid(row.id)).collect();
         for id in ids.difference(&waiting) {
-            self.queue().remove(id.uuid());
+            self.waits_no_more(id.uuid());
         }
         self.wait(found);
         Ok(())
@@ -362,11 +370,17 @@ impl Dispatcher {
             }
         }
         if all {
-            let is_gone = |id: &Uuid| !found.contains(id) && !self.asking.contains(*id);
-            let gone: Vec<_> = self.queue().ids().filter(is_gone).collect();
-            gone.into_iter().for_each(|id| _ = self.queue().remove(id));
+            let unknown: Vec<_> = self.queue().ids().filter(|id| !found.contains(id)).collect();
+            for id in unknown.into_iter().filter(|id| !self.is_call(*id)) {
+                self.queue().remove(id);
+            }
         }
         Ok(())
+    }
+
+    /// Whether this is a call for leases, here or elsewhere.
+    fn is_call(&self, id: Uuid) -> bool {
+        self.asking.contains(id) || self.queue().get(id).is_some_and(|waiting| waiting.is_elsewhere)
     }
 
     /// Counts how many slots each team holds.
@@ -396,7 +410,7 @@ impl Dispatcher {
             let reasons = self.reasons_now(&demand);
             let mut untold = self.queue().untold(first, &reasons, TOLD);
             // Who asks for leases hears in its answer.
-            untold.retain(|id| !self.asking.contains(*id));
+            untold.retain(|id| !self.is_call(*id));
             for id in untold.into_iter().take(left) {
                 left -= 1;
                 let told = self.db.write(async |txn| {
@@ -419,6 +433,7 @@ impl Dispatcher {
 fn waiting(row: Model) -> Result<Waiting, DbErr> {
     Ok(Waiting {
         id: row.id,
+        is_elsewhere: false,
         others: vec![],
         sequence: row.sequence,
         priority: row.priority,

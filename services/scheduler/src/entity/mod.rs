@@ -9,6 +9,7 @@ pub(crate) mod lease;
 pub(crate) mod outbox;
 pub(crate) mod owner_worker;
 pub(crate) mod signing_key;
+pub(crate) mod waiting_calls;
 pub(crate) mod worker;
 pub(crate) mod worker_revision;
 pub(crate) mod workload;

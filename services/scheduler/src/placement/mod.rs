@@ -222,7 +222,7 @@ pub(crate) struct Demand {
 }
 
 /// What many may ask alike. Who of them is placed first is a matter of the queue alone.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Shape {
     pub(crate) team: String,
     pub(crate) platform: String,
@@ -234,7 +234,7 @@ pub(crate) struct Shape {
 }
 
 /// What a process asks of its worker.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Process {
     pub(crate) image_kind: Cow<'static, str>,
     /// Whose image the worker has to bring along.

@@ -6,6 +6,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use super::Load;
 
 /// What makes one worker better than another.
@@ -122,7 +124,7 @@ impl Default for Chains {
 }
 
 /// Which chain compares workers for something.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Purpose {
     Build,
     WithoutInputs,

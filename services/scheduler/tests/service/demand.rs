@@ -10,7 +10,7 @@ use testing::databases::TestDatabase;
 use super::store::Place;
 use super::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
-async fn demand(scheduler: &Running) -> pb::GetDemandResponse {
+pub(crate) async fn demand(scheduler: &Running) -> pb::GetDemandResponse {
     let request = pb::GetDemandRequest::default();
     scheduler.placements().get_demand(request).await.expect("told").into_inner()
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
+use crate::demand::demand;
 use crate::explain::explain_spec;
 use crate::leases::{task, with_slots};
 use crate::places::{place, release, so_many_wait, waiting};
@@ -174,7 +175,84 @@ async fn a_hint_that_is_lost_costs_one_look() {
     other.stop().await;
 }
 
-/// One asks for much at one replica, by a call that the other never hears of; others for little at the other.
+/// Both replicas tell that so many leases are waited for.
+async fn both_tell(replicas: &[Running; 2], waiting: u64) {
+    for replica in replicas {
+        until("it is told", async || (demand(replica).await.waiting == waiting).then_some(())).await;
+    }
+}
+
+/// Of two calls one waits at each replica, and the slot comes free at the one where the later waits.
+async fn the_earlier_is_granted_first(
+    replicas: &[Running; 2],
+    earlier: pb::PlaceRequest,
+    later: pb::PlaceRequest,
+) {
+    let [one, other] = replicas;
+    let held = place(other, task()).await.expect("granted");
+    let earlier = async {
+        let lease = place(one, waiting(earlier)).await.expect("granted");
+        assert_eq!(demand(other).await.waiting, 1, "the later waits still");
+        release(other, &lease.lease_token).await;
+    };
+    let later = async {
+        both_tell(replicas, 1).await;
+        place(other, waiting(later)).await.expect("granted")
+    };
+    let gives_back = async {
+        both_tell(replicas, 2).await;
+        so_many_wait(other, 2).await;
+        release(other, &held.lease_token).await;
+    };
+    let ((), later, ()) = futures::join!(earlier, later, gives_back);
+    both_tell(replicas, 0).await;
+    release(one, &later.lease_token).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_waits_for_leases_at_one_replica_is_counted_and_not_passed_over_at_the_other() {
+    let database = testing::databases::postgres().await;
+    // For that long the other leaves alone what came free for the one.
+    let config = scheduler::Config { poll: Duration::from_secs(1), ..config(&database) };
+    let replicas = [Running::start(config.clone()).await, Running::start(config).await];
+    let _gateway = with_slots(&replicas[0], "one", 1).await;
+    the_earlier_is_granted_first(&replicas, task(), task()).await;
+    let urgent = pb::PlaceRequest { priority: 1, ..task() };
+    the_earlier_is_granted_first(&replicas, urgent, task()).await;
+    // They wait in lines of their own.
+    let check = pb::PlaceRequest { kind: pb::PlacementKind::Check.into(), ..task() };
+    the_earlier_is_granted_first(&replicas, check, task()).await;
+    for replica in replicas {
+        replica.stop().await;
+    }
+}
+
+/// What a replica that has ended said of its calls holds nobody up for long.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_left_to_a_replica_that_has_ended_goes_to_who_is_next() {
+    let database = testing::databases::postgres().await;
+    let [one, other] = [Running::start(config(&database)).await, Running::start(config(&database)).await];
+    let _gateway = with_slots(&other, "one", 1).await;
+    let held = place(&other, task()).await.expect("granted");
+    let mut placements = one.placements();
+    let lost = async { placements.place(waiting(task())).await };
+    let ends = async {
+        so_many_wait(&other, 1).await;
+        let next = place(&other, waiting(task()));
+        let gives_back = async {
+            so_many_wait(&other, 2).await;
+            one.stop().await;
+            release(&other, &held.lease_token).await;
+        };
+        futures::join!(next, gives_back).0.expect("granted")
+    };
+    let (lost, _) = futures::join!(lost, ends);
+    lost.expect_err("nobody answers it");
+    until("nobody waits", async || (demand(&other).await.waiting == 0).then_some(())).await;
+    other.stop().await;
+}
+
+/// One asks for much at one replica, by a call; others for little at the other.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_one_replica_keeps_free_the_other_gives_to_nobody() {
     let database = testing::databases::postgres().await;

@@ -31,6 +31,7 @@ impl Replica {
         let large = parts(&[(asking(80), "")]);
         self.queue.put(Waiting {
             id,
+            is_elsewhere: false,
             others: vec![],
             sequence: id,
             priority: 0,
