@@ -98,6 +98,8 @@ pub(crate) enum Holder {
 pub(crate) struct Done {
     /// The workers of the plan as they are now. One that is missing here is gone.
     pub(crate) workers: Vec<worker::Model>,
+    /// How many tasks were on them before.
+    pub(crate) found: HashMap<WorkerId, i64>,
     /// Grants that did not hold on their workers.
     pub(crate) refused: HashSet<LeaseId>,
     /// Workloads that do not wait any more, or were known before they were submitted: nothing was done about them.
@@ -195,6 +197,7 @@ pub(crate) async fn carry_out(
     }
     let held = owners::keep_to_workers(txn, held, &mut done, now).await?;
     held.iter().for_each(|grant| changes.take(grant));
+    done.found = locked.iter().map(|row| (WorkerId::from_uuid(row.id), row.active_tasks)).collect();
     done.workers = locked;
     changes.note(&mut done.workers);
 

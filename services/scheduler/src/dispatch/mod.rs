@@ -54,6 +54,9 @@ const DECISIONS: usize = 8;
 /// How many requests are taken into a round, and how many of the queue are placed by one transaction.
 const BATCH: usize = 512;
 
+/// How many requests at a time are many. See [`Dispatcher::looks_before`].
+const MANY: usize = 16;
+
 /// How many requests may wait for a round. Further callers wait until there is room.
 const REQUESTS: usize = 4096;
 
@@ -211,6 +214,8 @@ pub(crate) struct Dispatcher {
     kept_free: KeptFree,
     /// Whether those that wait may find something that they did not find before.
     look: bool,
+    /// Whether rows said that others had placed something of which nothing is known here, since the last look at what others changed.
+    others_place: bool,
     /// Where slots came free of which others are told once those that wait here have had their turns.
     freed: HashSet<WorkerId>,
     /// When all that waits was read last.
@@ -238,6 +243,7 @@ impl Dispatcher {
             elsewhere: Elsewhere::new(),
             kept_free: KeptFree::new(Timestamp::now()),
             look: true,
+            others_place: false,
             freed: HashSet::new(),
             whole_at: None,
             held_at: None,
@@ -282,11 +288,18 @@ impl Dispatcher {
         let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
         let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
         self.look |= !done.freed.is_empty();
+        self.others_place |= self.memory.is_behind(&done.found);
         self.memory.came_free(&done.freed);
         self.memory.forget(gone);
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
         self.memory.wrote(done.transaction);
         Ok(done)
+    }
+
+    /// Whether it is looked at what others have changed before so many requests are decided. Who knows of some workers what others placed there and
+    /// not of the rest takes these for less busy than they are, and with many requests for few workers that shows.
+    fn looks_before(&self, requests: usize) -> bool {
+        self.others_place && requests >= MANY && requests * 4 >= self.memory.workers.lock().len()
     }
 
     /// Looks at workers where the containers of owners are, which may not be known here yet.
@@ -397,7 +410,8 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             () = patience_ends(patience) => {}
         }
         let mut effects = Effects::default();
-        let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
+        let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)))
+            || dispatcher.looks_before(requests.len());
         let is_due = std::mem::take(&mut is_due);
         let mut caught_up = false;
         if is_due || asked {

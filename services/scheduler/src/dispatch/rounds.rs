@@ -189,7 +189,8 @@ impl Dispatcher {
     /// Whether nothing is before these.
     fn may_go_ahead(&self, requests: &[Request], caller: &Caller<'_>) -> bool {
         let catches_up = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
-        !catches_up && self.queue().len() == 0 && (caller.nothing_is_before)()
+        let is_first = !catches_up && !self.looks_before(requests.len());
+        is_first && self.queue().len() == 0 && (caller.nothing_is_before)()
     }
 
     /// Decides what is asked for, as far as what is remembered is enough.
