@@ -113,8 +113,8 @@ pub(crate) struct Done {
     taken: HashSet<LeaseId>,
     /// Where the containers of owners are for whom it was decided otherwise.
     pub(crate) kept_to: HashMap<LeaseId, WorkerId>,
-    /// Where slots came free that were given back, and how many.
-    pub(crate) freed: HashMap<WorkerId, u32>,
+    /// Where slots came free that were given back.
+    pub(crate) freed: HashSet<WorkerId>,
     /// What the artifact store shall be told.
     pub(crate) parcels: Vec<Parcel>,
     /// What sorts workloads that were accepted before, and when they were.
@@ -167,7 +167,7 @@ pub(crate) async fn carry_out(
     let mut changes = Changes::default();
     for lease in &ended {
         if lease.kind.takes_a_slot() {
-            *done.freed.entry(WorkerId::from_uuid(lease.worker_id)).or_default() += 1;
+            done.freed.insert(WorkerId::from_uuid(lease.worker_id));
         }
         changes.give_back(lease);
     }

@@ -245,7 +245,7 @@ impl Memory {
         let mut better = false;
         for row in rows {
             facts.learn(&row)?;
-            let worker = facts.as_placed(&row)?;
+            let (worker, ended_tasks) = (facts.as_placed(&row)?, unsigned(row.ended_tasks));
             facts.rows.insert(row.id, row);
             self.gone.remove(&worker.id);
             let mut index = self.workers.lock();
@@ -260,7 +260,7 @@ impl Memory {
             }
             let before = index.seen(worker.id);
             better |= index.get(worker.id).is_none_or(|known| is_better(known, before, &worker));
-            index.observe(worker, facts.now);
+            index.observe(worker, ended_tasks, facts.now);
         }
         Ok(better)
     }
@@ -277,12 +277,6 @@ impl Memory {
     pub(crate) fn wrote(&mut self, transaction: Option<TransactionId>) {
         self.wrote.extend(transaction);
         self.wrote.drain(..self.wrote.len().saturating_sub(WROTE));
-    }
-
-    /// So many slots of these workers came free, whatever took them since.
-    pub(crate) fn came_free(&self, freed: &HashMap<WorkerId, u32>) {
-        let (facts, mut index) = (self.facts.lock(), self.workers.lock());
-        freed.iter().for_each(|(id, slots)| index.came_free(*id, *slots, facts.now));
     }
 
     /// These workers are not there any more. They count as just lost for a while.

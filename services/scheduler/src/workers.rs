@@ -207,6 +207,7 @@ async fn register(
         reserved_cpu_millis: known.map_or(Set(0), |_| sea_orm::NotSet),
         reserved_memory_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
         reserved_disk_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
+        ended_tasks: known.map_or(Set(0), |_| sea_orm::NotSet),
         max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
         max_containers: Set(hello.capacity.max_containers.map(i64::from)),
         max_volumes: Set(hello.capacity.max_volumes.map(i64::from)),

@@ -289,7 +289,6 @@ impl Dispatcher {
         let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
         self.look |= !done.freed.is_empty();
         self.others_place |= self.memory.is_behind(&done.found);
-        self.memory.came_free(&done.freed);
         self.memory.forget(gone);
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
         self.memory.wrote(done.transaction);

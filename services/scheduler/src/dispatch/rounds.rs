@@ -268,9 +268,9 @@ impl Dispatcher {
                 round.outdated.extend(&done.outdated);
                 if self.queue().len() > 0 {
                     // Who waits here has his turn next, and others need not try to be faster.
-                    self.freed.extend(done.freed.keys());
+                    self.freed.extend(&done.freed);
                 } else {
-                    effects.freed.extend(done.freed.keys());
+                    effects.freed.extend(&done.freed);
                 }
                 effects.parcels.extend(done.parcels);
                 (caller.tell)(effects);

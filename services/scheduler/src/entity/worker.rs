@@ -44,6 +44,7 @@ pub(crate) struct Model {
     pub(crate) reserved_cpu_millis: i64,
     pub(crate) reserved_memory_bytes: i64,
     pub(crate) reserved_disk_bytes: i64,
+    pub(crate) ended_tasks: i64,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

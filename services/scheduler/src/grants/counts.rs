@@ -31,12 +31,13 @@ pub(super) struct Counts {
     reserved_cpu_millis: i64,
     reserved_memory_bytes: i64,
     reserved_disk_bytes: i64,
+    ended_tasks: i64,
     /// Which transaction reads it. 0, where they have no numbers.
     reader: i64,
 }
 
 /// The columns of [`Counts`].
-pub(super) const COUNTS: [&str; 9] = [
+pub(super) const COUNTS: [&str; 10] = [
     "id",
     "revision",
     "generation",
@@ -45,6 +46,7 @@ pub(super) const COUNTS: [&str; 9] = [
     "reserved_cpu_millis",
     "reserved_memory_bytes",
     "reserved_disk_bytes",
+    "ended_tasks",
     "reader",
 ];
 
@@ -67,7 +69,7 @@ impl Counts {
     /// The row that is `known`, if nothing but these has changed since.
     fn applied_to(self, known: &worker::Model) -> Option<worker::Model> {
         let Self { id, revision, generation, active_tasks, active_checks, .. } = self;
-        let Self { reserved_cpu_millis, reserved_memory_bytes, reserved_disk_bytes, .. } = self;
+        let Self { reserved_cpu_millis, reserved_memory_bytes, reserved_disk_bytes, ended_tasks, .. } = self;
         ((known.id, known.revision) == (id, revision)).then(|| worker::Model {
             generation,
             active_tasks,
@@ -75,6 +77,7 @@ impl Counts {
             reserved_cpu_millis,
             reserved_memory_bytes,
             reserved_disk_bytes,
+            ended_tasks,
             ..known.clone()
         })
     }
@@ -150,6 +153,7 @@ struct Change {
     cpu_millis: i64,
     memory_bytes: i64,
     disk_bytes: i64,
+    ended: i64,
     /// Whether what its gateway shall do changes.
     generations: i64,
 }
@@ -161,13 +165,14 @@ struct Changed {
     change: Change,
 }
 
-const CHANGED: [(&str, Column); 7] = [
+const CHANGED: [(&str, Column); 8] = [
     ("id", Column::Uuid),
     ("tasks", Column::Integer),
     ("checks", Column::Integer),
     ("cpu_millis", Column::Integer),
     ("memory_bytes", Column::Integer),
     ("disk_bytes", Column::Integer),
+    ("ended", Column::Integer),
     ("generations", Column::Integer),
 ];
 
@@ -187,6 +192,7 @@ impl Changes {
         change.cpu_millis -= lease.cpu_millis;
         change.memory_bytes -= lease.memory_bytes;
         change.disk_bytes -= lease.disk_bytes;
+        change.ended += 1;
         change.generations |= i64::from(lease.workload_id.is_some());
     }
 
@@ -231,7 +237,7 @@ impl Changes {
                 "UPDATE workers SET active_tasks = active_tasks + given.tasks, active_checks = active_checks + given.checks,
                  reserved_cpu_millis = reserved_cpu_millis + given.cpu_millis,
                  reserved_memory_bytes = reserved_memory_bytes + given.memory_bytes,
-                 reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, generation = generation + given.generations
+                 reserved_disk_bytes = reserved_disk_bytes + given.disk_bytes, ended_tasks = ended_tasks + given.ended, generation = generation + given.generations
                  FROM ({}) AS given WHERE workers.id = given.id",
                 rows::query(backend, n, &CHANGED)
             )
@@ -257,6 +263,7 @@ impl Changes {
             row.reserved_cpu_millis += change.cpu_millis;
             row.reserved_memory_bytes += change.memory_bytes;
             row.reserved_disk_bytes += change.disk_bytes;
+            row.ended_tasks += change.ended;
             row.generation += change.generations;
         }
     }

@@ -265,31 +265,18 @@ impl Index {
         self.by_id.len()
     }
 
-    /// The same, as was read `now`: what was on it before and is not any more came free.
-    pub(crate) fn observe(&mut self, worker: Worker, now: Timestamp) {
+    /// The same, as was read `now`. `ended_tasks`: how many slots came free there so far.
+    pub(crate) fn observe(&mut self, worker: Worker, ended_tasks: u64, now: Timestamp) {
         let (id, tasks, before) = (worker.id, worker.load.tasks, self.seen(worker.id).tasks);
         let known = self.by_id.get(&id).and_then(|place| self.places[*place].as_ref());
         let turnover = match known.and_then(|known| known.turnover) {
-            Some(turnover) if before != tasks => {
-                turnover.passed(before, now).freed(before.saturating_sub(tasks))
-            }
-            Some(turnover) => turnover,
-            None => Turnover::new(now),
+            Some(turnover) => turnover.observed(before, tasks, ended_tasks, now),
+            None => Turnover::new(ended_tasks, now),
         };
         self.put(worker);
         if let Some(place) = self.by_id.get(&id).and_then(|place| self.places[*place].as_mut()) {
             place.turnover = Some(turnover);
         }
-    }
-
-    /// So many slots of a worker came free. What took them in the same moment is observed after this: its row does not say that there was a change.
-    pub(crate) fn came_free(&mut self, id: WorkerId, slots: u32, now: Timestamp) {
-        let seen = self.seen(id);
-        let place = self.by_id.get(&id).and_then(|place| self.places[*place].as_mut());
-        let Some(place) = place else { return };
-        place.turnover =
-            place.turnover.map(|turnover| turnover.passed(seen.tasks, now).freed(slots.min(seen.tasks)));
-        self.load(id, Load { tasks: seen.tasks.saturating_sub(slots), ..seen });
     }
 
     /// This is how a worker is from now on, but for what is planned for it.

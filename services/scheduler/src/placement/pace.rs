@@ -1,8 +1,8 @@
 //! Pace: how long slots are held, and so how fast they come free, as far as this replica saw.
 //!
 //! For each worker two numbers are kept: how many of its slots came free, and for how long slots of it were held. Both count for half after
-//! [`HALF_LIFE`]. So what was long ago is forgotten, and a worker that had nothing to do meanwhile says nothing wrong. What other replicas do is
-//! seen as it is afterwards: a slot that went on to somebody else between two looks counts as held all the time.
+//! [`HALF_LIFE`]. So what was long ago is forgotten, and a worker that had nothing to do meanwhile says nothing wrong. How many came free is
+//! counted in the worker's row, so those that went on to somebody else at once are seen, at whichever replica that was.
 
 use std::time::Duration;
 
@@ -19,14 +19,25 @@ const ENOUGH: f64 = 0.5;
 pub(crate) struct Turnover {
     freed: f64,
     held_seconds: f64,
+    /// How many slots had come free since the worker registered.
+    ended: u64,
     /// As of when.
     at: Timestamp,
 }
 
 impl Turnover {
-    /// Of a worker that is seen for the first time.
-    pub(crate) fn new(at: Timestamp) -> Self {
-        Self { freed: 0.0, held_seconds: 0.0, at }
+    /// Of a worker that is seen for the first time, on which so many slots came free before.
+    pub(crate) fn new(ended: u64, at: Timestamp) -> Self {
+        Self { freed: 0.0, held_seconds: 0.0, ended, at }
+    }
+
+    /// The same when `tasks` slots are held, after `before` were, and `ended` have come free so far.
+    pub(crate) fn observed(self, before: u32, tasks: u32, ended: u64, now: Timestamp) -> Self {
+        let freed = ended.saturating_sub(self.ended);
+        match before == tasks && freed == 0 {
+            true => self,
+            false => Self { ended: self.ended.max(ended), ..self.passed(before, now).freed(freed) },
+        }
     }
 
     /// The same now. `tasks`: how many slots were held meanwhile.
@@ -34,17 +45,24 @@ impl Turnover {
         let (passed, half_life) = (now.since(self.at).as_secs_f64(), HALF_LIFE.as_secs_f64());
         let left = (-passed / half_life).exp2();
         let held = f64::from(tasks) * (1.0 - left) * half_life / std::f64::consts::LN_2;
-        Self { freed: self.freed * left, held_seconds: self.held_seconds * left + held, at: now.max(self.at) }
+        Self {
+            freed: self.freed * left,
+            held_seconds: self.held_seconds * left + held,
+            at: now.max(self.at),
+            ..self
+        }
     }
 
-    /// When the number of slots that are held last changed, or it was seen for the first time.
+    /// When slots were last taken or came free, or it was seen for the first time.
     pub(crate) fn at(self) -> Timestamp {
         self.at
     }
 
     /// So many slots came free just now.
-    pub(crate) fn freed(self, slots: u32) -> Self {
-        Self { freed: self.freed + f64::from(slots), ..self }
+    fn freed(self, slots: u64) -> Self {
+        #[expect(clippy::cast_precision_loss, reason = "it is a guess")]
+        let slots = slots as f64;
+        Self { freed: self.freed + slots, ..self }
     }
 }
 
@@ -95,14 +113,16 @@ mod tests {
     #[test]
     fn slots_come_free_as_fast_as_they_did_while_they_were_held() {
         // Two slots, each held for 20 s, for 200 s; then nothing for an hour; then the same again.
-        let mut turnover = Turnover::new(at(0));
+        let mut turnover = Turnover::new(7, at(0));
+        let ended = |second: i64| 7 + u64::try_from(second).expect("positive") / 10;
         for second in (10..=200).step_by(10) {
-            turnover = turnover.passed(2, at(second)).freed(1);
+            // One comes free, and goes on to somebody else in the same moment.
+            turnover = turnover.observed(2, 2, ended(second), at(second));
         }
         let first = turnover.passed(0, at(3800));
         let mut second = first;
         for seconds in (3810..=4000).step_by(10) {
-            second = second.passed(2, at(seconds)).freed(1);
+            second = second.observed(2, 2, ended(seconds - 3600), at(seconds));
         }
         let pace = |turnover: Turnover| {
             let mut pace = Pace::default();
@@ -116,7 +136,7 @@ mod tests {
             assert!((27.0..33.0).contains(&third), "{third}");
         }
         assert_eq!(pace(turnover.passed(0, at(7200))).until_freed(1), None, "too long ago");
-        assert_eq!(pace(Turnover::new(at(0)).passed(2, at(100))).until_freed(1), None, "none came free");
+        assert_eq!(pace(Turnover::new(7, at(0)).passed(2, at(100))).until_freed(1), None, "none came free");
         let mut idle = Pace::default();
         idle.add(turnover, 0);
         assert_eq!(idle.until_freed(1), None, "none is held");

@@ -157,6 +157,7 @@ impl World {
             reserved_cpu_millis: 0,
             reserved_memory_bytes: 0,
             reserved_disk_bytes: 0,
+            ended_tasks: 0,
             ..worker.clone()
         };
         self.seen(|seen| {

@@ -287,6 +287,28 @@ async fn what_one_replica_keeps_free_the_other_gives_to_nobody() {
     other.stop().await;
 }
 
+/// At one replica slots go on to who waits in the moment in which they are given back, so no look of the other finds one free.
+#[tokio::test(flavor = "multi_thread")]
+async fn how_long_slots_are_held_is_seen_at_each_replica() {
+    let database = testing::databases::postgres().await;
+    let [one, other] = [Running::start(config(&database)).await, Running::start(config(&database)).await];
+    let _gateway = with_slots(&one, "one", 1).await;
+    let mut held = place(&one, task()).await.expect("granted");
+    let explained = explain_spec(&other, spec()).await;
+    assert_eq!(explained.expected_wait, None, "{explained:?}");
+    for _ in 0..3 {
+        let waits = async { place(&one, waiting(task())).await.expect("granted") };
+        let gives_back = async {
+            so_many_wait(&one, 1).await;
+            release(&one, &held.lease_token).await;
+        };
+        held = futures::join!(waits, gives_back).0;
+    }
+    until("it is known", async || explain_spec(&other, spec()).await.expected_wait).await;
+    one.stop().await;
+    other.stop().await;
+}
+
 /// Each replica is told half of them, and hears of what the other grants only afterwards.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_burst_is_spread_over_all_workers() {
