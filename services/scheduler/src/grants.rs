@@ -96,10 +96,12 @@ pub(crate) enum Holder {
 /// What was done.
 #[derive(Debug, Default)]
 pub(crate) struct Done {
-    /// The workers of the plan as they are now. One that is missing here is gone.
+    /// The workers of the plan as they are now, as far as they were looked at.
     pub(crate) workers: Vec<worker::Model>,
     /// How many tasks were on them before.
     pub(crate) found: HashMap<WorkerId, i64>,
+    /// Those that were looked at and are not there any more.
+    pub(crate) gone: HashSet<WorkerId>,
     /// Grants that did not hold on their workers.
     pub(crate) refused: HashSet<LeaseId>,
     /// Workloads that do not wait any more, or were known before they were submitted: nothing was done about them.
@@ -163,6 +165,8 @@ pub(crate) async fn carry_out(
     let (ended, locked) = end_and_lock(txn, &plan.releases, concerned, now).await?;
     are_locked();
     let Locked { rows: locked, transaction } = rows_of(txn, locked, facts).await?;
+    let there: HashSet<_> = locked.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
+    done.gone = grants.iter().map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
     done.transaction = transaction;
     let mut changes = Changes::default();
     for lease in &ended {

@@ -283,13 +283,9 @@ impl Dispatcher {
         self.give_back(&plan.grants);
         let mut done = done?;
         placed(plan, &done).for_each(gauges::placed);
-        let there: HashSet<_> = done.workers.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
-        // Of those whose rows were looked for: what was moot was not.
-        let refused = plan.grants.iter().filter(|grant| done.refused.contains(&grant.lease));
-        let gone: HashSet<_> = refused.map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
         self.look |= !done.freed.is_empty();
         self.others_place |= self.memory.is_behind(&done.found);
-        self.memory.forget(gone);
+        self.memory.forget(std::mem::take(&mut done.gone));
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
         self.memory.wrote(done.transaction);
         Ok(done)

@@ -163,6 +163,32 @@ async fn what_is_asked_for_again_while_it_is_written_is_the_same_lease() {
     assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1));
 }
 
+/// Of what is left of a group no worker is looked at: that says nothing of those.
+#[tokio::test]
+async fn of_a_group_that_exists_in_part_the_workers_stay_known() {
+    let mut replica = replica(databases::sqlite()).await;
+    let [there, other] = [LeaseId::new(), LeaseId::new()];
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let (request, answer) = place(there);
+    replica.dispatcher.rounds(vec![request], &caller).await;
+    let placed = answer.await.expect("an answer");
+    assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
+
+    let [mut asks, others] = [there, other].map(|lease| match place(lease) {
+        (Request::Place(asks, _), _) => asks,
+        (another, _) => panic!("{another:?}"),
+    });
+    asks.extend(others);
+    asks.iter_mut().for_each(|ask| ask.group = Some(1));
+    let (sender, answer) = oneshot::channel();
+    replica.dispatcher.rounds(vec![Request::Place(asks, sender)], &caller).await;
+
+    let placed = answer.await.expect("an answer");
+    assert!(matches!(placed[..], [Ok(_), Err(PlaceError::Exists)]), "{placed:?}");
+    let known = replica.dispatch.workers.lock().get(replica.worker).map(|worker| worker.state);
+    assert_eq!(known, Some(crate::entity::worker::State::Running), "it is there");
+}
+
 #[tokio::test]
 async fn what_something_else_is_before_is_given_back() {
     let mut replica = replica(databases::sqlite()).await;
