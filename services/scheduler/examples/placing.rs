@@ -7,7 +7,8 @@
 //! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
 //!
 //! - `single_1`, `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the
-//!   `Place`s. `paced_64_p99_ms`: of those of 64 callers who make 1,000 pairs a second together, counted from when each was due.
+//!   `Place`s; `…_decided_p99_ms`: of the scheduler's decisions meanwhile, each from when something is asked for until all that is decided with it
+//!   is granted or given back. `paced_64_p99_ms`: of those of 64 callers who make 1,000 pairs a second together, counted from when each was due.
 //! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
 //!   in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
@@ -91,16 +92,19 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         fill(&database, *count, arguments.limit).await?;
         database.execute_unprepared("TRUNCATE cached_workers, cached_containers; INSERT INTO cached_workers SELECT name, 0 FROM workers").await?;
         database.execute_unprepared("VACUUM ANALYZE cached_workers").await?;
-        let server = Server::start(&arguments.database_url).await?;
+        let mut server = Server::start(&arguments.database_url).await?;
         let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
         for callers in [1, 16, 64] {
             let (rate, p99) = singles(&server, callers, arguments.seconds).await?;
             said.push(of(&format!("single_{callers}"), rate));
             said.push(of(&format!("single_{callers}_p99_ms"), p99));
+            said.push(of(&format!("single_{callers}_decided_p99_ms"), server.decided_p99()?));
         }
         paced(&server, 64, 1000, 1).await?;
+        server.decided_p99()?;
         let p99 = paced(&server, 64, 1000, arguments.seconds).await?;
         said.push(of("paced_64_p99_ms", p99));
+        said.push(of("paced_64_decided_p99_ms", server.decided_p99()?));
         let (rate, placed) = batches(&server, 16, arguments.seconds).await?;
         said.extend([of("batched_16", rate), of("placed_16", placed)]);
         for callers in [16, 64] {

@@ -3,7 +3,7 @@
 //! It is only ever behind: what is decided on it is judged again on the rows ([`crate::grants`]). It is read anew whole at the start and now
 //! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`Memory::catch_up`]).
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -381,7 +381,7 @@ impl Memory {
             better = true;
         }
         (self.seen, self.went) = (oldest, went);
-        Ok(better)
+        Ok(self.stop_remembering(now)? || better)
     }
 
     /// Whether a contact changes what placement knows of its worker.
@@ -406,16 +406,27 @@ impl Memory {
         let better = self.note(rows)?;
         let known: Vec<_> = self.workers.lock().workers().map(|worker| worker.id).collect();
         self.forget(known.into_iter().filter(|id| !there.contains(id)));
-        let remember = self.facts.lock().remember;
-        let over: BTreeSet<_> =
-            self.gone.iter().filter(|(_, since)| now.since(**since) >= remember).map(|(id, _)| *id).collect();
-        let better = better || !over.is_empty();
         self.whole_at = Some(now);
-        for id in over {
+        Ok(self.stop_remembering(now)? || better)
+    }
+
+    /// Those that were lost, or went, long enough ago count no more. Answers whether there are any: who waited for them alone has to be told so.
+    fn stop_remembering(&mut self, now: Timestamp) -> Result<bool, DbErr> {
+        let (facts, mut workers) = (self.facts.lock(), self.workers.lock());
+        let is_over = |(_, since): &(&WorkerId, &Timestamp)| now.since(**since) >= facts.remember;
+        let gone: Vec<_> = self.gone.iter().filter(is_over).map(|(id, _)| *id).collect();
+        let just_lost =
+            workers.workers().filter(|worker| worker.just_lost && !self.gone.contains_key(&worker.id));
+        let lost = just_lost.filter_map(|worker| facts.row(worker.id.uuid()).map(|row| facts.as_placed(row)));
+        let lost = lost.collect::<Result<Vec<_>, DbErr>>()?;
+        let lost: Vec<_> = lost.into_iter().filter(|worker| !worker.just_lost).collect();
+        let some = !gone.is_empty() || !lost.is_empty();
+        lost.into_iter().for_each(|worker| workers.put(worker));
+        for id in gone {
             self.gone.remove(&id);
-            self.workers.lock().remove(id);
+            workers.remove(id);
         }
-        Ok(better)
+        Ok(some)
     }
 }
 

@@ -2,11 +2,14 @@
 
 #![allow(dead_code, reason = "each uses what it needs")]
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, Command, Stdio};
+mod decisions;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use decisions::Decisions;
 use domain::LeaseId;
 use rpc::client::Outgoing;
 use rpc::pb::capabilities::GetCapabilitiesRequest;
@@ -27,7 +30,8 @@ pub(crate) async fn serve(database_url: String, store: Option<String>) -> anyhow
         lost_after: day * 3,
         ..Config::new(database_url, store.unwrap_or("http://127.0.0.1:9".to_owned()))
     };
-    let (listener, ended) = listen().await?;
+    let decisions = Decisions::record()?;
+    let (listener, ended) = listen(move || decisions.take()).await?;
     scheduler::serve(config, listener, ended).await
 }
 
@@ -35,21 +39,29 @@ pub(crate) async fn serve(database_url: String, store: Option<String>) -> anyhow
 #[tokio::main]
 pub(crate) async fn serve_store(database_url: String) -> anyhow::Result<()> {
     let config = artifact_store::Config::new(database_url, artifact_store::KeySource::Fixed(vec![]));
-    let (listener, ended) = listen().await?;
+    let (listener, ended) = listen(String::new).await?;
     artifact_store::serve(config, listener, ended).await
 }
 
-/// Says where it listens, and when standard input ends.
-async fn listen() -> anyhow::Result<(server::Listener, impl Future<Output = ()>)> {
+/// Says where it listens, `answer`s each line that is asked, and says when standard input ends.
+async fn listen(
+    answer: impl Fn() -> String + Send + 'static,
+) -> anyhow::Result<(server::Listener, impl Future<Output = ()>)> {
     let listener = server::Listener::Tcp(server::bind(([127, 0, 0, 1], 0).into())?);
     writeln!(std::io::stdout(), "{}", listener.endpoint()?)?;
-    let ended = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new()));
+    let ended = tokio::task::spawn_blocking(move || {
+        for _ in std::io::stdin().lines().map_while(Result::ok) {
+            writeln!(std::io::stdout(), "{}", answer())?;
+        }
+        std::io::Result::Ok(())
+    });
     Ok((listener, async { drop(ended.await) }))
 }
 
 /// A service in a process of its own.
 pub(crate) struct Server {
     process: Child,
+    said: BufReader<ChildStdout>,
     pub(crate) endpoint: String,
 }
 
@@ -67,9 +79,9 @@ impl Server {
             .stdout(Stdio::piped())
             .spawn()?;
         let mut endpoint = String::new();
-        let output = process.stdout.take().context("its output")?;
-        BufReader::new(output).read_line(&mut endpoint)?;
-        let server = Self { process, endpoint: endpoint.trim().to_owned() };
+        let mut said = BufReader::new(process.stdout.take().context("its output")?);
+        said.read_line(&mut endpoint)?;
+        let server = Self { process, said, endpoint: endpoint.trim().to_owned() };
         let mut asked = CapabilitiesClient::new(rpc::client::peer(&server.endpoint, Outgoing::internal())?);
         let until = Instant::now() + Duration::from_secs(30);
         loop {
@@ -84,6 +96,14 @@ impl Server {
 }
 
 impl Server {
+    /// How long its decisions took at p99 since this was asked last, in milliseconds: from when something is asked for until it is granted.
+    pub(crate) fn decided_p99(&mut self) -> anyhow::Result<f64> {
+        self.process.stdin.as_mut().context("its input")?.write_all(b"\n")?;
+        let mut line = String::new();
+        self.said.read_line(&mut line)?;
+        line.trim().parse().with_context(|| format!("it said {line:?}"))
+    }
+
     /// The memory that it has, in bytes.
     pub(crate) fn memory(&self) -> anyhow::Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;

@@ -62,14 +62,32 @@ impl Call {
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) ask: Ask,
-    pub(super) call: Arc<Call>,
-    pub(super) item: usize,
+    call: Arc<Call>,
+    item: usize,
+    /// Earlier calls for the same lease that wait still, and which of theirs it is.
+    earlier: Vec<(Arc<Call>, usize)>,
     pub(super) granted: Option<Granted>,
 }
 
 impl Member {
+    pub(super) fn new(ask: Ask, call: Arc<Call>, item: usize) -> Self {
+        Self { ask, call, item, earlier: Vec::new(), granted: None }
+    }
+
     pub(super) fn decide(&self, placed: Placed) {
+        self.earlier.iter().for_each(|(call, item)| call.decide(*item, placed.clone()));
         self.call.decide(self.item, placed);
+    }
+
+    /// Those who asked for it before hear what becomes of it as well.
+    fn take_over(&mut self, mut before: Self) {
+        self.earlier.append(&mut before.earlier);
+        self.earlier.push((before.call, before.item));
+        self.earlier.retain(|(call, _)| !call.has_gone());
+    }
+
+    fn has_gone(&self) -> bool {
+        self.call.has_gone() && self.earlier.iter().all(|(call, _)| call.has_gone())
     }
 
     /// What it asks for, where the containers of its owner are.
@@ -134,13 +152,14 @@ impl Leases {
 
     /// Whether nobody waits for it any more.
     pub(super) fn has_gone(&self) -> bool {
-        self.members.iter().all(|member| member.call.has_gone())
+        self.members.iter().all(Member::has_gone)
     }
 
     /// Comes in the place of another that asked for the same.
-    fn take_over(&mut self, other: &Self) {
+    fn take_over(&mut self, other: Self) {
         self.since = other.since;
         self.call(other.sequence);
+        self.members.iter_mut().zip(other.members).for_each(|(member, before)| member.take_over(before));
     }
 
     /// The containers of an owner are on this worker.
@@ -261,8 +280,9 @@ impl Asking {
         };
         match self.take(id) {
             Some(old) if old.asks_like(leases) => {
-                leases.take_over(&old);
-                Waits::Replaced(old)
+                let id = old.id();
+                leases.take_over(old);
+                Waits::Replaced(id)
             }
             Some(old) => {
                 // It was there a moment ago.
@@ -278,6 +298,7 @@ impl Asking {
 #[derive(Debug)]
 pub(super) enum Waits {
     Not,
-    Replaced(Leases),
+    /// It was called so in the queue.
+    Replaced(Uuid),
     ForElse,
 }

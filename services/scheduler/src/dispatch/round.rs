@@ -1,5 +1,6 @@
 //! What is decided in a round ([`super::rounds`]), and what whoever asked for it hears.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
@@ -98,10 +99,8 @@ impl Dispatcher {
     fn replace(&mut self, leases: &mut Leases) -> Option<bool> {
         match self.asking.replace(leases) {
             Waits::Not => None,
-            Waits::Replaced(old) => {
-                self.queue().remove(old.id());
-                // Its caller has gone, or has called again.
-                old.members.iter().for_each(|member| member.decide(Err(PlaceError::Undecided)));
+            Waits::Replaced(id) => {
+                self.queue().remove(id);
                 Some(true)
             }
             Waits::ForElse => {
@@ -607,6 +606,22 @@ impl Unit {
     }
 }
 
+/// What a call asks for, each group together: those of a higher priority first, and then as they are named.
+fn in_turn(members: Vec<Member>, now: Timestamp) -> Vec<Leases> {
+    let (mut units, mut of_group) = (Vec::<Vec<Member>>::new(), HashMap::new());
+    for member in members {
+        let next = units.len();
+        let at = member.ask.group.map_or(next, |group| *of_group.entry(group).or_insert(next));
+        match units.get_mut(at) {
+            Some(unit) => unit.push(member),
+            None => units.push(vec![member]),
+        }
+    }
+    let mut units: Vec<_> = units.into_iter().filter_map(|unit| Leases::new(unit, now)).collect();
+    units.sort_by_key(|unit| Reverse(unit.priority));
+    units
+}
+
 impl Open {
     pub(super) fn add(&mut self, requests: Vec<Request>, now: Timestamp) {
         let open = self;
@@ -620,20 +635,9 @@ impl Open {
                 }
                 Request::Place(asks, answer) => {
                     let call = Call::new(asks.len(), answer);
-                    let mut members: Vec<_> = asks
-                        .into_iter()
-                        .enumerate()
-                        .map(|(item, ask)| Member { ask, call: call.clone(), item, granted: None })
-                        .collect();
-                    members.sort_by_key(|member| member.ask.group);
-                    while let Some(member) = members.pop() {
-                        let group = member.ask.group;
-                        let mut unit = vec![member];
-                        while group.is_some() && members.last().is_some_and(|last| last.ask.group == group) {
-                            unit.extend(members.pop());
-                        }
-                        open.units.extend(Leases::new(unit, now).map(Unit::Leases));
-                    }
+                    let member = |(item, ask)| Member::new(ask, call.clone(), item);
+                    let members = asks.into_iter().enumerate().map(member).collect();
+                    open.units.extend(in_turn(members, now).into_iter().map(Unit::Leases));
                 }
                 // It was done before the round.
                 Request::CatchUp(answer) => _ = answer.send(()),

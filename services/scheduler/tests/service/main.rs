@@ -52,7 +52,8 @@ use places::{
     a_group_of_one_owner_goes_where_there_is_room_for_all,
     a_group_of_one_owner_waits_for_the_worker_that_can_have_all, a_lease_holds_what_it_uses_until_it_ends,
     an_id_that_waits_is_nobody_elses, each_of_many_leases_hears_of_what_it_uses,
-    groups_that_wait_get_all_at_once, pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
+    groups_that_wait_get_all_at_once, of_many_the_higher_priority_is_granted_and_then_the_first,
+    pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
     the_containers_of_an_owner_keep_to_their_worker, who_has_waited_long_enough_or_has_gone_waits_no_more,
     who_waits_for_a_lease_has_a_place_in_the_queue, who_waits_in_vain_hears_so,
 };
@@ -733,6 +734,7 @@ on_both! {
     who_must_start_in_time_is_looked_for_in_time,
     who_has_waited_long_enough_or_has_gone_waits_no_more,
     groups_that_wait_get_all_at_once,
+    of_many_the_higher_priority_is_granted_and_then_the_first,
     an_id_that_waits_is_nobody_elses,
     a_group_of_one_owner_goes_where_there_is_room_for_all,
     a_group_of_one_owner_waits_for_the_worker_that_can_have_all,

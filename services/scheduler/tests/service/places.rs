@@ -230,6 +230,20 @@ pub(crate) async fn an_id_that_waits_is_nobody_elses(database: TestDatabase) {
     scheduler.stop().await;
 }
 
+/// There is room for fewer than are asked for with one call.
+pub(crate) async fn of_many_the_higher_priority_is_granted_and_then_the_first(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 3).await;
+    let asked = [(0, 0), (0, 0), (50, 0), (0, 7), (100, 7), (0, 0)].map(|(priority, group)| {
+        let request = Some(pb::PlaceRequest { priority, ..task() });
+        pb::PlaceItem { request, group }
+    });
+    let results = place_many(&scheduler, asked.into()).await;
+    let granted = results.iter().map(|result| matches!(result, pb::place_result::Result::Placed(_)));
+    assert_eq!(granted.collect::<Vec<_>>(), [false, false, true, true, true, false], "{results:?}");
+    scheduler.stop().await;
+}
+
 /// There is room for all of it on one worker, and for some of it on another.
 pub(crate) async fn a_group_of_one_owner_goes_where_there_is_room_for_all(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;

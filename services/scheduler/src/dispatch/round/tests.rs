@@ -95,7 +95,7 @@ impl Scene {
                 wait: std::time::Duration::ZERO,
                 priority: 0,
             };
-            Member { ask, call: call.clone(), item, granted: None }
+            Member::new(ask, call.clone(), item)
         });
         let leases = Leases::new(members.collect(), Timestamp(0)).expect("some are asked for");
         self.members.iter_mut().for_each(|asked| asked.demand.waits_as = leases.id());

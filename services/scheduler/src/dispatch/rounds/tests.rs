@@ -189,6 +189,29 @@ async fn of_a_group_that_exists_in_part_the_workers_stay_known() {
     assert_eq!(known, Some(crate::entity::worker::State::Running), "it is there");
 }
 
+/// Whoever calls again while he waits has one lease, and both calls hear of it.
+#[tokio::test]
+async fn what_is_asked_for_again_while_it_waits_is_answered_twice() {
+    let mut replica = replica_with(databases::sqlite(), Some(1)).await;
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let [held, asked] = [LeaseId::new(), LeaseId::new()];
+    let long = Duration::from_secs(3600);
+    let ((first, of_first), (second, of_second)) = (place_within(asked, long), place_within(asked, long));
+    for request in [place(held).0, first, second] {
+        replica.dispatcher.rounds(vec![request], &caller).await;
+        assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1));
+    }
+    let (released, answer) = oneshot::channel();
+    let release = Request::Release(vec![(held, replica.worker)], released);
+    replica.dispatcher.rounds(vec![release], &caller).await;
+    answer.await.expect("an answer").expect("it is given back");
+    for answer in [of_first, of_second] {
+        let placed = answer.await.expect("an answer");
+        assert!(matches!(&placed[..], [Ok(granted)] if granted.claims.lease == asked), "{placed:?}");
+    }
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1));
+}
+
 #[tokio::test]
 async fn what_something_else_is_before_is_given_back() {
     let mut replica = replica(databases::sqlite()).await;

@@ -1,0 +1,56 @@
+//! How long the decisions of a scheduler take, as it counts them itself.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Context;
+use metrics::{Counter, Gauge, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+
+/// What is recorded. Cheap to clone; clones share it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Decisions(Arc<Seconds>);
+
+#[derive(Debug, Default)]
+struct Seconds(Mutex<Vec<f64>>);
+
+impl Decisions {
+    /// Records those of this process from now on.
+    pub(super) fn record() -> anyhow::Result<Self> {
+        let decisions = Self::default();
+        metrics::set_global_recorder(decisions.clone()).ok().context("something else is recorded")?;
+        Ok(decisions)
+    }
+
+    /// What they took at p99 since this was asked last, in milliseconds.
+    pub(super) fn take(&self) -> String {
+        let mut took = std::mem::take(&mut *self.0.0.lock().unwrap_or_else(PoisonError::into_inner));
+        took.sort_by(f64::total_cmp);
+        took.get(took.len() * 99 / 100).map_or("none".to_owned(), |p99| format!("{:.3}", p99 * 1e3))
+    }
+}
+
+impl HistogramFn for Seconds {
+    fn record(&self, value: f64) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+    }
+}
+
+impl Recorder for Decisions {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, _: &Key, _: &Metadata<'_>) -> Counter {
+        Counter::noop()
+    }
+
+    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::noop()
+    }
+
+    fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
+        match key.name() {
+            "gantry_scheduler_decision_seconds" => Histogram::from_arc(self.0.clone()),
+            _ => Histogram::noop(),
+        }
+    }
+}
