@@ -270,7 +270,7 @@ pub(crate) struct RunArgs {
         help_heading = "When and where"
     )]
     pub(crate) priority: i32,
-    /// Only where so much processor time is free, and is kept free for it: `0.5`, `2`
+    /// Only where so much processor time is not reserved by others, and reserve it, whatever is used of it: `0.5`, `2`
     #[arg(long, value_name = "CORES", value_parser = values::cpu, help_heading = "When and where")]
     pub(crate) reserve_cpu: Option<u64>,
     /// The same of memory

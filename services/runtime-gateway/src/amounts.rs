@@ -14,7 +14,7 @@ pub struct Amounts {
     #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "limit")]
     pub max_tasks: Option<u32>,
-    /// Containers at a time, those that are kept after their end included. Default: what the scheduler has for all workers, or else no limit
+    /// Containers at a time, those that are kept after their end included, as they were counted last; what ended since may exceed it. Default: what the scheduler has for all workers, or else no limit
     #[arg(long, env = "GANTRY_WORKER_MAX_CONTAINERS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "limit")]
     pub max_containers: Option<u32>,
