@@ -3,19 +3,26 @@
 //! Operations are done one after the other by two replicas that do not hear of each other, on real databases and beside a real artifact store. Tokens
 //! and sessions that are over are used as well as new ones, so messages are late, doubled and out of order. Every fourth operation is killed where it
 //! waits, its replica with what it had in memory; whoever asked asks again, and in the end there must be what there is when it was done once. The
-//! clock moves by minutes or by a day. What only the scheduler can choose (which of the workers that would do, numbers of sessions) is looked up, and
-//! judged.
+//! clock moves by minutes or by a day. Now and then more is asked for than there is room for, and less else happens. What only the scheduler can choose
+//! (which of the workers that would do, numbers of sessions) is looked up, and judged.
+//!
+//! A call for leases that waits does not keep what comes after it: it stands in the queue of its replica until it is answered, which may be by any
+//! later operation there, its caller goes, or its replica is killed.
 //!
 //! What is done at the same time is not here but in [`crate::random_operations`], which knows less of what has to come of it.
 
 mod attempts;
+mod calls;
 mod cast;
 mod contacts;
+mod draws;
 mod expect;
 mod look;
+mod replica;
 mod state;
 mod steps;
 mod store;
+mod turns;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,10 +30,8 @@ use std::time::Duration;
 
 use db::Database;
 use domain::worker::{LeaseClaims, SessionClaims};
-use domain::workload::{Exit, FailureReason};
 use domain::{AttemptId, GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
-use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 use rpc::token::TokenSigner;
 use sea_orm::{ConnectionTrait, EntityTrait, QueryFilter};
@@ -35,22 +40,24 @@ use uuid::Uuid;
 
 use self::attempts::Report;
 use self::cast::{Uses, WORKERS};
+use self::expect::Came;
 use self::look::{Calendar, look};
+use self::replica::{Cluster, Replica};
 use self::state::{Minutes, State};
-use self::steps::{Answer, Cluster, Replica, Step};
+use self::steps::{Answer, Call, Step};
 use self::store::Store;
 use crate::entity::lease::{self, Kind, State as LeaseState};
 use crate::entity::workload::State as Progress;
 use crate::leases;
 use crate::random_operations::checks::rest_of_all;
 use crate::random_operations::replicas::killed_at;
-use crate::registry::Down;
-use crate::workloads::Phase;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
 const REPLICAS: usize = 2;
 const STEPS: usize = 400;
+/// For how many steps it is quiet, and then busy.
+const SPELL: usize = 50;
 const SEEDS: u64 = 8;
 
 /// The digest of what an attempt publishes: of no two is it the same.
@@ -67,6 +74,8 @@ struct Known {
     driven: Vec<(LeaseId, Kind)>,
     /// Near to which other they were asked for first.
     near: BTreeMap<LeaseId, Option<LeaseId>>,
+    /// Calls that had time to wait.
+    patient: Vec<Call>,
     markers: BTreeMap<&'static str, Vec<MarkerId>>,
     /// By which attempt a workload says that it made its output, once it has ended.
     outputs: BTreeMap<WorkloadId, AttemptId>,
@@ -95,6 +104,12 @@ struct World {
     /// How many ids were made.
     ids: u64,
     killed: usize,
+    /// Whether more is asked for than there is room for, and all replicas and workers stay as they are, mostly.
+    is_busy: bool,
+    /// How many calls were made.
+    calls: usize,
+    /// How many had waited when they were granted something.
+    waited: usize,
     /// What was done, which is said when something is wrong.
     history: History,
 }
@@ -123,7 +138,22 @@ impl World {
         let calendar = Calendar { began: Timestamp::now(), moved: 0 };
         let dice = StdRng::seed_from_u64(seed);
         let (model, known, history) = (State::default(), Known::default(), History::default());
-        Self { cluster, replicas, store, calendar, model, known, dice, ids: 0, killed: 0, history }
+        let (ids, killed, calls, waited) = (0, 0, 0, 0);
+        Self {
+            cluster,
+            replicas,
+            store,
+            calendar,
+            model,
+            known,
+            dice,
+            ids,
+            killed,
+            is_busy: false,
+            calls,
+            waited,
+            history,
+        }
     }
 
     fn now(&self) -> Minutes {
@@ -133,8 +163,12 @@ impl World {
     /// Does `step`, and compares what came of it with what should have.
     async fn take(&mut self, step: Step) {
         self.prepare(&step).await;
-        let number = self.dice.random_range(0..REPLICAS);
-        let killed = self.dice.random_bool(0.25).then(|| self.dice.random_range(1..25));
+        let number = match &step {
+            Step::GoAway { call } => self.model.replica_of(*call),
+            _ => self.dice.random_range(0..REPLICAS),
+        };
+        let is_killed = self.dice.random_bool(if self.is_busy { 0.05 } else { 0.25 });
+        let killed = is_killed.then(|| self.dice.random_range(1..25));
         // Whoever asks for something may go as well.
         let comes_back =
             !matches!(step, Step::Submit { .. } | Step::Place { .. }) || self.dice.random_bool(0.7);
@@ -143,25 +177,29 @@ impl World {
             None => Some(Box::pin(self.replicas[number].carry_out(&step)).await),
             Some(moment) => killed_at(moment, Box::pin(self.replicas[number].carry_out(&step))).await,
         };
-        let was_killed = answer.is_none();
-        if was_killed {
+        let mut by = vec![number];
+        if answer.is_none() {
             self.killed += 1;
             rest_of_all(&self.cluster.db).await.expect("the database answers");
             self.replicas[number] = Replica::start(&self.cluster);
             if comes_back {
                 let another = self.dice.random_range(0..REPLICAS);
+                by.push(another);
                 answer = Some(Box::pin(self.replicas[another].carry_out(&step)).await);
             }
         }
         if let Some(answer) = &answer {
-            self.history.0.push(format!("    {:?}", answer.said));
+            self.history.0.push(format!("    {:?} by {by:?}, and {:?}", answer.said, answer.others));
+            let granted = answer.others.iter().filter(|(_, said)| said.iter().any(|said| said == "Ok"));
+            self.waited += granted.count();
         }
         if let Step::Pass(minutes) = step {
             self.pass(minutes).await;
+            answer.iter_mut().for_each(|answer| answer.waiting.clear());
         }
         let after = look(&self.cluster.db, self.calendar).await;
-        let now = self.now();
-        self.model.expect(&step, answer.as_ref(), was_killed, &after, &self.known, now);
+        let (known, now) = (&self.known, self.now());
+        self.model.expect(&step, &Came { answer: answer.as_ref(), by: &by, after: &after, known, now });
         compare(&self.model, &after);
         self.learn(&step, answer.as_ref()).await;
     }
@@ -219,6 +257,7 @@ impl World {
         aged.await.expect("aged");
         self.calendar.moved += minutes;
         self.replicas = (0..REPLICAS).map(|_| Replica::start(&self.cluster)).collect();
+        self.model.waiting.clear();
     }
 
     /// What is used later on.
@@ -227,12 +266,15 @@ impl World {
         known.sessions.extend(answer.and_then(|answer| answer.session.clone()));
         match step {
             Step::Submit { id, .. } => _ = known.submitted.insert(*id),
-            Step::Place { asks, near, .. } => {
-                for ask in asks {
-                    known.near.entry(ask.0).or_insert(*near);
+            Step::Place { call, .. } => {
+                for ask in &call.asks {
+                    known.near.entry(ask.0).or_insert(call.near);
                     if !known.driven.contains(ask) {
                         known.driven.push(*ask);
                     }
+                }
+                if call.wait > 0 {
+                    known.patient.push(call.clone());
                 }
             }
             _ => {}
@@ -244,173 +286,6 @@ impl World {
                 known.claims.push(claims);
             }
         }
-    }
-
-    /// The next id, of which the same seed says the same: what is asked for under it is in its bytes.
-    fn id(dice: &mut StdRng, made: &mut u64) -> Uuid {
-        *made += 1;
-        uuid::Builder::from_unix_timestamp_millis(*made, &dice.random()).into_uuid()
-    }
-
-    /// Mostly one of the last.
-    fn some<T: Clone>(dice: &mut StdRng, of: &[T]) -> Option<T> {
-        let recent = if dice.random_bool(0.8) { of.len().saturating_sub(6) } else { 0 };
-        of[recent..].choose(dice).cloned()
-    }
-
-    /// Of an attempt, mostly of one that goes on.
-    fn claims(&mut self) -> Option<LeaseClaims> {
-        let held: Vec<_> =
-            self.known.claims.iter().filter(|claims| self.model.held(claims).is_some()).cloned().collect();
-        let of = if held.is_empty() || self.dice.random_bool(0.3) { &self.known.claims } else { &held };
-        Self::some(&mut self.dice, of)
-    }
-
-    fn next(&mut self) -> Option<Step> {
-        let claims = self.claims();
-        let dice = &mut self.dice;
-        let weights = [
-            (Draw::Hello, 5),
-            (Draw::Misfit, 1),
-            (Draw::Goodbye, 2),
-            (Draw::Heard, 10),
-            (Draw::Pass, 5),
-            (Draw::BePatient, 1),
-            (Draw::Expire, 7),
-            (Draw::Down, 3),
-            (Draw::Run, 5),
-            (Draw::Prune, 1),
-            (Draw::SeeOff, 5),
-            (Draw::EndOrphans, 3),
-            (Draw::Submit, 20),
-            (Draw::Place, 9),
-            (Draw::Renew, 3),
-            (Draw::Release, 6),
-            (Draw::Dispatch, 10),
-            (Draw::Start, 14),
-            (Draw::Finish, 16),
-            (Draw::Observe, 10),
-            (Draw::Absent, 2),
-            (Draw::Cancel, 4),
-            (Draw::Deliver, 5),
-            (Draw::Reconcile, 3),
-        ];
-        let (draw, _) = weights.choose_weighted(dice, |(_, weight)| *weight).expect("some weights");
-        let name = *WORKERS.choose(dice).expect("some");
-        let known = &mut self.known;
-        Some(match draw {
-            Draw::Hello | Draw::Misfit => {
-                // One of two gateways, which mostly finds what it left, or another did.
-                let instance = GatewayInstance::from_uuid(Uuid::from_u128(dice.random_range(1..=2)));
-                let markers = known.markers.entry(name).or_default();
-                if markers.is_empty() || dice.random_bool(0.2) {
-                    markers.push(MarkerId::new());
-                }
-                let marker = if dice.random_bool(0.9) { markers.last() } else { markers.choose(dice) };
-                let marker = *marker.expect("there is one");
-                let last = Self::some(dice, &known.sessions).filter(|_| dice.random_bool(0.3));
-                let mut hello = cast::hello(name, instance, marker, last);
-                if dice.random_bool(0.05) {
-                    hello.labels.team = Some("third".to_owned());
-                }
-                let hello = Box::new(hello);
-                if matches!(draw, Draw::Hello) { Step::Hello(hello) } else { Step::Misfit(hello) }
-            }
-            Draw::Goodbye => {
-                let session = Self::some(dice, &known.sessions)?;
-                // What is said late comes after something else was heard.
-                let is_last = self.model.judge(&session).is_ok() && dice.random_bool(0.7);
-                Step::Goodbye { session, is_last }
-            }
-            Draw::Heard => Step::Heard(Self::some(dice, &known.sessions)?),
-            Draw::Pass => Step::Pass(*[10, 10, 20, 30, 40, 100, 1000].choose(dice).expect("some")),
-            Draw::BePatient => Step::BePatient,
-            Draw::Expire => Step::Expire,
-            Draw::Down => {
-                let retire = Down::Retire { force: dice.random_bool(0.5) };
-                let down = if dice.random_bool(0.8) { Down::Land } else { retire };
-                let interrupt_after = dice.random_bool(0.6).then(|| dice.random_range(0..3) * 10 + 5);
-                Step::Down { name, down, interrupt_after }
-            }
-            Draw::Run => Step::Run(name),
-            Draw::Prune => Step::Prune(name),
-            Draw::SeeOff => Step::SeeOff,
-            Draw::EndOrphans => Step::EndOrphans,
-            Draw::Submit => {
-                let there: Vec<_> = self.model.workloads.keys().copied().collect();
-                let again = Self::some(dice, &there).filter(|_| dice.random_bool(0.2));
-                let taken = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.05));
-                let taken = taken.map(|(id, _)| WorkloadId::from_uuid(id.uuid()));
-                // Of an id that was used, forgotten here, and used again the artifact store takes what is settled for a repeat.
-                let taken = taken.filter(|id| cast::uses(*id) != Uses::Output);
-                let new = WorkloadId::from_uuid(Self::id(dice, &mut self.ids));
-                let id = again.or(taken).unwrap_or(new);
-                let other = again.is_some() && dice.random_bool(0.3);
-                Step::Submit { id, other, is_fresh: dice.random_bool(0.7) }
-            }
-            Draw::Place => {
-                let kinds = [Kind::Task, Kind::Service, Kind::Check, Kind::Transfer];
-                let mut new = || {
-                    let id = LeaseId::from_uuid(Self::id(dice, &mut self.ids));
-                    (id, *kinds.choose(dice).expect("some"))
-                };
-                let (mut one, other) = (new(), new());
-                let there: Vec<_> = self.model.workloads.keys().copied().collect();
-                let taken = Self::some(dice, &there).filter(|_| dice.random_bool(0.05));
-                one.0 = taken.map_or(one.0, |id| LeaseId::from_uuid(id.uuid()));
-                let again = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.2));
-                let together = again.is_none() && dice.random_bool(0.4);
-                let asks = match again {
-                    Some((id, _)) if dice.random_bool(0.2) => vec![(id, one.1)],
-                    Some(again) => vec![again],
-                    None if together || dice.random_bool(0.3) => vec![one, other],
-                    None => vec![one],
-                };
-                let live: Vec<_> = self.model.leases.keys().copied().collect();
-                let near = match again {
-                    Some((id, _)) if dice.random_bool(0.9) => known.near.get(&id).copied().flatten(),
-                    _ if asks.len() == 1 && dice.random_bool(0.3) => Self::some(dice, &live),
-                    _ => None,
-                };
-                Step::Place { asks, together, near, is_fresh: dice.random_bool(0.5) }
-            }
-            Draw::Renew => Step::Renew(Self::some(dice, &known.driven)?.0),
-            Draw::Release => Step::Release(Self::some(dice, &known.driven)?.0),
-            Draw::Dispatch => Step::Dispatch,
-            Draw::Start => Step::Start(claims?),
-            Draw::Finish => {
-                let code = Some(Exit::Code(dice.random_range(0..2)));
-                let (exit, failure) = match dice.random_range(0..19) {
-                    0 | 1 | 9 | 10 | 11 => (None, Some(FailureReason::StartFailed)),
-                    2 => (None, Some(FailureReason::WorkerFull)),
-                    3 => (None, Some(FailureReason::DiskFull)),
-                    4 => (None, Some(FailureReason::ExitUnknown)),
-                    5 => (Some(Exit::Signal(15)), Some(FailureReason::ContactLost)),
-                    6 | 7 => (Some(Exit::Signal(15)), Some(FailureReason::Interrupted)),
-                    8 => (None, None),
-                    _ => (code, None),
-                };
-                let claims = claims?;
-                let makes = claims.attempt.is_some_and(|(id, _)| cast::uses(id) == Uses::Output);
-                let has_outputs = makes && exit.is_some() && dice.random_bool(0.8);
-                Step::Finish { claims, report: Report { exit, failure, has_outputs } }
-            }
-            Draw::Observe => {
-                let phases = [Phase::Preparing, Phase::Running, Phase::Publishing, Phase::Ended];
-                let phase = *phases.choose(dice).expect("some");
-                Step::Observe { claims: claims?, phase }
-            }
-            Draw::Absent => Step::Absent(claims?),
-            Draw::Cancel => {
-                let there: Vec<_> = known.submitted.iter().copied().collect();
-                let id = Self::some(dice, &there)?;
-                let theirs = cast::asks_of_workload(id).team;
-                let team = if dice.random_bool(0.9) { theirs } else { "third" };
-                Step::Cancel { id, grace: dice.random_range(0..20), team }
-            }
-            Draw::Deliver => Step::Deliver,
-            Draw::Reconcile => Step::Reconcile,
-        })
     }
 
     /// A gateway of each worker says hello, or one after the other where one attends it, each for a worker that has begun anew.
@@ -434,7 +309,7 @@ impl World {
             self.take(Step::Cancel { id, grace: 0, team }).await;
         }
         for lease in self.model.leases.keys().copied().collect::<Vec<_>>() {
-            self.take(Step::Release(lease)).await;
+            self.take(Step::Release { lease, is_fresh: false }).await;
         }
         self.greet(&[1, 2]).await;
         self.take(Step::EndOrphans).await;
@@ -448,34 +323,6 @@ impl World {
         assert!(holders.is_empty(), "the store keeps something for {holders:?}");
         self.store.check_outputs(&self.known, &self.model).await;
     }
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Draw {
-    Hello,
-    Misfit,
-    Goodbye,
-    Heard,
-    Pass,
-    BePatient,
-    Expire,
-    Down,
-    Run,
-    Prune,
-    SeeOff,
-    EndOrphans,
-    Submit,
-    Place,
-    Renew,
-    Release,
-    Dispatch,
-    Start,
-    Finish,
-    Observe,
-    Absent,
-    Cancel,
-    Deliver,
-    Reconcile,
 }
 
 /// Both say the same.
@@ -513,19 +360,24 @@ fn differ<K: Ord + std::fmt::Debug, V: PartialEq + std::fmt::Debug>(
 async fn all_is_as_the_model_says(database: impl AsyncFn() -> TestDatabase) {
     let seeds = testing::seeds::repeated()
         .map_or_else(|| (0..SEEDS).map(testing::seeds::nth).collect(), |seed| vec![seed]);
-    for seed in seeds {
+    let mut waited = 0;
+    for seed in &seeds {
+        let seed = *seed;
         eprintln!("GANTRY_SEED={seed}");
         let database = database().await;
         let mut world = World::start(&database.url, seed).await;
         Box::pin(world.greet(&[1])).await;
-        for _ in 0..STEPS {
+        for step in 0..STEPS {
+            world.is_busy = step % (2 * SPELL) >= SPELL;
             if let Some(step) = world.next() {
                 Box::pin(world.take(step)).await;
             }
         }
         Box::pin(world.come_to_rest()).await;
         assert!(world.killed > 0, "some are killed");
+        waited += world.waited;
     }
+    assert!(waited > 0 || seeds.len() == 1, "some are granted what they waited for");
 }
 
 #[tokio::test(flavor = "multi_thread")]

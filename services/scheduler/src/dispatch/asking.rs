@@ -218,6 +218,12 @@ impl Asking {
         self.waiting.contains_key(&id)
     }
 
+    /// Whether a call waits that asks for this lease.
+    #[cfg(test)]
+    pub(super) fn waits(&self, lease: LeaseId) -> bool {
+        self.by_lease.contains_key(&lease)
+    }
+
     /// Lets it wait, unless nobody waits for it, or too many wait: then it is given back.
     pub(super) fn put(&mut self, leases: Leases) -> Result<(), Leases> {
         if leases.until <= Instant::now() || leases.has_gone() || self.waiting.len() >= MOST {

@@ -270,6 +270,12 @@ impl Dispatcher {
         asked
     }
 
+    /// Whether a call waits that asks for this lease.
+    #[cfg(test)]
+    pub(crate) fn waits(&self, lease: LeaseId) -> bool {
+        self.asking.waits(lease)
+    }
+
     /// Has a plan granted, and notes what is known of the workers then.
     async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
         let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;

@@ -407,7 +407,7 @@ impl Dispatcher {
     }
 
     /// Answers those who have waited for long enough. `is_due`: looks for those who have gone away, too.
-    pub(super) fn end_patience(&mut self, now: Instant, is_due: bool) {
+    pub(crate) fn end_patience(&mut self, now: Instant, is_due: bool) {
         for leases in self.asking.take_ended(now) {
             self.queue().remove(leases.id());
             self.asked_in_vain(&leases);
@@ -431,7 +431,7 @@ impl Dispatcher {
     }
 
     /// Answers those who wait for leases that nobody could ever take any more. What is remembered is true.
-    pub(super) fn refuse_hopeless(&mut self) {
+    pub(crate) fn refuse_hopeless(&mut self) {
         if self.asking.is_empty() {
             return;
         }

@@ -62,6 +62,8 @@ impl State {
             events: vec![],
         };
         self.workloads.insert(id, workload);
+        self.arrivals += 1;
+        self.arrived.insert(id, self.arrivals);
     }
 
     /// It waits from now on.

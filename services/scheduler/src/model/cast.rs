@@ -63,10 +63,10 @@ pub(super) fn traits(name: &str) -> Traits {
     };
     match name {
         "narrow" => Traits { max_tasks: Some(1), ..plain },
-        "small" => Traits { memory_bytes: Some(25), max_tasks: None, ..plain },
+        "small" => Traits { memory_bytes: Some(25), ..plain },
         "blue" => Traits { team: Some("blue"), ..plain },
         "tagged" => Traits { tags: &["gpu"], ephemeral: true, ..plain },
-        "darwin" => Traits { platform: "darwin", capabilities: &[], ..plain },
+        "darwin" => Traits { platform: "darwin", capabilities: &[], max_tasks: None, ..plain },
         other => panic!("no worker {other}"),
     }
 }
@@ -176,11 +176,24 @@ pub(super) fn asks_of_lease(id: LeaseId, kind: Kind) -> Asks {
     }
 }
 
+pub(super) fn priority_of_workload(id: WorkloadId) -> i64 {
+    i64::from(byte(id.uuid(), 6) / 2 % 3)
+}
+
+pub(super) fn priority_of_lease(id: LeaseId) -> i64 {
+    i64::from(byte(id.uuid(), 5) % 3)
+}
+
+/// Of how much more than others a team gets.
+pub(super) fn weight(_team: &str) -> u32 {
+    1
+}
+
 /// Whose containers run under the lease of this id. Empty: nobody's.
 pub(super) fn owner_of_lease(id: LeaseId) -> &'static str {
     match byte(id.uuid(), 4) % 8 {
-        0 | 1 => "one",
-        2 => "other",
+        0 => "one",
+        1 => "other",
         _ => "",
     }
 }
@@ -225,7 +238,7 @@ pub(super) fn spec(id: WorkloadId, input: ArtifactId, other: bool) -> WorkloadSp
         queue_timeout: byte(id_bytes, 5).is_multiple_of(2).then_some(205 * MINUTE),
         run_timeout: byte(id_bytes, 5).is_multiple_of(3).then_some(55 * MINUTE),
         start_timeout: if byte(id_bytes, 6).is_multiple_of(2) { minutes(25) } else { None },
-        priority: i32::from(byte(id_bytes, 6) / 2 % 3),
+        priority: i32::try_from(priority_of_workload(id)).expect("low"),
         inputs: if seen(Uses::Input) { vec![read] } else { vec![] },
         outputs: if seen(Uses::Output) { vec![made] } else { vec![] },
         build: seen(Uses::Build).then(|| build(id)),

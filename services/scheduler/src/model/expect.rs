@@ -6,24 +6,52 @@ use domain::{LeaseId, WorkerId, WorkloadId};
 
 use super::Known;
 use super::attempts::End;
+use super::calls::Waiting;
 use super::cast::{self, Asks, Uses};
 use super::state::{Lease, Minutes, Says, State};
 use super::steps::{Answer, Step};
 use crate::entity::lease::{EndedBy, Kind, State as LeaseState};
 use crate::entity::workload::State as Progress;
 
+/// What came of a step.
+pub(super) struct Came<'a> {
+    /// None, if who asked was killed and did not ask again.
+    pub(super) answer: Option<&'a Answer>,
+    /// Who did it. The first of two was killed.
+    pub(super) by: &'a [usize],
+    /// What there is then, of which is taken what only the scheduler can choose.
+    pub(super) after: &'a State,
+    pub(super) known: &'a Known,
+    pub(super) now: Minutes,
+}
+
+impl Came<'_> {
+    pub(super) fn was_killed(&self) -> bool {
+        self.answer.is_none() || self.by.len() > 1
+    }
+
+    /// Who did it in the end.
+    pub(super) fn replica(&self) -> usize {
+        *self.by.last().expect("somebody did it")
+    }
+}
+
 impl State {
-    /// Does `step`. `after`: what is known then, of which is taken what only the scheduler can choose. `answer`: none, if who asked was killed and
-    /// did not ask again; `was_killed`: he was, or did.
-    pub(super) fn expect(
-        &mut self,
-        step: &Step,
-        answer: Option<&Answer>,
-        was_killed: bool,
-        after: &Self,
-        known: &Known,
-        now: Minutes,
-    ) {
+    /// Does `step`, and judges what came of it.
+    pub(super) fn expect(&mut self, step: &Step, came: &Came<'_>) {
+        if came.was_killed() {
+            // What it was granted before that is there.
+            let killed = |waiting: &&mut Waiting| waiting.replica == came.by[0];
+            self.waiting.iter_mut().filter(killed).for_each(|waiting| waiting.was_killed = true);
+        }
+        let before = self.clone();
+        self.expect_of(step, came);
+        self.waiting.retain(|waiting| !waiting.was_killed);
+        self.answer_waiting(step, &before, came);
+    }
+
+    fn expect_of(&mut self, step: &Step, came: &Came<'_>) {
+        let Came { answer, after, known, now, .. } = *came;
         let mut expected = "Ok";
         match step {
             Step::Hello(hello) => {
@@ -53,38 +81,24 @@ impl State {
             }
             Step::EndOrphans => self.end_orphans(now),
             Step::Submit { id, other, is_fresh } => {
-                let said = answer.map(|answer| answer.said[0].as_str());
                 // What had it before may be settled.
                 let was_known =
                     known.submitted.contains(id) || known.is_driven(LeaseId::from_uuid(id.uuid()));
-                return self.submit(*id, *other, *is_fresh, said, was_known || was_killed, after, now);
+                return self.submit(*id, *other, *is_fresh, was_known || came.was_killed(), came);
             }
-            Step::Place { asks, together, near, is_fresh } => {
-                let said = answer.map(|answer| &answer.said[..]);
-                let was_known = asks.iter().any(|(id, _)| {
-                    known.is_driven(*id) || known.submitted.contains(&WorkloadId::from_uuid(id.uuid()))
-                });
-                return self.place(
-                    asks,
-                    *together,
-                    *near,
-                    *is_fresh,
-                    known,
-                    said,
-                    was_killed || was_known,
-                    after,
-                    now,
-                );
+            Step::Place { call, is_fresh } => return self.place(call, *is_fresh, came),
+            Step::GoAway { call } => self.go_away(*call),
+            Step::EndPatience { looks, .. } => {
+                if *looks {
+                    self.see_who_has_gone(came.replica());
+                }
             }
             Step::Renew(lease) => expected = self.renew(*lease, now),
-            Step::Release(lease) => {
-                let driven = self.leases.get(lease);
-                if driven.is_some_and(|lease| lease.workload.is_none() && lease.is_live()) {
-                    self.end_lease(*lease, EndedBy::Reported, now);
-                }
-                self.hand_on(after, now);
+            Step::Release { lease, is_fresh } => self.release(*lease, *is_fresh, came),
+            Step::Dispatch => {
+                self.dispatch(came);
+                self.see_who_has_gone(came.replica());
             }
-            Step::Dispatch => self.dispatch(after, now),
             Step::Start(claims) => {
                 expected = self.held(claims).map_or("LeaseLost", |id| self.start(id, now));
             }
@@ -121,6 +135,10 @@ impl State {
                 }
                 self.forget(now);
                 self.deliver(|id| known.has_output(id), now);
+                // What was delivered by who was killed may be forgotten by who came after.
+                if came.was_killed() && !self.workloads.keys().all(|id| after.workloads.contains_key(id)) {
+                    self.forget(now);
+                }
             }
         }
         if let Some(answer) = answer {
@@ -146,7 +164,7 @@ impl State {
     }
 
     /// Notes the lease that was granted to a workload, which must be one that its worker would grant.
-    fn assign(&mut self, id: WorkloadId, after: &Self, now: Minutes) {
+    pub(super) fn assign(&mut self, id: WorkloadId, after: &Self, now: Minutes) {
         let lease = after.workloads[&id].lease.expect("it is assigned");
         let asks = self.asks(id);
         self.grant(lease, Kind::Task, &asks, Some(id), after, now);
@@ -156,7 +174,7 @@ impl State {
         workload.events.push("placed");
     }
 
-    fn grant(
+    pub(super) fn grant(
         &mut self,
         id: LeaseId,
         kind: Kind,
@@ -191,25 +209,25 @@ impl State {
         worker
     }
 
-    /// Whether somebody waits who asks for the same, wherever it may be.
-    fn is_awaited(&self, asks: &Asks, but: Option<WorkloadId>) -> bool {
+    /// Whether somebody waits at one of these replicas who asks for the same, wherever it may be, and is as urgent.
+    fn is_awaited(&self, asks: &Asks, priority: i64, but: Option<WorkloadId>, replicas: &[usize]) -> bool {
         let anywhere = |asks: &Asks| Asks { failed_on: vec![], only: None, ..asks.clone() };
-        let waits = self.workloads.iter().filter(|(_, workload)| workload.state == Progress::Pending);
-        let mut others = waits.map(|(id, _)| *id).filter(|id| Some(*id) != but);
-        others.any(|id| anywhere(&self.asks(id)) == anywhere(asks))
+        let is_same = |other: &Asks| anywhere(other) == anywhere(asks);
+        let mut workloads = self.pending().into_iter().filter(|id| Some(*id) != but);
+        let mut calls = self.waiting.iter().filter(|known| replicas.contains(&known.replica));
+        workloads.any(|id| cast::priority_of_workload(id) >= priority && is_same(&self.asks(id)))
+            || calls.any(|known| {
+                // Those that are asked for together have a line of their own.
+                let (id, kind) = known.call.asks[0];
+                !known.call.together
+                    && known.priority() >= priority
+                    && is_same(&cast::asks_of_lease(id, kind))
+            })
     }
 
-    #[expect(clippy::too_many_arguments, reason = "all that is known of a submission")]
-    fn submit(
-        &mut self,
-        id: WorkloadId,
-        other: bool,
-        is_fresh: bool,
-        said: Option<&str>,
-        may_be_settled: bool,
-        after: &Self,
-        now: Minutes,
-    ) {
+    fn submit(&mut self, id: WorkloadId, other: bool, is_fresh: bool, may_be_settled: bool, came: &Came<'_>) {
+        let (after, now) = (came.after, came.now);
+        let said = came.answer.map(|answer| answer.said[0].as_str());
         let before = self.workloads.get(&id).map(|workload| workload.state);
         let says = |expected: &str| said.is_none_or(|said| said == expected);
         match before {
@@ -250,7 +268,8 @@ impl State {
                 assert!(!is_fresh || willing.contains(&worker), "a team's own workers are first");
             }
             Progress::Pending => {
-                let others_wait = self.is_awaited(&asks, Some(id));
+                let priority = cast::priority_of_workload(id);
+                let others_wait = self.is_awaited(&asks, priority, Some(id), came.by);
                 let is_hopeless = self.is_hopeless(&asks, now) && !is_known;
                 assert!(!is_fresh || others_wait || !is_hopeless, "nobody could ever take it");
                 let willing = self.willing(&asks, now);
@@ -261,176 +280,40 @@ impl State {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "all that is known of a call")]
-    fn place(
-        &mut self,
-        asked: &[(LeaseId, Kind)],
-        together: bool,
-        near: Option<LeaseId>,
-        is_fresh: bool,
-        known: &Known,
-        said: Option<&[String]>,
-        may_be_settled: bool,
-        after: &Self,
-        now: Minutes,
-    ) {
-        let is_new = |id: &LeaseId| !self.leases.contains_key(id);
-        let granted: BTreeSet<_> = asked
-            .iter()
-            .map(|(id, _)| *id)
-            .filter(|id| is_new(id) && after.leases.contains_key(id))
-            .collect();
-        assert!(
-            !together || granted.is_empty() || granted.len() == asked.len(),
-            "half of a group was granted"
-        );
-        let before = self.clone();
-        let asks_of = |state: &Self, id: LeaseId, kind: Kind| {
-            let asks = cast::asks_of_lease(id, kind);
-            let only = match near {
-                Some(near) => Some(before.leases[&near].worker),
-                None => state.home(asks.team, cast::owner_of_lease(id)),
-            };
-            Asks { only, ..asks }
-        };
-        if let Some(near) = near {
-            let team = cast::asks_of_lease(asked[0].0, asked[0].1).team;
-            if before.leases.get(&near).is_none_or(|near| !near.is_live() || near.team != team) {
-                assert!(granted.is_empty() && said.is_none_or(|said| said == ["NoSuchLease"]), "{said:?}");
-                return;
-            }
-        }
-        for (id, kind) in asked.iter().filter(|(id, _)| granted.contains(id)) {
-            assert!(!self.is_workload(*id), "{id} is a workload's");
-            let asks = asks_of(self, *id, *kind);
-            let worker = self.grant(*id, *kind, &asks, None, after, now);
-            let owner = if near.is_some() { "" } else { cast::owner_of_lease(*id) };
-            if !owner.is_empty() {
-                self.owners.insert((asks.team.to_owned(), owner.to_owned()), (worker, now));
-            }
-            self.leases.get_mut(id).expect("it is there").owner = owner.to_owned();
-        }
-        // While it was decided, all of them were there.
-        let decided = self.clone();
-        // What cannot be pinned is given back, and with it what was asked for together with it.
-        let cannot_be_pinned = |id: &LeaseId| {
-            cast::lease_has_input(*id) && cast::asks_of_lease(*id, Kind::Task).team != cast::TEAM
-        };
-        let is_live = |state: &Self, id| state.leases.get(id).is_some_and(Lease::is_live);
-        let mut some_given_back = false;
-        for (id, _) in asked {
-            if !is_live(self, id) {
-                continue;
-            }
-            let is_given_back =
-                cannot_be_pinned(id) || (together && asked.iter().any(|(id, _)| cannot_be_pinned(id)));
-            let may_be_given_back = is_given_back || (may_be_settled && cast::lease_has_input(*id));
-            if may_be_given_back && !after.leases[id].is_live() {
-                self.end_lease(*id, EndedBy::Reported, now);
-                some_given_back = true;
-            }
-            let is_new = granted.contains(id);
-            assert!(
-                !is_new || !is_given_back || said.is_none() || !after.leases[id].is_live(),
-                "it is not pinned"
-            );
-        }
-        if some_given_back {
-            self.hand_on(after, now);
-        }
-        let Some(said) = said else { return };
-        for ((id, kind), said) in asked.iter().zip(said) {
-            let asks = asks_of(&before, *id, *kind);
-            let is_granted = granted.contains(id);
-            let is_live = self.leases.get(id).is_some_and(|lease| lease.state == LeaseState::Granted);
-            let is_same = before.leases.get(id).is_none_or(|lease| {
-                lease.workload.is_none()
-                    && lease.kind == *kind
-                    && known.near.get(id).is_none_or(|asked| *asked == near)
-            });
-            match said.as_str() {
-                "Ok" => assert!(is_live && is_same, "{id} is not theirs"),
-                "Exists" if asked.iter().any(|(id, _)| self.is_workload(*id)) => {}
-                "Exists" => {
-                    let was_there = before.leases.contains_key(id) && !(is_live && is_same);
-                    assert!(was_there || (may_be_settled && !is_live), "{id} is free");
-                }
-                "NotPinned" => assert!(!is_live, "{id} is pinned"),
-                "AllWorkersBusy" => {
-                    assert!(!is_granted && !before.leases.contains_key(id), "{id} was granted");
-                    let willing = decided.willing(&asks_of(&decided, *id, *kind), now);
-                    // Who waited is known as of the last look, before anything was given back.
-                    let may_be =
-                        together || !is_fresh || decided.is_awaited_by_lease(&asks) || willing.is_empty();
-                    assert!(may_be, "{willing:?} would take {id}");
-                }
-                "NoCompatibleWorker" => {
-                    let is_hopeless = |(id, kind): &(LeaseId, Kind)| {
-                        // What was granted with it may have said where its owner's containers are.
-                        [&before, &decided]
-                            .iter()
-                            .any(|state| state.is_hopeless(&asks_of(state, *id, *kind), now))
-                    };
-                    assert!(!is_granted, "{id} was granted");
-                    let some =
-                        if together { asked.iter().any(is_hopeless) } else { is_hopeless(&(*id, *kind)) };
-                    assert!(some, "somebody could take {id}, {asks:?}: {:#?}", before.workers);
-                }
-                other => panic!("{id}: {other}"),
-            }
-        }
-    }
-
     /// Whether the artifact store may hold something for a lease of this id, and would for the workload.
     fn is_lease(&self, id: WorkloadId) -> bool {
         self.leases.contains_key(&LeaseId::from_uuid(id.uuid())) && cast::uses(id) != Uses::Nothing
     }
 
     /// Whether the artifact store may hold something for a workload of this id, and would for the lease.
-    fn is_workload(&self, id: LeaseId) -> bool {
+    pub(super) fn is_workload(&self, id: LeaseId) -> bool {
         self.workloads.contains_key(&WorkloadId::from_uuid(id.uuid())) && cast::lease_has_input(id)
     }
 
-    /// Whether a workload waits that asks for the same as a lease.
-    fn is_awaited_by_lease(&self, asks: &Asks) -> bool {
-        asks.takes_a_slot && self.is_awaited(asks, None)
+    /// Whether somebody waits at one of these replicas who asks for the same as a lease, and is as urgent.
+    pub(super) fn is_awaited_by_lease(&self, asks: &Asks, priority: i64, replicas: &[usize]) -> bool {
+        self.is_awaited(asks, priority, None, replicas)
     }
 
-    /// Something was given back: those that are known to wait may have what is free.
-    fn hand_on(&mut self, after: &Self, now: Minutes) {
-        for id in self.waiting() {
-            if after.workloads[&id].lease.is_some() {
-                self.assign(id, after, now);
-            }
+    fn release(&mut self, id: LeaseId, is_fresh: bool, came: &Came<'_>) {
+        let held = self.held_by_teams();
+        let lease = self.leases.get(&id).filter(|lease| lease.workload.is_none() && lease.is_live()).cloned();
+        let Some(lease) = lease else {
+            self.hand_on(came);
+            _ = self.give_all_back(came);
+            return;
+        };
+        let reserves = self.live(lease.worker).any(|(_, lease)| lease.memory_bytes > 0);
+        let can_be_told = is_fresh && lease.kind.takes_a_slot() && !came.was_killed();
+        // Where amounts are reserved nobody knows before what comes free.
+        if can_be_told && reserves {
+            self.have_turns(held.clone(), came);
         }
-    }
-
-    fn waiting(&self) -> Vec<WorkloadId> {
-        let pending = self.workloads.iter().filter(|(_, one)| one.state == Progress::Pending);
-        pending.map(|(id, _)| *id).collect()
-    }
-
-    /// Those that wait have their turns, until nobody is left whom a worker would take.
-    fn dispatch(&mut self, after: &Self, now: Minutes) {
-        self.give_up_hopeless(now);
-        let before = self.waiting();
-        let placed: Vec<_> =
-            before.iter().copied().filter(|id| after.workloads[id].lease.is_some()).collect();
-        for id in &placed {
-            self.assign(*id, after, now);
+        self.end_lease(id, EndedBy::Reported, came.now);
+        if can_be_told && !reserves {
+            self.have_turns(held, came);
         }
-        for id in self.waiting() {
-            let asks = self.asks(id);
-            let willing = self.willing(&asks, now);
-            assert!(willing.is_empty(), "{id} waits, and {willing:?} would take it: {asks:?}");
-            // Of those that ask for the same and could be anywhere the more urgent come first.
-            let priority =
-                |id: WorkloadId| cast::spec(id, domain::ArtifactId::from_uuid(id.uuid()), false).priority;
-            let passed = placed.iter().find(|other| {
-                let others = Asks { failed_on: vec![], ..self.asks(**other) };
-                asks.failed_on.is_empty() && others == asks && priority(**other) < priority(id)
-            });
-            assert_eq!(passed, None, "it was before {id}, which is more urgent");
-        }
+        self.give_all_back(came);
+        self.hand_on(came);
     }
 }

@@ -7,6 +7,7 @@ use domain::workload::{FailureReason, Outcome};
 use domain::{GatewayInstance, LeaseId, MarkerId, WorkerId, WorkloadId};
 use uuid::Uuid;
 
+use super::calls::Waiting;
 use super::cast::{self, Asks};
 use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::lease::{EndedBy, Kind, State as LeaseState, StopReason};
@@ -27,6 +28,14 @@ pub(super) struct State {
     pub(super) owners: BTreeMap<(String, String), (WorkerId, Minutes)>,
     /// What the artifact store has to be told: of whom, and of how many of its attempts and ends.
     pub(super) outbox: BTreeMap<(Uuid, Parcel), usize>,
+    /// What only replicas and callers know, and the database does not say: the calls that wait,
+    pub(super) waiting: Vec<Waiting>,
+    /// how many have come to wait,
+    pub(super) arrivals: usize,
+    /// which of them workloads were,
+    pub(super) arrived: BTreeMap<WorkloadId, usize>,
+    /// and near to which other lease driven ones were granted.
+    pub(super) near: BTreeMap<LeaseId, Option<LeaseId>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,0 +1,274 @@
+//! What is done next: mostly something that makes sense.
+
+use domain::worker::LeaseClaims;
+use domain::workload::{Exit, FailureReason};
+use domain::{GatewayInstance, LeaseId, MarkerId, WorkloadId};
+use rand::RngExt;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use uuid::Uuid;
+
+use super::World;
+use super::attempts::Report;
+use super::cast::{self, Uses, WORKERS};
+use super::state::Minutes;
+use super::steps::{Call, Step};
+use crate::entity::lease::Kind;
+use crate::registry::Down;
+use crate::workloads::Phase;
+
+/// For how many minutes a call waits.
+const WAITS: [Minutes; 3] = [5, 25, 45];
+
+#[derive(Debug, Clone, Copy)]
+enum Draw {
+    Hello,
+    Misfit,
+    Goodbye,
+    Heard,
+    Pass,
+    BePatient,
+    Expire,
+    Down,
+    Run,
+    Prune,
+    SeeOff,
+    EndOrphans,
+    Submit,
+    Place,
+    PlaceAgain,
+    GoAway,
+    EndPatience,
+    Renew,
+    Release,
+    Dispatch,
+    Start,
+    Finish,
+    Observe,
+    Absent,
+    Cancel,
+    Deliver,
+    Reconcile,
+}
+
+impl World {
+    /// The next id, of which the same seed says the same: what is asked for under it is in its bytes.
+    fn id(dice: &mut StdRng, made: &mut u64) -> Uuid {
+        *made += 1;
+        uuid::Builder::from_unix_timestamp_millis(*made, &dice.random()).into_uuid()
+    }
+
+    /// Mostly one of the last.
+    fn some<T: Clone>(dice: &mut StdRng, of: &[T]) -> Option<T> {
+        let recent = if dice.random_bool(0.8) { of.len().saturating_sub(6) } else { 0 };
+        of[recent..].choose(dice).cloned()
+    }
+
+    /// Of an attempt, mostly of one that goes on.
+    fn claims(&mut self) -> Option<LeaseClaims> {
+        let held: Vec<_> =
+            self.known.claims.iter().filter(|claims| self.model.held(claims).is_some()).cloned().collect();
+        let of = if held.is_empty() || self.dice.random_bool(0.3) { &self.known.claims } else { &held };
+        Self::some(&mut self.dice, of)
+    }
+
+    pub(super) fn next(&mut self) -> Option<Step> {
+        let claims = self.claims();
+        let dice = &mut self.dice;
+        let weights = [
+            (Draw::Hello, 5),
+            (Draw::Misfit, 1),
+            (Draw::Goodbye, 2),
+            (Draw::Heard, 10),
+            (Draw::Pass, 5),
+            (Draw::BePatient, 1),
+            (Draw::Expire, 7),
+            (Draw::Down, 3),
+            (Draw::Run, 5),
+            (Draw::Prune, 1),
+            (Draw::SeeOff, 5),
+            (Draw::EndOrphans, 3),
+            (Draw::Submit, 20),
+            (Draw::Place, 10),
+            (Draw::PlaceAgain, 3),
+            (Draw::GoAway, 1),
+            (Draw::EndPatience, 2),
+            (Draw::Renew, 3),
+            (Draw::Release, 6),
+            (Draw::Dispatch, 10),
+            (Draw::Start, 14),
+            (Draw::Finish, 16),
+            (Draw::Observe, 10),
+            (Draw::Absent, 2),
+            (Draw::Cancel, 4),
+            (Draw::Deliver, 5),
+            (Draw::Reconcile, 3),
+        ];
+        // What matters where more is asked for than there is room for.
+        let when_busy = [
+            (Draw::Hello, 5),
+            (Draw::Heard, 4),
+            (Draw::Run, 4),
+            (Draw::Submit, 14),
+            (Draw::Place, 30),
+            (Draw::PlaceAgain, 8),
+            (Draw::GoAway, 2),
+            (Draw::EndPatience, 2),
+            (Draw::Release, 16),
+            (Draw::Dispatch, 12),
+            (Draw::Start, 4),
+            (Draw::Finish, 16),
+            (Draw::Cancel, 5),
+        ];
+        let weights = if self.is_busy { &when_busy[..] } else { &weights };
+        let (draw, _) = weights.choose_weighted(dice, |(_, weight)| *weight).expect("some weights");
+        let name = *WORKERS.choose(dice).expect("some");
+        let known = &mut self.known;
+        Some(match draw {
+            Draw::Hello | Draw::Misfit => {
+                // One of two gateways, which mostly finds what it left, or another did.
+                let instance = GatewayInstance::from_uuid(Uuid::from_u128(dice.random_range(1..=2)));
+                let markers = known.markers.entry(name).or_default();
+                if markers.is_empty() || dice.random_bool(0.2) {
+                    markers.push(MarkerId::new());
+                }
+                let marker = if dice.random_bool(0.9) { markers.last() } else { markers.choose(dice) };
+                let marker = *marker.expect("there is one");
+                let last = Self::some(dice, &known.sessions).filter(|_| dice.random_bool(0.3));
+                let mut hello = cast::hello(name, instance, marker, last);
+                if dice.random_bool(0.05) {
+                    hello.labels.team = Some("third".to_owned());
+                }
+                let hello = Box::new(hello);
+                if matches!(draw, Draw::Hello) { Step::Hello(hello) } else { Step::Misfit(hello) }
+            }
+            Draw::Goodbye => {
+                let session = Self::some(dice, &known.sessions)?;
+                // What is said late comes after something else was heard.
+                let is_last = self.model.judge(&session).is_ok() && dice.random_bool(0.7);
+                Step::Goodbye { session, is_last }
+            }
+            Draw::Heard => Step::Heard(Self::some(dice, &known.sessions)?),
+            Draw::Pass => Step::Pass(*[10, 10, 20, 30, 40, 100, 1000].choose(dice).expect("some")),
+            Draw::BePatient => Step::BePatient,
+            Draw::Expire => Step::Expire,
+            Draw::Down => {
+                let retire = Down::Retire { force: dice.random_bool(0.5) };
+                let down = if dice.random_bool(0.8) { Down::Land } else { retire };
+                let interrupt_after = dice.random_bool(0.6).then(|| dice.random_range(0..3) * 10 + 5);
+                Step::Down { name, down, interrupt_after }
+            }
+            Draw::Run => Step::Run(name),
+            Draw::Prune => Step::Prune(name),
+            Draw::SeeOff => Step::SeeOff,
+            Draw::EndOrphans => Step::EndOrphans,
+            Draw::Submit => {
+                let there: Vec<_> = self.model.workloads.keys().copied().collect();
+                let again = Self::some(dice, &there).filter(|_| dice.random_bool(0.2));
+                let taken = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.05));
+                let taken = taken.map(|(id, _)| WorkloadId::from_uuid(id.uuid()));
+                // Of an id that was used, forgotten here, and used again the artifact store takes what is settled for a repeat.
+                let taken = taken.filter(|id| cast::uses(*id) != Uses::Output);
+                let new = WorkloadId::from_uuid(Self::id(dice, &mut self.ids));
+                let id = again.or(taken).unwrap_or(new);
+                let other = again.is_some() && dice.random_bool(0.3);
+                Step::Submit { id, other, is_fresh: dice.random_bool(0.7) }
+            }
+            Draw::Place => {
+                let kinds = [Kind::Task, Kind::Service, Kind::Check, Kind::Transfer];
+                let kinds = if self.is_busy { &kinds[..3] } else { &kinds };
+                let (is_several, is_near, has_time) =
+                    if self.is_busy { (0.05, 0.05, 0.9) } else { (0.3, 0.3, 0.7) };
+                let mut new = || {
+                    let id = LeaseId::from_uuid(Self::id(dice, &mut self.ids));
+                    (id, *kinds.choose(dice).expect("some"))
+                };
+                let (mut one, other) = (new(), new());
+                let there: Vec<_> = self.model.workloads.keys().copied().collect();
+                let taken = Self::some(dice, &there).filter(|_| dice.random_bool(0.05));
+                one.0 = taken.map_or(one.0, |id| LeaseId::from_uuid(id.uuid()));
+                let again = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.2));
+                let together = again.is_none() && dice.random_bool(if self.is_busy { 0.15 } else { 0.4 });
+                let asks = match again {
+                    Some((id, _)) if dice.random_bool(0.2) => vec![(id, one.1)],
+                    Some(again) => vec![again],
+                    None if together || dice.random_bool(is_several) => vec![one, other],
+                    None => vec![one],
+                };
+                let live: Vec<_> = self.model.leases.keys().copied().collect();
+                let near = match again {
+                    Some((id, _)) if dice.random_bool(0.9) => known.near.get(&id).copied().flatten(),
+                    _ if asks.len() == 1 && dice.random_bool(is_near) => Self::some(dice, &live),
+                    _ => None,
+                };
+                // Nobody waits for one of several while another is granted and may run out.
+                let may_wait = (together || asks.len() == 1) && dice.random_bool(has_time);
+                let wait = if may_wait { *WAITS.choose(dice).expect("some") } else { 0 };
+                self.calls += 1;
+                let call = Call { number: self.calls, asks, together, near, wait };
+                Step::Place { call, is_fresh: dice.random_bool(0.5) }
+            }
+            Draw::PlaceAgain => {
+                let mut call = Self::some(dice, &known.patient)?;
+                self.calls += 1;
+                call.number = self.calls;
+                call.wait = *WAITS.choose(dice).expect("some");
+                if dice.random_bool(0.1) {
+                    call.asks[0].1 = Kind::Service;
+                }
+                Step::Place { call, is_fresh: dice.random_bool(0.5) }
+            }
+            Draw::GoAway => {
+                let waiting: Vec<_> = self.model.waiting.iter().filter(|known| !known.has_gone).collect();
+                Step::GoAway { call: waiting.choose(dice)?.call.number }
+            }
+            Draw::EndPatience => {
+                let minutes = *[0, 10, 30].choose(dice).expect("some");
+                Step::EndPatience { minutes, looks: dice.random_bool(0.5) }
+            }
+            Draw::Renew => Step::Renew(Self::some(dice, &known.driven)?.0),
+            Draw::Release => {
+                let driven =
+                    self.model.leases.iter().filter(|(_, lease)| lease.workload.is_none() && lease.is_live());
+                let driven: Vec<_> = driven.map(|(id, _)| *id).collect();
+                let live = driven.choose(dice).copied().filter(|_| dice.random_bool(0.6));
+                let lease = live.or_else(|| Some(Self::some(dice, &known.driven)?.0))?;
+                Step::Release { lease, is_fresh: dice.random_bool(0.5) }
+            }
+            Draw::Dispatch => Step::Dispatch,
+            Draw::Start => Step::Start(claims?),
+            Draw::Finish => {
+                let code = Some(Exit::Code(dice.random_range(0..2)));
+                let (exit, failure) = match dice.random_range(0..19) {
+                    0 | 1 | 9 | 10 | 11 => (None, Some(FailureReason::StartFailed)),
+                    2 => (None, Some(FailureReason::WorkerFull)),
+                    3 => (None, Some(FailureReason::DiskFull)),
+                    4 => (None, Some(FailureReason::ExitUnknown)),
+                    5 => (Some(Exit::Signal(15)), Some(FailureReason::ContactLost)),
+                    6 | 7 => (Some(Exit::Signal(15)), Some(FailureReason::Interrupted)),
+                    8 => (None, None),
+                    _ => (code, None),
+                };
+                let claims = claims?;
+                let makes = claims.attempt.is_some_and(|(id, _)| cast::uses(id) == Uses::Output);
+                let has_outputs = makes && exit.is_some() && dice.random_bool(0.8);
+                Step::Finish { claims, report: Report { exit, failure, has_outputs } }
+            }
+            Draw::Observe => {
+                let phases = [Phase::Preparing, Phase::Running, Phase::Publishing, Phase::Ended];
+                let phase = *phases.choose(dice).expect("some");
+                Step::Observe { claims: claims?, phase }
+            }
+            Draw::Absent => Step::Absent(claims?),
+            Draw::Cancel => {
+                let there: Vec<_> = known.submitted.iter().copied().collect();
+                let id = Self::some(dice, &there)?;
+                let theirs = cast::asks_of_workload(id).team;
+                let team = if dice.random_bool(0.9) { theirs } else { "third" };
+                Step::Cancel { id, grace: dice.random_range(0..20), team }
+            }
+            Draw::Deliver => Step::Deliver,
+            Draw::Reconcile => Step::Reconcile,
+        })
+    }
+}
