@@ -417,6 +417,12 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         let mut caught_up = false;
         if is_due || asked {
             match dispatcher.catch_up(is_due, &mut effects).await {
+                Ok(()) if is_due => {
+                    caught_up = true;
+                    if let Err(error) = dispatcher.tend_elsewhere(Timestamp::now()).await {
+                        tracing::warn!(error = %error, "cannot tell other replicas who waits, nor hear it");
+                    }
+                }
                 Ok(()) => caught_up = true,
                 Err(error) => tracing::warn!(error = %error, "cannot look at the workers and the queue"),
             }

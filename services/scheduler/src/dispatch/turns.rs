@@ -293,7 +293,6 @@ impl Dispatcher {
             self.whole_at = Some(now);
         }
         if tell {
-            self.tend_elsewhere(now).await?;
             self.tend_kept_free(now).await?;
         }
         self.reasons.clear();

@@ -21,13 +21,26 @@ pub(super) struct Waiting {
     pub(super) kept_to: Option<WorkerId>,
     /// Who came later has a higher one. `None`: it came again when nobody can tell whether it waited still.
     pub(super) arrived: Option<usize>,
-    /// Its caller has gone: it is in the queue until somebody looks.
-    pub(super) has_gone: bool,
+    /// Its caller has gone.
+    has_gone: bool,
+    /// Earlier calls for the same that wait still.
+    earlier: BTreeSet<usize>,
     /// Its replica was killed in this step.
     pub(super) was_killed: bool,
 }
 
 impl Waiting {
+    /// Whether everybody who asked for it has gone: it is in the queue until somebody looks.
+    pub(super) fn is_left(&self) -> bool {
+        self.has_gone && self.earlier.is_empty()
+    }
+
+    /// Those who hear what becomes of it.
+    pub(super) fn callers(&self) -> BTreeSet<usize> {
+        let latest = (!self.has_gone).then_some(self.call.number);
+        self.earlier.iter().copied().chain(latest).collect()
+    }
+
     fn is_there(&self, replica: usize) -> bool {
         self.replica == replica && !self.was_killed
     }
@@ -161,7 +174,7 @@ impl State {
                 return;
             } else {
                 // Somebody may have seen that its caller has gone.
-                assert!(old.has_gone, "{old:?} waits by one of its ids");
+                assert!(old.is_left(), "{old:?} waits by one of its ids");
                 self.waiting.remove(there);
             }
         }
@@ -194,14 +207,19 @@ impl State {
             assert!(call.wait > 0 && granted.is_empty(), "{call:?} waits for nothing");
             assert!(call.leases().all(|id| !before.leases.contains_key(&id)), "it is there");
             asked.iter().for_each(may_find_nobody);
-            let (took_over, has_gone) = replaced.map_or((None, false), |old| (old.arrived, old.has_gone));
+            let took_over = replaced.as_ref().map(|old| (old.arrived, old.is_left()));
             self.arrivals += 1;
-            let arrived = if has_gone { None } else { took_over.or(Some(self.arrivals)) };
+            let arrived = match took_over {
+                Some((_, true)) => None,
+                Some((arrived, false)) => arrived.or(Some(self.arrivals)),
+                None => Some(self.arrivals),
+            };
+            let earlier = replaced.map(|old| old.callers()).unwrap_or_default();
             let kept_to = self.row_of_home(asked[0].0);
             let replica = came.replica();
             let call = call.clone();
-            let waiting =
-                Waiting { call, replica, only, kept_to, arrived, has_gone: false, was_killed: false };
+            let (has_gone, was_killed) = (false, false);
+            let waiting = Waiting { call, replica, only, kept_to, arrived, has_gone, earlier, was_killed };
             self.waiting.push(waiting);
             return;
         }
@@ -243,31 +261,32 @@ impl State {
 
     /// Where a call waits.
     pub(super) fn replica_of(&self, number: usize) -> usize {
-        let called = self.waiting.iter().find(|waiting| waiting.call.number == number);
+        let called = self.waiting.iter().find(|waiting| waiting.callers().contains(&number));
         called.expect("it waits").replica
     }
 
     /// The caller has gone.
     pub(super) fn go_away(&mut self, number: usize) {
         // Unless his replica was killed before.
-        if let Some(called) = self.waiting.iter_mut().find(|waiting| waiting.call.number == number) {
-            called.has_gone = true;
+        for called in &mut self.waiting {
+            called.has_gone |= called.call.number == number;
+            called.earlier.remove(&number);
         }
     }
 
     /// A replica looks for those whose callers have gone.
     pub(super) fn see_who_has_gone(&mut self, replica: usize) {
-        self.waiting.retain(|waiting| !(waiting.has_gone && waiting.is_there(replica)));
+        self.waiting.retain(|waiting| !(waiting.is_left() && waiting.is_there(replica)));
     }
 
     /// Who of those that waited where `step` was done was answered, and what.
     pub(super) fn answer_waiting(&mut self, step: &Step, before: &Self, came: &Came<'_>) {
         let Some(answer) = came.answer else { return };
         for (number, said) in &answer.others {
-            let by_number = |known: &&Waiting| known.call.number == *number;
+            let by_number = |known: &&Waiting| known.callers().contains(number);
             // What was replaced is there no more.
             let waiting = before.waiting.iter().find(by_number).expect("it waited").clone();
-            self.waiting.retain(|known| known.call.number != *number);
+            self.waiting.retain(|known| !known.callers().contains(number));
             let may_be_settled = waiting.call.leases().any(cast::lease_has_input);
             let replaces = matches!(step, Step::Place { call, .. } if waiting.call.asks_like(call) && call.number != *number);
             let is_over = matches!(step, Step::EndPatience { minutes, .. } if waiting.call.wait <= *minutes);
@@ -286,7 +305,8 @@ impl State {
                         assert!(some_are_there || may_be_settled, "{id} is free");
                     }
                     "NotPinned" => assert!(may_be_settled && !is_theirs, "{id} is pinned"),
-                    "AllWorkersBusy" => assert!(is_over, "{id} has time"),
+                    // Who asked for it last has less patience.
+                    "AllWorkersBusy" => assert!(is_over || replaces, "{id} has time"),
                     "NoCompatibleWorker" => {
                         let could =
                             waiting.call.asks.iter().all(|ask| {
@@ -299,12 +319,12 @@ impl State {
                 }
             }
         }
-        let there = self.waiting.iter().filter(|known| known.is_there(came.replica()) && !known.has_gone);
-        let numbers: BTreeSet<_> = there.clone().map(|known| known.call.number).collect();
+        let there = self.waiting.iter().filter(|known| known.is_there(came.replica()));
+        let numbers: BTreeSet<_> = there.clone().flat_map(Waiting::callers).collect();
         assert_eq!(answer.waiting, numbers, "those that wait: {there:#?}", there = there.collect::<Vec<_>>());
         for waiting in self.waiting.iter().filter(|known| known.is_there(came.replica())) {
             if let Step::EndPatience { minutes, .. } = step {
-                assert!(waiting.has_gone || waiting.call.wait > *minutes, "{waiting:?} has waited enough");
+                assert!(waiting.is_left() || waiting.call.wait > *minutes, "{waiting:?} has waited enough");
             }
             if matches!(step, Step::Dispatch) && self.is_plain(waiting) {
                 let is_hopeless =

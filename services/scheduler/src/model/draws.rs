@@ -219,8 +219,8 @@ impl World {
                 Step::Place { call, is_fresh: dice.random_bool(0.5) }
             }
             Draw::GoAway => {
-                let waiting: Vec<_> = self.model.waiting.iter().filter(|known| !known.has_gone).collect();
-                Step::GoAway { call: waiting.choose(dice)?.call.number }
+                let callers: Vec<_> = self.model.waiting.iter().flat_map(|known| known.callers()).collect();
+                Step::GoAway { call: *callers.choose(dice)? }
             }
             Draw::EndPatience => {
                 let minutes = *[0, 10, 30].choose(dice).expect("some");

@@ -38,7 +38,7 @@ impl State {
 
     /// All those that wait where a step was done, but those whose callers have gone.
     fn all_that_wait(&self, came: &Came<'_>) -> Vec<Who> {
-        let calls = self.waiting.iter().filter(|known| came.by.contains(&known.replica) && !known.has_gone);
+        let calls = self.waiting.iter().filter(|known| came.by.contains(&known.replica) && !known.is_left());
         let calls = calls.map(|known| Who::Call(Box::new(known.clone())));
         self.pending().into_iter().map(Who::Workload).chain(calls).collect()
     }
