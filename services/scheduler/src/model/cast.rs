@@ -19,6 +19,9 @@ pub(super) const WORKERS: [&str; 5] = ["narrow", "small", "blue", "tagged", "dar
 /// Of the artifact that some workloads use. Another team's workloads are refused for it.
 pub(super) const TEAM: &str = "main";
 
+/// What that team weighs. Others weigh 1.
+const HEAVY: u32 = 3;
+
 /// Settings under which nothing is due but at odd fives of minutes: the clock is moved by tens.
 pub(super) fn config(database: &str, store: &str) -> Config {
     Config {
@@ -34,6 +37,7 @@ pub(super) fn config(database: &str, store: &str) -> Config {
         remember_lost: Duration::ZERO,
         // Who is kept free for whom is another matter.
         queue_aging: Duration::ZERO,
+        team_weights: [(TEAM.to_owned(), HEAVY)].into(),
         share_hints: false,
         ..Config::new(database, store)
     }
@@ -185,8 +189,8 @@ pub(super) fn priority_of_lease(id: LeaseId) -> i64 {
 }
 
 /// Of how much more than others a team gets.
-pub(super) fn weight(_team: &str) -> u32 {
-    1
+pub(super) fn weight(team: &str) -> u32 {
+    if team == TEAM { HEAVY } else { 1 }
 }
 
 /// Whose containers run under the lease of this id. Empty: nobody's.
