@@ -111,8 +111,11 @@ impl State {
     ) -> bool {
         let mut some = false;
         for (id, _) in &call.asks {
-            let may_be_given_back =
-                is_given_back_of(call, *id) || (may_be_settled && cast::lease_has_input(*id));
+            let has_input = match call.together {
+                true => call.leases().any(cast::lease_has_input),
+                false => cast::lease_has_input(*id),
+            };
+            let may_be_given_back = is_given_back_of(call, *id) || (may_be_settled && has_input);
             let is_live = self.leases.get(id).is_some_and(Lease::is_live);
             if is_live && may_be_given_back && !after.leases[id].is_live() {
                 self.end_lease(*id, EndedBy::Reported, now);

@@ -98,8 +98,8 @@ impl State {
                 (cast::priority_of_workload(*id), cast::asks_of_workload(*id).team, self.arrived[id])
             }
             Who::Call(waiting) => {
-                // Of several that are asked for together the last one's counts.
-                let (id, kind) = waiting.call.asks[waiting.call.asks.len() - 1];
+                // Of several that are asked for together the first one's counts.
+                let (id, kind) = waiting.call.asks[0];
                 let arrived = waiting.arrived.unwrap_or_default();
                 (waiting.priority(), cast::asks_of_lease(id, kind).team, arrived)
             }
