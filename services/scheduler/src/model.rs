@@ -1,9 +1,10 @@
 //! The scheduler against a model: what there is after each operation, and what was answered, has to be what the model says.
 //!
 //! Operations are done one after the other by two replicas that do not hear of each other, on real databases and beside a real artifact store. Tokens
-//! and sessions that are over are used as well as new ones, so messages are late, doubled and out of order. Every fourth operation is killed where it
+//! and sessions that are over are used as well as new ones, so messages are late, doubled and out of order. Up to every fourth operation is killed where it
 //! waits, its replica with what it had in memory; whoever asked asks again, and in the end there must be what there is when it was done once. The
-//! clock moves by minutes or by a day. Now and then more is asked for than there is room for, and less else happens. What only the scheduler can choose
+//! clock moves by minutes or by a day. What is done is drawn in spells: of all, where more is asked for than there is room for, and where much fails. What
+//! only the scheduler can choose
 //! (which of the workers that would do, numbers of sessions) is looked up, and judged.
 //!
 //! A call for leases that waits does not keep what comes after it: it stands in the queue of its replica until it is answered, which may be by any
@@ -40,6 +41,7 @@ use uuid::Uuid;
 
 use self::attempts::Report;
 use self::cast::{Uses, WORKERS};
+use self::draws::{SPELLS, Spell};
 use self::expect::Came;
 use self::look::{Calendar, look};
 use self::replica::{Cluster, Replica};
@@ -55,9 +57,9 @@ use crate::random_operations::replicas::killed_at;
 const MINUTE: Duration = Duration::from_secs(60);
 
 const REPLICAS: usize = 2;
-const STEPS: usize = 400;
-/// For how many steps it is quiet, and then busy.
-const SPELL: usize = 50;
+const STEPS: usize = 420;
+/// For how many steps they are drawn alike.
+const SPELL: usize = 35;
 const SEEDS: u64 = 8;
 
 /// The digest of what an attempt publishes: of no two is it the same.
@@ -104,8 +106,7 @@ struct World {
     /// How many ids were made.
     ids: u64,
     killed: usize,
-    /// Whether more is asked for than there is room for, and all replicas and workers stay as they are, mostly.
-    is_busy: bool,
+    spell: Spell,
     /// How many calls were made.
     calls: usize,
     /// How many had waited when they were granted something.
@@ -149,7 +150,7 @@ impl World {
             dice,
             ids,
             killed,
-            is_busy: false,
+            spell: Spell::Any,
             calls,
             waited,
             history,
@@ -165,9 +166,13 @@ impl World {
         self.prepare(&step).await;
         let number = match &step {
             Step::GoAway { call } => self.model.replica_of(*call),
+            Step::Place { call, .. } if let Some(there) = self.model.where_it_waits(call) => {
+                if self.dice.random_bool(0.3) { there } else { (there + 1) % REPLICAS }
+            }
+            Step::Dispatch if let Some(there) = self.model.waits_for_what_is_there() => there,
             _ => self.dice.random_range(0..REPLICAS),
         };
-        let is_killed = self.dice.random_bool(if self.is_busy { 0.05 } else { 0.25 });
+        let is_killed = self.dice.random_bool(self.spell.kills());
         let killed = is_killed.then(|| self.dice.random_range(1..25));
         // Whoever asks for something may go as well.
         let comes_back =
@@ -368,7 +373,7 @@ async fn all_is_as_the_model_says(database: impl AsyncFn() -> TestDatabase) {
         let mut world = World::start(&database.url, seed).await;
         Box::pin(world.greet(&[1])).await;
         for step in 0..STEPS {
-            world.is_busy = step % (2 * SPELL) >= SPELL;
+            world.spell = SPELLS[step / SPELL % SPELLS.len()];
             if let Some(step) = world.next() {
                 Box::pin(world.take(step)).await;
             }

@@ -166,15 +166,22 @@ impl State {
         }
         let only = near.map(|near| before.leases[&near].worker);
         // What waits there by one of its ids makes way for it, or is in its way.
-        let there =
-            self.waiting.iter().position(|known| known.is_there(came.replica()) && known.shares_an_id(call));
-        let mut replaced = None;
-        if let (Some(there), Some(said)) = (there, said) {
+        let (mut replaced, mut in_its_way) = (None, BTreeSet::new());
+        let units: Vec<_> = if *together { vec![&asked[..]] } else { asked.chunks(1).collect() };
+        for unit in units.into_iter().filter(|_| said.is_some()) {
+            let unit = Call { asks: unit.to_vec(), ..call.clone() };
+            let there = |known: &Waiting| known.is_there(came.replica()) && known.shares_an_id(&unit);
+            let Some(there) = self.waiting.iter().position(there) else { continue };
             let old = &self.waiting[there];
-            if old.call.asks_like(call) {
+            let is_refused = || {
+                let said = asked.iter().zip(said.into_iter().flatten());
+                said.filter(|((id, _), _)| unit.leases().any(|of_unit| of_unit == *id))
+                    .all(|(_, said)| said == "Exists")
+            };
+            if old.call.asks_like(&unit) {
                 replaced = Some(self.waiting.remove(there));
-            } else if said.iter().all(|said| said == "Exists") {
-                return;
+            } else if is_refused() {
+                in_its_way.extend(unit.leases());
             } else {
                 // Somebody may have seen that its caller has gone.
                 assert!(old.is_left(), "{old:?} waits by one of its ids");
@@ -226,7 +233,7 @@ impl State {
             self.waiting.push(waiting);
             return;
         }
-        for (ask, said) in asked.iter().zip(said) {
+        for (ask, said) in asked.iter().zip(said).filter(|((id, _), _)| !in_its_way.contains(id)) {
             let id = ask.0;
             let is_theirs = self.is_theirs(*ask, *near);
             match said.as_str() {
@@ -268,6 +275,17 @@ impl State {
         called.expect("it waits").replica
     }
 
+    /// Where somebody waits by one of the ids of a call.
+    pub(super) fn where_it_waits(&self, call: &Call) -> Option<usize> {
+        self.waiting.iter().find(|waiting| waiting.shares_an_id(call)).map(|waiting| waiting.replica)
+    }
+
+    /// Where a call waits whose lease was granted elsewhere meanwhile.
+    pub(super) fn waits_for_what_is_there(&self) -> Option<usize> {
+        let is_there = |waiting: &&Waiting| waiting.call.leases().any(|id| self.leases.contains_key(&id));
+        self.waiting.iter().find(is_there).map(|waiting| waiting.replica)
+    }
+
     /// The caller has gone.
     pub(super) fn go_away(&mut self, number: usize) {
         // Unless his replica was killed before.
@@ -291,7 +309,11 @@ impl State {
             let waiting = before.waiting.iter().find(by_number).expect("it waited").clone();
             self.waiting.retain(|known| !known.callers().contains(number));
             let may_be_settled = waiting.call.leases().any(cast::lease_has_input);
-            let replaces = matches!(step, Step::Place { call, .. } if waiting.call.asks_like(call) && call.number != *number);
+            let asks_again = |call: &Call| {
+                let same = waiting.call.asks.iter().all(|ask| call.asks.contains(ask));
+                same && call.near == waiting.call.near && call.number != *number
+            };
+            let replaces = matches!(step, Step::Place { call, .. } if asks_again(call));
             let is_over = matches!(step, Step::EndPatience { minutes, .. } if waiting.call.wait <= *minutes);
             for (ask, said) in waiting.call.asks.iter().zip(said) {
                 let id = ask.0;

@@ -51,6 +51,30 @@ enum Draw {
     Reconcile,
 }
 
+/// Of what is drawn for some time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Spell {
+    Any,
+    /// More is asked for than there is room for, and otherwise little changes.
+    Busy,
+    /// What is started mostly fails, and workers come and go.
+    Failing,
+}
+
+/// Which comes after which.
+pub(super) const SPELLS: [Spell; 3] = [Spell::Any, Spell::Busy, Spell::Failing];
+
+impl Spell {
+    /// How many operations are killed.
+    pub(super) fn kills(self) -> f64 {
+        match self {
+            Self::Any => 0.25,
+            Self::Busy => 0.05,
+            Self::Failing => 0.15,
+        }
+    }
+}
+
 impl World {
     /// The next id, of which the same seed says the same: what is asked for under it is in its bytes.
     fn id(dice: &mut StdRng, made: &mut u64) -> Uuid {
@@ -73,6 +97,7 @@ impl World {
     }
 
     pub(super) fn next(&mut self) -> Option<Step> {
+        let (is_busy, is_failing) = (self.spell == Spell::Busy, self.spell == Spell::Failing);
         let claims = self.claims();
         let dice = &mut self.dice;
         let weights = [
@@ -104,23 +129,41 @@ impl World {
             (Draw::Deliver, 5),
             (Draw::Reconcile, 3),
         ];
-        // What matters where more is asked for than there is room for.
+        let when_failing = [
+            (Draw::Hello, 10),
+            (Draw::Heard, 14),
+            (Draw::Pass, 8),
+            (Draw::Expire, 2),
+            (Draw::Down, 5),
+            (Draw::Run, 2),
+            (Draw::SeeOff, 14),
+            (Draw::Submit, 18),
+            (Draw::Place, 3),
+            (Draw::Dispatch, 16),
+            (Draw::Start, 5),
+            (Draw::Finish, 26),
+            (Draw::Observe, 2),
+        ];
         let when_busy = [
             (Draw::Hello, 5),
             (Draw::Heard, 4),
             (Draw::Run, 4),
             (Draw::Submit, 14),
-            (Draw::Place, 30),
-            (Draw::PlaceAgain, 8),
-            (Draw::GoAway, 2),
-            (Draw::EndPatience, 2),
+            (Draw::Place, 22),
+            (Draw::PlaceAgain, 18),
+            (Draw::GoAway, 1),
+            (Draw::EndPatience, 1),
             (Draw::Release, 16),
-            (Draw::Dispatch, 12),
+            (Draw::Dispatch, 16),
             (Draw::Start, 4),
             (Draw::Finish, 16),
             (Draw::Cancel, 5),
         ];
-        let weights = if self.is_busy { &when_busy[..] } else { &weights };
+        let weights = match self.spell {
+            Spell::Any => &weights[..],
+            Spell::Busy => &when_busy,
+            Spell::Failing => &when_failing,
+        };
         let (draw, _) = weights.choose_weighted(dice, |(_, weight)| *weight).expect("some weights");
         let name = *WORKERS.choose(dice).expect("some");
         let known = &mut self.known;
@@ -149,6 +192,7 @@ impl World {
                 Step::Goodbye { session, is_last }
             }
             Draw::Heard => Step::Heard(Self::some(dice, &known.sessions)?),
+            Draw::Pass if is_failing => Step::Pass(*[10, 20, 30].choose(dice).expect("some")),
             Draw::Pass => Step::Pass(*[10, 10, 20, 30, 40, 100, 1000].choose(dice).expect("some")),
             Draw::BePatient => Step::BePatient,
             Draw::Expire => Step::Expire,
@@ -165,7 +209,7 @@ impl World {
             Draw::Submit => {
                 let there: Vec<_> = self.model.workloads.keys().copied().collect();
                 let again = Self::some(dice, &there).filter(|_| dice.random_bool(0.2));
-                let taken = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.05));
+                let taken = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.1));
                 let taken = taken.map(|(id, _)| WorkloadId::from_uuid(id.uuid()));
                 // Of an id that was used, forgotten here, and used again the artifact store takes what is settled for a repeat.
                 let taken = taken.filter(|id| cast::uses(*id) != Uses::Output);
@@ -176,19 +220,19 @@ impl World {
             }
             Draw::Place => {
                 let kinds = [Kind::Task, Kind::Service, Kind::Check, Kind::Transfer];
-                let kinds = if self.is_busy { &kinds[..3] } else { &kinds };
+                let kinds = if is_busy { &kinds[..3] } else { &kinds };
                 let (is_several, is_near, has_time) =
-                    if self.is_busy { (0.05, 0.05, 0.9) } else { (0.3, 0.3, 0.7) };
+                    if is_busy { (0.05, 0.05, 0.9) } else { (0.3, 0.3, 0.7) };
                 let mut new = || {
                     let id = LeaseId::from_uuid(Self::id(dice, &mut self.ids));
                     (id, *kinds.choose(dice).expect("some"))
                 };
                 let (mut one, other) = (new(), new());
                 let there: Vec<_> = self.model.workloads.keys().copied().collect();
-                let taken = Self::some(dice, &there).filter(|_| dice.random_bool(0.05));
+                let taken = Self::some(dice, &there).filter(|_| dice.random_bool(0.15));
                 one.0 = taken.map_or(one.0, |id| LeaseId::from_uuid(id.uuid()));
                 let again = Self::some(dice, &known.driven).filter(|_| dice.random_bool(0.2));
-                let together = again.is_none() && dice.random_bool(if self.is_busy { 0.15 } else { 0.4 });
+                let together = again.is_none() && dice.random_bool(if is_busy { 0.15 } else { 0.4 });
                 let asks = match again {
                     Some((id, _)) if dice.random_bool(0.2) => vec![(id, one.1)],
                     Some(again) => vec![again],
@@ -209,7 +253,9 @@ impl World {
                 Step::Place { call, is_fresh: dice.random_bool(0.5) }
             }
             Draw::PlaceAgain => {
-                let mut call = Self::some(dice, &known.patient)?;
+                let waiting = self.model.waiting.choose(dice).filter(|_| dice.random_bool(0.8));
+                let waiting = waiting.map(|waiting| waiting.call.clone());
+                let mut call = waiting.or_else(|| Self::some(dice, &known.patient))?;
                 self.calls += 1;
                 call.number = self.calls;
                 call.wait = *WAITS.choose(dice).expect("some");
@@ -240,6 +286,7 @@ impl World {
             Draw::Finish => {
                 let code = Some(Exit::Code(dice.random_range(0..2)));
                 let (exit, failure) = match dice.random_range(0..19) {
+                    _ if is_failing && dice.random_bool(0.7) => (None, Some(FailureReason::StartFailed)),
                     0 | 1 | 9 | 10 | 11 => (None, Some(FailureReason::StartFailed)),
                     2 => (None, Some(FailureReason::WorkerFull)),
                     3 => (None, Some(FailureReason::DiskFull)),
