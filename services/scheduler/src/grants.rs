@@ -174,6 +174,10 @@ pub(crate) async fn carry_out(
             done.freed.insert(WorkerId::from_uuid(lease.worker_id));
         }
         changes.give_back(lease);
+        // Whoever asked for it again is not told that it is his.
+        if let Some(known) = done.existing.get_mut(&LeaseId::from_uuid(lease.lease_id)) {
+            known.state = State::Ended;
+        }
     }
     done.parcels = leases::let_go(txn, &ended, now).await?;
     let mut present = as_placed(&locked, &changes, facts)?;

@@ -230,12 +230,15 @@ impl Queue {
         self.lines.values().filter_map(|line| Some((line.waiting.values().next()?, line.waiting.len())))
     }
 
-    /// Of each line those that are among these, if there are any.
-    pub(crate) fn lines_of(&self, are_among: impl Fn(Uuid) -> bool) -> impl Iterator<Item = Vec<&Waiting>> {
-        self.lines.values().filter_map(move |line| {
-            let of_line: Vec<_> = line.waiting.values().filter(|waiting| are_among(waiting.id)).collect();
-            (!of_line.is_empty()).then_some(of_line)
-        })
+    /// These, those of each line together and in its order.
+    pub(crate) fn by_line(&self, ids: impl Iterator<Item = Uuid>) -> Vec<Vec<&Waiting>> {
+        let mut by_line = BTreeMap::<usize, BTreeMap<Position, &Waiting>>::new();
+        for id in ids {
+            let Some((line, position)) = self.places.get(&id) else { continue };
+            let waiting = self.lines.get(line).and_then(|line| line.waiting.get(position));
+            by_line.entry(*line).or_default().extend(waiting.map(|waiting| (*position, waiting)));
+        }
+        by_line.into_values().map(|line| line.into_values().collect()).collect()
     }
 
     /// Those that wait in the line of one of them.

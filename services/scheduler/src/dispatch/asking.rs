@@ -247,6 +247,11 @@ impl Asking {
         Some(leases)
     }
 
+    /// What the calls that wait are called.
+    pub(super) fn ids(&self) -> impl Iterator<Item = Uuid> {
+        self.waiting.keys().copied()
+    }
+
     /// Other replicas know which calls wait here now.
     pub(super) fn are_told(&mut self) {
         self.told = self.waiting.keys().copied().collect();

@@ -26,7 +26,7 @@ use crate::entity::{from_json, to_json, waiting_calls};
 use crate::placement::{Choice, Demand, Index, Resources, Shape};
 use crate::queue::{Round, Turn, Waiting};
 
-/// After how long without a word a replica has ended.
+/// After how long without a word a replica has ended, and after five polls at least.
 const SILENT: Duration = Duration::from_secs(10);
 
 /// After how long its row is deleted.
@@ -130,16 +130,16 @@ impl Dispatcher {
     }
 
     async fn tell_calls(&mut self) -> Result<(), DbErr> {
-        let calls = self.calls_here()?;
-        let Elsewhere { replica, beat, said, .. } = &mut self.elsewhere;
         if self.asking.is_empty() {
-            if said.is_some() {
-                let over = waiting_calls::Entity::delete_by_id(*replica);
+            if self.elsewhere.said.is_some() {
+                let over = waiting_calls::Entity::delete_by_id(self.elsewhere.replica);
                 self.db.write(async |txn| over.clone().exec(&*txn).await).await?;
-                *said = None;
+                self.elsewhere.said = None;
             }
             return Ok(());
         }
+        let calls = self.calls_here()?;
+        let Elsewhere { replica, beat, said, .. } = &mut self.elsewhere;
         *beat += 1;
         let row =
             waiting_calls::Model { replica: *replica, beat: *beat, changed: *beat, calls: calls.clone() };
@@ -153,15 +153,15 @@ impl Dispatcher {
     /// The calls that wait here, as others read them.
     fn calls_here(&self) -> Result<String, DbErr> {
         let queue = self.queue();
-        let lines = queue.lines_of(|id| self.asking.contains(id)).map(|waiting| {
+        let lines = queue.by_line(self.asking.ids()).into_iter().map(|waiting| {
             let asked = |demand: Arc<Demand>| Asked {
                 shape: (*demand.shape).clone(),
                 only: demand.only,
                 avoid: demand.avoid.iter().copied().collect(),
             };
-            let first = waiting.first().map(|first| first.demands()).unwrap_or_default();
+            let asks = waiting.first().map(|first| first.demands()).unwrap_or_default();
             let told = |one: &&Waiting| Told { id: one.id, priority: one.priority, since: one.since };
-            Line { asks: first.into_iter().map(asked).collect(), calls: waiting.iter().map(told).collect() }
+            Line { asks: asks.into_iter().map(asked).collect(), calls: waiting.iter().map(told).collect() }
         });
         to_json(&lines.collect::<Vec<_>>())
     }
@@ -189,7 +189,7 @@ impl Dispatcher {
             match self.elsewhere.others.get_mut(&replica) {
                 Some(known) if known.beat == beat => {
                     let silent_for = now.since(known.seen_at);
-                    if silent_for >= SILENT {
+                    if silent_for >= SILENT.max(self.config.poll * 5) {
                         self.forget(replica);
                     }
                     if silent_for >= FORGOTTEN {

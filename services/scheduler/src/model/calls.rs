@@ -320,10 +320,6 @@ impl State {
                 let is_theirs = self.is_theirs(*ask, waiting.call.near);
                 let is_there = |id| self.leases.contains_key(&id) || self.is_workload(id);
                 match said.as_str() {
-                    // Whoever gives it back while he asks for it again may get it before that.
-                    "Ok" if matches!(step, Step::Release { lease, .. } if *lease == id) => {
-                        assert!(is_theirs || before.is_theirs(*ask, waiting.call.near), "{id} is not theirs");
-                    }
                     "Ok" => assert!(is_theirs, "{id} is not theirs"),
                     "Exists" => {
                         let some_are_there = waiting.call.leases().any(is_there) && !is_theirs;
