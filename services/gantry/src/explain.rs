@@ -106,12 +106,13 @@ async fn explain(
     told: &Told,
     as_json: bool,
 ) -> anyhow::Result<()> {
+    let waits = matches!(subject, Subject::Workload(_));
     let request =
         ExplainRequest { subject: Some(subject), max_workers: told.most, workers: told.only.clone() };
     let placements = connection.placements();
     let response =
         repeat("cannot explain it", async || placements.clone().explain(request.clone()).await).await?;
-    if as_json { print_json(&json::explanation(&response)) } else { print(&text(&response)) }
+    if as_json { print_json(&json::explanation(&response)) } else { print(&text(&response, waits)) }
 }
 
 /// Why it waits, in one line.
@@ -144,7 +145,8 @@ fn ordinal(number: u64) -> String {
     format!("{number}{ending}")
 }
 
-fn text(response: &ExplainResponse) -> String {
+/// `waits`: whether it was submitted.
+fn text(response: &ExplainResponse, waits: bool) -> String {
     let ExplainResponse { queue_position, workers, unblocked_by, summary, groups, .. } = response;
     let best = workers.first().map_or("", |worker| worker.worker_name.as_str());
     let summary = plain(summary, WIDTH);
@@ -155,6 +157,9 @@ fn text(response: &ExplainResponse) -> String {
             format!("it waits, as number {queue_position} by priority and age\n")
         }
         Verdict::NotNow => format!("it waits, as number {queue_position} by priority and age: {summary}\n"),
+        Verdict::Never if waits => {
+            "no worker that is known could ever run it: it waits for one that registers and can\n".to_owned()
+        }
         Verdict::Never => {
             "no worker that is known could ever run it: who submits it now is refused\n".to_owned()
         }
@@ -250,7 +255,7 @@ mod tests {
         };
         let expected = "it waits, as number 3 by priority and age\n\nWORKER  SAYS\none     is landing, is full (2 of 2 tasks)\n\n\
             It is placed as soon as\n  one: it is told to run again, and one of its tasks ends\n";
-        assert_eq!(text(&response), expected);
+        assert_eq!(text(&response, false), expected);
     }
 
     #[test]
@@ -271,13 +276,13 @@ mod tests {
         let expected = "it waits, as number 3 by priority and age: all 12 workers that could take it are full\n\
             it may take about 40 s: a slot was held for 40 s\n\nOf all 12 workers\n\
             COUNT  SAY       SUCH AS\n12     are full  a, b, …\n";
-        assert_eq!(text(&response), expected);
+        assert_eq!(text(&response, false), expected);
         let line = "waiting, 3rd in the queue: all 12 workers that could take it are full";
         assert_eq!(short(&response), format!("{line}; about 40 s"));
         response.expected_wait = None;
         response.expected_wait_basis = "unknown: none came free".to_owned();
         assert_eq!(short(&response), line);
-        assert!(text(&response).contains("\nhow long that may take is unknown: none came free\n"));
+        assert!(text(&response, false).contains("\nhow long that may take is unknown: none came free\n"));
         let ordinals = [1, 2, 11, 12, 13, 21, 102, 111, 1013].map(ordinal);
         assert_eq!(ordinals, ["1st", "2nd", "11th", "12th", "13th", "21st", "102nd", "111th", "1013th"]);
     }

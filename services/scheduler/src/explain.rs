@@ -11,7 +11,7 @@ use sea_orm::DbErr;
 use uuid::Uuid;
 
 use crate::entity::workload::State;
-use crate::placement::{Choice, Demand, Group, Index, Location, Outlook, Refusal, Says, Tell};
+use crate::placement::{Choice, Demand, Group, Index, Location, Outlook, Refusal, Says, Shape, Tell};
 use crate::service::Scheduler;
 use crate::store::{Found, Inputs};
 use crate::workloads;
@@ -186,7 +186,7 @@ fn expected_wait(outlook: &Outlook, rivals: u64) -> (Option<Duration>, String) {
     let pace = &outlook.pace;
     let workers = pace.workers;
     if workers == 0 {
-        return (None, "unknown: no worker that is in contact could take it".to_owned());
+        return (None, "unknown: no worker that takes work now could take it".to_owned());
     }
     match (pace.until_freed(rivals + 1), pace.held_for()) {
         (Some(wait), Some(held_for)) => {
@@ -243,6 +243,22 @@ fn one(group: &Group) -> String {
     words.join(" and ")
 }
 
+/// What a worker has to be to do something of this shape.
+fn what_can_do(shape: &Shape) -> String {
+    let mut has = vec![format!("platform {}", shape.platform)];
+    if !shape.tags.is_empty() {
+        has.push(format!("tags {}", shape.tags.join(", ")));
+    }
+    if let Some(process) = &shape.process {
+        has.extend(process.resource_type.as_ref().map(|name| format!("resource type {name}")));
+        if !process.capabilities.is_empty() {
+            has.push(format!("capabilities {}", process.capabilities.join(", ")));
+        }
+    }
+    has.extend(shape.requests.words());
+    has.join(", ")
+}
+
 /// Up to how many workers what would help is said of each alone.
 const FEW: usize = 10;
 
@@ -287,11 +303,7 @@ fn unblocked_by(demand: &Demand, outlook: &Outlook, verdict: Verdict) -> Vec<Str
     }
     let mut lines: Vec<_> = lines.into_iter().collect();
     if !waiting {
-        let mut asked = format!("platform {}", demand.shape.platform);
-        if !demand.shape.tags.is_empty() {
-            asked.push_str(&format!(", tags {}", demand.shape.tags.join(", ")));
-        }
-        lines.push(format!("a worker registers that can do it ({asked})"));
+        lines.push(format!("a worker registers that can do it ({})", what_can_do(&demand.shape)));
     }
     lines
 }

@@ -124,7 +124,14 @@ impl Reasoned for PlaceError {
         match self {
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
             Self::AllWorkersBusy(refusals) => {
-                Reason::AllWorkersBusy.status_about(SERVICE, "no worker can do now", named(&refusals))
+                let named = named(&refusals);
+                let what = match named.is_empty() {
+                    true => {
+                        "no worker has registered, others that wait are before it, or there is not room for all that is asked for together"
+                    }
+                    false => "no worker can do now",
+                };
+                Reason::AllWorkersBusy.status_about(SERVICE, what, named)
             }
             Self::Exists => Reason::LeaseExists.status(SERVICE, self.to_string()),
             Self::NoSuchLease => Reason::LeaseLost.status(SERVICE, self.to_string()),

@@ -6,6 +6,8 @@ use std::fmt;
 
 use domain::workload::Failure;
 
+use super::Resources;
+
 /// One reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
@@ -393,7 +395,7 @@ impl Shortage {
 
     fn amount(self, amount: u64) -> String {
         match self.of {
-            Resource::Cpu => format!("{amount} thousandths of a processor"),
+            Resource::Cpu => cores(amount),
             Resource::Memory => format!("{} of memory", self.size(amount)),
             Resource::Disk => format!("{} of disk", self.size(amount)),
         }
@@ -413,6 +415,31 @@ impl Shortage {
 
     fn left(self) -> String {
         self.amount(self.left)
+    }
+}
+
+impl Resources {
+    /// What is asked for, for people.
+    pub(crate) fn words(&self) -> Vec<String> {
+        let Self { cpu_millis, memory_bytes, disk_bytes } = *self;
+        let asked = [
+            (cpu_millis, cores(cpu_millis)),
+            (memory_bytes, format!("{} of memory", rounded(memory_bytes))),
+            (disk_bytes, format!("{} of disk", rounded(disk_bytes))),
+        ];
+        asked.into_iter().filter(|(amount, _)| *amount > 0).map(|(_, words)| words).collect()
+    }
+}
+
+/// Such as `1.5 cores`.
+fn cores(millis: u64) -> String {
+    match millis {
+        1000 => "1 core".to_owned(),
+        _ => {
+            let (whole, rest) = (millis / 1000, millis % 1000);
+            let rest = format!(".{rest:03}");
+            format!("{whole}{} cores", rest.trim_end_matches('0').trim_end_matches('.'))
+        }
     }
 }
 

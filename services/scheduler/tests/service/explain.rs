@@ -76,7 +76,7 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
         [
             "one: it has the tag big, and its runtime has privileged",
             "other: it has the tag big, and its runtime has privileged",
-            "a worker registers that can do it (platform linux, tags big)",
+            "a worker registers that can do it (platform linux, tags big, capabilities privileged)",
         ]
     );
 
