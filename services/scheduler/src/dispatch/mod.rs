@@ -276,6 +276,15 @@ impl Dispatcher {
         self.asking.waits(lease)
     }
 
+    /// What was asked for meanwhile, as much as is decided at a time.
+    fn take_asked(&mut self, requests: &mut Vec<Request>) {
+        while requests.len() < BATCH
+            && let Ok(request) = self.requests.try_recv()
+        {
+            requests.push(request);
+        }
+    }
+
     /// Has a plan granted, and notes what is known of the workers then.
     async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
         let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;
@@ -414,7 +423,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)))
             || dispatcher.looks_before(requests.len());
         let is_due = std::mem::take(&mut is_due);
-        let mut caught_up = false;
+        let (mut caught_up, mut away) = (false, None);
         if is_due || asked {
             match dispatcher.catch_up(is_due, &mut effects).await {
                 Ok(()) if is_due => {
@@ -424,8 +433,20 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
                     }
                 }
                 Ok(()) => caught_up = true,
-                Err(error) => tracing::warn!(error = %error, "cannot look at the workers and the queue"),
+                Err(error) => {
+                    tracing::warn!(error = %error, "cannot look at the workers and the queue");
+                    away = is_away(&error).then_some(error);
+                }
             }
+        }
+        // Each look may take for longer than until the next is due.
+        dispatcher.take_asked(&mut requests);
+        if let Some(error) = away {
+            // Nothing can be granted, and who asks need not wait for more than this to hear that.
+            round::fail(std::mem::take(&mut requests), &error);
+            dispatcher.end_patience(Instant::now(), is_due);
+            scheduler.announce_granted(effects);
+            continue;
         }
         // What was changed before something was asked for is seen before it is decided.
         dispatcher.hear(&scheduler.hints).await;
@@ -456,6 +477,11 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         effects.queued.extend(over.into_iter().map(WorkloadId::from_uuid));
         scheduler.announce_granted(effects);
     }
+}
+
+/// Whether the database does not answer.
+fn is_away(error: &DbErr) -> bool {
+    matches!(error, DbErr::ConnectionAcquire(_) | DbErr::Conn(_))
 }
 
 /// Resolves when somebody who waits has waited long enough, if anybody does.

@@ -606,6 +606,13 @@ impl Unit {
     }
 }
 
+/// The database does not answer those who asked for these.
+pub(super) fn fail(requests: Vec<Request>, error: &DbErr) {
+    let mut open = Open::default();
+    open.add(requests, Timestamp::now());
+    open.fail(error);
+}
+
 /// What a call asks for, each group together: those of a higher priority first, and then as they are named.
 fn in_turn(members: Vec<Member>, now: Timestamp) -> Vec<Leases> {
     let (mut units, mut of_group) = (Vec::<Vec<Member>>::new(), HashMap::new());

@@ -230,6 +230,24 @@ pub(crate) async fn an_id_that_waits_is_nobody_elses(database: TestDatabase) {
     scheduler.stop().await;
 }
 
+/// Whoever asks while the database is away hears that, however long each look at it takes.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_asks_while_the_database_is_away_hears_so() {
+    let mut server = testing::databases::Server::new();
+    let database = server.database();
+    let scheduler = Running::start(config(&database)).await;
+    let _gateway = with_slots(&scheduler, "one", 2).await;
+    place(&scheduler, task()).await.expect("granted");
+    server.stop();
+    for asked in [task(), waiting(task()), task()] {
+        let away = refused(&scheduler, asked).await;
+        assert!(away.is(Reason::Unavailable), "{away}");
+    }
+    server.start();
+    until("it is granted", async || place(&scheduler, task()).await.ok()).await;
+    scheduler.stop().await;
+}
+
 /// There is room for fewer than are asked for with one call.
 pub(crate) async fn of_many_the_higher_priority_is_granted_and_then_the_first(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
