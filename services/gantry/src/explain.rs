@@ -283,6 +283,10 @@ mod tests {
         response.expected_wait_basis = "unknown: none came free".to_owned();
         assert_eq!(short(&response), line);
         assert!(text(&response, false).contains("\nhow long that may take is unknown: none came free\n"));
+        response.verdict = Verdict::Never.into();
+        let never = [false, true].map(|waits| text(&response, waits));
+        assert!(never[0].contains("who submits it now is refused\n"), "{}", never[0]);
+        assert!(never[1].contains("it waits for one that registers and can\n"), "{}", never[1]);
         let ordinals = [1, 2, 11, 12, 13, 21, 102, 111, 1013].map(ordinal);
         assert_eq!(ordinals, ["1st", "2nd", "11th", "12th", "13th", "21st", "102nd", "111th", "1013th"]);
     }

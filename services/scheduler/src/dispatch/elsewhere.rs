@@ -65,6 +65,7 @@ struct Line {
     calls: Vec<Told>,
 }
 
+/// What of a [`Demand`] others need to know.
 #[derive(Debug, Serialize, Deserialize)]
 struct Asked {
     shape: Shape,
@@ -72,8 +73,10 @@ struct Asked {
     avoid: Vec<WorkerId>,
 }
 
+/// A call that waits.
 #[derive(Debug, Serialize, Deserialize)]
 struct Told {
+    /// What it is called in the queue, which sorts by age.
     id: Uuid,
     priority: i64,
     since: Timestamp,
@@ -89,21 +92,27 @@ impl Elsewhere {
     }
 }
 
+impl Asked {
+    /// What one of a line asks for. Whose it is, each of them says.
+    fn demand(self) -> Demand {
+        Demand {
+            shape: Arc::new(self.shape),
+            only: self.only,
+            avoid: self.avoid.into_iter().collect(),
+            failed_on: Vec::new(),
+            prefer: BTreeSet::new(),
+            asked_by: Uuid::nil(),
+            waits_as: Uuid::nil(),
+        }
+    }
+}
+
 impl Told {
-    fn waiting(self, asks: &[(Arc<Shape>, Option<WorkerId>, Vec<WorkerId>)]) -> Option<Waiting> {
-        let demands = asks.iter().map(|(shape, only, avoid)| {
-            let demand = Demand {
-                shape: shape.clone(),
-                only: *only,
-                avoid: avoid.iter().copied().collect(),
-                failed_on: Vec::new(),
-                prefer: BTreeSet::new(),
-                asked_by: self.id,
-                waits_as: self.id,
-            };
-            Arc::new(demand)
-        });
-        let mut demands = demands.collect::<Vec<_>>().into_iter();
+    /// As it stands in the queue. `None`: it asks for nothing.
+    fn waiting(self, asks: &[Demand]) -> Option<Waiting> {
+        let own =
+            |demand: &Demand| Arc::new(Demand { asked_by: self.id, waits_as: self.id, ..demand.clone() });
+        let mut demands = asks.iter().map(own);
         Some(Waiting {
             id: self.id,
             is_elsewhere: true,
@@ -222,8 +231,7 @@ impl Dispatcher {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let mut calls = HashSet::new();
         for Line { asks, calls: told } in lines {
-            let asks: Vec<_> =
-                asks.into_iter().map(|asked| (Arc::new(asked.shape), asked.only, asked.avoid)).collect();
+            let asks: Vec<_> = asks.into_iter().map(Asked::demand).collect();
             for waiting in told.into_iter().filter_map(|told| told.waiting(&asks)) {
                 calls.insert(waiting.id);
                 let was_left_alone = |since: &Timestamp| now.since(*since) >= self.config.poll;
@@ -327,4 +335,63 @@ async fn tell(txn: &DatabaseTransaction, row: waiting_calls::Model, is_known: bo
     let known = OnConflict::column(Column::Replica).update_columns(columns).to_owned();
     let told = waiting_calls::Entity::insert(row.into_active_model()).on_conflict(known);
     told.exec_without_returning(txn).await.map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use db::Database;
+    use domain::LeaseId;
+    use testing::databases::{self, TestDatabase};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::dispatch::rounds::tests::place_within;
+    use crate::dispatch::{Caller, Dispatch};
+
+    /// No time passes but what is said, and nobody hears of anything but by looking.
+    async fn what_a_silent_replica_said_counts_no_more_and_is_deleted(database: TestDatabase) {
+        let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let replica = || Dispatcher::new(db.clone(), Arc::new(Config::new("", "")));
+        let ((_, mut one), (seen, mut other)) = (replica(), replica());
+        let waits_there = |seen: &Dispatch| seen.queue().len();
+        let rows = async || waiting_calls::Entity::find().all(db.read()).await.expect("rows").len();
+        let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+        let (asks, answer) = place_within(LeaseId::new(), Duration::from_secs(3600));
+        one.rounds(vec![asks], &caller).await;
+
+        let now = Timestamp::now();
+        one.tend_elsewhere(now).await.expect("told");
+        other.tend_elsewhere(now).await.expect("heard");
+        assert_eq!((waits_there(&seen), rows().await), (1, 1));
+        // It says so again, and is there.
+        one.tend_elsewhere(now + SILENT).await.expect("told");
+        other.tend_elsewhere(now + SILENT).await.expect("heard");
+        assert_eq!(waits_there(&seen), 1);
+        other.tend_elsewhere(now + SILENT * 2).await.expect("heard");
+        assert_eq!((waits_there(&seen), rows().await), (0, 1), "it is silent");
+        one.tend_elsewhere(now + SILENT * 3).await.expect("told");
+        other.tend_elsewhere(now + SILENT * 3).await.expect("heard");
+        assert_eq!(waits_there(&seen), 1, "it was not over");
+        other.tend_elsewhere(now + SILENT * 3 + FORGOTTEN).await.expect("heard");
+        assert_eq!((waits_there(&seen), rows().await), (0, 0));
+        one.tend_elsewhere(now + FORGOTTEN * 2).await.expect("told");
+        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
+        assert_eq!((waits_there(&seen), rows().await), (1, 1), "its row is written again");
+
+        drop(answer);
+        one.end_patience(tokio::time::Instant::now(), true);
+        one.tend_elsewhere(now + FORGOTTEN * 2).await.expect("told");
+        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
+        assert_eq!((waits_there(&seen), rows().await), (0, 0), "nobody waits");
+    }
+
+    #[tokio::test]
+    async fn what_a_silent_replica_said_counts_no_more_and_is_deleted_sqlite() {
+        what_a_silent_replica_said_counts_no_more_and_is_deleted(databases::sqlite()).await;
+    }
+
+    #[tokio::test]
+    async fn what_a_silent_replica_said_counts_no_more_and_is_deleted_postgres() {
+        what_a_silent_replica_said_counts_no_more_and_is_deleted(databases::postgres().await).await;
+    }
 }

@@ -419,6 +419,8 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             () = scheduler.hints.dispatch().notified() => {}
             () = patience_ends(patience) => {}
         }
+        // Each look may take for longer than until the next is due, which comes before them.
+        dispatcher.take_asked(&mut requests);
         let mut effects = Effects::default();
         let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)))
             || dispatcher.looks_before(requests.len());
@@ -439,10 +441,9 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
                 }
             }
         }
-        // Each look may take for longer than until the next is due.
-        dispatcher.take_asked(&mut requests);
         if let Some(error) = away {
-            // Nothing can be granted, and who asks need not wait for more than this to hear that.
+            // Nothing can be granted, and who asks, also since then, need not wait for more than this to hear that.
+            dispatcher.take_asked(&mut requests);
             round::fail(std::mem::take(&mut requests), &error);
             dispatcher.end_patience(Instant::now(), is_due);
             scheduler.announce_granted(effects);

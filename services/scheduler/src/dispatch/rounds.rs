@@ -383,4 +383,4 @@ impl Round {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

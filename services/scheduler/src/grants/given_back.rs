@@ -34,7 +34,8 @@ pub(super) async fn end_and_lock(
         let ended = Left::find_by_statement(ending).all(txn).await?;
         return Ok((ended, lock_counts(txn, workers).await?));
     }
-    // What is first in such a union is carried out first, and whole.
+    // What is first in such a union is carried out first, and whole. Were it not, two transactions might only wait for each other, and one of them
+    // be tried again.
     let query = format!(
         "WITH ended AS ({}), locked AS ({})
          SELECT ended.*, {} FROM ended UNION ALL SELECT {}, locked.* FROM locked",

@@ -579,6 +579,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_is_asked_for_is_said_as_people_do() {
+        let asked = Resources { cpu_millis: 1500, memory_bytes: 3 << 29, disk_bytes: 0 };
+        assert_eq!(asked.words(), ["1.5 cores", "1.5 GiB of memory"]);
+        let words = [1, 50, 1000, 2000, 10_250].map(cores);
+        assert_eq!(words, ["0.001 cores", "0.05 cores", "1 core", "2 cores", "10.25 cores"]);
+    }
+
+    #[test]
     fn few_are_told_one_by_one_and_many_together() {
         let full = |n: u32| (format!("w{n:03}"), Refusal::Full { active: n, max: n });
         assert_eq!(

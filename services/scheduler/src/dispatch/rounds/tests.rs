@@ -102,7 +102,10 @@ fn shape() -> Shape {
 }
 
 /// Asks for a lease, and waits for a worker for so long.
-fn place_within(lease: LeaseId, wait: Duration) -> (Request, oneshot::Receiver<Vec<Placed>>) {
+pub(in crate::dispatch) fn place_within(
+    lease: LeaseId,
+    wait: Duration,
+) -> (Request, oneshot::Receiver<Vec<Placed>>) {
     let ask = Ask {
         lease,
         kind: Kind::Task,
