@@ -85,8 +85,10 @@ while read -r times line; do
     fi
 done < <(grep -oE 'not applicable: .*' "$log" | sort | uniq -c)
 if [ $status -ne 0 ]; then
-    # Of a long log, the end is read: which tests failed, which seeds, and what became of a process that did not come to its end.
+    # Of a long log, the end is read: which tests failed and with what words, which seeds, and what became of a process that did not come
+    # to its end.
     echo "--- in short ---"
+    sed -n '/^failures:$/,/^test result:/p' "$log" | grep -aE -A 2 "^thread '.*' .*panicked at " | grep -vaE '^(--|stack backtrace:)' | cut -c 1-600
     grep -aE "^test .*FAILED|^run it again: |has overflowed its stack|^fatal runtime error|process didn't exit successfully" "$log" | sort -u
 fi
 exit $status
