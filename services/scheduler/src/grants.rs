@@ -50,6 +50,9 @@ pub(crate) struct Plan {
     /// Whether a lease of these ids may be there already.
     pub(crate) leases_may_exist: bool,
     pub(crate) grants: Vec<Grant>,
+    /// Whether a worker is left out on which others have placed so much meanwhile that its grants would not have been planned there, had it
+    /// been known ([`Plan::most_tasks`]).
+    pub(crate) may_be_spread_anew: bool,
 }
 
 /// A workload whose inputs are pinned now.
@@ -72,6 +75,8 @@ pub(crate) struct Grant {
     pub(crate) demand: Arc<Demand>,
     pub(crate) worker: WorkerId,
     pub(crate) incarnation: Incarnation,
+    /// How many tasks there were on its worker before it, as far as was known, with those that were planned.
+    pub(crate) believed_tasks: u32,
     pub(crate) holder: Holder,
     pub(crate) decided_by: DecidedBy,
 }
@@ -181,12 +186,16 @@ pub(crate) async fn carry_out(
     }
     done.parcels = leases::let_go(txn, &ended, now).await?;
     let mut present = as_placed(&locked, &changes, facts)?;
+    let most_tasks = plan.may_be_spread_anew.then(|| plan.most_tasks());
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
         let mut taken = Vec::with_capacity(together.len());
         let all = together.iter().all(|grant| {
             let Some(worker) = present.get_mut(&grant.worker.uuid()) else { return false };
+            let is_crowded =
+                grant.kind.takes_a_slot() && most_tasks.is_some_and(|most| worker.load.tasks > most);
             let holds = worker.incarnation == grant.incarnation
+                && !is_crowded
                 && placement::refusals(&grant.demand, worker).is_empty();
             if holds {
                 taken.push((grant.worker.uuid(), worker.load));
@@ -234,8 +243,16 @@ fn as_placed(
 impl Plan {
     /// Whether it would change nothing.
     pub(crate) fn is_empty(&self) -> bool {
-        let Self { releases, submitted, pinned, leases_may_exist: _, grants } = self;
+        let Self { releases, submitted, pinned, leases_may_exist: _, grants, may_be_spread_anew: _ } = self;
         releases.is_empty() && submitted.is_empty() && pinned.is_empty() && grants.is_empty()
+    }
+
+    /// With how many tasks a worker is no busier than the busiest was believed to be on which something was planned, give or take a little.
+    /// What was planned for the rest of them would not have been planned for a busier one, if they are chosen by how busy they are.
+    fn most_tasks(&self) -> u32 {
+        let slots = self.grants.iter().filter(|grant| grant.kind.takes_a_slot());
+        let most = slots.map(|grant| grant.believed_tasks).max().unwrap_or(0);
+        most.saturating_add(most / 16 + 2)
     }
 }
 
@@ -248,6 +265,11 @@ impl Done {
     /// Whether something is there by the id of a driven lease that was not granted just now.
     pub(crate) fn exists(&self, lease: LeaseId) -> bool {
         self.existing.contains_key(&lease) || self.taken.contains(&lease)
+    }
+
+    /// Whether a grant was carried out.
+    pub(crate) fn holds(&self, grant: &Grant) -> bool {
+        !self.is_moot(grant) && !self.refused.contains(&grant.lease)
     }
 
     /// Whether nothing came of a grant but that something else is known now.

@@ -40,7 +40,7 @@ pub(crate) use crate::dispatch::rounds::Caller;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
 use crate::gauges;
-use crate::grants::{self, Done, Grant, Holder, Plan};
+use crate::grants::{self, Done, Grant, Plan};
 use crate::memory::{Memory, SharedFacts, Workers};
 use crate::placement::{Choice, DecidedBy, Demand, Location, Refusals, Shape};
 use crate::queue::Queue;
@@ -392,14 +392,7 @@ async fn granted(
 
 /// By what each of `plan` was decided that was granted.
 fn placed(plan: &Plan, done: &Done) -> impl Iterator<Item = DecidedBy> {
-    let is_granted = |grant: &&Grant| {
-        let is_moot = match &grant.holder {
-            Holder::Driven { .. } => done.existing.contains_key(&grant.lease),
-            Holder::Workload { id, .. } => done.settled.contains_key(id),
-        };
-        !is_moot && !done.refused.contains(&grant.lease)
-    };
-    plan.grants.iter().filter(is_granted).map(|grant| grant.decided_by)
+    plan.grants.iter().filter(|grant| done.holds(grant)).map(|grant| grant.decided_by)
 }
 
 /// Does what is asked for, until the service stops.
@@ -507,6 +500,7 @@ mod tests {
 
     use super::*;
     use crate::events::Whereabouts;
+    use crate::grants::Holder;
     use crate::placement::{Purpose, Resources};
 
     #[test]
@@ -528,6 +522,7 @@ mod tests {
             demand: Arc::new(shape.clone().asked_by(lease.uuid())),
             worker,
             incarnation: Incarnation(1),
+            believed_tasks: 0,
             holder,
         };
         let driven = |lease, by| {

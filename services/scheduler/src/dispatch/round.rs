@@ -253,6 +253,7 @@ impl Dispatcher {
             gateway_endpoint: worker.endpoint.clone(),
             attempt,
         };
+        let believed_tasks = worker.load.tasks;
         workers.plan(placement.worker, Kind::Task, &demand.shape.requests);
         Some(Grant {
             group: None,
@@ -261,6 +262,7 @@ impl Dispatcher {
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
+            believed_tasks,
             holder: Holder::Workload { id, attempt, whereabouts, reason: placement.reason },
             decided_by: placement.decided_by,
         })
@@ -288,7 +290,9 @@ impl Dispatcher {
         let Choice::Placed(placement) = choice else { return Err(demand.clone()) };
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
         let mut workers = self.memory.workers.lock();
-        member.granted = workers.get(placement.worker).map(|worker| Granted {
+        let worker = workers.get(placement.worker);
+        let believed_tasks = worker.map_or(0, |worker| worker.load.tasks);
+        member.granted = worker.map(|worker| Granted {
             claims,
             worker_name: worker.name.clone(),
             gateway_endpoint: worker.endpoint.clone(),
@@ -302,6 +306,7 @@ impl Dispatcher {
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
+            believed_tasks,
             holder: Holder::Driven {
                 expires_at: now + self.config.lease_term,
                 request: member.ask.request.clone(),

@@ -25,7 +25,7 @@ use uuid::Uuid;
 use super::asking::Leases;
 use super::round::{Open, Refused, Unit};
 use super::turns::Planned;
-use super::{BATCH, DECISIONS, Dispatcher, Request, granted};
+use super::{BATCH, DECISIONS, Dispatcher, MANY, Request, granted};
 use crate::effects::Effects;
 use crate::gauges;
 use crate::grants::{Done, Plan};
@@ -229,7 +229,10 @@ impl Dispatcher {
 
     /// Begins to write what was decided.
     fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> Writing {
-        let Step { plan, planned, ids, turns, asked, spans } = step;
+        let Step { mut plan, planned, ids, turns, asked, spans } = step;
+        // Once, for it costs another decision. Who had his turn keeps what he got.
+        let is_first = round.decisions == 0 && turns.is_empty() && asked.is_empty();
+        plan.may_be_spread_anew = is_first && plan.grants.len() >= MANY;
         let (plan, locked, mut task) = (Arc::new(plan), Arc::new(Notify::new()), JoinSet::new());
         if !plan.is_empty() {
             let (db, plan, facts) = (self.db.clone(), plan.clone(), self.memory.facts());
@@ -251,6 +254,9 @@ impl Dispatcher {
         match done.map(|done| self.note(&plan, done)) {
             None => {}
             Some(Ok(done)) => {
+                if !plan.grants.iter().all(|grant| done.holds(grant)) {
+                    round.ask_again();
+                }
                 let mut effects = Effects::default();
                 round.kept_to.extend(done.kept_to.values());
                 for mut unit in planned {
@@ -278,6 +284,7 @@ impl Dispatcher {
             // Another call with the same id was faster. It is known now.
             Some(Err(error)) if is_duplicate(&error) && round.decisions <= DECISIONS => {
                 round.leases_may_exist = true;
+                round.ask_again();
                 self.wait_on(turns, asked);
                 round.open.releases.extend(&plan.releases);
                 round.open.units.extend(planned);
@@ -323,9 +330,10 @@ impl Dispatcher {
         self.read_waiting(&std::mem::take(&mut round.outdated)).await?;
         round.leases_may_exist |= !round.repeats.is_empty();
         round.open.units.append(&mut round.repeats);
-        if !round.doubted.is_empty() {
+        if !round.doubted.is_empty() || self.others_place {
             round.caught_up = true;
             self.look |= self.memory.catch_up(&self.db).await?;
+            self.others_place = false;
             round.open.units.append(&mut round.doubted);
         }
         Ok(())
@@ -365,6 +373,14 @@ impl Round {
         let units_are =
             open.units.is_empty() && repeats.is_empty() && doubted.is_empty() && refused.is_empty();
         units_are && open.releases.is_empty() && kept_to.is_empty() && outdated.is_empty()
+    }
+
+    /// What found nothing beside others is decided again, for what was planned for those came to nothing.
+    fn ask_again(&mut self) {
+        // Whoever is decided for the last time hears what was so.
+        if self.decisions < DECISIONS {
+            self.open.units.extend(self.refused.drain(..).map(|(unit, _)| unit));
+        }
     }
 
     /// The database does not answer.

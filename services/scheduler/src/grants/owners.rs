@@ -180,6 +180,7 @@ mod tests {
             demand: Arc::new(shape.asked_by(lease.uuid())),
             worker: session.worker,
             incarnation: session.incarnation,
+            believed_tasks: 0,
             holder: Holder::Driven {
                 expires_at: Timestamp::now(),
                 request: String::new(),

@@ -10,7 +10,7 @@ use super::*;
 use crate::config::Config;
 use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, REQUESTS};
 use crate::entity::lease::Kind;
-use crate::placement::{Process, Purpose, Resources, Shape, Tell};
+use crate::placement::{Demand, Process, Purpose, Resources, Shape, Tell};
 use crate::workers;
 use crate::workers::for_tests::hello;
 use crate::workloads::Submission;
@@ -190,6 +190,59 @@ async fn of_a_group_that_exists_in_part_the_workers_stay_known() {
     assert!(matches!(placed[..], [Ok(_), Err(PlaceError::Exists)]), "{placed:?}");
     let known = replica.dispatch.workers.lock().get(replica.worker).map(|worker| worker.state);
     assert_eq!(known, Some(crate::entity::worker::State::Running), "it is there");
+}
+
+/// What was planned for one that turns out to exist kept nobody from the slot.
+#[tokio::test]
+async fn what_found_nothing_beside_one_that_exists_is_decided_again() {
+    let mut replica = replica_with(databases::sqlite(), Some(2)).await;
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let there = LeaseId::new();
+    let [first, again, other] = [there, there, LeaseId::new()].map(place);
+    replica.dispatcher.rounds(vec![first.0], &caller).await;
+    replica.dispatcher.rounds(vec![again.0, other.0], &caller).await;
+    for answer in [first.1, again.1, other.1] {
+        let placed = answer.await.expect("an answer");
+        assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
+    }
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (2, 2));
+}
+
+/// Another replica has placed much on one of two workers, which is not known here yet.
+#[tokio::test]
+async fn many_are_spread_by_what_others_have_placed() {
+    let mut replica = replica_with(databases::sqlite(), Some(100)).await;
+    let config = Arc::new(Config::new("", ""));
+    let mut second = hello("two");
+    second.labels.image_kinds = vec!["host".to_owned()];
+    second.capacity.max_tasks = Some(100);
+    let let_in = replica.db.write(async |txn| {
+        workers::hello(&txn, &[&second], &config, Timestamp::now(), &mut Effects::default()).await
+    });
+    let_in.await.expect("let in");
+    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("both workers");
+    let (_, mut other) = Dispatcher::new(replica.db.clone(), config);
+    other.catch_up(false, &mut Effects::default()).await.expect("both workers");
+
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let all_there = |_| {
+        let (mut request, answer) = place(LeaseId::new());
+        let Request::Place(asks, _) = &mut request else { unreachable!("it asks for a lease") };
+        let demand = Demand { only: Some(replica.worker), ..(*asks[0].demand).clone() };
+        asks[0].demand = Arc::new(demand);
+        (request, answer)
+    };
+    let (requests, of_other): (Vec<_>, Vec<_>) = (0..2 * MANY).map(all_there).unzip();
+    other.rounds(requests, &caller).await;
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (0, 0), "it is not known");
+
+    let (requests, answers): (Vec<_>, Vec<_>) = (0..MANY).map(|_| place(LeaseId::new())).unzip();
+    replica.dispatcher.rounds(requests, &caller).await;
+    for answer in of_other.into_iter().chain(answers) {
+        let placed = answer.await.expect("an answer");
+        assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
+    }
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (2 * MANY as u32, 2 * MANY as u32));
 }
 
 /// Whoever calls again while he waits has one lease, and both calls hear of it.
