@@ -268,6 +268,30 @@ async fn what_is_asked_for_again_while_it_waits_is_answered_twice() {
     assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1));
 }
 
+/// As long as nobody has asked again by its id.
+#[tokio::test]
+async fn who_has_gone_is_passed_over() {
+    let mut replica = replica_with(databases::sqlite(), Some(1)).await;
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let held = LeaseId::new();
+    replica.dispatcher.rounds(vec![place(held).0], &caller).await;
+    let long = Duration::from_secs(3600);
+    let [(first, of_first), (second, of_second)] =
+        [LeaseId::new(), LeaseId::new()].map(|lease| place_within(lease, long));
+    for request in [first, second] {
+        replica.dispatcher.rounds(vec![request], &caller).await;
+    }
+    assert_eq!(replica.dispatch.queue().len(), 2);
+    drop(of_first);
+    let (answer, released) = oneshot::channel();
+    let gives_back = Request::Release(vec![(held, replica.worker)], answer);
+    replica.dispatcher.rounds(vec![gives_back], &caller).await;
+    released.await.expect("an answer").expect("given back");
+    let placed = of_second.await.expect("an answer");
+    assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
+    assert_eq!((replica.dispatch.queue().len(), tasks(&replica.dispatch, replica.worker)), (0, (1, 1)));
+}
+
 #[tokio::test]
 async fn what_something_else_is_before_is_given_back() {
     let mut replica = replica(databases::sqlite()).await;
