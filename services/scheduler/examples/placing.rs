@@ -8,7 +8,8 @@
 //!
 //! - `single_1`, `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the
 //!   `Place`s; `…_decided_p99_ms`: of the scheduler's decisions meanwhile, each from when something is asked for until all that is decided with it
-//!   is granted or given back. `paced_64_p99_ms`: of those of 64 callers who make 1,000 pairs a second together, counted from when each was due.
+//!   is granted or given back. `paced_1000_…`, `paced_4000_…`: the same of 64 callers who make 1,000 or 4,000 pairs a second together, each
+//!   counted from when it was due.
 //! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
 //!   in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
@@ -100,11 +101,13 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
             said.push(of(&format!("single_{callers}_p99_ms"), p99));
             said.push(of(&format!("single_{callers}_decided_p99_ms"), server.decided_p99()?));
         }
-        paced(&server, 64, 1000, 1).await?;
-        server.decided_p99()?;
-        let p99 = paced(&server, 64, 1000, arguments.seconds).await?;
-        said.push(of("paced_64_p99_ms", p99));
-        said.push(of("paced_64_decided_p99_ms", server.decided_p99()?));
+        for pace in [1000, 4000] {
+            paced(&server, 64, pace, 1).await?;
+            server.decided_p99()?;
+            let p99 = paced(&server, 64, pace, arguments.seconds).await?;
+            said.push(of(&format!("paced_{pace}_p99_ms"), p99));
+            said.push(of(&format!("paced_{pace}_decided_p99_ms"), server.decided_p99()?));
+        }
         let (rate, placed) = batches(&server, 16, arguments.seconds).await?;
         said.extend([of("batched_16", rate), of("placed_16", placed)]);
         for callers in [16, 64] {
