@@ -8,8 +8,8 @@
 //!
 //! - `single_1`, `single_16`, `single_64`: pairs of `Place` and `Release` per second, one lease in a call, of as many callers; `…_p99_ms`: of the
 //!   `Place`s; `…_decided_p99_ms`: of the scheduler's decisions meanwhile, each from when something is asked for until all that is decided with it
-//!   is granted or given back. `paced_1000_…`, `paced_4000_…`: the same of 64 callers who make 1,000 or 4,000 pairs a second together, each
-//!   counted from when it was due.
+//!   is granted or given back. `paced_1000`, `paced_4000`: pairs per second of 64 callers who shall make as many together; the times are
+//!   as above, that of each `Place` from when it was due.
 //! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
 //!   in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
@@ -104,7 +104,8 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         for pace in [1000, 4000] {
             paced(&server, 64, pace, 1).await?;
             server.decided_p99()?;
-            let p99 = paced(&server, 64, pace, arguments.seconds).await?;
+            let (rate, p99) = paced(&server, 64, pace, arguments.seconds).await?;
+            said.push(of(&format!("paced_{pace}"), rate));
             said.push(of(&format!("paced_{pace}_p99_ms"), p99));
             said.push(of(&format!("paced_{pace}_decided_p99_ms"), server.decided_p99()?));
         }
@@ -140,8 +141,9 @@ async fn singles(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
     Ok((rate, p99.as_secs_f64() * 1e3))
 }
 
-/// How long a `Place` takes at p99, in milliseconds, when so many pairs a second are made. Who is late has the next one wait for longer.
-async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> anyhow::Result<f64> {
+/// How many pairs a second are made that shall be so many, and how long a `Place` takes at p99, in milliseconds. Who is late has the next one wait
+/// for longer.
+async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> anyhow::Result<(f64, f64)> {
     let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
     let every = Duration::from_secs(1) * callers / per_second;
     let (begun, mut running) = (Instant::now(), JoinSet::new());
@@ -163,9 +165,10 @@ async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> 
     while let Some(done) = running.join_next().await {
         took.extend(done??);
     }
+    let rate = took.len() as f64 / begun.elapsed().as_secs_f64();
     took.sort();
     let p99 = took.get(took.len() * 99 / 100).context("none was placed")?;
-    Ok(p99.as_secs_f64() * 1e3)
+    Ok((rate, p99.as_secs_f64() * 1e3))
 }
 
 async fn batches(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {

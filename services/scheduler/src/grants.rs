@@ -50,8 +50,8 @@ pub(crate) struct Plan {
     /// Whether a lease of these ids may be there already.
     pub(crate) leases_may_exist: bool,
     pub(crate) grants: Vec<Grant>,
-    /// Whether a worker is left out on which others have placed so much meanwhile that its grants would not have been planned there, had it
-    /// been known ([`Plan::most_tasks`]).
+    /// Whether grants are left out whose worker has more than [`Plan::most_tasks`]: others have placed so much there that these would have been
+    /// planned elsewhere, had it been known.
     pub(crate) may_be_spread_anew: bool,
 }
 
@@ -247,8 +247,8 @@ impl Plan {
         releases.is_empty() && submitted.is_empty() && pinned.is_empty() && grants.is_empty()
     }
 
-    /// With how many tasks a worker is no busier than the busiest was believed to be on which something was planned, give or take a little.
-    /// What was planned for the rest of them would not have been planned for a busier one, if they are chosen by how busy they are.
+    /// How many tasks there may be on a worker that takes one more: as many as were believed to be on the busiest for which something was planned,
+    /// and a little more. Where workers are chosen by how busy they are, one with more tasks would not have been chosen.
     fn most_tasks(&self) -> u32 {
         let slots = self.grants.iter().filter(|grant| grant.kind.takes_a_slot());
         let most = slots.map(|grant| grant.believed_tasks).max().unwrap_or(0);

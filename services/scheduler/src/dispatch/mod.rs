@@ -54,7 +54,8 @@ const DECISIONS: usize = 8;
 /// How many requests are taken into a round, and how many of the queue are placed by one transaction.
 const BATCH: usize = 512;
 
-/// How many requests at a time are many. See [`Dispatcher::looks_before`].
+/// How many requests or grants at a time are many: they are spread by what others have placed. See [`Dispatcher::looks_before`] and
+/// [`Plan::may_be_spread_anew`].
 const MANY: usize = 16;
 
 /// How many requests may wait for a round. Further callers wait until there is room.

@@ -33,7 +33,16 @@ async fn replica(database: TestDatabase) -> Replica {
 async fn replica_with(database: TestDatabase, max_tasks: Option<u32>) -> Replica {
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let config = Arc::new(Config::new("", ""));
-    let mut gateway = hello("one");
+    let_in(&db, "one", max_tasks).await;
+    let (dispatch, mut dispatcher) = Dispatcher::new(db.clone(), config);
+    dispatcher.catch_up(false, &mut Effects::default()).await.expect("the worker");
+    let worker = dispatch.workers.lock().workers().next().expect("it is known").id;
+    Replica { database, db, dispatch, dispatcher, worker }
+}
+
+async fn let_in(db: &Database, name: &str, max_tasks: Option<u32>) {
+    let config = Config::new("", "");
+    let mut gateway = hello(name);
     gateway.labels.image_kinds = vec!["host".to_owned()];
     gateway.capacity.max_tasks = max_tasks;
     gateway.capacity.cpu_millis = Some(8000);
@@ -41,13 +50,18 @@ async fn replica_with(database: TestDatabase, max_tasks: Option<u32>) -> Replica
         workers::hello(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await
     });
     let_in.await.expect("let in");
-    let (dispatch, mut dispatcher) = Dispatcher::new(db.clone(), config);
-    dispatcher.catch_up(false, &mut Effects::default()).await.expect("the worker");
-    let worker = dispatch.workers.lock().workers().next().expect("it is known").id;
-    Replica { database, db, dispatch, dispatcher, worker }
 }
 
 impl Replica {
+    /// Has a lease given back, in a round of its own.
+    async fn give_back(&mut self, lease: LeaseId) {
+        let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+        let (answer, released) = oneshot::channel();
+        let request = Request::Release(vec![(lease, self.worker)], answer);
+        assert!(self.dispatcher.rounds(vec![request], &caller).await.is_empty());
+        released.await.expect("an answer").expect("given back");
+    }
+
     /// Has one lease asked for after the other, while nothing can be written until all of them are decided or wait. Answers what was given back,
     /// and who is answered.
     async fn ask_while_nothing_is_written(
@@ -212,16 +226,9 @@ async fn what_found_nothing_beside_one_that_exists_is_decided_again() {
 #[tokio::test]
 async fn many_are_spread_by_what_others_have_placed() {
     let mut replica = replica_with(databases::sqlite(), Some(100)).await;
-    let config = Arc::new(Config::new("", ""));
-    let mut second = hello("two");
-    second.labels.image_kinds = vec!["host".to_owned()];
-    second.capacity.max_tasks = Some(100);
-    let let_in = replica.db.write(async |txn| {
-        workers::hello(&txn, &[&second], &config, Timestamp::now(), &mut Effects::default()).await
-    });
-    let_in.await.expect("let in");
+    let_in(&replica.db, "two", Some(100)).await;
     replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("both workers");
-    let (_, mut other) = Dispatcher::new(replica.db.clone(), config);
+    let (_, mut other) = Dispatcher::new(replica.db.clone(), Arc::new(Config::new("", "")));
     other.catch_up(false, &mut Effects::default()).await.expect("both workers");
 
     let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
@@ -257,10 +264,7 @@ async fn what_is_asked_for_again_while_it_waits_is_answered_twice() {
         replica.dispatcher.rounds(vec![request], &caller).await;
         assert_eq!(tasks(&replica.dispatch, replica.worker), (1, 1));
     }
-    let (released, answer) = oneshot::channel();
-    let release = Request::Release(vec![(held, replica.worker)], released);
-    replica.dispatcher.rounds(vec![release], &caller).await;
-    answer.await.expect("an answer").expect("it is given back");
+    replica.give_back(held).await;
     for answer in [of_first, of_second] {
         let placed = answer.await.expect("an answer");
         assert!(matches!(&placed[..], [Ok(granted)] if granted.claims.lease == asked), "{placed:?}");
@@ -283,10 +287,7 @@ async fn who_has_gone_is_passed_over() {
     }
     assert_eq!(replica.dispatch.queue().len(), 2);
     drop(of_first);
-    let (answer, released) = oneshot::channel();
-    let gives_back = Request::Release(vec![(held, replica.worker)], answer);
-    replica.dispatcher.rounds(vec![gives_back], &caller).await;
-    released.await.expect("an answer").expect("given back");
+    replica.give_back(held).await;
     let placed = of_second.await.expect("an answer");
     assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
     assert_eq!((replica.dispatch.queue().len(), tasks(&replica.dispatch, replica.worker)), (0, (1, 1)));
@@ -423,17 +424,11 @@ async fn a_slot_goes_on_with_what_gives_it_back(database: TestDatabase) {
     assert_eq!(dispatch.queue().len(), 1, "the worker is full");
 
     // What nobody holds frees nothing, whatever was expected of it.
-    let (answer, released) = oneshot::channel();
-    let nobody_s = Request::Release(vec![(LeaseId::new(), worker)], answer);
-    assert!(replica.dispatcher.rounds(vec![nobody_s], &caller).await.is_empty());
-    released.await.expect("an answer").expect("it is over");
+    replica.give_back(LeaseId::new()).await;
     assert!(granted.try_recv().is_err(), "the worker is full");
     assert_eq!((dispatch.queue().len(), tasks(&dispatch, worker)), (1, (1, 1)));
 
-    let (answer, released) = oneshot::channel();
-    let gives_back = Request::Release(vec![(first, worker)], answer);
-    assert!(replica.dispatcher.rounds(vec![gives_back], &caller).await.is_empty());
-    released.await.expect("an answer").expect("given back");
+    replica.give_back(first).await;
     assert!(granted.try_recv().expect("an answer")[0].is_ok());
     assert_eq!((dispatch.queue().len(), tasks(&dispatch, worker)), (0, (1, 1)));
     // That it came free is not forgotten by that.
@@ -474,10 +469,7 @@ async fn with_what_reserves_amounts_the_first_is_not_passed() {
     assert!(replica.dispatcher.rounds(vec![urgent, other], &caller).await.is_empty());
     assert_eq!(replica.dispatch.queue().len(), 2, "the worker is full");
 
-    let (answer, released) = oneshot::channel();
-    let gives_back = Request::Release(vec![(first, replica.worker)], answer);
-    assert!(replica.dispatcher.rounds(vec![gives_back], &caller).await.is_empty());
-    released.await.expect("an answer").expect("given back");
+    replica.give_back(first).await;
     replica.dispatcher.take_turns(Timestamp::now(), &mut Effects::default()).await.expect("turns");
     assert!(granted.try_recv().expect("an answer")[0].is_ok());
     assert!(passed.try_recv().is_err(), "it waits for the other");
