@@ -295,10 +295,7 @@ async fn known_workloads(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done
         return Ok(());
     }
     let backend = txn.get_database_backend();
-    let query = format!(
-        "SELECT id, spec_digest, state FROM workloads WHERE id IN ({})",
-        rows::query(backend, 1, &rows::IDS)
-    );
+    let query = format!("SELECT id, spec_digest, state FROM workloads WHERE id {}", rows::among(backend, 1));
     let ids = rows::ids(plan.submitted.iter().map(|row| row.id))?;
     let known = Known::find_by_statement(Statement::from_sql_and_values(backend, query, [ids]));
     for known in known.all(txn).await? {
@@ -314,7 +311,7 @@ async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> 
         if ids.is_empty() {
             return Ok(Vec::new());
         }
-        let query = format!("SELECT id FROM {table} WHERE id IN ({})", rows::query(backend, 1, &rows::IDS));
+        let query = format!("SELECT id FROM {table} WHERE id {}", rows::among(backend, 1));
         let statement = Statement::from_sql_and_values(backend, query, [rows::ids(ids)?]);
         let found = txn.query_all_raw(statement).await?;
         found.iter().map(|row| row.try_get::<Uuid>("", "id")).collect::<Result<_, DbErr>>()
@@ -350,8 +347,8 @@ async fn lock_waiting(
     }
     let backend = txn.get_database_backend();
     let query = format!(
-        "SELECT id, state, failed_on FROM workloads WHERE id IN ({}) AND {STATE_OF_NAMED} IN ('accepted', 'pending') ORDER BY id {}",
-        rows::query(backend, 1, &rows::IDS),
+        "SELECT id, state, failed_on FROM workloads WHERE id {} AND {STATE_OF_NAMED} IN ('accepted', 'pending') ORDER BY id {}",
+        rows::among(backend, 1),
         rows::lock(backend, "FOR UPDATE")
     );
     let values = [rows::ids(asked.iter().map(|id| id.uuid()))?];

@@ -178,7 +178,7 @@ pub(crate) async fn find_all(
         return Ok(HashMap::new());
     }
     let backend = db.get_database_backend();
-    let query = format!("SELECT * FROM leases WHERE id IN ({})", rows::query(backend, 1, &rows::IDS));
+    let query = format!("SELECT * FROM leases WHERE id {}", rows::among(backend, 1));
     let values = [rows::ids(leases.iter().map(|lease| lease.uuid()))?];
     let found = lease::Entity::find().from_raw_sql(Statement::from_sql_and_values(backend, query, values));
     let found = found.all(db).await?.into_iter().map(|lease| (LeaseId::from_uuid(lease.id), lease));

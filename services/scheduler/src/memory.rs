@@ -307,8 +307,8 @@ impl Memory {
         }
         let given = rows::ids(ids.iter().map(|id| id.uuid()))?;
         let (db, backend) = (db.read(), db.read().get_database_backend());
-        let among = rows::query(backend, 1, &rows::IDS);
-        let query = format!("SELECT * FROM worker_contacts WHERE worker_id IN ({among})");
+        let among = rows::among(backend, 1);
+        let query = format!("SELECT * FROM worker_contacts WHERE worker_id {among}");
         let contacts = Statement::from_sql_and_values(backend, query, [given]);
         let contacts = contact::Entity::find().from_raw_sql(contacts).all(db).await?;
         let found = workers::find_all(db, ids.iter().copied()).await?;

@@ -61,8 +61,8 @@ async fn revisions(db: &Database, watched: &[Uuid]) -> Result<Seen, DbErr> {
     }
     let workloads: Vec<_> = watched.iter().filter(|id| **id != ALL_WORKERS).collect();
     for some in workloads.chunks(AT_ONCE) {
-        let among = rows::query(backend, 1, &rows::IDS);
-        let query = format!("SELECT id, revision FROM workloads WHERE id IN ({among})");
+        let among = rows::among(backend, 1);
+        let query = format!("SELECT id, revision FROM workloads WHERE id {among}");
         let given = rows::ids(some.iter().map(|id| **id))?;
         for row in db.query_all_raw(Statement::from_sql_and_values(backend, query, [given])).await? {
             found.insert(row.try_get("", "id")?, Some(row.try_get("", "revision")?));

@@ -414,7 +414,7 @@ pub(crate) async fn find_all(
         return Ok(Vec::new());
     }
     let backend = db.get_database_backend();
-    let query = format!("SELECT * FROM workers WHERE id IN ({})", rows::query(backend, 1, &rows::IDS));
+    let query = format!("SELECT * FROM workers WHERE id {}", rows::among(backend, 1));
     let statement = Statement::from_sql_and_values(backend, query, [rows::ids(ids)?]);
     worker::Entity::find().from_raw_sql(statement).all(db).await
 }
@@ -557,8 +557,8 @@ pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec
     let query = format!(
         "SELECT leases.* FROM workers JOIN leases ON leases.worker_id = workers.id AND leases.state <> 'ended'
          AND (workers.state = 'lost' OR leases.incarnation < workers.incarnation)
-         WHERE workers.id IN ({}) LIMIT {ORPHANS}",
-        rows::query(backend, 1, &rows::IDS)
+         WHERE workers.id {} LIMIT {ORPHANS}",
+        rows::among(backend, 1)
     );
     let query = Statement::from_sql_and_values(backend, query, [rows::ids(changed)?]);
     lease::Entity::find().from_raw_sql(query).all(db).await
@@ -579,8 +579,8 @@ pub(crate) async fn unheard(
     let query = format!(
         "SELECT leases.* FROM leases JOIN workloads ON workloads.id = leases.workload_id AND workloads.lease_id = leases.id
          AND workloads.state || '' = 'assigned'
-         WHERE leases.state <> 'ended' AND leases.worker_id IN ({}) LIMIT {ORPHANS}",
-        rows::query(backend, 1, &rows::IDS)
+         WHERE leases.state <> 'ended' AND leases.worker_id {} LIMIT {ORPHANS}",
+        rows::among(backend, 1)
     );
     let query = Statement::from_sql_and_values(backend, query, [rows::ids(stalled)?]);
     lease::Entity::find().from_raw_sql(query).all(db).await

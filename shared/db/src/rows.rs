@@ -64,10 +64,18 @@ pub fn value<R: Serialize>(rows: &[R]) -> Result<Value, DbErr> {
     Ok(Value::from(text))
 }
 
-/// The column of rows that are ids alone.
-pub const IDS: [(&str, Column); 1] = [("id", Column::Uuid)];
+/// The condition that a column, before it, is one of the ids that [`ids`] made the value `$n`. As an array of its own in PostgreSQL: it would
+/// look through a table that it takes for small, as it was when the statement was planned, for rows of a query.
+#[must_use]
+pub fn among(backend: DbBackend, n: usize) -> String {
+    let ids = query(backend, n, &[("id", Column::Uuid)]);
+    match backend {
+        DbBackend::Postgres => format!("= ANY(ARRAY({ids}))"),
+        _ => format!("IN ({ids})"),
+    }
+}
 
-/// These ids, for [`query`] with [`IDS`].
+/// These ids, for [`among`].
 pub fn ids(ids: impl IntoIterator<Item = Uuid>) -> Result<Value, DbErr> {
     #[derive(Serialize)]
     struct Row {

@@ -319,8 +319,8 @@ impl Dispatcher {
         }
         let given = rows::ids(ids.iter().map(|id| id.uuid()))?;
         let (db, backend) = (self.db.read(), self.db.read().get_database_backend());
-        let among = rows::query(backend, 1, &rows::IDS);
-        let query = format!("SELECT * FROM workloads WHERE id IN ({among}) AND {STATE_OF_NAMED} = 'pending'");
+        let among = rows::among(backend, 1);
+        let query = format!("SELECT * FROM workloads WHERE id {among} AND {STATE_OF_NAMED} = 'pending'");
         let found = Statement::from_sql_and_values(backend, query, [given]);
         let found = workload::Entity::find().from_raw_sql(found).all(db).await?;
         let waiting: HashSet<_> = found.iter().map(|row| WorkloadId::from_uuid(row.id)).collect();

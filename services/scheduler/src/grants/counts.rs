@@ -136,8 +136,8 @@ pub(crate) async fn lock_workers(
 /// Locks the rows of the workers whose ids are `$n`, in their order, and answers these columns of them.
 pub(super) fn locking(backend: DbBackend, columns: &str, n: usize) -> String {
     format!(
-        "SELECT {columns} FROM workers WHERE id IN ({}) ORDER BY id {}",
-        rows::query(backend, n, &rows::IDS),
+        "SELECT {columns} FROM workers WHERE id {} ORDER BY id {}",
+        rows::among(backend, n),
         rows::lock(backend, "FOR NO KEY UPDATE"),
     )
 }

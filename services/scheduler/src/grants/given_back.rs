@@ -59,9 +59,9 @@ pub(super) async fn end_and_lock(
 fn ending(backend: DbBackend) -> String {
     format!(
         "UPDATE leases SET state = 'ended', ended_at = $2, ended_by = $3
-         WHERE id IN (SELECT id FROM leases WHERE id IN ({}) AND {STATE_OF_NAMED} <> 'ended' AND workload_id IS NULL ORDER BY id {})
+         WHERE id IN (SELECT id FROM leases WHERE id {} AND {STATE_OF_NAMED} <> 'ended' AND workload_id IS NULL ORDER BY id {})
          RETURNING {}",
-        rows::query(backend, 1, &rows::IDS),
+        rows::among(backend, 1),
         rows::lock(backend, "FOR UPDATE"),
         LEFT.join(", ")
     )

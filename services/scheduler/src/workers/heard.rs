@@ -83,8 +83,8 @@ pub(crate) async fn observe(
     // In one order, and as a statement of its own: the sessions that the next one reads are those of after the wait.
     let workers = rows::ids(heard.iter().map(|heard| heard.session.worker.uuid()))?;
     let locked = format!(
-        "SELECT worker_id FROM worker_contacts WHERE worker_id IN ({}) ORDER BY worker_id {}",
-        rows::query(backend, 1, &rows::IDS),
+        "SELECT worker_id FROM worker_contacts WHERE worker_id {} ORDER BY worker_id {}",
+        rows::among(backend, 1),
         rows::lock(backend, "FOR UPDATE")
     );
     txn.query_all_raw(Statement::from_sql_and_values(backend, locked, [workers])).await?;

@@ -159,8 +159,8 @@ impl News {
     async fn delete(&self, txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
         let backend = txn.get_database_backend();
         let query = format!(
-            "DELETE FROM kept_free WHERE worker_id IN ({}) AND (chosen_by = $2 OR expires_at <= $3)",
-            rows::query(backend, 1, &rows::IDS)
+            "DELETE FROM kept_free WHERE worker_id {} AND (chosen_by = $2 OR expires_at <= $3)",
+            rows::among(backend, 1)
         );
         let values = [rows::ids(self.over.iter().copied())?, self.replica.into(), now.0.into()];
         txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await?;
