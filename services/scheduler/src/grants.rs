@@ -9,6 +9,7 @@
 //! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
 //! each kind by id.
 
+mod at_once;
 mod counts;
 mod given_back;
 mod owners;
@@ -27,7 +28,7 @@ use serde::Serialize;
 use uuid::Uuid;
 
 pub(crate) use self::counts::{Changes, lock_workers};
-use self::counts::{Locked, rows_of, signed};
+use self::counts::{Locked, known_rows, signed};
 use self::given_back::end_and_lock;
 use self::writes::Writes;
 use crate::entity::lease::{self, Kind, State};
@@ -37,6 +38,7 @@ use crate::leases;
 use crate::memory::{self, TransactionId};
 use crate::outbox::Parcel;
 use crate::placement::{self, DecidedBy, Demand};
+use crate::workers;
 
 /// What shall be done in one transaction.
 #[derive(Debug, Default)]
@@ -169,7 +171,8 @@ pub(crate) async fn carry_out(
     let concerned = grants.iter().map(|grant| grant.worker.uuid());
     let (ended, locked) = end_and_lock(txn, &plan.releases, concerned, now).await?;
     are_locked();
-    let Locked { rows: locked, transaction } = rows_of(txn, locked, facts).await?;
+    let Locked { rows: mut locked, others, transaction } = known_rows(locked, facts);
+    locked.extend(workers::find_all(txn, others).await?);
     let there: HashSet<_> = locked.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
     done.gone = grants.iter().map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
     done.transaction = transaction;
@@ -257,6 +260,15 @@ impl Plan {
 }
 
 impl Done {
+    /// This, and what was done of the same plan later, in another transaction. What this one wrote is read again as what others did.
+    pub(crate) fn and(self, mut later: Self) -> Self {
+        let later_rows: HashSet<_> = later.workers.iter().map(|row| row.id).collect();
+        later.workers.extend(self.workers.into_iter().filter(|row| !later_rows.contains(&row.id)));
+        later.found.extend(self.found);
+        later.freed.extend(self.freed);
+        later
+    }
+
     /// Where a workload was placed under a lease.
     pub(crate) fn worker_of(&self, lease: Option<LeaseId>) -> Option<WorkerId> {
         self.placed.get(&lease?).copied()
@@ -641,16 +653,8 @@ const NEW_LEASE: [(&str, Column); 15] = [
     ("owner", Column::Text),
 ];
 
-fn insert_leases(
-    held: &[&Grant],
-    workers: &[worker::Model],
-    now: Timestamp,
-    writes: &mut Writes,
-) -> Result<(), DbErr> {
-    if held.is_empty() {
-        return Ok(());
-    }
-    let generations: HashMap<_, _> = workers.iter().map(|row| (row.id, row.generation)).collect();
+/// The leases of grants that hold, whose workers are of these generations.
+fn new_leases<'g>(held: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Vec<NewLease<'g>> {
     let fresh = held.iter().map(|grant| {
         let (workload_id, attempt_id, request, expires_at, settles) = match &grant.holder {
             Holder::Driven { expires_at, request, settles, .. } => {
@@ -677,7 +681,20 @@ fn insert_leases(
             owner: grant.owner().map_or("", |(_, owner)| owner),
         }
     });
-    let fresh: Vec<_> = fresh.collect();
+    fresh.collect()
+}
+
+fn insert_leases(
+    held: &[&Grant],
+    workers: &[worker::Model],
+    now: Timestamp,
+    writes: &mut Writes,
+) -> Result<(), DbErr> {
+    if held.is_empty() {
+        return Ok(());
+    }
+    let generations = workers.iter().map(|row| (row.id, row.generation)).collect();
+    let fresh = new_leases(held, &generations);
     let values = [rows::value(&fresh)?, State::Granted.to_value().into(), now.0.into()];
     writes.add(values, |backend, n| {
         format!(

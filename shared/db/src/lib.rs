@@ -2,7 +2,8 @@
 //!
 //! [`Database::connect`] migrates under a lock, so that any number of replicas may start at once. [`Database::write`] is the
 //! only way to change something: one transaction, begun as a writer, and tried again when the database had to give it up in
-//! favour of another. [`Database::read`] is for what changes nothing.
+//! favour of another; [`Database::write_at_once`] is the same for what PostgreSQL does in one statement. [`Database::read`] is for
+//! what changes nothing.
 //!
 //! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 
@@ -20,7 +21,7 @@ use rand::RngExt;
 use sea_orm::sqlx::{self, Connection, Executor, PgConnection, SqliteConnection};
 use sea_orm::{
     ConnAcquireErr, ConnectOptions, ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbBackend,
-    DbErr, RuntimeErr, SqliteTransactionMode, TransactionOptions, TransactionTrait,
+    DbErr, QueryResult, RuntimeErr, SqliteTransactionMode, Statement, TransactionOptions, TransactionTrait,
 };
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::task::TaskTracker;
@@ -343,19 +344,13 @@ impl Database {
         T: Send,
         E: Error + From<DbErr> + Send + 'static,
     {
-        let (mut attempt, begun) = (0, Instant::now());
-        loop {
-            attempt += 1;
-            match self.write_once(&change).await {
-                Err(error) if attempt < ATTEMPTS && begun.elapsed() < PATIENCE && is_transient(&error) => {
-                    let most = 2_u64.pow(attempt.min(8));
-                    let pause = Duration::from_millis(rand::rng().random_range(0..=most));
-                    tracing::debug!(attempt, error = %error, "transaction given up in favour of another");
-                    tokio::time::sleep(pause).await;
-                }
-                done => return done,
-            }
-        }
+        again(|| self.write_once(&change)).await
+    }
+
+    /// Runs a statement that is a transaction by itself, and answers its rows. For PostgreSQL, where [`Database::write`] takes two round trips
+    /// more; what it gave up in favour of another is tried again as there.
+    pub async fn write_at_once(&self, statement: &Statement) -> Result<Vec<QueryResult>, DbErr> {
+        again(|| self.writing.query_all_raw(statement.clone())).await
     }
 
     async fn write_once<T, E, F>(&self, change: &(impl Fn(Transaction) -> F + Send + Sync)) -> Result<T, E>
@@ -403,6 +398,27 @@ impl Database {
                 Err(error) => Err(DbErr::Custom(error.to_string())),
             }
         })
+    }
+}
+
+/// Does what may be tried again for as long as the database gives it up in favour of another, for a while.
+async fn again<T, E, F>(once: impl Fn() -> F) -> Result<T, E>
+where
+    F: Future<Output = Result<T, E>>,
+    E: Error + 'static,
+{
+    let (mut attempt, begun) = (0, Instant::now());
+    loop {
+        attempt += 1;
+        match once().await {
+            Err(error) if attempt < ATTEMPTS && begun.elapsed() < PATIENCE && is_transient(&error) => {
+                let most = 2_u64.pow(attempt.min(8));
+                let pause = Duration::from_millis(rand::rng().random_range(0..=most));
+                tracing::debug!(attempt, error = %error, "transaction given up in favour of another");
+                tokio::time::sleep(pause).await;
+            }
+            done => return done,
+        }
     }
 }
 
@@ -486,7 +502,6 @@ fn is_transient_cause(cause: &RuntimeErr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sea_orm::Statement;
 
     struct Schema;
 

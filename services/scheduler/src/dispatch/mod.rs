@@ -288,7 +288,7 @@ impl Dispatcher {
 
     /// Has a plan granted, and notes what is known of the workers then.
     async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
-        let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;
+        let done = granted(&self.db, plan, &self.memory.facts(), now, true, &|| {}).await;
         let done = self.note(plan, done)?;
         self.see(&done.kept_to.values().copied().collect()).await?;
         Ok(done)
@@ -370,8 +370,25 @@ impl Why {
     }
 }
 
-/// Has `plan` granted. `locked`: is told when its workers are locked.
+/// Has `plan` granted. `is_alone`: whether nothing else of this replica is granted meanwhile. `locked`: is told when its workers are locked.
 async fn granted(
+    db: &Database,
+    plan: &Plan,
+    facts: &SharedFacts,
+    now: Timestamp,
+    is_alone: bool,
+    locked: &(dyn Fn() + Sync),
+) -> Result<Done, DbErr> {
+    let at_once = if is_alone { plan.at_once(db, facts) } else { None };
+    let Some(at_once) = at_once else { return granted_by_steps(db, plan, facts, now, locked).await };
+    match at_once.carry_out(db, plan, facts, now).await? {
+        (done, None) => Ok(done),
+        (done, Some(left)) => Ok(done.and(granted_by_steps(db, &left, facts, now, locked).await?)),
+    }
+}
+
+/// The same, in a transaction of several statements.
+async fn granted_by_steps(
     db: &Database,
     plan: &Plan,
     facts: &SharedFacts,

@@ -18,7 +18,7 @@ use super::{Grant, Holder};
 use crate::entity::lease::{Kind, Left};
 use crate::entity::worker;
 use crate::memory::{SharedFacts, TransactionId};
-use crate::{placement, workers};
+use crate::placement;
 
 /// What of a worker's row changes without a new revision of it.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
@@ -59,13 +59,20 @@ pub(super) fn counts(backend: DbBackend) -> String {
     COUNTS.map(|name| if name == "reader" { reader } else { name }).join(", ")
 }
 
-/// Rows of workers that this transaction has locked.
+/// Rows of workers that a transaction has locked.
 pub(super) struct Locked {
     pub(super) rows: Vec<worker::Model>,
+    /// Whose rows are not what is known of them.
+    pub(super) others: HashSet<WorkerId>,
     pub(super) transaction: Option<TransactionId>,
 }
 
 impl Counts {
+    /// The worker, and how many tasks are on it.
+    pub(super) fn found(&self) -> (WorkerId, i64) {
+        (WorkerId::from_uuid(self.id), self.active_tasks)
+    }
+
     /// The row that is `known`, if nothing but these has changed since.
     fn applied_to(self, known: &worker::Model) -> Option<worker::Model> {
         let Self { id, revision, generation, active_tasks, active_checks, .. } = self;
@@ -83,25 +90,18 @@ impl Counts {
     }
 }
 
-/// The rows whose counts these are, in any order. What is known of one is read again only where its revision is another.
-pub(super) async fn rows_of(
-    txn: &DatabaseTransaction,
-    locked: Vec<Counts>,
-    facts: &SharedFacts,
-) -> Result<Locked, DbErr> {
+/// The rows whose counts these are, as far as they are what is known of them but for these.
+pub(super) fn known_rows(locked: Vec<Counts>, facts: &SharedFacts) -> Locked {
     let transaction = locked.first().and_then(|counts| TransactionId::new(counts.reader));
-    let (mut rows, mut unknown) = (Vec::with_capacity(locked.len()), HashSet::new());
-    {
-        let facts = facts.lock();
-        for counts in locked {
-            match facts.row(counts.id).and_then(|known| counts.applied_to(known)) {
-                Some(row) => rows.push(row),
-                None => _ = unknown.insert(WorkerId::from_uuid(counts.id)),
-            }
+    let (mut rows, mut others) = (Vec::with_capacity(locked.len()), HashSet::new());
+    let facts = facts.lock();
+    for counts in locked {
+        match facts.row(counts.id).and_then(|known| counts.applied_to(known)) {
+            Some(row) => rows.push(row),
+            None => _ = others.insert(WorkerId::from_uuid(counts.id)),
         }
     }
-    rows.extend(workers::find_all(txn, unknown).await?);
-    Ok(Locked { rows, transaction })
+    Locked { rows, others, transaction }
 }
 
 /// Locks the rows of these workers, in their order, and reads of them what leases change.
@@ -147,7 +147,7 @@ pub(super) fn locking(backend: DbBackend, columns: &str, n: usize) -> String {
 pub(crate) struct Changes(BTreeMap<Uuid, Change>);
 
 #[derive(Debug, Clone, Copy, Default, Serialize)]
-struct Change {
+pub(super) struct Change {
     tasks: i64,
     checks: i64,
     cpu_millis: i64,
@@ -194,6 +194,11 @@ impl Changes {
         change.disk_bytes -= lease.disk_bytes;
         change.ended += 1;
         change.generations |= i64::from(lease.workload_id.is_some());
+    }
+
+    /// By how much what is on one of them changes.
+    pub(super) fn of(&self, worker: Uuid) -> Change {
+        self.0.get(&worker).copied().unwrap_or_default()
     }
 
     pub(super) fn take(&mut self, grant: &Grant) {

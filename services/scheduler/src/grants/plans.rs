@@ -11,6 +11,7 @@ use super::*;
 use crate::config::Config;
 use crate::effects::Effects;
 use crate::entity::lease::{EndedBy, StopReason};
+use crate::memory::Memory;
 use crate::registry;
 use crate::workers;
 use crate::workers::for_tests::hello;
@@ -18,6 +19,8 @@ use crate::workloads;
 
 /// Rows that are live, and as many that are not.
 const ROWS: i64 = 5_000;
+/// There are in a table that is nearly empty.
+const FEW: i64 = 300;
 /// Of them some are asked for.
 const ASKED: usize = 10;
 
@@ -37,19 +40,26 @@ async fn fill(db: &Database, lease: &str, workload: &str) {
     let id = "CAST(lpad(to_hex(n), 32, '0') AS UUID)";
     let from = if lease == "ended" { 1 } else { ROWS + 1 };
     let numbers = format!("generate_series({from}, {}) AS numbers (n)", from + ROWS - 1);
-    let (ended_at, ended_by) = if lease == "ended" { ("1", "'reported'") } else { ("NULL", "NULL") };
     for statement in [
         format!(
             "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at, locations, waiting_for)
              SELECT {id}, {id}, 'main', '', '', '', FALSE, '{workload}', 1, 1, '[]', '[]' FROM {numbers}"
         ),
-        format!(
-            "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, phase, request, expires_at, granted_at, ended_at, ended_by)
-             SELECT {id}, workers.id, workers.incarnation, 'task', 'main', '{lease}', 1, 0, '', 1, 1, {ended_at}, {ended_by} FROM workers, {numbers}"
-        ),
+        leases_in(lease, from, ROWS),
     ] {
         db.read().execute_unprepared(&statement).await.expect("rows");
     }
+}
+
+/// What makes so many leases in this state, with ids from `from` on.
+fn leases_in(state: &str, from: i64, count: i64) -> String {
+    let (ended_at, ended_by) = if state == "ended" { ("1", "'reported'") } else { ("NULL", "NULL") };
+    format!(
+        "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, phase, request, expires_at, granted_at, ended_at, ended_by)
+         SELECT CAST(lpad(to_hex(n), 32, '0') AS UUID), workers.id, workers.incarnation, 'task', 'main', '{state}', 1, 0, '', 1, 1, {ended_at}, {ended_by}
+         FROM workers, generate_series({from}, {}) AS numbers (n)",
+        from + count - 1
+    )
 }
 
 /// How many rows of leases and workloads this transaction and those before it have read, as far as PostgreSQL has not said so to others.
@@ -118,6 +128,45 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
     let late = now + config.lost_after;
     assert!(workers::unheard(&txn, &config, late).await.expect("leases").is_empty());
     few("looking for leases of silent workers").await;
+}
+
+/// A plan holds for a while, in which thousands may come.
+#[tokio::test]
+async fn few_rows_are_read_of_what_was_nearly_empty_when_it_was_planned() {
+    let (_database, db, config) = start().await;
+    let mut memory = Memory::new(&config);
+    memory.catch_up(&db).await.expect("read");
+    let worker = memory.workers.lock().workers().next().expect("a worker").id;
+    // At which it has not looked yet: it knows how large it is, and nothing else.
+    db.read().execute_unprepared(&leases_in("ended", ROWS * 10, FEW)).await.expect("leases");
+    let txn = db.read().begin().await.expect("a transaction");
+    let counts = format!("UPDATE workers SET active_tasks = {}", ROWS * 2);
+    txn.execute_unprepared(&counts).await.expect("counted");
+    let from = |n: i64| (0..ASKED as i64).map(move |more| Uuid::from_u128((n + more) as u128));
+    let give_back = async |n: i64, by_steps: bool| {
+        let releases: Vec<_> = from(n).map(|id| (LeaseId::from_uuid(id), worker)).collect();
+        if by_steps {
+            let given_back = end_and_lock(&txn, &releases, iter::empty(), Timestamp::now()).await;
+            return given_back.expect("given back").0.len();
+        }
+        let plan = Plan { releases, ..Plan::default() };
+        let at_once = plan.at_once(&db, &memory.facts()).expect("it is plain");
+        let statement = at_once.statement(&plan, Timestamp::now()).expect("a statement");
+        let rows = txn.query_all_raw(statement).await.expect("given back");
+        // All but the worker.
+        rows.len() - 1
+    };
+    for by_steps in [true, false] {
+        assert_eq!(give_back(ROWS * 10, by_steps).await, 0, "planned");
+    }
+    for (number, by_steps) in [(0, true), (1, false)] {
+        let few = number * ROWS + 1;
+        txn.execute_unprepared(&leases_in("granted", few, ROWS)).await.expect("leases");
+        let before = read(&txn).await;
+        assert_eq!(give_back(few, by_steps).await, ASKED);
+        let rows = read(&txn).await - before;
+        assert!(rows < 20 * ASKED as i64, "{rows} rows were read, by steps: {by_steps}");
+    }
 }
 
 /// What a partial index is of has to be said by a statement in its words: plans are made without the values.

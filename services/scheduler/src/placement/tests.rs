@@ -266,6 +266,26 @@ fn whatever_passes_by_itself_is_waited_for() {
     assert!(placed(&mut index([on_probation]), &demand(), &[]).is_some(), "one task is tried");
 }
 
+/// What [`crate::grants`] rests on where it tells the database how much may be on a worker.
+#[test]
+fn what_is_taken_with_more_is_taken_with_less() {
+    let seed = testing::seeds::seed();
+    eprintln!("GANTRY_SEED={seed}");
+    let mut dice = Dice(StdRng::seed_from_u64(seed));
+    let mut taken = 0;
+    for _ in 0..20_000 {
+        let one = dice.worker(0);
+        let demand = dice.demand(std::slice::from_ref(&one));
+        let with = |load: Load| refusals(&demand, &Worker { load, ..one.clone() }).is_empty();
+        let more = one.load.and(&Load { kept_containers: 0, kept_volumes: 0, ..dice.load() });
+        if with(more) {
+            taken += 1;
+            assert!(with(one.load), "{demand:?} on {one:?}, and not with {more:?}");
+        }
+    }
+    assert!(taken > 100, "{taken} were taken");
+}
+
 #[test]
 fn moving_bytes_takes_no_slot_and_needs_no_tag() {
     let full = busy(2, with_labels("w", |labels| labels.tags = vec!["gpu".to_owned()]));

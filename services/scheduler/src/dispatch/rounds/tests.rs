@@ -120,7 +120,16 @@ pub(in crate::dispatch) fn place_within(
     lease: LeaseId,
     wait: Duration,
 ) -> (Request, oneshot::Receiver<Vec<Placed>>) {
-    let ask = Ask {
+    asking_for(Ask { wait, ..ask(lease) })
+}
+
+/// Asks for what takes more than one statement: where the containers of its owner are is looked up.
+fn place_by_steps(lease: LeaseId) -> (Request, oneshot::Receiver<Vec<Placed>>) {
+    asking_for(Ask { owner: lease.to_string(), ..ask(lease) })
+}
+
+fn ask(lease: LeaseId) -> Ask {
+    Ask {
         lease,
         kind: Kind::Task,
         demand: Arc::new(shape().asked_by(lease.uuid())),
@@ -130,9 +139,12 @@ pub(in crate::dispatch) fn place_within(
         inputs: Arc::default(),
         owner: String::new(),
         kept_to: None,
-        wait,
+        wait: Duration::ZERO,
         priority: 0,
-    };
+    }
+}
+
+fn asking_for(ask: Ask) -> (Request, oneshot::Receiver<Vec<Placed>>) {
     let (answer, answered) = oneshot::channel();
     (Request::Place(vec![ask], answer), answered)
 }
@@ -361,7 +373,8 @@ async fn the_next_round_is_written_once_the_last_has_its_workers() {
     let mut replica = replica(databases::postgres().await).await;
     let other = InTheWay::of(&replica).await;
     let (workers, leases) = (other.hold(WORKERS).await, other.hold(LEASES).await);
-    let ((first, granted), (second, granted_too)) = (place(LeaseId::new()), place(LeaseId::new()));
+    let ((first, granted), (second, granted_too)) =
+        (place_by_steps(LeaseId::new()), place_by_steps(LeaseId::new()));
     let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
     let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
     let rounds = replica.dispatcher.rounds(vec![first], &caller);
@@ -374,6 +387,31 @@ async fn the_next_round_is_written_once_the_last_has_its_workers() {
         // The first for the table, and the second for its worker.
         other.until_so_many_wait(2).await;
         assert_eq!(tasks(&dispatch, worker), (0, 2));
+        leases.rollback().await.expect("let go");
+    };
+    let (held, ()) = tokio::join!(rounds, meanwhile);
+    assert!(held.is_empty(), "{held:?}");
+    for answer in [granted, granted_too] {
+        assert!(answer.await.expect("an answer")[0].is_ok());
+    }
+    assert_eq!(tasks(&dispatch, worker), (2, 2));
+}
+
+/// What of two statements came first nobody would know.
+#[tokio::test]
+async fn what_is_one_statement_is_written_alone() {
+    let mut replica = replica(databases::postgres().await).await;
+    let other = InTheWay::of(&replica).await;
+    let leases = other.hold(LEASES).await;
+    let ((first, granted), (second, granted_too)) = (place(LeaseId::new()), place(LeaseId::new()));
+    let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let rounds = replica.dispatcher.rounds(vec![first], &caller);
+    let meanwhile = async {
+        other.until_so_many_wait(1).await;
+        dispatch.requests.send(second).await.expect("it is heard");
+        until("a decision", || tasks(&dispatch, worker) == (0, 2)).await;
+        assert_eq!(other.waiting().await, 1, "the second has not begun");
         leases.rollback().await.expect("let go");
     };
     let (held, ()) = tokio::join!(rounds, meanwhile);
