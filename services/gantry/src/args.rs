@@ -543,6 +543,9 @@ pub(crate) enum Kind {
     /// What was submitted
     #[value(alias = "workload")]
     Workloads,
+    /// What takes slots of workers, or keeps room free there
+    #[value(alias = "lease")]
+    Leases,
     /// Bytes that are kept
     #[value(alias = "artifact")]
     Artifacts,
@@ -569,9 +572,12 @@ pub(crate) struct ListArgs {
     /// What to list, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Only those in this state, as the list shows it: `--state deleting`. Not of workers, base types and imports
+    /// Only those in this state, as the list shows it: `--state deleting`. Not of workers, leases, base types and imports
     #[arg(long, value_name = "STATE")]
     pub(crate) state: Option<String>,
+    /// Only leases on this worker, by its name or id
+    #[arg(long, value_name = "WORKER")]
+    pub(crate) worker: Option<String>,
     /// How many at most
     #[arg(long, value_name = "COUNT", default_value = "1000")]
     pub(crate) limit: usize,

@@ -34,6 +34,9 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     if args.at_risk && args.kind != Kind::Artifacts {
         bail!("--at-risk is about artifacts; see `gantry list artifacts --at-risk`");
     }
+    if args.worker.is_some() && args.kind != Kind::Leases {
+        bail!("--worker is about leases; see `gantry list leases --worker NAME`");
+    }
     if args.set_aside && !matches!(args.kind, Kind::Volumes | Kind::Containers) {
         bail!("--set-aside is about volumes and containers; see `gantry list volumes --set-aside`");
     }
@@ -249,18 +252,21 @@ mod tests {
     }
 
     #[test]
-    fn only_artifacts_are_at_risk() {
-        let said = |kind: &str| {
-            let line = ["gantry", "list", kind, "--at-risk"];
+    fn lists_are_narrowed_by_what_is_said_of_their_kind() {
+        let said = |line: &str| {
+            let line = ["gantry", "list"].into_iter().chain(line.split(' '));
             let Command::List(args) = Cli::try_parse_from(line).expect("parses").command else {
                 panic!("it is a list")
             };
             list(&args).map_or_else(|error| error.to_string(), |()| String::new())
         };
-        assert_eq!(said("artifacts"), "");
+        assert_eq!(said("artifacts --at-risk"), "");
         let refused = "--at-risk is about artifacts; see `gantry list artifacts --at-risk`";
-        assert_eq!(said("workers"), refused);
-        assert_eq!(said("volumes"), refused);
+        assert_eq!(said("workers --at-risk"), refused);
+        assert_eq!(said("volumes --at-risk"), refused);
+        assert_eq!(said("leases --worker w"), "");
+        let refused = "--worker is about leases; see `gantry list leases --worker NAME`";
+        assert_eq!(said("containers --worker w"), refused);
     }
 
     #[test]

@@ -78,6 +78,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
             "memory_bytes": capacity.memory_bytes,
             "disk_bytes": capacity.disk_bytes,
         },
+        "reserved": requests(&worker.reserved.unwrap_or_default()),
         "active_tasks": worker.active_tasks,
         "containers": worker.containers,
         "volumes": worker.volumes,
@@ -171,9 +172,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
 
 /// What is not known is null.
 fn usage(usage: &scheduler::Usage) -> Value {
-    let millis = |time: Option<prost_types::Duration>| {
-        time.map(|time| time.seconds * 1000 + i64::from(time.nanos) / 1_000_000)
-    };
+    let millis = |time: Option<prost_types::Duration>| time.map(millis);
     json!({
         "queued_ms": millis(usage.queued),
         "preparing_ms": millis(usage.preparing),
@@ -222,8 +221,28 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
         "hermetic": spec.network() == scheduler::Network::Loopback,
         "tags": spec.tags,
         "platform": spec.platform,
+        "requests": requests(&spec.requests.unwrap_or_default()),
+        "priority": spec.priority,
+        "queue_timeout_ms": spec.queue_timeout.map(millis),
+        "start_timeout_ms": spec.start_timeout.map(millis),
+        "run_timeout_ms": spec.run_timeout.map(millis),
+        "retries": spec.retries,
+        "interruptible": spec.interruptible,
+        "capabilities": spec.capabilities,
         "build_id": spec.build_id,
     })
+}
+
+pub(crate) fn requests(requests: &scheduler::ResourceRequests) -> Value {
+    json!({
+        "cpu_millis": requests.cpu_millis,
+        "memory_bytes": requests.memory_bytes,
+        "disk_bytes": requests.disk_bytes,
+    })
+}
+
+fn millis(time: prost_types::Duration) -> i64 {
+    time.seconds * 1000 + i64::from(time.nanos) / 1_000_000
 }
 
 pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {

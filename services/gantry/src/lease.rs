@@ -4,13 +4,14 @@ use prost_types::Timestamp;
 use rpc::Reason;
 use rpc::pb::artifacts::{Relation, Thing};
 use rpc::pb::scheduler::{
-    GetLeaseRequest, Lease, LeaseEnd, LeaseState, PlacementKind, ResourceRequests, WorkerState,
+    GetLeaseRequest, Lease, LeaseEnd, LeaseState, ListLeasesRequest, PlacementKind, ResourceRequests,
+    WorkerState,
 };
 use serde_json::{Value, json};
 
 use crate::connect::{Connection, repeat};
 use crate::error::refusal;
-use crate::json::{relation, some};
+use crate::json::{relation, requests, some};
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, duration, fields, plain};
 use crate::{list, why, words};
@@ -37,11 +38,47 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
     let worker = list::worker(connection, "explain", &lease.worker_id).await.ok();
     let contact = worker.map(|worker| worker.state());
     if as_json {
-        print_json(&document(&lease, &held))?
+        print_json(&explained(&lease, &held))?
     } else {
         print(&text(&lease, &held, contact))?
     }
     Ok(true)
+}
+
+/// `gantry list leases`: those of all teams that have not ended, on one worker or any.
+pub(crate) async fn list(
+    connection: &Connection,
+    worker: Option<&str>,
+    limit: usize,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let leases = list::pages(async |page_token| {
+        let worker = worker.unwrap_or_default().to_owned();
+        let request = ListLeasesRequest { worker, page_token, ..ListLeasesRequest::default() };
+        let placements = connection.placements();
+        let page =
+            repeat("cannot list leases", async || placements.clone().list_leases(request.clone()).await);
+        page.await.map(|page| (page.leases, page.next_page_token))
+    });
+    list::table(leases, limit, as_json, document, LEASES, row).await
+}
+
+const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE", "KEEPS FREE"];
+
+fn row(lease: &Lease) -> Vec<String> {
+    vec![
+        lease.lease_id.clone(),
+        kind(lease.kind()).to_owned(),
+        state(lease.state()).to_owned(),
+        lease.team.clone(),
+        match lease.workload_id.as_str() {
+            "" => plain(&lease.owner, 60),
+            workload => format!("workload {workload}"),
+        },
+        plain(&lease.worker_name, 40),
+        words::ago(lease.granted_at.as_ref()),
+        lease.requests.as_ref().map(amounts).unwrap_or_default(),
+    ]
 }
 
 async fn get(connection: &Connection, id: &str) -> anyhow::Result<Lease> {
@@ -120,7 +157,8 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
     }
 }
 
-fn amounts(requests: &ResourceRequests) -> String {
+/// What is kept free, in words. Empty: nothing.
+pub(crate) fn amounts(requests: &ResourceRequests) -> String {
     let amounts = [
         (requests.cpu_millis, format!("{} mcpu", requests.cpu_millis)),
         (requests.memory_bytes, bytes(requests.memory_bytes)),
@@ -165,10 +203,16 @@ fn end(end: LeaseEnd) -> Option<&'static str> {
     })
 }
 
-fn document(lease: &Lease, held: &[Relation]) -> Value {
+fn explained(lease: &Lease, held: &[Relation]) -> Value {
+    let mut document = document(lease);
+    document["thing"] = "lease".into();
+    document["relations"] = held.iter().map(relation).collect();
+    document
+}
+
+fn document(lease: &Lease) -> Value {
     let instant = |at: &Option<Timestamp>| at.as_ref().map(words::instant);
     json!({
-        "thing": "lease",
         "id": lease.lease_id,
         "kind": kind(lease.kind()),
         "state": state(lease.state()),
@@ -179,19 +223,12 @@ fn document(lease: &Lease, held: &[Relation]) -> Value {
         "worker_id": lease.worker_id,
         "worker_name": lease.worker_name,
         "incarnation": lease.incarnation,
-        "requests": lease.requests.as_ref().map(|requests| {
-            json!({
-                "cpu_millis": requests.cpu_millis,
-                "memory_bytes": requests.memory_bytes,
-                "disk_bytes": requests.disk_bytes,
-            })
-        }),
+        "requests": lease.requests.as_ref().map(requests),
         "granted_at": instant(&lease.granted_at),
         "expires_at": instant(&lease.expires_at),
         "stop_reason": some(&lease.stop_reason),
         "ended_at": instant(&lease.ended_at),
         "why": end(lease.end()),
-        "relations": held.iter().map(relation).collect::<Vec<_>>(),
     })
 }
 

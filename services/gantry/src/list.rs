@@ -18,7 +18,7 @@ use crate::connect::{Connection, repeat};
 use crate::json;
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, duration, fields, plain, render};
-use crate::{caches, imports, set_aside, why, words};
+use crate::{caches, imports, lease, set_aside, why, words};
 
 /// `gantry list`
 pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool) -> anyhow::Result<()> {
@@ -31,6 +31,10 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         Kind::Workloads => {
             let workloads = workloads(connection, state("workloads", wanted, words::workload_state)?);
             table(workloads, limit, as_json, json::workload, WORKLOADS, workload_row).await
+        }
+        Kind::Leases => {
+            no_state("leases", wanted)?;
+            lease::list(connection, args.worker.as_deref(), limit, as_json).await
         }
         Kind::BaseTypes => {
             no_state("base types", wanted)?;
@@ -113,7 +117,7 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
             one(&shown, as_json, json::container, container_fields)
         }
         Kind::Caches => one(&caches::find(connection, id).await?, as_json, caches::json, caches::shown),
-        Kind::BaseTypes | Kind::Imports => {
+        Kind::BaseTypes | Kind::Imports | Kind::Leases => {
             bail!("there is no more of these than `gantry list` shows; see `gantry explain {id}`")
         }
     }
@@ -379,7 +383,7 @@ fn failures(worker: &Worker) -> String {
 
 fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
     let labels = worker.labels.clone().unwrap_or_default();
-    let capacity = worker.capacity.unwrap_or_default();
+    let (capacity, reserved) = (worker.capacity.unwrap_or_default(), worker.reserved.unwrap_or_default());
     let limited = |count: u64, limit: u32| match limit {
         0 => format!("{count}, no limit"),
         limit => format!("{count}, at most {limit}"),
@@ -406,20 +410,35 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("leases", format!("{}, {} may not be interrupted", worker.leases, worker.uninterruptible_leases)),
         ("containers", limited(worker.containers, capacity.max_containers)),
         ("volumes", limited(worker.volumes, capacity.max_volumes)),
-        ("cores", if capacity.cpu_millis == 0 { String::new() } else { cores(capacity.cpu_millis) }),
-        ("memory", if capacity.memory_bytes == 0 { String::new() } else { bytes(capacity.memory_bytes) }),
-        (
-            "disk",
-            match capacity.disk_bytes {
-                0 => words::free_disk(worker),
-                disk => format!("{} free of {}", words::free_disk(worker), bytes(disk)),
-            },
-        ),
+        ("cores", reserved_of(capacity.cpu_millis, reserved.cpu_millis, cores)),
+        ("memory", reserved_of(capacity.memory_bytes, reserved.memory_bytes, bytes)),
+        ("disk", disk(worker)),
         ("gateway", worker.gateway_endpoint.clone()),
         ("incarnation", worker.incarnation.to_string()),
         ("session", worker.session.to_string()),
         ("contact", format!("{} ago", words::ago(worker.last_contact_at.as_ref()))),
     ]
+}
+
+/// What there is of something, and how much of that leases keep free. 0: the worker does not say how much it has.
+fn reserved_of(capacity: u64, reserved: u64, shown: fn(u64) -> String) -> String {
+    match (capacity, reserved) {
+        (0, 0) => String::new(),
+        (0, reserved) => format!("{} reserved", shown(reserved)),
+        (capacity, 0) => shown(capacity),
+        (capacity, reserved) => format!("{}, {} reserved", shown(capacity), shown(reserved)),
+    }
+}
+
+fn disk(worker: &Worker) -> String {
+    let free = match worker.capacity.unwrap_or_default().disk_bytes {
+        0 => words::free_disk(worker),
+        disk => format!("{} free of {}", words::free_disk(worker), bytes(disk)),
+    };
+    match worker.reserved.unwrap_or_default().disk_bytes {
+        0 => free,
+        reserved => format!("{free}, {} reserved", bytes(reserved)),
+    }
 }
 
 /// Thousandths of a core, as they are written on the command line.
@@ -473,6 +492,12 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
         ("end", words::end(workload)),
         ("failure", failure.map(|failure| plain(&failure.message, 1000)).unwrap_or_default()),
         ("command", plain(&command(Some(&spec)), 1000)),
+        ("platform", plain(&spec.platform, 100)),
+        ("tags", plain(&spec.tags.join(" "), 1000)),
+        ("keeps free", spec.requests.as_ref().map(lease::amounts).unwrap_or_default()),
+        ("priority", if spec.priority == 0 { String::new() } else { spec.priority.to_string() }),
+        ("at most", time_limits(&spec)),
+        ("interruptible", if spec.interruptible { "yes".to_owned() } else { String::new() }),
         ("inputs", spec.inputs.iter().map(input).collect::<Vec<_>>().join("\n")),
         ("caches", spec.caches.iter().map(cache).collect::<Vec<_>>().join("\n")),
         ("outputs", workload.outputs.iter().map(published).collect::<Vec<_>>().join("\n")),
@@ -482,13 +507,30 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
         ("submitted", instant(&workload.submitted_at)),
         ("started", instant(&workload.started_at)),
         ("finished", instant(&workload.finished_at)),
-        (
-            "begun again",
-            if workload.retried == 0 { String::new() } else { count(workload.retried.into(), "time") },
-        ),
+        ("begun again", retries(workload.retried, spec.retries)),
         ("times", workload.usage.as_ref().map(usage_times).unwrap_or_default()),
         ("used", workload.usage.as_ref().map(used).unwrap_or_default()),
     ]
+}
+
+/// How long it may wait, prepare and run, as far as that is limited.
+fn time_limits(spec: &WorkloadSpec) -> String {
+    let limits = [
+        ("in the queue", spec.queue_timeout),
+        ("until it starts", spec.start_timeout),
+        ("running", spec.run_timeout),
+    ];
+    let limited = limits.into_iter().filter_map(|(what, time)| Some(format!("{} {what}", self::time(time?))));
+    limited.collect::<Vec<_>>().join(", ")
+}
+
+/// How often it has begun again, and how often it may.
+fn retries(retried: u32, retries: u32) -> String {
+    match (retried, retries) {
+        (0, 0) => String::new(),
+        (retried, 0) => count(retried.into(), "time"),
+        (retried, retries) => format!("{} of {retries}", count(retried.into(), "time")),
+    }
 }
 
 /// How long the last attempt took, as far as that is known.

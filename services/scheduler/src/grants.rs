@@ -3,7 +3,7 @@
 //! What shall be granted was decided on what this replica remembers of the workers ([`crate::dispatch`]). Here the rows of those workers are locked,
 //! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
 //! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
-//! worker's last word. What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
+//! worker's last word; few are judged before, and their rows compared ([`at_once`]). What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
 //! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::registry::changed`]).
 //!
 //! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
@@ -132,6 +132,8 @@ pub(crate) struct Done {
     pub(crate) transaction: Option<TransactionId>,
     /// The workers of workloads that were placed: what they shall do has changed.
     placed: HashMap<LeaseId, WorkerId>,
+    /// Why no more was done than one statement did, where more was left. Of the rest nothing was done.
+    pub(crate) failed: Option<DbErr>,
 }
 
 /// What is known of a workload that is submitted again.
@@ -267,6 +269,11 @@ impl Done {
         later.found.extend(self.found);
         later.freed.extend(self.freed);
         later
+    }
+
+    /// The same, where what was to be done later failed.
+    pub(crate) fn and_failed(self, error: DbErr) -> Self {
+        Self { failed: Some(error), ..self }
     }
 
     /// Where a workload was placed under a lease.

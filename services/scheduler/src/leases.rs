@@ -16,7 +16,7 @@
 //!
 //! Where a lease has a workload, the workload's row is locked first; so what is read of the lease after that stays true.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use db::rows;
@@ -34,6 +34,7 @@ use crate::entity::{STATE_OF_NAMED, owner_worker, worker};
 use crate::grants::Changes;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::placement::{Placement, Resources};
+use crate::workers;
 
 /// Whether a lease that is named by its id has not ended.
 fn named_is_live() -> Expr {
@@ -134,10 +135,40 @@ pub(crate) async fn tell(db: &impl ConnectionTrait, team: &str, id: LeaseId) -> 
     let row = lease::Entity::find_by_id(id.uuid()).filter(lease::Column::Team.eq(team)).one(db).await?;
     let row = row.ok_or(LeaseError::NotFound(id))?;
     let worker = worker::Entity::find_by_id(row.worker_id).one(db).await?;
+    Ok(told(row, worker.map(|worker| worker.name).unwrap_or_default()))
+}
+
+/// What is known of leases that have not ended, by id: of one team or all, on one worker or any.
+pub(crate) async fn list(
+    db: &impl ConnectionTrait,
+    team: Option<&str>,
+    worker: Option<WorkerId>,
+    after: Option<LeaseId>,
+    limit: u64,
+) -> Result<Vec<Lease>, DbErr> {
+    let mut query = lease::Entity::find().filter(lease::is_live());
+    if let Some(team) = team {
+        query = query.filter(lease::Column::Team.eq(team));
+    }
+    if let Some(worker) = worker {
+        query = query.filter(lease::Column::WorkerId.eq(worker.uuid()));
+    }
+    if let Some(after) = after {
+        query = query.filter(lease::Column::Id.gt(after.uuid()));
+    }
+    let rows = query.order_by_asc(lease::Column::Id).limit(limit).all(db).await?;
+    let concerned: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.worker_id)).collect();
+    let names = workers::find_all(db, concerned).await?.into_iter().map(|worker| (worker.id, worker.name));
+    let names: HashMap<_, _> = names.collect();
+    let name_of = |row: &lease::Model| names.get(&row.worker_id).cloned().unwrap_or_default();
+    Ok(rows.into_iter().map(|row| (name_of(&row), row)).map(|(name, row)| told(row, name)).collect())
+}
+
+fn told(row: lease::Model, worker_name: String) -> Lease {
     let amount = |amount: i64| u64::try_from(amount).unwrap_or(0);
-    Ok(Lease {
+    Lease {
         claims: claims(&row),
-        worker_name: worker.map(|worker| worker.name).unwrap_or_default(),
+        worker_name,
         kind: row.kind,
         reserved: Resources {
             cpu_millis: amount(row.cpu_millis),
@@ -149,7 +180,7 @@ pub(crate) async fn tell(db: &impl ConnectionTrait, team: &str, id: LeaseId) -> 
         stop_reason: row.stop_reason,
         state: state(&row),
         owner: row.owner,
-    })
+    }
 }
 
 fn state(row: &lease::Model) -> LeaseState {

@@ -703,12 +703,24 @@ pub(crate) async fn get(
     config: &Config,
     worker: &str,
 ) -> Result<Option<Worker>, DbErr> {
-    let mut matches = Condition::any().add(worker::Column::Name.eq(worker));
-    if let Ok(id) = worker.parse::<WorkerId>() {
-        matches = matches.add(worker::Column::Id.eq(id.uuid()));
-    }
-    let row = worker::Entity::find().find_also_related(contact::Entity).filter(matches).one(db).await?;
+    let row =
+        worker::Entity::find().find_also_related(contact::Entity).filter(is_named(worker)).one(db).await?;
     Ok(view_all(db, config, row.into_iter().collect()).await?.pop())
+}
+
+/// The worker with this name or id. `None`: there is none.
+pub(crate) async fn id_of(db: &impl ConnectionTrait, worker: &str) -> Result<Option<WorkerId>, DbErr> {
+    let row = worker::Entity::find().filter(is_named(worker)).one(db).await?;
+    Ok(row.map(|row| WorkerId::from_uuid(row.id)))
+}
+
+/// Whether a worker has this name, or this id.
+fn is_named(worker: &str) -> Condition {
+    let named = Condition::any().add(worker::Column::Name.eq(worker));
+    match worker.parse::<WorkerId>() {
+        Ok(id) => named.add(worker::Column::Id.eq(id.uuid())),
+        Err(_) => named,
+    }
 }
 
 /// Whether a worker is in contact, and where its gateway listens. `None`: there is no such worker.

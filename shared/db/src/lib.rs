@@ -5,7 +5,7 @@
 //! favour of another; [`Database::write_at_once`] is the same for what PostgreSQL does in one statement. [`Database::read`] is for
 //! what changes nothing.
 //!
-//! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
+//! Invariant: what [`Database::write`] and [`Database::write_at_once`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 
 pub mod hints;
 mod migrate;
@@ -350,6 +350,7 @@ impl Database {
     /// Runs a statement that is a transaction by itself, and answers its rows. For PostgreSQL, where [`Database::write`] takes two round trips
     /// more; what it gave up in favour of another is tried again as there.
     pub async fn write_at_once(&self, statement: &Statement) -> Result<Vec<QueryResult>, DbErr> {
+        debug_assert!(!self.is_sqlite(), "whoever writes to SQLite waits for his turn");
         again(|| self.writing.query_all_raw(statement.clone())).await
     }
 

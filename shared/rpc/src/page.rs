@@ -47,6 +47,7 @@ lists! {
     artifacts::ListSetAsideRequest,
     artifacts::ListTaskCachesRequest,
     artifacts::ListVolumesRequest,
+    scheduler::ListLeasesRequest,
     scheduler::ListRequest,
     scheduler::ListWorkersRequest,
 }

@@ -288,8 +288,12 @@ impl Dispatcher {
 
     /// Has a plan granted, and notes what is known of the workers then.
     async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
-        let done = granted(&self.db, plan, &self.memory.facts(), now, true, &|| {}).await;
-        let done = self.note(plan, done)?;
+        let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;
+        let mut done = self.note(plan, done)?;
+        if let Some(error) = done.failed.take() {
+            self.freed.extend(done.freed);
+            return Err(error);
+        }
         self.see(&done.kept_to.values().copied().collect()).await?;
         Ok(done)
     }
@@ -370,21 +374,24 @@ impl Why {
     }
 }
 
-/// Has `plan` granted. `is_alone`: whether nothing else of this replica is granted meanwhile. `locked`: is told when its workers are locked.
+/// Has `plan` granted: by one statement if it may be, and nothing else is granted here meanwhile then. `locked`: is told when its workers are
+/// locked.
 async fn granted(
     db: &Database,
     plan: &Plan,
     facts: &SharedFacts,
     now: Timestamp,
-    is_alone: bool,
     locked: &(dyn Fn() + Sync),
 ) -> Result<Done, DbErr> {
-    let at_once = if is_alone { plan.at_once(db, facts) } else { None };
-    let Some(at_once) = at_once else { return granted_by_steps(db, plan, facts, now, locked).await };
-    match at_once.carry_out(db, plan, facts, now).await? {
-        (done, None) => Ok(done),
-        (done, Some(left)) => Ok(done.and(granted_by_steps(db, &left, facts, now, locked).await?)),
-    }
+    let Some(at_once) = plan.at_once(db, facts) else {
+        return granted_by_steps(db, plan, facts, now, locked).await;
+    };
+    let (done, left) = at_once.carry_out(db, plan, facts, now).await?;
+    let Some(left) = left else { return Ok(done) };
+    Ok(match granted_by_steps(db, &left, facts, now, locked).await {
+        Ok(later) => done.and(later),
+        Err(error) => done.and_failed(error),
+    })
 }
 
 /// The same, in a transaction of several statements.

@@ -4,8 +4,8 @@
 //! What is decided ahead rests on what the rounds before planned, which counts on top of what rows said last ([`Index::plan`]), and not on
 //! what becomes of that: the rows judge all of it. Who waits in the queue, and what others have changed, is before whoever comes: nothing is
 //! decided ahead of that. The transaction that ends a lease gives its slot to whoever waits for it here, as far as that can be known before. The
-//! next one begins when the last has locked its workers, or when it is over; no more than two are under way. One that is a single statement
-//! ([`Plan::may_be_at_once`]) begins when the last is over.
+//! next one begins when the last has locked its workers, or when it is over; no more than two are under way. One that may be a
+//! single statement ([`Plan::may_be_at_once`]) begins when the last is over.
 //!
 //! Invariant: what the transactions of a dispatcher read of workers is noted in the order in which they locked them, and no workers are read
 //! in any other way until all is noted ([`Dispatcher::rounds`]). Where one is tried again, and another has passed it, a worker is remembered as
@@ -132,7 +132,7 @@ impl Dispatcher {
         // Those that waited may not get it, and are before whoever comes then.
         let mut is_open = first.1.turns.is_empty() && first.1.asked.is_empty();
         let mut ahead = None;
-        let mut writing = VecDeque::from([self.write(first, true, caller)]);
+        let mut writing = VecDeque::from([self.write(first, caller)]);
         while let Some(front) = writing.front_mut() {
             let is_full = ahead.as_ref().is_some_and(|(round, _): &(Round, Step)| round.requests >= BATCH);
             let (locked, is_locked, mut begins) = (front.locked.clone(), front.is_locked, None);
@@ -143,14 +143,14 @@ impl Dispatcher {
                     let noted = written.as_ref().zip(done).map(|(written, done)| self.note(&written.plan, done));
                     // Of this one is told while the next is written.
                     if writing.is_empty() {
-                        writing.extend(ahead.take().map(|ahead| self.write(ahead, true, caller)));
+                        writing.extend(ahead.take().map(|ahead| self.write(ahead, caller)));
                     }
                     unfinished.extend(written.and_then(|written| self.finish(written, noted, caller)));
                 }
                 () = locked.notified(), if !is_locked => {
                     writing[0].is_locked = true;
                     let may_begin = writing.len() == 1;
-                    begins = ahead.take_if(|(_, step)| may_begin && !step.plan.may_be_at_once() && writing[0].may_be_overtaken_by(step));
+                    begins = ahead.take_if(|(_, step)| may_begin && !step.plan.may_be_at_once(&self.db) && writing[0].may_be_overtaken_by(step));
                 }
                 count = self.requests.recv_many(&mut asked, BATCH), if is_open && !is_full => {
                     is_open = count > 0 && unfinished.is_empty() && self.may_go_ahead(&asked, caller);
@@ -162,7 +162,7 @@ impl Dispatcher {
                     }
                 }
             }
-            writing.extend(begins.map(|begins| self.write(begins, false, caller)));
+            writing.extend(begins.map(|begins| self.write(begins, caller)));
         }
         for round in unfinished {
             self.complete(round, caller).await;
@@ -229,8 +229,8 @@ impl Dispatcher {
         step.plan.leases_may_exist = round.leases_may_exist;
     }
 
-    /// Begins to write what was decided. `is_alone`: whether nothing else is being written.
-    fn write(&self, (round, step): (Round, Step), is_alone: bool, caller: &Caller<'_>) -> Writing {
+    /// Begins to write what was decided.
+    fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> Writing {
         let Step { mut plan, planned, ids, turns, asked, spans } = step;
         // Once, for it costs another decision. Who had his turn keeps what he got.
         let is_first = round.decisions == 0 && turns.is_empty() && asked.is_empty();
@@ -239,9 +239,7 @@ impl Dispatcher {
         if !plan.is_empty() {
             let (db, plan, facts) = (self.db.clone(), plan.clone(), self.memory.facts());
             let (locked, now) = (locked.clone(), (caller.now)());
-            task.spawn(
-                async move { granted(&db, &plan, &facts, now, is_alone, &|| locked.notify_one()).await },
-            );
+            task.spawn(async move { granted(&db, &plan, &facts, now, &|| locked.notify_one()).await });
         }
         Writing { round, plan, planned, ids, turns, asked, _spans: spans, locked, is_locked: false, task }
     }
@@ -255,13 +253,22 @@ impl Dispatcher {
     ) -> Option<Round> {
         let Writing { mut round, plan, planned, turns, asked, .. } = written;
         round.decisions += 1;
+        let mut effects = Effects::default();
+        let done = match done {
+            // It came free, whatever became of the rest.
+            Some(Ok(Done { failed: Some(error), freed, .. })) => {
+                self.hand_out(&freed, &mut effects);
+                (caller.tell)(std::mem::take(&mut effects));
+                Some(Err(error))
+            }
+            done => done,
+        };
         match done {
             None => {}
             Some(Ok(done)) => {
                 if !plan.grants.iter().all(|grant| done.holds(grant)) {
                     round.ask_again();
                 }
-                let mut effects = Effects::default();
                 round.kept_to.extend(done.kept_to.values());
                 for mut unit in planned {
                     let is_refused = unit.leases().any(|lease| done.refused.contains(&lease));
@@ -276,12 +283,7 @@ impl Dispatcher {
                 }
                 self.conclude_turns(turns, asked, &done, &mut effects);
                 round.outdated.extend(&done.outdated);
-                if self.queue().len() > 0 {
-                    // Who waits here has his turn next, and others need not try to be faster.
-                    self.freed.extend(&done.freed);
-                } else {
-                    effects.freed.extend(&done.freed);
-                }
+                self.hand_out(&done.freed, &mut effects);
                 effects.parcels.extend(done.parcels);
                 (caller.tell)(effects);
             }
@@ -307,6 +309,16 @@ impl Dispatcher {
         Some(round)
     }
 
+    /// Has whoever waits hear of slots that came free.
+    fn hand_out(&mut self, freed: &HashSet<WorkerId>, effects: &mut Effects) {
+        if self.queue().len() > 0 {
+            // Who waits here has his turn next, and others need not try to be faster.
+            self.freed.extend(freed);
+        } else {
+            effects.freed.extend(freed);
+        }
+    }
+
     /// Does what is left of a round, one step after the other.
     async fn complete(&mut self, mut round: Round, caller: &Caller<'_>) {
         loop {
@@ -318,7 +330,7 @@ impl Dispatcher {
             }
             let mut step = Step::default();
             self.decide_step(&mut round, &mut step, (caller.now)());
-            let mut writing = self.write((round, step), true, caller);
+            let mut writing = self.write((round, step), caller);
             let done = writing.done().await.map(|done| self.note(&writing.plan, done));
             match self.finish(writing, done, caller) {
                 Some(left) => round = left,

@@ -1,9 +1,9 @@
 //! A small plan in one statement, which is a transaction by itself: one round trip where [`super::carry_out`] takes four or more.
 //!
 //! Within a statement nothing of ours can judge grants. So they are judged before it, on what is remembered of their workers, and the statement is
-//! told what may be on each of these for that to hold ([`Room`]). Where all the rows, locked, are of the revision that is remembered, and say no
-//! more than that, all grants are made, and none otherwise. What is given back is given back in either case. What is left undone is done as all
-//! other plans are.
+//! told what may be on each of these for that to hold ([`Room`]). Where all their rows, locked, are of the revision that is remembered, and say no
+//! more than that, all grants are made, and none otherwise. What is given back is given back in either case, but for leases that settle: something
+//! was pinned for them, which is let go by a parcel in the same transaction. What is left undone is done as all other plans are.
 //!
 //! Invariant: limits hold. What a worker may take with more on it, it may take with less (`what_is_taken_with_more_is_taken_with_less`), and whatever
 //! else grants are judged by has another revision once it is changed ([`crate::registry::changed`]).
@@ -78,17 +78,17 @@ const ROOM: [(&str, Column); 12] = [
 ];
 
 impl Plan {
-    /// Whether one statement may do for it: it is small, and nothing but workers must be looked at.
-    pub(crate) fn may_be_at_once(&self) -> bool {
+    /// Whether one statement may do for it in this database: it is small, and nothing but workers must be looked at.
+    pub(crate) fn may_be_at_once(&self, db: &Database) -> bool {
         let Self { releases, submitted, pinned, leases_may_exist, grants, may_be_spread_anew: _ } = self;
         let is_small = (1..=MOST).contains(&(releases.len() + grants.len()));
         let is_plain = submitted.is_empty() && pinned.is_empty() && !leases_may_exist;
-        is_small && is_plain && grants.iter().all(Grant::is_plain)
+        !db.is_sqlite() && is_small && is_plain && grants.iter().all(Grant::is_plain)
     }
 
-    /// The same for one statement. `None`: it takes a transaction of several, as far as is known.
+    /// What one statement does of it. `None`: it takes a transaction of several, as far as is known.
     pub(crate) fn at_once(&self, db: &Database, facts: &SharedFacts) -> Option<AtOnce> {
-        if db.is_sqlite() || !self.may_be_at_once() {
+        if !self.may_be_at_once(db) {
             return None;
         }
         let mut changes = Changes::default();
@@ -136,7 +136,11 @@ fn most(id: Uuid, grants: &[&Grant], most_tasks: u32, facts: &Facts) -> Option<(
         })
     };
     let mut most = [worker.load.and(&MORE), worker.load].into_iter().find(hold_with)?;
-    most.tasks = most.tasks.min(most_tasks);
+    let slots = grants.iter().filter(|grant| grant.kind.takes_a_slot()).count();
+    if let Some(others) = slots.checked_sub(1) {
+        // As many may be there before the last one.
+        most.tasks = most.tasks.min(most_tasks.checked_sub(u32::try_from(others).ok()?)?);
+    }
     Some((row.revision, most))
 }
 
@@ -190,10 +194,17 @@ impl AtOnce {
             changes.give_back(lease);
         }
         done.found = locked.iter().map(Counts::found).collect();
-        let Locked { mut rows, others, transaction } = known_rows(locked, facts);
+        let Locked { mut rows, others, mut transaction } = known_rows(locked, facts);
         changes.note(&mut rows);
         // Read after it, these say already what was done.
-        rows.extend(workers::find_all(db.read(), others).await?);
+        match workers::find_all(db.read(), others).await {
+            Ok(others) => rows.extend(others),
+            Err(error) => {
+                // It is done all the same. What it changed is read as what others did.
+                tracing::debug!(%error, "workers were not read after a grant");
+                transaction = None;
+            }
+        }
         (done.workers, done.transaction) = (rows, transaction);
         let ended: HashSet<_> = ended.iter().map(|lease| LeaseId::from_uuid(lease.lease_id)).collect();
         let is_left = |(lease, _): &&(LeaseId, WorkerId)| !ended.contains(lease);
@@ -270,7 +281,7 @@ fn query() -> String {
              reserved_memory_bytes = reserved_memory_bytes + CASE WHEN hold THEN by_worker.memory_bytes ELSE 0 END - freed_memory,
              reserved_disk_bytes = reserved_disk_bytes + CASE WHEN hold THEN by_worker.disk_bytes ELSE 0 END - freed_disk,
              ended_tasks = ended_tasks + freed_tasks
-             FROM by_worker CROSS JOIN judged WHERE workers.id = by_worker.id
+             FROM by_worker CROSS JOIN judged WHERE workers.id = by_worker.id AND (hold OR freed_tasks > 0)
          ),
          granted AS (
              INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, phase, request, expires_at, granted_at,

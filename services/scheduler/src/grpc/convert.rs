@@ -172,6 +172,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         last_failure: worker.last_failure,
         set_aside_until: worker.set_aside_until.map(timestamp),
         unsupported_versions: worker.unsupported_versions,
+        reserved: requests(placed.load.reserved),
     }
 }
 

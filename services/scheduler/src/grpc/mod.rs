@@ -7,9 +7,11 @@ mod watch_workers;
 mod workers;
 mod workloads;
 
-use rpc::Reason;
+use rpc::page::Page;
+use rpc::{Reason, parse_team};
 use sea_orm::DbErr;
 use tonic::Status;
+use uuid::Uuid;
 
 use crate::dispatch::{PlaceError, SubmitError};
 use crate::explain::ExplainError;
@@ -35,6 +37,19 @@ const NAMED_BYTES: usize = 500;
 
 /// How many bytes in all: of 16 KiB, which is what headers have room for, encoded and with the rest of the error.
 const ALL_NAMED_BYTES: usize = 8 << 10;
+
+/// Whose things are listed. `None`: those of all teams.
+fn team_or_all(team: &str) -> Result<Option<String>, Status> {
+    if team.is_empty() { Ok(None) } else { parse_team("team", team.to_owned()).map(Some) }
+}
+
+/// Leaves what is on this page of what was found, which is one more where there are more. Answers where to go on. Empty: that was all.
+fn end_page<T>(page: &Page, found: &mut Vec<T>, id: impl Fn(&T) -> Uuid) -> String {
+    let size = usize::try_from(page.size).unwrap_or(usize::MAX);
+    let more = found.len() > size;
+    found.truncate(size);
+    found.last().filter(|_| more).map(|last| page.token(id(last))).unwrap_or_default()
+}
 
 impl Reasoned for SubmitError {
     fn status(self) -> Status {

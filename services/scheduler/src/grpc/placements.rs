@@ -7,13 +7,14 @@ use std::time::Duration;
 use domain::worker::LeaseClaims;
 use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId};
 use futures::{StreamExt, TryStreamExt, stream};
+use rpc::page::Page;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::placements_server::Placements;
 use rpc::{Reason, Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{Reasoned, SERVICE, convert, database, invalid_token};
+use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, team_or_all};
 use crate::demand;
 use crate::dispatch::{Ask, Granted, PlaceError, Placed};
 use crate::entity::lease::{self, Kind};
@@ -23,6 +24,7 @@ use crate::leases;
 use crate::placement::{self, Demand, Purpose, Shape};
 use crate::service::Scheduler;
 use crate::store::{Found, Inputs};
+use crate::workers;
 
 /// Service `Placements`.
 pub(crate) struct PlacementsService(pub(crate) Scheduler);
@@ -135,6 +137,37 @@ impl Placements for PlacementsService {
         let lease = leases::tell(self.0.db.read(), &team, id).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::GetLeaseResponse { lease: Some(convert::lease(lease)) }))
+    }
+
+    async fn list_leases(
+        &self,
+        request: Request<pb::ListLeasesRequest>,
+    ) -> Result<Response<pb::ListLeasesResponse>, Status> {
+        let request = request.into_inner();
+        let team = team_or_all(&request.team)?;
+        let named = Some(request.worker.as_str()).filter(|worker| !worker.is_empty());
+        named.map(|worker| rpc::check_name("worker", worker)).transpose()?;
+        let page = Page::of(SERVICE, &request)?;
+
+        let doing = "list leases";
+        let db = self.0.db.read();
+        let worker = match named {
+            Some(name) => {
+                let found = workers::id_of(db, name).await.map_err(|error| database(doing, &error))?;
+                let unknown =
+                    || Reason::WorkerNotFound.status(SERVICE, format!("worker {name:?} is unknown"));
+                Some(found.ok_or_else(unknown)?)
+            }
+            None => None,
+        };
+        let after = page.after.map(LeaseId::from_uuid);
+        let mut found = leases::list(db, team.as_deref(), worker, after, page.size + 1)
+            .await
+            .map_err(|error| database(doing, &error))?;
+
+        let next_page_token = end_page(&page, &mut found, |lease| lease.claims.lease.uuid());
+        let leases = found.into_iter().map(convert::lease).collect();
+        Ok(Response::new(pb::ListLeasesResponse { leases, next_page_token }))
     }
 
     async fn explain(

@@ -15,7 +15,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::synchronize::{self, Answer, Told};
-use super::{Reasoned, SERVICE, convert, database, stopping, watch_workers};
+use super::{Reasoned, SERVICE, convert, database, end_page, stopping, watch_workers};
 use crate::registry::Down;
 use crate::service::Scheduler;
 use crate::workers;
@@ -116,13 +116,11 @@ impl Workers for WorkersService {
             .await
             .map_err(|error| database("list workers", &error))?;
 
-        let more = found.len() as u64 > page.size;
-        found.truncate(usize::try_from(page.size).unwrap_or(usize::MAX));
-        let last = found.last().filter(|_| more).map(|last| page.token(last.placed.id.uuid()));
+        let next_page_token = end_page(&page, &mut found, |worker| worker.placed.id.uuid());
         let (ttl, now) = (self.0.config.worker_ttl, Timestamp::now());
         Ok(Response::new(pb::ListWorkersResponse {
             workers: found.into_iter().map(|worker| convert::worker(worker, ttl, now)).collect(),
-            next_page_token: last.unwrap_or_default(),
+            next_page_token,
         }))
     }
 

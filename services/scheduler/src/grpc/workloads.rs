@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Reasoned, SERVICE, convert, database, invalid_token, stopping};
+use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, stopping, team_or_all};
 use crate::events::{self, Event};
 use crate::outcome::Report;
 use crate::service::Scheduler;
@@ -85,8 +85,7 @@ impl Workloads for WorkloadsService {
 
     async fn list(&self, request: Request<pb::ListRequest>) -> Result<Response<pb::ListResponse>, Status> {
         let request = request.into_inner();
-        let team = Some(request.team.clone()).filter(|team| !team.is_empty());
-        let team = team.map(|team| parse_team("team", team)).transpose()?;
+        let team = team_or_all(&request.team)?;
         let state = convert::parse_workload_state("state", request.state)?;
         let page = Page::of(SERVICE, &request)?;
 
@@ -94,13 +93,9 @@ impl Workloads for WorkloadsService {
             .await
             .map_err(|error| database("list workloads", &error))?;
 
-        let more = found.len() as u64 > page.size;
-        found.truncate(usize::try_from(page.size).unwrap_or(usize::MAX));
-        let last = found.last().filter(|_| more).map(|last| page.token(last.sequence));
-        Ok(Response::new(pb::ListResponse {
-            workloads: found.into_iter().map(convert::workload).collect(),
-            next_page_token: last.unwrap_or_default(),
-        }))
+        let next_page_token = end_page(&page, &mut found, |workload| workload.sequence);
+        let workloads = found.into_iter().map(convert::workload).collect();
+        Ok(Response::new(pb::ListResponse { workloads, next_page_token }))
     }
 
     async fn cancel(

@@ -14,7 +14,7 @@ use testing::databases::TestDatabase;
 use crate::places::place;
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
-fn of_kind(kind: pb::PlacementKind) -> pb::PlaceRequest {
+pub(crate) fn of_kind(kind: pb::PlacementKind) -> pb::PlaceRequest {
     pb::PlaceRequest {
         lease_id: LeaseId::new().to_string(),
         team: "main".to_owned(),

@@ -1,10 +1,13 @@
 //! Lists of workers and workloads.
 
+use std::collections::BTreeSet;
+
 use domain::WorkloadId;
 use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
 use testing::databases::TestDatabase;
 
+use crate::leases::{of_kind, with_slots};
 use crate::support::{Gateway, Running, config, hello, spec};
 
 pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
@@ -82,5 +85,61 @@ pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     let refused =
         scheduler.workers().list_workers(workers).await.map_err(Refusal::from).expect_err("foreign");
     assert!(refused.is(Reason::InvalidPageToken), "{refused:?}");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn leases_are_listed_until_they_end(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let (_one, _two) = (with_slots(&scheduler, "one", 9).await, with_slots(&scheduler, "two", 9).await);
+    let on = async |worker: &str, team: &str, kind: pb::PlacementKind| {
+        let memory_bytes = 1 << 20;
+        let requests = Some(pb::ResourceRequests { memory_bytes, ..Default::default() });
+        let avoid_workers = match worker {
+            "one" => vec![scheduler.worker("two").await.worker_id],
+            _ => vec![scheduler.worker("one").await.worker_id],
+        };
+        let (team, owner) = (team.to_owned(), format!("{team} on {worker}"));
+        let request = pb::PlaceRequest { team, owner, requests, avoid_workers, ..of_kind(kind) };
+        let placed = scheduler.placements().place(request.clone()).await.expect("granted").into_inner();
+        (request.lease_id, placed)
+    };
+    let task = on("one", "main", pb::PlacementKind::Task).await;
+    let check = on("one", "other", pb::PlacementKind::Check).await;
+    let elsewhere = on("two", "main", pb::PlacementKind::Task).await;
+    let list = async |team: &str, worker: &str| {
+        let (mut listed, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let (team, worker) = (team.to_owned(), worker.to_owned());
+            let request = pb::ListLeasesRequest { team, worker, page_size: 1, page_token };
+            let page = scheduler.placements().list_leases(request).await.expect("a page").into_inner();
+            assert!(page.leases.len() <= 1);
+            listed.extend(page.leases);
+            page_token = page.next_page_token;
+            if page_token.is_empty() {
+                return listed;
+            }
+        }
+    };
+    let ids = async |team: &str, worker: &str| {
+        list(team, worker).await.into_iter().map(|lease| lease.lease_id).collect::<BTreeSet<_>>()
+    };
+    let of = |leases: &[&(String, pb::PlaceResponse)]| leases.iter().map(|(id, _)| id.clone()).collect();
+    assert_eq!(ids("", "").await, of(&[&task, &check, &elsewhere]));
+    assert_eq!(ids("main", "").await, of(&[&task, &elsewhere]));
+    assert_eq!(ids("", "one").await, of(&[&task, &check]));
+    assert_eq!(ids("", &elsewhere.1.worker_id).await, of(&[&elsewhere]));
+    assert_eq!(ids("other", "two").await, of(&[]));
+    let shown = list("other", "").await.pop().expect("a lease");
+    assert_eq!(
+        (shown.kind(), &*shown.worker_name, &*shown.owner),
+        (pb::PlacementKind::Check, "one", "other on one")
+    );
+    let reserved = async || scheduler.worker("one").await.reserved.unwrap_or_default().memory_bytes;
+    assert_eq!(reserved().await, 2 << 20);
+
+    let release = pb::ReleaseRequest { lease_token: task.1.lease_token.clone() };
+    scheduler.placements().release(release).await.expect("released");
+    assert_eq!(ids("", "one").await, of(&[&check]));
+    assert_eq!(reserved().await, 1 << 20);
     scheduler.stop().await;
 }

@@ -47,7 +47,7 @@ use leases::{
     many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
     what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
 };
-use lists::lists_come_in_pages;
+use lists::{leases_are_listed_until_they_end, lists_come_in_pages};
 use places::{
     a_group_of_one_owner_goes_where_there_is_room_for_all,
     a_group_of_one_owner_waits_for_the_worker_that_can_have_all, a_lease_holds_what_it_uses_until_it_ends,
@@ -696,6 +696,7 @@ on_both! {
     a_restart_does_not_forget_how_long_a_worker_was_silent,
     after_a_restart_work_goes_to_those_that_came_back,
     a_ticket_is_good_for_a_worker_that_can_be_reached,
+    leases_are_listed_until_they_end,
     lists_come_in_pages,
     secrets_are_not_shown,
     without_the_artifact_store_nothing_with_inputs_is_queued,

@@ -5,7 +5,8 @@ use domain::worker::Incarnation;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
-use sea_orm::{ConnectionTrait, EntityTrait};
+use sea_orm::{ConnectionTrait, EntityTrait, TransactionTrait};
+use testing::databases::TestDatabase;
 
 use super::*;
 use crate::config::Config;
@@ -43,9 +44,19 @@ impl Replica {
         let (worker, incarnation) = *ids.choose(&mut self.dice).expect("workers");
         let kind =
             *[Kind::Task, Kind::Task, Kind::Check, Kind::Transfer].choose(&mut self.dice).expect("some");
-        let process = Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] };
         let mut some = |amount: u64| if self.dice.random_bool(0.4) { amount } else { 0 };
-        let requests = Resources { cpu_millis: some(600), memory_bytes: some(30), disk_bytes: 0 };
+        let requests = Resources { cpu_millis: some(600), memory_bytes: some(30), disk_bytes: some(50) };
+        self.grant_on((worker, incarnation), kind, requests, group)
+    }
+
+    fn grant_on(
+        &mut self,
+        (worker, incarnation): (Uuid, i64),
+        kind: Kind,
+        requests: Resources,
+        group: Option<usize>,
+    ) -> Grant {
+        let process = Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] };
         let shape = Shape {
             team: "main".to_owned(),
             platform: "linux".to_owned(),
@@ -136,6 +147,7 @@ async fn let_in(db: &Database, config: &Config) {
         gateway.labels.image_kinds = vec!["host".to_owned()];
         gateway.capacity.max_tasks = [Some(3), None][n % 2];
         (gateway.capacity.cpu_millis, gateway.capacity.memory_bytes) = (Some(2000), [None, Some(100)][n / 2]);
+        gateway.capacity.disk_bytes = [130, 1 << 30][n % 2];
         let now = Timestamp::now();
         let answers = db
             .write(async |txn| workers::hello(&txn, &[&gateway], config, now, &mut Effects::default()).await);
@@ -158,18 +170,22 @@ async fn by_steps(replica: &Replica, plan: &Plan) -> Done {
     done.await.expect("carried out")
 }
 
-/// Whatever is remembered of workers, with one statement the same is granted as by who looks at their rows.
-#[tokio::test]
-async fn one_statement_grants_what_rows_allow() {
-    let seed = testing::seeds::seed();
-    eprintln!("GANTRY_SEED={seed}");
+async fn start(seed: u64) -> (TestDatabase, Replica) {
     let database = testing::databases::postgres().await;
     let (db, config) =
         (Database::connect::<crate::Schema>(&database.url).await.expect("a database"), Config::new("", ""));
     let_in(&db, &config).await;
     let mut memory = Memory::new(&config);
     memory.catch_up(&db).await.expect("read");
-    let mut replica = Replica { db, memory, dice: StdRng::seed_from_u64(seed) };
+    (database, Replica { db, memory, dice: StdRng::seed_from_u64(seed) })
+}
+
+/// Whatever is remembered of workers, with one statement the same is granted as by who looks at their rows.
+#[tokio::test]
+async fn one_statement_grants_what_rows_allow() {
+    let seed = testing::seeds::seed();
+    eprintln!("GANTRY_SEED={seed}");
+    let (_database, mut replica) = start(seed).await;
     let (mut at_once, mut refused, mut with_steps) = (0, 0, 0);
     for _ in 0..PLANS {
         let (workers, leases) = (replica.workers().await, replica.leases().await);
@@ -212,6 +228,7 @@ async fn one_statement_grants_what_rows_allow() {
             assert_eq!(row.active_checks, live(&|kind| kind == Kind::Check).len() as i64);
             assert_eq!(row.reserved_cpu_millis, tasks.iter().map(|lease| lease.cpu_millis).sum::<i64>());
             assert_eq!(row.reserved_memory_bytes, tasks.iter().map(|lease| lease.memory_bytes).sum::<i64>());
+            assert_eq!(row.reserved_disk_bytes, tasks.iter().map(|lease| lease.disk_bytes).sum::<i64>());
             assert!(row.max_tasks.is_none_or(|max| row.active_tasks <= max));
         }
         for row in &done.workers {
@@ -234,20 +251,14 @@ async fn one_statement_grants_what_rows_allow() {
 /// What is pinned for a lease is let go with it, by a parcel to the store: that takes further steps.
 #[tokio::test]
 async fn what_is_pinned_is_let_go_although_it_is_given_back_at_once() {
-    let database = testing::databases::postgres().await;
-    let (db, config) =
-        (Database::connect::<crate::Schema>(&database.url).await.expect("a database"), Config::new("", ""));
-    let_in(&db, &config).await;
-    let mut memory = Memory::new(&config);
-    memory.catch_up(&db).await.expect("read");
-    let mut replica = Replica { db, memory, dice: StdRng::seed_from_u64(1) };
+    let (_database, mut replica) = start(1).await;
     let workers = replica.workers().await;
     let mut grants = [replica.grant(&workers, None), replica.grant(&workers, None)];
     let Holder::Driven { settles, .. } = &mut grants[0].holder else { panic!("it is driven") };
     *settles = true;
     let releases = grants.iter().map(|grant| (grant.lease, grant.worker)).collect();
     let plan = Plan { grants: grants.into(), ..Plan::default() };
-    assert!(!plan.may_be_at_once());
+    assert!(!plan.may_be_at_once(&replica.db));
     by_steps(&replica, &plan).await;
 
     let plan = Plan { releases, ..Plan::default() };
@@ -256,4 +267,78 @@ async fn what_is_pinned_is_let_go_although_it_is_given_back_at_once() {
     let let_go: Vec<_> = done.parcels.iter().map(|parcel| parcel.holder).collect();
     assert_eq!(let_go, [plan.releases[0].0.uuid()]);
     assert!(replica.leases().await.values().all(|lease| lease.state == State::Ended));
+}
+
+/// Others have placed so much on two workers that of many grants for them most are planned anew, as by steps.
+#[tokio::test]
+async fn what_others_have_crowded_takes_one_more_at_once() {
+    let (_database, mut replica) = start(1).await;
+    let workers = replica.workers().await;
+    let free: Vec<_> = workers.values().filter(|row| row.max_tasks.is_none()).collect();
+    let on: Vec<_> = free.iter().map(|row| (row.id, row.incarnation)).collect();
+    let grant = |n: usize| Grant {
+        believed_tasks: u32::try_from(n / 2).expect("few"),
+        ..replica.grant_on(on[n % 2], Kind::Task, Resources::default(), None)
+    };
+    let grants: Vec<_> = (0..20).map(grant).collect();
+    let plan = Plan { grants, may_be_spread_anew: true, ..Plan::default() };
+    let crowded = format!("UPDATE workers SET active_tasks = {} WHERE max_tasks IS NULL", plan.most_tasks());
+    replica.db.read().execute_unprepared(&crowded).await.expect("changed");
+    let (done, is_whole) = carry_out(&replica, &plan).await.expect("it may be at once");
+    assert!(!is_whole);
+    assert_eq!(done.refused.len(), plan.grants.len() - on.len());
+}
+
+/// What the statement rests on: it waits for whoever has the rows, and sees what that one made of them.
+#[tokio::test]
+async fn what_another_does_meanwhile_is_judged_by() {
+    let (_database, mut replica) = start(1).await;
+    let workers = replica.workers().await;
+    let full = workers.values().find(|row| row.max_tasks == Some(3)).expect("a worker");
+    let (on, none) = ((full.id, full.incarnation), Resources::default());
+    let first = replica.grant_on(on, Kind::Task, none, None);
+    let held = (first.lease, first.worker);
+    let plan = Plan { grants: vec![first], ..Plan::default() };
+    let (done, is_whole) = carry_out(&replica, &plan).await.expect("it may be at once");
+    assert!(is_whole);
+    replica.memory.note(done.workers).expect("noted");
+
+    for (changes, ends_here) in [
+        // It is full meanwhile.
+        (vec!["UPDATE workers SET active_tasks = 4 WHERE active_tasks = 1"], true),
+        // And what is given back is so already.
+        (
+            vec![
+                "UPDATE leases SET state = 'ended', ended_at = 1, ended_by = 'reported'",
+                "UPDATE workers SET active_tasks = 3 WHERE active_tasks = 4",
+            ],
+            false,
+        ),
+    ] {
+        let grant = replica.grant_on(on, Kind::Task, none, None);
+        let releases = if ends_here { Vec::new() } else { vec![held] };
+        let plan = Plan { releases, grants: vec![grant], ..Plan::default() };
+        let at_once = plan.at_once(&replica.db, &replica.memory.facts()).expect("it may be at once");
+        let other = replica.db.read().begin().await.expect("a transaction");
+        for change in changes {
+            other.execute_unprepared(change).await.expect("changed");
+        }
+        let (db, facts) = (&replica.db, replica.memory.facts());
+        let carried_out = at_once.carry_out(db, &plan, &facts, Timestamp(2));
+        let meanwhile = async {
+            let waits = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+            let waits = Statement::from_string(DbBackend::Postgres, waits);
+            while db.read().query_all_raw(waits.clone()).await.expect("asked").is_empty() {
+                tokio::task::yield_now().await;
+            }
+            other.commit().await.expect("committed");
+        };
+        let (done, ()) = tokio::join!(carried_out, meanwhile);
+        let (done, left) = done.expect("carried out");
+        assert_eq!(left.expect("all").grants.len(), 1);
+        assert!(done.freed.is_empty());
+        let tasks = replica.workers().await[&full.id].active_tasks;
+        assert_eq!(tasks, if ends_here { 4 } else { 3 });
+        assert_eq!(replica.leases().await.len(), 1);
+    }
 }

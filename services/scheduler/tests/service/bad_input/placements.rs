@@ -8,13 +8,14 @@ use testing::bad_input::wrong::*;
 use testing::bad_input::{Bad, Call, Expected};
 
 use super::spec::{self, For};
-use super::workloads::workload;
+use super::workloads::{page, workload};
 use super::world::World;
-use super::wrong::{id_in_list, token};
+use super::wrong::{id_in_list, token, worker_or_any};
 use super::{OTHER, TEAM};
 
 /// Calls of which nothing comes when they are fine.
 pub(super) fn looks(world: &World<'_>) -> Vec<Call> {
+    let list = pb::ListLeasesRequest { worker: "one".to_owned(), ..Default::default() };
     let get = pb::GetLeaseRequest { team: TEAM.to_owned(), lease_id: world.driven.lease_id.clone() };
     let demand = pb::GetDemandRequest {
         max_shapes: 1000,
@@ -40,6 +41,16 @@ pub(super) fn looks(world: &World<'_>) -> Vec<Call> {
                 id("lease_id"),
                 but("lease_id", "unknown", LeaseId::new(), LeaseNotFound),
                 but("lease_id", "of another team", world.foreign_lease, LeaseNotFound),
+            ],
+        ),
+        Call::new(
+            "Placements.ListLeases",
+            [list],
+            [
+                // None at all is every team.
+                team("team").split_off(1),
+                worker_or_any("worker", world),
+                page(&[]),
             ],
         ),
         Call::new(

@@ -6,13 +6,20 @@ use prost_reflect::Value;
 use rpc::Reason::*;
 use rpc::token::{Claims, Keys, TokenSigner};
 use testing::bad_input::Bad;
-use testing::bad_input::wrong::{but, id, invalid, malformed, named, text};
+use testing::bad_input::wrong::{but, id, invalid, longest, malformed, text};
 
 use super::world::World;
 
 /// A worker by its name or id, of which there must be one.
 pub(super) fn worker(field: &str, world: &World<'_>) -> Vec<Bad> {
-    let mut bad = named(field, 255);
+    let mut bad = worker_or_any(field, world);
+    bad.extend(invalid(field, "missing", text(""), field));
+    bad
+}
+
+/// The same, where none at all is any.
+pub(super) fn worker_or_any(field: &str, world: &World<'_>) -> Vec<Bad> {
+    let mut bad = longest(field, 255);
     bad.extend(but(field, "unknown", "nobody", WorkerNotFound));
     bad.extend(but(field, "of an unknown id", WorkerId::new(), WorkerNotFound));
     bad.extend(but(field, "that was pruned", &world.pruned, WorkerNotFound));
