@@ -529,7 +529,7 @@ fn retries(retried: u32, retries: u32) -> String {
     match (retried, retries) {
         (0, 0) => String::new(),
         (retried, 0) => count(retried.into(), "time"),
-        (retried, retries) => format!("{} of {retries}", count(retried.into(), "time")),
+        (retried, retries) => format!("{}, at most {retries}", count(retried.into(), "time")),
     }
 }
 
