@@ -3,8 +3,9 @@
 //! What shall be granted was decided on what this replica remembers of the workers ([`crate::dispatch`]). Here the rows of those workers are locked,
 //! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
 //! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
-//! worker's last word; few are judged before, and their rows compared ([`at_once`]). What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
-//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::registry::changed`]).
+//! worker's last word. What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
+//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::registry::changed`]). A few that are
+//! granted or given back are one statement, which compares rows with what was judged before ([`at_once`]).
 //!
 //! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
 //! each kind by id.

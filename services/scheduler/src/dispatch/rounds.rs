@@ -150,7 +150,9 @@ impl Dispatcher {
                 () = locked.notified(), if !is_locked => {
                     writing[0].is_locked = true;
                     let may_begin = writing.len() == 1;
-                    begins = ahead.take_if(|(_, step)| may_begin && !step.plan.may_be_at_once(&self.db) && writing[0].may_be_overtaken_by(step));
+                    begins = ahead.take_if(|(_, step)| {
+                        may_begin && !step.plan.may_be_at_once(&self.db) && writing[0].may_be_overtaken_by(step)
+                    });
                 }
                 count = self.requests.recv_many(&mut asked, BATCH), if is_open && !is_full => {
                     is_open = count > 0 && unfinished.is_empty() && self.may_go_ahead(&asked, caller);
@@ -253,12 +255,12 @@ impl Dispatcher {
     ) -> Option<Round> {
         let Writing { mut round, plan, planned, turns, asked, .. } = written;
         round.decisions += 1;
-        let mut effects = Effects::default();
         let done = match done {
             // It came free, whatever became of the rest.
             Some(Ok(Done { failed: Some(error), freed, .. })) => {
+                let mut effects = Effects::default();
                 self.hand_out(&freed, &mut effects);
-                (caller.tell)(std::mem::take(&mut effects));
+                (caller.tell)(effects);
                 Some(Err(error))
             }
             done => done,
@@ -269,6 +271,7 @@ impl Dispatcher {
                 if !plan.grants.iter().all(|grant| done.holds(grant)) {
                     round.ask_again();
                 }
+                let mut effects = Effects::default();
                 round.kept_to.extend(done.kept_to.values());
                 for mut unit in planned {
                     let is_refused = unit.leases().any(|lease| done.refused.contains(&lease));
