@@ -572,14 +572,14 @@ pub(crate) struct ListArgs {
     /// What to list, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Only those in this state, as the list shows it: `--state deleting`. Not of workers, leases, base types and imports
+    /// Only those in this state, as the list shows it: `--state deleting`, `--state failed`. Not of workers, leases, base types and imports
     #[arg(long, value_name = "STATE")]
     pub(crate) state: Option<String>,
     /// Only leases on this worker, by its name or id
     #[arg(long, value_name = "WORKER")]
     pub(crate) worker: Option<String>,
     /// How many at most
-    #[arg(long, value_name = "COUNT", default_value = "1000")]
+    #[arg(long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
     pub(crate) limit: usize,
     /// Only artifacts that have no replica on a worker that is in contact and not landing or retiring: they would be lost with those others
     #[arg(long)]

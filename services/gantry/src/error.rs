@@ -241,7 +241,9 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "VOLUME_NOT_FOUND" => "see `gantry list volumes`",
         "CONTAINER_NOT_FOUND" => "see `gantry list containers`",
         "WORKER_IN_CONTACT" => "retire it, or stop its gateway and wait until it is stalled",
-        "LAST_REPLICA" => "copy it to another worker, or lose it with --force",
+        "LAST_REPLICA" => {
+            "have a run on another worker take it as an input, which copies it there, or lose it with --force"
+        }
         "INTERRUPTED" => "run it again; if it may run twice, with --interruptible",
         "WORKER_NOT_FOUND" => "see `gantry list workers`",
         "NO_REPLICA" => "make it again, its bytes are lost",
@@ -250,7 +252,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "WORKING_DIRECTORY_MISSING" => "check the path given with --dir",
         "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name its interpreter",
         "WORKER_LOST" | "START_UNKNOWN" | "EXIT_UNKNOWN" | "CONTACT_LOST" => {
-            "run it again if it may run twice, or have that done with --retries"
+            "run it again if it may run twice, or have that done with --retries, or with more of them"
         }
         "SETTLE_FAILED" => "run it again",
         "START_TIMEOUT" => "allow more time with --start-timeout, or tries with --retries",

@@ -167,6 +167,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
         "waiting_for": workload.waiting_for,
         "usage": workload.usage.as_ref().map(usage),
         "retried": workload.retried,
+        "stopping": workload.stopping,
     })
 }
 

@@ -8,8 +8,8 @@ use rpc::pb::artifacts::{
     ListContainersRequest, ListVolumesRequest, Replica, Volume,
 };
 use rpc::pb::scheduler::{
-    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, ResourceType, Usage, Worker,
-    WorkerDesire, WorkerLabels, WorkerState, Workload, WorkloadSpec,
+    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, ResourceType, Usage,
+    Worker, WorkerDesire, WorkerLabels, WorkerState, Workload, WorkloadSpec, WorkloadState,
 };
 use serde_json::Value;
 
@@ -29,7 +29,8 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             table(workers(connection), limit, as_json, json::worker, WORKERS, worker_row).await
         }
         Kind::Workloads => {
-            let workloads = workloads(connection, state("workloads", wanted, words::workload_state)?);
+            let workloads =
+                workloads(connection, wanted.map(workload_state).transpose()?.unwrap_or_default());
             table(workloads, limit, as_json, json::workload, WORKLOADS, workload_row).await
         }
         Kind::Leases => {
@@ -96,13 +97,32 @@ fn state<S: TryFrom<i32>>(
     }
 }
 
+/// The state that workloads shall be in, or how they shall have ended, in the words in which they are shown.
+fn workload_state(wanted: &str) -> anyhow::Result<(WorkloadState, Outcome)> {
+    let states = (1..).map_while(|number| WorkloadState::try_from(number).ok());
+    let outcomes = (1..).map_while(|number| Outcome::try_from(number).ok());
+    let of_state = states.map(|state| (words::workload_state(state), (state, Outcome::Unspecified)));
+    let of_outcome = outcomes
+        .filter_map(|outcome| Some((words::outcome(outcome)?, (WorkloadState::Unspecified, outcome))));
+    let all: Vec<_> = of_state.chain(of_outcome).collect();
+    match all.iter().find(|(word, _)| *word == wanted) {
+        Some((_, which)) => Ok(*which),
+        None => {
+            let words: Vec<_> = all.iter().map(|(word, _)| *word).collect();
+            bail!("{wanted:?} is no state of workloads; they are {}", words.join(", "))
+        }
+    }
+}
+
 /// `gantry show`
 pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool) -> anyhow::Result<()> {
     let id = &args.id;
     match args.kind {
         Kind::Workers => one(&worker(connection, "show", id).await?, as_json, json::worker, worker_fields),
         Kind::Workloads => {
-            one(&workload(connection, "show", id).await?, as_json, json::workload, workload_fields)
+            let workload = workload(connection, "show", id).await?;
+            let standing = if as_json { String::new() } else { standing(connection, &workload).await? };
+            one(&workload, as_json, json::workload, |workload| workload_fields(workload, &standing))
         }
         Kind::Artifacts => {
             let shown = why::or_why(connection, id, artifact(connection, id).await).await?;
@@ -199,7 +219,7 @@ fn one<T>(
     item: &T,
     as_json: bool,
     json: fn(&T) -> Value,
-    shown: fn(&T) -> Vec<(&'static str, String)>,
+    shown: impl FnOnce(&T) -> Vec<(&'static str, String)>,
 ) -> anyhow::Result<()> {
     if as_json { print_json(&json(item)) } else { print(&fields(&shown(item))) }
 }
@@ -233,9 +253,13 @@ fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Worker>
     })
 }
 
-fn workloads(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Workload>> {
+fn workloads(
+    connection: &Connection,
+    (state, outcome): (WorkloadState, Outcome),
+) -> impl Stream<Item = anyhow::Result<Workload>> {
     pages(async move |page_token| {
-        let request = ListRequest { team: connection.team.clone(), state, page_size: 0, page_token };
+        let (team, state, outcome) = (connection.team.clone(), state.into(), outcome.into());
+        let request = ListRequest { team, state, outcome, page_size: 0, page_token };
         let client = connection.workloads();
         let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
         page.await.map(|page| (page.workloads, page.next_page_token))
@@ -321,6 +345,19 @@ pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Resul
     let doing = format!("cannot show artifact {id}");
     let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
     known(response.artifact, "artifact", id)
+}
+
+/// How it is with the worker that a workload is on. Empty: as it should be, or the workload is on none.
+async fn standing(connection: &Connection, of: &Workload) -> anyhow::Result<String> {
+    let Some(there) = of.whereabouts.as_ref().filter(|_| words::holds_lease(of.state())) else {
+        return Ok(String::new());
+    };
+    let worker = worker(connection, "show", &there.worker_id).await?;
+    Ok(match worker.state() {
+        WorkerState::Running if worker.desired() == WorkerDesire::Run => String::new(),
+        WorkerState::Running => words::standing(&worker),
+        _ => words::silent(&worker),
+    })
 }
 
 async fn volume(connection: &Connection, handle: &str) -> anyhow::Result<Volume> {
@@ -453,7 +490,11 @@ fn cores(millis: u64) -> String {
 const WORKLOADS: &[&str] = &["ID", "STATE", "END", "WORKER", "AGE", "COMMAND"];
 
 fn workload_row(workload: &Workload) -> Vec<String> {
-    let state = words::outcome(workload.outcome()).unwrap_or(words::workload_state(workload.state()));
+    let mut state =
+        words::outcome(workload.outcome()).unwrap_or(words::workload_state(workload.state())).to_owned();
+    if !workload.stopping.is_empty() {
+        state += ", stopping";
+    }
     vec![
         workload.workload_id.clone(),
         state.to_owned(),
@@ -469,7 +510,8 @@ pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
     arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
+/// `standing`: how it is with its worker, where that is not as it should be.
+fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, String)> {
     let spec = workload.spec.clone().unwrap_or_default();
     let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(words::instant).unwrap_or_default();
     let input = |input: &rpc::pb::scheduler::Input| {
@@ -484,9 +526,14 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
         format!("{}: cache {}", plain(&path, 255), mount.task_cache_id)
     };
     let failure = workload.failure.as_ref();
+    let mut worker = workload.whereabouts.as_ref().map(|there| there.worker_name.clone()).unwrap_or_default();
+    if !standing.is_empty() {
+        worker += &format!(" ({standing})");
+    }
     vec![
         ("id", workload.workload_id.clone()),
         ("state", words::workload_state(workload.state()).to_owned()),
+        ("shall stop", workload.stopping.clone()),
         ("waits for", workload.waiting_for.join("\n")),
         ("outcome", words::outcome(workload.outcome()).unwrap_or_default().to_owned()),
         ("end", words::end(workload)),
@@ -501,7 +548,7 @@ fn workload_fields(workload: &Workload) -> Vec<(&'static str, String)> {
         ("inputs", spec.inputs.iter().map(input).collect::<Vec<_>>().join("\n")),
         ("caches", spec.caches.iter().map(cache).collect::<Vec<_>>().join("\n")),
         ("outputs", workload.outputs.iter().map(published).collect::<Vec<_>>().join("\n")),
-        ("worker", workload.whereabouts.as_ref().map(|there| there.worker_name.clone()).unwrap_or_default()),
+        ("worker", worker),
         ("attempt", workload.whereabouts.as_ref().map(|there| there.attempt_id.clone()).unwrap_or_default()),
         ("build", spec.build_id),
         ("submitted", instant(&workload.submitted_at)),

@@ -269,9 +269,7 @@ const WORKERS: [&str; 8] = ["WORKER", "STATE", "TASKS", "FREE DISK", "TAGS", "TE
 fn worker_row(worker: &Worker) -> Vec<String> {
     let state = match worker.state() {
         WorkerState::Running => words::standing(worker),
-        _ => {
-            format!("{}, silent for {}", words::standing(worker), words::ago(worker.last_contact_at.as_ref()))
-        }
+        _ => words::silent(worker),
     };
     let tasks = match worker.capacity.unwrap_or_default().max_tasks {
         0 => worker.active_tasks.to_string(),

@@ -5,7 +5,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use domain::ArtifactId;
 use domain::workload::Image;
 use rpc::spec::{LEAST_MEMORY_BYTES, MOST_MEMORY_BYTES};
@@ -66,6 +66,11 @@ pub(crate) fn cache_parser() -> impl TypedValueParser<Value = CacheArg> {
 
 pub(crate) fn environment_parser() -> impl TypedValueParser<Value = Copied> {
     OsStringValueParser::new().try_map(|text| environment(&text))
+}
+
+/// How many of something are wanted.
+pub(crate) fn at_least_one() -> impl TypedValueParser<Value = usize> {
+    RangedU64ValueParser::<usize>::new().range(1..)
 }
 
 /// Parses `NAME=DIR`, `NAME=artifact:UUID`, both with `:ro` behind them.

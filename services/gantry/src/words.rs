@@ -41,6 +41,11 @@ pub(crate) fn standing(worker: &Worker) -> String {
     words.join(", ")
 }
 
+/// The same of one that is not in contact.
+pub(crate) fn silent(worker: &Worker) -> String {
+    format!("{}, silent for {}", standing(worker), ago(worker.last_contact_at.as_ref()))
+}
+
 /// What a worker shall do.
 pub(crate) fn desire(desire: WorkerDesire) -> &'static str {
     match desire {

@@ -27,6 +27,7 @@ use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
     QueryOrder, QuerySelect, Select, Statement,
 };
+use uuid::Uuid;
 
 use crate::effects::Effects;
 use crate::entity::lease::{self, EndedBy, Kind, Left, State, StopReason};
@@ -128,6 +129,23 @@ pub(crate) fn driven_claims(lease: LeaseId, placement: &Placement, team: &str) -
 /// One lease.
 pub(crate) async fn find(db: &impl ConnectionTrait, lease: LeaseId) -> Result<Option<lease::Model>, DbErr> {
     lease::Entity::find_by_id(lease.uuid()).one(db).await
+}
+
+/// Those of these workloads whose attempt shall stop and has not, and why.
+pub(crate) async fn stopping(
+    db: &impl ConnectionTrait,
+    workloads: impl IntoIterator<Item = Uuid>,
+) -> Result<Vec<(Uuid, StopReason)>, DbErr> {
+    let backend = db.get_database_backend();
+    let among = rows::among(backend, 1);
+    // Written out, as `is_live` is.
+    let query = format!(
+        "SELECT workload_id, stop_reason FROM leases
+         WHERE workload_id {among} AND state <> 'ended' AND stop_reason IS NOT NULL"
+    );
+    let query = Statement::from_sql_and_values(backend, query, [rows::ids(workloads)?]);
+    let found = db.query_all_raw(query).await?;
+    found.iter().map(|row| Ok((row.try_get("", "workload_id")?, row.try_get("", "stop_reason")?))).collect()
 }
 
 /// What is known of a lease of this team.

@@ -89,6 +89,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0009_lost_for_good", sql: include_str!("migrations/0009_lost_for_good.sql") },
         SqlMigration { name: "0010_waiting_calls", sql: include_str!("migrations/0010_waiting_calls.sql") },
         SqlMigration { name: "0011_ended_tasks", sql: include_str!("migrations/0011_ended_tasks.sql") },
+        SqlMigration { name: "0012_outcomes", sql: include_str!("migrations/0012_outcomes.sql") },
     ];
 
     const BY_INDEX: bool = true;

@@ -93,9 +93,13 @@ impl Ending {
         }
     }
 
-    /// It waited for too long.
-    pub(crate) fn queue_timeout() -> Self {
-        Self::errored(FailureReason::QueueTimeout, "no worker took it in time")
+    /// It waited for too long: last for this, one line a worker.
+    pub(crate) fn queue_timeout(waited_for: &[String]) -> Self {
+        let mut message = "no worker took it in time".to_owned();
+        if !waited_for.is_empty() {
+            message += &format!("; it waited for: {}", waited_for.join("; "));
+        }
+        Self::errored(FailureReason::QueueTimeout, &message)
     }
 
     /// It was accepted, and nobody came back to pin its inputs.

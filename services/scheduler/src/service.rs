@@ -369,6 +369,7 @@ impl Scheduler {
             // Its gateway may have moved since the workload was placed.
             whereabouts.gateway_endpoint = endpoint;
         }
+        workloads::see_stopping(self.db.read(), std::slice::from_mut(&mut workload)).await?;
         Ok(workload)
     }
 

@@ -13,6 +13,7 @@
 //! Invariants: `lease_id` names the live lease exactly while the state is assigned, starting or running; `ending` is set from
 //! settling on; `finished` is reached once, and is the last event.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use domain::worker::LeaseClaims;
@@ -29,7 +30,7 @@ use crate::config::Config;
 use crate::dispatch::SubmitError;
 use crate::effects::Effects;
 use crate::entity::lease::{EndedBy, StopReason};
-use crate::entity::workload::{self, Model, State};
+use crate::entity::workload::{self, Model, Outcome, State};
 use crate::entity::{from_json, lease, to_json};
 use crate::events::{self, Event, InputProgress, Whereabouts};
 use crate::leases;
@@ -84,6 +85,8 @@ pub(crate) struct Workload {
     pub(crate) waiting_for: Vec<String>,
     /// How often it has begun again.
     pub(crate) retried: u32,
+    /// Why its attempt shall stop that has not, where that was looked at: see [`see_stopping`].
+    pub(crate) stopping: Option<StopReason>,
 }
 
 /// A call about one workload cannot be answered.
@@ -164,6 +167,7 @@ impl Submission {
                 .start_timeout
                 .map(|timeout| Ord::min((Timestamp(0) + timeout).0, i64::MAX / 2)),
             retried: 0,
+            outcome: None,
         }
     }
 
@@ -243,6 +247,7 @@ pub(crate) async fn save(
                 ending: Set(row.ending),
                 failed_on: Set(row.failed_on),
                 retried: Set(row.retried),
+                outcome: Set(row.outcome),
                 ..Default::default()
             };
             workload::Entity::update_many()
@@ -341,6 +346,7 @@ async fn finish(
 ) -> Result<(), DbErr> {
     row.state = State::Finished;
     row.finished_at = Some(now.0);
+    row.outcome = Some(ending.outcome.into());
     let event = Event::Finished { ending, whereabouts: whereabouts(&row)? };
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }
@@ -755,7 +761,26 @@ pub(crate) fn view(row: Model) -> Result<Workload, DbErr> {
         ending: if finished { Some(ending(&row)?) } else { None },
         waiting_for: if pending { from_json(&row.waiting_for)? } else { vec![] },
         retried: u32::try_from(row.retried).unwrap_or(0),
+        stopping: None,
     })
+}
+
+/// Looks at which of these shall stop and have not.
+pub(crate) async fn see_stopping(db: &impl ConnectionTrait, workloads: &mut [Workload]) -> Result<(), DbErr> {
+    let attempted = |workload: &&mut Workload| {
+        matches!(workload.state, State::Assigned | State::Starting | State::Running)
+    };
+    let mut attempted: HashMap<_, _> =
+        workloads.iter_mut().filter(attempted).map(|workload| (workload.id.uuid(), workload)).collect();
+    if attempted.is_empty() {
+        return Ok(());
+    }
+    for (id, reason) in leases::stopping(db, attempted.keys().copied()).await? {
+        if let Some(workload) = attempted.get_mut(&id) {
+            workload.stopping = Some(reason);
+        }
+    }
+    Ok(())
 }
 
 /// Up to `limit` workloads of `team`, or of all teams, newest first.
@@ -763,6 +788,7 @@ pub(crate) async fn list(
     db: &impl ConnectionTrait,
     team: Option<&str>,
     state: Option<State>,
+    outcome: Option<Outcome>,
     before: Option<Uuid>,
     limit: u64,
 ) -> Result<Vec<Workload>, DbErr> {
@@ -773,11 +799,20 @@ pub(crate) async fn list(
     if let Some(state) = state {
         query = query.filter(workload::Column::State.eq(state));
     }
+    if let Some(outcome) = outcome {
+        query = query.filter(workload::Column::Outcome.eq(outcome));
+        if outcome != Outcome::Succeeded {
+            // Written out, as in the partial index of the table.
+            query = query.filter(Expr::cust("outcome <> 'succeeded'"));
+        }
+    }
     if let Some(before) = before {
         query = query.filter(workload::Column::Sequence.lt(before));
     }
     let rows = query.order_by_desc(workload::Column::Sequence).limit(limit).all(db).await?;
-    rows.into_iter().map(view).collect()
+    let mut found = rows.into_iter().map(view).collect::<Result<Vec<_>, _>>()?;
+    see_stopping(db, &mut found).await?;
+    Ok(found)
 }
 
 #[cfg(test)]

@@ -43,6 +43,7 @@ reasons! {
     InvalidToken = "INVALID_TOKEN", Unauthenticated;
     Unauthenticated = "UNAUTHENTICATED", Unauthenticated;
     Unavailable = "UNAVAILABLE", Unavailable;
+    DeadlineExceeded = "DEADLINE_EXCEEDED", DeadlineExceeded;
 
     WorkloadExists = "WORKLOAD_EXISTS", AlreadyExists;
     WorkloadNotFound = "WORKLOAD_NOT_FOUND", NotFound;

@@ -7,6 +7,7 @@
 mod activity;
 mod admission;
 mod capabilities;
+mod deadline;
 mod gate;
 mod health;
 mod listen_args;
@@ -38,6 +39,7 @@ use tonic_health::server::HealthReporter;
 
 pub use activity::Activity;
 pub use capabilities::Service;
+pub use deadline::deadline;
 pub use listen_args::{ListenArgs, shutdown_signal};
 pub use listener::{Listener, PeerKind, bind};
 pub use program::{Program, Starting, command, run};
@@ -45,6 +47,7 @@ pub use readiness::LIVENESS;
 
 use crate::admission::{AdmissionLayer, Ticketed};
 use crate::capabilities::Answers;
+use crate::deadline::DeadlineLayer;
 use crate::gate::Gate;
 use crate::operators::{Gathers, Recorder};
 use crate::readiness::Readiness;
@@ -279,6 +282,7 @@ impl Host {
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
             .layer(operators::RpcLayer)
+            .layer(DeadlineLayer)
             .layer(AdmissionLayer::new(token, self.ticketed.clone()))
             .layer(self.activity.layer())
             .layer(gate.clone())

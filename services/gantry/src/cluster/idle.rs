@@ -98,6 +98,7 @@ pub(crate) async fn unfinished(peer: &Peer) -> Result<Vec<Workload>, Status> {
             state: state.into(),
             page_size: 1000,
             page_token: String::new(),
+            ..ListRequest::default()
         };
         loop {
             let page = WorkloadsClient::new(peer.clone()).list(request.clone()).await?.into_inner();

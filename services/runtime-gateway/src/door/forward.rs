@@ -48,7 +48,7 @@ const OURS: [&str; 7] = [
 
 /// Passes a call on, and answers what is answered there.
 pub(super) async fn forward(door: Arc<Door>, request: Request<Body>) -> Result<Response<Body>, Status> {
-    let deadline = deadline(request.headers());
+    let deadline = server::deadline(request.headers());
     let (parts, body) = request.into_parts();
     let mut said = Said { body, kept: Vec::new(), kept_bytes: 0, keeping: true, turn: 0, listener: None };
     let worker = within(deadline, async {
@@ -352,23 +352,6 @@ impl HttpBody for Again {
     }
 }
 
-/// When the caller stops waiting. `None`: never.
-fn deadline(headers: &HeaderMap) -> Option<Instant> {
-    let text = headers.get("grpc-timeout")?.to_str().ok()?;
-    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
-    let number: u64 = number.parse().ok()?;
-    let timeout = match unit {
-        "H" => Duration::from_secs(number.checked_mul(3600)?),
-        "M" => Duration::from_secs(number.checked_mul(60)?),
-        "S" => Duration::from_secs(number),
-        "m" => Duration::from_millis(number),
-        "u" => Duration::from_micros(number),
-        "n" => Duration::from_nanos(number),
-        _ => return None,
-    };
-    Instant::now().checked_add(timeout)
-}
-
 /// `left` as `grpc-timeout` says it, with eight digits at most.
 fn timeout(left: Duration) -> HeaderValue {
     let text = match (left.as_micros(), left.as_millis()) {
@@ -384,6 +367,9 @@ async fn within<T>(
     work: impl Future<Output = Result<T, Status>>,
 ) -> Result<T, Status> {
     let Some(deadline) = deadline else { return work.await };
-    let late = || Status::deadline_exceeded("the deadline passed before the worker's gateway had answered");
+    let late = || {
+        let message = "the deadline passed before the worker's gateway had answered";
+        Reason::DeadlineExceeded.status(SERVICE, message)
+    };
     tokio::time::timeout_at(deadline, work).await.unwrap_or_else(|_| Err(late()))
 }

@@ -31,6 +31,7 @@ pub(crate) struct Model {
     pub(crate) priority: i64,
     pub(crate) start_timeout_us: Option<i64>,
     pub(crate) retried: i64,
+    pub(crate) outcome: Option<Outcome>,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]
@@ -56,4 +57,29 @@ pub(crate) enum State {
     Settling,
     /// It has ended.
     Finished,
+}
+
+/// How a workload ended: [`domain::workload::Outcome`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
+#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
+pub(crate) enum Outcome {
+    /// Its process exited with 0.
+    Succeeded,
+    /// Its process exited otherwise.
+    Failed,
+    /// It could not be run, or its end is unknown.
+    Errored,
+    /// It was cancelled.
+    Aborted,
+}
+
+impl From<domain::workload::Outcome> for Outcome {
+    fn from(outcome: domain::workload::Outcome) -> Self {
+        match outcome {
+            domain::workload::Outcome::Succeeded => Self::Succeeded,
+            domain::workload::Outcome::Failed => Self::Failed,
+            domain::workload::Outcome::Errored => Self::Errored,
+            domain::workload::Outcome::Aborted => Self::Aborted,
+        }
+    }
 }

@@ -92,6 +92,19 @@ pub(super) fn parse_workload_state(field: &str, state: i32) -> Result<Option<wor
     })
 }
 
+/// A filter: 0 is any.
+pub(super) fn parse_outcome(field: &str, outcome: i32) -> Result<Option<workload::Outcome>, Status> {
+    let outcome = pb::Outcome::try_from(outcome)
+        .map_err(|_| invalid_field(field, format!("{outcome} is not a value of this enum")))?;
+    Ok(match outcome {
+        pb::Outcome::Unspecified => None,
+        pb::Outcome::Succeeded => Some(workload::Outcome::Succeeded),
+        pb::Outcome::Failed => Some(workload::Outcome::Failed),
+        pb::Outcome::Errored => Some(workload::Outcome::Errored),
+        pb::Outcome::Aborted => Some(workload::Outcome::Aborted),
+    })
+}
+
 pub(super) fn workload(workload: Workload) -> pb::Workload {
     let ending = workload.ending;
     let outcome = ending.as_ref().map_or(pb::Outcome::Unspecified, |ending| rpc::outcome(ending.outcome));
@@ -110,6 +123,7 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
         waiting_for: workload.waiting_for,
         usage: ending.as_ref().and_then(|ending| ending.usage.as_ref()).map(rpc::usage),
         retried: workload.retried,
+        stopping: workload.stopping.map(stop_reason).unwrap_or_default(),
     }
 }
 

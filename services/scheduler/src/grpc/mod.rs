@@ -117,8 +117,8 @@ impl Reasoned for SessionError {
 impl Reasoned for RegistryError {
     fn status(self) -> Status {
         match self {
-            Self::NotFound(_) => Reason::WorkerNotFound.status(SERVICE, self.to_string()),
-            Self::InContact(_) => Reason::WorkerInContact.status(SERVICE, self.to_string()),
+            Self::NotFound(ref worker) => about_worker(Reason::WorkerNotFound, &self.to_string(), worker),
+            Self::InContact(ref worker) => about_worker(Reason::WorkerInContact, &self.to_string(), worker),
             Self::Kept(refusal) => {
                 let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
                 match reason {
@@ -184,8 +184,10 @@ impl Reasoned for LeaseError {
 impl Reasoned for TicketError {
     fn status(self) -> Status {
         match self {
-            Self::NotFound(_) => Reason::WorkerNotFound.status(SERVICE, self.to_string()),
-            Self::Unreachable(_) => Reason::WorkerUnreachable.status(SERVICE, self.to_string()),
+            Self::NotFound(ref worker) => about_worker(Reason::WorkerNotFound, &self.to_string(), worker),
+            Self::Unreachable(ref worker) => {
+                about_worker(Reason::WorkerUnreachable, &self.to_string(), worker)
+            }
             Self::Database(error) => database("issue a ticket", &error),
         }
     }
@@ -203,6 +205,15 @@ fn database(doing: &str, error: &DbErr) -> Status {
 
 fn about_workload(reason: Reason, message: &str, id: domain::WorkloadId) -> Status {
     reason.status_about(SERVICE, message, [("workload_id", id.to_string())])
+}
+
+/// `worker`: its name or its id, as it was asked for.
+fn about_worker(reason: Reason, message: &str, worker: &(impl ToString + ?Sized)) -> Status {
+    reason.status_about(SERVICE, message, [("worker", worker.to_string())])
+}
+
+fn unknown_worker(name: &str) -> Status {
+    about_worker(Reason::WorkerNotFound, &format!("worker {name:?} is unknown"), name)
 }
 
 fn incompatible(refusals: &Refusals) -> Status {

@@ -14,7 +14,7 @@ use rpc::{Reason, Refusal, invalid_field, parse_enum, parse_id, parse_team, requ
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, team_or_all};
+use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, team_or_all, unknown_worker};
 use crate::demand;
 use crate::dispatch::{Ask, Granted, PlaceError, Placed};
 use crate::entity::lease::{self, Kind};
@@ -154,9 +154,7 @@ impl Placements for PlacementsService {
         let worker = match named {
             Some(name) => {
                 let found = workers::id_of(db, name).await.map_err(|error| database(doing, &error))?;
-                let unknown =
-                    || Reason::WorkerNotFound.status(SERVICE, format!("worker {name:?} is unknown"));
-                Some(found.ok_or_else(unknown)?)
+                Some(found.ok_or_else(|| unknown_worker(name))?)
             }
             None => None,
         };

@@ -9,13 +9,13 @@ use futures::stream::Map;
 use rpc::page::Page;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_server::Workers;
-use rpc::{Reason, parse_enum, parse_id, parse_team};
+use rpc::{parse_enum, parse_id, parse_team};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::synchronize::{self, Answer, Told};
-use super::{Reasoned, SERVICE, convert, database, end_page, stopping, watch_workers};
+use super::{Reasoned, SERVICE, convert, database, end_page, stopping, unknown_worker, watch_workers};
 use crate::registry::Down;
 use crate::service::Scheduler;
 use crate::workers;
@@ -135,8 +135,7 @@ impl Workers for WorkersService {
             .await
             .map_err(|error| database("look at a worker", &error))?;
 
-        let worker = worker
-            .ok_or_else(|| Reason::WorkerNotFound.status(SERVICE, format!("worker {name:?} is unknown")))?;
+        let worker = worker.ok_or_else(|| unknown_worker(name))?;
         Ok(Response::new(pb::GetWorkerResponse { worker: Some(self.shown(worker)) }))
     }
 

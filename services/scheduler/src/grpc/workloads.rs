@@ -87,9 +87,11 @@ impl Workloads for WorkloadsService {
         let request = request.into_inner();
         let team = team_or_all(&request.team)?;
         let state = convert::parse_workload_state("state", request.state)?;
+        let outcome = convert::parse_outcome("outcome", request.outcome)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let mut found = workloads::list(self.0.db.read(), team.as_deref(), state, page.after, page.size + 1)
+        let (db, size) = (self.0.db.read(), page.size + 1);
+        let mut found = workloads::list(db, team.as_deref(), state, outcome, page.after, size)
             .await
             .map_err(|error| database("list workloads", &error))?;
 

@@ -130,6 +130,9 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
                 has_outputs: !ending.outputs.is_empty(),
             }
         });
+        let finished = ending.as_ref().filter(|_| row.state == workload::State::Finished);
+        let listed_as = finished.map(|ending| workload::Outcome::from(ending.outcome));
+        assert_eq!(row.outcome, listed_as, "{} is listed by how it ended", row.id);
         let workload = Workload {
             state: row.state,
             lease: row.lease_id.map(LeaseId::from_uuid),

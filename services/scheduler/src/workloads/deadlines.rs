@@ -15,6 +15,7 @@ use uuid::Uuid;
 
 use super::{PENDING, Write, conclude, lock, save, stop};
 use crate::effects::Effects;
+use crate::entity::from_json;
 use crate::entity::lease::{self, StopReason};
 use crate::entity::workload::{self, State};
 use crate::leases;
@@ -78,7 +79,8 @@ pub(crate) async fn time_out(
     let Some(mut row) = lock(txn, id).await? else { return Ok(()) };
     let passed = |deadline: Option<i64>| deadline.is_some_and(|deadline| deadline <= now.0);
     if row.state == State::Pending && passed(row.queue_deadline) {
-        return conclude(txn, row, Ending::queue_timeout(), None, now, effects).await;
+        let ending = Ending::queue_timeout(&from_json::<Vec<_>>(&row.waiting_for)?);
+        return conclude(txn, row, ending, None, now, effects).await;
     }
     if row.state == State::Assigned
         && let Some(timeout) = row.start_timeout_us

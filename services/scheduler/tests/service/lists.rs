@@ -1,6 +1,7 @@
 //! Lists of workers and workloads.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use domain::WorkloadId;
 use rpc::pb::scheduler as pb;
@@ -8,7 +9,7 @@ use rpc::{Reason, Refusal};
 use testing::databases::TestDatabase;
 
 use crate::leases::{of_kind, with_slots};
-use crate::support::{Gateway, Running, config, hello, spec};
+use crate::support::{Gateway, Running, config, finish, hello, spec, start};
 
 pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
@@ -45,7 +46,7 @@ pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     let mut page_token = String::new();
     loop {
         let team = "main".to_owned();
-        let request = pb::ListRequest { team, page_size: 2, page_token, state: 0 };
+        let request = pb::ListRequest { team, page_size: 2, page_token, ..pb::ListRequest::default() };
         let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
         listed.extend(page.workloads.into_iter().map(|workload| workload.workload_id));
         page_token = page.next_page_token;
@@ -77,7 +78,8 @@ pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     scheduler.workloads().list(own.clone()).await.expect("the next page");
     let of_all = pb::ListRequest { team: String::new(), ..own.clone() };
     let finished = pb::ListRequest { state: pb::WorkloadState::Finished.into(), ..own.clone() };
-    for foreign in [of_all, finished] {
+    let aborted = pb::ListRequest { outcome: pb::Outcome::Aborted.into(), ..own.clone() };
+    for foreign in [of_all, finished, aborted] {
         let refused = scheduler.workloads().list(foreign).await.map_err(Refusal::from).expect_err("foreign");
         assert!(refused.is(Reason::InvalidPageToken), "{refused:?}");
     }
@@ -85,6 +87,51 @@ pub(crate) async fn lists_come_in_pages(database: TestDatabase) {
     let refused =
         scheduler.workers().list_workers(workers).await.map_err(Refusal::from).expect_err("foreign");
     assert!(refused.is(Reason::InvalidPageToken), "{refused:?}");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn workloads_are_listed_by_how_they_ended(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let queue_timeout = Some(rpc::duration(Duration::from_millis(20)));
+    let errored = scheduler.submit(pb::WorkloadSpec { queue_timeout, ..spec() }).await.expect("queued");
+    scheduler.finished(errored).await;
+    let mut ended = vec![errored];
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    for code in [0, 3] {
+        let id = scheduler.submit(spec()).await.expect("accepted");
+        let (_, run) = gateway.run(id).await;
+        start(&scheduler, &run.lease_token).await.expect("started");
+        finish(&scheduler, &run.lease_token, code).await.expect("finished");
+        scheduler.finished(id).await;
+        ended.push(id);
+    }
+
+    let goes_on = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(goes_on).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    let is_stopping = async |expected: &str| {
+        assert_eq!(scheduler.get(goes_on).await.stopping, expected);
+        let all = pb::ListRequest { team: "main".to_owned(), ..pb::ListRequest::default() };
+        let all = scheduler.workloads().list(all).await.expect("a page").into_inner().workloads;
+        for workload in all {
+            let is_it = workload.workload_id == goes_on.to_string();
+            assert_eq!(workload.stopping, if is_it { expected } else { "" });
+        }
+    };
+    is_stopping("").await;
+    scheduler.cancel(goes_on, Duration::from_secs(60)).await;
+    is_stopping("CANCELLED").await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    is_stopping("").await;
+    ended.push(goes_on);
+
+    let outcomes = [pb::Outcome::Errored, pb::Outcome::Succeeded, pb::Outcome::Failed, pb::Outcome::Aborted];
+    for (outcome, id) in outcomes.into_iter().zip(&ended) {
+        let request = pb::ListRequest { outcome: outcome.into(), ..pb::ListRequest::default() };
+        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
+        let listed: Vec<_> = page.workloads.into_iter().map(|workload| workload.workload_id).collect();
+        assert_eq!(listed, [id.to_string()], "{outcome:?}");
+    }
     scheduler.stop().await;
 }
 

@@ -47,7 +47,7 @@ use leases::{
     many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
     what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
 };
-use lists::{leases_are_listed_until_they_end, lists_come_in_pages};
+use lists::{leases_are_listed_until_they_end, lists_come_in_pages, workloads_are_listed_by_how_they_ended};
 use places::{
     a_group_of_one_owner_goes_where_there_is_room_for_all,
     a_group_of_one_owner_waits_for_the_worker_that_can_have_all, a_lease_holds_what_it_uses_until_it_ends,
@@ -305,7 +305,9 @@ async fn time_that_is_up_is_noticed(database: TestDatabase) {
     let id = scheduler.submit(queued).await.expect("queued");
     let finished = scheduler.finished(id).await;
     assert_eq!(finished.outcome(), pb::Outcome::Errored);
-    assert_eq!(finished.failure.map(|failure| failure.reason), Some("QUEUE_TIMEOUT".to_owned()));
+    let failure = finished.failure.expect("a failure");
+    assert_eq!(failure.reason, "QUEUE_TIMEOUT");
+    assert_eq!(failure.message, "no worker took it in time; it waited for: no worker has registered yet");
 
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let running = pb::WorkloadSpec { run_timeout: short, ..spec() };
@@ -698,6 +700,7 @@ on_both! {
     a_ticket_is_good_for_a_worker_that_can_be_reached,
     leases_are_listed_until_they_end,
     lists_come_in_pages,
+    workloads_are_listed_by_how_they_ended,
     secrets_are_not_shown,
     without_the_artifact_store_nothing_with_inputs_is_queued,
     a_build_ends_with_its_workload,

@@ -72,6 +72,7 @@ async fn list(world: &World<'_>) -> Call {
             but("team", "missing", "", InvalidPageToken),
             but("team", "that the token is not of", OTHER, InvalidPageToken),
             filter("state"),
+            filter("outcome"),
             but_state("that the token is not of"),
             page(&[&of_state, &of_all, &workers.next_page_token]),
         ],

@@ -1,0 +1,115 @@
+//! Deadlines of callers: a call that has not been answered by then is given up, and says so as every other refusal does.
+//!
+//! tonic gives up by itself, with `CANCELLED` and no details. This comes first.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::{HeaderMap, Request, Response};
+use tokio::time::Instant;
+use tonic::body::Body;
+use tower_layer::Layer;
+use tower_service::Service;
+
+/// So much earlier than tonic, whose clock has this resolution.
+const AHEAD: Duration = Duration::from_millis(1);
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DeadlineLayer;
+
+impl<S> Layer<S> for DeadlineLayer {
+    type Service = Timed<S>;
+
+    fn layer(&self, inner: S) -> Timed<S> {
+        Timed(inner)
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Timed<S>(S);
+
+impl<S> Service<Request<Body>> for Timed<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>>,
+    S::Future: Send + 'static,
+    S::Error: 'static,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let deadline = deadline(request.headers());
+        let response = self.0.call(request);
+        let Some(deadline) = deadline else { return Box::pin(response) };
+        // Before anything is waited for, so that it is before tonic's.
+        let late = tokio::time::sleep_until(deadline.checked_sub(AHEAD).unwrap_or(deadline));
+        Box::pin(async move {
+            tokio::select! {
+                biased;
+                response = response => response,
+                () = late => {
+                    let message = "the call was not answered before its deadline";
+                    Ok(rpc::Reason::DeadlineExceeded.status("gantry", message).into_http())
+                }
+            }
+        })
+    }
+}
+
+/// When the caller stops waiting, by the header `grpc-timeout`. `None`: never.
+#[must_use]
+pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
+    let text = headers.get("grpc-timeout")?.to_str().ok()?;
+    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let number: u64 = number.parse().ok()?;
+    let timeout = match unit {
+        "H" => Duration::from_secs(number.checked_mul(3600)?),
+        "M" => Duration::from_secs(number.checked_mul(60)?),
+        "S" => Duration::from_secs(number),
+        "m" => Duration::from_millis(number),
+        "u" => Duration::from_micros(number),
+        "n" => Duration::from_nanos(number),
+        _ => return None,
+    };
+    Instant::now().checked_add(timeout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The status of a call with this header, answered after `takes`.
+    async fn called(timeout: Option<&str>, takes: Duration) -> Response<Body> {
+        let inner = tower::service_fn(move |_: Request<Body>| async move {
+            tokio::time::sleep(takes).await;
+            Ok::<_, std::convert::Infallible>(Response::new(Body::empty()))
+        });
+        let mut request = Request::builder();
+        if let Some(timeout) = timeout {
+            request = request.header("grpc-timeout", timeout);
+        }
+        let mut timed = DeadlineLayer.layer(inner);
+        timed.call(request.body(Body::empty()).expect("a request")).await.expect("answered")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_late_is_refused_with_its_reason() {
+        let began = Instant::now();
+        let answer = called(Some("2S"), Duration::from_secs(60)).await;
+        let status = tonic::Status::from_header_map(answer.headers()).expect("a status");
+        let refusal = rpc::Refusal::from(status);
+        assert!(refusal.is(rpc::Reason::DeadlineExceeded), "{refusal}");
+        let took = began.elapsed();
+        assert!(took < Duration::from_secs(2) && took > Duration::from_millis(1900), "{took:?}");
+        for in_time in [Some("2S"), Some("2"), Some("x"), None] {
+            let answer = called(in_time, Duration::from_secs(1)).await;
+            assert!(answer.headers().is_empty(), "{in_time:?}: {answer:?}");
+        }
+    }
+}
