@@ -8,6 +8,9 @@
 //!    └──its worker is lost, a new incarnation, or not renewed───────────▶ ended
 //! ```
 //!
+//! Where its worker is lost and may run still what was started under it, it is not ended but given up: its workload ends without it, and it stays
+//! `ending`, until its gateway says that it stopped, the worker begins anew, or is pruned.
+//!
 //! Invariants:
 //! - A worker's `active_tasks` is the number of its leases that take a slot and have not ended, and never exceeds its slots when one
 //!   is granted; what leases asked for is counted alike. [`crate::grants`] raises the counters under the worker's lock in the transaction
@@ -276,6 +279,26 @@ pub(crate) async fn stop(
         raise_generation(txn, lease.worker_id, effects).await?;
     }
     Ok(())
+}
+
+/// Gives up the attempt under `lease`, whose worker is lost and may run it still: its slot stays taken until it has stopped.
+pub(crate) async fn give_up(
+    txn: &DatabaseTransaction,
+    lease: &lease::Model,
+    effects: &mut Effects,
+) -> Result<bool, DbErr> {
+    let given_up = lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ending))
+        .col_expr(lease::Column::StopReason, Expr::value(StopReason::WorkerLost))
+        .col_expr(lease::Column::StopGraceUs, Expr::value(0_i64))
+        .filter(lease::Column::Id.eq(lease.id))
+        .filter(named_is_live())
+        .exec(txn)
+        .await?;
+    if given_up.rows_affected > 0 {
+        raise_generation(txn, lease.worker_id, effects).await?;
+    }
+    Ok(given_up.rows_affected > 0)
 }
 
 /// Notes how far the gateway is with `lease`. `false`: it said so before, or the lease has ended.

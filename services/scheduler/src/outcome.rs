@@ -188,7 +188,7 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             let again = !started || interruptible;
             return if again { Next::Again } else { Next::End(Ending { exit, ..interrupted }) };
         }
-        Some(StopReason::Interrupted) | None => {}
+        Some(StopReason::Interrupted | StopReason::WorkerLost) | None => {}
     }
     if let Some((reason, message)) = without_word {
         return if started { Next::End(Ending::errored(reason, message)) } else { Next::Again };

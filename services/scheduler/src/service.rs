@@ -495,7 +495,7 @@ impl Scheduler {
         let orphans = workers::orphans(self.db.read(), after).await?;
         let are_all = orphans.len() < workers::ORPHANS;
         for lease in orphans {
-            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending the lease of a worker that is gone");
+            tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "ending or giving up the lease of a worker that is gone");
             match lease.is_driven() {
                 false => {
                     self.change(async |txn| {

@@ -545,8 +545,9 @@ pub(crate) async fn notice_silence(
     registry::changed(txn, &silent, effects).await
 }
 
-/// Live leases under which nothing can be running any more, [`ORPHANS`] at most: of a worker that is lost, or of an incarnation that is over. Only
-/// of workers that have changed since the revision `after`; a worker that becomes so gets a new one.
+/// Live leases of workers that are lost or pruned, or of incarnations that are over, [`ORPHANS`] at most; those that were given up already
+/// ([`StopReason::WorkerLost`]) only where nothing of them can be running any more. Only of workers that have changed since the revision `after`; a
+/// worker that becomes so gets a new one.
 pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec<lease::Model>, DbErr> {
     let changed = worker::Entity::find().select_only().column(worker::Column::Id);
     let changed: Vec<Uuid> = changed.filter(worker::Column::Revision.gt(after)).into_tuple().all(db).await?;
@@ -556,7 +557,8 @@ pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec
     let backend = db.get_database_backend();
     let query = format!(
         "SELECT leases.* FROM workers JOIN leases ON leases.worker_id = workers.id AND leases.state <> 'ended'
-         AND (workers.state = 'lost' OR leases.incarnation < workers.incarnation)
+         AND (leases.incarnation < workers.incarnation OR workers.leaving = 'pruned'
+              OR (workers.state = 'lost' AND (leases.stop_reason IS NULL OR leases.stop_reason <> 'WORKER_LOST')))
          WHERE workers.id {} LIMIT {ORPHANS}",
         rows::among(backend, 1)
     );
@@ -586,7 +588,7 @@ pub(crate) async fn unheard(
     lease::Entity::find().from_raw_sql(query).all(db).await
 }
 
-/// Whether nothing can be running under `lease` any more.
+/// Whether the worker of `lease` is lost, has gone or has begun anew.
 pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
     let worker = worker::Entity::find_by_id(lease.worker_id).one(db).await?;
     Ok(worker.is_none_or(|worker| worker.state == State::Lost || lease.incarnation < worker.incarnation))
@@ -596,10 +598,22 @@ pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -
 /// answer for, and was given the time for that. A worker that was pruned may have been silent for less.
 pub(crate) async fn sees_to_the_end(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
     let Some(worker) = worker::Entity::find_by_id(lease.worker_id).one(db).await? else { return Ok(false) };
-    let labels: Labels = from_json(&worker.labels)?;
-    let stops = labels.capabilities.iter().any(|name| name == "stop-after");
     let was_pruned = worker.leaving == Some(WorkerEnd::Pruned);
-    Ok(lease.incarnation < worker.incarnation || (stops && !was_pruned))
+    Ok(lease.incarnation < worker.incarnation || (stops_by_itself(&worker)? && !was_pruned))
+}
+
+/// Whether what was started under `lease` may be running though its worker is lost: the worker does not stop by itself what it cannot answer
+/// for, has not begun anew, and nobody has said that it is gone.
+pub(crate) async fn may_run_still(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+    let Some(worker) = worker::Entity::find_by_id(lease.worker_id).one(db).await? else { return Ok(false) };
+    let is_over = lease.incarnation < worker.incarnation || worker.leaving == Some(WorkerEnd::Pruned);
+    Ok(!is_over && !stops_by_itself(&worker)?)
+}
+
+/// Whether it stops by itself what it cannot answer for.
+fn stops_by_itself(worker: &Model) -> Result<bool, DbErr> {
+    let labels: Labels = from_json(&worker.labels)?;
+    Ok(labels.capabilities.iter().any(|name| name == "stop-after"))
 }
 
 /// Since when a worker has the TTL to come back, if it was not in contact since.

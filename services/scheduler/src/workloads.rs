@@ -10,8 +10,8 @@
 //! event that it makes. One that has no outputs and ends no build goes to finished without settling: what the artifact store keeps for it,
 //! the store is told to drop, and nobody waits for that.
 //!
-//! Invariants: `lease_id` names the live lease exactly while the state is assigned, starting or running; `ending` is set from
-//! settling on; `finished` is reached once, and is the last event.
+//! Invariants: `lease_id` names the live lease exactly while the state is assigned, starting or running, but for one that was given up, which no
+//! workload holds any more ([`crate::leases`]); `ending` is set from settling on; `finished` is reached once, and is the last event.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -422,10 +422,29 @@ pub(crate) async fn finish_attempt(
         let row = again::after_start_timeout(txn, row, &lease, config).await?;
         return Ok(end_attempt(txn, row, &lease, AttemptEnd::Reported(Box::new(report)), now, effects).await?);
     }
+    // Of one that was given up nothing is wanted but that it has stopped.
+    if end_given_up(txn, claims.lease, EndedBy::Reported, now, effects).await? {
+        return Ok(());
+    }
     match leases::find(txn, claims.lease).await? {
         Some(lease) if lease.ended_by == Some(EndedBy::Reported) => Ok(()),
         _ => Err(AttemptError::LeaseLost),
     }
+}
+
+/// Ends a lease that was given up: nothing of it runs any more. `false`: it was not, or has ended.
+async fn end_given_up(
+    txn: &DatabaseTransaction,
+    lease: LeaseId,
+    by: EndedBy,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<bool, DbErr> {
+    let found = leases::find(txn, lease).await?;
+    if found.is_none_or(|lease| lease.stop_reason != Some(StopReason::WorkerLost)) {
+        return Ok(false);
+    }
+    leases::end(txn, lease, by, now, effects).await
 }
 
 /// The workload and the live lease that `claims` are about, locked. `None`: the lease has ended.
@@ -451,7 +470,11 @@ pub(crate) async fn lose_attempt(
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     if let Some((row, lease)) = hold(txn, &leases::claims(lease)).await? {
-        end_attempt(txn, row, &lease, end, now, effects).await?;
+        return end_attempt(txn, row, &lease, end, now, effects).await;
+    }
+    // One that was given up is given up only once.
+    if !matches!(end, AttemptEnd::WorkerLost) || !workers::may_run_still(txn, lease).await? {
+        end_given_up(txn, LeaseId::from_uuid(lease.id), EndedBy::Lost, now, effects).await?;
     }
     Ok(())
 }
@@ -479,8 +502,15 @@ async fn end_attempt(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
+    let started = matches!(row.state, State::Starting | State::Running);
     let by = if matches!(end, AttemptEnd::Reported(_)) { EndedBy::Reported } else { EndedBy::Lost };
-    if !leases::end(txn, LeaseId::from_uuid(lease.id), by, now, effects).await? {
+    let is_lost = matches!(end, AttemptEnd::WorkerLost);
+    let may_run_still = is_lost && started && workers::may_run_still(txn, lease).await?;
+    let has_ended = match may_run_still {
+        true => leases::give_up(txn, lease, effects).await?,
+        false => leases::end(txn, LeaseId::from_uuid(lease.id), by, now, effects).await?,
+    };
+    if !has_ended {
         return Ok(());
     }
     let id = WorkloadId::from_uuid(row.id);
@@ -512,12 +542,12 @@ async fn end_attempt(
         lost => lost,
     };
 
-    let started = matches!(row.state, State::Starting | State::Running);
     if row.state == State::Starting && matches!(&end, AttemptEnd::Reported(report) if report.exit.is_some()) {
         ran(txn, &mut row, now, effects).await?;
     }
     let usage = usage(&row, lease, &end);
-    let mut allowed = allowed(&row)?;
+    // Never twice at a time.
+    let mut allowed = if may_run_still { Allowed::default() } else { allowed(&row)? };
     allowed.ends_when_lost = allowed.once_more() && workers::sees_to_the_end(txn, lease).await?;
     match outcome::decide(started, allowed, lease.stop_reason, end) {
         Next::End(ending) => {
@@ -597,7 +627,12 @@ pub(crate) async fn observe_phase(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    let Some((mut row, lease)) = hold(txn, &leases::claims(lease)).await? else { return Ok(()) };
+    let Some((mut row, lease)) = hold(txn, &leases::claims(lease)).await? else {
+        if phase == Phase::Ended {
+            end_given_up(txn, LeaseId::from_uuid(lease.id), EndedBy::Reported, now, effects).await?;
+        }
+        return Ok(());
+    };
     if phase == Phase::Ended && lease.state == lease::State::Ending && row.state == State::Assigned {
         // Its start was refused because it shall stop. Its gateway has nothing to report about it.
         return end_attempt(txn, row, &lease, AttemptEnd::Unknown, now, effects).await;
@@ -716,6 +751,10 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
         .filter(Expr::cust(FINISHED))
         .filter(workload::Column::FinishedAt.lt(before.0))
         .filter(Expr::cust("NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.workload_id = workloads.id)"))
+        // What may run still of one that was given up keeps its slot.
+        .filter(Expr::cust(
+            "NOT EXISTS (SELECT 1 FROM leases WHERE leases.workload_id = workloads.id AND leases.state <> 'ended')",
+        ))
         .limit(100)
         .into_tuple::<Uuid>()
         .all(txn)

@@ -135,6 +135,8 @@ pub(crate) enum StopReason {
     RunTimeout,
     /// Its worker lands or retires.
     Interrupted,
+    /// Its worker was lost and may run it still. Its workload has ended without it, or will: nobody waits for this one.
+    WorkerLost,
 }
 
 /// Who ended a lease.

@@ -324,6 +324,7 @@ pub(super) fn stop_reason(reason: StopReason) -> String {
         StopReason::StartTimeout => FailureReason::StartTimeout,
         StopReason::RunTimeout => FailureReason::RunTimeout,
         StopReason::Interrupted => FailureReason::Interrupted,
+        StopReason::WorkerLost => FailureReason::WorkerLost,
     };
     reason.to_string()
 }

@@ -268,14 +268,24 @@ impl State {
         let lease_id = self.workloads[&id].lease.expect("it is held");
         let lease = self.leases[&lease_id].clone();
         let by = if matches!(end, End::Reported(_)) { EndedBy::Reported } else { EndedBy::Lost };
-        self.end_lease(lease_id, by, now);
         let may_have_run = self.workloads[&id].state != Progress::Assigned;
+        let may_run_still = matches!(end, End::WorkerLost)
+            && may_have_run
+            && self.may_run_still(lease.worker, lease.incarnation);
+        if may_run_still {
+            let lease = self.leases.get_mut(&lease_id).expect("the model knows it");
+            (lease.state, lease.grace) = (LeaseState::Ending, Some(0));
+            lease.stop = Some(StopReason::WorkerLost);
+        } else {
+            self.end_lease(lease_id, by, now);
+        }
         if self.workloads[&id].state == Progress::Starting
             && matches!(end, End::Reported(Report { exit: Some(_), .. }))
         {
             self.ran(id);
         }
-        let ending = match self.ending(id, may_have_run, lease.stop, end) {
+        let may_be_interrupted = !may_run_still && self.spec(id).interruptible;
+        let ending = match ending(may_have_run, may_be_interrupted, lease.stop, end) {
             Some(ending) => ending,
             None => return self.again(id, now),
         };
@@ -290,7 +300,7 @@ impl State {
             ) => self.nothing_runs_any_more(lease.worker, lease.incarnation),
             _ => false,
         };
-        if may_begin_again && self.may_retry(id) {
+        if may_begin_again && !may_run_still && self.may_retry(id) {
             self.workload_mut(id).retried += 1;
             return self.again(id, now);
         }
@@ -305,47 +315,19 @@ impl State {
             || (cast::traits(name).capabilities.contains(&"stop-after") && !known.leaving)
     }
 
-    /// How the workload ends with its attempt. `None`: nothing of it ran, or it may be interrupted, and it waits for another.
-    fn ending(
-        &self,
-        id: WorkloadId,
-        may_have_run: bool,
-        stop: Option<StopReason>,
-        end: End,
-    ) -> Option<Ending> {
-        let said = match end {
-            End::Reported(report) => Some(report),
-            End::WorkerLost | End::Unknown => None,
-        };
-        let exited = said.and_then(|report| report.exit);
-        let was_interrupted = said.is_some_and(|report| report.failure == Some(FailureReason::Interrupted));
-        match stop {
-            Some(StopReason::Cancelled) => return Some(aborted()),
-            Some(StopReason::StartTimeout) => return Some(errored(FailureReason::StartTimeout)),
-            Some(StopReason::RunTimeout) => return Some(errored(FailureReason::RunTimeout)),
-            Some(StopReason::Interrupted) if exited.is_none() || was_interrupted => {
-                let goes_on = !may_have_run || self.spec(id).interruptible;
-                return (!goes_on).then(|| errored(FailureReason::Interrupted));
-            }
-            Some(StopReason::Interrupted) | None => {}
-        }
-        let Some(report) = said else {
-            let lost = if matches!(end, End::WorkerLost) {
-                FailureReason::WorkerLost
-            } else {
-                FailureReason::StartUnknown
-            };
-            return may_have_run.then(|| errored(lost));
-        };
-        let has_outputs = report.has_outputs && report.exit.is_some();
-        let outcome = match (report.exit, report.failure) {
-            (None, None) => return Some(errored(FailureReason::ExitUnknown)),
-            (None, Some(_)) | (Some(_), Some(FailureReason::ContactLost)) => Outcome::Errored,
-            (Some(Exit::Code(0)), None) => Outcome::Succeeded,
-            (Some(Exit::Code(0)), Some(_)) => Outcome::Errored,
-            (Some(_), _) => Outcome::Failed,
-        };
-        Some(Ending { outcome, reason: report.failure, has_outputs })
+    /// Whether what was started there may run though the worker is lost.
+    pub(super) fn may_run_still(&self, worker: WorkerId, incarnation: u64) -> bool {
+        let Some(name) = self.name(worker) else { return false };
+        let known = &self.workers[name];
+        incarnation == known.incarnation
+            && !known.leaving
+            && !cast::traits(name).capabilities.contains(&"stop-after")
+    }
+
+    /// The lease that was given up, if it is the one of these claims.
+    pub(super) fn given_up(&self, lease: LeaseId) -> Option<LeaseId> {
+        let known = self.leases.get(&lease)?;
+        (known.is_live() && known.stop == Some(StopReason::WorkerLost)).then_some(lease)
     }
 
     /// The artifact store was told all that it is owed. `sealed`: what it has of outputs.
@@ -407,4 +389,46 @@ impl State {
             }
         }
     }
+}
+
+/// How the workload ends with its attempt. `None`: nothing of it ran, or it may be interrupted, and it waits for another.
+fn ending(
+    may_have_run: bool,
+    may_be_interrupted: bool,
+    stop: Option<StopReason>,
+    end: End,
+) -> Option<Ending> {
+    let said = match end {
+        End::Reported(report) => Some(report),
+        End::WorkerLost | End::Unknown => None,
+    };
+    let exited = said.and_then(|report| report.exit);
+    let was_interrupted = said.is_some_and(|report| report.failure == Some(FailureReason::Interrupted));
+    match stop {
+        Some(StopReason::Cancelled) => return Some(aborted()),
+        Some(StopReason::StartTimeout) => return Some(errored(FailureReason::StartTimeout)),
+        Some(StopReason::RunTimeout) => return Some(errored(FailureReason::RunTimeout)),
+        Some(StopReason::Interrupted) if exited.is_none() || was_interrupted => {
+            let goes_on = !may_have_run || may_be_interrupted;
+            return (!goes_on).then(|| errored(FailureReason::Interrupted));
+        }
+        Some(StopReason::Interrupted | StopReason::WorkerLost) | None => {}
+    }
+    let Some(report) = said else {
+        let lost = if matches!(end, End::WorkerLost) {
+            FailureReason::WorkerLost
+        } else {
+            FailureReason::StartUnknown
+        };
+        return may_have_run.then(|| errored(lost));
+    };
+    let has_outputs = report.has_outputs && report.exit.is_some();
+    let outcome = match (report.exit, report.failure) {
+        (None, None) => return Some(errored(FailureReason::ExitUnknown)),
+        (None, Some(_)) | (Some(_), Some(FailureReason::ContactLost)) => Outcome::Errored,
+        (Some(Exit::Code(0)), None) => Outcome::Succeeded,
+        (Some(Exit::Code(0)), Some(_)) => Outcome::Errored,
+        (Some(_), _) => Outcome::Failed,
+    };
+    Some(Ending { outcome, reason: report.failure, has_outputs })
 }

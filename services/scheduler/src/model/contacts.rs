@@ -326,7 +326,7 @@ impl State {
         self.live(worker).filter_map(|(_, lease)| lease.workload).collect()
     }
 
-    /// Ends the leases of workers that are lost, and of incarnations that are over.
+    /// Ends the leases of workers that are lost, and of incarnations that are over, or gives them up.
     pub(super) fn end_orphans(&mut self, now: Minutes) {
         for worker in self.workers.values().cloned().collect::<Vec<_>>() {
             let live: Vec<_> = self.live(worker.id).map(|(id, lease)| (id, lease.clone())).collect();
@@ -335,6 +335,11 @@ impl State {
                     continue;
                 }
                 match lease.workload {
+                    Some(_) if self.given_up(id).is_some() => {
+                        if !self.may_run_still(worker.id, lease.incarnation) {
+                            self.end_lease(id, EndedBy::Lost, now);
+                        }
+                    }
                     Some(workload) => self.end_attempt(workload, End::WorkerLost, now),
                     None => self.end_lease(id, EndedBy::Lost, now),
                 }
@@ -347,8 +352,13 @@ impl State {
         let is_old = |at: Option<Minutes>| at.is_some_and(|at| now - at > 995);
         let outbox = &self.outbox;
         let is_told = |id: uuid::Uuid| outbox.keys().all(|(holder, _)| *holder != id);
+        let leases = &self.leases;
+        let holds = |id: &domain::WorkloadId| {
+            leases.values().any(|lease| lease.workload == Some(*id) && lease.is_live())
+        };
         self.workloads.retain(|id, workload| {
-            !(workload.state == Progress::Finished && is_old(workload.finished_at) && is_told(id.uuid()))
+            let is_old = workload.state == Progress::Finished && is_old(workload.finished_at);
+            !(is_old && is_told(id.uuid()) && !holds(id))
         });
         let workloads = &self.workloads;
         self.leases.retain(|_, lease| match lease.workload {

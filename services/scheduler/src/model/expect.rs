@@ -12,6 +12,7 @@ use super::state::{Lease, Minutes, Says, State};
 use super::steps::{Answer, Step};
 use crate::entity::lease::{EndedBy, Kind, State as LeaseState};
 use crate::entity::workload::State as Progress;
+use crate::workloads::Phase;
 
 /// What came of a step.
 pub(super) struct Came<'a> {
@@ -104,21 +105,26 @@ impl State {
             }
             Step::Finish { claims, report } => match self.held(claims) {
                 Some(id) => self.report(id, *report, now),
+                None if self.given_up(claims.lease).is_some() => {
+                    self.end_lease(claims.lease, EndedBy::Reported, now);
+                }
                 None => {
                     let ended = self.leases.get(&claims.lease).and_then(|lease| lease.ended_by);
                     expected = if ended == Some(EndedBy::Reported) { "Ok" } else { "LeaseLost" };
                 }
             },
-            Step::Observe { claims, phase } => {
-                if let Some(id) = self.held(claims) {
-                    self.observe(id, *phase as i64, now);
+            Step::Observe { claims, phase } => match (self.held(claims), self.given_up(claims.lease)) {
+                (Some(id), _) => self.observe(id, *phase as i64, now),
+                (None, Some(lease)) if *phase == Phase::Ended => {
+                    self.end_lease(lease, EndedBy::Reported, now);
                 }
-            }
-            Step::Absent(claims) => {
-                if let Some(id) = self.held(claims) {
-                    self.end_attempt(id, End::Unknown, now);
-                }
-            }
+                (None, _) => {}
+            },
+            Step::Absent(claims) => match (self.held(claims), self.given_up(claims.lease)) {
+                (Some(id), _) => self.end_attempt(id, End::Unknown, now),
+                (None, Some(lease)) => self.end_lease(lease, EndedBy::Lost, now),
+                (None, None) => {}
+            },
             Step::Cancel { id, grace, team } => {
                 let is_theirs = cast::asks_of_workload(*id).team == *team;
                 if self.workloads.contains_key(id) && is_theirs {

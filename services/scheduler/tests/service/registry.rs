@@ -51,7 +51,7 @@ impl Running {
         }
     }
 
-    async fn gone(&self, worker: &str) {
+    pub(crate) async fn gone(&self, worker: &str) {
         until(&format!("{worker} has gone"), async || self.find_worker(worker).await.is_none().then_some(()))
             .await;
     }

@@ -202,6 +202,7 @@ pub(crate) fn hello(name: &str) -> pb::Hello {
         labels: Some(pb::WorkerLabels {
             platform: "linux".to_owned(),
             image_kinds: vec!["host".to_owned()],
+            capabilities: vec!["stop-after".to_owned()],
             ..pb::WorkerLabels::default()
         }),
         capacity: Some(pb::Capacity { max_tasks: 2, disk_bytes: 1 << 30, ..pb::Capacity::default() }),
@@ -300,6 +301,26 @@ impl Gateway {
                 Some((lease.lease_id.clone(), run.clone()))
             }
             _ => None,
+        })
+        .await
+    }
+
+    /// The same, while it says again and again that it knows of no lease.
+    pub(crate) async fn run_speaking(&mut self, workload: WorkloadId) -> (String, pb::RunAttempt) {
+        within("to run it", async {
+            loop {
+                self.observe(&[]).await;
+                self.next().await.expect("the stream is open");
+                let runs = self.desired.leases.iter().find_map(|lease| match &lease.wish {
+                    Some(pb::desired_lease::Wish::Run(run)) if run.workload_id == workload.to_string() => {
+                        Some((lease.lease_id.clone(), run.clone()))
+                    }
+                    _ => None,
+                });
+                if let Some(runs) = runs {
+                    return runs;
+                }
+            }
         })
         .await
     }
