@@ -125,7 +125,7 @@ fn memory(id: WorkloadId) -> u64 {
 }
 
 fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
-    let process = Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] };
+    let process = Process::default();
     let shape = Shape {
         team: "main".to_owned(),
         platform: "linux".to_owned(),

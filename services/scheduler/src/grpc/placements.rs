@@ -315,8 +315,10 @@ impl PlacementsService {
         let priority = rpc::spec::parse_priority(&of("priority"), request.priority)?;
         let asked = (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as);
         let uses = (&owner, &inputs.artifacts, &inputs.caches);
-        let asked =
-            to_json(&(asked, &avoid, uses)).map_err(|error| database("write down a request", &error))?;
+        // Of most there is nothing to say, and it is kept with each lease.
+        let process = shape.process.as_ref().filter(|process| **process != placement::Process::default());
+        let asked = to_json(&(asked, &avoid, uses, process))
+            .map_err(|error| database("write down a request", &error))?;
         let only = match request.same_worker_as.as_str() {
             "" => None,
             near => {

@@ -343,7 +343,7 @@ impl Replica {
         let db = self.scheduler.db.read();
         let asks = cast::asks_of_lease(lease, kind);
         let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
-        let process = Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] };
+        let process = Process::default();
         let shape = Shape {
             team: asks.team.to_owned(),
             platform: asks.platform.to_owned(),

@@ -215,6 +215,11 @@ struct Judged {
     keeps_to_its_own: bool,
 }
 
+/// So many that are equally good are each looked at.
+const FEW: usize = 16;
+/// How often one of more is drawn before each of them is looked at.
+const LOTS: u64 = 8;
+
 /// How good a worker is. Lower is better.
 type Score = (bool, bool, Cost);
 
@@ -222,6 +227,7 @@ type Score = (bool, bool, Cost);
 struct Best {
     score: Score,
     place: usize,
+    /// Of more than [`FEW`], some may be among them that would not do.
     equal: usize,
     /// In what it is better than the next best that is not as good.
     decided_by: DecidedBy,
@@ -635,34 +641,43 @@ impl Index {
             let mut equal: Vec<_> = equal.filter_map(|(_, lines)| lines.get(&cost)).collect();
             // Classes have no order of their own.
             equal.sort_by_key(|line| line.first());
-            let count = equal.iter().map(|line| line.len()).sum();
-            let first = draw(demand.asked_by, 0, count);
-            let in_turn = equal.iter().flat_map(|line| line.places()).cycle().skip(first).take(count);
-            for place in in_turn {
-                let worker = self.worker(*place)?;
-                let would_do =
-                    of_place(demand, worker).next().is_none() && of_load(&demand.shape, worker).is_empty();
-                if would_do && !named.contains(place) {
-                    let behind = lines().filter_map(|(of, lines)| {
-                        let from = match of == awaited {
-                            true => Bound::Excluded(&cost),
-                            false if of => Bound::Unbounded,
-                            false => return None,
-                        };
-                        lines.range((from, Bound::Unbounded)).next().map(|(next, _)| (of, true, *next))
-                    });
-                    let decided_by = DecidedBy::of(chain, (awaited, true, cost), behind.min(), count);
-                    let cost = chain.cost(&worker.load, bytes(locations.iter()));
-                    return Some(Best {
-                        score: (awaited, true, cost),
-                        place: *place,
-                        equal: count,
-                        decided_by,
-                    });
-                }
+            if let Some((place, equal)) = self.drawn(demand, &equal, named) {
+                let behind = lines().filter_map(|(of, lines)| {
+                    let from = match of == awaited {
+                        true => Bound::Excluded(&cost),
+                        false if of => Bound::Unbounded,
+                        false => return None,
+                    };
+                    lines.range((from, Bound::Unbounded)).next().map(|(next, _)| (of, true, *next))
+                });
+                let decided_by = DecidedBy::of(chain, (awaited, true, cost), behind.min(), equal);
+                let cost = chain.cost(&self.worker(place)?.load, bytes(locations.iter()));
+                return Some(Best { score: (awaited, true, cost), place, equal, decided_by });
             }
             passed = Some((awaited, cost));
         }
+    }
+
+    /// One of those in `lines` that would do and are none of `named`, each as likely as any other, and how many those are.
+    fn drawn(&self, demand: &Demand, lines: &[&Line], named: &[usize]) -> Option<(usize, usize)> {
+        let places = || lines.iter().flat_map(|line| line.places()).copied();
+        let would_do = |place: &usize| {
+            let worker = self.worker(*place).filter(|_| !named.contains(place));
+            worker.is_some_and(|worker| {
+                of_place(demand, worker).next().is_none() && of_load(&demand.shape, worker).is_empty()
+            })
+        };
+        let count = lines.iter().map(|line| line.len()).sum();
+        // Most would do: who would not is drawn in vain, and so changes nothing for the others. Few are looked at one by one.
+        if count > FEW {
+            let lots = (2..2 + LOTS).map(|lot| places().nth(draw(demand.asked_by, lot, count)));
+            if let Some(place) = lots.flatten().find(would_do) {
+                return Some((place, count));
+            }
+        }
+        let willing: Vec<_> = places().filter(would_do).collect();
+        let place = willing.get(draw(demand.asked_by, 0, willing.len()))?;
+        Some((*place, willing.len()))
     }
 
     /// Why the `best` and no other of those that are `willing`.

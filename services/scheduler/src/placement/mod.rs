@@ -242,6 +242,13 @@ pub(crate) struct Process {
     pub(crate) capabilities: Vec<Cow<'static, str>>,
 }
 
+impl Default for Process {
+    /// One in the root file system of its worker.
+    fn default() -> Self {
+        Self { image_kind: "host".into(), resource_type: None, capabilities: vec![] }
+    }
+}
+
 /// Where one input is.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Location {

@@ -1,6 +1,6 @@
 //! Placement compared with a plain restatement of its rules, which looks at every worker.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use domain::Timestamp;
 use domain::worker::ResourceType;
@@ -317,6 +317,37 @@ fn a_burst_is_spread_evenly() {
         random.workers().all(|worker| worker.load.tasks.abs_diff(1000) < 200),
         "by lot they differ by little"
     );
+}
+
+/// Those that come after one another and cannot take it leave nothing to the next.
+#[test]
+fn who_cannot_take_it_leaves_its_share_to_all_others_alike() {
+    for (all, short) in [(16_u32, 8), (40, 20), (40, 38)] {
+        let room = |number: u32| if number < short { 1 } else { 1 << 40 };
+        let workers = (0..all).map(|number| {
+            let id = WorkerId::from_uuid(Uuid::from_u128(number.into()));
+            let capacity =
+                Capacity { memory_bytes: Some(room(number)), max_tasks: None, ..Capacity::default() };
+            Worker { id, capacity, ..worker(&number.to_string()) }
+        });
+        let mut random = Index::new(
+            Chains { builds: "random".parse().expect("a chain"), ..Chains::default() },
+            BTreeSet::new(),
+        );
+        workers.for_each(|worker| random.put(worker));
+        let requests = Resources { memory_bytes: 2, ..Resources::default() };
+        let (each, mut chosen) = (1000, BTreeMap::<_, u32>::new());
+        for _ in 0..each * (all - short) {
+            let mut demand = demand();
+            let shape = Shape { requests, ..(*demand.shape).clone() };
+            demand.shape = Arc::new(shape);
+            let Choice::Placed(placement) = random.choose(&demand, &[]) else { panic!("placed") };
+            *chosen.entry(placement.worker).or_default() += 1;
+        }
+        assert_eq!(chosen.len(), usize::try_from(all - short).expect("few"));
+        // The deviation of such a lot is 32 at most.
+        assert!(chosen.values().all(|times| times.abs_diff(each) < 200), "{all}, {short}: {chosen:?}");
+    }
 }
 
 #[test]
