@@ -7,6 +7,7 @@ mod demand;
 mod explain;
 mod inputs;
 mod leases;
+mod limits;
 mod lists;
 mod places;
 mod registry;
@@ -47,6 +48,7 @@ use leases::{
     many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
     what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
 };
+use limits::what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all;
 use lists::{leases_are_listed_until_they_end, lists_come_in_pages, workloads_are_listed_by_how_they_ended};
 use places::{
     a_group_of_one_owner_goes_where_there_is_room_for_all,
@@ -759,6 +761,7 @@ on_both! {
     two_groups_never_wait_for_each_other,
     leases_are_near_to_each_other_or_apart,
     what_was_asked_for_is_kept_free,
+    what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all,
     what_cannot_be_asked_for_is_refused,
     a_driven_lease_has_a_full_term_after_a_restart,
     a_restart_does_not_forget_how_long_a_worker_was_silent,

@@ -253,14 +253,23 @@ impl Gateway {
         assert!(self.observe_leases(observed).await, "the stream is open");
     }
 
+    /// Says that it knows of no lease, and keeps this much.
+    pub(crate) async fn observe_kept(&self, containers: u64, volumes: u64) {
+        assert!(self.observe_all(vec![], containers, volumes).await, "the stream is open");
+    }
+
     /// Whether the stream is open.
     async fn observe_leases(&self, leases: Vec<pb::ObservedLease>) -> bool {
+        self.observe_all(leases, 3, 4).await
+    }
+
+    async fn observe_all(&self, leases: Vec<pb::ObservedLease>, containers: u64, volumes: u64) -> bool {
         let observed = pb::Observed {
             session_credential: self.welcome.session_credential.clone(),
             applied_generation: self.desired.generation,
             leases,
-            containers: 3,
-            volumes: 4,
+            containers,
+            volumes,
             disk_free_bytes: 5,
             number: self.number.fetch_add(1, Ordering::Relaxed) + 1,
         };
