@@ -528,6 +528,44 @@ mod tests {
         assert_eq!(tasks(&memory), [2, 1]);
     }
 
+    #[tokio::test]
+    async fn who_was_lost_or_removed_may_come_back_for_as_long_as_is_said() {
+        let database = databases::sqlite();
+        let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let (config, heard) = (Config::new("", ""), Timestamp::now());
+        let gateways = ["lost", "removed"].map(hello);
+        let hellos = gateways.iter().collect::<Vec<_>>();
+        db.write(async |txn| workers::hello(&txn, &hellos, &config, heard, &mut Effects::default()).await)
+            .await
+            .expect("let in");
+        let mut memory = Memory::new(&config);
+        memory.catch_up(&db).await.expect("read");
+        let rows = worker::Entity::find().all(db.read()).await.expect("rows");
+        let row = |name: &str| rows.iter().find(|row| row.name == name).expect("it is there").clone();
+        let [lost, removed] = ["lost", "removed"].map(|name| WorkerId::from_uuid(row(name).id));
+        // Whether it counts as one that may come back. `None`: nothing is known of it.
+        let may_come_back = |memory: &Memory, id: WorkerId| {
+            let workers = memory.workers.lock();
+            workers.get(id).map(|known| {
+                assert_eq!(known.state, State::Lost);
+                known.just_lost
+            })
+        };
+
+        let went = heard + config.lost_after;
+        memory.facts.lock().now = went;
+        memory.note(vec![worker::Model { state: State::Lost, ..row("lost") }]).expect("noted");
+        memory.forget([removed]);
+        let over = went + config.remember_lost;
+        for (now, is_over) in [(went, false), (over - Duration::from_micros(1), false), (over, true)] {
+            memory.facts.lock().now = now;
+            assert_eq!(memory.stop_remembering(now).expect("looked"), is_over, "who waits is told");
+            assert_eq!(may_come_back(&memory, lost), Some(!is_over));
+            assert_eq!(may_come_back(&memory, removed), Some(true).filter(|_| !is_over));
+        }
+        assert!(!memory.stop_remembering(over).expect("looked"), "nothing is left to tell");
+    }
+
     #[test]
     fn after_the_last_number_of_a_transaction_comes_the_first() {
         let [last, first] =

@@ -9,6 +9,7 @@ mod inputs;
 mod leases;
 mod limits;
 mod lists;
+mod lost;
 mod places;
 mod registry;
 mod replicas;
@@ -50,6 +51,10 @@ use leases::{
 };
 use limits::what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all;
 use lists::{leases_are_listed_until_they_end, lists_come_in_pages, workloads_are_listed_by_how_they_ended};
+use lost::{
+    a_worker_that_was_lost_long_ago_is_not_waited_for, a_worker_that_was_pruned_long_ago_is_not_waited_for,
+    what_only_a_lost_worker_could_do_waits_for_it, what_only_a_pruned_worker_could_do_waits_for_it,
+};
 use places::{
     a_group_of_one_owner_goes_where_there_is_room_for_all,
     a_group_of_one_owner_waits_for_the_worker_that_can_have_all, a_lease_holds_what_it_uses_until_it_ends,
@@ -804,6 +809,10 @@ on_both! {
     who_waits_for_a_lease_has_a_place_in_the_queue,
     each_of_many_leases_hears_of_what_it_uses,
     who_waits_in_vain_hears_so,
+    what_only_a_lost_worker_could_do_waits_for_it,
+    what_only_a_pruned_worker_could_do_waits_for_it,
+    a_worker_that_was_lost_long_ago_is_not_waited_for,
+    a_worker_that_was_pruned_long_ago_is_not_waited_for,
     who_must_start_in_time_is_looked_for_in_time,
     who_has_waited_long_enough_or_has_gone_waits_no_more,
     groups_that_wait_get_all_at_once,
