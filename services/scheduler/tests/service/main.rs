@@ -10,6 +10,7 @@ mod leases;
 mod limits;
 mod lists;
 mod lost;
+mod metrics;
 mod places;
 mod registry;
 mod replicas;

@@ -29,7 +29,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) struct Running {
     pub(crate) endpoint: String,
     stop: Option<oneshot::Sender<()>>,
-    served: JoinHandle<anyhow::Result<()>>,
+    served: Option<JoinHandle<anyhow::Result<()>>>,
 }
 
 /// Settings under which little time passes. No artifact store answers.
@@ -50,20 +50,31 @@ impl Running {
         let served = tokio::spawn(scheduler::serve(config, listener, async move {
             stopped.await.ok();
         }));
-        let running = Self { endpoint, stop: Some(stop), served };
+        let running = Self { endpoint, stop: Some(stop), served: Some(served) };
         // The listener queues callers until it is served.
-        until("the scheduler answers", async || {
-            running.workers().keys(pb::KeysRequest {}).await.ok().map(|_| ())
-        })
-        .await;
+        running.answers().await;
         running
+    }
+
+    /// One that somebody else runs.
+    pub(crate) async fn at(endpoint: String) -> Self {
+        let running = Self { endpoint, stop: None, served: None };
+        running.answers().await;
+        running
+    }
+
+    async fn answers(&self) {
+        let answers = async || self.workers().keys(pb::KeysRequest {}).await.ok().map(|_| ());
+        until("the scheduler answers", answers).await;
     }
 
     pub(crate) async fn stop(mut self) {
         if let Some(stop) = self.stop.take() {
             stop.send(()).expect("the scheduler runs");
         }
-        self.served.await.expect("no panic").expect("it ends well");
+        if let Some(served) = self.served.take() {
+            served.await.expect("no panic").expect("it ends well");
+        }
     }
 
     pub(crate) fn peer(&self) -> Peer {
