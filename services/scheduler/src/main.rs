@@ -89,7 +89,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     placement_strategy: Chain,
-    /// The same for what has no inputs
+    /// The same for what has no inputs: it names neither artifacts nor task caches
     #[arg(
         long,
         env = "GANTRY_PLACEMENT_STRATEGY_WITHOUT_INPUTS",
@@ -98,7 +98,7 @@ struct Arguments {
         help_heading = "Placement"
     )]
     placement_strategy_without_inputs: Chain,
-    /// The same for checks
+    /// The same for checks, with inputs or without
     #[arg(
         long,
         env = "GANTRY_PLACEMENT_STRATEGY_CHECKS",

@@ -216,18 +216,15 @@ fn check_count(field: &str, count: usize) -> Result<(), Status> {
     }
 }
 
-/// The kind of a lease, and by which chain its workers are compared.
-fn kind(kind: pb::PlacementKind) -> (Kind, Purpose) {
+fn kind(kind: pb::PlacementKind) -> Kind {
     match kind {
-        pb::PlacementKind::Task => (Kind::Task, Purpose::Build),
-        pb::PlacementKind::Get => (Kind::Get, Purpose::WithoutInputs),
-        pb::PlacementKind::Put => (Kind::Put, Purpose::Build),
-        pb::PlacementKind::Check => (Kind::Check, Purpose::Check),
-        pb::PlacementKind::Service => (Kind::Service, Purpose::Build),
+        pb::PlacementKind::Task => Kind::Task,
+        pb::PlacementKind::Get => Kind::Get,
+        pb::PlacementKind::Put => Kind::Put,
+        pb::PlacementKind::Check => Kind::Check,
+        pb::PlacementKind::Service => Kind::Service,
         // Refused where it was parsed.
-        pb::PlacementKind::Unspecified | pb::PlacementKind::Transfer => {
-            (Kind::Transfer, Purpose::WithoutInputs)
-        }
+        pb::PlacementKind::Unspecified | pb::PlacementKind::Transfer => Kind::Transfer,
     }
 }
 
@@ -274,17 +271,18 @@ impl PlacementsService {
     ) -> Result<Result<Ask, PlaceError>, Status> {
         let of = |name: &str| format!("{field}{name}");
         let lease: LeaseId = parse_id(&of("lease_id"), &request.lease_id)?;
-        let (kind, purpose) = kind(parse_enum(&of("kind"), request.kind)?);
+        let kind = kind(parse_enum(&of("kind"), request.kind)?);
         let requests = rpc::spec::parse_requests(&of("requests"), request.requests)?;
         rpc::check_label(&of("platform"), &request.platform)?;
         request.tags.iter().try_for_each(|tag| rpc::check_label(&of("tags"), tag))?;
+        let has_inputs = !request.artifact_ids.is_empty() || !request.task_cache_ids.is_empty();
         let shape = Shape {
             team: parse_team(&of("team"), request.team)?,
             platform: Some(request.platform).filter(|name| !name.is_empty()).unwrap_or("linux".to_owned()),
             tags: request.tags,
             process: kind.takes_a_slot().then(|| process(field, request.process)).transpose()?,
             requests: requests.into(),
-            purpose,
+            purpose: Purpose::of(kind, has_inputs),
         };
         let avoid = parse_workers(&of("avoid_workers"), &request.avoid_workers)?;
         let prefer = parse_workers(&of("prefer_workers"), &request.prefer_workers)?;

@@ -288,7 +288,7 @@ impl Shape {
             tags: spec.tags.clone(),
             process: Some(Process { image_kind: spec.image.kind().into(), resource_type, capabilities }),
             requests: spec.requests.into(),
-            purpose: if has_inputs { Purpose::Build } else { Purpose::WithoutInputs },
+            purpose: Purpose::of(Kind::Task, has_inputs),
         }
     }
 

@@ -9,6 +9,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::Load;
+use crate::entity::lease::Kind;
 
 /// What makes one worker better than another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -101,10 +102,10 @@ impl fmt::Display for Chain {
     }
 }
 
-/// The chains for what is placed.
+/// The chains for what is placed. Which of them is for what is said by `Purpose::of`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chains {
-    /// For whatever has inputs, and for transfers.
+    /// For whatever has inputs.
     pub builds: Chain,
     /// For what has no inputs.
     pub without_inputs: Chain,
@@ -129,6 +130,20 @@ pub(crate) enum Purpose {
     Build,
     WithoutInputs,
     Check,
+}
+
+impl Purpose {
+    /// The one rule for all that is placed, by Submit and by Place. Checks have a chain of their own, whatever they use. Of all else, transfers
+    /// included, what has inputs goes by that for builds: it names an artifact, be it its image, or a task cache. What names none goes by the other.
+    pub(crate) fn of(kind: Kind, has_inputs: bool) -> Self {
+        if kind == Kind::Check {
+            Self::Check
+        } else if has_inputs {
+            Self::Build
+        } else {
+            Self::WithoutInputs
+        }
+    }
 }
 
 impl Chains {
@@ -201,6 +216,8 @@ impl Chain {
 
 #[cfg(test)]
 mod tests {
+    use sea_orm::Iterable;
+
     use super::*;
 
     #[test]
@@ -217,6 +234,25 @@ mod tests {
             "nothing may come after random: it leaves nothing to compare"
         );
         assert_eq!(refused("limit-active-tasks,limit-active-tasks"), "limit-active-tasks is named twice");
+    }
+
+    #[test]
+    fn checks_have_a_chain_of_their_own_and_all_else_is_told_apart_by_its_inputs() {
+        for kind in Kind::iter() {
+            let expected = match kind {
+                Kind::Check => [Purpose::Check, Purpose::Check],
+                _ => [Purpose::Build, Purpose::WithoutInputs],
+            };
+            assert_eq!([true, false].map(|has_inputs| Purpose::of(kind, has_inputs)), expected, "{kind:?}");
+        }
+        let chains = Chains {
+            builds: "volume-locality".parse().expect("a chain"),
+            without_inputs: "limit-active-tasks".parse().expect("a chain"),
+            checks: "random".parse().expect("a chain"),
+        };
+        let names =
+            [Purpose::Build, Purpose::WithoutInputs, Purpose::Check].map(|of| chains.of(of).to_string());
+        assert_eq!(names, ["volume-locality", "limit-active-tasks", "random"]);
     }
 
     #[test]

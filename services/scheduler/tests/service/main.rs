@@ -2,6 +2,7 @@
 
 mod again;
 mod bad_input;
+mod chains;
 mod connected;
 mod demand;
 mod explain;
@@ -29,6 +30,7 @@ use again::{
     who_must_start_in_time_is_looked_for_in_time,
 };
 use bad_input::bad_input_gets_its_error_and_changes_nothing;
+use chains::checks_have_a_chain_and_what_has_inputs_has_another_however_it_is_asked_for;
 use connected::each_of_many_workers_hears_what_it_shall_do;
 use demand::{
     what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
@@ -766,6 +768,7 @@ on_both! {
     a_group_is_granted_whole_or_not_at_all,
     two_groups_never_wait_for_each_other,
     leases_are_near_to_each_other_or_apart,
+    checks_have_a_chain_and_what_has_inputs_has_another_however_it_is_asked_for,
     what_was_asked_for_is_kept_free,
     what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all,
     what_cannot_be_asked_for_is_refused,
