@@ -14,6 +14,7 @@ AIMS = [
     ("`PlaceMany` and `ReleaseMany` of 100, 16 callers", "batched_16", lambda rate: rate >= 20_000),
     ("`Place` and `Release`, 64 callers", "single_64", lambda rate: rate >= 4_000),
     ("`Place` and `Release`, 16 callers", "single_16", lambda rate: rate >= 4_000),
+    ("`Place` and `Release` of what uses five artifacts, 16 callers", "near_16", lambda rate: rate >= 4_000),
     ("a decision at 1,000 pairs/s, p99", "paced_1000_decided_p99_ms", lambda time: time <= 5),
     ("a decision at 4,000 pairs/s, p99", "paced_4000_decided_p99_ms", lambda time: time <= 5),
     ("a decision for 16 callers, p99", "single_16_decided_p99_ms", lambda time: time <= 5),
@@ -30,6 +31,14 @@ def judged(said, workers, what, key, is_met):
     met = [is_met(statistics.median(run[f"{count}_{key}"] for run in said)) for count in workers]
     names = lambda wanted: ", ".join(f"{count:,}" for count, is_so in zip(workers, met) if is_so == wanted)
     return f"- {what}: " + ("met" if all(met) else "missed" if not any(met) else f"met with {names(True)} workers, missed with {names(False)}") + "."
+
+
+def kept(said, workers):
+    """How much is left of each rate with the most workers of what it is with the fewest."""
+    median = lambda count, key: statistics.median(run[f"{count}_{key}"] for run in said)
+    rates = [(what, key) for what, key, _ in AIMS if "p99" not in what]
+    left = [f"{what}: {median(workers[-1], key) / median(workers[0], key):.0%}" for what, key in rates]
+    return f"With {workers[-1]:,} workers there is left of the rates with {workers[0]:,}: " + "; ".join(left) + "."
 
 
 def bench_placing(base, workers, seconds, aimed_seconds, runs):
@@ -75,6 +84,8 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
         "The aims, at 10,000 workers as at 10: 20,000/s by `PlaceMany`, 4,000 pairs/s of single leases, and 5 ms at p99 for a decision. Of these medians:",
         "",
         *[judged(said, workers, *aim) for aim in AIMS],
+        "",
+        kept(said, workers),
         "",
     ]
     return [*table("Placing on workers", lines), *text]

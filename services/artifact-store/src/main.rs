@@ -99,9 +99,10 @@ impl server::Program for Arguments {
     }
 
     fn commands() -> Vec<clap::Command> {
-        let restored = clap::Command::new(RESTORED)
-            .about("Say that the database was restored from a backup, before it is started: what workers made since is set aside, and not swept");
-        vec![db::DatabaseArgs::augment_args(restored)]
+        // What is said of a group of settings would be said of the command that has them.
+        let restored = db::DatabaseArgs::augment_args(clap::Command::new(RESTORED));
+        let about = "Say that the database was restored from a backup, before it is started: what workers made since is set aside, and not swept";
+        vec![restored.about(about)]
     }
 
     async fn carry_out(_: &str, matches: &ArgMatches) -> anyhow::Result<String> {

@@ -238,16 +238,16 @@ pub(crate) struct RunArgs {
     pub(crate) no_stdin: bool,
 
     /// Only on a worker with this tag. May be repeated
-    #[arg(long = "tag", value_name = "TAG", help_heading = "When and where")]
+    #[arg(long = "tag", value_name = "TAG", value_parser = values::tag, help_heading = "When and where")]
     pub(crate) tags: Vec<String>,
     /// Stop the command after this long, and exit 124
-    #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
+    #[arg(long, value_name = "DURATION", value_parser = values::some_time, help_heading = "When and where")]
     pub(crate) timeout: Option<Duration>,
     /// Give up when no worker was free for this long
     #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
     pub(crate) queue_timeout: Option<Duration>,
     /// Give up when the command was not started this long after a worker was found, or with --retries try once more
-    #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "When and where")]
+    #[arg(long, value_name = "DURATION", value_parser = values::some_time, help_heading = "When and where")]
     pub(crate) start_timeout: Option<Duration>,
     /// Begin again so many times when the worker is lost, or the command does not start in time. It may run more than once, then, though never twice
     /// at a time. How it ends by itself is no reason. Only with --detach
@@ -572,7 +572,7 @@ pub(crate) struct ListArgs {
     /// What to list, in the plural or the singular
     #[arg(value_name = "KIND")]
     pub(crate) kind: Kind,
-    /// Only those in this state, as the list shows it: `--state deleting`, `--state failed`. Not of workers, leases, base types and imports
+    /// Only those in this state, in the words of the list: `--state deleting`, `--state failed`. Not of workers, leases, base types and imports
     #[arg(long, value_name = "STATE")]
     pub(crate) state: Option<String>,
     /// Only leases on this worker, by its name or id
@@ -732,7 +732,7 @@ pub(crate) struct UpArgs {
     #[arg(long, value_name = "PLATFORM", requires = "garden")]
     pub(crate) garden_platform: Option<String>,
     /// A tag of the worker given by --garden, may be repeated. With some, it takes only workloads with tags
-    #[arg(long = "garden-tag", value_name = "TAG", requires = "garden")]
+    #[arg(long = "garden-tag", value_name = "TAG", value_parser = values::tag, requires = "garden")]
     pub(crate) garden_tags: Vec<String>,
     /// The only team that may use the worker given by --garden. Default: every team
     #[arg(long, value_name = "TEAM", requires = "garden")]

@@ -12,7 +12,7 @@ use crate::table::{bytes, filled, plain};
 use crate::words;
 
 /// How wide a cell is at most.
-const WIDTH: usize = 60;
+const WIDTH: usize = 200;
 
 /// `gantry demand`
 pub(crate) async fn demand(connection: &Connection, as_json: bool) -> anyhow::Result<()> {
@@ -26,7 +26,8 @@ pub(crate) async fn demand(connection: &Connection, as_json: bool) -> anyhow::Re
 }
 
 fn text(response: &GetDemandResponse) -> String {
-    let GetDemandResponse { waiting, waiting_for_none, oldest_since, demand, supply, removable } = response;
+    let GetDemandResponse { waiting, waiting_for_none, oldest_since, demand, supply, removable, refused } =
+        response;
     let mut text = match (waiting, waiting_for_none) {
         (0, _) => "nothing waits for a worker\n".to_owned(),
         (count, none) => {
@@ -39,13 +40,12 @@ fn text(response: &GetDemandResponse) -> String {
         }
     };
     if !demand.is_empty() {
-        let header =
-            ["COUNT", "OLDEST", "TEAM", "PLATFORM", "TAGS", "IMAGE", "NEEDS", "EACH", "WAIT FOR", "NEVER"];
         text.push('\n');
-        text.push_str(&filled(&header, &demand.iter().map(waiting_row).collect::<Vec<_>>()));
-        for why in demand.iter().flat_map(|shape| &shape.never_for) {
-            text.push_str(&format!("  {}\n", plain(why, 2 * WIDTH)));
-        }
+        text.push_str(&shapes(demand));
+    }
+    if !refused.is_empty() {
+        text.push_str("\nRefused in the last 10 minutes, for no worker could take it\n");
+        text.push_str(&shapes(refused));
     }
     if supply.is_empty() {
         text.push_str("\nno worker has registered\n");
@@ -62,6 +62,17 @@ fn text(response: &GetDemandResponse) -> String {
     text
 }
 
+/// What is asked for, and why nobody ever takes it.
+fn shapes(shapes: &[WaitingShape]) -> String {
+    let header =
+        ["COUNT", "OLDEST", "TEAM", "PLATFORM", "TAGS", "IMAGE", "NEEDS", "EACH", "WAIT FOR", "NEVER"];
+    let mut text = filled(&header, &shapes.iter().map(waiting_row).collect::<Vec<_>>());
+    for why in shapes.iter().flat_map(|shape| &shape.never_for) {
+        text.push_str(&format!("  {}\n", plain(why, 5 * WIDTH)));
+    }
+    text
+}
+
 fn waiting_row(shape: &WaitingShape) -> Vec<String> {
     let process = shape.process.clone().unwrap_or_default();
     let image = match process.resource_type.as_str() {
@@ -71,7 +82,7 @@ fn waiting_row(shape: &WaitingShape) -> Vec<String> {
     let own = if shape.team_workers() == TeamWorkers::Own { " (only its own)" } else { "" };
     let requests = shape.requests.unwrap_or_default();
     let amounts = [
-        (requests.cpu_millis, format!("{} mcpu", requests.cpu_millis)),
+        (requests.cpu_millis, words::cores(requests.cpu_millis)),
         (requests.memory_bytes, bytes(requests.memory_bytes)),
         (requests.disk_bytes, format!("{} of disk", bytes(requests.disk_bytes))),
     ];
@@ -122,6 +133,7 @@ fn document(response: &GetDemandResponse) -> Value {
         "demand": response.demand.iter().map(waiting).collect::<Vec<_>>(),
         "supply": response.supply.iter().map(supply).collect::<Vec<_>>(),
         "removable": response.removable.iter().map(removable).collect::<Vec<_>>(),
+        "refused": response.refused.iter().map(waiting).collect::<Vec<_>>(),
     })
 }
 
@@ -223,6 +235,14 @@ mod tests {
                 slots_in_use: 4,
                 ..Default::default()
             }],
+            refused: vec![WaitingShape {
+                team: "main".to_owned(),
+                platform: "darwin".to_owned(),
+                count: 3,
+                waits_for: "NEVER".to_owned(),
+                never_for: vec!["all 3 workers: have the platform linux".to_owned()],
+                ..Default::default()
+            }],
             removable: vec![RemovableWorker {
                 worker_name: "one".to_owned(),
                 reason: "idle".to_owned(),
@@ -234,6 +254,9 @@ mod tests {
         let expected = "5 wait for a worker, the oldest for ; 2 of them for one that there is not\n\n\
             COUNT  TEAM  PLATFORM  TAGS  IMAGE  EACH     WAIT FOR  NEVER\n\
             2      main  linux     gpu   host   1.0 GiB  NEVER     2\n  one: lacks the tag gpu\n\n\
+            Refused in the last 10 minutes, for no worker could take it\n\
+            COUNT  TEAM  PLATFORM  WAIT FOR\n\
+            3      main  darwin    NEVER\n  all 3 workers: have the platform linux\n\n\
             WORKERS  IN SERVICE  IDLE  SLOTS  FREE  PLATFORM\n\
             3        2           0     4      0     linux\n\n\
             Workers that go with the least harm, first the one with the least\n\

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use anyhow::bail;
 use prost_types::Timestamp;
 use rpc::Reason;
 use rpc::pb::scheduler::explain_request::Subject;
@@ -17,8 +18,8 @@ use crate::stdout::{print, print_json};
 use crate::table::{duration, fields, filled, plain, render};
 use crate::{error, json, lease, list, values, why, words};
 
-/// How wide a cell is at most.
-const WIDTH: usize = 100;
+/// How wide a cell is at most: what no sentence of ours comes to.
+const WIDTH: usize = 1000;
 
 /// `gantry explain`: the scheduler says why a workload waits, or what became of it, and what a lease is; what it does not know the artifact store may.
 pub(crate) async fn whatever(
@@ -52,10 +53,15 @@ fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
 /// A workload that waits no more: where it runs, or how it ended.
 async fn placed(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
     let workload = list::workload(connection, "explain", id).await?;
-    if as_json { print_json(&json::workload(&workload)) } else { print(&waits_no_more(&workload)) }
+    if as_json {
+        return print_json(&json::workload(&workload));
+    }
+    let standing = list::standing(connection, &workload).await?;
+    print(&waits_no_more(&workload, &standing))
 }
 
-fn waits_no_more(workload: &Workload) -> String {
+/// `standing`: how it is with its worker, where that is not as it should be.
+fn waits_no_more(workload: &Workload, standing: &str) -> String {
     let there = workload.whereabouts.clone().unwrap_or_default();
     let on = match there.worker_name.as_str() {
         "" => String::new(),
@@ -70,12 +76,20 @@ fn waits_no_more(workload: &Workload) -> String {
         (None, WorkloadState::Settling) => format!("it has ended{on}, and its outputs are being published"),
         (None, state) => format!("it is {}{on}", words::workload_state(state)),
     };
+    let said = match workload.stopping.as_str() {
+        "" => said,
+        why => format!("{said}, and shall stop ({why})"),
+    };
+    let its_worker = match standing {
+        "" => there.worker_id,
+        standing => format!("{} ({standing})", there.worker_id),
+    };
     let since = |at: &Option<Timestamp>| {
         at.as_ref().map(|at| format!("{} ({} ago)", words::instant(at), words::ago(Some(at))))
     };
     let failure = workload.failure.as_ref().map(|failure| plain(&failure.message, WIDTH));
     let shown = [
-        ("worker", there.worker_id),
+        ("worker", its_worker),
         ("attempt", there.attempt_id),
         ("submitted", since(&workload.submitted_at).unwrap_or_default()),
         ("started", since(&workload.started_at).unwrap_or_default()),
@@ -112,7 +126,19 @@ async fn explain(
     let placements = connection.placements();
     let response =
         repeat("cannot explain it", async || placements.clone().explain(request.clone()).await).await?;
+    let are_all_told = told.most == 0 || told.most as usize >= told.only.len();
+    if let Some(unknown) = unknown(&told.only, &response).filter(|_| are_all_told) {
+        bail!("worker {unknown:?} is unknown; see `gantry list workers`");
+    }
     if as_json { print_json(&json::explanation(&response)) } else { print(&text(&response, waits)) }
+}
+
+/// The first that was asked for of which nothing was told.
+fn unknown<'t>(only: &'t [String], response: &ExplainResponse) -> Option<&'t String> {
+    let is_told = |name: &&String| {
+        response.workers.iter().any(|worker| worker.worker_name == **name || worker.worker_id == **name)
+    };
+    only.iter().find(|name| !is_told(name))
 }
 
 /// Why it waits, in one line.
@@ -227,15 +253,36 @@ mod tests {
             started_at: Some(Timestamp { seconds: 60, nanos: 0 }),
             ..Default::default()
         };
-        let said = waits_no_more(&workload);
+        let said = waits_no_more(&workload, "");
         assert!(said.starts_with("it runs on big\n"), "{said}");
+        workload.stopping = "CANCELLED".to_owned();
+        let stops = waits_no_more(&workload, "stalled, silent for 13 s");
+        assert!(stops.starts_with("it runs on big, and shall stop (CANCELLED)\n"), "{stops}");
+        assert!(stops.contains("w (stalled, silent for 13 s)"), "{stops}");
+        workload.stopping.clear();
         assert!(said.contains("attempt") && said.contains("1970-01-01"), "{said}");
         workload.state = WorkloadState::Finished.into();
         workload.outcome = Outcome::Errored.into();
         workload.failure = Some(Failure { reason: "RUN_TIMEOUT".to_owned(), message: "too long".to_owned() });
-        let said = waits_no_more(&workload);
+        let said = waits_no_more(&workload, "");
         assert!(said.starts_with("it has ended on big: errored\n"), "{said}");
         assert!(said.contains("RUN_TIMEOUT") && said.contains("too long"), "{said}");
+    }
+
+    #[test]
+    fn a_worker_that_is_unknown_is_noticed() {
+        let known = WorkerExplanation {
+            worker_name: "one".to_owned(),
+            worker_id: "1".to_owned(),
+            ..Default::default()
+        };
+        let response = ExplainResponse { workers: vec![known], ..Default::default() };
+        let first = |only: &[&str]| {
+            unknown(&only.iter().map(ToString::to_string).collect::<Vec<_>>(), &response).cloned()
+        };
+        assert_eq!(first(&["one", "1"]), None);
+        assert_eq!(first(&["one", "two"]).as_deref(), Some("two"));
+        assert_eq!(first(&[]), None);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::scheduler::{
     LandWorkerRequest, ListRequest, PruneWorkerRequest, RetireWorkerRequest, RunWorkerRequest, Worker,
-    Workload,
+    Workload, WorkloadState,
 };
 
 use crate::args::{LandArgs, PruneArgs, RetireArgs, UnlandArgs};
@@ -104,7 +104,12 @@ fn answer(name: &str, worker: Option<&Worker>, gone: &str, as_json: bool) -> any
         (Some(worker), true) => print_json(&json::worker(worker)),
         (None, true) => print_json(&serde_json::json!({ "name": name, "gone": true })),
         (Some(worker), false) => {
-            print(&format!("worker {}: {}\n", plain(&worker.name, 255), words::standing(worker)))
+            let interrupts = match &worker.interrupt_at {
+                Some(at) => format!(", what is left is interrupted at {}", words::instant(at)),
+                None => String::new(),
+            };
+            let standing = words::standing(worker);
+            print(&format!("worker {}: {standing}{interrupts}\n", plain(&worker.name, 255)))
         }
         (None, false) => print(&format!("worker {}: {gone}\n", plain(name, 255))),
     }
@@ -153,17 +158,23 @@ impl Waiting<'_> {
 
     /// What holds a lease of a worker.
     async fn running_on(&self, worker: &str) -> anyhow::Result<Vec<Workload>> {
-        let all = pages(async |page_token| {
-            let request = ListRequest { page_token, page_size: 1000, ..ListRequest::default() };
-            let client = self.connection.workloads();
-            let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
-            page.await.map(|page| (page.workloads, page.next_page_token))
-        });
         let there = |workload: &Workload| {
-            let on_it = workload.whereabouts.as_ref().is_some_and(|there| there.worker_id == worker);
-            on_it && words::holds_lease(workload.state())
+            workload.whereabouts.as_ref().is_some_and(|there| there.worker_id == worker)
         };
-        all.try_filter(|workload| std::future::ready(there(workload))).try_collect().await
+        let mut running = Vec::new();
+        for state in [WorkloadState::Assigned, WorkloadState::Starting, WorkloadState::Running] {
+            let all = pages(async |page_token| {
+                let state = state.into();
+                let request = ListRequest { state, page_token, page_size: 1000, ..ListRequest::default() };
+                let client = self.connection.workloads();
+                let page =
+                    repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
+                page.await.map(|page| (page.workloads, page.next_page_token))
+            });
+            let all = all.try_filter(|workload| std::future::ready(there(workload)));
+            running.extend(all.try_collect::<Vec<_>>().await?);
+        }
+        Ok(running)
     }
 }
 
@@ -184,7 +195,8 @@ fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
     }
     for workload in workloads.iter().take(NAMED) {
         let command = plain(&command(workload.spec.as_ref()), 40);
-        text.push_str(&format!("\n  {} {command}", workload.workload_id));
+        let team = workload.spec.as_ref().map_or("", |spec| spec.team.as_str());
+        text.push_str(&format!("\n  {} of team {team}: {command}", workload.workload_id));
     }
     if workloads.len() > NAMED {
         text.push_str(&format!("\n  and {} more", workloads.len() - NAMED));
@@ -208,7 +220,11 @@ mod tests {
             uninterruptible_leases: 5,
             ..Worker::default()
         };
-        let spec = WorkloadSpec { command: vec![b"make".as_slice().into()], ..WorkloadSpec::default() };
+        let spec = WorkloadSpec {
+            team: "a".to_owned(),
+            command: vec![b"make".as_slice().into()],
+            ..WorkloadSpec::default()
+        };
         let workload = |id: usize| Workload {
             workload_id: format!("w{id}"),
             spec: Some(spec.clone()),
@@ -217,8 +233,8 @@ mod tests {
         let workloads: Vec<_> = (0..7).map(workload).collect();
         assert_eq!(
             waits_for(&worker, &workloads),
-            "worker one: running, landing, 7 leases to end, 2 of them may be interrupted\n  w0 make\n  w1 make\n  w2 make\n  w3 make\n  \
-             w4 make\n  and 2 more"
+            "worker one: running, landing, 7 leases to end, 2 of them may be interrupted\n  w0 of team a: make\n  w1 of team a: make\n  \
+             w2 of team a: make\n  w3 of team a: make\n  w4 of team a: make\n  and 2 more"
         );
         let landed = Worker { leases: 0, uninterruptible_leases: 0, ..worker };
         assert_eq!(waits_for(&landed, &[]), "worker one: running, landing");

@@ -17,7 +17,7 @@ use crate::table::{bytes, duration, fields, plain};
 use crate::{list, why, words};
 
 /// How wide a line is at most.
-const WIDTH: usize = 200;
+const WIDTH: usize = 1000;
 
 /// Explains a lease, with what the artifact store holds for it. `false`: there is no lease with this id.
 pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<bool> {
@@ -63,7 +63,7 @@ pub(crate) async fn list(
     list::table(leases, limit, as_json, document, LEASES, row).await
 }
 
-const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE", "KEEPS FREE"];
+const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE", "RESERVES"];
 
 fn row(lease: &Lease) -> Vec<String> {
     vec![
@@ -111,7 +111,7 @@ fn text(lease: &Lease, held: &[Relation], contact: Option<WorkerState>) -> Strin
         ("workload", lease.workload_id.clone()),
         ("attempt", lease.attempt_id.clone()),
         ("worker", worker),
-        ("keeps free", lease.requests.as_ref().map(amounts).unwrap_or_default()),
+        ("reserves", lease.requests.as_ref().map(amounts).unwrap_or_default()),
         ("granted", at(&lease.granted_at).unwrap_or_default()),
         ("until", until(lease, contact)),
         ("ended", ended.unwrap_or_default()),
@@ -160,7 +160,7 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
 /// What is kept free, in words. Empty: nothing.
 pub(crate) fn amounts(requests: &ResourceRequests) -> String {
     let amounts = [
-        (requests.cpu_millis, format!("{} mcpu", requests.cpu_millis)),
+        (requests.cpu_millis, words::cores(requests.cpu_millis)),
         (requests.memory_bytes, bytes(requests.memory_bytes)),
         (requests.disk_bytes, format!("{} of disk", bytes(requests.disk_bytes))),
     ];
@@ -268,7 +268,7 @@ mod tests {
                 "team: main",
                 "owner: check ?8",
                 "worker: big (w)",
-                "keeps free: 1.0 MiB",
+                "reserves: 1.0 MiB",
             ]
         );
         assert!(

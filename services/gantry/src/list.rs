@@ -348,7 +348,7 @@ pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Resul
 }
 
 /// How it is with the worker that a workload is on. Empty: as it should be, or the workload is on none.
-async fn standing(connection: &Connection, of: &Workload) -> anyhow::Result<String> {
+pub(crate) async fn standing(connection: &Connection, of: &Workload) -> anyhow::Result<String> {
     let Some(there) = of.whereabouts.as_ref().filter(|_| words::holds_lease(of.state())) else {
         return Ok(String::new());
     };
@@ -541,7 +541,7 @@ fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, St
         ("command", plain(&command(Some(&spec)), 1000)),
         ("platform", plain(&spec.platform, 100)),
         ("tags", plain(&spec.tags.join(" "), 1000)),
-        ("keeps free", spec.requests.as_ref().map(lease::amounts).unwrap_or_default()),
+        ("reserves", spec.requests.as_ref().map(lease::amounts).unwrap_or_default()),
         ("priority", if spec.priority == 0 { String::new() } else { spec.priority.to_string() }),
         ("at most", time_limits(&spec)),
         ("interruptible", if spec.interruptible { "yes".to_owned() } else { String::new() }),

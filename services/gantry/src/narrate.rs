@@ -13,7 +13,7 @@ use crate::table::{bytes, plain};
 use crate::{exit, explain};
 
 /// How long a line is at most.
-const WIDTH: usize = 300;
+const WIDTH: usize = 1000;
 
 /// What is to be said of an event.
 pub(crate) struct Said {

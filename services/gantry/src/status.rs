@@ -535,7 +535,7 @@ fn queue_text(unfinished: &[Workload]) -> String {
     }
     let rows = queue.iter().flat_map(|workload| {
         let team = workload.spec.as_ref().map_or_else(String::new, |spec| spec.team.clone());
-        let mut why = workload.waiting_for.iter().map(|why| plain(why, 100));
+        let mut why = workload.waiting_for.iter().map(|why| plain(why, 1000));
         let first = why.next().unwrap_or_else(|| "it has not been looked at yet".to_owned());
         let head = vec![workload.workload_id.clone(), team, first];
         std::iter::once(head).chain(why.map(|why| vec![String::new(), String::new(), why]))

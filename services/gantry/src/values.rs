@@ -68,6 +68,19 @@ pub(crate) fn environment_parser() -> impl TypedValueParser<Value = Copied> {
     OsStringValueParser::new().try_map(|text| environment(&text))
 }
 
+/// A duration in which something can happen.
+pub(crate) fn some_time(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err("must be more than nothing".to_owned()),
+        time => Ok(time),
+    }
+}
+
+/// A tag: some text.
+pub(crate) fn tag(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() { Err("a tag is some text".to_owned()) } else { Ok(text.to_owned()) }
+}
+
 /// How many of something are wanted.
 pub(crate) fn at_least_one() -> impl TypedValueParser<Value = usize> {
     RangedU64ValueParser::<usize>::new().range(1..)

@@ -17,7 +17,7 @@ use crate::words;
 use crate::{json, list};
 
 /// How long a line is at most.
-const WIDTH: usize = 200;
+const WIDTH: usize = 1000;
 
 /// Explains whatever the store knows; of a worker, what the scheduler does, too.
 pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {

@@ -46,6 +46,13 @@ pub(crate) fn silent(worker: &Worker) -> String {
     format!("{}, silent for {}", standing(worker), ago(worker.last_contact_at.as_ref()))
 }
 
+/// So many thousandths of a processor.
+pub(crate) fn cores(millis: u64) -> String {
+    let text = format!("{}.{:03}", millis / 1000, millis % 1000);
+    let text = text.trim_end_matches('0').trim_end_matches('.');
+    format!("{text} core{}", if millis == 1000 { "" } else { "s" })
+}
+
 /// What a worker shall do.
 pub(crate) fn desire(desire: WorkerDesire) -> &'static str {
     match desire {

@@ -16,6 +16,7 @@ use uuid::Uuid;
 use crate::entity::lease;
 use crate::entity::worker::{Desired, State};
 use crate::placement::{Shape, Trust, Worker};
+use crate::refused::Refused;
 use crate::registry::Forget;
 use crate::service::Scheduler;
 
@@ -47,6 +48,8 @@ pub(crate) struct Feed {
     pub(crate) demand: Vec<Waiting>,
     pub(crate) supply: Vec<Supply>,
     pub(crate) removable: Vec<Removable>,
+    /// What was refused lately, as what waits.
+    pub(crate) refused: Vec<Waiting>,
 }
 
 /// Workloads that ask for the same.
@@ -116,8 +119,11 @@ pub(crate) async fn feed(scheduler: &Scheduler, ask: Ask) -> Result<Feed, DbErr>
     scheduler.dispatch.catch_up().await;
     let mut feed = Feed::default();
     tell_demand(scheduler, &mut feed);
-    feed.demand.sort_by_cached_key(|one| (Reverse(one.count), one.oldest, one.shape.team.clone()));
-    feed.demand.truncate(ask.shapes);
+    tell_refused(scheduler, &mut feed);
+    for told in [&mut feed.demand, &mut feed.refused] {
+        told.sort_by_cached_key(|one| (Reverse(one.count), one.oldest, one.shape.team.clone()));
+        told.truncate(ask.shapes);
+    }
     let leases = live_leases(scheduler).await?;
     tell_supply(scheduler, &leases, &mut feed);
     feed.supply.sort_by_cached_key(|one| (Reverse(one.workers), key(&one.labels)));
@@ -221,6 +227,32 @@ fn tell_demand(scheduler: &Scheduler, feed: &mut Feed) {
         }
     }
     feed.demand = by_shape.into_values().collect();
+}
+
+/// What was refused lately, and still would be.
+fn tell_refused(scheduler: &Scheduler, feed: &mut Feed) {
+    let refused = scheduler.dispatch.refused().lately(Timestamp::now());
+    for Refused { demand, count, first, .. } in refused {
+        // Each for itself, as above.
+        let mut workers = scheduler.dispatch.workers.lock();
+        if !workers.is_hopeless(&demand) {
+            continue;
+        }
+        let waits_for = workers.waits_for(&demand);
+        let never_for = workers.refusals(&demand).lines().into_iter().take(REASONS).collect();
+        let keeps_to_its_own = workers.keeps_to_its_own(&demand);
+        drop(workers);
+        let shape = demand.shape.clone();
+        feed.refused.push(Waiting {
+            shape,
+            keeps_to_its_own,
+            count,
+            for_none: count,
+            oldest: first,
+            waits_for,
+            never_for,
+        });
+    }
 }
 
 fn tell_supply(scheduler: &Scheduler, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {

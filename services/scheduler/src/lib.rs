@@ -40,6 +40,7 @@ mod queue;
 #[cfg(test)]
 mod random_operations;
 mod reconcile;
+mod refused;
 mod registry;
 mod service;
 mod set_aside;

@@ -554,13 +554,25 @@ async fn end_attempt(
             let ending = Ending { usage: Some(usage), ..ending };
             conclude(txn, row, ending, attempt, now, effects).await
         }
-        Next::Again => again(txn, row, lease.attempt_id, vec![], now, effects).await,
+        Next::Again => {
+            let reasons = vec![began_again(lease.stop_reason)];
+            again(txn, row, lease.attempt_id, reasons, now, effects).await
+        }
         Next::Retry(failure) => {
             row.retried += 1;
             let reasons = vec![format!("begins again after {}: {}", failure.reason, failure.message)];
             again(txn, row, lease.attempt_id, reasons, now, effects).await
         }
     }
+}
+
+/// Why a workload waits again of which nothing ran, or which may be interrupted.
+fn began_again(stop: Option<StopReason>) -> String {
+    match stop {
+        Some(StopReason::Interrupted) => "begins again, for its worker was landed or retired (INTERRUPTED)",
+        _ => "begins again, for nothing of it ran before its worker was lost or forgot it",
+    }
+    .to_owned()
 }
 
 /// Whether the workload of `row` may begin again.

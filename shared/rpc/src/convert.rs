@@ -57,6 +57,14 @@ pub fn check_label(field: &str, label: &str) -> Result<(), Status> {
     Ok(())
 }
 
+/// Checks tags that a worker must have: each is a label that is not empty.
+pub fn check_tags(field: &str, tags: &[String]) -> Result<(), Status> {
+    tags.iter().try_for_each(|tag| match tag.as_str() {
+        "" => Err(invalid_field(field, "a tag must not be empty")),
+        tag => check_label(field, tag),
+    })
+}
+
 /// Most bytes of a name.
 const MOST_NAME_BYTES: usize = 255;
 

@@ -11,8 +11,8 @@ use tonic::Status;
 
 use crate::pb::scheduler as pb;
 use crate::{
-    check_label, duration, invalid_field, owner, parse_duration, parse_enum, parse_id, parse_optional_id,
-    parse_team, required,
+    check_label, check_tags, duration, invalid_field, owner, parse_duration, parse_enum, parse_id,
+    parse_optional_id, parse_team, required,
 };
 
 /// Where processes start unless the spec says otherwise.
@@ -323,7 +323,7 @@ fn parse_caches(
 fn check_texts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     check_label("spec.user", &spec.user)?;
     check_label("spec.platform", &spec.platform)?;
-    spec.tags.iter().try_for_each(|tag| check_label("spec.tags", tag))?;
+    check_tags("spec.tags", &spec.tags)?;
     spec.capabilities.iter().try_for_each(|name| check_label("spec.capabilities", name))?;
     match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
         Some(pb::image::Source::ResourceType(name)) => crate::check_name("spec.image.resource_type", name),

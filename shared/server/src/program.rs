@@ -79,10 +79,10 @@ pub fn command<P: Program>() -> clap::Command {
              sent to a collector where OTEL_EXPORTER_OTLP_ENDPOINT names one.",
         )
         .subcommand(health.about("Ask a service whether it is ready: exits 0 when it is, else 1, and says why"));
-    let migrate =
-        clap::Command::new("migrate").about("Bring the database to the schema of this program, and exit");
-    let command = match P::migrate_command(migrate) {
-        Some(migrate) => command.subcommand(migrate),
+    // What is said of a group of settings would be said of the command that has them.
+    let about = "Bring the database to the schema of this program, and exit";
+    let command = match P::migrate_command(clap::Command::new("migrate")) {
+        Some(migrate) => command.subcommand(migrate.about(about)),
         None => command,
     };
     command.subcommands(P::commands())

@@ -44,6 +44,7 @@ use crate::grants::{self, Done, Grant, Plan};
 use crate::memory::{Memory, SharedFacts, Workers};
 use crate::placement::{Choice, DecidedBy, Demand, Location, Refusals, Shape};
 use crate::queue::Queue;
+use crate::refused::RefusedShapes;
 use crate::service::Scheduler;
 use crate::store::Inputs;
 use crate::workloads::Submission;
@@ -173,6 +174,7 @@ pub(crate) struct Dispatch {
     requests: mpsc::Sender<Request>,
     pub(crate) workers: Workers,
     queue: Arc<Mutex<Queue>>,
+    refused: Arc<Mutex<RefusedShapes>>,
 }
 
 /// The service stops, and nobody answers any more.
@@ -183,6 +185,11 @@ impl Dispatch {
     /// A look at those that wait.
     pub(crate) fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was refused for good.
+    pub(crate) fn refused(&self) -> MutexGuard<'_, RefusedShapes> {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sees what others have changed, as far as the database answers.
@@ -225,6 +232,8 @@ pub(crate) struct Dispatcher {
     held_at: Option<Timestamp>,
     /// Why demands of a shape wait, as those who wait for that were told.
     reasons: HashMap<Arc<Shape>, Why>,
+    /// What was refused for good.
+    refused: Arc<Mutex<RefusedShapes>>,
 }
 
 impl Dispatcher {
@@ -233,7 +242,13 @@ impl Dispatcher {
         let (sender, requests) = mpsc::channel(REQUESTS);
         let memory = Memory::new(&config);
         let queue = Arc::new(Mutex::new(Queue::new(config.queue_aging, config.team_weights.clone())));
-        let dispatch = Dispatch { requests: sender, workers: memory.workers.clone(), queue: queue.clone() };
+        let refused = Arc::new(Mutex::new(RefusedShapes::default()));
+        let dispatch = Dispatch {
+            requests: sender,
+            workers: memory.workers.clone(),
+            queue: queue.clone(),
+            refused: refused.clone(),
+        };
         let dispatcher = Self {
             db,
             config,
@@ -249,6 +264,7 @@ impl Dispatcher {
             whole_at: None,
             held_at: None,
             reasons: HashMap::new(),
+            refused,
         };
         (dispatch, dispatcher)
     }

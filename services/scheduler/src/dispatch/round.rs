@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::DbErr;
@@ -348,9 +348,16 @@ impl Dispatcher {
         let refusals = self.memory.workers.lock().refusals(&refused.demand);
         gauges::refused(refusals.codes());
         match refused.is_never {
-            true => PlaceError::NoCompatibleWorker(refusals),
+            true => {
+                self.is_refused_for_good(&refused.demand);
+                PlaceError::NoCompatibleWorker(refusals)
+            }
             false => PlaceError::AllWorkersBusy(refusals),
         }
+    }
+
+    fn is_refused_for_good(&self, demand: &Demand) {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner).note(demand, Timestamp::now());
     }
 
     /// Nobody takes these, and what is remembered is true: they wait, or are refused.
@@ -369,7 +376,10 @@ impl Dispatcher {
                     let known = workloads::find(self.db.read(), submitted.submission.id).await;
                     _ = submitted.answer.send(match known {
                         Ok(Some(row)) => submitted.submission.repeats(&row.spec_digest),
-                        Ok(None) => Err(SubmitError::NoCompatibleWorker(refusals)),
+                        Ok(None) => {
+                            self.is_refused_for_good(&why.demand);
+                            Err(SubmitError::NoCompatibleWorker(refusals))
+                        }
                         Err(error) => Err(error.into()),
                     });
                 }

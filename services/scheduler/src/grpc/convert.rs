@@ -394,6 +394,7 @@ pub(super) fn feed(feed: demand::Feed, now: Timestamp) -> pb::GetDemandResponse 
         demand: feed.demand.into_iter().map(waiting_shape).collect(),
         supply: feed.supply.into_iter().map(worker_shape).collect(),
         removable: feed.removable.into_iter().map(|worker| removable(worker, now)).collect(),
+        refused: feed.refused.into_iter().map(waiting_shape).collect(),
     }
 }
 

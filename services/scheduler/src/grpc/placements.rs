@@ -274,7 +274,7 @@ impl PlacementsService {
         let kind = kind(parse_enum(&of("kind"), request.kind)?);
         let requests = rpc::spec::parse_requests(&of("requests"), request.requests)?;
         rpc::check_label(&of("platform"), &request.platform)?;
-        request.tags.iter().try_for_each(|tag| rpc::check_label(&of("tags"), tag))?;
+        rpc::check_tags(&of("tags"), &request.tags)?;
         let has_inputs = !request.artifact_ids.is_empty() || !request.task_cache_ids.is_empty();
         let shape = Shape {
             team: parse_team(&of("team"), request.team)?,

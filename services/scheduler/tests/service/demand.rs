@@ -7,6 +7,7 @@ use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
+use super::leases::of_kind;
 use super::store::Place;
 use super::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
@@ -60,6 +61,20 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     assert_eq!(none.never_for, ["one: lacks the tag gpu", "two: lacks the tag gpu"]);
     assert_eq!(told.oldest_since, none.oldest_since);
     assert_eq!(none.oldest_since, scheduler.get(early).await.submitted_at);
+
+    // What is refused at once is told as well, until a worker comes that could.
+    assert_eq!(told.refused, []);
+    for _ in 0..2 {
+        scheduler.submit(tagged("fpga")).await.expect_err("nobody has it");
+    }
+    let asks = pb::PlaceRequest { tags: vec!["fpga".to_owned()], ..of_kind(pb::PlacementKind::Task) };
+    scheduler.placements().place(asks).await.expect_err("nor now");
+    let told_then = demand(&scheduler).await;
+    assert_eq!((told_then.waiting, told_then.waiting_for_none), (4, 1));
+    let [refused] = told_then.refused.as_slice() else { panic!("{told_then:?}") };
+    assert_eq!((refused.count, refused.count_for_none, refused.waits_for.as_str()), (3, 3, "NEVER"));
+    assert_eq!(refused.tags, ["fpga"]);
+    assert_eq!(refused.never_for, ["one: lacks the tag fpga", "two: lacks the tag fpga"]);
 
     let [arm, plain] = told.supply.as_slice() else { panic!("{told:?}") };
     let (arm, plain) = if arm.tags.is_empty() { (plain, arm) } else { (arm, plain) };

@@ -281,6 +281,32 @@ pub(crate) async fn a_token_that_another_signed_proves_nothing(database: TestDat
     scheduler.stop().await;
 }
 
+pub(crate) async fn a_repeat_that_asks_for_another_process_is_another_request(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let _one = with_slots(&scheduler, "one", 3).await;
+    let needs = |names: &[&str]| {
+        let capabilities = names.iter().map(ToString::to_string).collect();
+        Some(pb::ProcessRequirements { capabilities, ..Default::default() })
+    };
+    let (plain, asking) = (task(), pb::PlaceRequest { process: needs(&["stop-after"]), ..task() });
+    for request in [&plain, &asking] {
+        let granted = place(&scheduler, request.clone()).await.expect("granted");
+        assert_eq!(place(&scheduler, request.clone()).await.expect("a repeat"), granted);
+    }
+    // What is asked for without being said is the same as saying it.
+    let host = Some(pb::ProcessRequirements { image_kind: "host".to_owned(), ..Default::default() });
+    place(&scheduler, pb::PlaceRequest { process: host, ..plain.clone() }).await.expect("a repeat");
+    let others = [
+        pb::PlaceRequest { process: needs(&["stop-after"]), ..plain },
+        pb::PlaceRequest { process: None, ..asking },
+    ];
+    for other in others {
+        let refused = place(&scheduler, other).await.expect_err("another request");
+        assert!(refused.is(Reason::LeaseExists), "{refused}");
+    }
+    scheduler.stop().await;
+}
+
 pub(crate) async fn a_driven_lease_takes_no_slot_and_ends_once(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
     let place = |id: LeaseId, team: &str| pb::PlaceRequest {

@@ -48,9 +48,10 @@ use inputs::watchers_see_inputs_come_in_steps;
 use leases::{
     a_driven_lease_takes_no_slot_and_ends_once, a_driven_lease_that_is_not_renewed_ends,
     a_group_is_granted_whole_or_not_at_all, a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
-    a_token_that_another_signed_proves_nothing, leases_are_near_to_each_other_or_apart,
-    many_are_spread_and_never_more_than_there_are_slots, two_groups_never_wait_for_each_other,
-    what_cannot_be_asked_for_is_refused, what_was_asked_for_is_kept_free,
+    a_repeat_that_asks_for_another_process_is_another_request, a_token_that_another_signed_proves_nothing,
+    leases_are_near_to_each_other_or_apart, many_are_spread_and_never_more_than_there_are_slots,
+    two_groups_never_wait_for_each_other, what_cannot_be_asked_for_is_refused,
+    what_was_asked_for_is_kept_free,
 };
 use limits::what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all;
 use lists::{leases_are_listed_until_they_end, lists_come_in_pages, workloads_are_listed_by_how_they_ended};
@@ -765,6 +766,7 @@ on_both! {
     nothing_is_kept_free_for_one_that_no_worker_could_take_any_more,
     a_worker_is_kept_free_for_a_group_that_waits_long,
     many_are_spread_and_never_more_than_there_are_slots,
+    a_repeat_that_asks_for_another_process_is_another_request,
     a_group_is_granted_whole_or_not_at_all,
     two_groups_never_wait_for_each_other,
     leases_are_near_to_each_other_or_apart,

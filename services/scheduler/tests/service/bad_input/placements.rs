@@ -147,6 +147,7 @@ fn place(world: &World<'_>, path: &'static str) -> Vec<Bad> {
         but("team", "that does not have what is used", OTHER, InputUnavailable),
         choice("kind"),
         offered("tags"),
+        change("tags", "empty", Value::List(vec![text("")]), refused("tags")),
         but("tags", "of a worker that is out of contact", "two", AllWorkersBusy),
         offered("platform"),
         within(

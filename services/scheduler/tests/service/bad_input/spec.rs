@@ -170,6 +170,7 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         choice("privilege"),
         choice("network"),
         offered("tags"),
+        change("tags", "empty", Value::List(vec![text("")]), refused("tags")),
         many_tags(),
         offered("platform"),
         negative("queue_timeout"),
