@@ -7,7 +7,7 @@ use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::scheduler::{
     LandWorkerRequest, ListRequest, PruneWorkerRequest, RetireWorkerRequest, RunWorkerRequest, Worker,
-    Workload, WorkloadState,
+    WorkerState, Workload, WorkloadState,
 };
 
 use crate::args::{LandArgs, PruneArgs, RetireArgs, UnlandArgs};
@@ -174,6 +174,9 @@ impl Waiting<'_> {
             let all = all.try_filter(|workload| std::future::ready(there(workload)));
             running.extend(all.try_collect::<Vec<_>>().await?);
         }
+        // One that went on meanwhile is in two of them.
+        running.sort_by(|one, other| one.workload_id.cmp(&other.workload_id));
+        running.dedup_by(|one, other| one.workload_id == other.workload_id);
         Ok(running)
     }
 }
@@ -189,6 +192,9 @@ fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
                 worker.leases - worker.uninterruptible_leases
             ));
         }
+    }
+    if worker.leases > 0 && worker.state() == WorkerState::Lost {
+        text.push_str(", and it may run them still: `gantry prune` says that it is gone");
     }
     if let Some(at) = &worker.interrupt_at {
         text.push_str(&format!(", interrupted at {}", words::instant(at)));
@@ -206,7 +212,7 @@ fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rpc::pb::scheduler::{WorkerDesire, WorkerState, WorkloadSpec};
+    use rpc::pb::scheduler::{WorkerDesire, WorkloadSpec};
 
     use super::*;
 
@@ -236,6 +242,9 @@ mod tests {
             "worker one: running, landing, 7 leases to end, 2 of them may be interrupted\n  w0 of team a: make\n  w1 of team a: make\n  \
              w2 of team a: make\n  w3 of team a: make\n  w4 of team a: make\n  and 2 more"
         );
+        let lost = Worker { state: WorkerState::Lost.into(), ..worker.clone() };
+        let said = waits_for(&lost, &[]);
+        assert!(said.ends_with("and it may run them still: `gantry prune` says that it is gone"), "{said}");
         let landed = Worker { leases: 0, uninterruptible_leases: 0, ..worker };
         assert_eq!(waits_for(&landed, &[]), "worker one: running, landing");
     }

@@ -149,6 +149,9 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
             let left = words::from_now(at).map(|left| format!(" (in {})", duration(left)));
             format!("{}{}, unless its holder renews it", words::instant(at), left.unwrap_or_default())
         }
+        None if lease.stop_reason == "WORKER_LOST" => {
+            "it is seen to have stopped, or its worker begins anew or is pruned".to_owned()
+        }
         None => {
             let silent = contact.filter(|state| matches!(state, WorkerState::Stalled | WorkerState::Lost));
             let silent = silent.map(|state| format!("; that is {} now", words::worker_state(state)));
@@ -157,7 +160,7 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
     }
 }
 
-/// What is kept free, in words. Empty: nothing.
+/// What is reserved, in words. Empty: nothing.
 pub(crate) fn amounts(requests: &ResourceRequests) -> String {
     let amounts = [
         (requests.cpu_millis, words::cores(requests.cpu_millis)),

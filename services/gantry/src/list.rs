@@ -2,6 +2,7 @@
 
 use anyhow::bail;
 use futures::stream::{self, Stream, TryStreamExt};
+use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, Container, DryRun,
     GetArtifactRequest, GetContainerRequest, GetVolumeRequest, ListArtifactsRequest, ListAtRiskRequest,
@@ -15,6 +16,7 @@ use serde_json::Value;
 
 use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
 use crate::connect::{Connection, repeat};
+use crate::error::refusal;
 use crate::json;
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, duration, fields, plain, render};
@@ -352,7 +354,14 @@ pub(crate) async fn standing(connection: &Connection, of: &Workload) -> anyhow::
     let Some(there) = of.whereabouts.as_ref().filter(|_| words::holds_lease(of.state())) else {
         return Ok(String::new());
     };
-    let worker = worker(connection, "show", &there.worker_id).await?;
+    let worker = match worker(connection, "show", &there.worker_id).await {
+        Ok(worker) => worker,
+        // It has gone just now, and the workload goes on elsewhere.
+        Err(error) if refusal(&error).is_some_and(|refusal| refusal.is(Reason::WorkerNotFound)) => {
+            return Ok(String::new());
+        }
+        Err(error) => return Err(error),
+    };
     Ok(match worker.state() {
         WorkerState::Running if worker.desired() == WorkerDesire::Run => String::new(),
         WorkerState::Running => words::standing(&worker),

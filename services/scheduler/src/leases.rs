@@ -211,7 +211,7 @@ fn state(row: &lease::Model) -> LeaseState {
         Some(EndedBy::Reported) => LeaseEnd::Reported,
         // Only one that is late ends for that.
         _ if row.expires_at.is_some_and(|at| at <= ended_at) => LeaseEnd::Expired,
-        _ if row.stop_reason.is_some() => LeaseEnd::Stopped,
+        _ if row.stop_reason.is_some_and(|reason| reason != StopReason::WorkerLost) => LeaseEnd::Stopped,
         _ => LeaseEnd::Lost,
     };
     match row.state {

@@ -30,7 +30,7 @@ impl RefusedShapes {
     /// This was refused now.
     pub(crate) fn note(&mut self, demand: &Demand, now: Timestamp) {
         if let Some(known) = self.0.get_mut(&demand.shape) {
-            known.forget(now);
+            known.begin_anew_if_old(now);
             (known.count, known.last) = (known.count + 1, now);
             return;
         }
@@ -60,8 +60,7 @@ impl Refused {
         now.since(self.last) > KEPT
     }
 
-    /// Begins to count anew, if the last time is long ago.
-    fn forget(&mut self, now: Timestamp) {
+    fn begin_anew_if_old(&mut self, now: Timestamp) {
         if self.is_old(now) {
             (self.count, self.first) = (0, now);
         }

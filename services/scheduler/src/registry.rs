@@ -3,7 +3,7 @@
 //! ```text
 //! run ◀─run─▶ land ─no lease is left that may not be interrupted─▶ landed
 //!    ◀─run─▶ retire ─the same; no lease is left, nothing is being settled, no last replica─▶ (gone)
-//! not in contact ─prune─▶ leaving ─its leases have ended─▶ (gone)       lost and ephemeral ─▶ (gone)
+//! not in contact ─prune─▶ leaving ─its leases have ended─▶ (gone)       lost and ephemeral ─the same─▶ (gone)
 //! ```
 //!
 //! Operators write what they want; a loop ([`see_off_forever`]) of any replica looks at all that shall land or go, and does what is due.
@@ -568,7 +568,7 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
         .map(|_| ())
 }
 
-/// Looks once at all workers that shall land or go. Answers whether there are any.
+/// Looks once at all workers that shall land or go. Answers whether there are any that may soon.
 pub(crate) async fn see_all_off(scheduler: &Scheduler, asked: &mut Asked) -> Result<bool, DbErr> {
     let rows = going(scheduler.db.read()).await?;
     asked.retain(|worker, _| rows.iter().any(|row| row.id == *worker));
@@ -602,7 +602,10 @@ pub(crate) async fn see_all_off(scheduler: &Scheduler, asked: &mut Asked) -> Res
         tell_store(scheduler, *worker).await?;
     }
     set_aside::try_again(scheduler, Timestamp::now()).await?;
-    Ok(!rows.is_empty())
+    // What a lost one may run still can take for ever.
+    let waits =
+        |row: &Model| row.state == State::Lost && all.get(&row.id).is_some_and(|load| load.leases > 0);
+    Ok(rows.iter().any(|row| !waits(row)))
 }
 
 /// Sees workers off, until the service stops.

@@ -483,7 +483,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Ends the leases under which nothing can be running any more.
+    /// Ends the leases of workers that are lost, pruned or have begun anew; gives up those under which something may run still.
     pub(crate) async fn end_orphans(&self) -> Result<(), DbErr> {
         let before = self.orphans_ended.load(Ordering::Relaxed);
         let last = registry::revisions(self.db.read()).await?.last;

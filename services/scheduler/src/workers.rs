@@ -546,8 +546,8 @@ pub(crate) async fn notice_silence(
 }
 
 /// Live leases of workers that are lost or pruned, or of incarnations that are over, [`ORPHANS`] at most; those that were given up already
-/// ([`lease::StopReason::WorkerLost`]) only where nothing of them can be running any more. Only of workers that have changed since the revision `after`; a
-/// worker that becomes so gets a new one.
+/// ([`lease::StopReason::WorkerLost`]) only of workers that were pruned or have begun anew. Only of workers that have changed since the revision
+/// `after`; a worker that becomes so gets a new one.
 pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec<lease::Model>, DbErr> {
     let changed = worker::Entity::find().select_only().column(worker::Column::Id);
     let changed: Vec<Uuid> = changed.filter(worker::Column::Revision.gt(after)).into_tuple().all(db).await?;

@@ -639,12 +639,7 @@ pub(crate) async fn observe_phase(
     now: Timestamp,
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
-    let Some((mut row, lease)) = hold(txn, &leases::claims(lease)).await? else {
-        if phase == Phase::Ended {
-            end_given_up(txn, LeaseId::from_uuid(lease.id), EndedBy::Reported, now, effects).await?;
-        }
-        return Ok(());
-    };
+    let Some((mut row, lease)) = hold(txn, &leases::claims(lease)).await? else { return Ok(()) };
     if phase == Phase::Ended && lease.state == lease::State::Ending && row.state == State::Assigned {
         // Its start was refused because it shall stop. Its gateway has nothing to report about it.
         return end_attempt(txn, row, &lease, AttemptEnd::Unknown, now, effects).await;

@@ -348,16 +348,16 @@ impl Dispatcher {
         let refusals = self.memory.workers.lock().refusals(&refused.demand);
         gauges::refused(refusals.codes());
         match refused.is_never {
-            true => {
-                self.is_refused_for_good(&refused.demand);
-                PlaceError::NoCompatibleWorker(refusals)
-            }
+            true => PlaceError::NoCompatibleWorker(refusals),
             false => PlaceError::AllWorkersBusy(refusals),
         }
     }
 
+    /// No worker could ever take this. What is about certain workers no other one helps.
     fn is_refused_for_good(&self, demand: &Demand) {
-        self.refused.lock().unwrap_or_else(PoisonError::into_inner).note(demand, Timestamp::now());
+        if demand.only.is_none() && demand.avoid.is_empty() && demand.failed_on.is_empty() {
+            self.refused.lock().unwrap_or_else(PoisonError::into_inner).note(demand, Timestamp::now());
+        }
     }
 
     /// Nobody takes these, and what is remembered is true: they wait, or are refused.
@@ -412,6 +412,9 @@ impl Dispatcher {
             },
             _ => leases,
         };
+        if !is_known && why.is_never {
+            self.is_refused_for_good(&why.demand);
+        }
         let error = if is_known { PlaceError::Exists } else { self.error(&why) };
         for member in &leases.members {
             member.decide(match known.get(&member.ask.lease) {

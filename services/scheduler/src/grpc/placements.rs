@@ -315,8 +315,11 @@ impl PlacementsService {
         let uses = (&owner, &inputs.artifacts, &inputs.caches);
         // Of most there is nothing to say, and it is kept with each lease.
         let process = shape.process.as_ref().filter(|process| **process != placement::Process::default());
-        let asked = to_json(&(asked, &avoid, uses, process))
-            .map_err(|error| database("write down a request", &error))?;
+        let asked = match process {
+            None => to_json(&(asked, &avoid, uses)),
+            Some(process) => to_json(&(asked, &avoid, uses, process)),
+        };
+        let asked = asked.map_err(|error| database("write down a request", &error))?;
         let only = match request.same_worker_as.as_str() {
             "" => None,
             near => {

@@ -389,6 +389,10 @@ impl Attendance<'_> {
                     tracing::warn!(lease.id = %lease.id, "a gateway cannot say how an attempt ended");
                     observation.absent.push(lease.clone());
                 }
+                // Of one that was given up nothing is wanted but that it has stopped.
+                Some(Phase::Ended) if lease.stop_reason == Some(lease::StopReason::WorkerLost) => {
+                    observation.absent.push(lease.clone());
+                }
                 Some(phase) if *phase as i64 > lease.phase => {
                     observation.advanced.push((lease.clone(), *phase))
                 }

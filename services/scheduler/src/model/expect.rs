@@ -12,7 +12,6 @@ use super::state::{Lease, Minutes, Says, State};
 use super::steps::{Answer, Step};
 use crate::entity::lease::{EndedBy, Kind, State as LeaseState};
 use crate::entity::workload::State as Progress;
-use crate::workloads::Phase;
 
 /// What came of a step.
 pub(super) struct Came<'a> {
@@ -113,13 +112,11 @@ impl State {
                     expected = if ended == Some(EndedBy::Reported) { "Ok" } else { "LeaseLost" };
                 }
             },
-            Step::Observe { claims, phase } => match (self.held(claims), self.given_up(claims.lease)) {
-                (Some(id), _) => self.observe(id, *phase as i64, now),
-                (None, Some(lease)) if *phase == Phase::Ended => {
-                    self.end_lease(lease, EndedBy::Reported, now);
+            Step::Observe { claims, phase } => {
+                if let Some(id) = self.held(claims) {
+                    self.observe(id, *phase as i64, now);
                 }
-                (None, _) => {}
-            },
+            }
             Step::Absent(claims) => match (self.held(claims), self.given_up(claims.lease)) {
                 (Some(id), _) => self.end_attempt(id, End::Unknown, now),
                 (None, Some(lease)) => self.end_lease(lease, EndedBy::Lost, now),

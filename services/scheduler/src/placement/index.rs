@@ -218,7 +218,7 @@ struct Judged {
 /// So many that are equally good are each looked at.
 const FEW: usize = 16;
 /// How often one of more is drawn before each of them is looked at.
-const LOTS: u64 = 8;
+const LOTS: u64 = 32;
 
 /// How good a worker is. Lower is better.
 type Score = (bool, bool, Cost);
@@ -670,7 +670,14 @@ impl Index {
         let count = lines.iter().map(|line| line.len()).sum();
         // Most would do: who would not is drawn in vain, and so changes nothing for the others. Few are looked at one by one.
         if count > FEW {
-            let lots = (2..2 + LOTS).map(|lot| places().nth(draw(demand.asked_by, lot, count)));
+            let nth = |mut number: usize| {
+                lines.iter().find_map(|line| {
+                    let here = line.nth(number);
+                    number = number.saturating_sub(line.len());
+                    here
+                })
+            };
+            let lots = (2..2 + LOTS).map(|lot| nth(draw(demand.asked_by, lot, count)));
             if let Some(place) = lots.flatten().find(would_do) {
                 return Some((place, count));
             }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use domain::workload::Failure;
+use domain::workload::{Failure, FailureReason};
 use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::{DatabaseTransaction, DbErr};
 use uuid::Uuid;
@@ -69,7 +69,9 @@ async fn elsewhere(
     let mut failed_on: Vec<FailedThere> = from_json(&row.failed_on)?;
     failed_on.push(FailedThere { worker: WorkerId::from_uuid(worker), failure: failure.clone() });
     let lasts = |failed: &FailedThere| !outcome::passes(&failed.failure);
-    if failed_on.iter().filter(|failed| lasts(failed)).count() >= outcome::MOST_FAULTS {
+    let counts =
+        |failed: &&FailedThere| lasts(failed) && failed.failure.reason != FailureReason::StartTimeout;
+    if failed_on.iter().filter(counts).count() >= outcome::MOST_FAULTS {
         return Ok(None);
     }
     let mut known = memory::index(txn, config).await?;

@@ -573,8 +573,13 @@ async fn what_a_lost_worker_may_run_still_keeps_its_slot(database: TestDatabase)
     hello.marker = Some(pb::Marker { boot_id: "another".to_owned(), ..hello.marker.expect("a marker") });
     let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
     let next = scheduler.submit(tagged(spec(), "reborn")).await.expect("accepted");
-    gateway.run_speaking(next).await;
 
+    // Whoever sees workers off has been there.
+    let other = scheduler.submit(tagged(spec(), "reborn")).await.expect("queued");
+    let (_, run) = gateway.run_speaking(next).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    gateway.run_speaking(other).await;
+    assert_eq!(scheduler.worker("pruned").await.active_tasks, 1, "it has not gone");
     drop(pruned.2);
     scheduler.prune("pruned", true).await.expect("pruned");
     scheduler.gone("pruned").await;

@@ -36,6 +36,17 @@ impl Line {
         self.pieces.iter().flatten().map(|(_, place)| place)
     }
 
+    /// The place of one of them, by its number in that order.
+    pub(super) fn nth(&self, mut number: usize) -> Option<usize> {
+        for piece in &self.pieces {
+            match piece.get(number) {
+                Some((_, place)) => return Some(*place),
+                None => number -= piece.len(),
+            }
+        }
+        None
+    }
+
     /// Puts a worker in that is not there.
     pub(super) fn put(&mut self, id: WorkerId, place: usize) {
         let piece = self.piece_of(id);
