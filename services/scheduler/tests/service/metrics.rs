@@ -36,7 +36,13 @@ impl Process {
     fn start() -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let path = |name: &str| directory.path().join(name).display().to_string();
-        let child = Command::new(env!("CARGO_BIN_EXE_scheduler"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_scheduler"));
+        // Seeds are settings of tests, and none of a scheduler, which refuses what it does not know.
+        let ours = std::env::vars_os().map(|(name, _)| name);
+        ours.filter(|name| name.to_string_lossy().starts_with("GANTRY_")).for_each(|name| {
+            command.env_remove(name);
+        });
+        let child = command
             .args(["--listen", &path("socket"), "--metrics-listen", "127.0.0.1:0", "--log", "info"])
             .args(["--database-url", &format!("sqlite://{}", path("database"))])
             .args(["--artifact-store", "http://127.0.0.1:9", "--poll-interval", "100ms"])
