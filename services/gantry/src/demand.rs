@@ -7,9 +7,10 @@ use rpc::pb::scheduler::{
 use serde_json::{Value, json};
 
 use crate::connect::{Connection, repeat};
+use crate::json::requests;
 use crate::stdout::{print, print_json};
-use crate::table::{bytes, filled, plain};
-use crate::words;
+use crate::table::{filled, plain};
+use crate::{lease, words};
 
 /// How wide a cell is at most.
 const WIDTH: usize = 200;
@@ -80,13 +81,6 @@ fn waiting_row(shape: &WaitingShape) -> Vec<String> {
         name => name.to_owned(),
     };
     let own = if shape.team_workers() == TeamWorkers::Own { " (only its own)" } else { "" };
-    let requests = shape.requests.unwrap_or_default();
-    let amounts = [
-        (requests.cpu_millis, words::cores(requests.cpu_millis)),
-        (requests.memory_bytes, bytes(requests.memory_bytes)),
-        (requests.disk_bytes, format!("{} of disk", bytes(requests.disk_bytes))),
-    ];
-    let each: Vec<_> = amounts.into_iter().filter(|(amount, _)| *amount > 0).map(|(_, text)| text).collect();
     vec![
         shape.count.to_string(),
         words::ago(shape.oldest_since.as_ref()),
@@ -95,7 +89,7 @@ fn waiting_row(shape: &WaitingShape) -> Vec<String> {
         plain(&shape.tags.join(", "), WIDTH),
         plain(&image, WIDTH),
         plain(&process.capabilities.join(", "), WIDTH),
-        each.join(", "),
+        shape.requests.as_ref().map(lease::amounts).unwrap_or_default(),
         plain(&shape.waits_for, WIDTH),
         if shape.count_for_none > 0 { shape.count_for_none.to_string() } else { String::new() },
     ]
@@ -145,19 +139,12 @@ fn waiting(shape: &WaitingShape) -> Value {
             "capabilities": process.capabilities,
         })
     });
-    let requests = shape.requests.as_ref().map(|requests| {
-        json!({
-            "cpu_millis": requests.cpu_millis,
-            "memory_bytes": requests.memory_bytes,
-            "disk_bytes": requests.disk_bytes,
-        })
-    });
     json!({
         "team": shape.team,
         "platform": shape.platform,
         "tags": shape.tags,
         "process": process,
-        "requests": requests,
+        "requests": shape.requests.as_ref().map(requests),
         "only_its_own_workers": shape.team_workers() == TeamWorkers::Own,
         "count": shape.count,
         "count_for_none": shape.count_for_none,

@@ -163,7 +163,14 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
 /// What is reserved, in words. Empty: nothing.
 pub(crate) fn amounts(requests: &ResourceRequests) -> String {
     let amounts = [
-        (requests.cpu_millis, words::cores(requests.cpu_millis)),
+        (
+            requests.cpu_millis,
+            format!(
+                "{} core{}",
+                words::cores(requests.cpu_millis),
+                if requests.cpu_millis == 1000 { "" } else { "s" }
+            ),
+        ),
         (requests.memory_bytes, bytes(requests.memory_bytes)),
         (requests.disk_bytes, format!("{} of disk", bytes(requests.disk_bytes))),
     ];

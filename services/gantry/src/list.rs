@@ -456,7 +456,7 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("leases", format!("{}, {} may not be interrupted", worker.leases, worker.uninterruptible_leases)),
         ("containers", limited(worker.containers, capacity.max_containers)),
         ("volumes", limited(worker.volumes, capacity.max_volumes)),
-        ("cores", reserved_of(capacity.cpu_millis, reserved.cpu_millis, cores)),
+        ("cores", reserved_of(capacity.cpu_millis, reserved.cpu_millis, words::cores)),
         ("memory", reserved_of(capacity.memory_bytes, reserved.memory_bytes, bytes)),
         ("disk", disk(worker)),
         ("gateway", worker.gateway_endpoint.clone()),
@@ -487,15 +487,6 @@ fn disk(worker: &Worker) -> String {
     }
 }
 
-/// Thousandths of a core, as they are written on the command line.
-fn cores(millis: u64) -> String {
-    match (millis / 1000, millis % 1000) {
-        (cores, 0) => cores.to_string(),
-        (0, millis) => format!("{millis}m"),
-        (cores, millis) => format!("{cores}.{millis:03}").trim_end_matches('0').to_owned(),
-    }
-}
-
 const WORKLOADS: &[&str] = &["ID", "STATE", "END", "WORKER", "AGE", "COMMAND"];
 
 fn workload_row(workload: &Workload) -> Vec<String> {
@@ -506,7 +497,7 @@ fn workload_row(workload: &Workload) -> Vec<String> {
     }
     vec![
         workload.workload_id.clone(),
-        state.to_owned(),
+        state,
         words::end(workload),
         workload.whereabouts.as_ref().map(|there| plain(&there.worker_name, 40)).unwrap_or_default(),
         words::ago(workload.submitted_at.as_ref()),

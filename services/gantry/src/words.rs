@@ -46,11 +46,9 @@ pub(crate) fn silent(worker: &Worker) -> String {
     format!("{}, silent for {}", standing(worker), ago(worker.last_contact_at.as_ref()))
 }
 
-/// So many thousandths of a processor.
+/// Thousandths of a core as cores: `4`, `0.5`.
 pub(crate) fn cores(millis: u64) -> String {
-    let text = format!("{}.{:03}", millis / 1000, millis % 1000);
-    let text = text.trim_end_matches('0').trim_end_matches('.');
-    format!("{text} core{}", if millis == 1000 { "" } else { "s" })
+    format!("{}.{:03}", millis / 1000, millis % 1000).trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 /// What a worker shall do.

@@ -15,8 +15,7 @@ use uuid::Uuid;
 
 use crate::entity::lease;
 use crate::entity::worker::{Desired, State};
-use crate::placement::{Shape, Trust, Worker};
-use crate::refused::Refused;
+use crate::placement::{Demand, Shape, Trust, Worker};
 use crate::registry::Forget;
 use crate::service::Scheduler;
 
@@ -188,42 +187,13 @@ fn tell_demand(scheduler: &Scheduler, feed: &mut Feed) {
     };
     let mut by_shape = HashMap::<_, Waiting>::new();
     for (demand, count, oldest) in lines {
-        // Each for itself, so that nothing that is placed waits for all of them.
-        let mut workers = scheduler.dispatch.workers.lock();
-        let waits_for = workers.waits_for(&demand);
-        let is_hopeless = workers.is_hopeless(&demand);
-        let never_for = match is_hopeless {
-            true => workers.refusals(&demand).lines().into_iter().take(REASONS).collect(),
-            false => Vec::new(),
-        };
-        let keeps_to_its_own = workers.keeps_to_its_own(&demand);
-        drop(workers);
-        let for_none = if is_hopeless { count } else { 0 };
+        let waiting = Waiting::of(scheduler, &demand, count, oldest);
         feed.waiting += count;
-        feed.for_none += for_none;
+        feed.for_none += waiting.for_none;
         feed.oldest = Some(feed.oldest.map_or(oldest, |known| known.min(oldest)));
-        let shape = demand.shape.clone();
-        match by_shape.get_mut(&shape) {
-            Some(known) => {
-                known.count += count;
-                known.for_none += for_none;
-                known.oldest = known.oldest.min(oldest);
-                if known.never_for.is_empty() {
-                    known.never_for = never_for;
-                }
-            }
-            None => {
-                let waiting = Waiting {
-                    shape: shape.clone(),
-                    keeps_to_its_own,
-                    count,
-                    for_none,
-                    oldest,
-                    waits_for,
-                    never_for,
-                };
-                by_shape.insert(shape, waiting);
-            }
+        match by_shape.get_mut(&waiting.shape) {
+            Some(known) => known.join(waiting),
+            None => _ = by_shape.insert(waiting.shape.clone(), waiting),
         }
     }
     feed.demand = by_shape.into_values().collect();
@@ -232,26 +202,38 @@ fn tell_demand(scheduler: &Scheduler, feed: &mut Feed) {
 /// What was refused lately, and still would be.
 fn tell_refused(scheduler: &Scheduler, feed: &mut Feed) {
     let refused = scheduler.dispatch.refused().lately(Timestamp::now());
-    for Refused { demand, count, first, .. } in refused {
-        // Each for itself, as above.
+    let refused = refused.iter().map(|one| Waiting::of(scheduler, &one.demand, one.count, one.first));
+    feed.refused = refused.filter(|one| one.for_none > 0).collect();
+}
+
+impl Waiting {
+    /// So many that ask for `demand`. Each is looked at for itself, so that nothing that is placed waits for all of them.
+    fn of(scheduler: &Scheduler, demand: &Demand, count: usize, oldest: Timestamp) -> Self {
         let mut workers = scheduler.dispatch.workers.lock();
-        if !workers.is_hopeless(&demand) {
-            continue;
-        }
-        let waits_for = workers.waits_for(&demand);
-        let never_for = workers.refusals(&demand).lines().into_iter().take(REASONS).collect();
-        let keeps_to_its_own = workers.keeps_to_its_own(&demand);
-        drop(workers);
-        let shape = demand.shape.clone();
-        feed.refused.push(Waiting {
-            shape,
-            keeps_to_its_own,
+        let is_hopeless = workers.is_hopeless(demand);
+        let never_for = match is_hopeless {
+            true => workers.refusals(demand).lines().into_iter().take(REASONS).collect(),
+            false => Vec::new(),
+        };
+        Self {
+            shape: demand.shape.clone(),
+            keeps_to_its_own: workers.keeps_to_its_own(demand),
             count,
-            for_none: count,
-            oldest: first,
-            waits_for,
+            for_none: if is_hopeless { count } else { 0 },
+            oldest,
+            waits_for: workers.waits_for(demand),
             never_for,
-        });
+        }
+    }
+
+    /// Others of the same shape, that shall avoid other workers.
+    fn join(&mut self, other: Self) {
+        self.count += other.count;
+        self.for_none += other.for_none;
+        self.oldest = self.oldest.min(other.oldest);
+        if self.never_for.is_empty() {
+            self.never_for = other.never_for;
+        }
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
         scheduler
             .change(async |txn| {
                 let mut effects = Effects::default();
-                workloads::give_up(&txn, id, now, &mut effects).await?;
+                workloads::end_unpinned(&txn, id, now, &mut effects).await?;
                 Ok::<_, DbErr>(((), effects))
             })
             .await?;

@@ -10,7 +10,9 @@ use domain::Timestamp;
 
 use crate::placement::{Demand, Shape};
 
+/// How long it is told after the last time.
 const KEPT: Duration = Duration::from_secs(10 * 60);
+/// Of more shapes than this the one that was refused longest ago is forgotten.
 const MOST: usize = 1000;
 
 /// What was refused that asks for the same.
@@ -35,10 +37,10 @@ impl RefusedShapes {
             return;
         }
         if self.0.len() >= MOST {
-            self.forget(now);
-            let oldest =
-                self.0.iter().min_by_key(|(_, refused)| refused.last).map(|(shape, _)| shape.clone());
-            oldest.filter(|_| self.0.len() >= MOST).map(|oldest| self.0.remove(&oldest));
+            let oldest = self.0.iter().min_by_key(|(_, refused)| refused.last);
+            if let Some(oldest) = oldest.map(|(shape, _)| shape.clone()) {
+                self.0.remove(&oldest);
+            }
         }
         let refused = Refused { demand: demand.clone(), count: 1, first: now, last: now };
         self.0.insert(demand.shape.clone(), refused);

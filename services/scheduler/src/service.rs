@@ -361,15 +361,16 @@ impl Scheduler {
 
     /// One workload as it is now.
     pub(crate) async fn get(&self, team: &str, id: WorkloadId) -> Result<Workload, WorkloadError> {
-        let row = workloads::find(self.db.read(), id).await?.filter(|row| row.team == team);
-        let mut workload = workloads::view(row.ok_or(WorkloadError::NotFound(id))?)?;
+        let db = self.db.read();
+        let row = workloads::find(db, id).await?.filter(|row| row.team == team);
+        let mut seen = workloads::view(db, row.into_iter().collect()).await?;
+        let mut workload = seen.pop().ok_or(WorkloadError::NotFound(id))?;
         if let Some(whereabouts) = &mut workload.whereabouts
-            && let Some((_, endpoint)) = workers::reach(self.db.read(), whereabouts.worker).await?
+            && let Some((_, endpoint)) = workers::reach(db, whereabouts.worker).await?
         {
             // Its gateway may have moved since the workload was placed.
             whereabouts.gateway_endpoint = endpoint;
         }
-        workloads::see_stopping(self.db.read(), std::slice::from_mut(&mut workload)).await?;
         Ok(workload)
     }
 

@@ -13,7 +13,6 @@
 //! Invariants: `lease_id` names the live lease exactly while the state is assigned, starting or running, but for one that was given up, which no
 //! workload holds any more ([`crate::leases`]); `ending` is set from settling on; `finished` is reached once, and is the last event.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
 use domain::worker::LeaseClaims;
@@ -22,7 +21,7 @@ use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
-    QueryOrder, QuerySelect, Set,
+    QuerySelect, Set,
 };
 use uuid::Uuid;
 
@@ -30,7 +29,7 @@ use crate::config::Config;
 use crate::dispatch::SubmitError;
 use crate::effects::Effects;
 use crate::entity::lease::{EndedBy, StopReason};
-use crate::entity::workload::{self, Model, Outcome, State};
+use crate::entity::workload::{self, Model, State};
 use crate::entity::{from_json, lease, to_json};
 use crate::events::{self, Event, InputProgress, Whereabouts};
 use crate::leases;
@@ -45,11 +44,13 @@ mod deadlines;
 #[cfg(test)]
 pub(crate) mod for_tests;
 mod pending;
+mod view;
 
 use again::again;
 pub(crate) use again::{interrupt, last_failure};
 pub(crate) use deadlines::{next_deadline, overdue, time_out};
 pub(crate) use pending::{Pending, pending};
+pub(crate) use view::{Workload, list, view};
 
 // Written out, as in partial indexes of the table: for a parameter in its place PostgreSQL would not use them, and SQLite would plan the statement
 // anew each time.
@@ -66,27 +67,6 @@ pub(crate) struct Submission {
     /// Of the spec as it was asked for, by which a repeat is known.
     pub(crate) digest: Digest,
     traceparent: String,
-}
-
-/// A workload as it is now.
-#[derive(Debug, Clone)]
-pub(crate) struct Workload {
-    pub(crate) id: WorkloadId,
-    pub(crate) sequence: Uuid,
-    pub(crate) spec: WorkloadSpec,
-    pub(crate) state: State,
-    pub(crate) submitted_at: Timestamp,
-    pub(crate) started_at: Option<Timestamp>,
-    pub(crate) finished_at: Option<Timestamp>,
-    pub(crate) whereabouts: Option<Whereabouts>,
-    /// Once finished.
-    pub(crate) ending: Option<Ending>,
-    /// While pending.
-    pub(crate) waiting_for: Vec<String>,
-    /// How often it has begun again.
-    pub(crate) retried: u32,
-    /// Why its attempt shall stop that has not, where that was looked at: see [`see_stopping`].
-    pub(crate) stopping: Option<StopReason>,
 }
 
 /// A call about one workload cannot be answered.
@@ -740,7 +720,7 @@ pub(crate) async fn forgotten(
 }
 
 /// Ends a workload whose pinning nobody came back to finish.
-pub(crate) async fn give_up(
+pub(crate) async fn end_unpinned(
     txn: &DatabaseTransaction,
     id: WorkloadId,
     now: Timestamp,
@@ -789,76 +769,6 @@ pub(crate) fn settlement_of_finished(row: &Model) -> Result<Option<Settlement>, 
         owners: vec![],
         caches: vec![],
     }))
-}
-
-/// A row as callers see it.
-pub(crate) fn view(row: Model) -> Result<Workload, DbErr> {
-    let finished = row.state == State::Finished;
-    let pending = row.state == State::Pending;
-    Ok(Workload {
-        id: WorkloadId::from_uuid(row.id),
-        sequence: row.sequence,
-        spec: spec(&row)?,
-        state: row.state,
-        submitted_at: Timestamp(row.submitted_at),
-        started_at: row.started_at.map(Timestamp),
-        finished_at: row.finished_at.map(Timestamp),
-        whereabouts: whereabouts(&row)?,
-        ending: if finished { Some(ending(&row)?) } else { None },
-        waiting_for: if pending { from_json(&row.waiting_for)? } else { vec![] },
-        retried: u32::try_from(row.retried).unwrap_or(0),
-        stopping: None,
-    })
-}
-
-/// Looks at which of these shall stop and have not.
-pub(crate) async fn see_stopping(db: &impl ConnectionTrait, workloads: &mut [Workload]) -> Result<(), DbErr> {
-    let attempted = |workload: &&mut Workload| {
-        matches!(workload.state, State::Assigned | State::Starting | State::Running)
-    };
-    let mut attempted: HashMap<_, _> =
-        workloads.iter_mut().filter(attempted).map(|workload| (workload.id.uuid(), workload)).collect();
-    if attempted.is_empty() {
-        return Ok(());
-    }
-    for (id, reason) in leases::stopping(db, attempted.keys().copied()).await? {
-        if let Some(workload) = attempted.get_mut(&id) {
-            workload.stopping = Some(reason);
-        }
-    }
-    Ok(())
-}
-
-/// Up to `limit` workloads of `team`, or of all teams, newest first.
-pub(crate) async fn list(
-    db: &impl ConnectionTrait,
-    team: Option<&str>,
-    state: Option<State>,
-    outcome: Option<Outcome>,
-    before: Option<Uuid>,
-    limit: u64,
-) -> Result<Vec<Workload>, DbErr> {
-    let mut query = workload::Entity::find();
-    if let Some(team) = team {
-        query = query.filter(workload::Column::Team.eq(team));
-    }
-    if let Some(state) = state {
-        query = query.filter(workload::Column::State.eq(state));
-    }
-    if let Some(outcome) = outcome {
-        query = query.filter(workload::Column::Outcome.eq(outcome));
-        if outcome != Outcome::Succeeded {
-            // Written out, as in the partial index of the table.
-            query = query.filter(Expr::cust("outcome <> 'succeeded'"));
-        }
-    }
-    if let Some(before) = before {
-        query = query.filter(workload::Column::Sequence.lt(before));
-    }
-    let rows = query.order_by_desc(workload::Column::Sequence).limit(limit).all(db).await?;
-    let mut found = rows.into_iter().map(view).collect::<Result<Vec<_>, _>>()?;
-    see_stopping(db, &mut found).await?;
-    Ok(found)
 }
 
 #[cfg(test)]

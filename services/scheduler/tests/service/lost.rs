@@ -1,8 +1,9 @@
-//! Workers that were lost or removed a moment ago, and may come back.
+//! Workers that were lost or removed: a moment ago, and may come back; and what they may run still.
 
 use std::future::Future;
 use std::time::Duration;
 
+use domain::GatewayInstance;
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use scheduler::Config;
@@ -10,8 +11,9 @@ use testing::databases::TestDatabase;
 
 use crate::explain::explain_spec;
 use crate::leases::{refused, task, with_slots};
+use crate::patient_config;
 use crate::places::{place, so_many_wait, waiting};
-use crate::support::{Gateway, Running, config, hello, spec, until};
+use crate::support::{Gateway, Running, config, finish, hello, spec, start, until};
 
 /// How a worker went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,4 +145,74 @@ pub(crate) async fn a_worker_that_was_lost_long_ago_is_not_waited_for(database: 
 
 pub(crate) async fn a_worker_that_was_pruned_long_ago_is_not_waited_for(database: TestDatabase) {
     waits_no_longer(database, How::Pruned).await;
+}
+
+/// A worker that does not stop by itself what it cannot answer for, as Garden does not, may run it when it is given up for lost.
+pub(crate) async fn what_a_lost_worker_may_run_still_keeps_its_slot(database: TestDatabase) {
+    let (ttl, lost_after) = (Duration::from_millis(500), Duration::from_millis(1200));
+    let scheduler = Running::start(patient_config(&database, ttl, lost_after)).await;
+    let tagged =
+        |spec: pb::WorkloadSpec, name: &str| pb::WorkloadSpec { tags: vec![name.to_owned()], ..spec };
+    let mut lost = Vec::new();
+    // Of one worker it is seen that it stopped, one begins anew, and one is pruned.
+    for name in ["back", "reborn", "pruned"] {
+        let plain = hello(name);
+        let labels = pb::WorkerLabels {
+            capabilities: vec![],
+            tags: vec![name.to_owned()],
+            ephemeral: true,
+            ..plain.labels.expect("labels")
+        };
+        let capacity = Some(pb::Capacity { max_tasks: 1, ..plain.capacity.expect("capacity") });
+        let hello = pb::Hello { labels: Some(labels), capacity, ..plain };
+        let mut gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+        let again = pb::WorkloadSpec { interruptible: true, retries: 3, ..tagged(spec(), name) };
+        let id = scheduler.submit(again).await.expect("accepted");
+        let (lease, run) = gateway.run_speaking(id).await;
+        start(&scheduler, &run.lease_token).await.expect("started");
+        gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+        lost.push((name, hello, gateway, id, lease, run.lease_token));
+    }
+    for (name, _, _, id, ..) in &lost {
+        let finished = scheduler.finished(*id).await;
+        assert_eq!(finished.failure.expect("a failure").reason, "WORKER_LOST");
+        let worker = scheduler.worker(name).await;
+        assert_eq!(worker.state(), pb::WorkerState::Lost);
+        assert_eq!(worker.active_tasks, 1, "{name}: its slot is taken, and it has not gone");
+    }
+
+    let [back, reborn, pruned] = <[_; 3]>::try_from(lost).unwrap_or_else(|_| panic!("three"));
+    let (_, _, mut gateway, id, lease, token) = back;
+    until("it is back", async || {
+        gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+        (scheduler.worker("back").await.state() == pb::WorkerState::Running).then_some(())
+    })
+    .await;
+    let (_, stop) = gateway.stop(id).await;
+    assert_eq!(stop.reason, "WORKER_LOST");
+    let waits = scheduler.submit(tagged(spec(), "back")).await.expect("queued");
+    assert_eq!(scheduler.get(waits).await.state(), pb::WorkloadState::Pending);
+    assert_eq!(scheduler.worker("back").await.active_tasks, 1, "until it has stopped");
+    finish(&scheduler, &token, 0).await.expect("acknowledged");
+    finish(&scheduler, &token, 0).await.expect("again");
+    gateway.run_speaking(waits).await;
+    assert_eq!(scheduler.get(id).await.outcome(), pb::Outcome::Errored, "it has ended before");
+
+    let (_, mut hello, gateway, ..) = reborn;
+    drop(gateway);
+    hello.gateway_instance = GatewayInstance::new().to_string();
+    hello.marker = Some(pb::Marker { boot_id: "another".to_owned(), ..hello.marker.expect("a marker") });
+    let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
+    let next = scheduler.submit(tagged(spec(), "reborn")).await.expect("accepted");
+
+    // Whoever sees workers off has been there.
+    let other = scheduler.submit(tagged(spec(), "reborn")).await.expect("queued");
+    let (_, run) = gateway.run_speaking(next).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    gateway.run_speaking(other).await;
+    assert_eq!(scheduler.worker("pruned").await.active_tasks, 1, "it has not gone");
+    drop(pruned.2);
+    scheduler.prune("pruned", true).await.expect("pruned");
+    scheduler.gone("pruned").await;
+    scheduler.stop().await;
 }

@@ -1,0 +1,97 @@
+//! Workloads as callers see them.
+
+use std::collections::HashMap;
+
+use domain::workload::WorkloadSpec;
+use domain::{Timestamp, WorkloadId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
+use uuid::Uuid;
+
+use super::{ending, spec, whereabouts};
+use crate::entity::from_json;
+use crate::entity::lease::StopReason;
+use crate::entity::workload::{self, Model, Outcome, State};
+use crate::events::Whereabouts;
+use crate::leases;
+use crate::outcome::Ending;
+
+/// A workload as it is now.
+#[derive(Debug, Clone)]
+pub(crate) struct Workload {
+    pub(crate) id: WorkloadId,
+    pub(crate) sequence: Uuid,
+    pub(crate) spec: WorkloadSpec,
+    pub(crate) state: State,
+    pub(crate) submitted_at: Timestamp,
+    pub(crate) started_at: Option<Timestamp>,
+    pub(crate) finished_at: Option<Timestamp>,
+    pub(crate) whereabouts: Option<Whereabouts>,
+    /// Once finished.
+    pub(crate) ending: Option<Ending>,
+    /// While pending.
+    pub(crate) waiting_for: Vec<String>,
+    /// How often it has begun again.
+    pub(crate) retried: u32,
+    /// Why its attempt shall stop that has not.
+    pub(crate) stopping: Option<StopReason>,
+}
+
+/// These rows, in their order, with what their leases say.
+pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<Vec<Workload>, DbErr> {
+    let is_attempted = |row: &&Model| matches!(row.state, State::Assigned | State::Starting | State::Running);
+    let attempted: Vec<_> = rows.iter().filter(is_attempted).map(|row| row.id).collect();
+    let stopping: HashMap<_, _> = match attempted.is_empty() {
+        true => HashMap::new(),
+        false => leases::stopping(db, attempted).await?.into_iter().collect(),
+    };
+    let view = |row: Model| {
+        let finished = row.state == State::Finished;
+        let pending = row.state == State::Pending;
+        Ok(Workload {
+            id: WorkloadId::from_uuid(row.id),
+            sequence: row.sequence,
+            spec: spec(&row)?,
+            state: row.state,
+            submitted_at: Timestamp(row.submitted_at),
+            started_at: row.started_at.map(Timestamp),
+            finished_at: row.finished_at.map(Timestamp),
+            whereabouts: whereabouts(&row)?,
+            ending: if finished { Some(ending(&row)?) } else { None },
+            waiting_for: if pending { from_json(&row.waiting_for)? } else { vec![] },
+            retried: u32::try_from(row.retried).unwrap_or(0),
+            stopping: stopping.get(&row.id).copied(),
+        })
+    };
+    rows.into_iter().map(view).collect()
+}
+
+/// Up to `limit` workloads of `team`, or of all teams, newest first.
+pub(crate) async fn list(
+    db: &impl ConnectionTrait,
+    team: Option<&str>,
+    state: Option<State>,
+    outcome: Option<Outcome>,
+    before: Option<Uuid>,
+    limit: u64,
+) -> Result<Vec<Workload>, DbErr> {
+    let mut query = workload::Entity::find();
+    if let Some(team) = team {
+        query = query.filter(workload::Column::Team.eq(team));
+    }
+    if let Some(state) = state {
+        query = query.filter(workload::Column::State.eq(state));
+    }
+    if let Some(outcome) = outcome {
+        query = query.filter(workload::Column::Outcome.eq(outcome));
+        if outcome != Outcome::Succeeded {
+            // Written out, as in the partial index of the table.
+            query = query.filter(Expr::cust("outcome <> 'succeeded'"));
+        }
+    }
+    if let Some(before) = before {
+        query = query.filter(workload::Column::Sequence.lt(before));
+    }
+    let rows = query.order_by_desc(workload::Column::Sequence).limit(limit).all(db).await?;
+    view(db, rows).await
+}
