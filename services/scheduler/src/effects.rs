@@ -26,6 +26,12 @@ pub(crate) struct Effects {
 }
 
 impl Effects {
+    /// Both.
+    pub(crate) fn and(mut self, other: Self) -> Self {
+        self.append(other);
+        self
+    }
+
     /// These as well.
     pub(crate) fn append(&mut self, mut other: Self) {
         self.workloads.append(&mut other.workloads);

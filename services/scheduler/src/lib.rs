@@ -141,6 +141,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
     let (contacts, said) = contacts::channel();
     let (hellos, asked) = hellos::channel();
     let scheduler = Scheduler {
+        delivered: outbox::delivered(db.clone(), host.tasks()),
         db,
         config,
         signer,

@@ -4,9 +4,11 @@
 //! as one. Whoever wrote a parcel delivers it at once ([`deliver`]); when that fails, or a crash comes in between, the loop
 //! ([`redeliver_forever`]) of any replica takes it up.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use db::rows::{self, Column};
+use db::{Database, Together};
 use domain::workload::{Outcome, OutputOwner, PublishedCache, PublishedOutput};
 use domain::{ArtifactId, AttemptId, BuildId, Timestamp, WorkloadId};
 use rpc::Reason;
@@ -16,6 +18,7 @@ use sea_orm::{
     QueryFilter, QueryOrder, QuerySelect, QueryTrait, Set, Statement,
 };
 use serde::{Deserialize, Serialize};
+use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 use uuid::Uuid;
 
@@ -169,11 +172,6 @@ pub(crate) async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<V
         .collect()
 }
 
-/// Removes a parcel that was acknowledged. `false`: another replica delivered it as well.
-pub(crate) async fn remove(txn: &DatabaseTransaction, parcel: Uuid) -> Result<bool, DbErr> {
-    Ok(outbox::Entity::delete_by_id(parcel).exec(txn).await?.rows_affected > 0)
-}
-
 /// Says something else instead.
 pub(crate) async fn replace(txn: &DatabaseTransaction, parcel: Uuid, message: &Message) -> Result<(), DbErr> {
     let message = to_json(message)?;
@@ -271,16 +269,65 @@ async fn deliver_once(scheduler: &Scheduler, parcel: &mut Parcel) -> Result<(), 
         }
     }
 
-    scheduler
-        .change(async |txn| {
-            let mut effects = Effects::default();
-            if remove(&txn, parcel.id).await? && matches!(parcel.message, Message::Settle(_)) {
-                workloads::settled(&txn, parcel.workload(), Timestamp::now(), &mut effects).await?;
-            }
-            Ok::<_, DbErr>(((), effects))
-        })
-        .await?;
+    let delivered = scheduler.delivered.call(parcel.clone()).await;
+    scheduler.announce(delivered.map_err(|error| DbErr::Custom(error.to_string()))??);
     Ok(())
+}
+
+/// Where it is noted what the store has acknowledged: that of many parcels at once.
+pub(crate) type Delivered = Together<Parcel, Result<Effects, DbErr>>;
+
+/// The one of a replica.
+pub(crate) fn delivered(db: Database, tasks: TaskTracker) -> Delivered {
+    Together::new(DELIVERIES, tasks, move |parcels| {
+        let db = db.clone();
+        async move { note_delivered(&db, &parcels).await }
+    })
+}
+
+async fn note_delivered(db: &Database, parcels: &[Parcel]) -> Vec<Result<Effects, DbErr>> {
+    let now = Timestamp::now();
+    let note = async |parcels| db.write(async |txn| are_delivered(&txn, parcels, now).await).await;
+    match note(parcels).await {
+        Ok(effects) => effects.into_iter().map(Ok).collect(),
+        Err(error) if parcels.len() == 1 => vec![Err(error)],
+        Err(error) => {
+            tracing::debug!(%error, parcels = parcels.len(), "each is noted alone");
+            let mut noted = Vec::with_capacity(parcels.len());
+            for parcel in parcels {
+                let effects = note(std::slice::from_ref(parcel)).await;
+                noted.push(effects.map(|effects| effects.into_iter().fold(Effects::default(), Effects::and)));
+            }
+            noted
+        }
+    }
+}
+
+/// Removes parcels that were acknowledged, and ends the workloads that are settled with that. Answers the effects of each.
+async fn are_delivered(
+    txn: &DatabaseTransaction,
+    parcels: &[Parcel],
+    now: Timestamp,
+) -> Result<Vec<Effects>, DbErr> {
+    let backend = txn.get_database_backend();
+    let query = format!("DELETE FROM outbox WHERE id {} RETURNING id", rows::among(backend, 1));
+    let ids = rows::ids(parcels.iter().map(|parcel| parcel.id))?;
+    let removed = txn.query_all_raw(Statement::from_sql_and_values(backend, query, [ids])).await?;
+    // What is not there any more another replica has delivered as well.
+    let removed: HashSet<Uuid> = removed.iter().map(|row| row.try_get("", "id")).collect::<Result<_, _>>()?;
+    let settles =
+        |parcel: &&Parcel| removed.contains(&parcel.id) && matches!(parcel.message, Message::Settle(_));
+    let settled = parcels.iter().filter(settles).map(Parcel::workload);
+    let settled = workloads::settling(txn, settled).await?;
+    let mut effects: Vec<_> = parcels.iter().map(|_| Effects::default()).collect();
+    for workload in settled {
+        // Each is told of once.
+        let told = parcels.iter().position(|parcel| settles(&parcel) && parcel.workload() == workload);
+        if let Some(told) = told {
+            workloads::settled(txn, workload, now, &mut effects[told]).await?;
+        }
+    }
+    Ok(effects)
 }
 
 /// Claims what is due. Writes nothing when nothing is.

@@ -48,6 +48,7 @@ pub(crate) struct Scheduler {
     pub(crate) store: Store,
     /// Bounds how many parcels are delivered at a time.
     pub(crate) deliveries: Arc<Semaphore>,
+    pub(crate) delivered: outbox::Delivered,
     pub(crate) hints: Hints,
     pub(crate) dispatch: Dispatch,
     pub(crate) attended: Attended,

@@ -15,13 +15,14 @@
 
 use std::time::Duration;
 
+use db::rows;
 use domain::worker::LeaseClaims;
 use domain::workload::{Image, Usage, WorkloadSpec};
 use domain::{AttemptId, Digest, LeaseId, Timestamp, WorkloadId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
-    QuerySelect, Set,
+    ActiveEnum, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
+    QueryFilter, QuerySelect, Set, Statement,
 };
 use uuid::Uuid;
 
@@ -329,6 +330,22 @@ async fn finish(
     row.outcome = Some(ending.outcome.into());
     let event = Event::Finished { ending, whereabouts: whereabouts(&row)? };
     save(txn, row, Write::Update, Some(&event), now, effects).await
+}
+
+/// Locks those of workloads that are being settled, in the order of their ids.
+pub(crate) async fn settling(
+    txn: &DatabaseTransaction,
+    ids: impl Iterator<Item = WorkloadId>,
+) -> Result<Vec<WorkloadId>, DbErr> {
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT id FROM workloads WHERE id {} AND state = $2 ORDER BY id {}",
+        rows::among(backend, 1),
+        rows::lock(backend, "FOR UPDATE")
+    );
+    let values = [rows::ids(ids.map(WorkloadId::uuid))?, State::Settling.to_value().into()];
+    let found = txn.query_all_raw(Statement::from_sql_and_values(backend, query, values)).await?;
+    found.iter().map(|row| row.try_get("", "id").map(WorkloadId::from_uuid)).collect()
 }
 
 /// The artifact store has settled a workload. Does nothing unless it was being settled.

@@ -11,6 +11,7 @@ pub mod hints;
 mod migrate;
 pub mod rows;
 mod settings;
+mod together;
 
 use std::error::Error;
 use std::ops::Deref;
@@ -29,6 +30,7 @@ use tracing::Instrument;
 
 pub use migrate::{Migrations, SqlMigration};
 pub use settings::{DatabaseArgs, Settings};
+pub use together::{Broken, Together};
 
 /// How often a transaction is tried again before its failure is told.
 const ATTEMPTS: u32 = 12;

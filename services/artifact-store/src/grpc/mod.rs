@@ -24,6 +24,7 @@ use crate::artifacts::{Located, Replica};
 use crate::entity::{ArtifactState, BuildStatus};
 use crate::facts::Keepers;
 use crate::mark::Policy;
+use crate::pins::{Pinning, Settling, pinning, settling};
 use crate::sessions::SessionError;
 use crate::store::Store;
 use crate::units;
@@ -47,12 +48,20 @@ const MOST_WORKERS: usize = 1000;
 #[derive(Clone)]
 struct Handlers {
     store: Arc<Store>,
+    pinning: Pinning,
+    settling: Settling,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
 
 pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
-    let handlers = Handlers { store: store.clone(), tasks: host.tasks(), stopping: host.stopping() };
+    let handlers = Handlers {
+        store: store.clone(),
+        pinning: pinning(store, host.tasks()),
+        settling: settling(store, host.tasks()),
+        tasks: host.tasks(),
+        stopping: host.stopping(),
+    };
     host.add_service(pb::artifacts_server::ArtifactsServer::new(handlers.clone()));
     host.add_service(pb::owners_server::OwnersServer::new(handlers.clone()));
     host.add_service(pb::caches_server::CachesServer::new(handlers.clone()));

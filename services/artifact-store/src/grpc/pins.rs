@@ -18,16 +18,15 @@ use crate::pins::{self, SettledOutput, Settlement, Used};
 impl pb::pins_server::Pins for Handlers {
     async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<pb::PinResponse>, Status> {
         let request = request.into_inner();
-        let used = &Used {
+        let used = Used {
             holder: rpc::parse_id("holder_id", &request.holder_id)?,
             team: rpc::parse_team("team", request.team)?,
             artifacts: distinct(parse_artifacts("artifact_ids", &request.artifact_ids)?),
             build: rpc::parse_optional_id("build_id", &request.build_id)?,
             task_caches: parse_task_caches(&request.task_cache_ids)?,
         };
-        let now = self.store.now();
 
-        let pinned = self.store.db.write(|txn| async move { pins::pin(&txn, used, now).await }).await?;
+        let pinned = self.pinning.call(used).await.map_err(status::broken)??;
 
         Ok(Response::new(pb::PinResponse {
             locations: pinned.artifacts.into_iter().map(location).collect(),
@@ -40,7 +39,7 @@ impl pb::pins_server::Pins for Handlers {
         request: Request<pb::SettleRequest>,
     ) -> Result<Response<pb::SettleResponse>, Status> {
         let request = request.into_inner();
-        let settlement = &Settlement {
+        let settlement = Settlement {
             holder: rpc::parse_id("holder_id", &request.holder_id)?,
             team: rpc::parse_team("team", request.team)?,
             attempt: rpc::parse_optional_id("attempt_id", &request.attempt_id)?,
@@ -48,10 +47,8 @@ impl pb::pins_server::Pins for Handlers {
             build: rpc::parse_optional_id("build_id", &request.build_id)?,
             status: parse_build_status("status", request.status)?,
         };
-        let (now, ttl) = (self.store.now(), self.store.config.resource_cache_ttl);
 
-        let missing =
-            self.store.db.write(|txn| async move { pins::settle(&txn, settlement, now, ttl).await }).await?;
+        let missing = self.settling.call(settlement).await.map_err(status::broken)??;
 
         let missing = missing.into_iter().map(|(owner, artifact)| pb::OwnerMissing {
             artifact_id: artifact.to_string(),

@@ -269,7 +269,9 @@ async fn of_two_reports_the_older_is_refused_when_the_newer_was_committed_first(
         newer.send(if newer_names_it { named } else { &[] }, &[]).await;
         newer.commit(u64::from(newer_names_it)).await.expect("judged");
         assert_refused(older.commit(u64::from(!newer_names_it)).await, Reason::StaleReport);
-        assert_refused(cut.cut().await, Reason::ReportTruncated);
+        // For the one reason or the other: the store may not have begun to read it when the newer one was committed.
+        let refusal = cut.cut().await.expect_err("it is cut, and older");
+        assert!(refusal.is(Reason::ReportTruncated) || refusal.is(Reason::StaleReport), "{refusal:?}");
         let expected = if newer_names_it { InventoryState::Created } else { InventoryState::Lost };
         assert_eq!(suite.volume_state(&volume).await, Some(expected));
     }

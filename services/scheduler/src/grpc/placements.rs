@@ -335,15 +335,13 @@ impl PlacementsService {
         };
         let found = leases::worker_of_owner(self.0.db.read(), &shape.team, &owner).await;
         let kept_to = found.map_err(|error| database("look where an owner's containers are", &error))?;
-        let locations = if self.is_repeat(lease, &inputs).await? {
-            Arc::default()
-        } else {
-            match self.0.store.find(&shape.team, &inputs).await {
-                Ok(Found::All(locations)) => locations.into(),
-                Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
-                Ok(Found::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),
-                Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
-            }
+        let locations = match self.0.store.find(&shape.team, &inputs).await {
+            Ok(Found::All(locations)) => locations.into(),
+            // Then it was there, whatever has become of it.
+            _ if self.is_repeat(lease).await? => Arc::default(),
+            Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
+            Ok(Found::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),
+            Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
         };
         let demand = Demand { only, avoid, prefer, ..shape.asked_by(lease.uuid()) };
         Ok(Ok(Ask {
@@ -361,11 +359,8 @@ impl PlacementsService {
         }))
     }
 
-    /// Whether a lease that uses something is there already: then that was there, whatever has become of it.
-    async fn is_repeat(&self, lease: LeaseId, inputs: &Inputs) -> Result<bool, Status> {
-        if inputs.is_empty() {
-            return Ok(false);
-        }
+    /// Whether a lease is there already.
+    async fn is_repeat(&self, lease: LeaseId) -> Result<bool, Status> {
         let found = leases::find(self.0.db.read(), lease).await;
         Ok(found.map_err(|error| database("look for a lease", &error))?.is_some())
     }

@@ -69,6 +69,7 @@ impl Replica {
             signer: cluster.signer.clone(),
             store: Store::new(cluster.store.clone()),
             deliveries: Arc::new(nobody_delivers),
+            delivered: outbox::delivered(cluster.db.clone(), TaskTracker::new()),
             hints: hints::Hints::default(),
             attended: dispatch.workers.attended.clone(),
             contacts,

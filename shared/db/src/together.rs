@@ -1,0 +1,167 @@
+//! Calls that are carried out together: those that come while others are carried out wait, and are then one transaction. So a commit, and each of
+//! its statements, is for many where many call at once, and nobody waits where few do.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::oneshot;
+use tokio_util::task::TaskTracker;
+
+/// How many times calls are carried out at the same time: while one transaction is written to the disk, the next one is made.
+const AT_A_TIME: usize = 2;
+
+type Answers<A> = Pin<Box<dyn Future<Output = Vec<A>> + Send>>;
+
+/// Where calls are handed in. Cheap to clone; clones share it.
+pub struct Together<C, A>(Arc<Inner<C, A>>);
+
+struct Inner<C, A> {
+    most: usize,
+    carry_out: Box<dyn Fn(Vec<C>) -> Answers<A> + Send + Sync>,
+    tasks: TaskTracker,
+    state: Mutex<State<C, A>>,
+}
+
+struct State<C, A> {
+    waiting: Vec<Asked<C, A>>,
+    under_way: usize,
+}
+
+struct Asked<C, A> {
+    call: C,
+    answer: oneshot::Sender<A>,
+}
+
+/// A call was not carried out to its end: what did so failed unexpectedly, and has said how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("what was asked for was not carried out to its end")]
+pub struct Broken;
+
+impl<C, A> Clone for Together<C, A> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<C, A> fmt::Debug for Together<C, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Together").field("most", &self.0.most).finish_non_exhaustive()
+    }
+}
+
+impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
+    /// Has calls carried out by `carry_out`, at most so many at once, in tasks among `tasks`. It answers each of them, in their order.
+    pub fn new<F>(
+        most: usize,
+        tasks: TaskTracker,
+        carry_out: impl Fn(Vec<C>) -> F + Send + Sync + 'static,
+    ) -> Self
+    where
+        F: Future<Output = Vec<A>> + Send + 'static,
+    {
+        let carry_out = Box::new(move |calls| Box::pin(carry_out(calls)) as Answers<A>);
+        let state = Mutex::new(State { waiting: Vec::new(), under_way: 0 });
+        Self(Arc::new(Inner { most, carry_out, tasks, state }))
+    }
+
+    /// Has it carried out with others, and answers what became of it. What is under way is carried out whatever becomes of whoever asked; who has
+    /// given up before asks again if he still wants it.
+    pub async fn call(&self, call: C) -> Result<A, Broken> {
+        let (answer, answered) = oneshot::channel();
+        if self.0.add(Asked { call, answer }) {
+            self.0.tasks.spawn(self.clone().carry_out());
+        }
+        answered.await.map_err(|_| Broken)
+    }
+
+    /// Carries out what waits, until nothing does.
+    async fn carry_out(self) {
+        while let Some((calls, answers)) = self.0.take() {
+            // A task of its own, so that others are carried out when it panics.
+            let carried_out = self.0.tasks.spawn((self.0.carry_out)(calls)).await;
+            for (answer, to) in carried_out.into_iter().flatten().zip(answers) {
+                to.send(answer).ok();
+            }
+        }
+    }
+}
+
+impl<C, A> Inner<C, A> {
+    /// Has it wait. Answers whether another one must be under way now, for it and those that come.
+    fn add(&self, asked: Asked<C, A>) -> bool {
+        let mut state = self.state();
+        state.waiting.push(asked);
+        let begins = state.under_way < AT_A_TIME;
+        state.under_way += usize::from(begins);
+        begins
+    }
+
+    /// Calls that wait, the first first, and where their answers go. `None`: none does, and one less is under way.
+    fn take(&self) -> Option<(Vec<C>, Vec<oneshot::Sender<A>>)> {
+        let mut state = self.state();
+        state.waiting.retain(|asked| !asked.answer.is_closed());
+        let count = state.waiting.len().min(self.most);
+        if count == 0 {
+            state.under_way -= 1;
+            return None;
+        }
+        Some(state.waiting.drain(..count).map(|Asked { call, answer }| (call, answer)).unzip())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<C, A>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::Semaphore;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn who_comes_meanwhile_goes_together() {
+        let spawned = TaskTracker::new();
+        let (gate, sizes) = (Arc::new(Semaphore::new(0)), Arc::new(Mutex::new(Vec::new())));
+        let (at_gate, seen) = (gate.clone(), sizes.clone());
+        let together = Together::new(5, TaskTracker::new(), move |calls: Vec<u32>| {
+            let (gate, sizes) = (at_gate.clone(), seen.clone());
+            async move {
+                sizes.lock().expect("nobody panics").push(calls.len());
+                gate.acquire().await.expect("it is open").forget();
+                assert!(!calls.contains(&13), "this one breaks");
+                calls.into_iter().map(|n| n * 2).collect()
+            }
+        });
+        let call = |n| {
+            let together = together.clone();
+            spawned.spawn(async move { together.call(n).await })
+        };
+        let under_way = async |count| {
+            while sizes.lock().expect("nobody panics").len() < count {
+                tokio::task::yield_now().await;
+            }
+        };
+        let mut asked = vec![call(0)];
+        under_way(1).await;
+        asked.push(call(1));
+        under_way(2).await;
+        // Two are under way. Of those who come now one gives up.
+        let gives_up = call(100);
+        asked.extend((2..9).map(call));
+        while together.0.state().waiting.len() < 8 {
+            tokio::task::yield_now().await;
+        }
+        gives_up.abort();
+        assert!(gives_up.await.expect_err("it was aborted").is_cancelled());
+        gate.add_permits(100);
+        for (n, asked) in (0..).zip(asked) {
+            assert_eq!(asked.await.expect("it is answered"), Ok(n * 2));
+        }
+        assert_eq!(*sizes.lock().expect("nobody panics"), [1, 1, 5, 2]);
+
+        assert_eq!(together.call(13).await, Err(Broken));
+        assert_eq!(together.call(14).await, Ok(28), "others are not concerned");
+    }
+}
