@@ -204,7 +204,8 @@ fn text(response: &ExplainResponse, waits: bool) -> String {
         text.push_str(&render(&["WORKER", "SAYS"], &workers.iter().map(row).collect::<Vec<_>>()));
     }
     // All others.
-    if response.workers_known > workers.len() as u64 {
+    let (known, gone) = (response.workers_known, response.workers_gone);
+    if known + gone > workers.len() as u64 {
         let willing = response.workers_willing;
         let would = (willing > 0).then(|| vec![willing.to_string(), "would do".to_owned(), String::new()]);
         let refuse = groups.iter().map(|group| {
@@ -214,7 +215,9 @@ fn text(response: &ExplainResponse, waits: bool) -> String {
             vec![group.count.to_string(), plain(&says.join(", "), WIDTH), format!("{such_as}{more}")]
         });
         let rows: Vec<_> = would.into_iter().chain(refuse).collect();
-        text.push_str(&format!("\nOf all {} workers\n", response.workers_known));
+        let and_gone =
+            if gone > 0 { format!(", and {gone} that went away minutes ago") } else { String::new() };
+        text.push_str(&format!("\nOf all {known} workers{and_gone}\n"));
         text.push_str(&filled(&["COUNT", "SAY", "SUCH AS"], &rows));
     }
     if !unblocked_by.is_empty() {
@@ -326,6 +329,9 @@ mod tests {
         assert_eq!(text(&response, false), expected);
         let line = "waiting, 3rd in the queue: all 12 workers that could take it are full";
         assert_eq!(short(&response), format!("{line}; about 40 s"));
+        response.workers_gone = 3;
+        let told = text(&response, false);
+        assert!(told.contains("\nOf all 12 workers, and 3 that went away minutes ago\n"), "{told}");
         response.expected_wait = None;
         response.expected_wait_basis = "unknown: none came free".to_owned();
         assert_eq!(short(&response), line);

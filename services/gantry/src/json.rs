@@ -147,6 +147,7 @@ pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
         "expected_wait_basis": some(&explanation.expected_wait_basis),
         "workers_known": explanation.workers_known,
         "workers_willing": explanation.workers_willing,
+        "workers_gone": explanation.workers_gone,
         "groups": explanation.groups.iter().map(group).collect::<Vec<_>>(),
     })
 }

@@ -54,7 +54,7 @@ pub struct Config {
     pub team_weights: HashMap<String, u32>,
     /// After how long somebody who waits counts as one priority higher. Zero: never.
     pub queue_aging: Duration,
-    /// For how long a worker that was lost or removed counts as one that may come back.
+    /// For how long a worker that was lost counts as one that may come back, and one that has gone as one whose place another may take.
     pub remember_lost: Duration,
     /// Whether replicas tell each other what changed. Without that each finds out by looking, after `poll`.
     pub share_hints: bool,

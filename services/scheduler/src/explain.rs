@@ -214,15 +214,36 @@ fn summary(verdict: Verdict, outlook: &Outlook) -> String {
             };
         }
         Verdict::Never => return "no worker that is known could ever take it".to_owned(),
-        Verdict::NotNow if outlook.known == 0 => return "no worker has registered yet".to_owned(),
+        Verdict::NotNow if outlook.known + outlook.gone == 0 => {
+            return "no worker has registered yet".to_owned();
+        }
         Verdict::NotNow if outlook.willing > 0 => {
             return "others that ask for the same are before it".to_owned();
         }
         Verdict::NotNow => {}
     }
-    let could: Vec<_> = outlook.groups.iter().filter(|group| group.passes()).collect();
-    let count: usize = could.iter().map(|group| group.count).sum();
-    match (could.as_slice(), count) {
+    let could = outlook.groups.iter().filter(|group| group.passes());
+    let (gone, there): (Vec<_>, Vec<_>) = could.partition(|group| group.has_gone());
+    match (there.is_empty(), gone.as_slice(), count(&gone)) {
+        (true, ..) => all_in_one(&gone),
+        (false, _, 0) => all_in_one(&there),
+        (false, [only], 1) => {
+            format!("{}; another one, {}, {}", all_in_one(&there), only.names.join(""), Refusal::Gone)
+        }
+        (false, _, others) => {
+            format!("{}; {others} others {}", all_in_one(&there), Refusal::Gone.of_many())
+        }
+    }
+}
+
+/// How many are in these groups.
+fn count(groups: &[&Group]) -> usize {
+    groups.iter().map(|group| group.count).sum()
+}
+
+/// What those say that could take it.
+fn all_in_one(could: &[&Group]) -> String {
+    match (could, count(could)) {
         ([], _) => "no worker that is known could take it".to_owned(),
         ([only], 1) => format!("the only worker that could take it, {}, {}", only.names.join(""), one(only)),
         ([all], count) => format!("all {count} workers that could take it {}", all.words()),
@@ -268,24 +289,26 @@ const NAMED: usize = 3;
 /// What would let it be placed: for each worker, or each group of them, all that it refuses for would have to end.
 fn unblocked_by(demand: &Demand, outlook: &Outlook, verdict: Verdict) -> Vec<String> {
     let mut lines = BTreeSet::new();
-    let waiting = verdict == Verdict::NotNow && outlook.known > 0;
+    let all = outlook.known + outlook.gone;
+    let waiting = verdict == Verdict::NotNow && all > 0;
     if outlook.willing > 0 && waiting {
         lines.insert("those before it that ask for the same are placed".to_owned());
     }
-    let few: Option<Vec<_>> = (outlook.known <= FEW && outlook.opinions.len() == outlook.known).then(|| {
+    let few: Option<Vec<_>> = (all <= FEW && outlook.opinions.len() == all).then(|| {
         let refusing = outlook.opinions.iter().filter_map(|opinion| match &opinion.says {
             Says::WouldNot(refusals) => Some((&opinion.name, refusals)),
             Says::Would(_) => None,
         });
         refusing.collect()
     });
-    // Where waiting is enough somewhere, nobody has to change anything.
-    let helps = |refusals: &[Refusal]| !waiting || refusals.iter().all(Refusal::passes);
+    // Where waiting is enough somewhere, nobody has to change anything; and nothing helps with one that has gone.
+    let helps = |refusals: &[Refusal]| {
+        !refusals.contains(&Refusal::Gone) && (!waiting || refusals.iter().all(Refusal::passes))
+    };
     match few {
         Some(few) => {
             for (name, refusals) in few.into_iter().filter(|(_, refusals)| helps(refusals)) {
-                let ends: Vec<_> = refusals.iter().map(Refusal::ended_by).collect();
-                lines.insert(format!("{name}: {}", ends.join(", and ")));
+                lines.insert(format!("{name}: {}", ends(refusals, Refusal::ended_by)));
             }
         }
         None => {
@@ -296,14 +319,20 @@ fn unblocked_by(demand: &Demand, outlook: &Outlook, verdict: Verdict) -> Vec<Str
                     1 => (named, Refusal::ended_by),
                     count => (format!("one of {count} workers ({named}{more})"), Refusal::ended_by_of_many),
                 };
-                let ends: Vec<_> = group.refusals.iter().map(ended_by).collect();
-                lines.insert(format!("{who}: {}", ends.join(", and ")));
+                lines.insert(format!("{who}: {}", ends(&group.refusals, ended_by)));
             }
         }
     }
     let mut lines: Vec<_> = lines.into_iter().collect();
-    if !waiting {
+    if !waiting || outlook.groups.iter().any(|group| group.passes() && group.has_gone()) {
         lines.push(format!("a worker registers that can do it ({})", what_can_do(&demand.shape)));
     }
     lines
+}
+
+/// What would have to end, all of it. One whose place another takes need not come back, or have room.
+fn ends(refusals: &[Refusal], ended_by: fn(&Refusal) -> String) -> String {
+    let is_replaced = refusals.contains(&Refusal::Retiring);
+    let ends = refusals.iter().filter(|refusal| !is_replaced || !refusal.passes());
+    ends.map(ended_by).collect::<Vec<_>>().join(", and ")
 }

@@ -163,7 +163,8 @@ struct Arguments {
         help_heading = "Placement"
     )]
     queue_aging: Duration,
-    /// For how long a worker that was lost or removed counts as one that may come back: what only it could do waits
+    /// For how long a worker that was lost counts as one that may come back, and one that has gone as one whose place another may take: what
+    /// only it could do waits
     #[arg(
         long,
         env = "GANTRY_REMEMBER_LOST",

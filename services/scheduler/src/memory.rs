@@ -165,6 +165,7 @@ impl Facts {
             state: row.state,
             awaited: contact.is_some_and(|contact| contact.last_contact_at < contact.patient_since),
             just_lost: row.state == State::Lost && silent < self.lost_after + self.remember,
+            gone: row.state == State::Lost && (row.ephemeral || row.leaving.is_some()),
             unsupported_versions: from_json(&row.unsupported_versions)?,
             trust: match row.set_aside_until {
                 Some(_) => Trust::SetAside(row.last_failure.clone()),
@@ -279,7 +280,7 @@ impl Memory {
         self.wrote.drain(..self.wrote.len().saturating_sub(WROTE));
     }
 
-    /// These workers are not there any more. They count as just lost for a while.
+    /// These workers are not there any more. They count as such that went just now for a while.
     pub(crate) fn forget(&mut self, ids: impl IntoIterator<Item = WorkerId>) {
         let ids: Vec<_> = ids.into_iter().collect();
         self.workers.attended.forget(ids.iter().copied());
@@ -292,10 +293,10 @@ impl Memory {
                 index.remove(id);
             } else {
                 self.gone.entry(id).or_insert(facts.now);
-                let load = index.seen(id);
-                // What it was told to do when it was there is done with.
-                let desired = Desired::Run;
-                index.put(Worker { state: State::Lost, just_lost: true, desired, load, ..known });
+                // What was on it, and what was thought and wanted of it when it was there, is done with.
+                let (desired, trust, load) = (Desired::Run, Trust::Full, Load::default());
+                let state = State::Lost;
+                index.put(Worker { state, just_lost: true, gone: true, desired, trust, load, ..known });
             }
         }
     }

@@ -237,7 +237,7 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
         Verdict::NotNow => pb::Verdict::NotNow,
         Verdict::Never => pb::Verdict::Never,
     };
-    let Outlook { known, willing, opinions, groups, pace: _ } = explanation.outlook;
+    let Outlook { known, gone, willing, opinions, groups, pace: _ } = explanation.outlook;
     pb::ExplainResponse {
         verdict: verdict.into(),
         queue_position: explanation.position,
@@ -249,6 +249,7 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
         workers_known: known as u64,
         workers_willing: willing as u64,
         groups: groups.into_iter().map(group).collect(),
+        workers_gone: gone as u64,
     }
 }
 

@@ -38,11 +38,12 @@ const NOBODY: &str = "NOBODY";
 const NEVER: &str = "NEVER";
 
 /// Everything that [`Index::waits_for`] answers.
-pub(crate) const WAITS_FOR: [&str; 13] = [
+pub(crate) const WAITS_FOR: [&str; 14] = [
     PENDING,
     NOBODY,
     NEVER,
     "JUST_LOST",
+    "GONE",
     "LANDING",
     "STALLED",
     "SET_ASIDE",
@@ -143,6 +144,8 @@ pub(crate) struct Index {
     /// For whom workers are kept free that may be among these.
     kept_free: BTreeMap<WorkerId, Uuid>,
     by_id: HashMap<WorkerId, usize>,
+    /// How many of them have gone, and are remembered for a while.
+    gone: usize,
     /// What is planned for workers, and not in their rows yet.
     planned: HashMap<WorkerId, Load>,
     classes: Vec<Class>,
@@ -174,6 +177,7 @@ struct Key {
     state: State,
     awaited: bool,
     just_lost: bool,
+    gone: bool,
     unsupported_versions: Vec<u32>,
     trust: Trust,
 }
@@ -242,6 +246,7 @@ impl Index {
             free: Vec::new(),
             kept_free: BTreeMap::new(),
             by_id: HashMap::new(),
+            gone: 0,
             planned: HashMap::new(),
             classes: Vec::new(),
             by_key: HashMap::new(),
@@ -269,6 +274,11 @@ impl Index {
 
     pub(crate) fn len(&self) -> usize {
         self.by_id.len()
+    }
+
+    /// How many of them there are still.
+    fn there(&self) -> usize {
+        self.len().saturating_sub(self.gone)
     }
 
     /// The same, as was read `now`. `ended_tasks`: how many slots came free there so far.
@@ -348,6 +358,7 @@ impl Index {
             state: worker.state,
             awaited: worker.awaited,
             just_lost: worker.just_lost,
+            gone: worker.gone,
             unsupported_versions: worker.unsupported_versions.clone(),
             trust: worker.trust.clone(),
         };
@@ -386,7 +397,7 @@ impl Index {
 
     fn change_lines(&mut self, place: usize, put: bool) {
         self.changes += 1;
-        let Self { places, classes, chains, .. } = self;
+        let Self { places, classes, chains, gone, .. } = self;
         let Some(Place { worker, class, .. }) = &places[place] else { return };
         let has_room = has_room(worker);
         let class = &mut classes[*class];
@@ -405,6 +416,9 @@ impl Index {
         }
         let change = |count: &mut usize| *count = if put { *count + 1 } else { count.saturating_sub(1) };
         change(&mut class.count);
+        if worker.gone {
+            change(gone);
+        }
         if has_room {
             change(&mut class.with_room);
         }
@@ -690,7 +704,7 @@ impl Index {
     /// Why the `best` and no other of those that are `willing`.
     fn reason(&self, demand: &Demand, best: &Best, willing: usize) -> String {
         let score = self.words(demand, best.score);
-        match (best.equal, willing, self.len()) {
+        match (best.equal, willing, self.there()) {
             (_, _, 1) => "it is the only worker".to_owned(),
             _ if demand.only.is_some() => "it is the worker that was asked for".to_owned(),
             (_, 1, all) => format!("the only one of {all} workers that can take it now: {score}"),

@@ -50,6 +50,8 @@ pub(crate) struct Worker {
     pub(crate) awaited: bool,
     /// It was lost only minutes ago.
     pub(crate) just_lost: bool,
+    /// It is lost, and there is none any more that could come back: it was removed, or is on its way out, or counts as gone once it is lost.
+    pub(crate) gone: bool,
     /// The versions of the protocol that its gateway speaks, where none of them is spoken here.
     pub(crate) unsupported_versions: Vec<u32>,
     pub(crate) trust: Trust,
@@ -72,6 +74,7 @@ impl Worker {
             state,
             awaited,
             just_lost,
+            gone,
             unsupported_versions,
             trust,
             labels,
@@ -81,8 +84,8 @@ impl Worker {
         } = self;
         (id, name, endpoint, incarnation, desired, state)
             == (&other.id, &other.name, &other.endpoint, &other.incarnation, &other.desired, &other.state)
-            && (awaited, just_lost, unsupported_versions, trust)
-                == (&other.awaited, &other.just_lost, &other.unsupported_versions, &other.trust)
+            && (awaited, just_lost, gone) == (&other.awaited, &other.just_lost, &other.gone)
+            && (unsupported_versions, trust) == (&other.unsupported_versions, &other.trust)
             && (Arc::ptr_eq(labels, &other.labels) || labels == &other.labels)
             && capacity == &other.capacity
     }
@@ -340,7 +343,11 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     let labels = &worker.labels;
     let mut refusals = Vec::new();
     if worker.state == State::Lost {
-        refusals.push(if worker.just_lost { Refusal::JustLost } else { Refusal::Lost });
+        refusals.push(match (worker.just_lost, worker.gone) {
+            (true, false) => Refusal::JustLost,
+            (true, true) => Refusal::Gone,
+            (false, _) => Refusal::Lost,
+        });
     }
     if worker.desired == Desired::Retire {
         refusals.push(Refusal::Retiring);
@@ -404,9 +411,13 @@ fn of_place(demand: &Demand, worker: &Worker) -> impl Iterator<Item = Refusal> +
     refusals.into_iter().flatten()
 }
 
-/// What speaks against `worker` because of what is on it.
+/// What speaks against `worker` because of what is on it. What was on one that is lost when it was there is no reason.
 fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
-    of_load_with(shape, worker, &worker.load)
+    let mut refusals = of_load_with(shape, worker, &worker.load);
+    if worker.state == State::Lost {
+        refusals.retain(|refusal| !refusal.passes());
+    }
+    refusals
 }
 
 /// The same, if this `load` were on it.

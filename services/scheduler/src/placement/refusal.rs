@@ -13,8 +13,10 @@ use super::Resources;
 pub(crate) enum Refusal {
     /// It has been out of contact for so long that it does not count.
     Lost,
-    /// It was lost, or removed, only minutes ago, and may come back.
+    /// It was lost only minutes ago, and may come back.
     JustLost,
+    /// It went only minutes ago, and is waited for in case another takes its place.
+    Gone,
     /// It takes no more work, for good.
     Retiring,
     /// Its gateway speaks only these versions of the protocol.
@@ -81,9 +83,10 @@ pub(crate) enum Resource {
 }
 
 /// Every [`Refusal::code`].
-pub(crate) const CODES: [&str; 24] = [
+pub(crate) const CODES: [&str; 25] = [
     "LOST",
     "JUST_LOST",
+    "GONE",
     "RETIRING",
     "INCOMPATIBLE",
     "FAILED_THERE",
@@ -113,6 +116,7 @@ impl Refusal {
     pub(crate) fn passes(&self) -> bool {
         match self {
             Self::JustLost
+            | Self::Gone
             | Self::Landing
             | Self::Stalled
             | Self::SetAside(_)
@@ -141,7 +145,8 @@ impl Refusal {
 
     /// What is told before others is less: first what will not pass by itself, then what is no matter of what is on it.
     pub(super) fn order(&self) -> impl Ord + use<> {
-        let is_of_worker = matches!(self, Self::JustLost | Self::Landing | Self::Stalled | Self::SetAside(_));
+        let is_of_worker =
+            matches!(self, Self::JustLost | Self::Gone | Self::Landing | Self::Stalled | Self::SetAside(_));
         (self.passes(), self.passes() && !is_of_worker)
     }
 
@@ -150,6 +155,7 @@ impl Refusal {
         match self {
             Self::Lost => "LOST",
             Self::JustLost => "JUST_LOST",
+            Self::Gone => "GONE",
             Self::Retiring => "RETIRING",
             Self::Incompatible(_) => "INCOMPATIBLE",
             Self::FailedThere(_) => "FAILED_THERE",
@@ -178,9 +184,8 @@ impl Refusal {
     /// What would end it, for people.
     pub(crate) fn ended_by(&self) -> String {
         match self {
-            Self::Lost | Self::Stalled => "its gateway is in contact again".to_owned(),
-            Self::JustLost => "it comes back".to_owned(),
-            Self::Retiring => "another worker takes its place".to_owned(),
+            Self::Lost | Self::JustLost | Self::Stalled => "its gateway is in contact again".to_owned(),
+            Self::Gone | Self::Retiring => "another worker takes its place".to_owned(),
             Self::Incompatible(_) => "its gateway, or the scheduler, is of another version".to_owned(),
             Self::FailedThere(_) => "it is submitted anew".to_owned(),
             Self::Platform(platform) => format!("the workload asks for platform {platform}"),
@@ -209,7 +214,6 @@ impl Refusal {
     /// What would end it on each of many, for people.
     pub(crate) fn ended_by_of_many(&self) -> String {
         match self {
-            Self::Lost | Self::Stalled => "its gateway is in contact again".to_owned(),
             Self::OnlyTagged(tags) if tags.is_empty() => "the workload asks for its tags".to_owned(),
             Self::Full { .. } => "a task ends".to_owned(),
             Self::FullOfContainers { .. } => "a container goes".to_owned(),
@@ -299,7 +303,8 @@ impl Refusal {
     pub(crate) fn of_many(&self) -> String {
         match self {
             Self::Lost => "are lost".to_owned(),
-            Self::JustLost => "were there minutes ago".to_owned(),
+            Self::JustLost => "were lost minutes ago".to_owned(),
+            Self::Gone => "went away minutes ago".to_owned(),
             Self::Retiring => "are retiring".to_owned(),
             Self::Incompatible(_) => "have gateways that speak other versions of the protocol".to_owned(),
             Self::FailedThere(_) => "could not start it".to_owned(),
@@ -337,7 +342,8 @@ impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Lost => f.write_str("is lost"),
-            Self::JustLost => f.write_str("was there minutes ago"),
+            Self::JustLost => f.write_str("was lost minutes ago"),
+            Self::Gone => f.write_str("went away minutes ago"),
             Self::Retiring => f.write_str("is retiring"),
             Self::Incompatible(versions) => {
                 let versions: Vec<_> = versions.iter().map(ToString::to_string).collect();

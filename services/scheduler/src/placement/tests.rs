@@ -37,6 +37,7 @@ fn worker(name: &str) -> Worker {
         state: State::Running,
         awaited: false,
         just_lost: false,
+        gone: false,
         unsupported_versions: vec![],
         trust: Trust::Full,
         labels: Arc::new(labels()),
@@ -266,6 +267,22 @@ fn whatever_passes_by_itself_is_waited_for() {
     assert!(placed(&mut index([on_probation]), &demand(), &[]).is_some(), "one task is tried");
 }
 
+#[test]
+fn what_was_on_a_worker_that_is_lost_is_not_told() {
+    let lost = Worker { state: State::Lost, just_lost: true, ..busy(2, worker("lost")) };
+    let gone = Worker { gone: true, ..lost.clone() };
+    let long_ago = Worker { just_lost: false, ..lost.clone() };
+    let says = |worker: &Worker| refusals(&demand(), worker);
+    assert_eq!(says(&lost), [Refusal::JustLost]);
+    assert_eq!(says(&gone), [Refusal::Gone]);
+    assert_eq!(says(&long_ago), [Refusal::Lost]);
+    let large = asking(11).asked_by(Uuid::now_v7());
+    let mut small = gone;
+    small.capacity.memory_bytes = Some(10);
+    assert_eq!(refusals(&large, &small)[1..], [Refusal::Gone], "but for how much it had in all");
+    assert_eq!(index([small]).choose(&large, &[]), Choice::Never);
+}
+
 /// What [`crate::grants`] rests on where it tells the database how much may be on a worker.
 #[test]
 fn what_is_taken_with_more_is_taken_with_less() {
@@ -442,7 +459,9 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             // Everyone that refuses says all that speaks against it, and the ranking names those that would do.
             let refusing: Vec<_> = workers.iter().filter(|worker| !willing(worker)).collect();
             let outlook = index.outlook(&demand, &locations, &Tell::first(usize::MAX), Timestamp(0));
-            assert_eq!((outlook.known, outlook.willing), (workers.len(), workers.len() - refusing.len()));
+            let gone = workers.iter().filter(|worker| worker.gone).count();
+            assert_eq!((outlook.known, outlook.gone), (workers.len() - gone, gone));
+            assert_eq!(outlook.willing, workers.len() - refusing.len());
             assert_eq!(outlook.opinions.len(), workers.len());
             let mut ranking = Vec::new();
             for opinion in &outlook.opinions {

@@ -86,16 +86,20 @@ async fn waits_for_it(database: TestDatabase, how: How) {
     let _other = of_no_use(&scheduler).await;
     let gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     goes(&scheduler, gateway, how).await;
-    let expected = (pb::Verdict::NotNow, vec![("JUST_LOST".to_owned(), pb::RefusalDuration::Passing)]);
+    let (reason, says) = match how {
+        How::Lost => ("JUST_LOST", "was lost minutes ago"),
+        How::Pruned => ("GONE", "went away minutes ago"),
+    };
+    let expected = (pb::Verdict::NotNow, vec![(reason.to_owned(), pb::RefusalDuration::Passing)]);
     until("it may come back", async || (reasons(&scheduler).await == expected).then_some(())).await;
 
     let busy = refused(&scheduler, task()).await;
     assert!(busy.is(Reason::AllWorkersBusy), "{busy}");
-    assert_eq!(busy.about.get("one").map(String::as_str), Some("was there minutes ago"), "{busy:?}");
+    assert_eq!(busy.about.get("one").map(String::as_str), Some(says), "{busy:?}");
     let id = scheduler.submit(spec()).await.expect("queued");
     let queued = until("it is told what it waits for", async || {
         let said =
-            |queued: &pb::Workload| queued.waiting_for.iter().any(|why| why == "one: was there minutes ago");
+            |queued: &pb::Workload| queued.waiting_for.iter().any(|why| *why == format!("one: {says}"));
         Some(scheduler.get(id).await).filter(said)
     })
     .await;
@@ -145,6 +149,62 @@ pub(crate) async fn a_worker_that_was_lost_long_ago_is_not_waited_for(database: 
 
 pub(crate) async fn a_worker_that_was_pruned_long_ago_is_not_waited_for(database: TestDatabase) {
     waits_no_longer(database, How::Pruned).await;
+}
+
+pub(crate) async fn whoever_asks_is_told_which_workers_are_lost_or_gone(database: TestDatabase) {
+    let scheduler = Running::start(remembering(&database, How::Lost, Duration::from_secs(3600))).await;
+    let plain = hello("ephemeral");
+    let labels = plain.labels.map(|labels| pb::WorkerLabels { ephemeral: true, ..labels });
+    let ephemeral = pb::Hello { labels, ..plain };
+    for hello in [ephemeral, hello("pruned"), hello("retired"), hello("lost")] {
+        let gateway = Gateway::connect(&scheduler, hello.clone()).await.expect("welcome");
+        if hello.worker_name == "retired" {
+            scheduler.retire("retired", true).await.expect("told");
+        }
+        drop(gateway);
+    }
+    scheduler.gone("ephemeral").await;
+    scheduler.gone("retired").await;
+    becomes(&scheduler, "pruned", pb::WorkerState::Lost).await;
+    scheduler.prune("pruned", true).await.expect("it is out of contact");
+    becomes(&scheduler, "lost", pb::WorkerState::Lost).await;
+
+    // Nobody is there that could, but one may be again.
+    let explained = explain_spec(&scheduler, spec()).await;
+    assert_eq!((explained.workers_known, explained.workers_gone), (1, 3));
+    assert_eq!(
+        explained.summary,
+        "the only worker that could take it, lost, was lost minutes ago; 3 others went away minutes ago"
+    );
+    let registers = "a worker registers that can do it (platform linux)";
+    assert_eq!(explained.unblocked_by, ["lost: its gateway is in contact again", registers]);
+
+    let gateway = with_slots(&scheduler, "one", 1).await;
+    let all = async {
+        let explained = explain_spec(&scheduler, spec()).await;
+        assert_eq!(explained.summary, "1 of 2 workers would take it now");
+        let id = scheduler.submit(spec()).await.expect("placed");
+        let events = scheduler.watch_some(id, 0, 1).await;
+        let placed = events.into_iter().find_map(|event| match event.event {
+            Some(pb::watch_response::Event::Placed(placed)) => Some(placed),
+            _ => None,
+        });
+        let why = placed.expect("placed").reason;
+        assert_eq!(why, "the only one of 2 workers that can take it now: 0 active tasks");
+        let explained = explain_spec(&scheduler, spec()).await;
+        assert_eq!(
+            explained.summary,
+            "of 2 workers that could take it one is full (1 of 1 tasks), lost was lost minutes ago; \
+             3 others went away minutes ago"
+        );
+        let expected = ["lost: its gateway is in contact again", "one: one of its tasks ends", registers];
+        assert_eq!(explained.unblocked_by, expected);
+        let gone = explained.groups.iter().find(|group| group.refusals[0].reason == "GONE").expect("told");
+        assert_eq!((gone.refusals.len(), gone.names.join(" ")), (1, "ephemeral pruned retired".to_owned()));
+        assert_eq!(gone.refusals[0].ended_by, "another worker takes its place");
+    };
+    in_contact(&gateway, all).await;
+    scheduler.stop().await;
 }
 
 /// A worker that does not stop by itself what it cannot answer for, as Garden does not, may run it when it is given up for lost.

@@ -58,7 +58,7 @@ use lists::{leases_are_listed_until_they_end, lists_come_in_pages, workloads_are
 use lost::{
     a_worker_that_was_lost_long_ago_is_not_waited_for, a_worker_that_was_pruned_long_ago_is_not_waited_for,
     what_a_lost_worker_may_run_still_keeps_its_slot, what_only_a_lost_worker_could_do_waits_for_it,
-    what_only_a_pruned_worker_could_do_waits_for_it,
+    what_only_a_pruned_worker_could_do_waits_for_it, whoever_asks_is_told_which_workers_are_lost_or_gone,
 };
 use places::{
     a_group_of_one_owner_goes_where_there_is_room_for_all,
@@ -757,6 +757,7 @@ on_both! {
     who_waits_in_vain_hears_so,
     what_only_a_lost_worker_could_do_waits_for_it,
     what_only_a_pruned_worker_could_do_waits_for_it,
+    whoever_asks_is_told_which_workers_are_lost_or_gone,
     a_worker_that_was_lost_long_ago_is_not_waited_for,
     a_worker_that_was_pruned_long_ago_is_not_waited_for,
     who_must_start_in_time_is_looked_for_in_time,

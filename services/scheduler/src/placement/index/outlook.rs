@@ -30,7 +30,10 @@ pub(crate) struct Tell {
 /// What the workers say to a demand.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Outlook {
+    /// How many there are.
     pub(crate) known: usize,
+    /// How many have gone, and are remembered for a while.
+    pub(crate) gone: usize,
     /// How many would do.
     pub(crate) willing: usize,
     /// Those that would do, best first; then those that refuse, first those for which waiting may help, each by name.
@@ -80,6 +83,11 @@ impl Group {
     /// Whether waiting may help.
     pub(crate) fn passes(&self) -> bool {
         self.refusals.iter().all(Refusal::passes)
+    }
+
+    /// Whether they are not there any more.
+    pub(crate) fn has_gone(&self) -> bool {
+        self.refusals.contains(&Refusal::Gone)
     }
 
     /// What they say, for people: `are landing and are full`.
@@ -213,7 +221,14 @@ impl Index {
         let opinions = would.into_iter().chain(would_not);
         let opinions =
             opinions.map(|(worker, says)| Opinion { worker: worker.id, name: worker.name.clone(), says });
-        Outlook { known: self.len(), willing: count, opinions: opinions.collect(), groups, pace }
+        Outlook {
+            known: self.there(),
+            gone: self.gone,
+            willing: count,
+            opinions: opinions.collect(),
+            groups,
+            pace,
+        }
     }
 }
 

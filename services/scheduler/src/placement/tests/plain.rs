@@ -53,7 +53,8 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
     // Whether it is there, can be spoken with, and shall work.
     let is_lost = worker.state == State::Lost;
     against.for_good(is_lost && !worker.just_lost, Refusal::Lost);
-    against.for_now(is_lost && worker.just_lost, Refusal::JustLost);
+    against.for_now(is_lost && worker.just_lost && !worker.gone, Refusal::JustLost);
+    against.for_now(is_lost && worker.just_lost && worker.gone, Refusal::Gone);
     against.for_now(worker.state == State::Stalled, Refusal::Stalled);
     let versions = &worker.unsupported_versions;
     against.for_good(!versions.is_empty(), Refusal::Incompatible(versions.clone()));
@@ -89,7 +90,8 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
         let Some(in_all) = in_all else { continue };
         let left = in_all.saturating_sub(taken);
         against.for_good(asked > in_all, Refusal::TooSmall(Shortage { of, asked, left: in_all }));
-        against.for_now(left < asked && asked <= in_all, Refusal::Short(Shortage { of, asked, left }));
+        let is_short = left < asked && asked <= in_all && !is_lost;
+        against.for_now(is_short, Refusal::Short(Shortage { of, asked, left }));
     }
 
     // The rest is about what runs there.
@@ -108,13 +110,18 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
     }
     match &worker.trust {
         Trust::Full => {}
-        Trust::OnProbation(why) => against.for_now(load.tasks != 0, Refusal::SetAside(why.clone())),
+        Trust::OnProbation(why) => {
+            against.for_now(load.tasks != 0 && !is_lost, Refusal::SetAside(why.clone()));
+        }
         Trust::SetAside(why) => against.for_now(true, Refusal::SetAside(why.clone())),
     }
     let is_for_another = worker.kept_free_for.is_some() && worker.kept_free_for != Some(demand.waits_as);
     against.for_now(is_for_another && demand.only.is_none(), Refusal::KeptFree);
 
-    // Each task has a container and a volume, besides those that are kept.
+    // Each task has a container and a volume, besides those that are kept. Of one that is lost nobody knows.
+    if is_lost {
+        return against;
+    }
     let tasks = u64::from(load.tasks);
     let (active, containers, volumes) = (load.tasks, tasks + load.kept_containers, tasks + load.kept_volumes);
     if let Some(max) = worker.capacity.max_tasks {
