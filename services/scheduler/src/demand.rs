@@ -63,7 +63,7 @@ pub(crate) struct Waiting {
     pub(crate) never_for: Vec<String>,
 }
 
-/// Workers with the same labels.
+/// Workers with the same labels, without those that are lost or have gone: what could run there now.
 #[derive(Debug, Clone)]
 pub(crate) struct Supply {
     pub(crate) labels: Arc<Labels>,
@@ -242,7 +242,8 @@ fn tell_supply(scheduler: &Scheduler, leases: &HashMap<Uuid, i64>, feed: &mut Fe
     let workers = scheduler.dispatch.workers.lock();
     // Many workers share their labels as one value, and are not compared by what these say.
     let mut known = HashMap::<*const Labels, Supply>::new();
-    for (worker, idle_since) in workers.workers_and_idleness() {
+    let are_there = |(worker, _): &(&Worker, _)| worker.state != State::Lost;
+    for (worker, idle_since) in workers.workers_and_idleness().filter(are_there) {
         let supply = known.entry(Arc::as_ptr(&worker.labels)).or_insert_with(|| Supply::of(&worker.labels));
         supply.add(worker);
         let is_kept_free = worker.kept_free_for.is_some();

@@ -9,6 +9,7 @@ use rpc::pb::scheduler as pb;
 use scheduler::Config;
 use testing::databases::TestDatabase;
 
+use crate::demand::demand;
 use crate::explain::explain_spec;
 use crate::leases::{refused, task, with_slots};
 use crate::patient_config;
@@ -176,6 +177,8 @@ pub(crate) async fn whoever_asks_is_told_which_workers_are_lost_or_gone(database
         explained.summary,
         "the only worker that could take it, lost, was lost minutes ago; 3 others went away minutes ago"
     );
+    let told = demand(&scheduler).await;
+    assert_eq!((told.supply, told.removable), (vec![], vec![]), "nothing could run there");
     let registers = "a worker registers that can do it (platform linux)";
     assert_eq!(explained.unblocked_by, ["lost: its gateway is in contact again", registers]);
 
@@ -202,6 +205,9 @@ pub(crate) async fn whoever_asks_is_told_which_workers_are_lost_or_gone(database
         let gone = explained.groups.iter().find(|group| group.refusals[0].reason == "GONE").expect("told");
         assert_eq!((gone.refusals.len(), gone.names.join(" ")), (1, "ephemeral pruned retired".to_owned()));
         assert_eq!(gone.refusals[0].ended_by, "another worker takes its place");
+        let told = demand(&scheduler).await;
+        let [one] = told.supply.as_slice() else { panic!("{told:?}") };
+        assert_eq!((one.workers, one.workers_in_service, one.slots_in_use, one.slots_free), (1, 1, 1, 0));
     };
     in_contact(&gateway, all).await;
     scheduler.stop().await;
