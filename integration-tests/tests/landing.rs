@@ -182,3 +182,30 @@ fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
     let lost = suite.gantry(&["download", &artifact, "out"]).output().expect("gantry runs");
     assert!(!lost.status.success(), "its bytes went with the worker");
 }
+
+#[test]
+fn the_output_that_only_a_lost_worker_has_is_not_waited_for() {
+    if !may_run_containers() {
+        return;
+    }
+    let mut suite = start();
+    let ended = detached(&suite, &["--tag", "one"], "echo there");
+    wait_for_state(&suite, &ended, "finished");
+    assert_eq!(suite.succeed(&["logs", &ended]), "there\n");
+    let containers = suite.succeed(&["list", "containers"]);
+    assert!(containers.contains("  one  "), "{containers}");
+    suite.kill("one");
+    wait_for("a worker that is lost", || {
+        (json(&suite, &["show", "worker", "one"])["state"] == "lost").then_some(())
+    });
+    let logs = || {
+        let output = suite.gantry(&["logs", &ended]).output().expect("gantry runs");
+        assert!(!output.status.success(), "{}", describe(&output));
+        text(&output).1
+    };
+    let said = logs();
+    assert!(said.contains("cannot be had: its worker, one, is lost, silent for "), "{said}");
+    suite.succeed(&["prune", "one", "--force"]);
+    let said = logs();
+    assert!(said.contains("cannot be had: its worker, one, has gone with what it kept"), "{said}");
+}

@@ -3,13 +3,16 @@
 //! Both directions are counted in bytes: output that has been written is acknowledged, input that was taken is forgotten. What lies between
 //! is bounded, so that a slow reader holds the process back, and a slow process its input.
 
+use std::fmt;
 use std::time::Duration;
 
 use rpc::pb::runtime::{
     Ack, AttachRequest, AttachResponse, CloseStdin, Detach, Output, Resume, StdinData, Stream,
     attach_request::Message as Ask, attach_response::Message as Say,
 };
-use rpc::pb::scheduler::{GetRequest, Whereabouts};
+use rpc::pb::scheduler::{
+    GetRequest, GetWorkerRequest, Whereabouts, Worker, WorkerState, Workload, WorkloadState,
+};
 use rpc::{Peer, Reason, pb::runtime::containers_client::ContainersClient};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -21,6 +24,7 @@ use crate::error::Refused;
 use crate::output::{CLOSED, Closed, Sink, Which};
 use crate::stdin::Stdin;
 use crate::ui::Ui;
+use crate::words;
 
 /// How much input may be on its way; the gateway asks for no more.
 const INPUT_IN_FLIGHT: u64 = 1 << 20;
@@ -31,6 +35,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// After how long it is said that nobody answers.
 const SAID_AFTER: Duration = Duration::from_secs(3);
+
+/// After how long without an answer of a gateway the scheduler is asked whether there is any to wait for.
+const DOUBTED_AFTER: Duration = Duration::from_millis(500);
 
 /// The ends of a process's output and input on our side.
 pub(crate) struct Streams {
@@ -54,6 +61,48 @@ pub(crate) enum Attached {
     InputRefused(Refused),
     /// The rest of the output cannot be had.
     Lost(Refused),
+    /// The same: the workload has ended, and its worker is not there.
+    Away(Away),
+}
+
+/// A worker that does not answer, and why nobody waits for it.
+#[derive(Debug)]
+pub(crate) enum Away {
+    /// It has gone: this was its name.
+    Gone(String),
+    /// It is lost, and may come back.
+    Lost(Box<Worker>),
+}
+
+impl fmt::Display for Away {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gone(name) => write!(f, "its worker, {name}, has gone with what it kept"),
+            Self::Lost(worker) => {
+                let (name, how) = (&worker.name, words::silent(worker));
+                write!(f, "its worker, {name}, is {how}; once it is back, ask again")
+            }
+        }
+    }
+}
+
+impl Away {
+    /// What the scheduler says of the worker of a workload that has ended. `None`: that it may answer, or nothing.
+    async fn of(connection: &Connection, ended: &Workload) -> Option<Self> {
+        let there = ended.whereabouts.as_ref().filter(|_| ended.state() == WorkloadState::Finished)?;
+        let request = GetWorkerRequest { worker: there.worker_id.clone() };
+        match connection.workers().get_worker(request).await {
+            Ok(response) => {
+                let is_lost = |worker: &Worker| worker.state() == WorkerState::Lost;
+                let lost = response.into_inner().worker.filter(is_lost);
+                lost.map(|worker| Self::Lost(Box::new(worker)))
+            }
+            Err(status) => {
+                let is_gone = Refused::from(status).is(Reason::WorkerNotFound);
+                is_gone.then(|| Self::Gone(there.worker_name.clone()))
+            }
+        }
+    }
 }
 
 /// Copies until the process has ended and all its output was written.
@@ -79,7 +128,7 @@ pub(crate) async fn attach(
             streams.process = Some(whereabouts.attempt_id.clone());
         }
         let before = progress(streams);
-        let refused = match once(connection, ui, &whereabouts, streams).await {
+        let refused = match once(connection, ui, workload, &whereabouts, streams).await {
             Ok(end) => return end,
             Err(refused) => refused,
         };
@@ -107,13 +156,18 @@ pub(crate) async fn attach(
         pause.wait().await;
         // Whether that helps shows in the next try.
         _ = connection.revive(ui).await;
-        let request = GetRequest { team: connection.team.clone(), workload_id: workload.to_owned() };
-        if let Ok(response) = connection.workloads().get(request).await
-            && let Some(now) = response.into_inner().workload.and_then(|workload| workload.whereabouts)
-        {
-            whereabouts = now;
+        let Some(now) = current(connection, workload).await else { continue };
+        if let Some(away) = Away::of(connection, &now).await {
+            return Attached::Away(away);
         }
+        whereabouts = now.whereabouts.unwrap_or(whereabouts);
     }
+}
+
+/// The workload as it is now. `None`: nobody says.
+async fn current(connection: &Connection, workload: &str) -> Option<Workload> {
+    let request = GetRequest { team: connection.team.clone(), workload_id: workload.to_owned() };
+    connection.workloads().get(request).await.ok()?.into_inner().workload
 }
 
 async fn restart(streams: &mut Streams) -> Result<(), Closed> {
@@ -129,6 +183,7 @@ fn progress(streams: &Streams) -> (u64, u64) {
 async fn once(
     connection: &Connection,
     ui: &Ui,
+    workload: &str,
     whereabouts: &Whereabouts,
     streams: &mut Streams,
 ) -> Result<Attached, Refused> {
@@ -136,7 +191,18 @@ async fn once(
         Refused::from(Reason::WorkerUnreachable.status("gantry", crate::error::describe(&error)))
     };
     let containers = connection.containers_at(&whereabouts.gateway_endpoint).await.map_err(unusable)?;
-    let (asks, responses) = open(containers, &connection.team, whereabouts, streams).await?;
+    // Who connects to a machine that is off hears nothing for some seconds.
+    let doubt = async {
+        tokio::time::sleep(DOUBTED_AFTER).await;
+        match current(connection, workload).await {
+            Some(now) => Away::of(connection, &now).await,
+            None => None,
+        }
+    };
+    let (asks, responses) = tokio::select! {
+        opened = open(containers, &connection.team, whereabouts, streams) => opened?,
+        Some(away) = doubt => return Ok(Attached::Away(away)),
+    };
 
     let Streams { stdout, stderr, stdin, acknowledge, .. } = streams;
     let (taken, taken_by_process) = watch::channel(None);

@@ -146,11 +146,11 @@ impl Follow<'_> {
         match (attached, self.on_signal) {
             (Ok(Attached::Done), _) => Ok(false),
             (Ok(Attached::Lost(refused) | Attached::InputRefused(refused)), _) => {
-                ui.warn(&lost(
-                    &self.workload,
-                    streams.stdout.received() + streams.stderr.received(),
-                    &refused,
-                ));
+                ui.warn(&lost(&self.workload, had(&streams), &refused));
+                Ok(true)
+            }
+            (Ok(Attached::Away(away)), _) => {
+                ui.warn(&format!("{} cannot be had: {away}", output_of(&self.workload, had(&streams))));
                 Ok(true)
             }
             (Ok(Attached::StdoutClosed), OnSignal::Leave) => {
@@ -261,22 +261,31 @@ impl Follow<'_> {
     }
 }
 
+/// How many bytes came.
+fn had(streams: &Streams) -> u64 {
+    streams.stdout.received() + streams.stderr.received()
+}
+
+/// What is missing where `had` bytes came.
+fn output_of(workload: &str, had: u64) -> String {
+    let what = if had == 0 { "the output" } else { "the rest of the output" };
+    format!("{what} of workload {workload}")
+}
+
 /// What is said when output cannot be had, of which `had` bytes came.
 fn lost(workload: &str, had: u64, refused: &Refused) -> String {
-    let what = if had == 0 { "the output" } else { "the rest of the output" };
+    let what = output_of(workload, had);
     if refused.is(Reason::ProcessNotFound) {
         return format!(
-            "{what} of workload {workload} is gone: logs and containers are kept for five minutes after the end, or for what \
+            "{what} is gone: logs and containers are kept for five minutes after the end, or for what \
              --gc-grace of its gateway says, and go with their worker"
         );
     }
     if refused.is_transient() {
         let why = refused.why();
-        return format!(
-            "{what} of workload {workload} cannot be had: its worker does not answer: {why} (UNAVAILABLE)"
-        );
+        return format!("{what} cannot be had: its worker does not answer: {why} (UNAVAILABLE)");
     }
-    format!("{what} of workload {workload} cannot be had: {refused}")
+    format!("{what} cannot be had: {refused}")
 }
 
 /// Our ends of a process's output and input.
