@@ -6,8 +6,8 @@ use anyhow::bail;
 use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::scheduler::{
-    LandWorkerRequest, ListRequest, PruneWorkerRequest, RetireWorkerRequest, RunWorkerRequest, Worker,
-    WorkerState, Workload, WorkloadState,
+    LandWorkerRequest, ListRequest, PruneWorkerRequest, PruneWorkerResponse, PrunedWorkload,
+    RetireWorkerRequest, RunWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 
 use crate::args::{LandArgs, PruneArgs, RetireArgs, UnlandArgs};
@@ -22,7 +22,7 @@ use crate::{json, words};
 /// How often it is looked whether a worker has come down.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// How many of those that a worker waits for are named.
+/// How many of those that a worker waits for, or that ended with it, are named.
 const NAMED: usize = 5;
 
 /// `gantry land`
@@ -94,8 +94,39 @@ pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bo
     let request = PruneWorkerRequest { worker: args.worker.clone(), force: args.force };
     let client = connection.workers();
     let doing = format!("cannot prune worker {}", args.worker);
-    repeat(&doing, async || client.clone().prune_worker(request.clone()).await).await?;
-    answer(&args.worker, None, "it has gone", as_json)
+    let pruned = repeat(&doing, async || client.clone().prune_worker(request.clone()).await).await?;
+    if as_json {
+        let workload =
+            |of: &PrunedWorkload| serde_json::json!({ "team": of.team, "workload_id": of.workload_id });
+        let workloads: Vec<_> = pruned.workloads.iter().map(workload).collect();
+        let gone = serde_json::json!({ "name": args.worker, "gone": true, "leases": pruned.leases, "workloads": workloads });
+        return print_json(&gone);
+    }
+    answer(&args.worker, None, "it has gone", as_json)?;
+    print(&ended_with_it(&pruned))
+}
+
+/// What ended because a worker was pruned. Empty: nothing.
+fn ended_with_it(pruned: &PruneWorkerResponse) -> String {
+    let PruneWorkerResponse { leases, workloads } = pruned;
+    if *leases == 0 {
+        return String::new();
+    }
+    let mut text = format!("{} ended with it", count(*leases, "lease"));
+    if !workloads.is_empty() {
+        text.push_str(&format!(
+            ", {} of workloads, which are lost, or begin again elsewhere",
+            workloads.len()
+        ));
+    }
+    text.push('\n');
+    for PrunedWorkload { team, workload_id } in workloads.iter().take(NAMED) {
+        text.push_str(&format!("  {workload_id} of team {}\n", plain(team, 255)));
+    }
+    if workloads.len() > NAMED {
+        text.push_str(&format!("  and {} more\n", workloads.len() - NAMED));
+    }
+    text
 }
 
 /// `gone`: what is said of a worker that is not there.
@@ -215,6 +246,22 @@ mod tests {
     use rpc::pb::scheduler::{WorkerDesire, WorkloadSpec};
 
     use super::*;
+
+    #[test]
+    fn what_ended_with_a_pruned_worker_is_said_and_not_all_of_a_lot() {
+        let mut pruned = PruneWorkerResponse::default();
+        assert_eq!(ended_with_it(&pruned), "");
+        pruned.leases = 1;
+        assert_eq!(ended_with_it(&pruned), "1 lease ended with it\n");
+        pruned.leases = 8;
+        let workload = |id: usize| PrunedWorkload { team: "a".to_owned(), workload_id: format!("w{id}") };
+        pruned.workloads = (0..7).map(workload).collect();
+        assert_eq!(
+            ended_with_it(&pruned),
+            "8 leases ended with it, 7 of workloads, which are lost, or begin again elsewhere\n  w0 of team a\n  w1 of team a\n  \
+             w2 of team a\n  w3 of team a\n  w4 of team a\n  and 2 more\n"
+        );
+    }
 
     #[test]
     fn what_a_worker_waits_for_is_said_and_not_all_of_a_lot() {

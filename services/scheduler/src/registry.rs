@@ -285,6 +285,32 @@ pub(crate) async fn prune(
     Ok(())
 }
 
+/// What of a worker has not ended.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Unended {
+    pub(crate) leases: usize,
+    /// The workloads that wait for the end of one of them, with their teams.
+    pub(crate) workloads: Vec<(String, WorkloadId)>,
+}
+
+#[derive(FromQueryResult)]
+struct Held {
+    team: String,
+    workload_id: Option<Uuid>,
+}
+
+/// What has not ended on `worker`, the oldest first.
+pub(crate) async fn unended(db: &impl ConnectionTrait, worker: WorkerId) -> Result<Unended, DbErr> {
+    let sql = "SELECT l.team AS team, w.id AS workload_id
+               FROM leases l LEFT JOIN workloads w ON w.id = l.workload_id AND w.lease_id = l.id AND w.state <> 'finished'
+               WHERE l.worker_id = $1 AND l.state <> 'ended' ORDER BY l.granted_at, l.id";
+    let statement = Statement::from_sql_and_values(db.get_database_backend(), sql, [worker.uuid().into()]);
+    let held = Held::find_by_statement(statement).all(db).await?;
+    let leases = held.len();
+    let workload = |held: Held| Some((held.team, WorkloadId::from_uuid(held.workload_id?)));
+    Ok(Unended { leases, workloads: held.into_iter().filter_map(workload).collect() })
+}
+
 /// How many workers' leases are counted by one statement.
 pub(crate) const COUNTED_AT_ONCE: usize = 1000;
 

@@ -34,7 +34,7 @@ use crate::leases::{self, RenewError};
 use crate::outbox;
 use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Choice, Demand, Location, Refusals};
-use crate::registry::{self, Down, Forget, RegistryError};
+use crate::registry::{self, Down, Forget, RegistryError, Unended};
 use crate::store::{Inputs, Store};
 use crate::workers::{self, Hello, SessionError, Worker};
 use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError, Write};
@@ -466,23 +466,25 @@ impl Scheduler {
         Ok(workers::get(self.db.read(), &self.config, &id.to_string()).await?)
     }
 
-    /// Forgets a worker that is not in contact. It has gone, but for what is left of its leases, once this answers.
-    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<(), RegistryError> {
+    /// Forgets a worker that is not in contact. It has gone, but for what is left of its leases, once this answers: with what ended because of it.
+    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<Unended, RegistryError> {
         let id = self.db.write(async |txn| registry::prunable(&txn, worker).await).await?;
+        let mut unended = Unended::default();
         if let Some(id) = id {
             if !force {
                 self.store.forget_worker(id, Forget::Check).await.map_err(RegistryError::Kept)?;
             }
-            self.change(async |txn| {
-                let mut effects = Effects::default();
-                registry::prune(&txn, worker, &mut effects).await?;
-                Ok::<_, RegistryError>(((), effects))
-            })
-            .await?;
+            unended = self
+                .change(async |txn| {
+                    let mut effects = Effects::default();
+                    registry::prune(&txn, worker, &mut effects).await?;
+                    Ok::<_, RegistryError>((registry::unended(&*txn, id).await?, effects))
+                })
+                .await?;
         }
         self.end_orphans().await?;
         registry::see_all_off(self, &mut registry::Asked::new()).await?;
-        Ok(())
+        Ok(unended)
     }
 
     /// Ends the leases of workers that are lost, pruned or have begun anew; gives up those under which something may run still.

@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::Timestamp;
 use domain::worker::{Capacity, Labels, ResourceType};
 use domain::workload::FailureReason;
+use domain::{Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::{invalid_field, timestamp};
 use tonic::Status;
@@ -20,6 +20,7 @@ use crate::explain::{Explanation, Verdict};
 use crate::leases::{Lease, LeaseEnd, LeaseState};
 use crate::outcome::Ending;
 use crate::placement::{self, Group, Opinion, Outlook, Refusal, Resources, Says, Standing, Strategy, Tell};
+use crate::registry::Unended;
 use crate::workers::Worker;
 use crate::workloads::Workload;
 
@@ -460,6 +461,14 @@ fn removable(worker: demand::Removable, now: Timestamp) -> pb::RemovableWorker {
         idle_since: worker.idle_since.map(timestamp),
         would_lose: would_lose.into(),
     }
+}
+
+/// What ended with a worker that was pruned.
+pub(super) fn pruned(unended: Unended) -> pb::PruneWorkerResponse {
+    let workloads = unended.workloads.into_iter().take(NAMED);
+    let workload =
+        |(team, id): (String, WorkloadId)| pb::PrunedWorkload { team, workload_id: id.to_string() };
+    pb::PruneWorkerResponse { leases: unended.leases as u64, workloads: workloads.map(workload).collect() }
 }
 
 pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {

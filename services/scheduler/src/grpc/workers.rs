@@ -206,8 +206,8 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
         let request = request.into_inner();
 
-        self.0.prune(named(&request.worker)?, request.force).await.map_err(Reasoned::status)?;
+        let unended = self.0.prune(named(&request.worker)?, request.force).await;
 
-        Ok(Response::new(pb::PruneWorkerResponse {}))
+        Ok(Response::new(convert::pruned(unended.map_err(Reasoned::status)?)))
     }
 }

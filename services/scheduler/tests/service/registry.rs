@@ -10,6 +10,7 @@ use scheduler::Config;
 use testing::databases::TestDatabase;
 use tonic::Streaming;
 
+use crate::leases::of_kind;
 use crate::store::Place;
 use crate::support::{Gateway, Running, config, finish, hello, spec, start, until, within};
 
@@ -29,10 +30,9 @@ impl Running {
         Ok(self.workers().retire_worker(request).await?.into_inner().worker)
     }
 
-    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<(), Refusal> {
+    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<pb::PruneWorkerResponse, Refusal> {
         let request = pb::PruneWorkerRequest { worker: worker.to_owned(), force };
-        self.workers().prune_worker(request).await?;
-        Ok(())
+        Ok(self.workers().prune_worker(request).await?.into_inner())
     }
 
     async fn run_worker(&self, worker: &str) -> Result<Option<pb::Worker>, Refusal> {
@@ -231,7 +231,9 @@ pub(crate) async fn a_retired_worker_goes_once_nothing_would_be_lost_and_stays_a
     let artifact =
         until("the store takes an upload", async || place.upload_to(id.parse().expect("an id")).await.ok())
             .await;
-    for refused in [scheduler.retire("one", false).await.map(|_| ()), scheduler.prune("one", false).await] {
+    for refused in
+        [scheduler.retire("one", false).await.map(|_| ()), scheduler.prune("one", false).await.map(|_| ())]
+    {
         let refused = refused.expect_err("not like that");
         if refused.is(Reason::WorkerInContact) {
             continue;
@@ -328,6 +330,8 @@ pub(crate) async fn a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran(d
     let started = scheduler.submit(spec()).await.expect("accepted");
     let (lease, run) = gateway.run(started).await;
     start(&scheduler, &run.lease_token).await.expect("started");
+    let transfer = of_kind(pb::PlacementKind::Transfer);
+    scheduler.placements().place(transfer).await.expect("placed");
     let refused = loop {
         // Whether it is stalled or not depends on how fast this is.
         gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
@@ -348,9 +352,12 @@ pub(crate) async fn a_worker_that_is_out_of_contact_is_pruned_with_what_it_ran(d
     let refused = scheduler.prune("one", false).await.expect_err("it has the last replica");
     assert!(refused.is(Reason::LastReplica), "{refused}");
     assert_eq!(refused.about.get("artifact_id"), Some(&artifact.to_string()));
-    scheduler.prune("one", true).await.expect("forced");
+    let pruned = scheduler.prune("one", true).await.expect("forced");
+    let workload = pb::PrunedWorkload { team: "main".to_owned(), workload_id: started.to_string() };
+    assert_eq!((pruned.leases, pruned.workloads), (2, vec![workload]), "with the transfer");
     assert!(scheduler.find_worker("one").await.is_none(), "it has gone once that is answered");
-    scheduler.prune("one", true).await.expect("a repeat");
+    let again = scheduler.prune("one", true).await.expect("a repeat");
+    assert_eq!(again, pb::PruneWorkerResponse::default());
     scheduler.prune(&id, false).await.expect("a repeat, by its id");
     let unknown = scheduler.prune("nobody", false).await.expect_err("there never was one");
     assert!(unknown.is(Reason::WorkerNotFound));
