@@ -8,20 +8,20 @@ from measure import row, table
 from store import DATABASES, of_example
 
 
-def bench_synchronizing(base, workers, seconds, landings):
-    """Figures of one scheduler on PostgreSQL with each of these numbers of workers."""
+def bench_synchronizing(base, workers, seconds, landings, runs):
+    """Figures of one scheduler on PostgreSQL with each of these numbers of workers, of so many runs with a database of its own each."""
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-synchronizing-", dir=base))
     # The server is not run by root.
     home.chmod(0o755)
     try:
         arguments = ["--workers", ",".join(map(str, workers)), "--seconds", str(seconds), "--landings", str(landings)]
-        said = of_example(home, DATABASES[0], "synchronizing", *arguments)
+        said = [of_example(home, DATABASES[0], "synchronizing", *arguments) for _ in range(runs)]
     finally:
         shutil.rmtree(home, ignore_errors=True)
     lines = []
     for count in workers:
-        of = lambda key: said[f"{count}_{key}"]
-        one = lambda what, key, unit, scale=1: row(f"{count:,} workers: {what}", [of(key) * scale], None, unit)
+        of_all = lambda key: [run[f"{count}_{key}"] for run in said]
+        one = lambda what, key, unit, scale=1: row(f"{count:,} workers: {what}", [figure * scale for figure in of_all(key)], None, unit)
         lines += [
             one("the scheduler, while nothing changes", "core", "% of a core", 100),
             one("PostgreSQL, while nothing changes", "database_core", "% of a core", 100),
@@ -33,8 +33,8 @@ def bench_synchronizing(base, workers, seconds, landings):
             one("`LandWorker` until its worker hears it, p99", "land_p99_ms", "ms"),
         ]
     text = [
-        f"Each worker is a stream of `Synchronize`; {said['streams']} share a connection. Each says something every {said['heartbeat']} s, holds nothing, and is told",
-        f"something as often; nothing changes for {said['seconds']} s. Then {said['landings']} of them land and run again, one after the other, in the same load. The scheduler, those",
+        f"Each worker is a stream of `Synchronize`; {said[0]['streams']} share a connection. Each says something every {said[0]['heartbeat']} s, holds nothing, and is told",
+        f"something as often; nothing changes for {said[0]['seconds']} s. Then {said[0]['landings']} of them land and run again, one after the other, in the same load. The scheduler, those",
         "who speak for the workers, and PostgreSQL (fsync on) share the cores.",
         "",
     ]

@@ -11,11 +11,11 @@
 //!   is granted or given back. `paced_1000`, `paced_4000`: pairs per second of 64 callers who shall make as many together; the times are
 //!   as above, that of each `Place` from when it was due. What is aimed at, 4,000, is kept up for so long that what the scheduler and PostgreSQL do
 //!   once a minute is part of it.
-//! - `batched_16`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_16`: the same, of the time
-//!   in which they were placed alone.
+//! - `batched_16`, `batched_64`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_…`: the same, of
+//!   the time in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
-//! - `near_16`: pairs as in `single_16`, of leases that use five of 10,000 artifacts, each of which is on three of the workers: they are located in an
-//!   artifact store, pinned there and let go, and the worker is chosen to which the fewest bytes have to move.
+//! - `near_16`, `near_64`: pairs as in `single_16`, of leases that use five of 10,000 artifacts, each of which is on three of the workers: they are
+//!   located in an artifact store, pinned there and let go, and the worker is chosen to which the fewest bytes have to move.
 //! - `cached_16`, `limited_16`: the baseline, as CI systems do it: all workers from a cache, filtered, shuffled and sorted for each placement, and a row for each
 //!   container, with a commit of its own; where tasks are limited, the counter of each worker is read as well, and one is raised under
 //!   a guard. A container and its count are removed again.
@@ -113,13 +113,14 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
             said.push(of(&format!("paced_{pace}_p99_ms"), p99));
             said.push(of(&format!("paced_{pace}_decided_p99_ms"), server.decided_p99()?));
         }
-        let (rate, placed) = batches(&server, 16, arguments.seconds).await?;
-        said.extend([of("batched_16", rate), of("placed_16", placed)]);
         for callers in [16, 64] {
+            let (rate, placed) = batches(&server, callers, arguments.seconds).await?;
+            said.extend([of(&format!("batched_{callers}"), rate), of(&format!("placed_{callers}"), placed)]);
             said.push(of(&format!("submit_{callers}"), submits(&server, callers, arguments.seconds).await?));
         }
         drop(server);
-        said.push(of("near_16", near(&database, &arguments).await?));
+        let near = near(&database, &arguments).await?;
+        said.extend([of("near_16", near[0]), of("near_64", near[1])]);
         said.push(of("cached_16", cached(&database, *count, false, arguments.seconds).await?));
         said.push(of("limited_16", cached(&database, *count, true, arguments.seconds).await?));
     }
@@ -225,8 +226,8 @@ async fn submits(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
     Ok(rate)
 }
 
-/// Pairs of leases that use artifacts.
-async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<f64> {
+/// Pairs of leases that use artifacts, of 16 callers and of 64.
+async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::Result<[f64; 2]> {
     const ARTIFACTS: u64 = 10_000;
     const ARTIFACT: &str = "CAST('00000000-0000-4000-8000-' || lpad(to_hex(n), 12, '0') AS UUID)";
     database.execute_unprepared("DROP DATABASE IF EXISTS store").await?;
@@ -262,7 +263,7 @@ async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::R
     let store = Server::run(&[&url, "--serve-store"]).await?;
     let server = Server::run(&[&arguments.database_url, "--serve", "--store", &store.endpoint]).await?;
     let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
-    let (rate, _) = repeated(16, arguments.seconds, move || {
+    let pair = move || {
         let mut placements = placements.clone();
         async move {
             let artifacts = std::iter::repeat_with(|| rand::random_range(1..=ARTIFACTS));
@@ -275,9 +276,13 @@ async fn near(database: &DatabaseConnection, arguments: &Arguments) -> anyhow::R
             placements.release(pb::ReleaseRequest { lease_token }).await?;
             Ok(took)
         }
-    })
-    .await?;
-    Ok(rate)
+    };
+    let mut rates = [0.0; 2];
+    for (rate, callers) in rates.iter_mut().zip([16, 64]) {
+        repeated(callers, 1, pair.clone()).await?;
+        *rate = repeated(callers, arguments.seconds, pair.clone()).await?.0;
+    }
+    Ok(rates)
 }
 
 /// A worker in the cache of the baseline.

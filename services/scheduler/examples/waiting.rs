@@ -1,7 +1,7 @@
 //! Measures waiting for workers, against schedulers in processes of their own, and prints one line of JSON. For `make bench`.
 //!
 //! ```text
-//! waiting DATABASE_URL [--workers 10,1000,10000] [--queue 100000] [--freed 1000] [--seconds 4]
+//! waiting DATABASE_URL [--workers 10,100,1000,10000] [--queue 100000] [--freed 1000] [--seconds 4]
 //! ```
 //!
 //! The database must be empty, and PostgreSQL. Times are in ms.
@@ -10,7 +10,8 @@
 //!   another replica that it is placed; `freed_after_…`: from the answer to that call.
 //! - `N_explain_p50_ms`, `N_explain_p99_ms`: `Explain` of a spec over N workers that have room; `N_explain_full_…`: over as many that are full.
 //! - `N_busy_16`: leases per second that are asked for by 16 callers and refused, for all N workers are full; `N_queued_16`: workloads per second that are
-//!   submitted then, and wait.
+//!   submitted then, and wait. `N_turning_64`: leases per second that 64 callers wait for and give back, where 16 of N workers have one slot each, and
+//!   all others are full.
 //! - `queue_submit_64`: workloads per second that 64 callers submit while there is no worker, until as many wait as `--queue` says;
 //!   `queue_bytes`: the memory of the scheduler for each; `queue_fill_ms`: from the hello of a worker with 1000 slots until it is told of 1000 leases.
 
@@ -32,7 +33,7 @@ use rpc::pb::scheduler::placements_client::PlacementsClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::{Peer, Reason, Refusal};
-use sea_orm::DatabaseConnection;
+use sea_orm::{ConnectionTrait, DatabaseConnection};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
@@ -40,10 +41,13 @@ use tokio_stream::wrappers::ReceiverStream;
 /// Slots of the worker that a long queue waits for.
 const SLOTS: usize = 1000;
 
+/// Slots for which more callers wait than there are.
+const FEW: usize = 16;
+
 #[derive(Debug, Clone, Parser)]
 struct Arguments {
     database_url: String,
-    #[arg(long, value_delimiter = ',', default_value = "10,1000,10000")]
+    #[arg(long, value_delimiter = ',', default_value = "10,100,1000,10000")]
     workers: Vec<usize>,
     /// How many wait in a long queue
     #[arg(long, default_value_t = 100_000)]
@@ -92,6 +96,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
                 say(&format!("{count}_queued_16"), queued(&server, 16, arguments.seconds).await?);
             }
         }
+        say(&format!("{count}_turning_64"), turning(&database, *count, &arguments).await?);
     }
     let (rate, bytes, filled) = long_queue(&database, &arguments).await?;
     say("queue_submit_64", rate);
@@ -204,6 +209,29 @@ async fn refused(server: &Server, seconds: u64) -> anyhow::Result<f64> {
     })
     .await?;
     Ok(rate)
+}
+
+/// How many leases per second come and go where most who ask must wait: each caller waits for one of few slots, and gives it back.
+async fn turning(database: &DatabaseConnection, count: usize, arguments: &Arguments) -> anyhow::Result<f64> {
+    fill(database, count, 0).await?;
+    let sql = format!(
+        "UPDATE workers SET max_tasks = 1 WHERE id IN (SELECT id FROM workers ORDER BY id LIMIT {FEW})"
+    );
+    database.execute_unprepared(&sql).await?;
+    let server = Server::start(&arguments.database_url).await?;
+    let placements = PlacementsClient::new(connected(&server).await?);
+    let pair = move || {
+        let mut placements = placements.clone();
+        async move {
+            let begun = Instant::now();
+            let wait = Some(rpc::duration(Duration::from_secs(60)));
+            let placed = placements.place(pb::PlaceRequest { wait, ..task() }).await?.into_inner();
+            placements.release(pb::ReleaseRequest { lease_token: placed.lease_token }).await?;
+            Ok(begun.elapsed())
+        }
+    };
+    repeated(64, 1, pair.clone()).await?;
+    Ok(repeated(64, arguments.seconds, pair).await?.0)
 }
 
 async fn queued(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<f64> {
