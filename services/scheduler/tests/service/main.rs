@@ -6,6 +6,7 @@ mod chains;
 mod connected;
 mod demand;
 mod explain;
+mod groups;
 mod inputs;
 mod leases;
 mod limits;
@@ -19,6 +20,7 @@ mod store;
 mod support;
 mod terms;
 mod turns;
+mod watches;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -105,6 +107,7 @@ use turns::{
     one_that_cannot_be_read_keeps_nobody_from_a_worker, teams_share_slots_by_their_weights,
     what_a_workload_asks_for_is_kept_free, whoever_is_before_another_takes_what_is_kept_free_for_it,
 };
+use watches::a_watch_that_goes_on_elsewhere_misses_nothing_and_hears_nothing_twice;
 
 /// Runs each test on both databases.
 macro_rules! on_both {
@@ -770,6 +773,7 @@ on_both! {
     the_containers_of_an_owner_keep_to_their_worker,
     a_lease_holds_what_it_uses_until_it_ends,
     pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
+    a_watch_that_goes_on_elsewhere_misses_nothing_and_hears_nothing_twice,
 }
 
 #[tokio::test(flavor = "multi_thread")]
