@@ -5,6 +5,8 @@ use std::time::Duration;
 use domain::worker::{Capacity, Labels, Marker, SessionClaims};
 use domain::workload::{Input, Output, ResourceRequests, WorkloadSpec};
 use domain::{ArtifactId, BuildId, GatewayInstance, LeaseId, MarkerId, WorkerId, WorkloadId};
+use rpc::pb::scheduler as pb;
+use rpc::token::TokenSigner;
 use uuid::Uuid;
 
 use super::MINUTE;
@@ -103,6 +105,35 @@ pub(super) fn hello(
             ..Capacity::default()
         },
         ephemeral: traits.ephemeral,
+    }
+}
+
+/// As it is said on a stream.
+pub(super) fn hello_on_stream(hello: &Hello, signer: &TokenSigner) -> pb::Hello {
+    let Hello { name, instance, last, marker, endpoint, labels, capacity, ephemeral } = hello.clone();
+    pb::Hello {
+        worker_name: name,
+        gateway_instance: instance.to_string(),
+        session_credential: last.map(|last| signer.sign(&last)).unwrap_or_default(),
+        marker: Some(pb::Marker { marker_id: marker.id.to_string(), boot_id: marker.boot }),
+        endpoint,
+        labels: Some(pb::WorkerLabels {
+            platform: labels.platform,
+            tags: labels.tags,
+            team: labels.team.unwrap_or_default(),
+            image_kinds: labels.image_kinds,
+            capabilities: labels.capabilities,
+            resource_types: vec![],
+            ephemeral,
+        }),
+        capacity: Some(pb::Capacity {
+            max_tasks: capacity.max_tasks.unwrap_or(0),
+            cpu_millis: capacity.cpu_millis.unwrap_or(0),
+            memory_bytes: capacity.memory_bytes.unwrap_or(0),
+            disk_bytes: capacity.disk_bytes,
+            ..pb::Capacity::default()
+        }),
+        protocol_versions: vec![1],
     }
 }
 

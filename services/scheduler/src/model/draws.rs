@@ -1,5 +1,7 @@
 //! What is done next: mostly something that makes sense.
 
+use std::collections::BTreeMap;
+
 use domain::worker::LeaseClaims;
 use domain::workload::{Exit, FailureReason};
 use domain::{GatewayInstance, LeaseId, MarkerId, WorkloadId};
@@ -11,6 +13,7 @@ use uuid::Uuid;
 use super::World;
 use super::attempts::Report;
 use super::cast::{self, Uses, WORKERS};
+use super::gateways::{Attended, Observed};
 use super::state::Minutes;
 use super::steps::{Call, Step};
 use crate::entity::lease::Kind;
@@ -23,6 +26,8 @@ const WAITS: [Minutes; 3] = [5, 25, 45];
 #[derive(Debug, Clone, Copy)]
 enum Draw {
     Hello,
+    Attend,
+    Say,
     Misfit,
     Goodbye,
     Heard,
@@ -59,17 +64,19 @@ pub(super) enum Spell {
     Busy,
     /// What is started mostly fails, and workers come and go.
     Failing,
+    /// Gateways speak, and hear what they shall do.
+    Spoken,
 }
 
 /// Which comes after which.
-pub(super) const SPELLS: [Spell; 3] = [Spell::Any, Spell::Busy, Spell::Failing];
+pub(super) const SPELLS: [Spell; 4] = [Spell::Any, Spell::Busy, Spell::Spoken, Spell::Failing];
 
 impl Spell {
     /// How many operations are killed.
     pub(super) fn kills(self) -> f64 {
         match self {
             Self::Any => 0.25,
-            Self::Busy => 0.05,
+            Self::Busy | Self::Spoken => 0.05,
             Self::Failing => 0.15,
         }
     }
@@ -96,12 +103,43 @@ impl World {
         Self::some(&mut self.dice, of)
     }
 
+    /// What a gateway says that took up what it was told, mostly last.
+    fn says(dice: &mut StdRng, stream: &Attended, claims: &[LeaseClaims]) -> Observed {
+        let newest = stream.told.last().filter(|_| dice.random_bool(0.8));
+        let told = newest.or_else(|| stream.told.choose(dice)).expect("who is let in is told something");
+        let phases = [
+            Phase::Preparing,
+            Phase::Preparing,
+            Phase::Running,
+            Phase::Running,
+            Phase::Publishing,
+            Phase::Ended,
+        ];
+        let mut said = Observed { echo: told.generation, phases: BTreeMap::new() };
+        for id in told.wishes.keys().copied() {
+            if dice.random_bool(0.85) {
+                said.phases.insert(id, *phases.choose(dice).expect("some"));
+            }
+        }
+        // It holds what is over.
+        if let Some(claims) = Self::some(dice, claims).filter(|_| dice.random_bool(0.1)) {
+            said.phases.insert(claims.lease, Phase::Running);
+        }
+        // It has taken up less than it was told.
+        if dice.random_bool(0.15) {
+            said.echo = stream.told.choose(dice).map_or(0, |told| told.generation);
+        }
+        said
+    }
+
     pub(super) fn next(&mut self) -> Option<Step> {
         let (is_busy, is_failing) = (self.spell == Spell::Busy, self.spell == Spell::Failing);
         let claims = self.claims();
         let dice = &mut self.dice;
         let weights = [
-            (Draw::Hello, 5),
+            (Draw::Hello, 3),
+            (Draw::Attend, 4),
+            (Draw::Say, 10),
             (Draw::Misfit, 1),
             (Draw::Goodbye, 2),
             (Draw::Heard, 10),
@@ -130,7 +168,9 @@ impl World {
             (Draw::Reconcile, 3),
         ];
         let when_failing = [
-            (Draw::Hello, 10),
+            (Draw::Hello, 8),
+            (Draw::Attend, 4),
+            (Draw::Say, 4),
             (Draw::Heard, 14),
             (Draw::Pass, 8),
             (Draw::Expire, 2),
@@ -159,16 +199,34 @@ impl World {
             (Draw::Finish, 16),
             (Draw::Cancel, 5),
         ];
+        let when_spoken = [
+            (Draw::Hello, 6),
+            (Draw::Attend, 14),
+            (Draw::Say, 50),
+            (Draw::Goodbye, 7),
+            (Draw::Heard, 3),
+            (Draw::Expire, 1),
+            (Draw::Down, 3),
+            (Draw::Run, 5),
+            (Draw::SeeOff, 3),
+            (Draw::Submit, 22),
+            (Draw::Release, 8),
+            (Draw::Dispatch, 14),
+            (Draw::Start, 8),
+            (Draw::Finish, 5),
+            (Draw::Cancel, 8),
+        ];
         let weights = match self.spell {
             Spell::Any => &weights[..],
             Spell::Busy => &when_busy,
             Spell::Failing => &when_failing,
+            Spell::Spoken => &when_spoken,
         };
         let (draw, _) = weights.choose_weighted(dice, |(_, weight)| *weight).expect("some weights");
         let name = *WORKERS.choose(dice).expect("some");
         let known = &mut self.known;
         Some(match draw {
-            Draw::Hello | Draw::Misfit => {
+            Draw::Hello | Draw::Misfit | Draw::Attend => {
                 // One of two gateways, which mostly finds what it left, or another did.
                 let instance = GatewayInstance::from_uuid(Uuid::from_u128(dice.random_range(1..=2)));
                 let markers = known.markers.entry(name).or_default();
@@ -183,7 +241,30 @@ impl World {
                     hello.labels.team = Some("third".to_owned());
                 }
                 let hello = Box::new(hello);
-                if matches!(draw, Draw::Hello) { Step::Hello(hello) } else { Step::Misfit(hello) }
+                match draw {
+                    Draw::Hello => Step::Hello(hello),
+                    Draw::Misfit => Step::Misfit(hello),
+                    _ => {
+                        self.opened += 1;
+                        Step::Attend { stream: self.opened, hello }
+                    }
+                }
+            }
+            Draw::Say => {
+                let numbers: Vec<_> = known.streams.keys().copied().collect();
+                let is_over = |number: &usize| self.model.judge(&known.streams[number].session).is_err();
+                let over: Vec<_> = numbers.iter().copied().filter(is_over).collect();
+                // One that was taken over, and does not know it.
+                let late = over.choose(dice).copied().filter(|_| dice.random_bool(0.4));
+                let number = late.or_else(|| Self::some(dice, &numbers))?;
+                let stream = &known.streams[&number];
+                let again = stream.said.choose(dice).filter(|_| dice.random_bool(0.2)).cloned();
+                let said = again.unwrap_or_else(|| Self::says(dice, stream, &known.claims));
+                Step::Say {
+                    stream: number,
+                    said,
+                    is_fresh: dice.random_bool(if late.is_some() { 0.3 } else { 0.7 }),
+                }
             }
             Draw::Goodbye => {
                 let session = Self::some(dice, &known.sessions)?;

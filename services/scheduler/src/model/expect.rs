@@ -58,6 +58,14 @@ impl State {
                 let session = answer.and_then(|answer| answer.session.as_ref());
                 expected = self.hello(hello, session, now);
             }
+            Step::Attend { hello, .. } => {
+                let session = answer.and_then(|answer| answer.session.as_ref());
+                expected = self.hello(hello, session, now);
+                self.end_orphans(now);
+            }
+            Step::Say { stream, said, is_fresh, .. } => {
+                return self.observed(&known.streams[stream], said, *is_fresh, came);
+            }
             Step::Misfit(hello) => expected = self.misfit(hello, after, now),
             Step::Goodbye { session, is_last: true } => self.goodbye(session),
             Step::Goodbye { is_last: false, .. } => {}

@@ -86,6 +86,7 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             set_aside_until: row.set_aside_until.map(minutes),
         };
         assert!(row.landed_at.is_none() || row.desired != Desired::Run, "it runs, and has landed");
+        state.generations.insert(worker.id, number(row.generation));
         state.workers.insert(row.name, worker);
     }
     let gone = gone_worker::Entity::find().order_by_asc(gone_worker::Column::Revision);

@@ -1,5 +1,6 @@
 //! A replica, which does one thing after the other, as its handlers and loops do it.
 
+use std::collections::BTreeMap;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,9 @@ use tokio_util::task::TaskTracker;
 
 use super::attempts::Report;
 use super::cast;
+use super::gateways::Observed;
 use super::steps::{Answer, Call, Step};
+use super::stream::{Heard, Stream};
 use crate::config::Config;
 use crate::dispatch::{Ask, Caller, Dispatcher, PlaceError, Placed, Request};
 use crate::effects::Effects;
@@ -25,8 +28,8 @@ use crate::entity::lease::{Kind, State};
 use crate::placement::{Demand, Process, Purpose, Resources, Shape};
 use crate::service::Scheduler;
 use crate::store::{Inputs, Store};
-use crate::workers::{Heard, Kept};
-use crate::{contacts, drift, expire, gossip, hellos, hints, leases, outbox, reconcile, registry, workers};
+use crate::workers::{self, Hello, Kept};
+use crate::{contacts, drift, expire, gossip, hellos, hints, leases, outbox, reconcile, registry};
 
 /// What all replicas have in common.
 #[derive(Clone)]
@@ -46,6 +49,10 @@ pub(super) struct Replica {
     cluster: Cluster,
     /// Whose callers wait.
     calls: Vec<Waiting>,
+    /// Of gateways, by their numbers.
+    streams: BTreeMap<usize, Stream>,
+    /// Writes down who was heard.
+    notes: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 /// A call that is not answered yet.
@@ -58,7 +65,7 @@ struct Waiting {
 impl Replica {
     pub(super) fn start(cluster: &Cluster) -> Self {
         let (dispatch, dispatcher) = Dispatcher::new(cluster.db.clone(), cluster.config.clone());
-        let (contacts, _) = contacts::channel();
+        let (contacts, said) = contacts::channel();
         let (hellos, _) = hellos::channel();
         // What is put into the outbox stays there: who has put it there has gone.
         let nobody_delivers = Semaphore::new(0);
@@ -81,7 +88,59 @@ impl Replica {
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
         };
-        Self { scheduler, dispatcher, cluster: cluster.clone(), calls: vec![] }
+        let notes = Box::pin(contacts::note_forever(scheduler.clone(), said));
+        let (calls, streams) = (vec![], BTreeMap::new());
+        Self { scheduler, dispatcher, cluster: cluster.clone(), calls, streams, notes }
+    }
+
+    /// It is killed: nothing of it goes on.
+    pub(super) async fn kill(&mut self) {
+        self.scheduler.stopping.cancel();
+        self.streams.clear();
+        self.scheduler.tasks.close();
+        self.scheduler.tasks.wait().await;
+    }
+
+    /// Lets a gateway in on a stream.
+    async fn attend(&mut self, number: usize, hello: &Hello) -> Answer {
+        let (hellos, asked) = hellos::channel();
+        let scheduler = Scheduler { hellos, ..self.scheduler.clone() };
+        let hello = cast::hello_on_stream(hello, &self.cluster.signer);
+        let (stream, heard) = tokio::select! {
+            biased;
+            opened = Stream::open(scheduler.clone(), hello) => opened,
+            () = hellos::let_in_forever(scheduler.clone(), asked) => panic!("it is not stopped"),
+        };
+        // As whoever lets in does it afterwards.
+        scheduler.end_orphans().await.expect("the database answers");
+        let session = stream.session.clone();
+        let said = heard.end.unwrap_or("Ok").to_owned();
+        if heard.end.is_none() {
+            self.streams.insert(number, stream);
+        }
+        Answer { session, heard: [(number, heard)].into(), ..Answer::said(vec![said]) }
+    }
+
+    /// A gateway says what is.
+    async fn say(&mut self, number: usize, said: &Observed) -> Answer {
+        let stream = self.streams.get_mut(&number).expect("it is open");
+        let mut heard = Heard::default();
+        tokio::select! {
+            biased;
+            () = stream.say(said, &mut heard) => {}
+            () = &mut self.notes => panic!("it is not stopped"),
+        };
+        stream.hear(&mut heard, &self.scheduler.attended).await;
+        let answer = heard.end.unwrap_or("Ok").to_owned();
+        Answer { heard: [(number, heard)].into(), ..Answer::said(vec![answer]) }
+    }
+
+    /// Gateways hear all that this replica knows by now.
+    async fn tell_all(&mut self, answer: &mut Answer) {
+        for (number, stream) in &mut self.streams {
+            stream.hear(answer.heard.entry(*number).or_default(), &self.scheduler.attended).await;
+        }
+        self.streams.retain(|number, _| answer.heard[number].end.is_none());
     }
 
     /// Does what the dispatcher is asked for meanwhile.
@@ -154,6 +213,7 @@ impl Replica {
     pub(super) async fn carry_out(&mut self, step: &Step) -> Answer {
         let mut answer = self.carry_out_alone(step).await;
         self.answer_waiting(&mut answer).await;
+        self.tell_all(&mut answer).await;
         answer
     }
 
@@ -172,6 +232,13 @@ impl Replica {
                 Answer { session: session.as_ref().ok().cloned(), ..Answer::of([session]) }
             }
             Step::Misfit(hello) => Answer::of([scheduler.list_incompatible(hello, &[99]).await]),
+            Step::Attend { stream, hello } => self.attend(*stream, hello).await,
+            Step::Say { stream, said, is_fresh } => {
+                if *is_fresh {
+                    self.look(true).await;
+                }
+                self.say(*stream, said).await
+            }
             Step::Goodbye { session, is_last } => {
                 let contact = if *is_last { self.last_contact(session).await } else { Timestamp(1) };
                 let left = db
@@ -179,7 +246,7 @@ impl Replica {
                 Answer::of([left.await])
             }
             Step::Heard(session) => {
-                let heard = [Heard { session: session.clone(), kept: Kept::default(), at: now }];
+                let heard = [workers::Heard { session: session.clone(), kept: Kept::default(), at: now }];
                 let judged = db.write(async |txn| workers::observe(&txn, &heard).await).await;
                 let judged = judged.expect("the database answers");
                 if judged[0].is_ok() {

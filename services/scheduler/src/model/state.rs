@@ -36,6 +36,8 @@ pub(super) struct State {
     pub(super) arrived: BTreeMap<WorkloadId, usize>,
     /// and near to which other lease driven ones were granted.
     pub(super) near: BTreeMap<LeaseId, Option<LeaseId>>,
+    /// The generation of what each worker shall do, of which only the scheduler can say when it rises.
+    pub(super) generations: BTreeMap<WorkerId, u64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

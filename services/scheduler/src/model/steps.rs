@@ -1,13 +1,15 @@
 //! What is done, and what is answered.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use domain::worker::{LeaseClaims, SessionClaims};
 use domain::{LeaseId, WorkloadId};
 
 use super::attempts::Report;
 use super::cast;
+use super::gateways::Observed;
 use super::state::Minutes;
+use super::stream::Heard;
 use crate::entity::lease::Kind;
 use crate::registry::Down;
 use crate::workers::Hello;
@@ -18,6 +20,17 @@ use crate::workloads::Phase;
 pub(super) enum Step {
     Hello(Box<Hello>),
     Misfit(Box<Hello>),
+    /// The same as hello, on a stream, which stays open.
+    Attend {
+        stream: usize,
+        hello: Box<Hello>,
+    },
+    /// A gateway says on a stream what is, however late. `is_fresh`: to a replica that has just looked.
+    Say {
+        stream: usize,
+        said: Observed,
+        is_fresh: bool,
+    },
     /// `is_last`: nothing was heard of it since; otherwise it is late.
     Goodbye {
         session: SessionClaims,
@@ -121,6 +134,8 @@ pub(super) struct Answer {
     pub(super) others: Vec<(usize, Vec<String>)>,
     /// Calls that wait on.
     pub(super) waiting: BTreeSet<usize>,
+    /// What was told on the streams that are open there, by their numbers.
+    pub(super) heard: BTreeMap<usize, Heard>,
 }
 
 impl Answer {
@@ -138,6 +153,6 @@ impl Answer {
     }
 
     pub(super) fn said(said: Vec<String>) -> Self {
-        Self { said, session: None, others: vec![], waiting: BTreeSet::new() }
+        Self { said, session: None, others: vec![], waiting: BTreeSet::new(), heard: BTreeMap::new() }
     }
 }
