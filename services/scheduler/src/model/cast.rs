@@ -16,7 +16,7 @@ use crate::workers::Hello;
 use crate::workloads::for_tests;
 
 /// The names of the workers.
-pub(super) const WORKERS: [&str; 5] = ["narrow", "small", "blue", "tagged", "darwin"];
+pub(super) const WORKERS: [&str; 6] = ["narrow", "small", "blue", "tagged", "darwin", "fleeting"];
 
 /// Of the artifact that some workloads use. Another team's workloads are refused for it.
 pub(super) const TEAM: &str = "main";
@@ -72,6 +72,8 @@ pub(super) fn traits(name: &str) -> Traits {
         "small" => Traits { memory_bytes: Some(25), ..plain },
         "blue" => Traits { team: Some("blue"), ..plain },
         "tagged" => Traits { tags: &["gpu"], ephemeral: true, ..plain },
+        // What runs there does not stop by itself, and goes on when nobody hears of it any more.
+        "fleeting" => Traits { max_tasks: Some(1), capabilities: &[], ephemeral: true, ..plain },
         "darwin" => Traits { platform: "darwin", capabilities: &[], max_tasks: None, ..plain },
         other => panic!("no worker {other}"),
     }
