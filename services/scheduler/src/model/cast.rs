@@ -45,6 +45,44 @@ pub(super) fn config(database: &str, store: &str) -> Config {
     }
 }
 
+/// Of what can be asked for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Amounts<T = u64> {
+    pub(super) cpu_millis: T,
+    pub(super) memory_bytes: T,
+    pub(super) disk_bytes: T,
+}
+
+impl<T> Amounts<T> {
+    pub(super) fn all(self) -> [T; 3] {
+        [self.cpu_millis, self.memory_bytes, self.disk_bytes]
+    }
+}
+
+impl Amounts {
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            cpu_millis: self.cpu_millis + other.cpu_millis,
+            memory_bytes: self.memory_bytes + other.memory_bytes,
+            disk_bytes: self.disk_bytes + other.disk_bytes,
+        }
+    }
+
+    /// Whether `has` is enough.
+    pub(super) fn fit(self, has: Amounts<Option<u64>>) -> bool {
+        self.all().into_iter().zip(has.all()).all(|(asked, has)| has.is_none_or(|has| asked <= has))
+    }
+
+    /// Whether there is enough for these, in what is left beside `others`. Whoever asks for nothing needs nothing.
+    pub(super) fn fit_beside(self, others: Self, has: Amounts<Option<u64>>) -> bool {
+        let asked = self.all().into_iter().zip(others.and(self).all()).zip(has.all());
+        let short = |((asked, together), has): ((u64, u64), Option<u64>)| {
+            asked > 0 && has.is_some_and(|has| together > has)
+        };
+        !asked.into_iter().any(short)
+    }
+}
+
 /// What a worker has, by its name.
 pub(super) struct Traits {
     pub(super) platform: &'static str,
@@ -52,7 +90,8 @@ pub(super) struct Traits {
     pub(super) tags: &'static [&'static str],
     pub(super) capabilities: &'static [&'static str],
     pub(super) max_tasks: Option<u32>,
-    pub(super) memory_bytes: Option<u64>,
+    /// How much there is of what can be asked for. `None`: it is not counted.
+    pub(super) has: Amounts<Option<u64>>,
     /// It is gone for good once it is lost.
     pub(super) ephemeral: bool,
 }
@@ -64,17 +103,27 @@ pub(super) fn traits(name: &str) -> Traits {
         tags: &[],
         capabilities: &["stop-after"],
         max_tasks: Some(2),
-        memory_bytes: None,
+        has: Amounts::default(),
         ephemeral: false,
     };
+    let has = Amounts::default();
     match name {
         "narrow" => Traits { max_tasks: Some(1), ..plain },
-        "small" => Traits { memory_bytes: Some(25), ..plain },
-        "blue" => Traits { team: Some("blue"), ..plain },
-        "tagged" => Traits { tags: &["gpu"], ephemeral: true, ..plain },
+        "small" => {
+            let has = Amounts { memory_bytes: Some(25), disk_bytes: Some(30), ..has };
+            Traits { max_tasks: Some(3), has, ..plain }
+        }
+        "blue" => Traits { team: Some("blue"), has: Amounts { cpu_millis: Some(30), ..has }, ..plain },
+        "tagged" => {
+            let has = Amounts { disk_bytes: Some(20), ..has };
+            Traits { tags: &["gpu"], has, ephemeral: true, ..plain }
+        }
         // What runs there does not stop by itself, and goes on when nobody hears of it any more.
         "fleeting" => Traits { max_tasks: Some(1), capabilities: &[], ephemeral: true, ..plain },
-        "darwin" => Traits { platform: "darwin", capabilities: &[], max_tasks: None, ..plain },
+        "darwin" => {
+            let has = Amounts { cpu_millis: Some(30), ..has };
+            Traits { platform: "darwin", capabilities: &[], max_tasks: None, has, ..plain }
+        }
         other => panic!("no worker {other}"),
     }
 }
@@ -103,7 +152,9 @@ pub(super) fn hello(
         },
         capacity: Capacity {
             max_tasks: traits.max_tasks,
-            memory_bytes: traits.memory_bytes,
+            cpu_millis: traits.has.cpu_millis,
+            memory_bytes: traits.has.memory_bytes,
+            disk_bytes: traits.has.disk_bytes.unwrap_or(0),
             ..Capacity::default()
         },
         ephemeral: traits.ephemeral,
@@ -147,7 +198,7 @@ pub(super) struct Asks {
     pub(super) tags: &'static [&'static str],
     pub(super) capabilities: &'static [&'static str],
     pub(super) takes_a_slot: bool,
-    pub(super) memory_bytes: u64,
+    pub(super) amounts: Amounts,
     /// Where it could not be started.
     pub(super) failed_on: Vec<WorkerId>,
     /// Where alone it may be.
@@ -182,14 +233,19 @@ pub(super) fn asks_of_workload(id: WorkloadId) -> Asks {
         4 => ("linux", &[], &["stop-after"]),
         _ => ("linux", &[], &[]),
     };
-    let memory_bytes = [0, 0, 10, 20][usize::from(byte(id, 2) % 4)];
+    let amount = |by: u8, of: [u64; 4]| of[usize::from(byte(id, 2) / by % 4)];
+    let amounts = Amounts {
+        memory_bytes: amount(1, [0, 0, 10, 20]),
+        cpu_millis: amount(4, [0, 0, 15, 31]),
+        disk_bytes: amount(16, [0, 0, 15, 20]),
+    };
     Asks {
         team: team(id),
         platform,
         tags,
         capabilities,
         takes_a_slot: true,
-        memory_bytes,
+        amounts,
         failed_on: vec![],
         only: None,
     }
@@ -200,14 +256,20 @@ pub(super) fn asks_of_lease(id: LeaseId, kind: Kind) -> Asks {
     let id = id.uuid();
     let takes_a_slot = kind.takes_a_slot();
     let tags: &[_] = if byte(id, 1).is_multiple_of(4) { &["gpu"] } else { &[] };
-    let memory_bytes = if takes_a_slot { [0, 10][usize::from(byte(id, 2) % 2)] } else { 0 };
+    let amount = |by: u8, of: [u64; 2]| of[usize::from(byte(id, 2) / by % 2)];
+    let amounts = Amounts {
+        memory_bytes: amount(1, [0, 10]),
+        cpu_millis: amount(2, [0, 15]),
+        disk_bytes: amount(4, [0, 10]),
+    };
+    let amounts = if takes_a_slot { amounts } else { Amounts::default() };
     Asks {
         team: team(id),
         platform: "linux",
         tags,
         capabilities: &[],
         takes_a_slot,
-        memory_bytes,
+        amounts,
         failed_on: vec![],
         only: None,
     }
@@ -272,7 +334,10 @@ pub(super) fn spec(id: WorkloadId, input: ArtifactId, other: bool) -> WorkloadSp
         platform: asks.platform.to_owned(),
         tags: owned(asks.tags),
         capabilities: owned(asks.capabilities),
-        requests: ResourceRequests { cpu_millis: 0, memory_bytes: asks.memory_bytes, disk_bytes: 0 },
+        requests: {
+            let Amounts { cpu_millis, memory_bytes, disk_bytes } = asks.amounts;
+            ResourceRequests { cpu_millis, memory_bytes, disk_bytes }
+        },
         interruptible: byte(id_bytes, 4).is_multiple_of(3),
         retries: u32::from(byte(id_bytes, 4) / 3 % 3),
         queue_timeout: byte(id_bytes, 5).is_multiple_of(2).then_some(205 * MINUTE),

@@ -7,7 +7,7 @@ use domain::{LeaseId, WorkerId, WorkloadId};
 use super::Known;
 use super::attempts::End;
 use super::calls::Waiting;
-use super::cast::{self, Asks, Uses};
+use super::cast::{self, Amounts, Asks, Uses};
 use super::state::{Lease, Minutes, Says, State};
 use super::steps::{Answer, Step};
 use crate::entity::lease::{EndedBy, Kind, State as LeaseState};
@@ -203,7 +203,7 @@ impl State {
             incarnation: self.workers[&name].incarnation,
             kind,
             team: asks.team.to_owned(),
-            memory_bytes: asks.memory_bytes,
+            amounts: asks.amounts,
             workload,
             owner: String::new(),
             state: LeaseState::Granted,
@@ -314,7 +314,7 @@ impl State {
             _ = self.give_all_back(came);
             return;
         };
-        let reserves = self.live(lease.worker).any(|(_, lease)| lease.memory_bytes > 0);
+        let reserves = self.live(lease.worker).any(|(_, lease)| lease.amounts != Amounts::default());
         let can_be_told = is_fresh && lease.kind.takes_a_slot() && !came.was_killed();
         // Where amounts are reserved nobody knows before what comes free.
         if can_be_told && reserves {

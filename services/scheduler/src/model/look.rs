@@ -6,7 +6,7 @@ use domain::worker::Labels;
 use domain::{GatewayInstance, LeaseId, MarkerId, Timestamp, WorkerId, WorkloadId};
 use sea_orm::{EntityTrait, QueryOrder};
 
-use super::cast;
+use super::cast::{self, Amounts};
 use super::state::{Ending, Gone, Lease, Minutes, Parcel, State, Worker, Workload};
 use crate::entity::worker::Desired;
 use crate::entity::{contact, event, from_json, gone_worker, lease, outbox, owner_worker, worker, workload};
@@ -60,6 +60,7 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
         .map(|contact| (contact.worker_id, contact))
         .collect();
     let mut state = State::default();
+    let mut taken = BTreeMap::new();
     for row in worker::Entity::find().all(db).await.expect("workers") {
         let contact = &contacts[&row.id];
         let labels: Labels = from_json(&row.labels).expect("labels");
@@ -85,6 +86,12 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             set_asides: row.set_asides,
             set_aside_until: row.set_aside_until.map(minutes),
         };
+        let counted = Amounts {
+            cpu_millis: number(row.reserved_cpu_millis),
+            memory_bytes: number(row.reserved_memory_bytes),
+            disk_bytes: number(row.reserved_disk_bytes),
+        };
+        taken.insert(row.name.clone(), (number(row.active_tasks), counted));
         assert!(row.landed_at.is_none() || row.desired != Desired::Run, "it runs, and has landed");
         state.generations.insert(worker.id, number(row.generation));
         state.workers.insert(row.name, worker);
@@ -106,7 +113,11 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             incarnation: number(row.incarnation),
             kind: row.kind,
             team: row.team,
-            memory_bytes: number(row.memory_bytes),
+            amounts: Amounts {
+                cpu_millis: number(row.cpu_millis),
+                memory_bytes: number(row.memory_bytes),
+                disk_bytes: number(row.disk_bytes),
+            },
             workload: row.workload_id.map(WorkloadId::from_uuid),
             owner: row.owner,
             state: row.state,
@@ -120,6 +131,15 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             settles: row.settles,
         };
         state.leases.insert(LeaseId::from_uuid(row.id), lease);
+    }
+    for (name, counted) in taken {
+        let live = state.live(state.workers[&name].id).map(|(_, lease)| lease);
+        let slots: Vec<_> = live.filter(|lease| lease.kind.takes_a_slot()).collect();
+        let amounts = slots.iter().fold(Amounts::default(), |all, lease| all.and(lease.amounts));
+        assert_eq!(counted, (slots.len() as u64, amounts), "what is taken of {name} is counted");
+        let traits = cast::traits(&name);
+        assert!(traits.max_tasks.is_none_or(|max| slots.len() <= max as usize), "{name} has {slots:?}");
+        assert!(amounts.fit(traits.has), "{name} gave {amounts:?}");
     }
     for row in workload::Entity::find().all(db).await.expect("workloads") {
         let failed_on: Vec<FailedThere> = from_json(&row.failed_on).expect("failures");

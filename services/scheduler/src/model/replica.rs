@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::attempts::Report;
-use super::cast;
+use super::cast::{self, Amounts};
 use super::gateways::Observed;
 use super::steps::{Answer, Call, Step};
 use super::stream::{Heard, Stream};
@@ -417,7 +417,10 @@ impl Replica {
             platform: asks.platform.to_owned(),
             tags: owned(asks.tags),
             process: asks.takes_a_slot.then_some(process),
-            requests: Resources { memory_bytes: asks.memory_bytes, ..Resources::default() },
+            requests: {
+                let Amounts { cpu_millis, memory_bytes, disk_bytes } = asks.amounts;
+                Resources { cpu_millis, memory_bytes, disk_bytes }
+            },
             purpose: Purpose::WithoutInputs,
         };
         let mut inputs = Inputs::default();

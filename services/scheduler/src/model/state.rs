@@ -8,7 +8,7 @@ use domain::{GatewayInstance, LeaseId, MarkerId, WorkerId, WorkloadId};
 use uuid::Uuid;
 
 use super::calls::Waiting;
-use super::cast::{self, Asks};
+use super::cast::{self, Amounts, Asks};
 use crate::entity::gone_worker::WorkerEnd;
 use crate::entity::lease::{EndedBy, Kind, State as LeaseState, StopReason};
 use crate::entity::worker::{Desired, State as Contact};
@@ -82,7 +82,7 @@ pub(super) struct Lease {
     pub(super) incarnation: u64,
     pub(super) kind: Kind,
     pub(super) team: String,
-    pub(super) memory_bytes: u64,
+    pub(super) amounts: Amounts,
     pub(super) workload: Option<WorkloadId>,
     pub(super) owner: String,
     pub(super) state: LeaseState,
@@ -177,7 +177,7 @@ impl State {
             || (asks.takes_a_slot && asks.tags.is_empty() && !traits.tags.is_empty())
             || lacks(traits.tags, asks.tags)
             || lacks(traits.capabilities, asks.capabilities)
-            || traits.memory_bytes.is_some_and(|all| asks.memory_bytes > all)
+            || !asks.amounts.fit(traits.has)
             || asks.failed_on.contains(&worker.id)
             || asks.only.is_some_and(|only| only != worker.id);
         if never {
@@ -185,7 +185,7 @@ impl State {
         }
         let slots: Vec<_> =
             self.live(worker.id).map(|(_, lease)| lease).filter(|lease| lease.kind.takes_a_slot()).collect();
-        let memory: u64 = slots.iter().map(|lease| lease.memory_bytes).sum();
+        let taken = slots.iter().fold(Amounts::default(), |all, lease| all.and(lease.amounts));
         let is_on_probation = worker.set_asides > 0;
         let is_full = traits.max_tasks.is_some_and(|max| slots.len() >= max as usize)
             || (is_on_probation && !slots.is_empty())
@@ -193,8 +193,7 @@ impl State {
         let not_now = worker.contact != Contact::Running
             || worker.desired == Desired::Land
             || (asks.takes_a_slot && is_full)
-            || (asks.memory_bytes > 0
-                && traits.memory_bytes.is_some_and(|all| memory + asks.memory_bytes > all));
+            || !asks.amounts.fit_beside(taken, traits.has);
         if not_now { Says::NotNow } else { Says::Yes }
     }
 
