@@ -36,13 +36,12 @@ use std::time::Duration;
 
 use db::Database;
 use domain::worker::{LeaseClaims, SessionClaims};
-use domain::{AttemptId, GatewayInstance, LeaseId, MarkerId, Timestamp, WorkloadId};
+use domain::{AttemptId, LeaseId, MarkerId, Timestamp, WorkloadId};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rpc::token::TokenSigner;
 use sea_orm::{ConnectionTrait, EntityTrait, QueryFilter};
 use testing::databases::TestDatabase;
-use uuid::Uuid;
 
 use self::attempts::Report;
 use self::cast::{Uses, WORKERS};
@@ -119,6 +118,8 @@ struct World {
     calls: usize,
     /// How many streams were opened.
     opened: usize,
+    /// What is done next, if that is no matter of the dice.
+    up_next: Option<Step>,
     /// How many had waited when they were granted something.
     waited: usize,
     /// How many leases ended for their gateway did not know them any more.
@@ -165,6 +166,7 @@ impl World {
             spell: Spell::Any,
             calls,
             opened,
+            up_next: None,
             waited,
             unknown,
             history,
@@ -351,11 +353,25 @@ impl World {
     async fn greet(&mut self, instances: &[u128]) {
         for name in WORKERS {
             for instance in instances {
-                let instance = GatewayInstance::from_uuid(Uuid::from_u128(*instance));
+                let instance = draws::instance(*instance);
                 let marker = MarkerId::new();
                 self.known.markers.entry(name).or_default().push(marker);
                 self.take(Step::Hello(Box::new(cast::hello(name, instance, marker, None)))).await;
             }
+        }
+    }
+
+    /// Every worker may take work, and is spoken for on a stream.
+    async fn gather(&mut self) {
+        for name in WORKERS {
+            self.take(Step::Run(name)).await;
+            let known = self.model.workers.get(name);
+            let instance = known.map_or(draws::instance(1), |one| one.instance);
+            let marker = known.map_or_else(MarkerId::new, |one| one.marker);
+            self.known.markers.entry(name).or_default().push(marker);
+            self.opened += 1;
+            let hello = Box::new(cast::hello(name, instance, marker, None));
+            self.take(Step::Attend { stream: self.opened, hello }).await;
         }
     }
 
@@ -428,6 +444,9 @@ async fn all_is_as_the_model_says(database: impl AsyncFn() -> TestDatabase) {
         Box::pin(world.greet(&[1])).await;
         for step in 0..STEPS {
             world.spell = SPELLS[step / SPELL % SPELLS.len()];
+            if step % SPELL == 0 && world.spell == Spell::Spoken {
+                Box::pin(world.gather()).await;
+            }
             if let Some(step) = world.next() {
                 Box::pin(world.take(step)).await;
             }

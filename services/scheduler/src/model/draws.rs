@@ -23,6 +23,11 @@ use crate::workloads::Phase;
 /// For how many minutes a call waits.
 const WAITS: [Minutes; 3] = [5, 25, 45];
 
+/// One of two gateways.
+pub(super) fn instance(number: u128) -> GatewayInstance {
+    GatewayInstance::from_uuid(Uuid::from_u128(number))
+}
+
 #[derive(Debug, Clone, Copy)]
 enum Draw {
     Hello,
@@ -66,10 +71,12 @@ pub(super) enum Spell {
     Failing,
     /// Gateways speak, and hear what they shall do.
     Spoken,
+    /// Workers fall silent with what they run, and are lost.
+    Lost,
 }
 
 /// Which comes after which.
-pub(super) const SPELLS: [Spell; 4] = [Spell::Any, Spell::Busy, Spell::Spoken, Spell::Failing];
+pub(super) const SPELLS: [Spell; 5] = [Spell::Any, Spell::Busy, Spell::Spoken, Spell::Lost, Spell::Failing];
 
 impl Spell {
     /// How many operations are killed.
@@ -77,6 +84,7 @@ impl Spell {
         match self {
             Self::Any => 0.25,
             Self::Busy | Self::Spoken => 0.05,
+            Self::Lost => 0.1,
             Self::Failing => 0.15,
         }
     }
@@ -104,7 +112,8 @@ impl World {
     }
 
     /// What a gateway says that took up what it was told, mostly last.
-    fn says(dice: &mut StdRng, stream: &Attended, claims: &[LeaseClaims]) -> Observed {
+    /// `lacks`: how many of the leases it does not know.
+    fn says(dice: &mut StdRng, stream: &Attended, claims: &[LeaseClaims], lacks: f64) -> Observed {
         let newest = stream.told.last().filter(|_| dice.random_bool(0.8));
         let told = newest.or_else(|| stream.told.choose(dice)).expect("who is let in is told something");
         let phases = [
@@ -117,7 +126,7 @@ impl World {
         ];
         let mut said = Observed { echo: told.generation, phases: BTreeMap::new() };
         for id in told.wishes.keys().copied() {
-            if dice.random_bool(0.85) {
+            if !dice.random_bool(lacks) {
                 said.phases.insert(id, *phases.choose(dice).expect("some"));
             }
         }
@@ -132,7 +141,11 @@ impl World {
         said
     }
 
+    /// `None`: what was drawn cannot be done now.
     pub(super) fn next(&mut self) -> Option<Step> {
+        if let Some(step) = self.up_next.take() {
+            return Some(step);
+        }
         let (is_busy, is_failing) = (self.spell == Spell::Busy, self.spell == Spell::Failing);
         let claims = self.claims();
         let dice = &mut self.dice;
@@ -201,34 +214,61 @@ impl World {
         ];
         let when_spoken = [
             (Draw::Hello, 6),
-            (Draw::Attend, 14),
-            (Draw::Say, 50),
-            (Draw::Goodbye, 7),
+            (Draw::Attend, 10),
+            (Draw::Say, 60),
+            (Draw::Goodbye, 9),
             (Draw::Heard, 3),
             (Draw::Expire, 1),
             (Draw::Down, 3),
             (Draw::Run, 5),
             (Draw::SeeOff, 3),
-            (Draw::Submit, 22),
+            (Draw::Submit, 30),
             (Draw::Release, 8),
-            (Draw::Dispatch, 14),
+            (Draw::Dispatch, 20),
             (Draw::Start, 8),
             (Draw::Finish, 5),
             (Draw::Cancel, 8),
+        ];
+        let when_lost = [
+            (Draw::Hello, 8),
+            (Draw::Attend, 4),
+            (Draw::Say, 4),
+            (Draw::Heard, 3),
+            (Draw::Pass, 7),
+            (Draw::Expire, 14),
+            (Draw::Prune, 2),
+            (Draw::SeeOff, 8),
+            (Draw::EndOrphans, 3),
+            (Draw::Submit, 20),
+            (Draw::Dispatch, 14),
+            (Draw::Start, 34),
+            (Draw::Finish, 6),
+            (Draw::Absent, 2),
+            (Draw::Cancel, 2),
         ];
         let weights = match self.spell {
             Spell::Any => &weights[..],
             Spell::Busy => &when_busy,
             Spell::Failing => &when_failing,
             Spell::Spoken => &when_spoken,
+            Spell::Lost => &when_lost,
         };
+        // It was taken over, and nobody knows that where it speaks.
+        let is_over = |stream: &&Attended| self.model.judge(&stream.session).is_err();
+        let over: Vec<_> = self.known.streams.iter().filter(|(_, stream)| is_over(stream)).collect();
+        if let Some((number, stream)) = over.choose(dice)
+            && dice.random_bool(0.6)
+        {
+            let said = Self::says(dice, stream, &self.known.claims, 0.5);
+            return Some(Step::Say { stream: **number, said, is_fresh: dice.random_bool(0.2) });
+        }
         let (draw, _) = weights.choose_weighted(dice, |(_, weight)| *weight).expect("some weights");
         let name = *WORKERS.choose(dice).expect("some");
         let known = &mut self.known;
         Some(match draw {
             Draw::Hello | Draw::Misfit | Draw::Attend => {
                 // One of two gateways, which mostly finds what it left, or another did.
-                let instance = GatewayInstance::from_uuid(Uuid::from_u128(dice.random_range(1..=2)));
+                let instance = instance(dice.random_range(1..=2));
                 let markers = known.markers.entry(name).or_default();
                 if markers.is_empty() || dice.random_bool(0.2) {
                     markers.push(MarkerId::new());
@@ -252,19 +292,30 @@ impl World {
             }
             Draw::Say => {
                 let numbers: Vec<_> = known.streams.keys().copied().collect();
-                let is_over = |number: &usize| self.model.judge(&known.streams[number].session).is_err();
-                let over: Vec<_> = numbers.iter().copied().filter(is_over).collect();
-                // One that was taken over, and does not know it.
-                let late = over.choose(dice).copied().filter(|_| dice.random_bool(0.4));
-                let number = late.or_else(|| Self::some(dice, &numbers))?;
+                let has_some = |number: &usize| {
+                    known.streams[number].told.last().is_some_and(|told| !told.wishes.is_empty())
+                };
+                let of_some: Vec<_> = numbers.iter().copied().filter(has_some).collect();
+                let of_some = Self::some(dice, &of_some).filter(|_| dice.random_bool(0.8));
+                let number = of_some.or_else(|| Self::some(dice, &numbers))?;
                 let stream = &known.streams[&number];
                 let again = stream.said.choose(dice).filter(|_| dice.random_bool(0.2)).cloned();
-                let said = again.unwrap_or_else(|| Self::says(dice, stream, &known.claims));
-                Step::Say {
-                    stream: number,
-                    said,
-                    is_fresh: dice.random_bool(if late.is_some() { 0.3 } else { 0.7 }),
-                }
+                let said = again.unwrap_or_else(|| Self::says(dice, stream, &known.claims, 0.15));
+                Step::Say { stream: number, said, is_fresh: dice.random_bool(0.7) }
+            }
+            Draw::Goodbye if self.spell == Spell::Spoken => {
+                let streams = known.streams.values();
+                let present = |stream: &&Attended| self.model.judge(&stream.session).is_ok();
+                let present: Vec<_> = streams.filter(present).map(|stream| stream.session.clone()).collect();
+                let session = present.choose(dice)?.clone();
+                // Another takes over, of which the first stream has not heard.
+                let name = WORKERS.into_iter().find(|name| self.model.name(session.worker) == Some(*name))?;
+                let marker = self.model.workers[name].marker;
+                let other = if session.instance == instance(1) { instance(2) } else { instance(1) };
+                let last = Some(session.clone()).filter(|_| dice.random_bool(0.5));
+                let hello = Box::new(cast::hello(name, other, marker, last));
+                self.up_next = dice.random_bool(0.8).then_some(Step::Hello(hello));
+                Step::Goodbye { session, is_last: true }
             }
             Draw::Goodbye => {
                 let session = Self::some(dice, &known.sessions)?;
@@ -273,6 +324,7 @@ impl World {
                 Step::Goodbye { session, is_last }
             }
             Draw::Heard => Step::Heard(Self::some(dice, &known.sessions)?),
+            Draw::Pass if self.spell == Spell::Lost => Step::Pass(*[40, 100].choose(dice).expect("some")),
             Draw::Pass if is_failing => Step::Pass(*[10, 20, 30].choose(dice).expect("some")),
             Draw::Pass => Step::Pass(*[10, 10, 20, 30, 40, 100, 1000].choose(dice).expect("some")),
             Draw::BePatient => Step::BePatient,

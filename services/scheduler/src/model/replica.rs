@@ -97,6 +97,8 @@ impl Replica {
     pub(super) async fn kill(&mut self) {
         self.scheduler.stopping.cancel();
         self.streams.clear();
+        // What it was writing is not written.
+        self.notes = Box::pin(std::future::pending());
         self.scheduler.tasks.close();
         self.scheduler.tasks.wait().await;
     }
