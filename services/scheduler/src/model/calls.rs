@@ -192,6 +192,13 @@ impl State {
             let asks = asks_of(self, ask.0, ask.1, only);
             self.drive(*ask, call, &asks, after, now);
         }
+        if let (Some(best), false) = (came.answer.and_then(|answer| answer.best.as_ref()), came.was_killed())
+        {
+            for id in &granted {
+                let worker = after.leases[id].worker;
+                assert!(best.contains(&worker), "{id} got {worker}, and {best:?} are the best for {call:?}");
+            }
+        }
         // While it was decided, all of them were there.
         let decided = self.clone();
         let is_given_back = self.give_back(call, may_be_settled, after, now);

@@ -199,6 +199,8 @@ pub(super) struct Asks {
     pub(super) capabilities: &'static [&'static str],
     pub(super) takes_a_slot: bool,
     pub(super) amounts: Amounts,
+    /// Whether it says where inputs are.
+    pub(super) has_inputs: bool,
     /// Where it could not be started.
     pub(super) failed_on: Vec<WorkerId>,
     /// Where alone it may be.
@@ -246,6 +248,7 @@ pub(super) fn asks_of_workload(id: WorkloadId) -> Asks {
         capabilities,
         takes_a_slot: true,
         amounts,
+        has_inputs: matches!(uses(WorkloadId::from_uuid(id)), Uses::Input),
         failed_on: vec![],
         only: None,
     }
@@ -270,8 +273,27 @@ pub(super) fn asks_of_lease(id: LeaseId, kind: Kind) -> Asks {
         capabilities: &[],
         takes_a_slot,
         amounts,
+        has_inputs: kind != Kind::Check && !inputs_of_lease(LeaseId::from_uuid(id)).is_empty(),
         failed_on: vec![],
         only: None,
+    }
+}
+
+/// Where the inputs are of the lease of this id, and how large they are, as it says.
+pub(super) fn inputs_of_lease(id: LeaseId) -> Vec<(u64, &'static [&'static str])> {
+    match byte(id.uuid(), 1) / 4 % 4 {
+        0 => vec![(10, &["narrow", "blue"]), (20, &["small"])],
+        1 | 2 => vec![(10, &["fleeting"]), (10, &["tagged", "fleeting"])],
+        _ => vec![],
+    }
+}
+
+/// Where the lease of this id shall be, if that is possible.
+pub(super) fn preferred_by_lease(id: LeaseId) -> &'static [&'static str] {
+    match byte(id.uuid(), 1) / 16 % 4 {
+        0 => &["small", "tagged"],
+        1 => &["fleeting"],
+        _ => &[],
     }
 }
 

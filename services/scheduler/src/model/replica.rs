@@ -1,6 +1,6 @@
 //! A replica, which does one thing after the other, as its handlers and loops do it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +11,7 @@ use domain::workload::{Failure, PublishedOutput};
 use domain::{ArtifactId, Digest, LeaseId, Timestamp, WorkerId};
 use rpc::Peer;
 use rpc::token::TokenSigner;
+use sea_orm::{ColumnTrait, EntityTrait, QueryFilter};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -25,7 +26,9 @@ use crate::config::Config;
 use crate::dispatch::{Ask, Caller, Dispatcher, PlaceError, Placed, Request};
 use crate::effects::Effects;
 use crate::entity::lease::{Kind, State};
-use crate::placement::{Demand, Process, Purpose, Resources, Shape};
+use crate::entity::worker;
+use crate::placement::tests::plain;
+use crate::placement::{Demand, Location, Process, Purpose, Resources, Shape};
 use crate::service::Scheduler;
 use crate::store::{Inputs, Store};
 use crate::workers::{self, Hello, Kept};
@@ -295,7 +298,11 @@ impl Replica {
                 if *is_fresh {
                     self.look(true).await;
                 }
-                self.place(call).await
+                let best = match &call.asks[..] {
+                    [(lease, kind)] if *is_fresh => self.best(*lease, *kind, call).await,
+                    _ => None,
+                };
+                Answer { best, ..self.place(call).await }
             }
             Step::GoAway { call } => {
                 self.calls.retain(|known| known.number != *call);
@@ -407,6 +414,30 @@ impl Replica {
         }
     }
 
+    /// Who is best for it, as the rules of placement are said once more. `None`: another rule says where it may be.
+    async fn best(&self, lease: LeaseId, kind: Kind, call: &Call) -> Option<BTreeSet<WorkerId>> {
+        let ask = self.ask(lease, kind, call).await.ok()?;
+        if ask.kept_to.is_some() {
+            return None;
+        }
+        let scheduler = &self.scheduler;
+        let workers = workers::list(scheduler.db.read(), &scheduler.config, None, 1000).await;
+        let workers = workers.expect("the database answers").into_iter().map(|worker| worker.placed);
+        let chain = scheduler.config.chains.of(ask.demand.shape.purpose);
+        let willing = workers.filter(|worker| plain::against(&ask.demand, worker).is_nothing());
+        let standing = |worker: &_| plain::standing(chain, &ask.demand, worker, &ask.locations);
+        let standing: Vec<_> = willing.map(|worker| (standing(&worker), worker.id)).collect();
+        let (best, _) = standing.iter().min()?;
+        Some(standing.iter().filter(|(standing, _)| standing == best).map(|(_, id)| *id).collect())
+    }
+
+    /// The ids of the workers of these names that there are.
+    async fn named(&self, names: &[&str]) -> Result<impl Iterator<Item = WorkerId>, PlaceError> {
+        let rows = worker::Entity::find().filter(worker::Column::Name.is_in(names.iter().copied()));
+        let rows = rows.all(self.scheduler.db.read()).await?;
+        Ok(rows.into_iter().map(|row| WorkerId::from_uuid(row.id)))
+    }
+
     /// What the handler makes of a request.
     async fn ask(&self, lease: LeaseId, kind: Kind, call: &Call) -> Result<Ask, PlaceError> {
         let Call { together, near, wait, .. } = *call;
@@ -423,8 +454,13 @@ impl Replica {
                 let Amounts { cpu_millis, memory_bytes, disk_bytes } = asks.amounts;
                 Resources { cpu_millis, memory_bytes, disk_bytes }
             },
-            purpose: Purpose::WithoutInputs,
+            purpose: Purpose::of(kind, asks.has_inputs),
         };
+        let prefer = self.named(cast::preferred_by_lease(lease)).await?.collect();
+        let mut locations = Vec::new();
+        for (size_bytes, workers) in cast::inputs_of_lease(lease) {
+            locations.push(Location { size_bytes, workers: self.named(workers).await?.collect() });
+        }
         let mut inputs = Inputs::default();
         if cast::lease_has_input(lease) {
             inputs.artifacts.insert(self.cluster.input);
@@ -443,8 +479,8 @@ impl Replica {
         Ok(Ask {
             lease,
             kind,
-            demand: Arc::new(Demand { only, ..shape.asked_by(lease.uuid()) }),
-            locations: Arc::default(),
+            demand: Arc::new(Demand { only, prefer, ..shape.asked_by(lease.uuid()) }),
+            locations: locations.into(),
             request: format!("{near:?}"),
             group: together.then_some(1),
             inputs: Arc::new(inputs),

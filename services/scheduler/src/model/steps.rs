@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use domain::worker::{LeaseClaims, SessionClaims};
-use domain::{LeaseId, WorkloadId};
+use domain::{LeaseId, WorkerId, WorkloadId};
 
 use super::attempts::Report;
 use super::cast;
@@ -134,6 +134,8 @@ pub(super) struct Answer {
     pub(super) others: Vec<(usize, Vec<String>)>,
     /// Calls that wait on.
     pub(super) waiting: BTreeSet<usize>,
+    /// Of one lease that was asked for, when it could be told: where alone it may have been granted.
+    pub(super) best: Option<BTreeSet<WorkerId>>,
     /// What was told on the streams that are open there, by their numbers.
     pub(super) heard: BTreeMap<usize, Heard>,
 }
@@ -153,6 +155,13 @@ impl Answer {
     }
 
     pub(super) fn said(said: Vec<String>) -> Self {
-        Self { said, session: None, others: vec![], waiting: BTreeSet::new(), heard: BTreeMap::new() }
+        Self {
+            said,
+            session: None,
+            others: vec![],
+            waiting: BTreeSet::new(),
+            best: None,
+            heard: BTreeMap::new(),
+        }
     }
 }
