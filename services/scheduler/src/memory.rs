@@ -406,9 +406,12 @@ impl Memory {
         let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
         let better = self.note(rows)?;
         let known: Vec<_> = self.workers.lock().workers().map(|worker| worker.id).collect();
-        self.forget(known.into_iter().filter(|id| !there.contains(id)));
+        let gone: Vec<_> = known.into_iter().filter(|id| !there.contains(id)).collect();
+        // Who waited for one that has gone may have to be told so.
+        let some_went = gone.iter().any(|id| !self.gone.contains_key(id));
+        self.forget(gone);
         self.whole_at = Some(now);
-        Ok(self.stop_remembering(now)? || better)
+        Ok(self.stop_remembering(now)? || better || some_went)
     }
 
     /// Those that were lost, or went, long enough ago count no more. Answers whether there are any: who waited for them alone has to be told so.
@@ -451,6 +454,28 @@ mod tests {
     use crate::effects::Effects;
     use crate::entity::lease::Kind;
     use crate::workers::for_tests::hello;
+
+    async fn that_a_worker_has_gone_is_news_once(remember_lost: Duration) {
+        let database = databases::sqlite();
+        let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let config = Config { remember_lost, ..Config::new("", "") };
+        let (one, now) = (hello("one"), Timestamp::now());
+        db.write(async |txn| workers::hello(&txn, &[&one], &config, now, &mut Effects::default()).await)
+            .await
+            .expect("let in");
+        let mut memory = Memory::new(&config);
+        memory.catch_up(&db).await.expect("read");
+        assert!(!memory.catch_up(&db).await.expect("read"), "nothing has changed");
+        db.write(async |txn| worker::Entity::delete_many().exec(&*txn).await).await.expect("removed");
+        assert!(memory.catch_up(&db).await.expect("read"), "who waits for it may have to be told so");
+        assert!(!memory.catch_up(&db).await.expect("read"), "that was known");
+    }
+
+    #[tokio::test]
+    async fn that_a_worker_has_gone_is_news_to_who_waits() {
+        that_a_worker_has_gone_is_news_once(Duration::ZERO).await;
+        that_a_worker_has_gone_is_news_once(Duration::from_secs(3600)).await;
+    }
 
     #[tokio::test]
     async fn what_was_planned_and_not_granted_never_held_a_slot() {
