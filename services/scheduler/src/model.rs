@@ -3,9 +3,9 @@
 //! Operations are done one after the other by two replicas that do not hear of each other, on real databases and beside a real artifact store. Tokens
 //! and sessions that are over are used as well as new ones, so messages are late, doubled and out of order. Up to every fourth operation is killed where it
 //! waits, its replica with what it had in memory; whoever asked asks again, and in the end there must be what there is when it was done once. The
-//! clock moves by minutes or by a day. What is done is drawn in spells: of all, where more is asked for than there is room for, and where much fails. What
-//! only the scheduler can choose
-//! (which of the workers that would do, numbers of sessions) is looked up, and judged.
+//! clock moves by minutes or by a day. What is done is drawn in spells: of all, where more is asked for than there is room for, where gateways speak,
+//! where workers are lost, and where much fails. What only the scheduler can choose (which of the workers that would do, numbers of sessions) is looked
+//! up, and judged: where nothing else is in the way, it has to be one of the best by the rules of placement, which are said once more for that.
 //!
 //! Gateways are told what they shall do on streams that stay open, each at one of the replicas, by what tells them everywhere
 //! ([`crate::grpc`]'s Synchronize). What they say there may be late, doubled and out of order, and with it the generation that they echo.
