@@ -486,22 +486,30 @@ async fn replicas_of(
     if ids.is_empty() {
         return Ok(HashMap::new());
     }
-    let rows = volume::Entity::find()
+    let rows: Vec<(Uuid, Uuid, Uuid, i64, bool)> = volume::Entity::find()
+        .select_only()
+        .columns([
+            volume::Column::Handle,
+            volume::Column::ArtifactId,
+            volume::Column::WorkerId,
+            volume::Column::SizeBytes,
+            volume::Column::Verified,
+        ])
         .filter(ids::among(conn.get_database_backend(), "artifact_id", ids))
         .filter(Expr::cust("purpose = 'replica'"))
         .filter(Expr::cust(volumes::COMPLETE))
         .filter(Expr::cust(those.to_owned()))
         .order_by_asc(volume::Column::Handle)
+        .into_tuple()
         .all(conn)
         .await?;
     let mut replicas: HashMap<_, Vec<_>> = HashMap::new();
-    for row in rows {
-        let Some(artifact) = row.artifact_id else { continue };
+    for (handle, artifact, worker, size_bytes, verified) in rows {
         replicas.entry(artifact).or_default().push(Replica {
-            handle: VolumeHandle::from_uuid(row.handle),
-            worker: WorkerId::from_uuid(row.worker_id),
-            size_bytes: units::size(row.size_bytes),
-            verified: row.verified,
+            handle: VolumeHandle::from_uuid(handle),
+            worker: WorkerId::from_uuid(worker),
+            size_bytes: units::size(size_bytes),
+            verified,
         });
     }
     Ok(replicas)

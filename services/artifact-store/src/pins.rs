@@ -1,4 +1,5 @@
-//! Pins: what keeps artifacts while a workload uses or makes them; and how a workload is settled.
+//! Pins: what keeps artifacts while a workload uses or makes them; and how a workload is settled ([`settling`]), many at once where many come
+//! ([`together`]).
 //!
 //! ```text
 //! holder:   (unknown) ──pin, prepare──▶ goes on ──settle──▶ settled ──a day later──▶ (gone)
@@ -25,7 +26,7 @@ use serde::Serialize;
 use uuid::Uuid;
 
 pub(crate) use self::settling::{SettleError, SettledOutput, Settlement, settle};
-pub(crate) use self::together::{Pinning, Settling, pinning, settling};
+pub(crate) use self::together::Pins;
 use crate::artifacts::{self, Located};
 use crate::caches::task;
 use crate::entity::{artifact, attempt, build, holder};

@@ -185,12 +185,11 @@ async fn batches(server: &Server, callers: usize, seconds: u64) -> anyhow::Resul
             let begun = Instant::now();
             let results = placements.place_many(pb::PlaceManyRequest { items }).await?.into_inner().results;
             let took = begun.elapsed();
-            let tokens = results.into_iter().filter_map(|result| match result.result {
-                Some(pb::place_result::Result::Placed(placed)) => Some(placed.lease_token),
-                _ => None,
+            let tokens = results.into_iter().map(|result| match result.result {
+                Some(pb::place_result::Result::Placed(placed)) => Ok(placed.lease_token),
+                other => Err(anyhow::anyhow!("not all were placed: {other:?}")),
             });
-            let lease_tokens: Vec<_> = tokens.collect();
-            ensure!(lease_tokens.len() == BATCH, "not all were placed");
+            let lease_tokens = tokens.collect::<anyhow::Result<Vec<_>>>()?;
             placements.release_many(pb::ReleaseManyRequest { lease_tokens }).await?;
             Ok(took)
         }

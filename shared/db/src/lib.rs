@@ -2,8 +2,8 @@
 //!
 //! [`Database::connect`] migrates under a lock, so that any number of replicas may start at once. [`Database::write`] is the
 //! only way to change something: one transaction, begun as a writer, and tried again when the database had to give it up in
-//! favour of another; [`Database::write_at_once`] is the same for what PostgreSQL does in one statement. [`Database::read`] is for
-//! what changes nothing.
+//! favour of another; [`Database::write_at_once`] is the same for what PostgreSQL does in one statement, and [`Together`] has many
+//! calls share one. [`Database::read`] is for what changes nothing.
 //!
 //! Invariant: what [`Database::write`] and [`Database::write_at_once`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 

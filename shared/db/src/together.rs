@@ -4,12 +4,17 @@
 use std::fmt;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio_util::task::TaskTracker;
 
-/// How many times calls are carried out at the same time: while one transaction is written to the disk, the next one is made.
-const AT_A_TIME: usize = 2;
+/// For how long others wait for those that are carried out before they are carried out beside them: one transaction at a time is the fastest, and
+/// one that waits for somebody's lock shall not hold up everybody.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// How many times calls are carried out at the same time at most.
+const AT_A_TIME: usize = 8;
 
 type Answers<A> = Pin<Box<dyn Future<Output = Vec<A>> + Send>>;
 
@@ -18,6 +23,7 @@ pub struct Together<C, A>(Arc<Inner<C, A>>);
 
 struct Inner<C, A> {
     most: usize,
+    patience: Duration,
     carry_out: Box<dyn Fn(Vec<C>) -> Answers<A> + Send + Sync>,
     tasks: TaskTracker,
     state: Mutex<State<C, A>>,
@@ -26,6 +32,17 @@ struct Inner<C, A> {
 struct State<C, A> {
     waiting: Vec<Asked<C, A>>,
     under_way: usize,
+    /// How many of those take longer than others wait for.
+    slow: usize,
+}
+
+impl<C, A> State<C, A> {
+    /// Whether another one is to be under way. It counts already.
+    fn begins(&mut self) -> bool {
+        let begins = self.under_way == self.slow && self.under_way < AT_A_TIME && !self.waiting.is_empty();
+        self.under_way += usize::from(begins);
+        begins
+    }
 }
 
 struct Asked<C, A> {
@@ -60,27 +77,58 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
     where
         F: Future<Output = Vec<A>> + Send + 'static,
     {
+        Self::with_patience(PATIENCE, most, tasks, carry_out)
+    }
+
+    fn with_patience<F>(
+        patience: Duration,
+        most: usize,
+        tasks: TaskTracker,
+        carry_out: impl Fn(Vec<C>) -> F + Send + Sync + 'static,
+    ) -> Self
+    where
+        F: Future<Output = Vec<A>> + Send + 'static,
+    {
         let carry_out = Box::new(move |calls| Box::pin(carry_out(calls)) as Answers<A>);
-        let state = Mutex::new(State { waiting: Vec::new(), under_way: 0 });
-        Self(Arc::new(Inner { most, carry_out, tasks, state }))
+        let state = Mutex::new(State { waiting: Vec::new(), under_way: 0, slow: 0 });
+        Self(Arc::new(Inner { most, patience, carry_out, tasks, state }))
     }
 
     /// Has it carried out with others, and answers what became of it. What is under way is carried out whatever becomes of whoever asked; who has
     /// given up before asks again if he still wants it.
     pub async fn call(&self, call: C) -> Result<A, Broken> {
         let (answer, answered) = oneshot::channel();
-        if self.0.add(Asked { call, answer }) {
+        self.change(|state| state.waiting.push(Asked { call, answer }));
+        answered.await.map_err(|_| Broken)
+    }
+
+    /// Changes what is under way and what waits, and begins to carry that out where it is time.
+    fn change(&self, change: impl FnOnce(&mut State<C, A>)) {
+        let begins = {
+            let mut state = self.0.state();
+            change(&mut state);
+            state.begins()
+        };
+        if begins {
             self.0.tasks.spawn(self.clone().carry_out());
         }
-        answered.await.map_err(|_| Broken)
     }
 
     /// Carries out what waits, until nothing does.
     async fn carry_out(self) {
         while let Some((calls, answers)) = self.0.take() {
             // A task of its own, so that others are carried out when it panics.
-            let carried_out = self.0.tasks.spawn((self.0.carry_out)(calls)).await;
-            for (answer, to) in carried_out.into_iter().flatten().zip(answers) {
+            let mut carried_out = self.0.tasks.spawn((self.0.carry_out)(calls));
+            let answered = match tokio::time::timeout(self.0.patience, &mut carried_out).await {
+                Ok(answered) => answered,
+                Err(_) => {
+                    self.change(|state| state.slow += 1);
+                    let answered = carried_out.await;
+                    self.0.state().slow -= 1;
+                    answered
+                }
+            };
+            for (answer, to) in answered.into_iter().flatten().zip(answers) {
                 to.send(answer).ok();
             }
         }
@@ -88,15 +136,6 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
 }
 
 impl<C, A> Inner<C, A> {
-    /// Has it wait. Answers whether another one must be under way now, for it and those that come.
-    fn add(&self, asked: Asked<C, A>) -> bool {
-        let mut state = self.state();
-        state.waiting.push(asked);
-        let begins = state.under_way < AT_A_TIME;
-        state.under_way += usize::from(begins);
-        begins
-    }
-
     /// Calls that wait, the first first, and where their answers go. `None`: none does, and one less is under way.
     fn take(&self) -> Option<(Vec<C>, Vec<oneshot::Sender<A>>)> {
         let mut state = self.state();
@@ -120,12 +159,11 @@ mod tests {
 
     use super::*;
 
-    #[tokio::test]
-    async fn who_comes_meanwhile_goes_together() {
-        let spawned = TaskTracker::new();
+    /// Doubles, one after the other as the gate lets them, and how many went together. 13 breaks.
+    fn doubling(patience: Duration) -> (Together<u32, u32>, Arc<Semaphore>, Arc<Mutex<Vec<usize>>>) {
         let (gate, sizes) = (Arc::new(Semaphore::new(0)), Arc::new(Mutex::new(Vec::new())));
         let (at_gate, seen) = (gate.clone(), sizes.clone());
-        let together = Together::new(5, TaskTracker::new(), move |calls: Vec<u32>| {
+        let together = Together::with_patience(patience, 5, TaskTracker::new(), move |calls: Vec<u32>| {
             let (gate, sizes) = (at_gate.clone(), seen.clone());
             async move {
                 sizes.lock().expect("nobody panics").push(calls.len());
@@ -134,22 +172,28 @@ mod tests {
                 calls.into_iter().map(|n| n * 2).collect()
             }
         });
+        (together, gate, sizes)
+    }
+
+    async fn under_way(sizes: &Mutex<Vec<usize>>, count: usize) {
+        while sizes.lock().expect("nobody panics").len() < count {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn who_comes_meanwhile_goes_together() {
+        let (together, gate, sizes) = doubling(Duration::from_secs(3600));
+        let spawned = TaskTracker::new();
         let call = |n| {
             let together = together.clone();
             spawned.spawn(async move { together.call(n).await })
         };
-        let under_way = async |count| {
-            while sizes.lock().expect("nobody panics").len() < count {
-                tokio::task::yield_now().await;
-            }
-        };
         let mut asked = vec![call(0)];
-        under_way(1).await;
-        asked.push(call(1));
-        under_way(2).await;
-        // Two are under way. Of those who come now one gives up.
+        under_way(&sizes, 1).await;
+        // One is under way. Of those who come now one gives up.
         let gives_up = call(100);
-        asked.extend((2..9).map(call));
+        asked.extend((1..8).map(call));
         while together.0.state().waiting.len() < 8 {
             tokio::task::yield_now().await;
         }
@@ -159,9 +203,38 @@ mod tests {
         for (n, asked) in (0..).zip(asked) {
             assert_eq!(asked.await.expect("it is answered"), Ok(n * 2));
         }
-        assert_eq!(*sizes.lock().expect("nobody panics"), [1, 1, 5, 2]);
+        assert_eq!(*sizes.lock().expect("nobody panics"), [1, 5, 2]);
 
         assert_eq!(together.call(13).await, Err(Broken));
         assert_eq!(together.call(14).await, Ok(28), "others are not concerned");
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_what_takes_long() {
+        let (together, gate, sizes) = doubling(Duration::ZERO);
+        let spawned = TaskTracker::new();
+        let call = |n| {
+            let together = together.clone();
+            spawned.spawn(async move { together.call(n).await })
+        };
+        let mut asked = Vec::new();
+        for n in 0..AT_A_TIME {
+            asked.push(call(u32::try_from(n).expect("few")));
+            under_way(&sizes, n + 1).await;
+        }
+        asked.push(call(8));
+        asked.push(call(9));
+        while together.0.state().waiting.len() < 2 {
+            tokio::task::yield_now().await;
+        }
+        gate.add_permits(100);
+        for (n, asked) in (0..).zip(asked) {
+            assert_eq!(asked.await.expect("it is answered"), Ok(n * 2));
+        }
+        assert_eq!(sizes.lock().expect("nobody panics")[AT_A_TIME..], [2], "no more at a time");
+        while together.0.state().under_way > 0 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(together.0.state().slow, 0);
     }
 }

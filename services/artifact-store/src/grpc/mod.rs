@@ -24,7 +24,7 @@ use crate::artifacts::{Located, Replica};
 use crate::entity::{ArtifactState, BuildStatus};
 use crate::facts::Keepers;
 use crate::mark::Policy;
-use crate::pins::{Pinning, Settling, pinning, settling};
+use crate::pins::Pins;
 use crate::sessions::SessionError;
 use crate::store::Store;
 use crate::units;
@@ -48,8 +48,7 @@ const MOST_WORKERS: usize = 1000;
 #[derive(Clone)]
 struct Handlers {
     store: Arc<Store>,
-    pinning: Pinning,
-    settling: Settling,
+    pins: Pins,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -57,8 +56,7 @@ struct Handlers {
 pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
     let handlers = Handlers {
         store: store.clone(),
-        pinning: pinning(store, host.tasks()),
-        settling: settling(store, host.tasks()),
+        pins: Pins::new(store.clone(), &host.tasks()),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };

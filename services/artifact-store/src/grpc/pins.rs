@@ -26,7 +26,7 @@ impl pb::pins_server::Pins for Handlers {
             task_caches: parse_task_caches(&request.task_cache_ids)?,
         };
 
-        let pinned = self.pinning.call(used).await.map_err(status::broken)??;
+        let pinned = self.pins.pin(used).await?;
 
         Ok(Response::new(pb::PinResponse {
             locations: pinned.artifacts.into_iter().map(location).collect(),
@@ -48,7 +48,7 @@ impl pb::pins_server::Pins for Handlers {
             status: parse_build_status("status", request.status)?,
         };
 
-        let missing = self.settling.call(settlement).await.map_err(status::broken)??;
+        let missing = self.pins.settle(settlement).await?;
 
         let missing = missing.into_iter().map(|(owner, artifact)| pb::OwnerMissing {
             artifact_id: artifact.to_string(),

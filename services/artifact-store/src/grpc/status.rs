@@ -37,11 +37,6 @@ pub(super) fn database(doing: &str, error: &DbErr) -> Status {
     rpc::unavailable(SERVICE, doing, error)
 }
 
-/// Safe to repeat, as all that is carried out with others.
-pub(super) fn broken(error: db::Broken) -> Status {
-    rpc::unavailable(SERVICE, "carry out what was asked for", &error)
-}
-
 fn artifact(reason: Reason, message: String, id: ArtifactId) -> Status {
     reason.status_about(SERVICE, message, [("artifact_id", id.to_string())])
 }

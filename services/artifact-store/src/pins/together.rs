@@ -3,11 +3,12 @@
 //! Invariant: of each becomes what would become of it alone. What is refused to one of them is refused to the transaction, which is rolled back, and
 //! each is carried out alone then.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use db::Together;
+use db::{Broken, Together};
 use futures::future::join_all;
+use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
 
 use super::settling::settle_plain;
@@ -18,79 +19,70 @@ use crate::store::Store;
 /// How many at most.
 const MOST: usize = 64;
 
-pub(crate) type Pinning = Together<Used, Result<Pinned, PinError>>;
-pub(crate) type Settling = Together<Settlement, Result<Vec<Owned>, SettleError>>;
+/// Pins and settles for all callers. Cheap to clone; clones share it.
+#[derive(Clone)]
+pub(crate) struct Pins {
+    store: Arc<Store>,
+    pinning: Together<Used, Result<Pinned, PinError>>,
+    settling: Together<Settlement, Result<Vec<Owned>, SettleError>>,
+}
 
-/// Pins what holders use ([`pin`]).
-pub(crate) fn pinning(store: &Arc<Store>, tasks: TaskTracker) -> Pinning {
-    let store = store.clone();
-    Together::new(MOST, tasks, move |uses| {
-        let store = store.clone();
-        async move {
-            let (groups, numbers) = groups(uses);
-            in_order(numbers, join_all(groups.iter().map(|uses| pin_group(&store, uses))).await)
+impl Pins {
+    /// It has tasks of its own among `tasks`.
+    pub(crate) fn new(store: Arc<Store>, tasks: &TaskTracker) -> Self {
+        let of_pins = store.clone();
+        let pinning = Together::new(MOST, tasks.clone(), move |uses| {
+            let store = of_pins.clone();
+            async move {
+                let (groups, numbers) = by_team(uses, |used: &Used| &used.team);
+                in_order(numbers, join_all(groups.iter().map(|uses| pin_group(&store, uses))).await)
+            }
+        });
+        let of_settlements = store.clone();
+        let settling = Together::new(MOST, tasks.clone(), move |settlements| {
+            let store = of_settlements.clone();
+            async move {
+                let (groups, numbers) = by_team(settlements, |settlement: &Settlement| &settlement.team);
+                let settled = groups.iter().map(|settlements| settle_group(&store, settlements));
+                in_order(numbers, join_all(settled).await)
+            }
+        });
+        Self { store, pinning, settling }
+    }
+
+    /// [`pin`], with others where there is nothing to be locked in an order of its own.
+    pub(crate) async fn pin(&self, used: Used) -> Result<Pinned, PinError> {
+        if used.task_caches.is_empty() {
+            return self.pinning.call(used).await.map_err(broken)?;
         }
-    })
-}
+        let (used, now) = (&used, self.store.now());
+        self.store.db.write(|txn| async move { pin(&txn, used, now).await }).await
+    }
 
-/// Settles holders ([`settle`]).
-pub(crate) fn settling(store: &Arc<Store>, tasks: TaskTracker) -> Settling {
-    let store = store.clone();
-    Together::new(MOST, tasks, move |settlements| {
-        let store = store.clone();
-        async move {
-            let (groups, numbers) = groups(settlements);
-            let settled = groups.iter().map(|settlements| settle_group(&store, settlements));
-            in_order(numbers, join_all(settled).await)
+    /// [`settle`], with others where nothing is kept.
+    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<Owned>, SettleError> {
+        if settlement.outputs.is_empty() {
+            return self.settling.call(settlement).await.map_err(broken)?;
         }
-    })
-}
-
-/// What is carried out with others.
-trait OfTeam {
-    fn team(&self) -> &str;
-    /// Whether it may be carried out with others.
-    fn is_plain(&self) -> bool;
-}
-
-impl OfTeam for Used {
-    fn team(&self) -> &str {
-        &self.team
-    }
-
-    fn is_plain(&self) -> bool {
-        self.task_caches.is_empty()
+        let (settlement, now, ttl) = (&settlement, self.store.now(), self.store.config.resource_cache_ttl);
+        self.store.db.write(|txn| async move { settle(&txn, settlement, now, ttl).await }).await
     }
 }
 
-impl OfTeam for Settlement {
-    fn team(&self) -> &str {
-        &self.team
-    }
-
-    fn is_plain(&self) -> bool {
-        self.outputs.is_empty()
-    }
+/// As what the database fails with: it is safe to repeat.
+fn broken(error: Broken) -> DbErr {
+    DbErr::Custom(error.to_string())
 }
 
-/// Calls in groups, and the number of each. Those of a group are plain and of one team; or there is one.
-fn groups<C: OfTeam>(calls: Vec<C>) -> (Vec<Vec<C>>, Vec<Vec<usize>>) {
-    let (mut groups, mut numbers) = (Vec::<Vec<C>>::new(), Vec::<Vec<usize>>::new());
+/// Calls by their teams, and the number of each.
+fn by_team<C>(calls: Vec<C>, team: impl Fn(&C) -> &str) -> (Vec<Vec<C>>, Vec<Vec<usize>>) {
+    let mut groups = BTreeMap::<String, (Vec<C>, Vec<usize>)>::new();
     for (number, call) in calls.into_iter().enumerate() {
-        let goes_with = |other: &C| call.is_plain() && other.is_plain() && other.team() == call.team();
-        let found = groups.iter().position(|group| group.iter().all(goes_with));
-        match found {
-            Some(found) => {
-                groups[found].push(call);
-                numbers[found].push(number);
-            }
-            None => {
-                groups.push(vec![call]);
-                numbers.push(vec![number]);
-            }
-        }
+        let (group, numbers) = groups.entry(team(&call).to_owned()).or_default();
+        group.push(call);
+        numbers.push(number);
     }
-    (groups, numbers)
+    groups.into_values().unzip()
 }
 
 /// What was answered in groups, in the order of the numbers.
@@ -101,6 +93,7 @@ fn in_order<A>(numbers: Vec<Vec<usize>>, answers: Vec<Vec<A>>) -> Vec<A> {
     answers.into_iter().map(|(_, answer)| answer).collect()
 }
 
+/// Pins what holders of one team use, none of whom uses task caches.
 async fn pin_group(store: &Store, uses: &[Used]) -> Vec<Result<Pinned, PinError>> {
     let (db, now) = (&store.db, store.now());
     if let [first, _, ..] = uses {
@@ -114,6 +107,7 @@ async fn pin_group(store: &Store, uses: &[Used]) -> Vec<Result<Pinned, PinError>
     join_all(alone).await
 }
 
+/// Settles holders of one team that made nothing which is kept.
 async fn settle_group(store: &Store, settlements: &[Settlement]) -> Vec<Result<Vec<Owned>, SettleError>> {
     let (db, now, ttl) = (&store.db, store.now(), store.config.resource_cache_ttl);
     let holders: &Vec<_> = &settlements.iter().map(|settlement| settlement.holder).collect();

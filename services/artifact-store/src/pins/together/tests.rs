@@ -155,8 +155,7 @@ async fn what_is_done_together_is_what_is_done_alone(databases: [TestDatabase; 2
     let cast = Cast::draw(random);
     let [together, alone] = &databases;
     let (together, alone) = (store(together, &cast).await, store(alone, &cast).await);
-    let tasks = TaskTracker::new();
-    let (pinning, settling) = (pinning(&together, tasks.clone()), settling(&together, tasks));
+    let pins = Pins::new(together.clone(), &TaskTracker::new());
     let (mut refused, mut done, mut largest) = (0, 0, 0);
     for _ in 0..ROUNDS {
         let wrong = random.random_range(0..cast.holders.len() * 4);
@@ -167,11 +166,12 @@ async fn what_is_done_together_is_what_is_done_alone(databases: [TestDatabase; 2
         if random.random_ratio(2, 3) {
             let uses: Vec<_> =
                 holders.iter().map(|at| cast.used(team(*at), cast.holders[*at], random)).collect();
-            largest = largest.max(groups(uses.clone()).0.iter().map(Vec::len).max().unwrap_or(0));
-            let answers = join_all(uses.iter().map(|used| pinning.call(used.clone()))).await;
+            largest = largest
+                .max(by_team(uses.clone(), |used| &used.team).0.iter().map(Vec::len).max().unwrap_or(0));
+            let answers = join_all(uses.iter().map(|used| pins.pin(used.clone()))).await;
             for (used, answer) in uses.iter().zip(answers) {
                 let beside = alone.db.write(|txn| async move { pin(&txn, used, NOW).await }).await;
-                let answer = told(answer.expect("it is answered"), pinned);
+                let answer = told(answer, pinned);
                 refused += usize::from(beside.is_err());
                 done += usize::from(beside.is_ok());
                 assert_eq!(answer, told(beside, pinned), "{used:?}, with {uses:?}");
@@ -189,11 +189,11 @@ async fn what_is_done_together_is_what_is_done_alone(databases: [TestDatabase; 2
                 })
                 .collect();
             let ttl = alone.config.resource_cache_ttl;
-            let calls = settlements.iter().map(|settlement| settling.call(settlement.clone()));
+            let calls = settlements.iter().map(|settlement| pins.settle(settlement.clone()));
             for (settlement, answer) in settlements.iter().zip(join_all(calls).await) {
                 let beside =
                     alone.db.write(|txn| async move { settle(&txn, settlement, NOW, ttl).await }).await;
-                let answer = told(answer.expect("it is answered"), |missing| format!("{missing:?}"));
+                let answer = told(answer, |missing| format!("{missing:?}"));
                 refused += usize::from(beside.is_err());
                 done += usize::from(beside.is_ok());
                 assert_eq!(
