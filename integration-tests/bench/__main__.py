@@ -13,7 +13,7 @@ from compose import bench_compose
 from garden import bench_garden
 from measure import machine
 from output import bench_output
-from placing import bench_placing
+from placing import bench_placing, bench_placing_more
 from processes import bench_processes
 from start import bench_start
 from store import bench_store
@@ -47,6 +47,7 @@ def sections(quick):
         "output": lambda: bench_output(DISK, few, 1 << 30, 3 if quick else 30),
         "store": lambda: bench_store(DISK, 100_000 if quick else 1_000_000, 20_000 if quick else 100_000, 1 if quick else 2),
         "placing": lambda: bench_placing(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 1 if quick else 2, 1 if quick else 65, 1 if quick else 3),
+        "placing_more": lambda: bench_placing_more(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 1 if quick else 2, 1 if quick else 3),
         "waiting": lambda: bench_waiting(DISK, (10, 1_000) if quick else (10, 100, 1_000, 10_000), 5_000 if quick else 100_000, 100 if quick else 1_000, 1 if quick else 3, 1 if quick else 3),
         "synchronizing": lambda: bench_synchronizing(DISK, (1_000,) if quick else (1_000, 10_000, 100_000), 10 if quick else 60, 20 if quick else 500, 1 if quick else 3),
         "compose": bench_compose,

@@ -1,7 +1,7 @@
 //! Measures placing, against a scheduler in a process of its own, and prints one line of JSON. For `make bench`.
 //!
 //! ```text
-//! placing DATABASE_URL [--workers 10,100,1000,10000] [--seconds 4] [--aimed-seconds 65] [--limit 1000]
+//! placing DATABASE_URL [--workers 10,100,1000,10000] [--seconds 4] [--aimed-seconds 65] [--limit 1000] [--only singles,paced,batched-16,batched-64,submits,near,cached]
 //! ```
 //!
 //! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use common::{Server, connect, fill, repeated, serve, serve_store, spec, task};
 use domain::WorkloadId;
 use rand::seq::SliceRandom;
@@ -57,6 +57,9 @@ struct Arguments {
     /// Tasks at a time on each worker
     #[arg(long, default_value_t = 1_000_000)]
     limit: u32,
+    /// What is measured. All of it, unless it is named
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Part>,
     /// Be the scheduler, until standard input ends
     #[arg(long, hide = true)]
     serve: bool,
@@ -66,6 +69,19 @@ struct Arguments {
     /// Be an artifact store, until standard input ends
     #[arg(long, hide = true)]
     serve_store: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Part {
+    Singles,
+    Paced,
+    #[value(name = "batched-16")]
+    Batched16,
+    #[value(name = "batched-64")]
+    Batched64,
+    Submits,
+    Near,
+    Cached,
 }
 
 fn main() -> ExitCode {
@@ -99,13 +115,15 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         database.execute_unprepared("VACUUM ANALYZE cached_workers").await?;
         let mut server = Server::start(&arguments.database_url).await?;
         let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
-        for callers in [1, 16, 64] {
+        let wants = |part| arguments.only.is_empty() || arguments.only.contains(&part);
+        for callers in [1, 16, 64].into_iter().filter(|_| wants(Part::Singles)) {
             let (rate, p99) = singles(&server, callers, arguments.seconds).await?;
             said.push(of(&format!("single_{callers}"), rate));
             said.push(of(&format!("single_{callers}_p99_ms"), p99));
             said.push(of(&format!("single_{callers}_decided_p99_ms"), server.decided_p99()?));
         }
-        for (pace, seconds) in [(1000, arguments.seconds), (4000, arguments.aimed_seconds)] {
+        let paces = [(1000, arguments.seconds), (4000, arguments.aimed_seconds)];
+        for (pace, seconds) in paces.into_iter().filter(|_| wants(Part::Paced)) {
             paced(&server, 64, pace, 1).await?;
             server.decided_p99()?;
             let (rate, p99) = paced(&server, 64, pace, seconds).await?;
@@ -113,16 +131,27 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
             said.push(of(&format!("paced_{pace}_p99_ms"), p99));
             said.push(of(&format!("paced_{pace}_decided_p99_ms"), server.decided_p99()?));
         }
-        for callers in [16, 64] {
-            let (rate, placed) = batches(&server, callers, arguments.seconds).await?;
-            said.extend([of(&format!("batched_{callers}"), rate), of(&format!("placed_{callers}"), placed)]);
+        for (part, callers) in [(Part::Batched16, 16), (Part::Batched64, 64)] {
+            if wants(part) {
+                let (rate, placed) = batches(&server, callers, arguments.seconds).await?;
+                said.extend([
+                    of(&format!("batched_{callers}"), rate),
+                    of(&format!("placed_{callers}"), placed),
+                ]);
+            }
+        }
+        for callers in [16, 64].into_iter().filter(|_| wants(Part::Submits)) {
             said.push(of(&format!("submit_{callers}"), submits(&server, callers, arguments.seconds).await?));
         }
         drop(server);
-        let near = near(&database, &arguments).await?;
-        said.extend([of("near_16", near[0]), of("near_64", near[1])]);
-        said.push(of("cached_16", cached(&database, *count, false, arguments.seconds).await?));
-        said.push(of("limited_16", cached(&database, *count, true, arguments.seconds).await?));
+        if wants(Part::Near) {
+            let near = near(&database, &arguments).await?;
+            said.extend([of("near_16", near[0]), of("near_64", near[1])]);
+        }
+        if wants(Part::Cached) {
+            said.push(of("cached_16", cached(&database, *count, false, arguments.seconds).await?));
+            said.push(of("limited_16", cached(&database, *count, true, arguments.seconds).await?));
+        }
     }
     writeln!(std::io::stdout(), "{{\"seconds\": {}, {}}}", arguments.seconds, said.join(", "))?;
     Ok(())

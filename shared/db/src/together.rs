@@ -159,8 +159,11 @@ mod tests {
 
     use super::*;
 
-    /// Doubles, one after the other as the gate lets them, and how many went together. 13 breaks.
-    fn doubling(patience: Duration) -> (Together<u32, u32>, Arc<Semaphore>, Arc<Mutex<Vec<usize>>>) {
+    /// How many calls went together.
+    type Sizes = Arc<Mutex<Vec<usize>>>;
+
+    /// Doubles, as the gate lets it. 13 breaks.
+    fn doubling(patience: Duration) -> (Together<u32, u32>, Arc<Semaphore>, Sizes) {
         let (gate, sizes) = (Arc::new(Semaphore::new(0)), Arc::new(Mutex::new(Vec::new())));
         let (at_gate, seen) = (gate.clone(), sizes.clone());
         let together = Together::with_patience(patience, 5, TaskTracker::new(), move |calls: Vec<u32>| {

@@ -215,6 +215,7 @@ fn of_the_scheduler(corpus: &mut Corpus) {
             expected_wait_basis: text("lately a slot was held for 40 s"),
             workers_known: LARGE,
             workers_willing: 0,
+            workers_gone: 0,
             groups: vec![RefusingWorkers {
                 refusals: vec![of_many],
                 count: LARGE - 1,
