@@ -39,6 +39,9 @@ const SAID_AFTER: Duration = Duration::from_secs(3);
 /// After how long without an answer of a gateway the scheduler is asked whether there is any to wait for.
 const DOUBTED_AFTER: Duration = Duration::from_millis(500);
 
+/// How much longer the worker of what has ended may take to answer that is lost, as the scheduler knows.
+const LOST_AFTER: Duration = Duration::from_secs(3);
+
 /// The ends of a process's output and input on our side.
 pub(crate) struct Streams {
     pub(crate) stdout: Sink,
@@ -80,7 +83,7 @@ impl fmt::Display for Away {
             Self::Gone(name) => write!(f, "its worker, {name}, has gone with what it kept"),
             Self::Lost(worker) => {
                 let (name, how) = (&worker.name, words::silent(worker));
-                write!(f, "its worker, {name}, is {how}; once it is back, ask again")
+                write!(f, "its worker, {name}, is {how}; if it comes back with what it kept, ask again")
             }
         }
     }
@@ -195,7 +198,14 @@ async fn once(
     let doubt = async {
         tokio::time::sleep(DOUBTED_AFTER).await;
         match current(connection, workload).await {
-            Some(now) => Away::of(connection, &now).await,
+            Some(now) => match Away::of(connection, &now).await {
+                // It may answer all the same, later than others.
+                Some(lost @ Away::Lost(_)) => {
+                    tokio::time::sleep(LOST_AFTER).await;
+                    Some(lost)
+                }
+                away => away,
+            },
             None => None,
         }
     };

@@ -49,7 +49,7 @@ fn text(response: &GetDemandResponse) -> String {
         text.push_str(&shapes(refused));
     }
     if supply.is_empty() {
-        text.push_str("\nno worker has registered, or all are lost\n");
+        text.push_str("\nthere are no workers, or all are lost\n");
     } else {
         let header =
             ["WORKERS", "IN SERVICE", "IDLE", "SLOTS", "FREE", "TEAM", "PLATFORM", "TAGS", "IMAGES", "HAVE"];
@@ -198,7 +198,7 @@ mod tests {
     fn who_adds_workers_sees_what_is_asked_for_and_what_there_is() {
         assert_eq!(
             text(&GetDemandResponse::default()),
-            "nothing waits for a worker\n\nno worker has registered, or all are lost\n"
+            "nothing waits for a worker\n\nthere are no workers, or all are lost\n"
         );
         let response = GetDemandResponse {
             waiting: 5,

@@ -215,9 +215,12 @@ fn text(response: &ExplainResponse, waits: bool) -> String {
             vec![group.count.to_string(), plain(&says.join(", "), WIDTH), format!("{such_as}{more}")]
         });
         let rows: Vec<_> = would.into_iter().chain(refuse).collect();
-        let and_gone =
-            if gone > 0 { format!(", and {gone} that went away minutes ago") } else { String::new() };
-        text.push_str(&format!("\nOf all {known} workers{and_gone}\n"));
+        let all = match (known, gone) {
+            (_, 0) => format!("all {known} workers"),
+            (0, _) => format!("{gone} that went away minutes ago"),
+            _ => format!("all {known} workers, and {gone} that went away minutes ago"),
+        };
+        text.push_str(&format!("\nOf {all}\n"));
         text.push_str(&filled(&["COUNT", "SAY", "SUCH AS"], &rows));
     }
     if !unblocked_by.is_empty() {

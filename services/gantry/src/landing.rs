@@ -106,6 +106,9 @@ pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bo
     print(&ended_with_it(&pruned))
 }
 
+/// How many workloads are told at most of those that ended because a worker was pruned.
+const MOST_TOLD: usize = 1000;
+
 /// What ended because a worker was pruned. Empty: nothing.
 fn ended_with_it(pruned: &PruneWorkerResponse) -> String {
     let PruneWorkerResponse { leases, workloads } = pruned;
@@ -114,8 +117,9 @@ fn ended_with_it(pruned: &PruneWorkerResponse) -> String {
     }
     let mut text = format!("{} ended with it", count(*leases, "lease"));
     if !workloads.is_empty() {
+        let at_least = if workloads.len() < MOST_TOLD { "" } else { "at least " };
         text.push_str(&format!(
-            ", {} of workloads, which are lost, or begin again elsewhere",
+            ", {at_least}{} of workloads, which end with that, or begin again elsewhere",
             workloads.len()
         ));
     }
@@ -258,9 +262,11 @@ mod tests {
         pruned.workloads = (0..7).map(workload).collect();
         assert_eq!(
             ended_with_it(&pruned),
-            "8 leases ended with it, 7 of workloads, which are lost, or begin again elsewhere\n  w0 of team a\n  w1 of team a\n  \
+            "8 leases ended with it, 7 of workloads, which end with that, or begin again elsewhere\n  w0 of team a\n  w1 of team a\n  \
              w2 of team a\n  w3 of team a\n  w4 of team a\n  and 2 more\n"
         );
+        pruned.workloads = (0..MOST_TOLD).map(workload).collect();
+        assert!(ended_with_it(&pruned).contains(", at least 1000 of workloads"));
     }
 
     #[test]

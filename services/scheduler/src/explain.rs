@@ -228,7 +228,7 @@ fn summary(verdict: Verdict, outlook: &Outlook) -> String {
         (true, ..) => all_in_one(&gone),
         (false, _, 0) => all_in_one(&there),
         (false, [only], 1) => {
-            format!("{}; another one, {}, {}", all_in_one(&there), only.names.join(""), Refusal::Gone)
+            format!("{}; another, {}, {}", all_in_one(&there), only.names.join(""), Refusal::Gone)
         }
         (false, _, others) => {
             format!("{}; {others} others {}", all_in_one(&there), Refusal::Gone.of_many())

@@ -155,6 +155,7 @@ impl Facts {
         let contact = self.contacts.get(&row.id);
         let last_contact = contact.map_or(row.registered_at, |contact| contact.last_contact_at);
         let silent = self.now.since(Timestamp(last_contact));
+        let just_lost = row.state == State::Lost && silent < self.lost_after + self.remember;
         let limit = |own: Option<i64>, common: Option<u32>| own.map(count).or(common);
         Ok(Worker {
             id: WorkerId::from_uuid(row.id),
@@ -164,8 +165,8 @@ impl Facts {
             desired: row.desired,
             state: row.state,
             awaited: contact.is_some_and(|contact| contact.last_contact_at < contact.patient_since),
-            just_lost: row.state == State::Lost && silent < self.lost_after + self.remember,
-            gone: row.state == State::Lost && (row.ephemeral || row.leaving.is_some()),
+            just_lost,
+            gone: just_lost && (row.ephemeral || row.leaving.is_some()),
             unsupported_versions: from_json(&row.unsupported_versions)?,
             trust: match row.set_aside_until {
                 Some(_) => Trust::SetAside(row.last_failure.clone()),

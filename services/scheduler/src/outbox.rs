@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use db::rows::{self, Column};
-use db::{Database, Together};
+use db::{Asked, Database, Together};
 use domain::workload::{Outcome, OutputOwner, PublishedCache, PublishedOutput};
 use domain::{ArtifactId, AttemptId, BuildId, Timestamp, WorkloadId};
 use rpc::Reason;
@@ -279,26 +279,29 @@ pub(crate) type Delivered = Together<Parcel, Result<Effects, DbErr>>;
 
 /// The one of a replica.
 pub(crate) fn delivered(db: Database, tasks: TaskTracker) -> Delivered {
-    Together::new(DELIVERIES, tasks, move |parcels| {
+    Together::new(DELIVERIES, tasks, move |asked| {
         let db = db.clone();
-        async move { note_delivered(&db, &parcels).await }
+        async move { note_delivered(&db, asked).await }
     })
 }
 
-async fn note_delivered(db: &Database, parcels: &[Parcel]) -> Vec<Result<Effects, DbErr>> {
+async fn note_delivered(db: &Database, asked: Vec<Asked<Parcel, Result<Effects, DbErr>>>) {
+    let (parcels, answers): (Vec<_>, Vec<_>) = asked.into_iter().unzip();
     let now = Timestamp::now();
-    let note = async |parcels| db.write(async |txn| are_delivered(&txn, parcels, now).await).await;
-    match note(parcels).await {
-        Ok(effects) => effects.into_iter().map(Ok).collect(),
-        Err(error) if parcels.len() == 1 => vec![Err(error)],
+    let note = async |parcels: &[Parcel]| db.write(async |txn| are_delivered(&txn, parcels, now).await).await;
+    match note(&parcels).await {
+        Ok(effects) => {
+            for (answer, effects) in answers.into_iter().zip(effects) {
+                answer.send(Ok(effects)).ok();
+            }
+        }
         Err(error) => {
             tracing::debug!(%error, parcels = parcels.len(), "each is noted alone");
-            let mut noted = Vec::with_capacity(parcels.len());
-            for parcel in parcels {
+            for (answer, parcel) in answers.into_iter().zip(&parcels) {
                 let effects = note(std::slice::from_ref(parcel)).await;
-                noted.push(effects.map(|effects| effects.into_iter().fold(Effects::default(), Effects::and)));
+                let effects = effects.map(|of| of.into_iter().fold(Effects::default(), Effects::and));
+                answer.send(effects).ok();
             }
-            noted
         }
     }
 }

@@ -482,8 +482,14 @@ impl Scheduler {
                 })
                 .await?;
         }
-        self.end_orphans().await?;
-        registry::see_all_off(self, &mut registry::Asked::new()).await?;
+        // It is pruned, and the answer is told once: what of this fails is done by the loops.
+        let done = async {
+            self.end_orphans().await?;
+            registry::see_all_off(self, &mut registry::Asked::new()).await
+        };
+        if let Err(error) = done.await {
+            tracing::warn!(%error, worker.name = worker, "what is left of a pruned worker is cleared away later");
+        }
         Ok(unended)
     }
 

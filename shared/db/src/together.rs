@@ -16,7 +16,11 @@ const PATIENCE: Duration = Duration::from_millis(50);
 /// How many times calls are carried out at the same time at most.
 const AT_A_TIME: usize = 8;
 
-type Answers<A> = Pin<Box<dyn Future<Output = Vec<A>> + Send>>;
+type CarriedOut = Pin<Box<dyn Future<Output = ()> + Send>>;
+type CarryOut<C, A> = dyn Fn(Vec<Asked<C, A>>) -> CarriedOut + Send + Sync;
+
+/// A call, and where its answer goes.
+pub type Asked<C, A> = (C, oneshot::Sender<A>);
 
 /// Where calls are handed in. Cheap to clone; clones share it.
 pub struct Together<C, A>(Arc<Inner<C, A>>);
@@ -24,7 +28,7 @@ pub struct Together<C, A>(Arc<Inner<C, A>>);
 struct Inner<C, A> {
     most: usize,
     patience: Duration,
-    carry_out: Box<dyn Fn(Vec<C>) -> Answers<A> + Send + Sync>,
+    carry_out: Box<CarryOut<C, A>>,
     tasks: TaskTracker,
     state: Mutex<State<C, A>>,
 }
@@ -45,12 +49,7 @@ impl<C, A> State<C, A> {
     }
 }
 
-struct Asked<C, A> {
-    call: C,
-    answer: oneshot::Sender<A>,
-}
-
-/// A call was not carried out to its end: what did so failed unexpectedly, and has said how.
+/// A call was not carried out to its end: that panicked, and has said how. It is told to all that were carried out together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("what was asked for was not carried out to its end")]
 pub struct Broken;
@@ -68,14 +67,14 @@ impl<C, A> fmt::Debug for Together<C, A> {
 }
 
 impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
-    /// Has calls carried out by `carry_out`, at most so many at once, in tasks among `tasks`. It answers each of them, in their order.
+    /// Has calls carried out by `carry_out`, at most so many at once, in tasks among `tasks`. It answers each of them as soon as it can.
     pub fn new<F>(
         most: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<C>) -> F + Send + Sync + 'static,
+        carry_out: impl Fn(Vec<Asked<C, A>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
-        F: Future<Output = Vec<A>> + Send + 'static,
+        F: Future<Output = ()> + Send + 'static,
     {
         Self::with_patience(PATIENCE, most, tasks, carry_out)
     }
@@ -84,12 +83,12 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
         patience: Duration,
         most: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<C>) -> F + Send + Sync + 'static,
+        carry_out: impl Fn(Vec<Asked<C, A>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
-        F: Future<Output = Vec<A>> + Send + 'static,
+        F: Future<Output = ()> + Send + 'static,
     {
-        let carry_out = Box::new(move |calls| Box::pin(carry_out(calls)) as Answers<A>);
+        let carry_out = Box::new(move |calls| Box::pin(carry_out(calls)) as CarriedOut);
         let state = Mutex::new(State { waiting: Vec::new(), under_way: 0, slow: 0 });
         Self(Arc::new(Inner { most, patience, carry_out, tasks, state }))
     }
@@ -98,7 +97,7 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
     /// given up before asks again if he still wants it.
     pub async fn call(&self, call: C) -> Result<A, Broken> {
         let (answer, answered) = oneshot::channel();
-        self.change(|state| state.waiting.push(Asked { call, answer }));
+        self.change(|state| state.waiting.push((call, answer)));
         answered.await.map_err(|_| Broken)
     }
 
@@ -116,36 +115,33 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
 
     /// Carries out what waits, until nothing does.
     async fn carry_out(self) {
-        while let Some((calls, answers)) = self.0.take() {
+        while let Some(calls) = self.0.take() {
+            let inner = self.0.clone();
             // A task of its own, so that others are carried out when it panics.
-            let mut carried_out = self.0.tasks.spawn((self.0.carry_out)(calls));
-            let answered = match tokio::time::timeout(self.0.patience, &mut carried_out).await {
-                Ok(answered) => answered,
-                Err(_) => {
-                    self.change(|state| state.slow += 1);
-                    let answered = carried_out.await;
-                    self.0.state().slow -= 1;
-                    answered
-                }
-            };
-            for (answer, to) in answered.into_iter().flatten().zip(answers) {
-                to.send(answer).ok();
+            let mut carried_out = self.0.tasks.spawn(async move { (inner.carry_out)(calls).await });
+            if tokio::time::timeout(self.0.patience, &mut carried_out).await.is_err() {
+                self.change(|state| state.slow += 1);
+                // Whoever asked hears by himself when it panics.
+                carried_out.await.ok();
+                self.0.state().slow -= 1;
             }
         }
     }
 }
 
 impl<C, A> Inner<C, A> {
-    /// Calls that wait, the first first, and where their answers go. `None`: none does, and one less is under way.
-    fn take(&self) -> Option<(Vec<C>, Vec<oneshot::Sender<A>>)> {
+    /// Calls that wait, the first first. `None`: none does, or another one takes them, and one less is under way.
+    fn take(&self) -> Option<Vec<Asked<C, A>>> {
         let mut state = self.state();
-        state.waiting.retain(|asked| !asked.answer.is_closed());
+        state.waiting.retain(|(_, answer)| !answer.is_closed());
         let count = state.waiting.len().min(self.most);
-        if count == 0 {
+        // Besides this one, and those that are slow.
+        let others = state.under_way - state.slow - 1;
+        if count == 0 || others > 0 {
             state.under_way -= 1;
             return None;
         }
-        Some(state.waiting.drain(..count).map(|Asked { call, answer }| (call, answer)).unzip())
+        Some(state.waiting.drain(..count).collect())
     }
 
     fn state(&self) -> MutexGuard<'_, State<C, A>> {
@@ -166,15 +162,18 @@ mod tests {
     fn doubling(patience: Duration) -> (Together<u32, u32>, Arc<Semaphore>, Sizes) {
         let (gate, sizes) = (Arc::new(Semaphore::new(0)), Arc::new(Mutex::new(Vec::new())));
         let (at_gate, seen) = (gate.clone(), sizes.clone());
-        let together = Together::with_patience(patience, 5, TaskTracker::new(), move |calls: Vec<u32>| {
-            let (gate, sizes) = (at_gate.clone(), seen.clone());
-            async move {
-                sizes.lock().expect("nobody panics").push(calls.len());
-                gate.acquire().await.expect("it is open").forget();
-                assert!(!calls.contains(&13), "this one breaks");
-                calls.into_iter().map(|n| n * 2).collect()
-            }
-        });
+        let together =
+            Together::with_patience(patience, 5, TaskTracker::new(), move |calls: Vec<Asked<u32, u32>>| {
+                let (gate, sizes) = (at_gate.clone(), seen.clone());
+                async move {
+                    sizes.lock().expect("nobody panics").push(calls.len());
+                    gate.acquire().await.expect("it is open").forget();
+                    for (n, answer) in calls {
+                        assert_ne!(n, 13, "this one breaks");
+                        answer.send(n * 2).ok();
+                    }
+                }
+            });
         (together, gate, sizes)
     }
 
@@ -235,6 +234,7 @@ mod tests {
             assert_eq!(asked.await.expect("it is answered"), Ok(n * 2));
         }
         assert_eq!(sizes.lock().expect("nobody panics")[AT_A_TIME..], [2], "no more at a time");
+        // Whoever is slow no more goes where another is under way.
         while together.0.state().under_way > 0 {
             tokio::task::yield_now().await;
         }

@@ -1,14 +1,15 @@
 //! Pins and settlements of many holders in one transaction: of those of one team that come at the same time ([`db::Together`]).
 //!
 //! Invariant: of each becomes what would become of it alone. What is refused to one of them is refused to the transaction, which is rolled back, and
-//! each is carried out alone then.
+//! each is carried out alone then. It may be told later: those of a team wait for one another.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use db::{Broken, Together};
+use db::{Asked, Broken, Together};
 use futures::future::join_all;
 use sea_orm::DbErr;
+use tokio::sync::oneshot;
 use tokio_util::task::TaskTracker;
 
 use super::settling::settle_plain;
@@ -34,17 +35,16 @@ impl Pins {
         let pinning = Together::new(MOST, tasks.clone(), move |uses| {
             let store = of_pins.clone();
             async move {
-                let (groups, numbers) = by_team(uses, |used: &Used| &used.team);
-                in_order(numbers, join_all(groups.iter().map(|uses| pin_group(&store, uses))).await)
+                let groups = by_team(uses, |used: &Used| &used.team);
+                join_all(groups.into_iter().map(|group| pin_group(&store, group))).await;
             }
         });
         let of_settlements = store.clone();
         let settling = Together::new(MOST, tasks.clone(), move |settlements| {
             let store = of_settlements.clone();
             async move {
-                let (groups, numbers) = by_team(settlements, |settlement: &Settlement| &settlement.team);
-                let settled = groups.iter().map(|settlements| settle_group(&store, settlements));
-                in_order(numbers, join_all(settled).await)
+                let groups = by_team(settlements, |settlement: &Settlement| &settlement.team);
+                join_all(groups.into_iter().map(|group| settle_group(&store, group))).await;
             }
         });
         Self { store, pinning, settling }
@@ -74,56 +74,64 @@ fn broken(error: Broken) -> DbErr {
     DbErr::Custom(error.to_string())
 }
 
-/// Calls by their teams, and the number of each.
-fn by_team<C>(calls: Vec<C>, team: impl Fn(&C) -> &str) -> (Vec<Vec<C>>, Vec<Vec<usize>>) {
-    let mut groups = BTreeMap::<String, (Vec<C>, Vec<usize>)>::new();
-    for (number, call) in calls.into_iter().enumerate() {
-        let (group, numbers) = groups.entry(team(&call).to_owned()).or_default();
-        group.push(call);
-        numbers.push(number);
-    }
-    groups.into_values().unzip()
-}
+/// Where answers go, in the order of the calls.
+type Answers<A> = Vec<oneshot::Sender<A>>;
 
-/// What was answered in groups, in the order of the numbers.
-fn in_order<A>(numbers: Vec<Vec<usize>>, answers: Vec<Vec<A>>) -> Vec<A> {
-    let numbers = numbers.into_iter().flatten();
-    let mut answers: Vec<_> = numbers.zip(answers.into_iter().flatten()).collect();
-    answers.sort_unstable_by_key(|(number, _)| *number);
-    answers.into_iter().map(|(_, answer)| answer).collect()
+/// Calls by their teams, with where their answers go.
+fn by_team<C, A>(calls: Vec<Asked<C, A>>, team: impl Fn(&C) -> &str) -> Vec<(Vec<C>, Answers<A>)> {
+    let mut groups = BTreeMap::<String, (Vec<C>, Answers<A>)>::new();
+    for (call, answer) in calls {
+        let (group, answers) = groups.entry(team(&call).to_owned()).or_default();
+        group.push(call);
+        answers.push(answer);
+    }
+    groups.into_values().collect()
 }
 
 /// Pins what holders of one team use, none of whom uses task caches.
-async fn pin_group(store: &Store, uses: &[Used]) -> Vec<Result<Pinned, PinError>> {
-    let (db, now) = (&store.db, store.now());
-    if let [first, _, ..] = uses {
-        let pinned = db.write(|txn| async move { pin_all(&txn, &first.team, uses, now).await }).await;
-        match pinned {
-            Ok(pinned) => return pinned.into_iter().map(Ok).collect(),
+async fn pin_group(store: &Store, (uses, answers): (Vec<Used>, Answers<Result<Pinned, PinError>>)) {
+    let (db, now, uses) = (&store.db, store.now(), &uses);
+    if let [first, _, ..] = &uses[..] {
+        match db.write(|txn| async move { pin_all(&txn, &first.team, uses, now).await }).await {
+            Ok(pinned) => {
+                for (answer, pinned) in answers.into_iter().zip(pinned) {
+                    answer.send(Ok(pinned)).ok();
+                }
+                return;
+            }
             Err(error) => tracing::debug!(%error, pins = uses.len(), "each is pinned alone"),
         }
     }
-    let alone = uses.iter().map(|used| db.write(move |txn| async move { pin(&txn, used, now).await }));
-    join_all(alone).await
+    let alone = uses.iter().zip(answers).map(async |(used, answer)| {
+        let pinned = db.write(|txn| async move { pin(&txn, used, now).await }).await;
+        answer.send(pinned).ok();
+    });
+    join_all(alone).await;
 }
 
 /// Settles holders of one team that made nothing which is kept.
-async fn settle_group(store: &Store, settlements: &[Settlement]) -> Vec<Result<Vec<Owned>, SettleError>> {
+async fn settle_group(
+    store: &Store,
+    (settlements, answers): (Vec<Settlement>, Answers<Result<Vec<Owned>, SettleError>>),
+) {
     let (db, now, ttl) = (&store.db, store.now(), store.config.resource_cache_ttl);
     let holders: &Vec<_> = &settlements.iter().map(|settlement| settlement.holder).collect();
     let mut left: HashSet<_> = holders.iter().copied().collect();
-    if let [first, _, ..] = settlements {
+    if let [first, _, ..] = &settlements[..] {
         let settled = db.write(|txn| async move { settle_plain(&txn, &first.team, holders, now).await });
         match settled.await {
             Ok(others) => left = others,
             Err(error) => tracing::debug!(%error, settlements = holders.len(), "each is settled alone"),
         }
     }
-    let each = settlements.iter().map(async |settlement| match left.contains(&settlement.holder) {
-        true => db.write(|txn| async move { settle(&txn, settlement, now, ttl).await }).await,
-        false => Ok(Vec::new()),
+    let each = settlements.iter().zip(answers).map(async |(settlement, answer)| {
+        let settled = match left.contains(&settlement.holder) {
+            true => db.write(|txn| async move { settle(&txn, settlement, now, ttl).await }).await,
+            false => Ok(Vec::new()),
+        };
+        answer.send(settled).ok();
     });
-    join_all(each).await
+    join_all(each).await;
 }
 
 #[cfg(test)]

@@ -337,7 +337,7 @@ impl PlacementsService {
         let kept_to = found.map_err(|error| database("look where an owner's containers are", &error))?;
         let locations = match self.0.store.find(&shape.team, &inputs).await {
             Ok(Found::All(locations)) => locations.into(),
-            // Then it was there, whatever has become of it.
+            // A lease that is there was granted when they were, whatever has become of them.
             _ if self.is_repeat(lease).await? => Arc::default(),
             Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
             Ok(Found::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),

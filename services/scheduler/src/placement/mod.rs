@@ -50,7 +50,7 @@ pub(crate) struct Worker {
     pub(crate) awaited: bool,
     /// It was lost only minutes ago.
     pub(crate) just_lost: bool,
-    /// It is lost, and there is none any more that could come back: it was removed, or is on its way out, or counts as gone once it is lost.
+    /// It was, and there is none any more that could come back: it was removed, or is on its way out, or counts as gone once it is lost.
     pub(crate) gone: bool,
     /// The versions of the protocol that its gateway speaks, where none of them is spoken here.
     pub(crate) unsupported_versions: Vec<u32>,

@@ -69,7 +69,7 @@ impl Dice {
             ..worker(&format!("w{n}"))
         };
         worker.load = self.load();
-        worker.gone = worker.state == State::Lost && self.0.random_bool(0.5);
+        worker.gone = worker.state == State::Lost && worker.just_lost && self.0.random_bool(0.5);
         worker
     }
 
