@@ -1,12 +1,9 @@
 """Placing workloads on workers, beside the way in which CI systems do it."""
 
-import pathlib
-import shutil
 import statistics
-import tempfile
 
 from measure import row, table
-from store import DATABASES, of_example
+from store import runs_of
 
 # What is measured here; the rest is measured beside it.
 PARTS = "singles,paced,batched-16,submits,cached"
@@ -54,14 +51,8 @@ def kept(said, workers, aims):
 
 def bench_placing(base, workers, seconds, aimed_seconds, runs):
     """Figures of one scheduler on PostgreSQL with each of these numbers of workers, of so many runs with a database of its own each."""
-    home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-placing-", dir=base))
-    # The server is not run by root.
-    home.chmod(0o755)
-    try:
-        arguments = ["--workers", ",".join(map(str, workers)), "--seconds", str(seconds), "--aimed-seconds", str(aimed_seconds), "--only", PARTS]
-        said = [of_example(home, DATABASES[0], "placing", *arguments) for _ in range(runs)]
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+    counts = ",".join(map(str, workers))
+    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--aimed-seconds", aimed_seconds, "--only", PARTS)
     lines = []
     for count in workers:
         of_all = lambda key: [run[f"{count}_{key}"] for run in said]
@@ -103,14 +94,8 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
 
 def bench_placing_more(base, workers, seconds, runs):
     """Figures of the same with more callers in a batch, and of leases that use artifacts."""
-    home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-placing-", dir=base))
-    # The server is not run by root.
-    home.chmod(0o755)
-    try:
-        arguments = ["--workers", ",".join(map(str, workers)), "--seconds", str(seconds), "--only", "batched-64,near,cached"]
-        said = [of_example(home, DATABASES[0], "placing", *arguments) for _ in range(runs)]
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+    counts = ",".join(map(str, workers))
+    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--only", "batched-64,near,cached")
     lines = []
     for count in workers:
         of_all = lambda key: [run[f"{count}_{key}"] for run in said]

@@ -67,6 +67,17 @@ def of_example(home, database, example, *arguments):
         shutil.rmtree(own)
 
 
+def runs_of(base, runs, example, *arguments):
+    """What one of these programs says in each of so many runs, with a PostgreSQL of its own."""
+    home = pathlib.Path(tempfile.mkdtemp(prefix=f"gantry-bench-{example}-", dir=base))
+    # The server is not run by root.
+    home.chmod(0o755)
+    try:
+        return [of_example(home, DATABASES[0], example, *map(str, arguments)) for _ in range(runs)]
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
 def of_marking(name, said):
     marks = said["marks"]
     by_row, same = [said["row_by_row_ms"]], [said["same_row_by_row_ms"]]

@@ -1,23 +1,13 @@
 """Many workers connected to one scheduler: what that costs while nothing changes, and how soon one hears what it shall do."""
 
-import pathlib
-import shutil
-import tempfile
-
 from measure import row, table
-from store import DATABASES, of_example
+from store import runs_of
 
 
 def bench_synchronizing(base, workers, seconds, landings, runs):
     """Figures of one scheduler on PostgreSQL with each of these numbers of workers, of so many runs with a database of its own each."""
-    home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-synchronizing-", dir=base))
-    # The server is not run by root.
-    home.chmod(0o755)
-    try:
-        arguments = ["--workers", ",".join(map(str, workers)), "--seconds", str(seconds), "--landings", str(landings)]
-        said = [of_example(home, DATABASES[0], "synchronizing", *arguments) for _ in range(runs)]
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+    counts = ",".join(map(str, workers))
+    said = runs_of(base, runs, "synchronizing", "--workers", counts, "--seconds", seconds, "--landings", landings)
     lines = []
     for count in workers:
         of_all = lambda key: [run[f"{count}_{key}"] for run in said]

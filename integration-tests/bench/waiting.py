@@ -1,12 +1,9 @@
 """Waiting for workers: how soon a freed slot is given on, how dear an explanation is, and how long a queue may be."""
 
-import pathlib
-import shutil
 import statistics
-import tempfile
 
 from measure import row, table
-from store import DATABASES, of_example
+from store import runs_of
 
 # What `Explain` is asked for over workers of which a tenth is of another platform, and of the others every tenth has one of a hundred tags.
 MIXED = [
@@ -23,18 +20,10 @@ SLOT, EXPLAIN = 10, 20
 
 def bench_waiting(base, workers, queue, freed, seconds, runs):
     """Figures of schedulers on PostgreSQL, with each of these numbers of workers, of so many runs with a database of its own each."""
-    home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-waiting-", dir=base))
-    # The server is not run by root.
-    home.chmod(0o755)
     counts, most = ",".join(map(str, workers)), workers[-1]
-    try:
-        arguments = ["--workers", counts, "--queue", str(queue), "--freed", str(freed), "--seconds", str(seconds)]
-        said = [
-            of_example(home, DATABASES[0], "waiting", *arguments) | of_example(home, DATABASES[0], "explaining", "--workers", str(most))
-            for _ in range(runs)
-        ]
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+    waiting = runs_of(base, runs, "waiting", "--workers", counts, "--queue", queue, "--freed", freed, "--seconds", seconds)
+    explaining = runs_of(base, runs, "explaining", "--workers", most)
+    said = [one | other for one, other in zip(waiting, explaining)]
     of_all = lambda key: [run[key] for run in said]
     one = lambda what, key, unit="ms": row(what, of_all(key), None, unit)
     lines = [

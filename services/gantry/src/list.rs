@@ -1,7 +1,6 @@
 //! `gantry list`, `gantry show`, `gantry gc`: what is in a cluster, as tables or as JSON.
 
-use std::collections::HashMap;
-use std::time::Duration;
+mod names;
 
 use anyhow::bail;
 use futures::stream::{self, Stream, TryStreamExt};
@@ -17,6 +16,7 @@ use rpc::pb::scheduler::{
 };
 use serde_json::Value;
 
+use self::names::Names;
 use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
 use crate::connect::{Connection, repeat};
 use crate::error::refusal;
@@ -61,12 +61,15 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         Kind::Volumes => {
             let volumes = volumes(connection, state("volumes", wanted, words::inventory_state)?);
-            with_workers(connection, volumes, limit, as_json, json::volume, VOLUMES, volume_row).await
+            let names = if as_json { Names::default() } else { Names::ask(connection).await };
+            let row = |volume: &Volume| volume_row(volume, &names);
+            table(volumes, limit, as_json, json::volume, VOLUMES, row).await
         }
         Kind::Containers => {
             let containers = containers(connection, state("containers", wanted, words::inventory_state)?);
-            let (json, row) = (json::container, container_row);
-            with_workers(connection, containers, limit, as_json, json, CONTAINERS, row).await
+            let names = if as_json { Names::default() } else { Names::ask(connection).await };
+            let row = |container: &Container| container_row(container, &names);
+            table(containers, limit, as_json, json::container, CONTAINERS, row).await
         }
         Kind::Caches => {
             if wanted.is_some() {
@@ -211,7 +214,7 @@ pub(crate) async fn table<T>(
     as_json: bool,
     json: fn(&T) -> Value,
     headers: &[&str],
-    row: fn(&T) -> Vec<String>,
+    row: impl Fn(&T) -> Vec<String>,
 ) -> anyhow::Result<()> {
     use futures::StreamExt;
     let items: Vec<T> = items.take(limit).try_collect().await?;
@@ -219,62 +222,6 @@ pub(crate) async fn table<T>(
         return items.iter().try_for_each(|item| print_json(&json(item)));
     }
     print(&render(headers, &items.iter().map(row).collect::<Vec<_>>()))
-}
-
-/// The same of what is on workers, whose names the scheduler is asked for once what is listed is known.
-async fn with_workers<T>(
-    connection: &Connection,
-    items: impl Stream<Item = anyhow::Result<T>>,
-    limit: usize,
-    as_json: bool,
-    json: fn(&T) -> Value,
-    headers: &[&str],
-    row: fn(&T, &Names) -> Vec<String>,
-) -> anyhow::Result<()> {
-    use futures::StreamExt;
-    let items: Vec<T> = items.take(limit).try_collect().await?;
-    if as_json {
-        return items.iter().try_for_each(|item| print_json(&json(item)));
-    }
-    let names = if items.is_empty() { Names::default() } else { Names::ask(connection).await };
-    print(&render(headers, &items.iter().map(|item| row(item, &names)).collect::<Vec<_>>()))
-}
-
-/// The names of workers, by their ids.
-#[derive(Debug, Default)]
-struct Names(HashMap<String, String>);
-
-impl Names {
-    /// As many workers as one page may hold, so that nearly always one call is enough.
-    const AT_ONCE: u32 = 1000;
-    /// For how long the scheduler is asked: what is listed can be read without names too.
-    const PATIENCE: Duration = Duration::from_secs(5);
-
-    /// The names of all workers that there are, or of those that were told in time.
-    async fn ask(connection: &Connection) -> Self {
-        let client = connection.workers();
-        let workers = pages(async |page_token| {
-            let request = ListWorkersRequest { page_size: Self::AT_ONCE, page_token };
-            let page = client.clone().list_workers(request).await?.into_inner();
-            Ok((page.workers, page.next_page_token))
-        });
-        let mut names = Self::default();
-        let asked = async {
-            let mut workers = std::pin::pin!(workers);
-            while let Some(worker) = workers.try_next().await? {
-                names.0.insert(worker.worker_id, worker.name);
-            }
-            Ok::<_, anyhow::Error>(())
-        };
-        // Who cannot be named is shown by its id.
-        tokio::time::timeout(Self::PATIENCE, asked).await.ok();
-        names
-    }
-
-    /// The name of a worker. Its id, where it has gone, or nobody said.
-    fn of(&self, id: &str) -> String {
-        self.0.get(id).map_or_else(|| id.to_owned(), |name| plain(name, 60))
-    }
 }
 
 fn one<T>(
@@ -836,7 +783,7 @@ mod tests {
 
     #[test]
     fn what_is_on_a_worker_says_on_which() {
-        let names = Names(HashMap::from([("id-1".to_owned(), "one".to_owned())]));
+        let names = Names::from([("id-1", "one")]);
         let volume = |id: &str| Volume { worker_id: id.to_owned(), ..Volume::default() };
         let container = Container { worker_id: "id-1".to_owned(), ..Container::default() };
         let at = VOLUMES.iter().position(|header| *header == "WORKER").expect("a column");

@@ -295,6 +295,9 @@ async fn note_delivered(db: &Database, asked: Vec<Asked<Parcel, Result<Effects, 
                 answer.send(Ok(effects)).ok();
             }
         }
+        Err(error) if parcels.len() == 1 => {
+            answers.into_iter().for_each(|answer| _ = answer.send(Err(error.clone())));
+        }
         Err(error) => {
             tracing::debug!(%error, parcels = parcels.len(), "each is noted alone");
             for (answer, parcel) in answers.into_iter().zip(&parcels) {

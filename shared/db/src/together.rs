@@ -22,7 +22,7 @@ type CarryOut<C, A> = dyn Fn(Vec<Asked<C, A>>) -> CarriedOut + Send + Sync;
 /// A call, and where its answer goes.
 pub type Asked<C, A> = (C, oneshot::Sender<A>);
 
-/// Where calls are handed in. Cheap to clone; clones share it.
+/// Where calls are handed in. As many wait as callers do: each is kept as long as somebody waits for its answer. Cheap to clone; clones share it.
 pub struct Together<C, A>(Arc<Inner<C, A>>);
 
 struct Inner<C, A> {

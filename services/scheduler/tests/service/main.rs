@@ -6,6 +6,7 @@ mod chains;
 mod connected;
 mod demand;
 mod explain;
+mod gateways;
 mod groups;
 mod inputs;
 mod leases;
@@ -39,12 +40,16 @@ use demand::{
     whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
 };
 use domain::worker::TicketClaims;
-use domain::{GatewayInstance, MarkerId, VolumeHandle, WorkloadId};
+use domain::{MarkerId, VolumeHandle, WorkloadId};
 use explain::{
     a_limit_that_is_stated_is_asked_for_and_no_other,
     a_queued_workload_is_told_its_place_and_what_it_waits_for, a_spec_is_explained_and_nothing_comes_of_it,
     how_long_it_may_take_is_judged_by_what_came_free,
     many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,
+};
+use gateways::{
+    a_gateway_whose_call_is_dropped_has_left, a_silent_gateway_is_superseded_and_told_so,
+    one_gateway_speaks_for_a_worker_at_a_time, only_what_was_heard_is_echoed,
 };
 use inputs::watchers_see_inputs_come_in_steps;
 use leases::{
@@ -93,7 +98,7 @@ use store::{
     what_is_cancelled_before_its_inputs_are_pinned_never_runs_and_keeps_nothing,
     what_is_left_in_a_cache_is_its_next_version, what_the_centre_has_of_a_type_is_the_image_of_all_workers,
 };
-use support::{Gateway, Running, config, finish, hello, spec, start, until, within};
+use support::{Gateway, Running, config, finish, hello, spec, start, until};
 use terms::{
     a_driven_lease_has_a_full_term_after_a_restart, a_restart_does_not_forget_how_long_a_worker_was_silent,
     after_a_restart_work_goes_to_those_that_came_back,
@@ -412,79 +417,6 @@ async fn what_a_gateway_does_not_know_is_not_running(database: TestDatabase) {
     scheduler.stop().await;
 }
 
-async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestDatabase) {
-    let scheduler = Running::start(config(&database)).await;
-    let first = hello("one");
-    let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
-    let (worker, session) = (gateway.welcome.worker_id.clone(), gateway.welcome.session);
-    let credential = gateway.welcome.session_credential.clone();
-
-    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first.clone() };
-    let refused = Gateway::connect(&scheduler, standby.clone()).await.err().expect("it is attended");
-    assert!(refused.is(Reason::AlreadyAttended), "{refused}");
-
-    // It comes back on another stream before the first one ends.
-    let again = pb::Hello { session_credential: credential.clone(), ..first.clone() };
-    let second = Gateway::connect(&scheduler, again.clone()).await.expect("it comes back");
-    assert_eq!(second.welcome.session, session);
-    gateway.leave().await;
-    assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Running);
-    second.leave().await;
-    assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Stalled);
-
-    let gateway = Gateway::connect(&scheduler, standby).await.expect("it takes over");
-    assert_eq!(gateway.welcome.worker_id, worker);
-    assert!(gateway.welcome.session > session);
-    let refused = Gateway::connect(&scheduler, again).await.err().expect("it was superseded");
-    assert!(refused.is(Reason::StaleSession), "{refused}");
-    scheduler.stop().await;
-}
-
-async fn a_gateway_whose_call_is_dropped_has_left(database: TestDatabase) {
-    let scheduler = Running::start(config(&database)).await;
-    let first = hello("one");
-    let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
-    let session = gateway.welcome.session;
-    // tonic cannot tell a call that was dropped from one that ended, and the process of this gateway is alive to drop it.
-    drop(gateway);
-    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
-    let gateway =
-        until("the standby takes over", async || Gateway::connect(&scheduler, standby.clone()).await.ok())
-            .await;
-    assert!(gateway.welcome.session > session);
-    scheduler.stop().await;
-}
-
-async fn a_silent_gateway_is_superseded_and_told_so(database: TestDatabase) {
-    let scheduler =
-        Running::start(patient_config(&database, Duration::from_millis(400), Duration::from_secs(3600)))
-            .await;
-    let first = hello("one");
-    let mut silent = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
-    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
-    let gateway = within("the standby takes over", async {
-        loop {
-            match Gateway::connect(&scheduler, standby.clone()).await {
-                Ok(gateway) => return gateway,
-                Err(refused) => assert!(refused.is(Reason::AlreadyAttended), "{refused}"),
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    })
-    .await;
-    assert!(gateway.welcome.session > silent.welcome.session);
-    let refused = within("the stream ends", async {
-        loop {
-            if let Err(refused) = silent.next().await {
-                return refused;
-            }
-        }
-    })
-    .await;
-    assert!(refused.is(Reason::StaleSession), "{refused}");
-    scheduler.stop().await;
-}
-
 pub(crate) fn patient_config(
     database: &TestDatabase,
     ttl: Duration,
@@ -521,30 +453,6 @@ async fn a_worker_that_is_silent_for_too_long_is_lost(database: TestDatabase) {
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
     gateway.run(waits).await;
     assert_eq!(gateway.desired.leases.len(), 1);
-    scheduler.stop().await;
-}
-
-async fn only_what_was_heard_is_echoed(database: TestDatabase) {
-    let scheduler = Running::start(config(&database)).await;
-    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    assert_eq!(gateway.desired.heard, 0, "only hello was heard");
-    // It is spoken to unasked.
-    for _ in 0..5 {
-        within("a heartbeat", gateway.next()).await.expect("the stream is open");
-        assert_eq!(gateway.desired.heard, 0);
-    }
-    gateway.observe(&[]).await;
-    within("its number", async {
-        while gateway.desired.heard == 0 {
-            gateway.next().await.expect("the stream is open");
-        }
-    })
-    .await;
-    assert_eq!(gateway.desired.heard, 1);
-    for _ in 0..5 {
-        within("a heartbeat", gateway.next()).await.expect("the stream is open");
-        assert_eq!(gateway.desired.heard, 1, "nothing was heard since");
-    }
     scheduler.stop().await;
 }
 

@@ -1,0 +1,108 @@
+//! Who speaks for a worker, and what of it is heard.
+
+use std::time::Duration;
+
+use domain::GatewayInstance;
+use rpc::Reason;
+use rpc::pb::scheduler as pb;
+use testing::databases::TestDatabase;
+
+use crate::patient_config;
+use crate::support::{Gateway, Running, config, hello, until, within};
+
+pub(crate) async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let first = hello("one");
+    let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let (worker, session) = (gateway.welcome.worker_id.clone(), gateway.welcome.session);
+    let credential = gateway.welcome.session_credential.clone();
+
+    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first.clone() };
+    let refused = Gateway::connect(&scheduler, standby.clone()).await.err().expect("it is attended");
+    assert!(refused.is(Reason::AlreadyAttended), "{refused}");
+
+    // It comes back on another stream before the first one ends.
+    let again = pb::Hello { session_credential: credential.clone(), ..first.clone() };
+    let second = Gateway::connect(&scheduler, again.clone()).await.expect("it comes back");
+    assert_eq!(second.welcome.session, session);
+    gateway.leave().await;
+    assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Running);
+    second.leave().await;
+    assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Stalled);
+
+    let gateway = Gateway::connect(&scheduler, standby).await.expect("it takes over");
+    assert_eq!(gateway.welcome.worker_id, worker);
+    assert!(gateway.welcome.session > session);
+    let refused = Gateway::connect(&scheduler, again).await.err().expect("it was superseded");
+    assert!(refused.is(Reason::StaleSession), "{refused}");
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_gateway_whose_call_is_dropped_has_left(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let first = hello("one");
+    let gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let session = gateway.welcome.session;
+    // tonic cannot tell a call that was dropped from one that ended, and the process of this gateway is alive to drop it.
+    drop(gateway);
+    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
+    let gateway =
+        until("the standby takes over", async || Gateway::connect(&scheduler, standby.clone()).await.ok())
+            .await;
+    assert!(gateway.welcome.session > session);
+    scheduler.stop().await;
+}
+
+pub(crate) async fn only_what_was_heard_is_echoed(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    assert_eq!(gateway.desired.heard, 0, "only hello was heard");
+    // It is spoken to unasked.
+    for _ in 0..5 {
+        within("a heartbeat", gateway.next()).await.expect("the stream is open");
+        assert_eq!(gateway.desired.heard, 0);
+    }
+    gateway.observe(&[]).await;
+    within("its number", async {
+        while gateway.desired.heard == 0 {
+            gateway.next().await.expect("the stream is open");
+        }
+    })
+    .await;
+    assert_eq!(gateway.desired.heard, 1);
+    for _ in 0..5 {
+        within("a heartbeat", gateway.next()).await.expect("the stream is open");
+        assert_eq!(gateway.desired.heard, 1, "nothing was heard since");
+    }
+    scheduler.stop().await;
+}
+
+pub(crate) async fn a_silent_gateway_is_superseded_and_told_so(database: TestDatabase) {
+    let scheduler =
+        Running::start(patient_config(&database, Duration::from_millis(400), Duration::from_secs(3600)))
+            .await;
+    let first = hello("one");
+    let mut silent = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let standby = pb::Hello { gateway_instance: GatewayInstance::new().to_string(), ..first };
+    let gateway = within("the standby takes over", async {
+        loop {
+            match Gateway::connect(&scheduler, standby.clone()).await {
+                Ok(gateway) => return gateway,
+                Err(refused) => assert!(refused.is(Reason::AlreadyAttended), "{refused}"),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    assert!(gateway.welcome.session > silent.welcome.session);
+    let refused = within("the stream ends", async {
+        loop {
+            if let Err(refused) = silent.next().await {
+                return refused;
+            }
+        }
+    })
+    .await;
+    assert!(refused.is(Reason::StaleSession), "{refused}");
+    scheduler.stop().await;
+}
