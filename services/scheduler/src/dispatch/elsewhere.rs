@@ -140,12 +140,7 @@ impl Dispatcher {
 
     async fn tell_calls(&mut self) -> Result<(), DbErr> {
         if self.asking.is_empty() {
-            if self.elsewhere.said.is_some() {
-                let over = waiting_calls::Entity::delete_by_id(self.elsewhere.replica);
-                self.db.write(async |txn| over.clone().exec(&*txn).await).await?;
-                self.elsewhere.said = None;
-            }
-            return Ok(());
+            return self.tell_none().await;
         }
         let calls = self.calls_here()?;
         let Elsewhere { replica, beat, said, .. } = &mut self.elsewhere;
@@ -156,6 +151,16 @@ impl Dispatcher {
         self.db.write(async |txn| tell(&txn, row.clone(), is_known).await).await?;
         *said = Some(calls);
         self.asking.are_told();
+        Ok(())
+    }
+
+    /// Tells other replicas that no call waits here, or will when this one ends.
+    pub(super) async fn tell_none(&mut self) -> Result<(), DbErr> {
+        if self.elsewhere.said.is_some() {
+            let over = waiting_calls::Entity::delete_by_id(self.elsewhere.replica);
+            self.db.write(async |txn| over.clone().exec(&*txn).await).await?;
+            self.elsewhere.said = None;
+        }
         Ok(())
     }
 
@@ -377,6 +382,13 @@ mod tests {
         one.tend_elsewhere(now + FORGOTTEN * 2).await.expect("told");
         other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
         assert_eq!((waits_there(&seen), rows().await), (1, 1), "its row is written again");
+
+        one.tell_none().await.expect("told");
+        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
+        assert_eq!((waits_there(&seen), rows().await), (0, 0), "it ends");
+        one.tend_elsewhere(now + FORGOTTEN * 2).await.expect("told");
+        other.tend_elsewhere(now + FORGOTTEN * 2).await.expect("heard");
+        assert_eq!((waits_there(&seen), rows().await), (1, 1));
 
         drop(answer);
         one.end_patience(tokio::time::Instant::now(), true);

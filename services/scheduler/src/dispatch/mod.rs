@@ -445,7 +445,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         let (patience, none_held) = (dispatcher.asking.next_end(), requests.is_empty());
         tokio::select! {
             biased;
-            () = scheduler.stopping.cancelled() => return,
+            () = scheduler.stopping.cancelled() => break,
             at = poll.tick() => (is_due, next_look) = (true, at + dispatcher.config.poll),
             // Before the hints, which are heard in every pass: however many there are, who asks is answered.
             () = std::future::ready(()), if !none_held => {}
@@ -511,6 +511,14 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         let over = dispatcher.asking.told_in_vain();
         effects.queued.extend(over.into_iter().map(WorkloadId::from_uuid));
         scheduler.announce_granted(effects);
+    }
+    // Else what comes free would be left to calls that are over, for a while: for no longer than others would leave it is it worth waiting.
+    match tokio::time::timeout(Duration::from_secs(1), dispatcher.tell_none()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!(%error, "others are not told that no call waits here any more"),
+        Err(_) => tracing::debug!(
+            "others are not told that no call waits here any more: the database does not answer"
+        ),
     }
 }
 
