@@ -7,14 +7,15 @@ use rpc::pb::artifacts::{
 };
 
 use crate::connect::{Connection, repeat};
-use crate::list::{pages, table};
+use crate::list::{Names, pages, table};
 use crate::table::plain;
 use crate::{json, words};
 
 /// `gantry list base-types`
 pub(crate) async fn list_types(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
     let headers = ["TYPE", "VERSION", "WORKER", "ARTIFACT"];
-    table(types(connection), limit, as_json, json::base_type, &headers, type_row).await
+    let names = Names::ask(connection, as_json).await;
+    table(types(connection), limit, as_json, json::base_type, &headers, |known| type_row(known, &names)).await
 }
 
 fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResourceType>> {
@@ -27,9 +28,12 @@ fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResou
     })
 }
 
-fn type_row(known: &BaseResourceType) -> Vec<String> {
-    let worker = if known.worker_id.is_empty() { "(centre)" } else { &known.worker_id };
-    vec![plain(&known.r#type, 40), plain(&known.version, 30), worker.to_owned(), known.artifact_id.clone()]
+fn type_row(known: &BaseResourceType, names: &Names) -> Vec<String> {
+    let worker = match &*known.worker_id {
+        "" => "(centre)".to_owned(),
+        id => names.of(id),
+    };
+    vec![plain(&known.r#type, 40), plain(&known.version, 30), worker, known.artifact_id.clone()]
 }
 
 /// Makes an artifact the image of a resource type, on all workers.
@@ -55,7 +59,8 @@ pub(crate) async fn put_type(
 /// `gantry list imports`
 pub(crate) async fn list(connection: &Connection, limit: usize, as_json: bool) -> anyhow::Result<()> {
     let headers = ["WORKER", "WHAT", "VERSION", "STATE", "PATH", "ARTIFACT", "WHY"];
-    table(imports(connection), limit, as_json, json::import, &headers, row).await
+    let names = Names::ask(connection, as_json).await;
+    table(imports(connection), limit, as_json, json::import, &headers, |import| row(import, &names)).await
 }
 
 fn imports(connection: &Connection) -> impl Stream<Item = anyhow::Result<Import>> {
@@ -68,11 +73,11 @@ fn imports(connection: &Connection) -> impl Stream<Item = anyhow::Result<Import>
     })
 }
 
-fn row(import: &Import) -> Vec<String> {
+fn row(import: &Import, names: &Names) -> Vec<String> {
     let brought = import.brought.clone().unwrap_or_default();
     let what = if brought.resource_type.is_empty() { "(certs)" } else { &brought.resource_type };
     vec![
-        import.worker_id.clone(),
+        names.of(&import.worker_id),
         plain(what, 40),
         plain(&brought.version, 30),
         words::import_state(import.state()).to_owned(),

@@ -16,7 +16,7 @@ use rpc::pb::scheduler::{
 };
 use serde_json::Value;
 
-use self::names::Names;
+pub(crate) use self::names::Names;
 use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
 use crate::connect::{Connection, repeat};
 use crate::error::refusal;
@@ -61,13 +61,13 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         Kind::Volumes => {
             let volumes = volumes(connection, state("volumes", wanted, words::inventory_state)?);
-            let names = if as_json { Names::default() } else { Names::ask(connection).await };
+            let names = Names::ask(connection, as_json).await;
             let row = |volume: &Volume| volume_row(volume, &names);
             table(volumes, limit, as_json, json::volume, VOLUMES, row).await
         }
         Kind::Containers => {
             let containers = containers(connection, state("containers", wanted, words::inventory_state)?);
-            let names = if as_json { Names::default() } else { Names::ask(connection).await };
+            let names = Names::ask(connection, as_json).await;
             let row = |container: &Container| container_row(container, &names);
             table(containers, limit, as_json, json::container, CONTAINERS, row).await
         }

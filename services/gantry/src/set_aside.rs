@@ -10,7 +10,7 @@ use rpc::pb::artifacts::{
 use crate::args::{AdoptArgs, Kind, PurgeArgs};
 use crate::connect::{Connection, repeat};
 use crate::error::{advised, refusal};
-use crate::list::{pages, table, worker};
+use crate::list::{Names, pages, table, worker};
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, duration, plain};
 use crate::{json, why, words};
@@ -27,10 +27,12 @@ pub(crate) async fn list(
 ) -> anyhow::Result<()> {
     let of_kind = |one: &SetAside| one.volume_handle.is_empty() == (kind == Kind::Containers);
     let aside = all(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
-    match kind {
-        Kind::Containers => table(aside, limit, as_json, json::set_aside, CONTAINERS, container_row).await,
-        _ => table(aside, limit, as_json, json::set_aside, VOLUMES, volume_row).await,
-    }
+    let names = Names::ask(connection, as_json).await;
+    let (headers, row): (_, fn(&SetAside, &Names) -> Vec<String>) = match kind {
+        Kind::Containers => (CONTAINERS, container_row),
+        _ => (VOLUMES, volume_row),
+    };
+    table(aside, limit, as_json, json::set_aside, headers, |one| row(one, &names)).await
 }
 
 fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item = anyhow::Result<SetAside>> {
@@ -45,17 +47,17 @@ fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item 
 
 const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];
 
-fn container_row(one: &SetAside) -> Vec<String> {
-    vec![handle(one).to_owned(), one.worker_id.clone(), words::ago(one.first_seen_at.as_ref())]
+fn container_row(one: &SetAside, names: &Names) -> Vec<String> {
+    vec![handle(one).to_owned(), names.of(&one.worker_id), words::ago(one.first_seen_at.as_ref())]
 }
 
 const VOLUMES: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
 
-fn volume_row(one: &SetAside) -> Vec<String> {
+fn volume_row(one: &SetAside, names: &Names) -> Vec<String> {
     let known = one.description.clone().unwrap_or_default();
     vec![
         handle(one).to_owned(),
-        one.worker_id.clone(),
+        names.of(&one.worker_id),
         words::ago(one.first_seen_at.as_ref()),
         words::size(known.size_bytes),
         plain(&known.team, 30),
@@ -169,14 +171,16 @@ mod tests {
 
     #[test]
     fn a_row_says_whether_a_volume_can_be_adopted() {
-        let mut one = SetAside { container_handle: "7".to_owned(), ..SetAside::default() };
-        assert_eq!((container_row(&one).len(), container_row(&one)[0].as_str()), (CONTAINERS.len(), "7"));
-        assert_eq!(volume_row(&one).last().map(String::as_str), Some("no"));
-        assert_eq!(volume_row(&one).len(), VOLUMES.len());
+        let (names, worker_id) = (Names::from([("id-1", "one")]), "id-1".to_owned());
+        let mut one = SetAside { container_handle: "7".to_owned(), worker_id, ..SetAside::default() };
+        let row = container_row(&one, &names);
+        assert_eq!((row.len(), &row[..2]), (CONTAINERS.len(), &["7".to_owned(), "one".to_owned()][..]));
+        let row = volume_row(&one, &names);
+        assert_eq!((row.len(), &*row[1], row.last().map(String::as_str)), (VOLUMES.len(), "one", Some("no")));
         one.volume_handle = "8".to_owned();
         let description = VolumeDescription { digest: vec![1; 32].into(), ..Default::default() };
         one.description = Some(description);
-        let row = volume_row(&one);
+        let row = volume_row(&one, &names);
         assert_eq!((row[0].as_str(), row.last().map(String::as_str)), ("8", Some("yes")));
     }
 

@@ -727,7 +727,7 @@ fn failure(stopped: &Stopped) -> Failure {
             Failure { reason, message: chain(stopped) }
         }
         Stopped::InputDamaged(_) => {
-            Failure { reason: FailureReason::InputUnavailable, message: stopped.to_string() }
+            Failure { reason: FailureReason::InputDamaged, message: stopped.to_string() }
         }
         Stopped::Nonsense(_) | Stopped::NotAlone | Stopped::GatewayStopping => {
             Failure { reason: FailureReason::WorkerFailed, message: stopped.to_string() }

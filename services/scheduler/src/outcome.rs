@@ -240,6 +240,7 @@ pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) 
         FailureReason::StartFailed
         | FailureReason::CgroupUnavailable
         | FailureReason::Unsupported
+        | FailureReason::InputDamaged
         | FailureReason::WorkerFull => true,
         FailureReason::DiskFull | FailureReason::WorkerFailed => !announced && report.started_at.is_none(),
         _ => false,
@@ -476,9 +477,14 @@ mod tests {
             |announced: bool, stop: Option<StopReason>, exit: Option<Exit>, reason: FailureReason| {
                 fault(announced, stop, &of(exit, reason)).is_some()
             };
-        for reason in
-            [FailureReason::StartFailed, FailureReason::CgroupUnavailable, FailureReason::Unsupported]
-        {
+        let surely = [
+            FailureReason::StartFailed,
+            FailureReason::CgroupUnavailable,
+            FailureReason::Unsupported,
+            FailureReason::InputDamaged,
+            FailureReason::WorkerFull,
+        ];
+        for reason in surely {
             assert!(is_fault(false, None, None, reason) && is_fault(true, None, None, reason), "{reason}");
         }
         for reason in [FailureReason::WorkerFailed, FailureReason::DiskFull] {

@@ -360,6 +360,7 @@ failure_reasons! {
     SettleFailed = "SETTLE_FAILED";
     InvalidImage = "INVALID_IMAGE";
     InputUnavailable = "INPUT_UNAVAILABLE";
+    InputDamaged = "INPUT_DAMAGED";
     ContainerNotFound = "CONTAINER_NOT_FOUND";
     DiskFull = "DISK_FULL";
     WorkerFull = "WORKER_FULL";

@@ -12,7 +12,7 @@ use crate::table::plain;
 
 /// The names of workers, by their ids.
 #[derive(Debug, Default)]
-pub(super) struct Names(HashMap<String, String>);
+pub(crate) struct Names(HashMap<String, String>);
 
 impl Names {
     /// As many workers as one page may hold, so that nearly always one call is enough.
@@ -20,8 +20,11 @@ impl Names {
     /// For how long the scheduler is asked: what is listed can be read without names too.
     const PATIENCE: Duration = Duration::from_secs(5);
 
-    /// The names of all workers that there are, or of those that were told in time.
-    pub(super) async fn ask(connection: &Connection) -> Self {
+    /// The names of all workers that there are, or of those that were told in time. None for programs, which read ids.
+    pub(crate) async fn ask(connection: &Connection, as_json: bool) -> Self {
+        if as_json {
+            return Self::default();
+        }
         let client = connection.workers();
         let workers = pages(async |page_token| {
             let request = ListWorkersRequest { page_size: Self::AT_ONCE, page_token };
@@ -42,7 +45,7 @@ impl Names {
     }
 
     /// The name of a worker. Its id, where it has gone, or nobody said.
-    pub(super) fn of(&self, id: &str) -> String {
+    pub(crate) fn of(&self, id: &str) -> String {
         self.0.get(id).map_or_else(|| id.to_owned(), |name| plain(name, 60))
     }
 }

@@ -204,7 +204,7 @@ impl State {
         // What ended through the fault of its worker before anything of it ran may be done by another.
         let fault = report.failure.filter(|_| report.exit.is_none() && lease.stop.is_none());
         let fault = fault.filter(|reason| match reason {
-            FailureReason::StartFailed | FailureReason::WorkerFull => true,
+            FailureReason::StartFailed | FailureReason::InputDamaged | FailureReason::WorkerFull => true,
             FailureReason::DiskFull => is_before_start,
             _ => false,
         });

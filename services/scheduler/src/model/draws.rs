@@ -421,7 +421,8 @@ impl World {
                 let code = Some(Exit::Code(dice.random_range(0..2)));
                 let (exit, failure) = match dice.random_range(0..19) {
                     _ if is_failing && dice.random_bool(0.7) => (None, Some(FailureReason::StartFailed)),
-                    0 | 1 | 9 | 10 | 11 => (None, Some(FailureReason::StartFailed)),
+                    0 | 1 | 9 | 10 => (None, Some(FailureReason::StartFailed)),
+                    11 => (None, Some(FailureReason::InputDamaged)),
                     2 => (None, Some(FailureReason::WorkerFull)),
                     3 => (None, Some(FailureReason::DiskFull)),
                     4 => (None, Some(FailureReason::ExitUnknown)),

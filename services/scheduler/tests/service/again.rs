@@ -256,3 +256,19 @@ pub(crate) async fn what_an_attempt_used_is_told_and_kept(database: TestDatabase
     assert_eq!(scheduler.get(id).await.usage, Some(told));
     scheduler.stop().await;
 }
+
+pub(crate) async fn an_input_that_is_damaged_on_one_worker_is_used_on_another(database: TestDatabase) {
+    let scheduler = Running::start(Config { set_aside_after: 1, ..config(&database) }).await;
+    let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = first.run(id).await;
+    let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
+    fail(&scheduler, &run.lease_token, "INPUT_DAMAGED").await;
+    let worker = scheduler.worker("one").await;
+    assert_eq!((worker.failures, worker.set_aside_until.is_some()), (1, true));
+    let (_, run) = second.run(id).await;
+    // Nobody else is left.
+    fail(&scheduler, &run.lease_token, "INPUT_DAMAGED").await;
+    assert_eq!(reason(scheduler.finished(id).await.failure), "INPUT_DAMAGED");
+    scheduler.stop().await;
+}

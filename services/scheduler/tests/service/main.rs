@@ -27,7 +27,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use again::{
-    a_worker_that_is_full_is_not_at_fault_and_is_asked_again, what_an_attempt_used_is_told_and_kept,
+    a_worker_that_is_full_is_not_at_fault_and_is_asked_again,
+    an_input_that_is_damaged_on_one_worker_is_used_on_another, what_an_attempt_used_is_told_and_kept,
     what_does_not_start_in_time_is_stopped_and_may_begin_again_elsewhere,
     what_has_started_in_time_may_run_on, what_was_lost_begins_again_as_often_as_its_spec_allows,
     who_must_start_in_time_is_looked_for_in_time,
@@ -591,6 +592,7 @@ on_both! {
     what_has_started_in_time_may_run_on,
     what_was_lost_begins_again_as_often_as_its_spec_allows,
     a_worker_that_is_full_is_not_at_fault_and_is_asked_again,
+    an_input_that_is_damaged_on_one_worker_is_used_on_another,
     what_an_attempt_used_is_told_and_kept,
     a_new_incarnation_ends_what_ran_in_the_old_one,
     what_a_gateway_does_not_know_is_not_running,

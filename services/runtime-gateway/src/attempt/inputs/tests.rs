@@ -328,6 +328,39 @@ async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_input_that_did_not_survive_here_is_a_fault_of_this_worker() {
+    let machine = FakeWorker::near();
+    let [sound, damaged] = [machine.volume("contents").await, machine.volume("contents").await];
+    let mut suite = Suite::with(machine, task()).await;
+    let digest = suite.worker.trees.proven(suite.worker.runtime.as_ref(), sound, "main").await;
+    let digest = digest.expect("a manifest").tree_digest();
+    let (_wish, mut stop) = watch::channel(None);
+    let script = async {
+        let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
+        let held = [(sound, digest), (damaged, Digest([1; 32]))];
+        let volumes =
+            request.volumes.into_iter().zip(held).map(|(volume, (parent, digest))| store::PreparedVolume {
+                name: volume.name,
+                volume_handle: VolumeHandle::new().to_string(),
+                parent_handle: parent.to_string(),
+                parent_digest: digest.as_bytes().to_vec().into(),
+                ..store::PreparedVolume::default()
+            });
+        let container_handle = ContainerHandle::new().to_string();
+        let response = store::PrepareResponse { container_handle, volumes: volumes.collect() };
+        answer.send(Ok(response)).expect("it waits");
+        let Asked::Failed(_, answer) = suite.store.asked().await else { panic!("something else") };
+        answer.send(Ok(store::FailedResponse {})).expect("it waits");
+    };
+    let both = async { tokio::join!(carry_out(&suite.worker, &suite.task, &mut stop), script) };
+    let failure = failure(&within("the end", both).await.0.map(drop).expect_err("it is not what it was"));
+    assert_eq!(failure.reason, FailureReason::InputDamaged);
+    assert!(failure.message.contains(&damaged.to_string()), "{}", failure.message);
+    assert_eq!(suite.worker.trees.damaged(), BTreeSet::from([damaged]), "it is not reported any more");
+    suite.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_brought_from_elsewhere() {
     let what = Brought::ResourceType("git".to_owned());
     let along = |what| runtime::BroughtAlong { what, version: "1".to_owned(), path: "/opt".to_owned() };
