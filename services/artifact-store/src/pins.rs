@@ -20,13 +20,13 @@ use domain::{ArtifactId, AttemptId, BuildId, CacheId, Timestamp, WorkloadId};
 use sea_orm::sea_query::{Expr, Func, OnConflict};
 use sea_orm::{
     ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult,
-    QueryFilter, QueryOrder, QuerySelect, Statement,
+    QueryFilter, QueryOrder, QuerySelect, Select, Statement,
 };
 use serde::Serialize;
 use uuid::Uuid;
 
 pub(crate) use self::settling::{SettleError, SettledOutput, Settlement, settle};
-pub(crate) use self::together::Pins;
+pub(crate) use self::together::{Pins, broken};
 use crate::artifacts::{self, Located};
 use crate::caches::task;
 use crate::entity::{artifact, attempt, build, holder};
@@ -223,14 +223,10 @@ pub(crate) async fn lock_sealed(
     team: &str,
     artifacts: &[ArtifactId],
 ) -> Result<HashMap<Uuid, artifact::Model>, DbErr> {
-    let rows = artifact::Entity::find()
-        .filter(ids::among(txn.get_database_backend(), "artifact_id", artifacts.iter().map(|id| id.uuid())))
-        .filter(artifacts::usable_by(team))
-        .filter(Expr::cust("state = 'sealed'"))
-        .order_by_asc(artifact::Column::ArtifactId)
-        .lock_shared()
-        .all(txn)
-        .await?;
+    let sealed = |rows: Select<artifact::Entity>| {
+        rows.filter(Expr::cust("state = 'sealed'")).order_by_asc(artifact::Column::ArtifactId).lock_shared()
+    };
+    let rows = artifacts::usable(txn, team, artifacts, sealed).await?;
     Ok(rows.into_iter().map(|row| (row.artifact_id, row)).collect())
 }
 

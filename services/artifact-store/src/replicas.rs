@@ -17,7 +17,7 @@ use domain::{ArtifactId, Digest, Timestamp, TransferId, VolumeHandle, WorkerId};
 use sea_orm::sea_query::{Condition, Expr, ExprTrait};
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
-    QueryOrder, QuerySelect, QueryTrait,
+    QueryOrder, QuerySelect, QueryTrait, Select,
 };
 use uuid::Uuid;
 
@@ -87,12 +87,10 @@ pub(crate) async fn plan(
 ) -> Result<Planned, PlanError> {
     let worker = worker::Entity::find_by_id(plan.worker.uuid()).lock_shared().one(txn).await?;
     let Some(worker) = worker else { return Err(PlanError::NotAttended(plan.worker)) };
-    let artifact = artifact::Entity::find_by_id(plan.artifact.uuid())
-        .filter(artifact::Column::State.ne(ArtifactState::Deleting))
-        .filter(artifacts::usable_by(&plan.team))
-        .lock_exclusive()
-        .one(txn)
-        .await?;
+    let live = |rows: Select<artifact::Entity>| {
+        rows.filter(artifact::Column::State.ne(ArtifactState::Deleting)).lock_exclusive()
+    };
+    let artifact = artifacts::usable(txn, &plan.team, &[plan.artifact], live).await?.pop();
     let artifact = artifact.ok_or(PlanError::ArtifactNotFound(plan.artifact))?;
     let planned = |handle, outcome| Planned {
         handle: VolumeHandle::from_uuid(handle),

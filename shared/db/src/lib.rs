@@ -30,7 +30,7 @@ use tracing::Instrument;
 
 pub use migrate::{Migrations, SqlMigration};
 pub use settings::{DatabaseArgs, Settings};
-pub use together::{Asked, Broken, Together};
+pub use together::{Answers, Asked, Broken, Together, grouped};
 
 /// How often a transaction is tried again before its failure is told.
 const ATTEMPTS: u32 = 12;

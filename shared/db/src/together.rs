@@ -1,6 +1,7 @@
 //! Calls that are carried out together: those that come while others are carried out wait, and are then one transaction. So a commit, and each of
 //! its statements, is for many where many call at once, and nobody waits where few do.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,6 +22,20 @@ type CarryOut<C, A> = dyn Fn(Vec<Asked<C, A>>) -> CarriedOut + Send + Sync;
 
 /// A call, and where its answer goes.
 pub type Asked<C, A> = (C, oneshot::Sender<A>);
+
+/// Where answers go, in the order of the calls.
+pub type Answers<A> = Vec<oneshot::Sender<A>>;
+
+/// Calls by what `key` says of them, in the order in which they came.
+pub fn grouped<K: Ord, C, A>(calls: Vec<Asked<C, A>>, key: impl Fn(&C) -> K) -> Vec<(Vec<C>, Answers<A>)> {
+    let mut groups = BTreeMap::<K, (Vec<C>, Answers<A>)>::new();
+    for (call, answer) in calls {
+        let (group, answers) = groups.entry(key(&call)).or_default();
+        group.push(call);
+        answers.push(answer);
+    }
+    groups.into_values().collect()
+}
 
 /// Where calls are handed in. As many wait as callers do: each is kept as long as somebody waits for its answer. Cheap to clone; clones share it.
 pub struct Together<C, A>(Arc<Inner<C, A>>);

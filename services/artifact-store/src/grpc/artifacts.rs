@@ -129,10 +129,12 @@ impl pb::artifacts_server::Artifacts for Handlers {
         request: Request<pb::LocateRequest>,
     ) -> Result<Response<pb::LocateResponse>, Status> {
         let request = request.into_inner();
-        let team = &rpc::parse_team("team", request.team)?;
+        let team = rpc::parse_team("team", request.team)?;
         let ids = parse_artifacts("artifact_ids", &request.artifact_ids)?;
 
-        let located = artifacts::locate(self.store.db.read(), team, &ids)
+        let located = self
+            .locating
+            .locate(team, ids)
             .await
             .map_err(|error| status::database("locate artifacts", &error))?;
 

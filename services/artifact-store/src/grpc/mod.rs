@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Status;
 
-use crate::artifacts::{Located, Replica};
+use crate::artifacts::{Located, Locating, Replica};
 use crate::entity::{ArtifactState, BuildStatus};
 use crate::facts::Keepers;
 use crate::mark::Policy;
@@ -49,6 +49,7 @@ const MOST_WORKERS: usize = 1000;
 struct Handlers {
     store: Arc<Store>,
     pins: Pins,
+    locating: Locating,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -57,6 +58,7 @@ pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
     let handlers = Handlers {
         store: store.clone(),
         pins: Pins::new(store.clone(), &host.tasks()),
+        locating: Locating::new(store.db.clone(), host.tasks()),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };

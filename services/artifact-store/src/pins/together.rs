@@ -3,13 +3,12 @@
 //! Invariant: of each becomes what would become of it alone. What is refused to one of them is refused to the transaction, which is rolled back, and
 //! each is carried out alone then. It may be told later: those of a team wait for one another.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 
-use db::{Asked, Broken, Together};
+use db::{Answers, Broken, Together, grouped};
 use futures::future::join_all;
 use sea_orm::DbErr;
-use tokio::sync::oneshot;
 use tokio_util::task::TaskTracker;
 
 use super::settling::settle_plain;
@@ -35,7 +34,7 @@ impl Pins {
         let pinning = Together::new(MOST, tasks.clone(), move |uses| {
             let store = of_pins.clone();
             async move {
-                let groups = by_team(uses, |used: &Used| &used.team);
+                let groups = grouped(uses, |used: &Used| used.team.clone());
                 join_all(groups.into_iter().map(|group| pin_group(&store, group))).await;
             }
         });
@@ -43,7 +42,7 @@ impl Pins {
         let settling = Together::new(MOST, tasks.clone(), move |settlements| {
             let store = of_settlements.clone();
             async move {
-                let groups = by_team(settlements, |settlement: &Settlement| &settlement.team);
+                let groups = grouped(settlements, |settlement: &Settlement| settlement.team.clone());
                 join_all(groups.into_iter().map(|group| settle_group(&store, group))).await;
             }
         });
@@ -70,22 +69,8 @@ impl Pins {
 }
 
 /// As what the database fails with: it is safe to repeat.
-fn broken(error: Broken) -> DbErr {
+pub(crate) fn broken(error: Broken) -> DbErr {
     DbErr::Custom(error.to_string())
-}
-
-/// Where answers go, in the order of the calls.
-type Answers<A> = Vec<oneshot::Sender<A>>;
-
-/// Calls by their teams, with where their answers go.
-fn by_team<C, A>(calls: Vec<Asked<C, A>>, team: impl Fn(&C) -> &str) -> Vec<(Vec<C>, Answers<A>)> {
-    let mut groups = BTreeMap::<String, (Vec<C>, Answers<A>)>::new();
-    for (call, answer) in calls {
-        let (group, answers) = groups.entry(team(&call).to_owned()).or_default();
-        group.push(call);
-        answers.push(answer);
-    }
-    groups.into_values().collect()
 }
 
 /// Pins what holders of one team use, none of whom uses task caches.
