@@ -18,7 +18,7 @@ use domain::{ArtifactId, BuildId, Digest, Timestamp, VolumeHandle, WorkerId};
 use sea_orm::sea_query::{Condition, Expr, ExprTrait};
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult,
-    IntoActiveModel, QueryFilter, QueryOrder, QuerySelect, QueryTrait, Select, Statement,
+    IntoActiveModel, PaginatorTrait, QueryFilter, QueryOrder, QuerySelect, QueryTrait, Select, Statement,
 };
 use uuid::Uuid;
 
@@ -416,26 +416,45 @@ pub(crate) fn usable_by(team: &str) -> Condition {
 }
 
 /// Those of some artifacts that a team may use, and that `narrowed` leaves. Its own are looked for alone: to plan for what else it may use one
-/// ([`usable_by`]) takes longer than to find them, and a team uses others seldom. Where rows are locked, its own are locked before the others.
+/// ([`usable_by`]) takes longer than to find them, and a team uses others seldom.
 pub(crate) async fn usable(
     conn: &impl ConnectionTrait,
     team: &str,
     ids: &[ArtifactId],
     narrowed: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
 ) -> Result<Vec<artifact::Model>, DbErr> {
-    let backend = conn.get_database_backend();
     let found = async |ids: &[ArtifactId], allowed: Condition| {
-        let these = ids::among(backend, "artifact_id", ids.iter().map(|id| id.uuid()));
-        narrowed(artifact::Entity::find().filter(these).filter(allowed)).all(conn).await
+        narrowed(artifact::Entity::find().filter(these(conn, ids)).filter(allowed)).all(conn).await
     };
-    let own = Condition::all().add(artifact::Column::Team.eq(team));
-    let mut rows = found(ids, own).await?;
+    let mut rows = found(ids, own(team)).await?;
     let known: HashSet<_> = rows.iter().map(|row| row.artifact_id).collect();
     let others: Vec<_> = ids.iter().copied().filter(|id| !known.contains(&id.uuid())).collect();
     if !others.is_empty() {
         rows.extend(found(&others, usable_by(team)).await?);
     }
     Ok(rows)
+}
+
+/// The same, of which `locked` locks the rows: with one statement, so that it does in one order.
+pub(crate) async fn lock_usable(
+    txn: &DatabaseTransaction,
+    team: &str,
+    ids: &[ArtifactId],
+    locked: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
+) -> Result<Vec<artifact::Model>, DbErr> {
+    let its_own = artifact::Entity::find().filter(these(txn, ids)).filter(own(team)).count(txn).await?;
+    let distinct = ids.iter().collect::<HashSet<_>>().len();
+    let allowed = if its_own == distinct as u64 { own(team) } else { usable_by(team) };
+    locked(artifact::Entity::find().filter(these(txn, ids)).filter(allowed)).all(txn).await
+}
+
+fn these(conn: &impl ConnectionTrait, ids: &[ArtifactId]) -> Expr {
+    ids::among(conn.get_database_backend(), "artifact_id", ids.iter().map(|id| id.uuid()))
+}
+
+/// Its own, which never are another team's.
+fn own(team: &str) -> Condition {
+    Condition::all().add(artifact::Column::Team.eq(team))
 }
 
 /// Adds to each row where it is and what keeps it, by the same rules that mark it.

@@ -26,7 +26,7 @@ use serde::Serialize;
 use uuid::Uuid;
 
 pub(crate) use self::settling::{SettleError, SettledOutput, Settlement, settle};
-pub(crate) use self::together::{Pins, broken};
+pub(crate) use self::together::Pins;
 use crate::artifacts::{self, Located};
 use crate::caches::task;
 use crate::entity::{artifact, attempt, build, holder};
@@ -226,7 +226,7 @@ pub(crate) async fn lock_sealed(
     let sealed = |rows: Select<artifact::Entity>| {
         rows.filter(Expr::cust("state = 'sealed'")).order_by_asc(artifact::Column::ArtifactId).lock_shared()
     };
-    let rows = artifacts::usable(txn, team, artifacts, sealed).await?;
+    let rows = artifacts::lock_usable(txn, team, artifacts, sealed).await?;
     Ok(rows.into_iter().map(|row| (row.artifact_id, row)).collect())
 }
 

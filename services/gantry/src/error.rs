@@ -228,6 +228,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "UNAUTHENTICATED" => "name the cluster's token file with --token-file",
         "UNAVAILABLE" => "try again, or look at `gantry status`",
         "INPUT_UNAVAILABLE" => "upload it again",
+        "INPUT_DAMAGED" => "run it again: inputs are brought from elsewhere then",
         "NO_COMPATIBLE_WORKER" => "change what you ask for, or see `gantry list workers`",
         "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
         "INVALID_IMAGE" => "an image has a directory rootfs, and may have a metadata.json with env and user",

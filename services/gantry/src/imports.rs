@@ -86,3 +86,20 @@ fn row(import: &Import, names: &Names) -> Vec<String> {
         plain(&import.failed_why, 100),
     ]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_are_named() {
+        let names = Names::from([("id-1", "one")]);
+        let of_worker = |id: &str| BaseResourceType { worker_id: id.to_owned(), ..Default::default() };
+        assert_eq!(type_row(&of_worker("id-1"), &names)[2], "one");
+        assert_eq!(type_row(&of_worker(""), &names)[2], "(centre)");
+        let import = Import { worker_id: "id-1".to_owned(), ..Default::default() };
+        assert_eq!(row(&import, &names)[0], "one");
+        let gone = Import { worker_id: "id-2".to_owned(), ..Default::default() };
+        assert_eq!(row(&gone, &names)[0], "id-2");
+    }
+}

@@ -92,7 +92,7 @@ enum Stopped {
     /// It was asked to stop before its process was started.
     #[error("stopped before the process was started")]
     Wished(StopWish),
-    /// The bytes of an input did not survive a crash of the machine.
+    /// The bytes of an input did not survive a crash of the machine, or are not those that the artifact store says.
     #[error("the volume {0} does not hold what it should any more")]
     InputDamaged(VolumeHandle),
     /// An input cannot be brought to this worker.

@@ -250,7 +250,8 @@ pub(crate) fn fault(announced: bool, stop: Option<StopReason>, report: &Report) 
 
 /// Whether a fault speaks against the worker itself, and not only against giving it this workload.
 pub(crate) fn is_held_against(failure: &Failure) -> bool {
-    !matches!(failure.reason, FailureReason::Unsupported | FailureReason::WorkerFull)
+    use FailureReason::{InputDamaged, Unsupported, WorkerFull};
+    !matches!(failure.reason, Unsupported | WorkerFull | InputDamaged)
 }
 
 /// Whether the worker may well take the workload later.

@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use sea_orm::DbErr;
 use tokio::sync::oneshot;
 use tokio_util::task::TaskTracker;
 
@@ -26,7 +27,7 @@ pub type Asked<C, A> = (C, oneshot::Sender<A>);
 /// Where answers go, in the order of the calls.
 pub type Answers<A> = Vec<oneshot::Sender<A>>;
 
-/// Calls by what `key` says of them, in the order in which they came.
+/// Calls by what `key` says of them, by which they are sorted; those of one key are in the order in which they came.
 pub fn grouped<K: Ord, C, A>(calls: Vec<Asked<C, A>>, key: impl Fn(&C) -> K) -> Vec<(Vec<C>, Answers<A>)> {
     let mut groups = BTreeMap::<K, (Vec<C>, Answers<A>)>::new();
     for (call, answer) in calls {
@@ -68,6 +69,13 @@ impl<C, A> State<C, A> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("what was asked for was not carried out to its end")]
 pub struct Broken;
+
+/// As what the database fails with: it is safe to repeat.
+impl From<Broken> for DbErr {
+    fn from(broken: Broken) -> Self {
+        Self::Custom(broken.to_string())
+    }
+}
 
 impl<C, A> Clone for Together<C, A> {
     fn clone(&self) -> Self {

@@ -10,7 +10,6 @@ use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
 
 use super::{Located, in_order, locate};
-use crate::pins;
 
 /// How many at most.
 const MOST: usize = 64;
@@ -53,33 +52,26 @@ impl Locating {
     ) -> Result<Vec<Located>, DbErr> {
         match artifacts.len() {
             0 => Ok(Vec::new()),
-            1..=FEW => self.together.call(Wanted { team, artifacts }).await.map_err(pins::broken)?,
+            1..=FEW => self.together.call(Wanted { team, artifacts }).await?,
             _ => locate(self.db.read(), &team, &artifacts).await,
         }
     }
 }
 
-/// Looks it up for some of one team.
+/// Looks it up for those of one team.
 async fn locate_group(db: &Database, (wanted, answers): (Vec<Wanted>, Answers<Result<Vec<Located>, DbErr>>)) {
-    if let [first, _, ..] = &wanted[..] {
-        let all: BTreeSet<_> = wanted.iter().flat_map(|wanted| wanted.artifacts.iter().copied()).collect();
-        let all: Vec<_> = all.into_iter().collect();
-        match locate(db.read(), &first.team, &all).await {
-            Ok(located) => {
-                let located = located.into_iter().map(|one| (one.artifact.artifact_id, one));
-                let located: HashMap<_, _> = located.collect();
-                for (wanted, answer) in wanted.iter().zip(answers) {
-                    answer.send(Ok(in_order(&wanted.artifacts, &located))).ok();
-                }
-                return;
-            }
-            Err(error) => tracing::debug!(%error, calls = wanted.len(), "it is looked up for each alone"),
-        }
-    }
-    let alone = wanted.iter().zip(answers).map(async |(wanted, answer)| {
-        answer.send(locate(db.read(), &wanted.team, &wanted.artifacts).await).ok();
+    let Some(first) = wanted.first() else { return };
+    let all: BTreeSet<_> = wanted.iter().flat_map(|wanted| wanted.artifacts.iter().copied()).collect();
+    let all: Vec<_> = all.into_iter().collect();
+    let located = locate(db.read(), &first.team, &all).await;
+    let located = located.map(|located| {
+        let by_id = located.into_iter().map(|one| (one.artifact.artifact_id, one));
+        by_id.collect::<HashMap<_, _>>()
     });
-    join_all(alone).await;
+    for (wanted, answer) in wanted.iter().zip(answers) {
+        let of_one = located.as_ref().map(|located| in_order(&wanted.artifacts, located));
+        answer.send(of_one.map_err(DbErr::clone)).ok();
+    }
 }
 
 #[cfg(test)]

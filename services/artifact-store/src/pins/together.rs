@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use db::{Answers, Broken, Together, grouped};
+use db::{Answers, Together, grouped};
 use futures::future::join_all;
 use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
@@ -52,7 +52,7 @@ impl Pins {
     /// [`pin`], with others where there is nothing to be locked in an order of its own.
     pub(crate) async fn pin(&self, used: Used) -> Result<Pinned, PinError> {
         if used.task_caches.is_empty() {
-            return self.pinning.call(used).await.map_err(broken)?;
+            return self.pinning.call(used).await.map_err(DbErr::from)?;
         }
         let (used, now) = (&used, self.store.now());
         self.store.db.write(|txn| async move { pin(&txn, used, now).await }).await
@@ -61,16 +61,11 @@ impl Pins {
     /// [`settle`], with others where nothing is kept.
     pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<Owned>, SettleError> {
         if settlement.outputs.is_empty() {
-            return self.settling.call(settlement).await.map_err(broken)?;
+            return self.settling.call(settlement).await.map_err(DbErr::from)?;
         }
         let (settlement, now, ttl) = (&settlement, self.store.now(), self.store.config.resource_cache_ttl);
         self.store.db.write(|txn| async move { settle(&txn, settlement, now, ttl).await }).await
     }
-}
-
-/// As what the database fails with: it is safe to repeat.
-pub(crate) fn broken(error: Broken) -> DbErr {
-    DbErr::Custom(error.to_string())
 }
 
 /// Pins what holders of one team use, none of whom uses task caches.

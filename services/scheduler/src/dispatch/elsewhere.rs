@@ -147,7 +147,8 @@ impl Dispatcher {
         *beat += 1;
         let row =
             waiting_calls::Model { replica: *replica, beat: *beat, changed: *beat, calls: calls.clone() };
-        let is_known = said.as_ref() == Some(&calls);
+        // Until it is answered something is there, and it is not known what.
+        let is_known = said.replace(String::new()).as_ref() == Some(&calls);
         self.db.write(async |txn| tell(&txn, row.clone(), is_known).await).await?;
         *said = Some(calls);
         self.asking.are_told();

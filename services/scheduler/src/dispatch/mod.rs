@@ -512,8 +512,8 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         effects.queued.extend(over.into_iter().map(WorkloadId::from_uuid));
         scheduler.announce_granted(effects);
     }
-    // Else what comes free would be left to calls that are over, for a while: for no longer than others would leave it is it worth waiting.
-    match tokio::time::timeout(Duration::from_secs(1), dispatcher.tell_none()).await {
+    // Else what comes free would be left to calls that are over, for a while: it is not worth waiting for longer.
+    match tokio::time::timeout(dispatcher.config.poll, dispatcher.tell_none()).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => tracing::debug!(%error, "others are not told that no call waits here any more"),
         Err(_) => tracing::debug!(

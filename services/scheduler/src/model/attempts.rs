@@ -209,7 +209,7 @@ impl State {
             _ => false,
         });
         if let Some(reason) = fault {
-            if reason != FailureReason::WorkerFull {
+            if !matches!(reason, FailureReason::WorkerFull | FailureReason::InputDamaged) {
                 self.fail(lease.worker, now);
             }
             if self.may_go_elsewhere(id, lease.worker, reason, now) {

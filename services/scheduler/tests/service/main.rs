@@ -75,6 +75,7 @@ use places::{
     groups_that_wait_get_all_at_once, of_many_the_higher_priority_is_granted_and_then_the_first,
     pins_of_leases_outlive_neither_them_nor_a_store_that_is_away,
     the_containers_of_an_owner_keep_to_their_worker, who_has_waited_long_enough_or_has_gone_waits_no_more,
+    who_waited_at_a_replica_that_is_stopped_is_behind_nothing,
     who_waits_for_a_lease_has_a_place_in_the_queue, who_waits_in_vain_hears_so,
 };
 use registry::{
@@ -667,6 +668,7 @@ on_both! {
     a_process_that_starts_ends_the_probation,
     who_waits_for_a_lease_has_a_place_in_the_queue,
     each_of_many_leases_hears_of_what_it_uses,
+    who_waited_at_a_replica_that_is_stopped_is_behind_nothing,
     who_waits_in_vain_hears_so,
     what_only_a_lost_worker_could_do_waits_for_it,
     what_only_a_pruned_worker_could_do_waits_for_it,

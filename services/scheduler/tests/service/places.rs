@@ -1,6 +1,7 @@
 //! `Placements.Place` in full: who waits for a worker, what a lease holds in the artifact store, and where the containers of an owner are.
 
 use std::collections::BTreeSet;
+use std::pin::pin;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::place_result::Result as Placed;
 use rpc::{Reason, Refusal};
 use scheduler::Config;
+use sea_orm::{ConnectionTrait, Statement};
 use testing::databases::TestDatabase;
 
 use crate::leases::{grouped, place_many, refused, task, with_slots};
@@ -164,6 +166,32 @@ pub(crate) async fn who_waits_in_vain_hears_so(database: TestDatabase) {
     // A workload was accepted when somebody could, and waits for somebody like that.
     assert_eq!(scheduler.get(workload).await.state(), pb::WorkloadState::Pending);
     scheduler.stop().await;
+}
+
+/// Else what comes free elsewhere would be left to him.
+pub(crate) async fn who_waited_at_a_replica_that_is_stopped_is_behind_nothing(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
+    let told = async || {
+        let sql = "SELECT replica FROM waiting_calls";
+        let statement = Statement::from_string(connection.get_database_backend(), sql);
+        connection.query_all_raw(statement).await.expect("read").len()
+    };
+    let _gateway = with_slots(&scheduler, "one", 1).await;
+    place(&scheduler, task()).await.expect("granted");
+    let mut placements = scheduler.placements();
+    let mut stopped = pin!(async {
+        until("others are told of the call", async || (told().await == 1).then_some(())).await;
+        scheduler.stop().await;
+    });
+    tokio::select! {
+        () = &mut stopped => {}
+        answer = placements.place(waiting(task())) => {
+            answer.expect_err("there is no room");
+            stopped.await;
+        }
+    }
+    assert_eq!(told().await, 0);
 }
 
 pub(crate) async fn groups_that_wait_get_all_at_once(database: TestDatabase) {

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use domain::{ArtifactId, Timestamp};
+use domain::{ArtifactId, Timestamp, WorkerId};
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 use sea_orm::{ConnectionTrait, Statement, Value};
 use testing::databases::{self, TestDatabase};
 use testing::seeds;
+use tokio::sync::oneshot;
 use uuid::Uuid;
 
 use super::*;
@@ -25,6 +26,8 @@ struct Known {
     is_deleting: bool,
     /// The teams that may use it though it is another's.
     for_others: Vec<&'static str>,
+    /// The workers that have it.
+    workers: BTreeSet<WorkerId>,
 }
 
 /// Some that a team may use because they are its own, because every team may, because a holder of it has pinned them, and some that none may.
@@ -41,6 +44,11 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
         vec![holder.into()],
     )
     .await;
+    let workers = [(); 3].map(|()| WorkerId::from_uuid(Uuid::from_u128(random.random())));
+    for worker in &workers {
+        let sql = "INSERT INTO workers (worker_id, incarnation, session, sequence, reported) VALUES ($1, 1, 1, 0, 0)";
+        write(sql, vec![worker.uuid().into()]).await;
+    }
     let mut all = Vec::new();
     for number in 0..40_usize {
         let id = Uuid::from_u128(random.random());
@@ -68,8 +76,17 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
             }
             _ => {}
         }
+        let mut has_it = BTreeSet::new();
+        for worker in &workers[..if state == "sealed" { number % 4 } else { 0 }] {
+            let handle = Uuid::from_u128(random.random());
+            let sql = "INSERT INTO volumes (handle, worker_id, state, purpose, artifact_id, complete, digest, size_bytes, verified, created_at, judged_after)
+                       VALUES ($1, $2, 'created', 'replica', $3, TRUE, $4, 7, TRUE, 0, 0)";
+            let digest = id.as_bytes().repeat(2);
+            write(sql, vec![handle.into(), worker.uuid().into(), id.into(), digest.into()]).await;
+            has_it.insert(*worker);
+        }
         let (id, is_deleting) = (ArtifactId::from_uuid(id), state == "deleting");
-        all.push(Known { id, team, is_deleting, for_others });
+        all.push(Known { id, team, is_deleting, for_others, workers: has_it });
     }
     all
 }
@@ -87,39 +104,54 @@ async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
     let locating = Locating::new(store.db.clone(), TaskTracker::new());
     let (mut told, mut left_out) = (0, 0);
     for _ in 0..40 {
-        let calls: Vec<_> = (0..random.random_range(1..20))
-            .map(|_| {
-                let mut artifacts: Vec<_> = (0..random.random_range(0..8))
-                    .map(|_| known.choose(random).expect("there are some").id)
-                    .collect();
-                if random.random_ratio(1, 8) {
-                    artifacts.push(ArtifactId::new());
-                }
-                // One who wants too many to ask with others.
-                if random.random_ratio(1, 20) {
-                    artifacts.extend((0..FEW).map(|_| ArtifactId::new()));
-                }
-                (*TEAMS.choose(random).expect("two"), artifacts)
-            })
-            .collect();
-        let asked =
-            calls.iter().map(|(team, artifacts)| locating.locate((*team).to_owned(), artifacts.clone()));
-        for ((team, artifacts), answer) in calls.iter().zip(join_all(asked).await) {
-            let mut expected: Vec<ArtifactId> = Vec::new();
+        let team = *TEAMS.choose(random).expect("two");
+        let mut calls = Vec::new();
+        for _ in 0..random.random_range(1..20) {
+            let mut artifacts = Vec::new();
+            for _ in 0..random.random_range(0..8) {
+                artifacts.push(known.choose(random).expect("there are some").id);
+            }
+            if random.random_ratio(1, 8) {
+                artifacts.push(ArtifactId::new());
+            }
+            calls.push(artifacts);
+        }
+        // By one lookup.
+        let (answers, answered): (Vec<_>, Vec<_>) = calls.iter().map(|_| oneshot::channel()).unzip();
+        let wanted =
+            calls.iter().map(|artifacts| Wanted { team: team.to_owned(), artifacts: artifacts.clone() });
+        locate_group(&store.db, (wanted.collect(), answers)).await;
+        for (artifacts, answered) in calls.iter().zip(answered) {
+            let mut expected: Vec<&Known> = Vec::new();
             for id in artifacts {
                 let one = known.iter().find(|one| one.id == *id && !one.is_deleting);
-                let may = one.is_some_and(|one| one.team == *team || one.for_others.contains(team));
-                if may && !expected.contains(id) {
-                    expected.push(*id);
-                }
+                let one = one.filter(|one| one.team == team || one.for_others.contains(&team));
+                expected.extend(one.filter(|one| expected.iter().all(|other| other.id != one.id)));
             }
-            let answer = answer.expect("it is looked up").into_iter();
-            let answer: Vec<_> = answer.map(|one| ArtifactId::from_uuid(one.artifact.artifact_id)).collect();
-            assert_eq!(answer, expected, "{team}: {artifacts:?}, with {calls:?}");
+            let answer = answered.await.expect("each is answered").expect("it is looked up");
+            let found = answer.iter().map(|one| {
+                let workers = one.replicas.iter().map(|replica| replica.worker).collect::<BTreeSet<_>>();
+                (ArtifactId::from_uuid(one.artifact.artifact_id), workers)
+            });
+            let expected: Vec<_> = expected.iter().map(|one| (one.id, one.workers.clone())).collect();
+            assert_eq!(found.collect::<Vec<_>>(), expected, "{team}: {artifacts:?}, with {calls:?}");
             told += expected.len();
             left_out += artifacts.len() - expected.len();
         }
     }
+
+    // Whoever asks, with others or for so many that it is looked up for him alone.
+    let all: Vec<_> = known.iter().map(|one| one.id).collect();
+    let many: Vec<_> = all.iter().copied().chain((0..FEW).map(|_| ArtifactId::new())).collect();
+    let asked = [&all, &many, &Vec::new()];
+    let calls = asked.map(|artifacts| TEAMS.map(|team| locating.locate(team.to_owned(), artifacts.clone())));
+    let answers = join_all(calls.into_iter().flatten()).await.into_iter();
+    let counts: Vec<_> = answers.map(|answer| answer.expect("it is looked up").len()).collect();
+    let usable = TEAMS.map(|team| {
+        let may = |one: &&Known| !one.is_deleting && (one.team == team || one.for_others.contains(&team));
+        known.iter().filter(may).count()
+    });
+    assert_eq!(counts, [usable, usable, [0, 0]].concat());
     assert!(told > 100 && left_out > 100, "too little happened: {told}, {left_out}");
 }
 
