@@ -254,11 +254,11 @@ impl Plan {
     }
 
     /// How many tasks there may be on a worker that takes one more: as many as were believed to be on the busiest for which something was planned,
-    /// and a little more. Where workers are chosen by how busy they are, one with more tasks would not have been chosen.
+    /// and where they are many a little more. Where workers are chosen by how busy they are, one with more tasks would not have been chosen.
     fn most_tasks(&self) -> u32 {
         let slots = self.grants.iter().filter(|grant| grant.kind.takes_a_slot());
         let most = slots.map(|grant| grant.believed_tasks).max().unwrap_or(0);
-        most.saturating_add(most / 16 + 2)
+        most.saturating_add(most / 16)
     }
 }
 

@@ -55,9 +55,12 @@ const DECISIONS: usize = 8;
 /// How many requests are taken into a round, and how many of the queue are placed by one transaction.
 const BATCH: usize = 512;
 
-/// How many requests or grants at a time are many: they are spread by what others have placed. See [`Dispatcher::looks_before`] and
+/// How many requests since the last look, or grants at a time, are spread by what others have placed. See [`Dispatcher::looks_before`] and
 /// [`Plan::may_be_spread_anew`].
-const MANY: usize = 16;
+const SOME: usize = 4;
+
+/// How often grants are spread anew at most: each time is another decision.
+const SPREADS: usize = 3;
 
 /// How many requests may wait for a round. Further callers wait until there is room.
 const REQUESTS: usize = 4096;
@@ -224,6 +227,8 @@ pub(crate) struct Dispatcher {
     look: bool,
     /// Whether rows said that others had placed something of which nothing is known here, since the last look at what others changed.
     others_place: bool,
+    /// How many requests were decided since then.
+    decided: usize,
     /// Where slots came free of which others are told once those that wait here have had their turns.
     freed: HashSet<WorkerId>,
     /// When all that waits was read last.
@@ -260,6 +265,7 @@ impl Dispatcher {
             kept_free: KeptFree::new(Timestamp::now()),
             look: true,
             others_place: false,
+            decided: 0,
             freed: HashSet::new(),
             whole_at: None,
             held_at: None,
@@ -327,10 +333,16 @@ impl Dispatcher {
         Ok(done)
     }
 
-    /// Whether it is looked at what others have changed before so many requests are decided. Who knows of some workers what others placed there and
-    /// not of the rest takes these for less busy than they are, and with many requests for few workers that shows.
+    /// Whether it is looked at what others have changed before so many more requests are decided. Who knows of some workers what others placed there
+    /// and not of the rest takes these for less busy than they are, and with many requests for few workers that shows, at once or one after the other.
     fn looks_before(&self, requests: usize) -> bool {
-        self.others_place && requests >= MANY && requests * 4 >= self.memory.workers.lock().len()
+        let decided = self.decided + requests;
+        self.others_place && decided >= SOME && decided * 4 >= self.memory.workers.lock().len()
+    }
+
+    /// What others had changed by now is known.
+    fn has_looked(&mut self) {
+        (self.others_place, self.decided) = (false, 0);
     }
 
     /// Looks at workers where the containers of owners are, which may not be known here yet.
@@ -449,7 +461,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             at = poll.tick() => (is_due, next_look) = (true, at + dispatcher.config.poll),
             // Before the hints, which are heard in every pass: however many there are, who asks is answered.
             () = std::future::ready(()), if !none_held => {}
-            count = dispatcher.requests.recv_many(&mut requests, BATCH), if none_held => if count == 0 { return },
+            count = dispatcher.requests.recv_many(&mut requests, BATCH), if none_held => if count == 0 { break },
             () = scheduler.hints.dispatch().notified() => {}
             () = patience_ends(patience) => {}
         }

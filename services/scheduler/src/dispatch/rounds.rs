@@ -26,7 +26,7 @@ use uuid::Uuid;
 use super::asking::Leases;
 use super::round::{Open, Refused, Unit};
 use super::turns::Planned;
-use super::{BATCH, DECISIONS, Dispatcher, MANY, Request, granted};
+use super::{BATCH, DECISIONS, Dispatcher, Request, SOME, SPREADS, granted};
 use crate::effects::Effects;
 use crate::gauges;
 use crate::grants::{Done, Plan};
@@ -201,6 +201,7 @@ impl Dispatcher {
     fn add(&mut self, (round, step): &mut (Round, Step), requests: Vec<Request>, caller: &Caller<'_>) {
         let now = (caller.now)();
         round.requests += requests.len();
+        self.decided += requests.len();
         round.open.add(requests, now);
         round.leases_may_exist |= self.replace_waiting(&mut round.open.units);
         self.decide_step(round, step, now);
@@ -234,9 +235,9 @@ impl Dispatcher {
     /// Begins to write what was decided.
     fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> Writing {
         let Step { mut plan, planned, ids, turns, asked, spans } = step;
-        // Once, for it costs another decision. Who had his turn keeps what he got.
-        let is_first = round.decisions == 0 && turns.is_empty() && asked.is_empty();
-        plan.may_be_spread_anew = is_first && plan.grants.len() >= MANY;
+        // Who had his turn keeps what he got.
+        let may_be = round.decisions < SPREADS && turns.is_empty() && asked.is_empty();
+        plan.may_be_spread_anew = may_be && plan.grants.len() >= SOME;
         let (plan, locked, mut task) = (Arc::new(plan), Arc::new(Notify::new()), JoinSet::new());
         if !plan.is_empty() {
             let (db, plan, facts) = (self.db.clone(), plan.clone(), self.memory.facts());
@@ -352,7 +353,7 @@ impl Dispatcher {
         if !round.doubted.is_empty() || self.others_place {
             round.caught_up = true;
             self.look |= self.memory.catch_up(&self.db).await?;
-            self.others_place = false;
+            self.has_looked();
             round.open.units.append(&mut round.doubted);
         }
         Ok(())

@@ -285,7 +285,7 @@ impl Dispatcher {
     /// Sees what others changed since the last look. `tell`: those that wait are told why, where that is news.
     pub(crate) async fn catch_up(&mut self, tell: bool, effects: &mut Effects) -> Result<(), DbErr> {
         self.look |= self.memory.catch_up(&self.db).await?;
-        self.others_place = false;
+        self.has_looked();
         let now = Timestamp::now();
         let is_due = self.whole_at.is_none_or(|at| now.since(at) >= self.whole_every());
         self.read_queue(is_due).await?;

@@ -251,17 +251,46 @@ async fn many_are_spread_by_what_others_have_placed() {
         asks[0].demand = Arc::new(demand);
         (request, answer)
     };
-    let (requests, of_other): (Vec<_>, Vec<_>) = (0..2 * MANY).map(all_there).unzip();
+    let (requests, of_other): (Vec<_>, Vec<_>) = (0..2 * SOME).map(all_there).unzip();
     other.rounds(requests, &caller).await;
     assert_eq!(tasks(&replica.dispatch, replica.worker), (0, 0), "it is not known");
 
-    let (requests, answers): (Vec<_>, Vec<_>) = (0..MANY).map(|_| place(LeaseId::new())).unzip();
+    let (requests, answers): (Vec<_>, Vec<_>) = (0..SOME).map(|_| place(LeaseId::new())).unzip();
     replica.dispatcher.rounds(requests, &caller).await;
     for answer in of_other.into_iter().chain(answers) {
         let placed = answer.await.expect("an answer");
         assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
     }
-    assert_eq!(tasks(&replica.dispatch, replica.worker), (2 * MANY as u32, 2 * MANY as u32));
+    assert_eq!(tasks(&replica.dispatch, replica.worker), (2 * SOME as u32, 2 * SOME as u32));
+}
+
+/// One after the other, too: where others place, it is looked at that after some.
+#[tokio::test]
+async fn after_some_it_is_looked_at_what_others_have_placed() {
+    let mut replica = replica_with(databases::sqlite(), Some(100)).await;
+    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("the worker");
+    let (_, mut other) = Dispatcher::new(replica.db.clone(), Arc::new(Config::new("", "")));
+    other.catch_up(false, &mut Effects::default()).await.expect("the worker");
+
+    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+    let one = async |dispatcher: &mut Dispatcher| {
+        let (request, answer) = place(LeaseId::new());
+        dispatcher.rounds(vec![request], &caller).await;
+        assert!(matches!(answer.await.expect("an answer")[..], [Ok(_)]));
+    };
+    for _ in 0..2 * SOME {
+        one(&mut replica.dispatcher).await;
+    }
+    assert!(!replica.dispatcher.looks_before(SOME), "nobody else places");
+    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("looked");
+    one(&mut other).await;
+    for _ in 1..SOME {
+        one(&mut replica.dispatcher).await;
+        assert!(!replica.dispatcher.looks_before(0));
+    }
+    assert!(replica.dispatcher.looks_before(1));
+    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("looked");
+    assert!(!replica.dispatcher.looks_before(SOME), "it is known");
 }
 
 /// Whoever calls again while he waits has one lease, and both calls hear of it.
