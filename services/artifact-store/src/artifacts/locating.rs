@@ -1,5 +1,7 @@
-//! Where artifacts are, looked up at once for those of one team who ask at the same time ([`Together`]): for each lease and each workload that uses
-//! some somebody does, and many want to know it of the same.
+//! Where artifacts are, looked up at once for those of one team who ask at the same time ([`Together`]). Whoever is about to place what uses artifacts
+//! asks, so many do.
+//!
+//! Invariant: each is told what it would be told alone, of rows that were read after it asked. A lookup that fails is told to all of them.
 
 use std::collections::{BTreeSet, HashMap};
 
