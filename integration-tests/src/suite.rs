@@ -47,6 +47,45 @@ impl Shape {
 pub const SHORT_TERMS: &[(&str, &str)] =
     &[("GANTRY_HEARTBEAT", "500ms"), ("GANTRY_WORKER_TTL", "5s"), ("GANTRY_POLL_INTERVAL", "200ms")];
 
+/// What a test that failed prints of the databases: a title, and SQL that answers rows.
+const STATE: &[(&str, &str)] = &[
+    ("how workloads have ended", "SELECT outcome, count(*) FROM its_scheduler.workloads GROUP BY 1"),
+    (
+        "those that did not succeed",
+        "SELECT id, outcome, ending, retried, failed_on, whereabouts FROM its_scheduler.workloads WHERE outcome <> 'succeeded'",
+    ),
+    (
+        "those that have not ended",
+        "SELECT w.state, w.retried, w.failed_on, l.state, l.phase, h.name, count(*), min(left(w.waiting_for, 200)),
+             (extract(epoch FROM now()) - max(l.granted_at) / 1e6)::int AS last_granted, min(w.id::text)
+         FROM its_scheduler.workloads w
+             LEFT JOIN its_scheduler.leases l ON l.id = w.lease_id
+             LEFT JOIN its_scheduler.workers h ON h.id = l.worker_id
+         WHERE w.state <> 'finished' GROUP BY 1, 2, 3, 4, 5, 6 ORDER BY 6, 1, 5",
+    ),
+    (
+        "workers",
+        "SELECT w.name, w.desired, w.state, c.attended, (extract(epoch FROM now()) - c.last_contact_at / 1e6)::int AS silent,
+             w.generation, w.incarnation, w.session, w.active_tasks, w.max_tasks, w.failures, w.set_asides, w.set_aside_until,
+             w.leaving, w.endpoint, w.last_failure,
+             (SELECT string_agg(l.state || ' ' || l.phase || ': ' || l.count, ', ') FROM
+                 (SELECT state, phase, count(*) FROM its_scheduler.leases
+                  WHERE worker_id = w.id AND state <> 'ended' GROUP BY 1, 2) l) AS leases
+         FROM its_scheduler.workers w JOIN its_scheduler.worker_contacts c ON c.worker_id = w.id ORDER BY w.name",
+    ),
+    ("what is owed to the store", "SELECT count(*), max(tries), min(due_at) FROM its_scheduler.outbox"),
+    (
+        "calls that wait",
+        "SELECT replica, beat, changed, left(calls, 300) FROM its_scheduler.waiting_calls",
+    ),
+    (
+        "connections",
+        "SELECT usename, state, wait_event_type, wait_event, pg_blocking_pids(pid), pid,
+             (extract(epoch FROM clock_timestamp() - xact_start) * 1000)::int AS ms, left(query, 150)
+         FROM pg_stat_activity WHERE usename IN ('scheduler', 'store') ORDER BY xact_start",
+    ),
+];
+
 /// A cluster of processes. Everything of it is gone when this is dropped.
 pub struct Suite {
     home: TempDir,
@@ -445,6 +484,15 @@ impl Suite {
         id(self.succeed(&["upload", directory.to_str().expect("UTF-8")]))
     }
 
+    /// Prints what there is and what it waits for, for a test that has failed.
+    fn print_state(&self) {
+        for (what, sql) in STATE {
+            // Where nobody answers, that is said.
+            let rows = self.postgres.try_query(sql).unwrap_or_else(|why| vec![why]);
+            eprintln!("--- {what} ---\n{}", rows.join("\n"));
+        }
+    }
+
     /// Runs a command line that must succeed, and answers its standard output.
     pub fn succeed(&self, arguments: &[&str]) -> String {
         let output = self.gantry(arguments).output().expect("gantry runs");
@@ -480,6 +528,7 @@ impl Drop for Suite {
                 let from = log.len().saturating_sub(8_000);
                 eprintln!("--- {name} ---\n{}", log.get(from..).unwrap_or(&log));
             }
+            self.print_state();
         }
         for service in self.services.values_mut() {
             if let Some(mut child) = service.child.take() {

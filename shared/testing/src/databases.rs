@@ -240,9 +240,19 @@ impl Server {
     /// The rows that SQL answers, each as a line, asked for as its superuser in the database `postgres`.
     #[must_use]
     pub fn query(&self, sql: &str) -> Vec<String> {
-        let output = self.asked(sql).args(["-A", "-t"]).output().expect("psql runs");
-        assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
+        self.try_query(sql).unwrap_or_else(|why| panic!("{sql}: {why}"))
+    }
+
+    /// The same. An error is what `psql` says, such as that the server does not answer.
+    pub fn try_query(&self, sql: &str) -> Result<Vec<String>, String> {
+        let mut psql = self.asked(sql);
+        psql.args(["-A", "-t"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let output = psql.output().expect("psql runs");
+        let text = |said: &[u8]| String::from_utf8_lossy(said).into_owned();
+        if !output.status.success() {
+            return Err(text(&output.stderr));
+        }
+        Ok(text(&output.stdout).lines().map(str::to_owned).collect())
     }
 
     /// What `db::Settings` take, for `user` in the database `postgres`.
@@ -300,6 +310,11 @@ fn free_port() -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_answers_rows() {
+        assert_eq!(Server::new().query("VALUES (1), (2)"), ["1", "2"]);
+    }
 
     #[tokio::test]
     async fn each_database_is_fresh() {

@@ -331,8 +331,8 @@ impl Host {
         let intent = Intent::new(process.id, self.boot.clone(), spec);
         let intent = serde_json::to_vec(&intent).map_err(|error| RuntimeError::Other(error.to_string()))?;
         let path = process.file(names::INTENT);
-        files::write_new(&path, &intent).map_err(at("write", &path))?;
-        files::sync_directory(dir).map_err(at("sync", dir))?;
+        // One that is cut short would be taken for one of an earlier boot, of which nobody knows whether it was carried out.
+        files::write_once(&path, self.hold.name(), &intent).map_err(at("write", &path))?;
 
         let (contact, stop_after) = held(&self.contact).unwrap_or((since_boot(), STOP_AFTER));
         let nanoseconds = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
