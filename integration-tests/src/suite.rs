@@ -52,7 +52,7 @@ const STATE: &[(&str, &str)] = &[
     ("how workloads have ended", "SELECT outcome, count(*) FROM its_scheduler.workloads GROUP BY 1"),
     (
         "those that did not succeed",
-        "SELECT id, outcome, ending, retried, failed_on, whereabouts FROM its_scheduler.workloads WHERE outcome <> 'succeeded'",
+        "SELECT id, outcome, ending, retried, failed_on, whereabouts FROM its_scheduler.workloads WHERE outcome <> 'succeeded' LIMIT 20",
     ),
     (
         "those that have not ended",
@@ -484,13 +484,9 @@ impl Suite {
         id(self.succeed(&["upload", directory.to_str().expect("UTF-8")]))
     }
 
-    /// Prints what there is and what it waits for, for a test that has failed.
-    fn print_state(&self) {
-        for (what, sql) in STATE {
-            // Where nobody answers, that is said.
-            let rows = self.postgres.try_query(sql).unwrap_or_else(|why| vec![why]);
-            eprintln!("--- {what} ---\n{}", rows.join("\n"));
-        }
+    /// What there is, and what it waits for: titles, and the rows below each.
+    pub fn state(&self) -> impl Iterator<Item = (&'static str, Result<Vec<String>, String>)> {
+        STATE.iter().map(|(what, sql)| (*what, self.postgres.try_query(sql)))
     }
 
     /// Runs a command line that must succeed, and answers its standard output.
@@ -528,7 +524,10 @@ impl Drop for Suite {
                 let from = log.len().saturating_sub(8_000);
                 eprintln!("--- {name} ---\n{}", log.get(from..).unwrap_or(&log));
             }
-            self.print_state();
+            for (what, rows) in self.state() {
+                // Where nobody answers, that is said.
+                eprintln!("--- {what} ---\n{}", rows.unwrap_or_else(|why| vec![why]).join("\n"));
+            }
         }
         for service in self.services.values_mut() {
             if let Some(mut child) = service.child.take() {

@@ -1,6 +1,6 @@
 //! The four services as processes of their own, on PostgreSQL.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -60,6 +60,12 @@ fn the_main_job_goes_on_while_one_of_each_is_missing() {
     assert_eq!(seen["workers"][0]["name"], "worker-0", "{seen}");
 
     exported_metrics_are_documented(&suite);
+    // What a test that fails prints.
+    let state: BTreeMap<_, _> = suite.state().map(|(what, rows)| (what, rows.expect(what))).collect();
+    assert!(
+        matches!(&state["workers"][..], [worker] if worker.starts_with("worker-0|run|running|")),
+        "{state:?}"
+    );
 
     // Whichever of the two each client talks to, the other one takes its place.
     for missing in ["0", "1"] {

@@ -243,11 +243,12 @@ impl Server {
         self.try_query(sql).unwrap_or_else(|why| panic!("{sql}: {why}"))
     }
 
-    /// The same. An error is what `psql` says, such as that the server does not answer.
+    /// The same. An error is what `psql` says, such as that the server does not answer, or takes more than some seconds to.
     pub fn try_query(&self, sql: &str) -> Result<Vec<String>, String> {
         let mut psql = self.asked(sql);
         psql.args(["-A", "-t"]).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let output = psql.output().expect("psql runs");
+        psql.env("PGCONNECT_TIMEOUT", "5").env("PGOPTIONS", "-c statement_timeout=10s");
+        let output = psql.output().map_err(|error| format!("psql: {error}"))?;
         let text = |said: &[u8]| String::from_utf8_lossy(said).into_owned();
         if !output.status.success() {
             return Err(text(&output.stderr));

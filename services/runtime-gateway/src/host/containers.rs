@@ -71,20 +71,17 @@ impl Host {
     pub(super) fn adopt(&self) -> Result<(), RuntimeError> {
         let directory = self.containers();
         files::make_directory(&directory).map_err(at("make", &directory))?;
-        for entry in fs::read_dir(&directory).map_err(at("list", &directory))? {
-            let path = entry.map_err(at("list", &directory))?.path();
-            let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-            if name.starts_with('.') {
-                files::remove_tree(&path).map_err(at("remove", &path))?;
-            } else if let Ok(handle) = name.parse() {
-                self.adopt_processes(handle)?;
-            }
+        files::remove_unfinished(&directory)?;
+        for handle in files::handles_in(&directory, &[])? {
+            self.adopt_processes(handle)?;
         }
         self.remove_stale_sockets()
     }
 
     fn adopt_processes(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
-        for id in files::handles_in(&self.container(container).join(names::PROCESSES), &[])? {
+        let directory = self.container(container).join(names::PROCESSES);
+        files::remove_unfinished(&directory)?;
+        for id in files::handles_in(&directory, &[])? {
             let process = Process::new(self, container, id);
             let mut known = false;
             for name in [names::INTENT, names::STARTED, names::REVOKED, names::END] {

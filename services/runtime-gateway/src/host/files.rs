@@ -37,13 +37,24 @@ pub(super) fn remove_tree(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Removes what somebody was making in `directory` and did not finish: what has a name that starts with a dot.
+pub(super) fn remove_unfinished(directory: &Path) -> Result<(), RuntimeError> {
+    for entry in fs::read_dir(directory).map_err(at("list", directory))? {
+        let path = entry.map_err(at("list", directory))?.path();
+        if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.')) {
+            remove_tree(&path).map_err(at("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
 /// Makes what happened in a directory durable.
-fn sync_directory(path: &Path) -> io::Result<()> {
+pub(super) fn sync_directory(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
 /// Writes a new file, durably. A crash leaves it absent, or cut short.
-fn write_new(path: &Path, contents: &[u8]) -> io::Result<()> {
+pub(super) fn write_new(path: &Path, contents: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     file.write_all(contents)?;
     file.sync_all()
@@ -55,15 +66,6 @@ pub(super) fn write_durably(path: &Path, contents: &[u8]) -> io::Result<()> {
     remove_file(&temporary)?;
     write_new(&temporary, contents)?;
     fs::rename(&temporary, path)?;
-    path.parent().map_or(Ok(()), sync_directory)
-}
-
-/// Writes a file that is not there, durably and whole: whoever dies meanwhile, and however, it is absent or complete. Those who may do so at
-/// the same time are told apart by `writer`; one of them succeeds.
-pub(super) fn write_once(path: &Path, writer: &str, contents: &[u8]) -> io::Result<()> {
-    let temporary = path.with_extension(writer);
-    write_new(&temporary, contents)?;
-    rename_exclusively(&temporary, path)?;
     path.parent().map_or(Ok(()), sync_directory)
 }
 
@@ -106,61 +108,4 @@ pub(super) fn handles_in<H: std::str::FromStr>(
         handles.extend(handle.parse::<H>().ok());
     }
     Ok(handles)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::io::{BufRead, BufReader};
-    use std::process::{Command, Stdio};
-
-    use super::*;
-
-    /// Where the program that is killed writes.
-    const KILLED: &str = "GANTRY_TEST_WRITE_ONCE";
-    const LENGTH: usize = 1 << 20;
-
-    #[test]
-    fn what_was_killed_while_it_wrote_has_written_all_or_nothing() {
-        let name = "host::files::tests::what_was_killed_while_it_wrote_has_written_all_or_nothing";
-        if let Some(directory) = std::env::var_os(KILLED) {
-            for number in 0.. {
-                let path = Path::new(&directory).join(number.to_string());
-                write_once(&path, "writer", &vec![b'x'; LENGTH]).expect("written");
-                println!("wrote one");
-            }
-        }
-        let (mut whole, mut absent) = (0, 0);
-        for round in 0..40 {
-            let directory = tempfile::tempdir().expect("a directory");
-            let mut writer = Command::new(std::env::current_exe().expect("this program"))
-                .args(["--exact", name, "--nocapture"])
-                .env(KILLED, directory.path())
-                .stdout(Stdio::piped())
-                .spawn()
-                .expect("it starts");
-            // It is at the next one; each time it is killed a little later.
-            let mut said = BufReader::new(writer.stdout.take().expect("piped")).lines();
-            let wrote = said.any(|line| line.is_ok_and(|line| line.contains("wrote one")));
-            assert!(wrote, "it ended");
-            std::thread::sleep(std::time::Duration::from_micros(75 * round));
-            writer.kill().expect("killed");
-            writer.wait().expect("ended");
-            for entry in fs::read_dir(directory.path()).expect("a list") {
-                let path = entry.expect("a file").path();
-                if path.extension().is_some() {
-                    absent += 1;
-                    continue;
-                }
-                assert_eq!(
-                    fs::metadata(&path).expect("it is there").len(),
-                    LENGTH as u64,
-                    "{}",
-                    path.display()
-                );
-                whole += 1;
-            }
-        }
-        eprintln!("{whole} whole, {absent} absent");
-        assert!(whole >= 40 && absent > 0, "{whole} whole, {absent} absent: nothing was cut short");
-    }
 }

@@ -6,7 +6,7 @@
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +19,7 @@ use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
     RuntimeError, Window,
 };
+use uuid::Uuid;
 
 use crate::blocking::blocking;
 use crate::clock::since_boot;
@@ -63,6 +64,11 @@ impl Process {
 
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
+    }
+
+    /// Where its directory is while it is made or removed, which is nobody else's.
+    fn unfinished(&self) -> PathBuf {
+        self.dir.with_file_name(format!(".{}.{}", self.id, Uuid::new_v4()))
     }
 
     /// The name of its cgroups.
@@ -172,6 +178,7 @@ impl Host {
     ///
     /// What is found without its supervisor is settled: written down, and what is left of it killed.
     pub(super) fn status(&self, process: &Process) -> Result<Status, RuntimeError> {
+        let mut was_empty = false;
         loop {
             // Looked at first: what a dead supervisor left no longer changes.
             let alive = process.is_alive()?;
@@ -222,7 +229,8 @@ impl Host {
                 }
                 continue;
             }
-            if !process.exists("")? {
+            // What is taken or revoked in this moment is found when it is looked for again.
+            if std::mem::replace(&mut was_empty, true) || !process.exists("")? {
                 return Err(process.not_found());
             }
         }
@@ -311,35 +319,17 @@ impl Host {
     }
 
     fn launch(&self, process: &Process, spec: ProcessSpec) -> Result<(), RuntimeError> {
-        let dir = &process.dir;
-        fs::create_dir(dir).map_err(at("make", dir))?;
-        let path = process.file(names::ALIVE);
-        let alive =
-            File::create_new(&path).and_then(|file| file.lock().map(|()| file)).map_err(at("lock", &path))?;
-        for name in [names::STDOUT, names::STDERR] {
-            let path = process.file(name);
-            spool::create(&path, self.config.spool_bytes).map_err(at("make", &path))?;
-        }
-        let path = process.file(names::RESERVE);
-        fs::write(&path, [b' '; RESERVE]).map_err(at("write", &path))?;
-        let path = process.file(names::LOG);
-        let log = File::create_new(&path).map_err(at("make", &path))?;
-
+        let (alive, log) = self.intend(process, spec)?;
         let name = process.id.to_string();
         let socket = self.sockets.path(&name);
         let listener = OwnedFd::from(self.sockets.listen(&name).map_err(at("listen at", &socket))?);
-        let intent = Intent::new(process.id, self.boot.clone(), spec);
-        let intent = serde_json::to_vec(&intent).map_err(|error| RuntimeError::Other(error.to_string()))?;
-        let path = process.file(names::INTENT);
-        // One that is cut short would be taken for one of an earlier boot, of which nobody knows whether it was carried out.
-        files::write_once(&path, self.hold.name(), &intent).map_err(at("write", &path))?;
 
         let (contact, stop_after) = held(&self.contact).unwrap_or((since_boot(), STOP_AFTER));
         let nanoseconds = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         let launch = Launch {
             state_dir: self.config.state_dir.clone(),
             container_dir: self.container(process.container),
-            process_dir: dir.clone(),
+            process_dir: process.dir.clone(),
             socket,
             cgroup: process.cgroup(),
             upper_in_memory: self.upper_in_memory,
@@ -351,6 +341,45 @@ impl Host {
         };
         self.spawn(&launch, &alive, &listener, log)
             .map_err(|error| RuntimeError::io("start a supervisor", error))
+    }
+
+    /// Makes the directory of a process, and with it the intent to start it. Both are there in one moment, durably: of an intent that was cut
+    /// short nobody could say whether it was carried out. Answers what its supervisor holds: its lock, and where it says what it has to say.
+    fn intend(&self, process: &Process, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
+        let unfinished = process.unfinished();
+        let made = self.fill(&unfinished, process.id, spec).and_then(|made| {
+            self.hold.check()?;
+            files::rename_exclusively(&unfinished, &process.dir).map_err(at("make", &process.dir))?;
+            Ok(made)
+        });
+        if made.is_err() {
+            files::remove_tree(&unfinished).map_err(at("remove", &unfinished))?;
+        }
+        for dir in [Some(&*process.dir), process.dir.parent()].into_iter().flatten().filter(|_| made.is_ok())
+        {
+            files::sync_directory(dir).map_err(at("sync", dir))?;
+        }
+        made
+    }
+
+    fn fill(&self, dir: &Path, id: AttemptId, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
+        fs::create_dir(dir).map_err(at("make", dir))?;
+        let path = dir.join(names::ALIVE);
+        let alive =
+            File::create_new(&path).and_then(|file| file.lock().map(|()| file)).map_err(at("lock", &path))?;
+        for name in [names::STDOUT, names::STDERR] {
+            let path = dir.join(name);
+            spool::create(&path, self.config.spool_bytes).map_err(at("make", &path))?;
+        }
+        let path = dir.join(names::RESERVE);
+        fs::write(&path, [b' '; RESERVE]).map_err(at("write", &path))?;
+        let path = dir.join(names::LOG);
+        let log = File::create_new(&path).map_err(at("make", &path))?;
+        let intent = Intent::new(id, self.boot.clone(), spec);
+        let intent = serde_json::to_vec(&intent).map_err(|error| RuntimeError::Other(error.to_string()))?;
+        let path = dir.join(names::INTENT);
+        files::write_new(&path, &intent).map_err(at("write", &path))?;
+        Ok((alive, log))
     }
 
     fn spawn(&self, launch: &Launch, alive: &File, listener: &OwnedFd, log: File) -> io::Result<()> {
@@ -376,7 +405,13 @@ impl Host {
         process.revoke()?;
         let socket = self.sockets.path(&process.id.to_string());
         files::remove_file(&socket).map_err(at("remove", &socket))?;
-        files::remove_tree(&process.dir).map_err(at("remove", &process.dir))
+        // Of what is removed halfway nobody could say how far it was.
+        let unfinished = process.unfinished();
+        match fs::rename(&process.dir, &unfinished) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            renamed => renamed.map_err(at("remove", &process.dir))?,
+        }
+        files::remove_tree(&unfinished).map_err(at("remove", &unfinished))
     }
 
     pub(super) async fn process(self: &Arc<Self>, id: AttemptId) -> Result<ProcessState, RuntimeError> {

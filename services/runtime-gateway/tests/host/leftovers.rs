@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use domain::workload::{FailureReason, Limits, OutputMode};
+use domain::workload::{EnvironmentVariable, Exit, FailureReason, Limits, OutputMode};
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{ContainerSpec, Ended, ProcessSpec, Runtime, RuntimeError, VolumeSource};
 use runtime_gateway::host::{HostConfig, HostRuntime};
@@ -307,10 +307,7 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     small.empty();
     let spec = ProcessSpec { output: OutputMode::Spooled, ..process(&programs::exit(3)) };
     runtime.start(handle, id, spec).await.expect("start");
-    assert_eq!(
-        runtime.ended(id).await,
-        Ended::Exited { exit: domain::workload::Exit::Code(3), stopped: false }
-    );
+    assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Code(3), stopped: false });
     let handle = runtime.made(container()).await;
     let waiting = ["/bin/sh", "-c", "read line; seq 1000000; exit 4"].map(str::to_owned);
     let spec = ProcessSpec {
@@ -322,10 +319,7 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     let attachment = runtime.attach(id, runtime::Offsets::default()).await.expect("attach");
     small.fill();
     attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
-    assert_eq!(
-        runtime.ended(id).await,
-        Ended::Exited { exit: domain::workload::Exit::Code(4), stopped: false }
-    );
+    assert_eq!(runtime.ended(id).await, Ended::Exited { exit: Exit::Code(4), stopped: false });
     drop(attachment);
     let said = runtime.said(id).await;
     assert!(said.gone > 0, "{:?}", said.ended);
@@ -334,6 +328,82 @@ async fn a_full_disk_is_told_and_nothing_is_left() {
     }
     runtime.destroy_volume(parent).await.expect("destroy");
     assert_eq!(runtime.list().await.expect("list"), runtime::Holdings::default());
+}
+
+/// Where the runtime is that is killed, and what it is called here.
+const KILLED: &str = "GANTRY_TEST_KILLED";
+const STARTS: &str =
+    "host::leftovers::a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing";
+
+/// Starts one process after the other, until it is killed.
+async fn start_for_ever(dir: &Path) {
+    let runtime: std::sync::Arc<dyn Runtime> = HostRuntime::open(config(dir)).expect("open the runtime");
+    // Much, so that what is written of it is not written in a moment.
+    let much = |number| EnvironmentVariable {
+        name: format!("MUCH_{number}").into_bytes(),
+        value: vec![b'x'; 100_000],
+    };
+    let environment: Vec<_> = (0..10).map(much).collect();
+    loop {
+        let spec = ProcessSpec { environment: environment.clone(), ..process(&programs::exit(0)) };
+        runtime.ran(container(), spec).await;
+    }
+}
+
+/// The names in the directories of all processes.
+fn names_of_processes(dir: &Path) -> Vec<String> {
+    let list = |path: PathBuf| fs::read_dir(path).into_iter().flatten().flatten();
+    let containers = list(dir.join("state/containers"));
+    let processes = containers.flat_map(|container| list(container.path().join("processes")));
+    processes.map(|process| process.file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing() {
+    if let Some(dir) = std::env::var_os(KILLED) {
+        return start_for_ever(Path::new(&dir)).await;
+    }
+    let mut cut_short = 0;
+    for round in 0..48_u64 {
+        let Some(mut subject) = HostSubject::new() else { return };
+        subject.close().await;
+        let dir = subject.dir.path();
+        let is_unfinished = || names_of_processes(dir).iter().any(|name| name.starts_with('.'));
+        let mut killed = std::process::Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", STARTS, "--nocapture"])
+            .env(KILLED, dir)
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .expect("it starts");
+        // When there is something of its first process, its second, its third; of every other one once it has its name.
+        let mut seen = 0_u64;
+        let deadline = std::time::Instant::now() + Duration::from_secs(30);
+        while seen <= round / 2 % 3 {
+            let names = names_of_processes(dir);
+            seen = names.iter().filter(|name| round % 2 == 0 || !name.starts_with('.')).count() as u64;
+            assert!(killed.try_wait().expect("asked").is_none(), "it ended");
+            assert!(std::time::Instant::now() < deadline, "it starts nothing");
+        }
+        std::thread::sleep(Duration::from_micros(50 * (round / 6)));
+        killed.kill().expect("killed");
+        killed.wait().expect("ended");
+        cut_short += u32::from(is_unfinished());
+
+        subject.reopen().await;
+        let runtime = subject.runtime();
+        for name in names_of_processes(subject.dir.path()) {
+            let id = name.parse().expect("what was not finished is gone");
+            let ended = runtime.ended(id).await;
+            let is_known = match &ended {
+                Ended::Exited { exit, .. } => *exit == Exit::Code(0),
+                Ended::NotStarted(failure) => failure.reason == FailureReason::StartFailed,
+                Ended::Unknown(_) => false,
+            };
+            assert!(is_known, "{id}: {ended:?}");
+        }
+    }
+    eprintln!("{cut_short} were cut short");
+    assert!(cut_short > 0, "each was killed too late");
 }
 
 /// Writes what an earlier life of the machine would have left of a process.

@@ -47,6 +47,15 @@ impl HostSubject {
         Some(Self { runtime: Some(runtime), dir })
     }
 
+    /// Lets go of the directories.
+    pub(crate) async fn close(&mut self) {
+        let Some(runtime) = self.runtime.take() else { return };
+        let old = Arc::downgrade(&runtime);
+        drop(runtime);
+        // Whatever is still being done on behalf of the old one keeps it.
+        testing::conformance::until("the end of the old runtime", || old.strong_count() == 0).await;
+    }
+
     pub(crate) fn host(&self) -> Arc<HostRuntime> {
         Arc::clone(self.runtime.as_ref().expect("a runtime"))
     }
@@ -63,9 +72,7 @@ impl Subject for HostSubject {
     }
 
     async fn reopen(&mut self) {
-        let old = Arc::downgrade(&self.runtime.take().expect("a runtime"));
-        // Whatever is still being done on behalf of the old one keeps it.
-        testing::conformance::until("the end of the old runtime", || old.strong_count() == 0).await;
+        self.close().await;
         let path = self.dir.path().to_owned();
         // What is still open inside it is let go of a moment later.
         let mut runtime = HostRuntime::open(config(&path));
