@@ -95,7 +95,7 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
 def bench_placing_more(base, workers, seconds, runs):
     """Figures of the same with more callers in a batch, and of leases that use artifacts."""
     counts = ",".join(map(str, workers))
-    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--only", "batched-64,near,cached")
+    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--only", "batched-64,two,near,cached")
     lines = []
     for count in workers:
         of_all = lambda key: [run[f"{count}_{key}"] for run in said]
@@ -103,11 +103,17 @@ def bench_placing_more(base, workers, seconds, runs):
         lines += [
             rate("from a cache, a row for each container, 16 callers", "cached_16"),
             *(rate(what, key, of_all("cached_16")) for what, key, _ in AIMS_OF_MORE),
+            rate("`Place` and `Release`, two schedulers, 16 callers", "two_16", of_all("cached_16")),
+            rate("`Place` and `Release`, two schedulers, 64 callers", "two_64", of_all("cached_16")),
+            rate("`PlaceMany` and `ReleaseMany` of 100, two schedulers, 16 callers", "two_batched_16", of_all("cached_16")),
+            row(f"{count:,} workers: a decision of two schedulers for 16 callers, p99", of_all("two_16_decided_p99_ms")),
+            row(f"{count:,} workers: a decision of two schedulers for 64 callers, p99", of_all("two_64_decided_p99_ms")),
         ]
     text = [
         "As above, in a run of its own. *What uses five artifacts*: of 10,000, each of which is on three of the workers. For each lease they are located in an",
         "artifact store, which shares the cores, pinned there and let go, and the worker is chosen to which the fewest bytes have to move; the baseline does",
-        "nothing of that. Of these medians, with the aims that stand above:",
+        "nothing of that. *Two schedulers* place in the same database on the same workers, each what it is asked for of every other lease; they share the cores, too, so",
+        "this says what it costs that others place, not how much more two can do. The aims that stand above are those of one. Of these medians:",
         "",
         *[judged(said, workers, *aim) for aim in AIMS_OF_MORE],
         "",

@@ -1,7 +1,7 @@
 //! Measures placing, against a scheduler in a process of its own, and prints one line of JSON. For `make bench`.
 //!
 //! ```text
-//! placing DATABASE_URL [--workers 10,100,1000,10000] [--seconds 4] [--aimed-seconds 65] [--limit 1000] [--only singles,paced,batched-16,batched-64,submits,near,cached]
+//! placing DATABASE_URL [--workers 10,100,1000,10000] [--seconds 4] [--aimed-seconds 65] [--limit 1000] [--only singles,paced,batched-16,batched-64,submits,two,near,cached]
 //! ```
 //!
 //! The database must be empty, and PostgreSQL. For each number of workers, as `N_…`:
@@ -14,6 +14,8 @@
 //! - `batched_16`, `batched_64`: leases per second that are placed by `PlaceMany` in hundreds, and given back by `ReleaseMany`; `placed_…`: the same, of
 //!   the time in which they were placed alone.
 //! - `submit_16`, `submit_64`: workloads per second from `Submit` to assigned.
+//! - `two_16`, `two_64`, `two_batched_16`: pairs and leases as in `single_16`, `single_64` and `batched_16`, of two schedulers on the same database, each
+//!   asked for every other one; `…_decided_p99_ms`: of the slower of the two.
 //! - `near_16`, `near_64`: pairs as in `single_16`, of leases that use five of 10,000 artifacts, each of which is on three of the workers: they are
 //!   located in an artifact store, pinned there and let go, and the worker is chosen to which the fewest bytes have to move.
 //! - `cached_16`, `limited_16`: the baseline, as CI systems do it: all workers from a cache, filtered, shuffled and sorted for each placement, and a row for each
@@ -80,6 +82,7 @@ enum Part {
     #[value(name = "batched-64")]
     Batched64,
     Submits,
+    Two,
     Near,
     Cached,
 }
@@ -117,7 +120,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         let of = |name: &str, figure: f64| format!("\"{count}_{name}\": {figure:.2}");
         let wants = |part| arguments.only.is_empty() || arguments.only.contains(&part);
         for callers in [1, 16, 64].into_iter().filter(|_| wants(Part::Singles)) {
-            let (rate, p99) = singles(&server, callers, arguments.seconds).await?;
+            let (rate, p99) = singles(&[&server], callers, arguments.seconds).await?;
             said.push(of(&format!("single_{callers}"), rate));
             said.push(of(&format!("single_{callers}_p99_ms"), p99));
             said.push(of(&format!("single_{callers}_decided_p99_ms"), server.decided_p99()?));
@@ -133,7 +136,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         }
         for (part, callers) in [(Part::Batched16, 16), (Part::Batched64, 64)] {
             if wants(part) {
-                let (rate, placed) = batches(&server, callers, arguments.seconds).await?;
+                let (rate, placed) = batches(&[&server], callers, arguments.seconds).await?;
                 said.extend([
                     of(&format!("batched_{callers}"), rate),
                     of(&format!("placed_{callers}"), placed),
@@ -142,6 +145,17 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
         }
         for callers in [16, 64].into_iter().filter(|_| wants(Part::Submits)) {
             said.push(of(&format!("submit_{callers}"), submits(&server, callers, arguments.seconds).await?));
+        }
+        if wants(Part::Two) {
+            let mut other = Server::start(&arguments.database_url).await?;
+            for callers in [16, 64] {
+                let (rate, _) = singles(&[&server, &other], callers, arguments.seconds).await?;
+                let decided = server.decided_p99()?.max(other.decided_p99()?);
+                said.push(of(&format!("two_{callers}"), rate));
+                said.push(of(&format!("two_{callers}_decided_p99_ms"), decided));
+            }
+            let (rate, _) = batches(&[&server, &other], 16, arguments.seconds).await?;
+            said.push(of("two_batched_16", rate));
         }
         drop(server);
         if wants(Part::Near) {
@@ -157,10 +171,20 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn singles(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {
-    let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
+/// Clients of these in turns.
+fn in_turns(
+    servers: &[&Server],
+) -> anyhow::Result<impl Fn() -> PlacementsClient<rpc::Peer> + Clone + Send + 'static> {
+    let peers = servers.iter().map(|server| rpc::client::peer(&server.endpoint, Outgoing::default()));
+    let clients: Vec<_> = peers.map(|peer| peer.map(PlacementsClient::new)).collect::<Result<_, _>>()?;
+    let next = Arc::new(AtomicUsize::new(0));
+    Ok(move || clients[next.fetch_add(1, Ordering::Relaxed) % clients.len()].clone())
+}
+
+async fn singles(servers: &[&Server], callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {
+    let client = in_turns(servers)?;
     let pair = move || {
-        let mut placements = placements.clone();
+        let mut placements = client();
         async move {
             let begun = Instant::now();
             let lease_token = placements.place(task()).await?.into_inner().lease_token;
@@ -205,10 +229,10 @@ async fn paced(server: &Server, callers: u32, per_second: u32, seconds: u64) -> 
     Ok((rate, p99.as_secs_f64() * 1e3))
 }
 
-async fn batches(server: &Server, callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {
-    let placements = PlacementsClient::new(rpc::client::peer(&server.endpoint, Outgoing::default())?);
+async fn batches(servers: &[&Server], callers: usize, seconds: u64) -> anyhow::Result<(f64, f64)> {
+    let client = in_turns(servers)?;
     let (rate, took) = repeated(callers, seconds, move || {
-        let mut placements = placements.clone();
+        let mut placements = client();
         async move {
             let items = (0..BATCH).map(|_| pb::PlaceItem { request: Some(task()), group: 0 }).collect();
             let begun = Instant::now();

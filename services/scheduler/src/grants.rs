@@ -41,6 +41,12 @@ use crate::outbox::Parcel;
 use crate::placement::{self, DecidedBy, Demand};
 use crate::workers;
 
+/// Where there are fewer tasks on each worker, [`A_LITTLE`] more are spread by those that come: it costs more than it is worth to do that at once.
+const FEW_TASKS: u32 = 8;
+
+/// How many tasks more are let be, where that is worth more than how they are spread.
+const A_LITTLE: u32 = 2;
+
 /// What shall be done in one transaction.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
@@ -198,8 +204,7 @@ pub(crate) async fn carry_out(
         let mut taken = Vec::with_capacity(together.len());
         let all = together.iter().all(|grant| {
             let Some(worker) = present.get_mut(&grant.worker.uuid()) else { return false };
-            let is_crowded =
-                grant.kind.takes_a_slot() && most_tasks.is_some_and(|most| worker.load.tasks > most);
+            let is_crowded = grant.may_be_spread() && most_tasks.is_some_and(|most| worker.load.tasks > most);
             let holds = worker.incarnation == grant.incarnation
                 && !is_crowded
                 && placement::refusals(&grant.demand, worker).is_empty();
@@ -253,12 +258,19 @@ impl Plan {
         releases.is_empty() && submitted.is_empty() && pinned.is_empty() && grants.is_empty()
     }
 
-    /// How many tasks there may be on a worker that takes one more: as many as were believed to be on the busiest for which something was planned,
-    /// and where they are many a little more. Where workers are chosen by how busy they are, one with more tasks would not have been chosen.
+    /// How many tasks there may be on a worker that takes one more of what can be spread: as many as were believed to be on the busiest for which
+    /// something was planned, and a little more.
     fn most_tasks(&self) -> u32 {
-        let slots = self.grants.iter().filter(|grant| grant.kind.takes_a_slot());
-        let most = slots.map(|grant| grant.believed_tasks).max().unwrap_or(0);
-        most.saturating_add(most / 16)
+        let spread = self.grants.iter().filter(|grant| grant.may_be_spread());
+        let most = spread.map(|grant| grant.believed_tasks).max().unwrap_or(0);
+        most.saturating_add(if most < FEW_TASKS { A_LITTLE } else { most / 16 })
+    }
+}
+
+impl Grant {
+    /// Whether it takes a slot of a worker that was chosen by how busy it is: with more tasks than was known it would not have been.
+    fn may_be_spread(&self) -> bool {
+        self.kind.takes_a_slot() && self.decided_by.is_by_load()
     }
 }
 

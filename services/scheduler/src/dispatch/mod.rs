@@ -50,13 +50,12 @@ use crate::store::Inputs;
 use crate::workloads::Submission;
 
 /// How often something is decided anew because what was decided on had changed in the meantime.
-const DECISIONS: usize = 8;
+const DECISIONS: usize = 8 + SPREADS;
 
 /// How many requests are taken into a round, and how many of the queue are placed by one transaction.
 const BATCH: usize = 512;
 
-/// How many requests since the last look, or grants at a time, are spread by what others have placed. See [`Dispatcher::looks_before`] and
-/// [`Plan::may_be_spread_anew`].
+/// How many grants at a time are spread anew by what others have placed: see [`Plan::may_be_spread_anew`].
 const SOME: usize = 4;
 
 /// How often grants are spread anew at most: each time is another decision.
@@ -227,8 +226,6 @@ pub(crate) struct Dispatcher {
     look: bool,
     /// Whether rows said that others had placed something of which nothing is known here, since the last look at what others changed.
     others_place: bool,
-    /// How many requests were decided since then.
-    decided: usize,
     /// Where slots came free of which others are told once those that wait here have had their turns.
     freed: HashSet<WorkerId>,
     /// When all that waits was read last.
@@ -265,7 +262,6 @@ impl Dispatcher {
             kept_free: KeptFree::new(Timestamp::now()),
             look: true,
             others_place: false,
-            decided: 0,
             freed: HashSet::new(),
             whole_at: None,
             held_at: None,
@@ -333,16 +329,11 @@ impl Dispatcher {
         Ok(done)
     }
 
-    /// Whether it is looked at what others have changed before so many more requests are decided. Who knows of some workers what others placed there
-    /// and not of the rest takes these for less busy than they are, and with many requests for few workers that shows, at once or one after the other.
-    fn looks_before(&self, requests: usize) -> bool {
-        let decided = self.decided + requests;
-        self.others_place && decided >= SOME && decided * 4 >= self.memory.workers.lock().len()
-    }
-
-    /// What others had changed by now is known.
-    fn has_looked(&mut self) {
-        (self.others_place, self.decided) = (false, 0);
+    /// Looks at what others have changed of workers.
+    async fn look_at_workers(&mut self) -> Result<(), DbErr> {
+        self.look |= self.memory.catch_up(&self.db).await?;
+        self.others_place = false;
+        Ok(())
     }
 
     /// Looks at workers where the containers of owners are, which may not be known here yet.
@@ -468,8 +459,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         // Each look may take for longer than until the next is due, which comes before them.
         dispatcher.take_asked(&mut requests);
         let mut effects = Effects::default();
-        let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)))
-            || dispatcher.looks_before(requests.len());
+        let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
         let is_due = std::mem::take(&mut is_due);
         let (mut caught_up, mut away) = (false, None);
         if is_due || asked {

@@ -193,15 +193,13 @@ impl Dispatcher {
     /// Whether nothing is before these.
     fn may_go_ahead(&self, requests: &[Request], caller: &Caller<'_>) -> bool {
         let catches_up = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
-        let is_first = !catches_up && !self.looks_before(requests.len());
-        is_first && self.queue().len() == 0 && (caller.nothing_is_before)()
+        !catches_up && self.queue().len() == 0 && (caller.nothing_is_before)()
     }
 
     /// Decides what is asked for, as far as what is remembered is enough.
     fn add(&mut self, (round, step): &mut (Round, Step), requests: Vec<Request>, caller: &Caller<'_>) {
         let now = (caller.now)();
         round.requests += requests.len();
-        self.decided += requests.len();
         round.open.add(requests, now);
         round.leases_may_exist |= self.replace_waiting(&mut round.open.units);
         self.decide_step(round, step, now);
@@ -352,8 +350,7 @@ impl Dispatcher {
         round.open.units.append(&mut round.repeats);
         if !round.doubted.is_empty() || self.others_place {
             round.caught_up = true;
-            self.look |= self.memory.catch_up(&self.db).await?;
-            self.has_looked();
+            self.look_at_workers().await?;
             round.open.units.append(&mut round.doubted);
         }
         Ok(())

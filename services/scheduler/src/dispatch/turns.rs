@@ -233,7 +233,7 @@ impl Dispatcher {
             return Ok(());
         }
         // What is remembered may be out of date.
-        self.look |= self.memory.catch_up(&self.db).await?;
+        self.look_at_workers().await?;
         for waiting in hopeless {
             if self.memory.workers.lock().choose(&waiting.demand, &waiting.locations) != Choice::Never {
                 self.look = true;
@@ -284,8 +284,7 @@ impl Dispatcher {
 
     /// Sees what others changed since the last look. `tell`: those that wait are told why, where that is news.
     pub(crate) async fn catch_up(&mut self, tell: bool, effects: &mut Effects) -> Result<(), DbErr> {
-        self.look |= self.memory.catch_up(&self.db).await?;
-        self.has_looked();
+        self.look_at_workers().await?;
         let now = Timestamp::now();
         let is_due = self.whole_at.is_none_or(|at| now.since(at) >= self.whole_every());
         self.read_queue(is_due).await?;

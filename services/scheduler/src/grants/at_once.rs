@@ -20,7 +20,7 @@ use uuid::Uuid;
 
 use super::counts::{COUNTS, Change, Changes, Counts, Locked, counts, known_rows, signed};
 use super::given_back::ending;
-use super::{Done, Grant, Holder, NEW_LEASE, Plan, new_leases};
+use super::{A_LITTLE, Done, Grant, Holder, NEW_LEASE, Plan, new_leases};
 use crate::entity::lease::{EndedBy, LEFT, Left, State};
 use crate::memory::{Facts, SharedFacts};
 use crate::placement::{self, Load, Resources};
@@ -100,7 +100,9 @@ impl Plan {
             changes.take(grant);
             of_workers.entry(grant.worker.uuid()).or_default().push(grant);
         }
-        let most_tasks = if self.may_be_spread_anew { self.most_tasks() } else { u32::MAX };
+        // A statement that does nothing costs as much as one that grants all.
+        let most_tasks = self.may_be_spread_anew.then(|| self.most_tasks().saturating_add(A_LITTLE));
+        let most_tasks = most_tasks.unwrap_or(u32::MAX);
         let facts = facts.lock();
         let (mut rooms, mut generations) = (Vec::with_capacity(of_workers.len()), HashMap::new());
         for (id, grants) in of_workers {
@@ -136,10 +138,10 @@ fn most(id: Uuid, grants: &[&Grant], most_tasks: u32, facts: &Facts) -> Option<(
         })
     };
     let mut most = [worker.load.and(&MORE), worker.load].into_iter().find(hold_with)?;
-    let slots = grants.iter().filter(|grant| grant.kind.takes_a_slot()).count();
-    if let Some(others) = slots.checked_sub(1) {
-        // As many may be there before the last one.
-        most.tasks = most.tasks.min(most_tasks.checked_sub(u32::try_from(others).ok()?)?);
+    // Those before the last that is spread are on it by then.
+    let slots = grants.iter().filter(|grant| grant.kind.takes_a_slot());
+    if let Some((before, _)) = slots.enumerate().filter(|(_, grant)| grant.may_be_spread()).last() {
+        most.tasks = most.tasks.min(most_tasks.checked_sub(u32::try_from(before).ok()?)?);
     }
     Some((row.revision, most))
 }

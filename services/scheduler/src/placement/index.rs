@@ -108,6 +108,15 @@ impl DecidedBy {
         others.into_iter().chain(strategies.map(Self::Strategy))
     }
 
+    /// Whether another worker might have been chosen if this one had been busier.
+    pub(crate) fn is_by_load(self) -> bool {
+        match self {
+            Self::Only | Self::AskedFor | Self::Preference | Self::Contact => false,
+            Self::Strategy(strategy) => strategy != Strategy::VolumeLocality,
+            Self::Lot => true,
+        }
+    }
+
     /// For programs.
     pub(crate) fn name(self) -> &'static str {
         match self {

@@ -1,8 +1,12 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use db::Database;
 use domain::LeaseId;
-use sea_orm::{ConnectionTrait, DatabaseConnection, DatabaseTransaction, Statement, TransactionTrait};
+use sea_orm::{
+    ConnectionTrait, DatabaseConnection, DatabaseTransaction, EntityTrait, QueryOrder, Statement,
+    TransactionTrait,
+};
 use testing::databases::{self, TestDatabase};
 use tokio::sync::{Semaphore, oneshot};
 
@@ -10,6 +14,7 @@ use super::*;
 use crate::config::Config;
 use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, REQUESTS};
 use crate::entity::lease::Kind;
+use crate::entity::worker;
 use crate::placement::{Demand, Process, Purpose, Resources, Shape, Tell};
 use crate::workers;
 use crate::workers::for_tests::hello;
@@ -234,63 +239,70 @@ async fn what_found_nothing_beside_one_that_exists_is_decided_again() {
     assert_eq!(tasks(&replica.dispatch, replica.worker), (2, 2));
 }
 
-/// Another replica has placed much on one of two workers, which is not known here yet.
-#[tokio::test]
-async fn many_are_spread_by_what_others_have_placed() {
-    let mut replica = replica_with(databases::sqlite(), Some(100)).await;
-    let_in(&replica.db, "two", Some(100)).await;
-    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("both workers");
-    let (_, mut other) = Dispatcher::new(replica.db.clone(), Arc::new(Config::new("", "")));
-    other.catch_up(false, &mut Effects::default()).await.expect("both workers");
-
-    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
-    let all_there = |_| {
-        let (mut request, answer) = place(LeaseId::new());
-        let Request::Place(asks, _) = &mut request else { unreachable!("it asks for a lease") };
-        let demand = Demand { only: Some(replica.worker), ..(*asks[0].demand).clone() };
-        asks[0].demand = Arc::new(demand);
-        (request, answer)
-    };
-    let (requests, of_other): (Vec<_>, Vec<_>) = (0..2 * SOME).map(all_there).unzip();
-    other.rounds(requests, &caller).await;
-    assert_eq!(tasks(&replica.dispatch, replica.worker), (0, 0), "it is not known");
-
-    let (requests, answers): (Vec<_>, Vec<_>) = (0..SOME).map(|_| place(LeaseId::new())).unzip();
-    replica.dispatcher.rounds(requests, &caller).await;
-    for answer in of_other.into_iter().chain(answers) {
-        let placed = answer.await.expect("an answer");
-        assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
+impl Replica {
+    /// Has so many leases asked for together, all of which are granted.
+    async fn place_many(&mut self, count: usize, now: &(dyn Fn() -> Timestamp + Sync)) {
+        let caller = Caller { now, nothing_is_before: &|| true, tell: &drop };
+        let (requests, answers): (Vec<_>, Vec<_>) = (0..count).map(|_| place(LeaseId::new())).unzip();
+        assert!(self.dispatcher.rounds(requests, &caller).await.is_empty());
+        for answer in answers {
+            let placed = answer.await.expect("an answer");
+            assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
+        }
     }
-    assert_eq!(tasks(&replica.dispatch, replica.worker), (2 * SOME as u32, 2 * SOME as u32));
+
+    /// How many tasks there are on each worker, in the order of their names.
+    async fn tasks_of_all(&self) -> Vec<i64> {
+        let rows = worker::Entity::find().order_by_asc(worker::Column::Name).all(self.db.read()).await;
+        rows.expect("the workers").iter().map(|row| row.active_tasks).collect()
+    }
 }
 
-/// One after the other, too: where others place, it is looked at that after some.
-#[tokio::test]
-async fn after_some_it_is_looked_at_what_others_have_placed() {
-    let mut replica = replica_with(databases::sqlite(), Some(100)).await;
-    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("the worker");
-    let (_, mut other) = Dispatcher::new(replica.db.clone(), Arc::new(Config::new("", "")));
-    other.catch_up(false, &mut Effects::default()).await.expect("the worker");
+/// Another replica places so much more on a worker.
+async fn others_place(db: &Database, name: &str, tasks: usize) {
+    let sql = format!("UPDATE workers SET active_tasks = active_tasks + {tasks} WHERE name = '{name}'");
+    db.write(async |txn| txn.execute_unprepared(&sql).await).await.expect("placed");
+}
 
-    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
-    let one = async |dispatcher: &mut Dispatcher| {
-        let (request, answer) = place(LeaseId::new());
-        dispatcher.rounds(vec![request], &caller).await;
-        assert!(matches!(answer.await.expect("an answer")[..], [Ok(_)]));
+/// Another replica has placed something on one of two workers, which is not known here yet: much, or one more than any is believed to have. What makes
+/// no difference is let be.
+#[tokio::test]
+async fn many_are_spread_by_what_others_have_placed() {
+    for (own, of_others, expected) in [(0, 8, [8, 4]), (16, 2, [11, 11]), (0, 2, [4, 2])] {
+        let mut replica = replica_with(databases::sqlite(), Some(100)).await;
+        let_in(&replica.db, "two", Some(100)).await;
+        replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("both workers");
+        replica.place_many(own, &Timestamp::now).await;
+        others_place(&replica.db, "one", of_others).await;
+        replica.place_many(SOME, &Timestamp::now).await;
+        assert_eq!(replica.tasks_of_all().await, expected, "{own} and {of_others}");
+    }
+}
+
+/// What has come to nothing is spread by what others have placed until then, too: each decision of these is made just before they place again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_decided_anew_is_spread_by_what_others_have_placed_meanwhile() {
+    let mut replica = replica_with(databases::sqlite(), Some(1000)).await;
+    for name in ["three", "two"] {
+        let_in(&replica.db, name, Some(1000)).await;
+    }
+    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("all workers");
+    let db = replica.db.clone();
+    let (runtime, asked) = (tokio::runtime::Handle::current(), AtomicUsize::new(0));
+    let now = || {
+        // Asked first when it is decided, and the fourth time when some of it is decided anew.
+        let name = match asked.fetch_add(1, Ordering::Relaxed) {
+            0 => "one",
+            3 => "two",
+            _ => return Timestamp::now(),
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| runtime.block_on(others_place(&db, name, 100))).join().expect("placed");
+        });
+        Timestamp::now()
     };
-    for _ in 0..2 * SOME {
-        one(&mut replica.dispatcher).await;
-    }
-    assert!(!replica.dispatcher.looks_before(SOME), "nobody else places");
-    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("looked");
-    one(&mut other).await;
-    for _ in 1..SOME {
-        one(&mut replica.dispatcher).await;
-        assert!(!replica.dispatcher.looks_before(0));
-    }
-    assert!(replica.dispatcher.looks_before(1));
-    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("looked");
-    assert!(!replica.dispatcher.looks_before(SOME), "it is known");
+    replica.place_many(9 * SOME, &now).await;
+    assert_eq!(replica.tasks_of_all().await, [100, 24, 112]);
 }
 
 /// Whoever calls again while he waits has one lease, and both calls hear of it.

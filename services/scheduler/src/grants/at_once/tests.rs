@@ -270,24 +270,27 @@ async fn what_is_pinned_is_let_go_although_it_is_given_back_at_once() {
     assert!(replica.leases().await.values().all(|lease| lease.state == State::Ended));
 }
 
-/// Others have placed so much on two workers that of many grants for them most are planned anew, as by steps.
+/// Others have placed as much on two workers as is believed to be on the busiest: of many grants for them most are planned anew, as by steps. But for
+/// those that cannot be elsewhere.
 #[tokio::test]
 async fn what_others_have_crowded_takes_one_more_at_once() {
-    let (_database, mut replica) = start(1).await;
-    let workers = replica.workers().await;
-    let free: Vec<_> = workers.values().filter(|row| row.max_tasks.is_none()).collect();
-    let on: Vec<_> = free.iter().map(|row| (row.id, row.incarnation)).collect();
-    let grant = |n: usize| Grant {
-        believed_tasks: u32::try_from(n / 2).expect("few"),
-        ..replica.grant_on(on[n % 2], Kind::Task, Resources::default(), None)
-    };
-    let grants: Vec<_> = (0..20).map(grant).collect();
-    let plan = Plan { grants, may_be_spread_anew: true, ..Plan::default() };
-    let crowded = format!("UPDATE workers SET active_tasks = {} WHERE max_tasks IS NULL", plan.most_tasks());
-    replica.db.read().execute_unprepared(&crowded).await.expect("changed");
-    let (done, is_whole) = carry_out(&replica, &plan).await.expect("it may be at once");
-    assert!(!is_whole);
-    assert_eq!(done.refused.len(), plan.grants.len() - on.len());
+    for (decided_by, refused) in [(DecidedBy::Lot, 18), (DecidedBy::Only, 0)] {
+        let (_database, mut replica) = start(1).await;
+        let workers = replica.workers().await;
+        let free: Vec<_> = workers.values().filter(|row| row.max_tasks.is_none()).collect();
+        let on: Vec<_> = free.iter().map(|row| (row.id, row.incarnation)).collect();
+        let grant = |n: usize| Grant {
+            believed_tasks: u32::try_from(n / 2).expect("few"),
+            decided_by,
+            ..replica.grant_on(on[n % 2], Kind::Task, Resources::default(), None)
+        };
+        let grants: Vec<_> = (0..20).map(grant).collect();
+        let plan = Plan { grants, may_be_spread_anew: true, ..Plan::default() };
+        let crowded = "UPDATE workers SET active_tasks = 9 WHERE max_tasks IS NULL";
+        replica.db.read().execute_unprepared(crowded).await.expect("changed");
+        let (done, is_whole) = carry_out(&replica, &plan).await.expect("it may be at once");
+        assert_eq!((is_whole, done.refused.len()), (refused == 0, refused), "{decided_by:?}");
+    }
 }
 
 /// What the statement rests on: it waits for whoever has the rows, and sees what that one made of them.
