@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, REQUESTS};
 use crate::entity::lease::Kind;
 use crate::entity::worker;
-use crate::placement::{Demand, Process, Purpose, Resources, Shape, Tell};
+use crate::placement::{Process, Purpose, Resources, Shape, Tell};
 use crate::workers;
 use crate::workers::for_tests::hello;
 use crate::workloads::Submission;
