@@ -41,10 +41,10 @@ use crate::outbox::Parcel;
 use crate::placement::{self, DecidedBy, Demand};
 use crate::workers;
 
-/// Where there are fewer tasks on each worker, [`A_LITTLE`] more are spread by those that come: it costs more than it is worth to do that at once.
+/// Where there are fewer tasks on each worker, [`A_LITTLE`] more are let be: who comes next makes up for that, and decisions cost more than it is worth.
 const FEW_TASKS: u32 = 8;
 
-/// How many tasks more are let be, where that is worth more than how they are spread.
+/// How many tasks more are let be where that is worth more than how they are spread.
 const A_LITTLE: u32 = 2;
 
 /// What shall be done in one transaction.
@@ -59,8 +59,8 @@ pub(crate) struct Plan {
     /// Whether a lease of these ids may be there already.
     pub(crate) leases_may_exist: bool,
     pub(crate) grants: Vec<Grant>,
-    /// Whether grants are left out whose worker has more than [`Plan::most_tasks`]: others have placed so much there that these would have been
-    /// planned elsewhere, had it been known.
+    /// Whether grants are left out that can be spread and whose worker has more than [`Plan::most_tasks`]: others have placed so much there that
+    /// these would have been planned elsewhere, had it been known. One statement lets [`A_LITTLE`] more be.
     pub(crate) may_be_spread_anew: bool,
 }
 
@@ -88,6 +88,8 @@ pub(crate) struct Grant {
     pub(crate) believed_tasks: u32,
     pub(crate) holder: Holder,
     pub(crate) decided_by: DecidedBy,
+    /// Whether another worker would have been chosen had this one been busier.
+    pub(crate) is_by_load: bool,
 }
 
 /// Who holds a lease.
@@ -259,18 +261,19 @@ impl Plan {
     }
 
     /// How many tasks there may be on a worker that takes one more of what can be spread: as many as were believed to be on the busiest for which
-    /// something was planned, and a little more.
+    /// something of that was planned, whoever may use that one, and some more where they are few or many.
     fn most_tasks(&self) -> u32 {
         let spread = self.grants.iter().filter(|grant| grant.may_be_spread());
         let most = spread.map(|grant| grant.believed_tasks).max().unwrap_or(0);
-        most.saturating_add(if most < FEW_TASKS { A_LITTLE } else { most / 16 })
+        let beyond_few = most.saturating_add(1).saturating_sub(FEW_TASKS);
+        most.saturating_add(A_LITTLE.saturating_sub(beyond_few).max(most / 16))
     }
 }
 
 impl Grant {
     /// Whether it takes a slot of a worker that was chosen by how busy it is: with more tasks than was known it would not have been.
     fn may_be_spread(&self) -> bool {
-        self.kind.takes_a_slot() && self.decided_by.is_by_load()
+        self.kind.takes_a_slot() && self.is_by_load
     }
 }
 

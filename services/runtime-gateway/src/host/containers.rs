@@ -256,7 +256,7 @@ impl Host {
         .await
     }
 
-    /// Every process of a container, half-made ones too.
+    /// Every process of a container, but for those that are being made.
     pub(super) fn processes_of(&self, container: ContainerHandle) -> Result<Vec<Process>, RuntimeError> {
         let directory = self.container(container).join(names::PROCESSES);
         if !files::exists(&directory).map_err(at("look for", &directory))? {

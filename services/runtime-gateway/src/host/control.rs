@@ -236,10 +236,9 @@ impl Sockets {
         PathBuf::from(format!("/proc/self/fd/{}/{name}", self.directory.as_raw_fd()))
     }
 
+    /// Fails where somebody listens, or did and left that behind: it may be who has taken the state directory over.
     pub(super) fn listen(&self, name: &str) -> io::Result<std::os::unix::net::UnixListener> {
-        let path = self.short(name);
-        super::files::remove_file(&path)?;
-        std::os::unix::net::UnixListener::bind(path)
+        std::os::unix::net::UnixListener::bind(self.short(name))
     }
 
     /// Fails when nobody listens there.

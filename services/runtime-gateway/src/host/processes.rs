@@ -320,6 +320,7 @@ impl Host {
 
     fn launch(&self, process: &Process, spec: ProcessSpec) -> Result<(), RuntimeError> {
         let (alive, log) = self.intend(process, spec)?;
+        self.hold.check()?;
         let name = process.id.to_string();
         let socket = self.sockets.path(&name);
         let listener = OwnedFd::from(self.sockets.listen(&name).map_err(at("listen at", &socket))?);
@@ -346,20 +347,22 @@ impl Host {
     /// Makes the directory of a process, and with it the intent to start it. Both are there in one moment, durably: of an intent that was cut
     /// short nobody could say whether it was carried out. Answers what its supervisor holds: its lock, and where it says what it has to say.
     fn intend(&self, process: &Process, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
-        let unfinished = process.unfinished();
+        let (dir, unfinished) = (&process.dir, process.unfinished());
         let made = self.fill(&unfinished, process.id, spec).and_then(|made| {
             self.hold.check()?;
-            files::rename_exclusively(&unfinished, &process.dir).map_err(at("make", &process.dir))?;
+            files::rename_exclusively(&unfinished, dir).map_err(at("make", dir))?;
             Ok(made)
         });
-        if made.is_err() {
-            files::remove_tree(&unfinished).map_err(at("remove", &unfinished))?;
-        }
-        for dir in [Some(&*process.dir), process.dir.parent()].into_iter().flatten().filter(|_| made.is_ok())
+        if made.is_err()
+            && let Err(error) = files::remove_tree(&unfinished)
         {
-            files::sync_directory(dir).map_err(at("sync", dir))?;
+            // Whoever opens the state directory next removes it.
+            tracing::warn!(%error, path = %unfinished.display(), "cannot remove what is left of a start");
         }
-        made
+        let made = made?;
+        files::sync_directory(dir).map_err(at("sync", dir))?;
+        dir.parent().map_or(Ok(()), files::sync_directory).map_err(at("sync what is above", dir))?;
+        Ok(made)
     }
 
     fn fill(&self, dir: &Path, id: AttemptId, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
@@ -405,6 +408,8 @@ impl Host {
         process.revoke()?;
         let socket = self.sockets.path(&process.id.to_string());
         files::remove_file(&socket).map_err(at("remove", &socket))?;
+        // Who took over may have made it anew.
+        self.hold.check()?;
         // Of what is removed halfway nobody could say how far it was.
         let unfinished = process.unfinished();
         match fs::rename(&process.dir, &unfinished) {

@@ -335,6 +335,16 @@ const KILLED: &str = "GANTRY_TEST_KILLED";
 const STARTS: &str =
     "host::leftovers::a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing";
 
+/// A process that is killed when this is dropped.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        self.0.kill().expect("killed");
+        self.0.wait().expect("ended");
+    }
+}
+
 /// Starts one process after the other, until it is killed.
 async fn start_for_ever(dir: &Path) {
     let runtime: std::sync::Arc<dyn Runtime> = HostRuntime::open(config(dir)).expect("open the runtime");
@@ -369,24 +379,23 @@ async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing(
         subject.close().await;
         let dir = subject.dir.path();
         let is_unfinished = || names_of_processes(dir).iter().any(|name| name.starts_with('.'));
-        let mut killed = std::process::Command::new(std::env::current_exe().expect("this program"))
+        let child = std::process::Command::new(std::env::current_exe().expect("this program"))
             .args(["--exact", STARTS, "--nocapture"])
             .env(KILLED, dir)
             .stdout(std::process::Stdio::null())
-            .spawn()
-            .expect("it starts");
+            .spawn();
+        let mut killed = Killed(child.expect("it starts"));
         // When there is something of its first process, its second, its third; of every other one once it has its name.
         let mut seen = 0_u64;
         let deadline = std::time::Instant::now() + Duration::from_secs(30);
         while seen <= round / 2 % 3 {
             let names = names_of_processes(dir);
             seen = names.iter().filter(|name| round % 2 == 0 || !name.starts_with('.')).count() as u64;
-            assert!(killed.try_wait().expect("asked").is_none(), "it ended");
+            assert!(killed.0.try_wait().expect("asked").is_none(), "it ended");
             assert!(std::time::Instant::now() < deadline, "it starts nothing");
         }
         std::thread::sleep(Duration::from_micros(50 * (round / 6)));
-        killed.kill().expect("killed");
-        killed.wait().expect("ended");
+        drop(killed);
         cut_short += u32::from(is_unfinished());
 
         subject.reopen().await;

@@ -569,6 +569,7 @@ mod tests {
             group: None,
             lease,
             decided_by,
+            is_by_load: false,
             kind: Kind::Task,
             demand: Arc::new(shape.clone().asked_by(lease.uuid())),
             worker,

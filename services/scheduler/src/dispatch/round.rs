@@ -265,6 +265,7 @@ impl Dispatcher {
             believed_tasks,
             holder: Holder::Workload { id, attempt, whereabouts, reason: placement.reason },
             decided_by: placement.decided_by,
+            is_by_load: placement.is_by_load,
         })
     }
 
@@ -314,6 +315,7 @@ impl Dispatcher {
                 settles: !inputs.is_empty(),
             },
             decided_by: placement.decided_by,
+            is_by_load: placement.is_by_load,
         })
     }
 

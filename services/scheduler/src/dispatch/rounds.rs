@@ -348,7 +348,8 @@ impl Dispatcher {
         self.read_waiting(&std::mem::take(&mut round.outdated)).await?;
         round.leases_may_exist |= !round.repeats.is_empty();
         round.open.units.append(&mut round.repeats);
-        if !round.doubted.is_empty() || self.others_place {
+        // What did not hold twice is decided on what is true.
+        if !round.doubted.is_empty() || self.others_place || round.decisions > 1 {
             round.caught_up = true;
             self.look_at_workers().await?;
             round.open.units.append(&mut round.doubted);

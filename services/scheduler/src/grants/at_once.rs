@@ -106,7 +106,12 @@ impl Plan {
         let facts = facts.lock();
         let (mut rooms, mut generations) = (Vec::with_capacity(of_workers.len()), HashMap::new());
         for (id, grants) in of_workers {
-            let most = if grants.is_empty() { None } else { Some(most(id, &grants, most_tasks, &facts)?) };
+            let gives_back = self.releases.iter().any(|(_, worker)| worker.uuid() == id);
+            let most = if grants.is_empty() {
+                None
+            } else {
+                Some(most(id, &grants, most_tasks, gives_back, &facts)?)
+            };
             rooms.push(Room::new(id, most, changes.of(id)));
             generations.extend(facts.row(id).map(|row| (id, row.generation)));
         }
@@ -125,7 +130,13 @@ impl Grant {
 }
 
 /// The revision of a worker, and how much may be on it so that all of `grants` hold. `None`: they do not with what is known to be on it.
-fn most(id: Uuid, grants: &[&Grant], most_tasks: u32, facts: &Facts) -> Option<(i64, Load)> {
+fn most(
+    id: Uuid,
+    grants: &[&Grant],
+    most_tasks: u32,
+    gives_back: bool,
+    facts: &Facts,
+) -> Option<(i64, Load)> {
     let row = facts.row(id)?;
     let worker = facts.as_placed(row).ok()?;
     let hold_with = |load: &Load| {
@@ -143,7 +154,8 @@ fn most(id: Uuid, grants: &[&Grant], most_tasks: u32, facts: &Facts) -> Option<(
     if let Some((before, _)) = slots.enumerate().filter(|(_, grant)| grant.may_be_spread()).last() {
         most.tasks = most.tasks.min(most_tasks.checked_sub(u32::try_from(before).ok()?)?);
     }
-    Some((row.revision, most))
+    // With what is known now it would do nothing.
+    (gives_back || worker.load.tasks <= most.tasks).then_some((row.revision, most))
 }
 
 impl Room {

@@ -188,6 +188,7 @@ mod tests {
                 settles: false,
             },
             decided_by: DecidedBy::Only,
+            is_by_load: false,
         }
     }
 

@@ -81,6 +81,8 @@ pub(crate) struct Placement {
     pub(crate) reason: String,
     /// What made the difference.
     pub(crate) decided_by: DecidedBy,
+    /// Whether another would have been chosen had this one been busier, as far as those that come after it would do.
+    pub(crate) is_by_load: bool,
 }
 
 /// What made the difference between the worker that was chosen and the next best.
@@ -106,15 +108,6 @@ impl DecidedBy {
         let strategies = Strategy::all().filter(|strategy| *strategy != Strategy::Random);
         let others = [Self::Only, Self::AskedFor, Self::Preference, Self::Contact, Self::Lot];
         others.into_iter().chain(strategies.map(Self::Strategy))
-    }
-
-    /// Whether another worker might have been chosen if this one had been busier.
-    pub(crate) fn is_by_load(self) -> bool {
-        match self {
-            Self::Only | Self::AskedFor | Self::Preference | Self::Contact => false,
-            Self::Strategy(strategy) => strategy != Strategy::VolumeLocality,
-            Self::Lot => true,
-        }
     }
 
     /// For programs.
@@ -481,7 +474,8 @@ impl Index {
                 let reason = self.reason(demand, &best, willing);
                 let Worker { id, incarnation, .. } = *worker;
                 let decided_by = if demand.only.is_some() { DecidedBy::AskedFor } else { best.decided_by };
-                return Choice::Placed(Placement { worker: id, incarnation, reason, decided_by });
+                let is_by_load = demand.only.is_none() && self.is_by_load(demand, &best);
+                return Choice::Placed(Placement { worker: id, incarnation, reason, decided_by, is_by_load });
             }
         }
         if self.is_hopeless(demand) { Choice::Never } else { Choice::NotNow }
@@ -708,6 +702,16 @@ impl Index {
         let willing: Vec<_> = places().filter(would_do).collect();
         let place = willing.get(draw(demand.asked_by, 0, willing.len()))?;
         Some((*place, willing.len()))
+    }
+
+    /// Whether another would have been chosen had the `best` been busier: one that is as good, or the next where that is what makes the difference.
+    fn is_by_load(&self, demand: &Demand, best: &Best) -> bool {
+        let chain = self.chains.of(demand.shape.purpose);
+        match best.decided_by {
+            _ if best.equal > 1 => chain.is_by_load(None),
+            DecidedBy::Strategy(strategy) => chain.is_by_load(Some(strategy)),
+            _ => false,
+        }
     }
 
     /// Why the `best` and no other of those that are `willing`.

@@ -336,6 +336,35 @@ fn a_burst_is_spread_evenly() {
     );
 }
 
+/// Whoever was chosen by load would have lost to another with more on it: to one that is as good, or to the next.
+#[test]
+fn what_is_by_load_would_be_elsewhere_with_more() {
+    let [one, two] = [busy(1, worker("one")), busy(1, worker("two"))];
+    let (less, there) = (worker("less"), [at(1, &[&one]), at(1, &[&one, &two])]);
+    let only = Demand { only: Some(one.id), ..demand() };
+    let preferred = Demand { prefer: [one.id, two.id].into(), ..demand() };
+    let first = Demand { prefer: [one.id].into(), ..demand() };
+    for (chain, workers, demand, locations, expected) in [
+        ("volume-locality,limit-active-tasks", vec![&one, &two], &demand(), &[][..], true),
+        ("limit-active-tasks", vec![&one, &less], &demand(), &[], true),
+        ("limit-active-tasks,volume-locality", vec![&one, &two], &demand(), &there[..1], true),
+        ("volume-locality,limit-active-tasks", vec![&one, &two], &demand(), &there[..1], false),
+        ("volume-locality,limit-active-tasks", vec![&one, &two, &less], &demand(), &there[1..], true),
+        ("limit-active-tasks", vec![&one, &two, &less], &preferred, &[], true),
+        ("limit-active-tasks", vec![&one, &two, &less], &first, &[], false),
+        ("limit-active-tasks", vec![&one, &two], &only, &[], false),
+        ("limit-active-tasks", vec![&one], &demand(), &[], false),
+        ("random", vec![&one, &two], &demand(), &[], false),
+        ("volume-locality", vec![&one, &two], &demand(), &there[1..], false),
+    ] {
+        let chains = Chains { builds: chain.parse().expect("a chain"), ..Chains::default() };
+        let mut index = Index::new(chains, BTreeSet::new());
+        workers.iter().for_each(|worker| index.put((*worker).clone()));
+        let Choice::Placed(placement) = index.choose(demand, locations) else { panic!("placed") };
+        assert_eq!(placement.is_by_load, expected, "{chain}: {placement:?}");
+    }
+}
+
 /// Those that come after one another and cannot take it leave nothing to the next.
 #[test]
 fn who_cannot_take_it_leaves_its_share_to_all_others_alike() {

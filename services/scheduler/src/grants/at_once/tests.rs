@@ -82,6 +82,7 @@ impl Replica {
                 settles: false,
             },
             decided_by: DecidedBy::Only,
+            is_by_load: false,
         }
     }
 
@@ -274,14 +275,14 @@ async fn what_is_pinned_is_let_go_although_it_is_given_back_at_once() {
 /// those that cannot be elsewhere.
 #[tokio::test]
 async fn what_others_have_crowded_takes_one_more_at_once() {
-    for (decided_by, refused) in [(DecidedBy::Lot, 18), (DecidedBy::Only, 0)] {
+    for (is_by_load, refused) in [(true, 18), (false, 0)] {
         let (_database, mut replica) = start(1).await;
         let workers = replica.workers().await;
         let free: Vec<_> = workers.values().filter(|row| row.max_tasks.is_none()).collect();
         let on: Vec<_> = free.iter().map(|row| (row.id, row.incarnation)).collect();
         let grant = |n: usize| Grant {
             believed_tasks: u32::try_from(n / 2).expect("few"),
-            decided_by,
+            is_by_load,
             ..replica.grant_on(on[n % 2], Kind::Task, Resources::default(), None)
         };
         let grants: Vec<_> = (0..20).map(grant).collect();
@@ -289,7 +290,7 @@ async fn what_others_have_crowded_takes_one_more_at_once() {
         let crowded = "UPDATE workers SET active_tasks = 9 WHERE max_tasks IS NULL";
         replica.db.read().execute_unprepared(crowded).await.expect("changed");
         let (done, is_whole) = carry_out(&replica, &plan).await.expect("it may be at once");
-        assert_eq!((is_whole, done.refused.len()), (refused == 0, refused), "{decided_by:?}");
+        assert_eq!((is_whole, done.refused.len()), (refused == 0, refused));
     }
 }
 
