@@ -23,11 +23,12 @@ use tokio::task::JoinSet;
 use crate::caches::resource::{self, Ask, Found, User};
 use crate::caches::task::{self, Key};
 use crate::collect::{self, Settings};
-use crate::entity::Purpose;
+use crate::entity::{BuildStatus, Purpose};
 use crate::inventory::{self, NeededVolume, Needs, StartsWith};
 use crate::mark::Policy;
 use crate::migrations::Schema;
-use crate::pins::{self, Used};
+use crate::owners::NewBuild;
+use crate::pins::{self, Settlement, Used};
 use crate::replicas::{self, Plan};
 use crate::undelete::{self, KeptBy};
 use crate::{artifacts, owners, set_aside, sweep};
@@ -519,6 +520,79 @@ async fn what_a_build_owns_that_is_renewed_at_last_is_not_marked_with_another_th
     renews.go.notify_one();
     renewal.join_all().await;
     assert!(target.is_used(&db).await && !target.is_marked(&db).await);
+}
+
+/// A build is made that ends with a workload of which nothing is known, and which is settled at the same moment.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_build_does_not_outlive_the_workload_that_ends_it() {
+    let database = databases::postgres().await;
+    let db = Database::connect::<Schema>(&database.url).await.expect("the database");
+    for build_is_first in [true, false] {
+        let (build, workload) = (BuildId::new(), WorkloadId::new());
+        let new = NewBuild {
+            id: build,
+            team: TEAM.to_owned(),
+            job: None,
+            ends_with: Some(workload),
+            keep: Duration::ZERO,
+            term: Some(PATIENCE),
+            ended: None,
+        };
+        let settlement = Settlement {
+            holder: workload,
+            team: TEAM.to_owned(),
+            attempt: None,
+            outputs: vec![],
+            build: None,
+            status: BuildStatus::Succeeded,
+        };
+        let (puts, settles) = (Party::default(), Party::default());
+        let mut both = JoinSet::new();
+        let put = |both: &mut JoinSet<_>| {
+            let (new, party, db) = (new.clone(), puts.clone(), db.clone());
+            both.spawn(async move {
+                let part = |txn: db::Transaction| {
+                    let new = new.clone();
+                    async move { owners::put_build(&txn, &new, NOW).await.map_err(|_| Failed::Refused) }
+                };
+                // Refused: it was too late.
+                _ = party.run(db, part).await;
+            });
+        };
+        let settle = |both: &mut JoinSet<_>| {
+            let (settlement, party, db) = (settlement.clone(), settles.clone(), db.clone());
+            both.spawn(async move {
+                let part = |txn: db::Transaction| {
+                    let settlement = settlement.clone();
+                    async move {
+                        let settled = pins::settle(&txn, &settlement, NOW, PATIENCE).await;
+                        settled.map(drop).map_err(|_| Failed::Refused)
+                    }
+                };
+                party.run(db, part).await.expect("settled");
+            });
+        };
+        let (first, second) = if build_is_first { (&puts, &settles) } else { (&settles, &puts) };
+        if build_is_first {
+            put(&mut both)
+        } else {
+            settle(&mut both)
+        }
+        tokio::time::timeout(PATIENCE, first.reached.notified()).await.expect("nothing holds it up");
+        if build_is_first {
+            settle(&mut both)
+        } else {
+            put(&mut both)
+        }
+        reached_or_held_up(second, &db).await;
+        first.go.notify_one();
+        second.go.notify_one();
+        both.join_all().await;
+        let live = "SELECT COUNT(*) AS n FROM builds WHERE build_id = $1 AND ended_at IS NULL";
+        assert_eq!(count(&db, live, vec![build.uuid().into()]).await, 0, "{build_is_first}");
+        let known = "SELECT COUNT(*) AS n FROM holders WHERE holder_id = $1 AND settled_at IS NOT NULL";
+        assert_eq!(count(&db, known, vec![workload.uuid().into()]).await, 1);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

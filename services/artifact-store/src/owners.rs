@@ -69,10 +69,7 @@ pub(crate) async fn put_build(
     let id = new.id.uuid();
     // A workload that is settled will never end it.
     let settled = match new.ends_with {
-        Some(workload) => {
-            let holder = holder::Entity::find_by_id(workload.uuid()).lock_shared().one(txn).await?;
-            holder.is_some_and(|holder| holder.settled_at.is_some())
-        }
+        Some(workload) => is_settled(txn, workload, &new.team, now).await?,
         None => false,
     };
     let latest = match &new.job {
@@ -136,6 +133,26 @@ pub(crate) async fn put_build(
         Some(latest) if is_latest && latest.latest_build != id => supersede(txn, &latest, new, now).await,
         _ => Ok(()),
     }
+}
+
+/// Whether a workload is settled. Whoever would accept or settle it waits for the end of this transaction, also where it is not known yet: there its
+/// row is made and removed again, and theirs, which has the same key, comes after that.
+async fn is_settled(
+    txn: &DatabaseTransaction,
+    workload: WorkloadId,
+    team: &str,
+    now: Timestamp,
+) -> Result<bool, DbErr> {
+    let sql = "INSERT INTO holders (holder_id, team, created_at, look_at) VALUES ($1, $2, $3, $3) ON CONFLICT (holder_id) DO NOTHING";
+    let values = [workload.uuid().into(), team.into(), now.0.into()];
+    let made =
+        txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await?;
+    if made.rows_affected() > 0 {
+        holder::Entity::delete_by_id(workload.uuid()).exec(txn).await?;
+        return Ok(false);
+    }
+    let holder = holder::Entity::find_by_id(workload.uuid()).lock_shared().one(txn).await?;
+    Ok(holder.is_some_and(|holder| holder.settled_at.is_some()))
 }
 
 fn fresh(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
