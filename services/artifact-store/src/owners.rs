@@ -4,7 +4,8 @@
 //! bound to it, also when its term passes ([`crate::collect`]). When it lets go then is a rule of its own ([`crate::rules`]).
 //!
 //! Invariants: a build that ended stays ended. What it said of its end counts once, and it never keeps longer than it said; every UPDATE that
-//! ends one is guarded by `ended_at IS NULL`. Whoever makes it own something has locked it first ([`lock_live`]).
+//! ends one is guarded by `ended_at IS NULL`. Whoever makes it own something has locked it first ([`lock_live`]). None goes on whose workload is
+//! settled: who makes one keeps others from settling that meanwhile ([`is_settled`]).
 //!
 //! *Latest of its job* is the build with the highest number that was ever reported, in whatever order that was. Whoever puts a build of a job
 //! or ends one holds the job's row, and locks it before any build: so that two of them never both count as the latest.

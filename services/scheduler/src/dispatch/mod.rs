@@ -49,7 +49,7 @@ use crate::service::Scheduler;
 use crate::store::Inputs;
 use crate::workloads::Submission;
 
-/// How often something is decided anew because what was decided on had changed in the meantime.
+/// How often something is decided anew because what was decided on had changed in the meantime, or to spread it.
 const DECISIONS: usize = 8 + SPREADS;
 
 /// How many requests are taken into a round, and how many of the queue are placed by one transaction.

@@ -474,7 +474,7 @@ impl Index {
                 let reason = self.reason(demand, &best, willing);
                 let Worker { id, incarnation, .. } = *worker;
                 let decided_by = if demand.only.is_some() { DecidedBy::AskedFor } else { best.decided_by };
-                let is_by_load = demand.only.is_none() && self.is_by_load(demand, &best);
+                let is_by_load = self.is_by_load(demand, &best);
                 return Choice::Placed(Placement { worker: id, incarnation, reason, decided_by, is_by_load });
             }
         }

@@ -193,9 +193,9 @@ impl Chain {
         cost
     }
 
-    /// Whether it compares how busy workers are, `until` then: no later than by that one. `None`: in the end.
-    pub(crate) fn is_by_load(&self, until: Option<Strategy>) -> bool {
-        let last = self.0.iter().position(|strategy| Some(*strategy) == until);
+    /// Whether it compares how busy workers are, by one of its strategies as far as `last`. `None`: by any.
+    pub(crate) fn is_by_load(&self, last: Option<Strategy>) -> bool {
+        let last = self.0.iter().position(|strategy| Some(*strategy) == last);
         self.0.iter().take(last.map_or(usize::MAX, |last| last + 1)).any(|strategy| strategy.is_by_load())
     }
 
