@@ -1,6 +1,7 @@
 //! The host runtime, on this machine.
 
 mod host {
+    mod containment;
     mod inside;
     mod leftovers;
     pub(crate) mod subject;

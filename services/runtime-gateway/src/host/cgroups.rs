@@ -103,7 +103,8 @@ impl Cgroups {
     /// Makes the groups of that name whose limits programs like to know, and says where in a container they are to be seen.
     pub(super) fn visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
         let mut seen = Vec::new();
-        if let Some((root, _)) = &self.v2 {
+        if let Some((root, controllers)) = &self.v2 {
+            enable(root, controllers);
             seen.push((root.join(name), "/sys/fs/cgroup".to_owned()));
         }
         for (root, _) in &self.v1 {
@@ -119,6 +120,34 @@ impl Cgroups {
             super::files::make_directory(group)?;
         }
         Ok(seen)
+    }
+
+    /// Whether the machine can keep devices out of containers.
+    pub(super) fn restricts_devices(&self) -> bool {
+        self.v2.is_some() || self.controller("devices").is_some()
+    }
+
+    /// Forbids the groups of that name, which are there, every device but those of a container's `/dev`. For version 1 libcontainer does
+    /// it, and [`Self::are_devices_restricted`] looks whether it did.
+    pub(super) fn restrict_devices(&self, name: &str) -> io::Result<()> {
+        match &self.v2 {
+            Some((root, _)) => super::devices::restrict(&root.join(name)),
+            None if self.restricts_devices() => Ok(()),
+            None => Err(io::Error::new(io::ErrorKind::Unsupported, "no control group has a device policy")),
+        }
+    }
+
+    /// Whether the group of that name has a device policy. On version 2 it has one, or [`Self::restrict_devices`] has failed.
+    pub(super) fn are_devices_restricted(&self, name: &str) -> io::Result<bool> {
+        match self.controller("devices") {
+            Some(root) => {
+                let list = fs::read_to_string(root.join(name).join("devices.list"))?;
+                // A line is `<kind> <major>:<minor> <access>`; `a` is every kind. To make a node without opening it is no access.
+                let opens = |line: &str| line.rsplit(' ').next().is_some_and(|access| access != "m");
+                Ok(!list.lines().any(|line| line.starts_with(['a', 'b']) && opens(line)))
+            }
+            None => Ok(self.v2.is_some()),
+        }
     }
 
     /// How often the kernel killed something in the group for its memory limit.
@@ -151,6 +180,19 @@ impl Cgroups {
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         let deadline = Instant::now() + REMOVAL;
         self.groups(name).try_for_each(|group| remove_group(&group, deadline))
+    }
+}
+
+/// Lets groups below `root` have its controllers. One that cannot be had is missed when a limit needs it.
+fn enable(root: &Path, controllers: &[String]) {
+    let file = root.join("cgroup.subtree_control");
+    let enabled = fs::read_to_string(&file).unwrap_or_default();
+    for controller in controllers {
+        if !enabled.split_whitespace().any(|name| name == controller)
+            && let Err(error) = fs::write(&file, format!("+{controller}"))
+        {
+            eprintln!("supervisor: cannot enable {controller} below {}: {error}", root.display());
+        }
     }
 }
 

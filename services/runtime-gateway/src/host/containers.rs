@@ -187,6 +187,9 @@ impl Host {
         if let Some(missing) = self.cgroups.missing(&spec.limits) {
             return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
         }
+        if !spec.privileged && !self.cgroups.restricts_devices() {
+            return Err(RuntimeError::CgroupUnavailable("devices".to_owned()));
+        }
         check_mounts(root.as_fd(), &spec)?;
         let mut volumes = Vec::new();
         for mount in &spec.mounts {

@@ -31,6 +31,7 @@ mod cgroups;
 mod containers;
 mod control;
 mod copy;
+mod devices;
 mod files;
 mod hold;
 mod image;

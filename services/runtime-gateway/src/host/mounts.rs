@@ -73,6 +73,7 @@ pub(super) struct Overlay<'a> {
     pub(super) work: &'a Path,
     /// Options without a value, or `name=value`.
     pub(super) options: &'a [&'a str],
+    pub(super) attributes: MountAttrFlags,
 }
 
 impl Overlay<'_> {
@@ -106,9 +107,13 @@ impl Overlay<'_> {
             }
         }
         rustix::mount::fsconfig_create(&fs)?;
-        Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?)
+        Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, self.attributes)?)
     }
 }
+
+/// No devices, and no programs that run as another user. For everything that containers write to.
+pub(super) const CONFINED: MountAttrFlags =
+    MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
 
 /// A file system of memory, attached nowhere.
 pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
@@ -121,17 +126,15 @@ pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io:
     Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
-/// Another view of what is at `path`, without what is mounted below it, attached nowhere.
-pub(super) fn clone_of(path: &Path, read_only: bool) -> io::Result<OwnedFd> {
+/// Another view of what is at `path`, without what is mounted below it, attached nowhere. It has `attributes` beside its own.
+pub(super) fn clone_of(path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let tree = rustix::mount::open_tree(CWD, path, flags)?;
-    if read_only {
-        set_read_only(tree.as_fd())?;
-    }
+    set_attributes(tree.as_fd(), attributes)?;
     Ok(tree)
 }
 
-fn set_read_only(mount: BorrowedFd<'_>) -> io::Result<()> {
+fn set_attributes(mount: BorrowedFd<'_>, attributes: MountAttrFlags) -> io::Result<()> {
     #[repr(C)]
     struct Attributes {
         set: u64,
@@ -139,7 +142,8 @@ fn set_read_only(mount: BorrowedFd<'_>) -> io::Result<()> {
         propagation: u64,
         user_namespace: u64,
     }
-    let attributes = Attributes { set: libc::MOUNT_ATTR_RDONLY, clear: 0, propagation: 0, user_namespace: 0 };
+    let set = u64::from(attributes.bits());
+    let attributes = Attributes { set, clear: 0, propagation: 0, user_namespace: 0 };
     // SAFETY: the path is a C string, and `attributes` has the layout and the size that are said.
     let result = unsafe {
         libc::syscall(

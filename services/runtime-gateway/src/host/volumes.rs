@@ -237,7 +237,8 @@ impl Volumes {
         let work = volume.join("work");
         forget_volatile(&work).map_err(at("clean", &work))?;
         let upper = volume.join("upper");
-        let overlay = Overlay { lower: &self.layers(parent)?, upper: &upper, work: &work, options };
+        let (lower, attributes) = (&self.layers(parent)?, mounts::CONFINED);
+        let overlay = Overlay { lower, upper: &upper, work: &work, options, attributes };
         let mount = overlay.make().map_err(at("mount the layers of", &volume))?;
         mounts::attach_at(mount.as_fd(), &contents).map_err(at("mount at", &contents))?;
         Ok(contents)
@@ -350,8 +351,8 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     fs::write(lower.join("file"), "below")?;
     let attempt = |options: &'static [&'static str]| {
         forget_volatile(&work)?;
-        let lower = [lower.clone()];
-        let mount = Overlay { lower: &lower, upper: &upper, work: &work, options }.make()?;
+        let (lower, attributes) = (&[lower.clone()], mounts::CONFINED);
+        let mount = Overlay { lower, upper: &upper, work: &work, options, attributes }.make()?;
         mounts::attach_at(mount.as_fd(), &merged)?;
         drop(mount);
         let works = fs::write(merged.join("file"), "above").and_then(|()| fs::read(merged.join("file")));

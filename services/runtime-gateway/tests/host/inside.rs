@@ -38,7 +38,7 @@ async fn root_has_the_usual_capabilities_and_cannot_get_others() {
     let Some(subject) = HostSubject::new() else { return };
     let status = output(&subject, container(), STATUS).await;
     for set in ["CapPrm", "CapEff", "CapBnd"] {
-        assert_eq!(field(&status, set), "00000000a80425fb", "{set}");
+        assert_eq!(field(&status, set), "00000000000405fb", "{set}");
     }
     for set in ["CapInh", "CapAmb"] {
         assert_eq!(field(&status, set), "0000000000000000", "{set}");

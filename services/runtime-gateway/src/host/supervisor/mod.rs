@@ -61,6 +61,11 @@ impl Failed {
         let doing = doing.into();
         move |error| Self { reason: FailureReason::StartFailed, doing, cause: chain(&error) }
     }
+
+    fn without_cgroup<E: std::error::Error + 'static>(doing: &str) -> impl FnOnce(E) -> Self {
+        let doing = doing.to_owned();
+        move |error| Self { reason: FailureReason::CgroupUnavailable, doing, cause: chain(&error) }
+    }
 }
 
 /// The `main` of a supervisor. Must be called before any other thread exists.
@@ -183,6 +188,11 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
 
     let places = rootfs::make(launch, &container)?;
     let seen = cgroups.visible(&launch.cgroup).map_err(Failed::while_doing("make cgroups"))?;
+    if !container.privileged {
+        cgroups
+            .restrict_devices(&launch.cgroup)
+            .map_err(Failed::without_cgroup("install the device policy"))?;
+    }
     let worker = spec::Worker {
         root: &places.root,
         cgroup: &launch.cgroup,
@@ -235,10 +245,24 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
         });
     };
     protect();
+    let restricted = container.privileged
+        || cgroups
+            .are_devices_restricted(&launch.cgroup)
+            .map_err(Failed::without_cgroup("read the device policy"))?;
 
     let mut running = run::Running::new(launch, &intent, init, connection, streams.own, cgroups)
         .map_err(Failed::while_doing("watch the container"))?;
     let started = launch.process_dir.join(names::STARTED);
+    if !restricted {
+        if let Err(error) = running.destroy() {
+            eprintln!("supervisor: could not destroy the container: {error}");
+        }
+        return Err(Failed {
+            reason: FailureReason::CgroupUnavailable,
+            doing: "install the device policy".to_owned(),
+            cause: "the group still allows block devices".to_owned(),
+        });
+    }
     let taken = match held()?.then(|| files::rename_exclusively(&intent_path, &started)) {
         // Another gateway has taken over: what this one was told is not to be done any more.
         None => Ok(false),

@@ -47,7 +47,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let places = Places { root: place("root"), bundle: place("bundle"), state: place("state") };
 
     let root = match container.root {
-        None => worker_root(launch, &mounted, &private, &places)?,
+        None => worker_root(launch, container, &mounted, &private, &places)?,
         Some(image) => image_root(launch, container, image, &places)?,
     };
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
@@ -84,7 +84,7 @@ fn image_root(
 ) -> Result<OwnedFd, Failed> {
     let contents = volume(&launch.state_dir, &image).join(ROOT);
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
-    let root = mounts::clone_of(&contents, false).map_err(at("mount", &contents))?;
+    let root = mounts::clone_of(&contents, attributes(container)).map_err(at("mount", &contents))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
     if !container.loopback {
         workers_resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
@@ -95,6 +95,7 @@ fn image_root(
 /// The worker's own root, with a layer for what is written, without what no container may see.
 fn worker_root(
     launch: &Launch,
+    container: &Container,
     mounted: &[Mounted],
     private: &Path,
     places: &Places,
@@ -116,7 +117,8 @@ fn worker_root(
     }
 
     let lower = [mask.layer, PathBuf::from("/")];
-    let root = mount_root(launch, &lower, private).map_err(Failed::while_doing("mount the root"))?;
+    let root = mount_root(launch, &lower, private, attributes(container))
+        .map_err(Failed::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
 
     for path in image::below_root(mounted, &launch.hidden).bound {
@@ -130,6 +132,11 @@ fn worker_root(
     }
     resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
     Ok(root)
+}
+
+/// How a container's root is mounted. Root of the machine may make devices on it; anybody else may not use them.
+fn attributes(container: &Container) -> MountAttrFlags {
+    if container.privileged { MountAttrFlags::empty() } else { mounts::CONFINED }
 }
 
 /// Where the contents of a volume are.
@@ -246,18 +253,25 @@ impl Mask {
     }
 }
 
-fn mount_root(launch: &Launch, lower: &[PathBuf], private: &Path) -> io::Result<OwnedFd> {
+fn mount_root(
+    launch: &Launch,
+    lower: &[PathBuf],
+    private: &Path,
+    attributes: MountAttrFlags,
+) -> io::Result<OwnedFd> {
     let layer = if launch.upper_in_memory { private } else { launch.container_dir.as_path() };
     let (upper, work) = (layer.join("upper"), layer.join("work"));
     // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
     crate::host::volumes::forget_volatile(&work)?;
-    Overlay { lower, upper: &upper, work: &work, options: &["volatile"] }.make()
+    Overlay { lower, upper: &upper, work: &work, options: &["volatile"], attributes }.make()
 }
 
 /// Shows `from`, of the worker, at `path` of the container.
 fn bind(from: &Path, root: BorrowedFd<'_>, path: &Path, read_only: bool) -> io::Result<()> {
     let target = mounts::open_in(root, path, OFlags::PATH)?;
-    mounts::attach(mounts::clone_of(from, read_only)?.as_fd(), target.as_fd())
+    let read_only = if read_only { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
+    let attributes = mounts::CONFINED | read_only;
+    mounts::attach(mounts::clone_of(from, attributes)?.as_fd(), target.as_fd())
 }
 
 /// Puts something empty in the place of what is at `path`, if anything is.
@@ -272,7 +286,7 @@ fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
     let empty = if rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() {
         mounts::tmpfs(&[("size", "4k"), ("mode", "0755")], MountAttrFlags::MOUNT_ATTR_RDONLY)?
     } else {
-        mounts::clone_of(Path::new("/dev/null"), true)?
+        mounts::clone_of(Path::new("/dev/null"), MountAttrFlags::MOUNT_ATTR_RDONLY)?
     };
     mounts::attach(empty.as_fd(), target.as_fd())
 }

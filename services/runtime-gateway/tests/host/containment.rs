@@ -1,0 +1,140 @@
+//! Attacks from inside a container, as its root.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use domain::workload::{OutputMode, Stdin};
+use runtime::{ContainerSpec, Offsets, ProcessSpec};
+use rustix::fs::{CWD, FileType, Mode};
+use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until};
+
+use super::subject::HostSubject;
+
+fn shell(script: &str) -> ProcessSpec {
+    process(&["/bin/sh", "-c", script].map(str::to_owned))
+}
+
+/// What a script says, errors after the rest.
+async fn said(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
+    let said = subject.runtime().ran(spec, shell(script)).await;
+    format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
+}
+
+/// A node of the kernel's log, which root of the machine may open.
+fn make_node(at: &Path) {
+    let device = rustix::fs::makedev(1, 11);
+    rustix::fs::mknodat(CWD, at, FileType::CharacterDevice, Mode::from_raw_mode(0o666), device)
+        .expect("make a node");
+}
+
+#[tokio::test]
+async fn devices_cannot_be_made_or_opened() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    let contents = directory(&*runtime, volume).await;
+    make_node(&contents.join("kmsg"));
+    // A child is mounted in another way.
+    let child = domain::VolumeHandle::new();
+    let source = runtime::VolumeSource::CopyOnWrite { parent: volume };
+    runtime.create_volume(child, source).await.expect("a child");
+    let mounts = vec![mount(volume, "/plain", false), mount(child, "/child", false)];
+    let spec = ContainerSpec { mounts, ..container() };
+    let script = "for at in /var/tmp /dev /plain /child /tmp /run; do mknod $at/block b 7 0 && echo made; done; \
+        for node in /plain/kmsg /child/kmsg; do (: < $node) && echo opened; done; \
+        (: < /dev/zero) && (: > /dev/null) && (: < /dev/urandom) && echo usual";
+    let said = said(&subject, spec, script).await;
+    assert!(said.starts_with("usual\n"), "{said}");
+    assert_eq!(said.matches("Operation not permitted").count(), 6, "{said}");
+    assert_eq!(said.matches("ermission denied").count(), 2, "{said}");
+}
+
+#[tokio::test]
+async fn root_and_volumes_are_mounted_nodev_and_nosuid() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let (volume, child) = (runtime.volume().await, domain::VolumeHandle::new());
+    let source = runtime::VolumeSource::CopyOnWrite { parent: volume };
+    runtime.create_volume(child, source).await.expect("a child");
+    let mounts = vec![mount(volume, "/plain", false), mount(child, "/child", true)];
+    let spec = ContainerSpec { mounts, ..container() };
+    let table = said(&subject, spec, "cat /proc/self/mountinfo").await;
+    for line in table.lines() {
+        let fields: Vec<_> = line.split(' ').collect();
+        let [at, options] = [fields[4], fields[5]];
+        // What is below them is the kernel's own, and tested elsewhere.
+        if ["/proc", "/sys", "/dev"].iter().any(|own| Path::new(at).starts_with(own)) {
+            continue;
+        }
+        for option in ["nosuid", "nodev"] {
+            assert!(options.split(',').any(|given| given == option), "{option} is missing: {line}");
+        }
+    }
+    for at in ["/", "/plain", "/child", "/tmp", "/run"] {
+        assert!(table.lines().any(|line| line.split(' ').nth(4) == Some(at)), "{at} is in {table}");
+    }
+}
+
+/// Where the group with the device policy of a process is.
+fn device_group(process: domain::AttemptId) -> Option<PathBuf> {
+    let name = format!("gantry-{process}");
+    let roots = ["/sys/fs/cgroup/devices", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&name));
+    roots.into_iter().find(|group| group.join("cgroup.procs").exists())
+}
+
+#[tokio::test]
+async fn device_policy_holds_for_all_in_the_group() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let node = subject.dir.path().join("kmsg");
+    make_node(&node);
+    for privileged in [false, true] {
+        let handle = runtime.made(ContainerSpec { privileged, ..container() }).await;
+        let spec = ProcessSpec {
+            stdin: Stdin::Attached,
+            output: OutputMode::Attached,
+            ..shell("echo ready; read word")
+        };
+        let process = runtime.started(handle, spec).await;
+        let mut attachment = runtime.attach(process, Offsets::default()).await.expect("attach");
+        read_until(&mut attachment.events, "ready").await;
+        // Root of the machine with all its capabilities, and the policy alone against it.
+        let group = device_group(process).expect("a group of devices").join("cgroup.procs");
+        let mut open = Command::new("sh");
+        open.args(["-c", ": < \"$0\" && echo opened"]).arg(&node);
+        // SAFETY: writes to a file, and nothing else.
+        unsafe { open.pre_exec(move || fs::write(&group, "0")) };
+        let found = open.output().expect("run a shell");
+        let expected = if privileged { "opened\n" } else { "" };
+        assert_eq!(String::from_utf8_lossy(&found.stdout), expected, "{found:?}");
+        runtime.destroy_container(handle).await.expect("destroy");
+    }
+}
+
+/// The tests above once more, where cgroups of version 2 are the only ones.
+#[test]
+fn device_policy_holds_with_cgroup_v2_only() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return;
+    }
+    let script = "umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && exec \"$0\" \"$@\"";
+    let found = Command::new("unshare")
+        .args(["--mount", "sh", "-c", script])
+        .arg(std::env::current_exe().expect("this test"))
+        .args(["--exact", "--nocapture"])
+        .args(
+            ["device_policy_holds_for_all_in_the_group", "devices_cannot_be_made_or_opened"]
+                .map(|name| format!("{}::{name}", module_path!().split_once("::").expect("a crate").1)),
+        )
+        .output()
+        .expect("run unshare");
+    let text = String::from_utf8_lossy(&found.stdout);
+    assert!(
+        found.status.success() && text.contains("2 passed"),
+        "{text}{}",
+        String::from_utf8_lossy(&found.stderr)
+    );
+}
