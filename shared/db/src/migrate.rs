@@ -12,7 +12,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::marker::PhantomData;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use sea_orm::{
@@ -104,17 +104,29 @@ pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
         return Err(ConnectError::UnknownScheme(url.split(':').next().unwrap_or_default().to_owned()));
     };
     let path = path.strip_prefix("//").unwrap_or(path).split('?').next().unwrap_or_default();
-    let path = PathBuf::from(format!("{path}.lock"));
+    let (database, path) = (PathBuf::from(path), PathBuf::from(format!("{path}.lock")));
     let name = path.display().to_string();
     let locked = tokio::task::spawn_blocking(move || {
-        let file = File::options().create(true).truncate(false).write(true).open(&path)?;
+        let file = private_file(&path)?;
         file.lock()?;
+        // SQLite gives the files beside it the same mode.
+        private_file(&database)?;
         Ok(file)
     })
     .await
     .map_err(std::io::Error::other)
     .flatten();
     locked.map(Some).map_err(|source| ConnectError::Lock { path: name, source })
+}
+
+/// Opens a file that only its owner reads, whatever the umask and whatever it was before.
+fn private_file(path: &Path) -> std::io::Result<File> {
+    use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+    let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(path)?;
+    if file.metadata()?.permissions().mode() & 0o077 != 0 {
+        file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
+    }
+    Ok(file)
 }
 
 /// Brings the database to the schema of `M`, one process at a time.
