@@ -15,6 +15,8 @@ test)
     need cc gcc
     need make make
     need git git
+    # Networks that tests make.
+    need ip iproute2
     need python3 python3
     # For the Garden server in integration-tests/garden-server, which wants no newer Go than this package is.
     need go golang-go

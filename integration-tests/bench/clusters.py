@@ -165,6 +165,7 @@ class Processes:
         ports = Ports()
         own = {
             "GANTRY_LISTEN": ports.address(),
+            "GANTRY_WORKER_ALLOW": "host-image",
             "GANTRY_WORKER_NAME": name,
             "GANTRY_WORKER_TAGS": name,
             "GANTRY_STATE_DIR": str(self.home / f"state-{name}"),

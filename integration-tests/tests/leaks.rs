@@ -29,7 +29,7 @@ const ENDINGS: &[(&[&str], i32)] = &[
     (&["-o", "out=./gone", "--", "rmdir", "out"], 125),
     (&["--timeout", "100ms", "-i", "src=src", "--", "sleep", "100"], 124),
     (&["--memory", "64M", "--", "python3", "-c", "x = bytearray(1 << 28)"], 137),
-    (&["--user", "nobody", "--hermetic", "-i", "src=src", "--", "sh", "-c", "echo y > src/y"], 0),
+    (&["--user", "nobody", "--network", "none", "-i", "src=src", "--", "sh", "-c", "echo y > src/y"], 0),
 ];
 
 fn cluster() -> Cluster {

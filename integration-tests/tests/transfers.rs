@@ -52,7 +52,7 @@ impl Scene {
         let far = Command::new(gantry_binary().with_file_name("runtime-gateway"))
             .args(["--listen", &address, "--endpoint", &link.endpoint, "--name", "far", "--tag", "far"])
             .args(["--scheduler", &server, "--artifact-store", &server, "--streamer", &server])
-            .args(["--token-file", &token_file])
+            .args(["--token-file", &token_file, "--allow", "host-image"])
             .args(["--state-dir", &at("far-state"), "--runtime-dir", &at("far-run")])
             .env_clear()
             .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")

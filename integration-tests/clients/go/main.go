@@ -201,7 +201,7 @@ func (c *client) spec(artifact, build string, tags ...string) *scheduler.Workloa
 		Inputs:    []*scheduler.Input{{Name: "src", ArtifactId: artifact, Access: scheduler.Access_ACCESS_READ_ONLY}},
 		Outputs:   []*scheduler.Output{{Name: "out"}},
 		Privilege: scheduler.Privilege_PRIVILEGE_CONFINED,
-		Network:   scheduler.Network_NETWORK_LOOPBACK,
+		Network:   scheduler.Network_NETWORK_NONE,
 		Tags:      tags,
 		BuildId:   build,
 	}

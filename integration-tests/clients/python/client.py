@@ -97,7 +97,7 @@ class Client:
             inputs=[workloads_pb2.Input(name="src", artifact_id=artifact_id, access=workloads_pb2.ACCESS_READ_ONLY)],
             outputs=[workloads_pb2.Output(name="out")],
             privilege=workloads_pb2.PRIVILEGE_CONFINED,
-            network=workloads_pb2.NETWORK_LOOPBACK,
+            network=workloads_pb2.NETWORK_NONE,
             tags=tags,
             build_id=build_id,
         )

@@ -230,9 +230,9 @@ pub(crate) struct RunArgs {
     /// All capabilities and devices, no filter: as good as root on the worker
     #[arg(long, help_heading = "The process")]
     pub(crate) privileged: bool,
-    /// No network but a loopback device
-    #[arg(long, help_heading = "The process")]
-    pub(crate) hermetic: bool,
+    /// Which network the process sees
+    #[arg(long, value_enum, value_name = "NETWORK", default_value_t, help_heading = "The process")]
+    pub(crate) network: NetworkArg,
     /// Do not forward standard input
     #[arg(long, help_heading = "The process")]
     pub(crate) no_stdin: bool,
@@ -310,7 +310,7 @@ Examples:
 
   # What an earlier run made, limits, a variable, no network:
   gantry run -i data=artifact:0197c1a2-0000-7000-8000-000000000000:ro \\
-      --memory 1G --cpu 2 -e LANG=C --hermetic -- sha256sum -b data/file
+      --memory 1G --cpu 2 -e LANG=C --network none -- sha256sum -b data/file
 
   # What is downloaded or built once is there the next time:
   gantry run -i src=. -e PATH -e CARGO_HOME=/cargo --cache cargo=/cargo --cache target=/workspace/src/target -- \\
@@ -683,6 +683,18 @@ pub(crate) struct PruneArgs {
     pub(crate) force: bool,
 }
 
+/// Which network a process sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub(crate) enum NetworkArg {
+    /// Its own, with outgoing access
+    #[default]
+    Private,
+    /// Its own, with a loopback device and nothing else
+    None,
+    /// The worker's; only where its operator allows it
+    Host,
+}
+
 /// `gantry up`
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -723,6 +735,8 @@ pub(crate) struct UpArgs {
     pub(crate) restored: bool,
     #[command(flatten)]
     pub(crate) amounts: runtime_gateway::Amounts,
+    #[command(flatten)]
+    pub(crate) policy: runtime_gateway::host::Policy,
     #[command(flatten)]
     pub(crate) concourse: runtime_gateway::garden::GardenArgs,
     /// The name of the worker given by --garden, unique in the cluster

@@ -220,7 +220,12 @@ fn spec(spec: &scheduler::WorkloadSpec) -> Value {
             "pids": limits.pids,
         },
         "privileged": spec.privilege() == scheduler::Privilege::Privileged,
-        "hermetic": spec.network() == scheduler::Network::Loopback,
+        "network": match spec.network() {
+            scheduler::Network::Private => "private",
+            scheduler::Network::None => "none",
+            scheduler::Network::Host => "host",
+            scheduler::Network::Unspecified => "unspecified",
+        },
         "tags": spec.tags,
         "platform": spec.platform,
         "requests": requests(&spec.requests.unwrap_or_default()),

@@ -18,7 +18,7 @@ use rpc::pb::scheduler::{
 use serde_json::json;
 use tracing::{Instrument, info_span};
 
-use crate::args::RunArgs;
+use crate::args::{NetworkArg, RunArgs};
 use crate::caches;
 use crate::connect::{Connection, repeat};
 use crate::download::Downloader;
@@ -294,7 +294,12 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
             pids: 0,
         }),
         privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
-        network: if args.hermetic { Network::Loopback } else { Network::Host }.into(),
+        network: match args.network {
+            NetworkArg::Private => Network::Private,
+            NetworkArg::None => Network::None,
+            NetworkArg::Host => Network::Host,
+        }
+        .into(),
         tags: args.tags.clone(),
         capabilities: args.capabilities.clone(),
         platform: String::new(),
@@ -391,11 +396,21 @@ mod tests {
 
     #[test]
     fn the_spec_says_what_the_flags_say() {
-        let args =
-            parse(&["--privileged", "--hermetic", "--cpu", "1.5", "--timeout", "2m", "-d", "--", "true"]);
+        let args = parse(&[
+            "--privileged",
+            "--network",
+            "none",
+            "--cpu",
+            "1.5",
+            "--timeout",
+            "2m",
+            "-d",
+            "--",
+            "true",
+        ]);
         let spec = spec(&args, "main", &quiet()).expect("valid");
         assert_eq!(spec.privilege(), Privilege::Privileged);
-        assert_eq!(spec.network(), Network::Loopback);
+        assert_eq!(spec.network(), Network::None);
         assert_eq!((spec.stdin(), spec.output()), (StdinMode::None, OutputMode::Spooled));
         assert_eq!(spec.limits.map(|limits| limits.cpu_millis), Some(1500));
         assert_eq!(spec.run_timeout, Some(rpc::duration(Duration::from_secs(120))));

@@ -42,7 +42,7 @@ async fn run() -> anyhow::Result<()> {
             user: None,
             limits: Limits::default(),
             privileged: false,
-            network: Network::Host,
+            network: Network::Private,
         };
         runtime.create_container(container, spec).await?;
         let command = ProcessSpec {

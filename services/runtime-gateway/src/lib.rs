@@ -47,6 +47,7 @@ mod volumes;
 mod worker;
 
 use std::future::Future;
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -61,6 +62,19 @@ pub use standby::attend_this_machine;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";
+
+/// Makes a directory that only its owner enters, whatever the umask; one that is there and ours is closed to others.
+///
+/// What is in it may be as open as containers make it.
+pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    let found = std::fs::metadata(path)?;
+    if found.mode() & 0o077 != 0 && found.uid() == rustix::process::geteuid().as_raw() {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700))?;
+    }
+    Ok(())
+}
 
 /// Adds a gateway to `host` that attends each of these workers, of which there is at least one.
 ///

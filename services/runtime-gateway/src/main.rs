@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context;
 use clap::Parser;
 use runtime_gateway::garden::{GardenArgs, GardenWorker};
-use runtime_gateway::host::HostConfig;
+use runtime_gateway::host::{HostConfig, Policy};
 use runtime_gateway::{Amounts, Config, Gateway};
 use server::settings::term;
 use server::{Host, ListenArgs, Starting};
@@ -64,6 +65,8 @@ struct Arguments {
     team: Option<String>,
     #[command(flatten)]
     amounts: Amounts,
+    #[command(flatten)]
+    policy: Policy,
     /// The worker is gone for good once it is lost: the cluster forgets it then, with all that it holds
     #[arg(long, env = "GANTRY_WORKER_EPHEMERAL", value_parser = clap::builder::BoolishValueParser::new())]
     ephemeral: bool,
@@ -130,6 +133,8 @@ impl server::Program for Arguments {
         if self.door {
             return runtime_gateway::start_door(&self.scheduler, starting.token.as_deref(), host);
         }
+        runtime_gateway::make_private_directory(&self.state_dir)
+            .with_context(|| format!("cannot make the directory {}", self.state_dir.display()))?;
         let common = Config {
             worker_name: String::new(),
             platform: self.platform.clone(),
@@ -150,7 +155,8 @@ impl server::Program for Arguments {
         };
         let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;
         if !self.concourse.any() {
-            let machine = HostConfig::new(self.state_dir, self.runtime_dir)?;
+            let machine =
+                HostConfig { policy: self.policy, ..HostConfig::new(self.state_dir, self.runtime_dir)? };
             let name = machine.worker_name(self.name)?;
             let config = Config { worker_name: name, platform: "linux".to_owned(), ..common };
             host.spawn_vital(async move {

@@ -211,7 +211,7 @@ mod tests {
             ],
             limits: Limits::default(),
             privileged: false,
-            network: Network::Host,
+            network: Network::Private,
             tags: Vec::new(),
             platform: "linux".to_owned(),
             queue_timeout: None,

@@ -43,7 +43,10 @@ pub async fn attend_this_machine(
     let name = config.worker_name.clone();
     let (runtime, instance) = wait_for_turn(&config, &machine).await?;
     gateway.attend_as(instance, config, runtime.clone()).await?;
-    runtime.superseded().await;
+    tokio::select! {
+        () = runtime.superseded() => {}
+        () = runtime.clone().serve_names() => runtime.superseded().await,
+    }
     tracing::error!(
         worker.name = name,
         "another gateway has taken over this worker: this one starts and destroys nothing more, and ends"

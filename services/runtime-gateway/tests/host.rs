@@ -4,6 +4,7 @@ mod host {
     mod containment;
     mod inside;
     mod leftovers;
+    mod networks;
     pub(crate) mod subject;
     mod takeover;
 }

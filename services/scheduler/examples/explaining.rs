@@ -143,7 +143,7 @@ async fn fill(database: &DatabaseConnection, count: usize, taken: u32) -> anyhow
                 'http://127.0.0.1:1',
                 '{{\"platform\": \"' || CASE WHEN n % 10 = 0 THEN 'darwin' ELSE 'linux' END || '\", \"tags\": ['
                 || CASE WHEN n % 10 = 1 THEN '\"tag-' || (n / 10) % 100 || '\"' ELSE '' END
-                || '], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": []}}', 0, 0
+                || '], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": [\"network-private\"]}}', 0, 0
          FROM generate_series(1, {count}) AS numbers (n);
          INSERT INTO worker_contacts (worker_id, last_contact_at, patient_since, attended, containers, volumes, disk_free_bytes)
          SELECT id, CAST(extract(epoch FROM now()) * 1000000 AS BIGINT) + 86400000000, 0, TRUE, 0, 0, 0 FROM workers"
@@ -162,7 +162,7 @@ fn spec(tags: &[&str]) -> pb::WorkloadSpec {
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),
         privilege: pb::Privilege::Confined.into(),
-        network: pb::Network::Host.into(),
+        network: pb::Network::Private.into(),
         image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
         command: vec![b"true".to_vec().into()],
         platform: "linux".to_owned(),

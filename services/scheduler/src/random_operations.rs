@@ -179,7 +179,7 @@ impl World {
                 tags: vec![],
                 team: None,
                 image_kinds: vec!["host".to_owned()],
-                capabilities: vec!["stop-after".to_owned()],
+                capabilities: ["stop-after", "network-private"].map(str::to_owned).to_vec(),
                 resource_types: vec![],
             },
             capacity: Capacity {

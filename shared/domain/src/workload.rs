@@ -232,10 +232,12 @@ pub struct Limits {
 /// Which network a process sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Network {
+    /// Its own, with outgoing access.
+    Private,
+    /// A loopback device of its own.
+    None,
     /// The worker's.
     Host,
-    /// A loopback device of its own.
-    Loopback,
 }
 
 /// How a process ended.

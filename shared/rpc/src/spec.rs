@@ -116,7 +116,8 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         },
         network: match parse_enum("spec.network", spec.network)? {
             pb::Network::Host => Network::Host,
-            pb::Network::Loopback | pb::Network::Unspecified => Network::Loopback,
+            pb::Network::Private => Network::Private,
+            pb::Network::None | pb::Network::Unspecified => Network::None,
         },
         tags: spec.tags,
         platform: if spec.platform.is_empty() { "linux".to_owned() } else { spec.platform },
@@ -195,7 +196,8 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
         privilege: if spec.privileged { pb::Privilege::Privileged } else { pb::Privilege::Confined }.into(),
         network: match spec.network {
             Network::Host => pb::Network::Host,
-            Network::Loopback => pb::Network::Loopback,
+            Network::Private => pb::Network::Private,
+            Network::None => pb::Network::None,
         }
         .into(),
         tags: spec.tags.clone(),
@@ -503,7 +505,7 @@ mod tests {
             stdin: pb::StdinMode::None.into(),
             output: pb::OutputMode::Spooled.into(),
             privilege: pb::Privilege::Confined.into(),
-            network: pb::Network::Host.into(),
+            network: pb::Network::Private.into(),
             ..pb::WorkloadSpec::default()
         }
     }

@@ -88,7 +88,7 @@ fn spec() -> scheduler::WorkloadSpec {
         }],
         limits: Some(Limits { cpu_millis: 1500, memory_bytes: LARGE, pids: 0 }),
         privilege: Privilege::Confined.into(),
-        network: Network::Loopback.into(),
+        network: Network::None.into(),
         tags: vec![text("gpu"), text("")],
         platform: text("linux"),
         queue_timeout: duration(0, 0),

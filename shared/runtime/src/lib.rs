@@ -40,7 +40,7 @@ pub use process::{
 pub struct Capabilities {
     /// Kinds of image that it can run, such as `host`.
     pub image_kinds: Vec<String>,
-    /// What else it can do, by name: `privileged`, `network-loopback`, `stop-after`, `terminal`, and
+    /// What else it can do, by name: `privileged`, `network-private`, `stop-after`, `terminal`, and
     ///
     /// - `limits-memory`, `limits-cpu`, `limits-pids`: that limit of [`ContainerSpec::limits`] holds for everything in a container;
     /// - `replaceable-outputs`: [`Runtime::take_directory`], so that outputs need not be mounts;

@@ -166,7 +166,7 @@ impl Client {
             }],
             outputs: vec![Output { name: "out".to_owned(), ..Output::default() }],
             privilege: Privilege::Confined.into(),
-            network: Network::Loopback.into(),
+            network: Network::None.into(),
             tags: tags.iter().copied().map(str::to_owned).collect(),
             build_id: build_id.to_owned(),
             ..WorkloadSpec::default()

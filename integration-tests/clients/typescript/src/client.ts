@@ -166,7 +166,7 @@ function spec(artifactId: string, buildId: string, tags: string[] = []) {
     inputs: [{ name: "src", artifactId, access: Access.READ_ONLY }],
     outputs: [{ name: "out" }],
     privilege: Privilege.CONFINED,
-    network: Network.LOOPBACK,
+    network: Network.NONE,
     tags,
     buildId,
   });

@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use artifact_store::KeySource;
 use runtime::RuntimeError;
 use runtime_gateway::garden::GardenWorker;
-use runtime_gateway::host::{HostConfig, HostRuntime};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission};
 use server::Host;
 
 use super::Paths;
@@ -24,6 +24,8 @@ pub(super) async fn start(
     host: &mut Host,
 ) -> anyhow::Result<Arc<HostRuntime>> {
     let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
+    // Whoever starts this cluster may show their own machine.
+    machine.policy = args.policy.clone().or([Permission::HostImage]);
     machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
     // Takes about as long as the databases do.
     let opening = tokio::task::spawn_blocking(move || HostRuntime::open(machine));
@@ -52,6 +54,11 @@ pub(super) async fn start(
         Err(RuntimeError::Unsupported(what)) => bail!("this machine cannot be a worker: {what}"),
         runtime => runtime.context("this machine cannot be a worker")?,
     };
+    let names = Arc::clone(&runtime);
+    host.spawn_vital(async move {
+        names.serve_names().await;
+        Ok(())
+    });
     let manifests = paths.worker().join("manifests");
     let gateway = runtime_gateway::Config {
         hold_destruction: args.hold_destruction,

@@ -82,7 +82,7 @@ struct Checked {
     user: Option<String>,
 }
 
-fn check(spec: &ContainerSpec) -> Result<Checked, RuntimeError> {
+fn check(spec: &ContainerSpec, backend: Backend) -> Result<Checked, RuntimeError> {
     let unsupported = |why: &str| RuntimeError::Unsupported(why.to_owned());
     let (root, whole) = match spec.root {
         Root::Volume(root) => (root, false),
@@ -91,8 +91,13 @@ fn check(spec: &ContainerSpec) -> Result<Checked, RuntimeError> {
             return Err(unsupported("the root file system of a Garden worker is not for containers"));
         }
     };
-    if spec.network == Network::Loopback {
-        return Err(unsupported("a network of its own with loopback only"));
+    match (spec.network, backend) {
+        // Houdini isolates nothing.
+        (Network::Host, Backend::Houdini) => {}
+        (Network::Private, Backend::Containerd | Backend::Guardian) => {}
+        (Network::None, _) => return Err(unsupported("a network of its own with loopback only")),
+        (Network::Host, _) => return Err(unsupported("the worker's own network")),
+        (Network::Private, _) => return Err(unsupported("a network of its own")),
     }
     let mut mounts: Vec<(VolumeHandle, String, bool)> = Vec::new();
     for mount in &spec.mounts {
@@ -166,7 +171,7 @@ impl Worker {
         if held(&self.containers).contains_key(&handle) {
             return Ok(());
         }
-        let checked = check(&spec)?;
+        let checked = check(&spec, self.backend)?;
         let directories = self.directories(&checked, spec.privileged).await?;
         let directory = |volume: &VolumeHandle| directories.get(volume).cloned().unwrap_or_default();
         let bind_mounts = checked.mounts.iter().map(|(volume, path, read_only)| BindMount {

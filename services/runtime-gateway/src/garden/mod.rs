@@ -220,8 +220,10 @@ impl GardenRuntime {
 /// `binary-input` and `signals`: input is text on its wire, and of signals it knows two.
 fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     let mut features = vec!["terminal"];
-    if backend != Backend::Houdini {
-        features.extend(["privileged", "complete-output", "limits-memory", "limits-pids"]);
+    if backend == Backend::Houdini {
+        features.push("network-host");
+    } else {
+        features.extend(["network-private", "privileged", "complete-output", "limits-memory", "limits-pids"]);
     }
     if config.peer_to_peer {
         features.push("peer-to-peer");

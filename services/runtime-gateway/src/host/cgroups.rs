@@ -10,10 +10,13 @@ use std::time::{Duration, Instant};
 
 use domain::workload::Limits;
 
-use super::mounts::Mounted;
+use super::mounts::{self, Mounted};
 
 /// How long the kernel may take to let go of an empty group.
 const REMOVAL: Duration = Duration::from_secs(5);
+
+/// The group of this process and its supervisors, where they are in a group that containers have groups below.
+const OWN: &str = "gantry-worker";
 
 /// The hierarchies of this worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -37,6 +40,24 @@ impl Cgroups {
             (mount.at.clone(), controllers.split_whitespace().map(str::to_owned).collect())
         });
         Self { v1, v2 }
+    }
+
+    /// Lets groups be made, in a container engine's container too: there all hierarchies are read-only, and the topmost group that
+    /// is seen is the container's own, with this process in it.
+    ///
+    /// Failures are in the log; what they are missed for says so.
+    pub(super) fn prepare(&self, mounted: &[Mounted]) {
+        for mount in mounted.iter().filter(|mount| mount.read_only) {
+            let ours = self.v1.iter().chain(&self.v2).any(|(root, _)| *root == mount.at);
+            if ours && let Err(error) = mounts::make_writable(&mount.at) {
+                tracing::warn!(path = %mount.at.display(), %error, "cannot make control groups writable");
+            }
+        }
+        if let Some((root, _)) = &self.v2
+            && let Err(error) = leave(root)
+        {
+            tracing::warn!(path = %root.display(), %error, "cannot leave the topmost control group");
+        }
     }
 
     fn controller(&self, name: &str) -> Option<&Path> {
@@ -183,6 +204,24 @@ impl Cgroups {
     }
 }
 
+/// Moves all processes of a group into a group below it: one that has both processes and groups gives its groups no controllers.
+/// The machine's topmost group is an exception, and is left as it is.
+fn leave(root: &Path) -> io::Result<()> {
+    if !super::files::exists(&root.join("cgroup.type"))? {
+        return Ok(());
+    }
+    let own = root.join(OWN);
+    super::files::make_directory(&own)?;
+    for process in fs::read_to_string(root.join("cgroup.procs"))?.lines() {
+        match fs::write(own.join("cgroup.procs"), process) {
+            // It has ended.
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
 /// Lets groups below `root` have its controllers. One that cannot be had is missed when a limit needs it.
 fn enable(root: &Path, controllers: &[String]) {
     let file = root.join("cgroup.subtree_control");
@@ -255,6 +294,7 @@ mod tests {
             at: at.into(),
             kind: "cgroup".into(),
             options: options.into(),
+            read_only: false,
         };
         let found = Cgroups::find(&[mount("/c/cpu", "rw,cpu,cpuacct"), mount("/c/pids", "rw,pids")]);
         assert_eq!(found.missing(&Limits::default()), None);

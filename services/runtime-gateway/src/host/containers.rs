@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::ContainerHandle;
-use domain::workload::Bytes;
+use domain::workload::{Bytes, Network};
 use runtime::{ContainerSpec, Root, RuntimeError};
 use rustix::fs::{Mode, OFlags};
 use tokio::time::Instant;
@@ -23,6 +23,7 @@ use super::copy::own_tree;
 use crate::blocking::blocking;
 
 use super::files::{self, at};
+use super::policy::Permission;
 use super::processes::Process;
 use super::record::{Container, Intent};
 use super::users::{User, Users};
@@ -182,6 +183,7 @@ impl Host {
         if files::exists(&container).map_err(at("look for", &container))? {
             return Ok(());
         }
+        self.check_policy(&spec)?;
         let root = self.root_of(&spec.root)?;
         let user = find_user(root.as_fd(), spec.user.as_deref())?;
         if let Some(missing) = self.cgroups.missing(&spec.limits) {
@@ -215,6 +217,24 @@ impl Host {
             }
         }
         made
+    }
+
+    /// Refuses what the operator does not allow. Placement looks at the same; this is for who comes by without it.
+    fn check_policy(&self, spec: &ContainerSpec) -> Result<(), RuntimeError> {
+        let asked = [
+            (spec.privileged, Permission::Privileged, "a privileged container"),
+            (spec.network == Network::Host, Permission::HostNetwork, "the machine's own network"),
+            (spec.root == Root::Host, Permission::HostImage, "the image `host`"),
+        ];
+        for (asked, permission, what) in asked {
+            if asked && !self.config.policy.allows(permission) {
+                return Err(RuntimeError::Unsupported(format!("{what}, which its operator does not allow")));
+            }
+        }
+        if spec.network == Network::Private && self.network_pool.is_none() {
+            return Err(RuntimeError::Unsupported("private networks; its log says why".to_owned()));
+        }
+        Ok(())
     }
 
     /// The root file system of a container, before anything is mounted there.

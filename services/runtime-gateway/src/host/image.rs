@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     fn mount(at: &str, kind: &str) -> Mounted {
-        Mounted { at: at.into(), kind: kind.into(), options: String::new() }
+        Mounted { at: at.into(), kind: kind.into(), options: String::new(), read_only: false }
     }
 
     #[test]

@@ -36,6 +36,8 @@ mod files;
 mod hold;
 mod image;
 mod mounts;
+mod network;
+mod policy;
 mod process_files;
 mod processes;
 mod record;
@@ -45,14 +47,14 @@ mod volumes;
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use domain::chain;
 use domain::worker::{Marker, StoreMark};
 use domain::workload::{Limits, Usage};
 use domain::{ArtifactId, AttemptId, ContainerHandle, MarkerId, VolumeHandle};
@@ -68,12 +70,16 @@ use cgroups::Cgroups;
 use control::Sockets;
 use files::at;
 use hold::Hold;
+pub use network::{InvalidPool, Pool};
+pub use policy::{Permission, Policy};
 use volumes::Volumes;
 
 /// How long a process may go on before the first contact, and by default.
 const STOP_AFTER: Duration = Duration::from_secs(600);
 /// How often is looked whether somebody has taken the state directory over.
 const LOOK: Duration = Duration::from_millis(200);
+/// Pause before names are served again after a failure.
+const NAMES_PAUSE: Duration = Duration::from_secs(5);
 const ALL_LIMITS: Limits = Limits { cpu_millis: Some(1), memory_bytes: Some(1), pids: Some(1) };
 
 /// Where the host runtime keeps things, and how it starts supervisors.
@@ -89,6 +95,8 @@ pub struct HostConfig {
     pub spool_bytes: u64,
     /// Absolute paths that no container may see, beside those that none ever does.
     pub masked: Vec<PathBuf>,
+    /// What workloads may ask of this machine.
+    pub policy: Policy,
     /// Homes of people whose secrets no container may see, beside those in `/etc/passwd`.
     pub homes: Vec<PathBuf>,
 }
@@ -105,6 +113,7 @@ impl HostConfig {
             supervisor: std::env::current_exe()?,
             spool_bytes: 32 << 20,
             masked: Vec::new(),
+            policy: Policy::default(),
             homes: std::env::var_os("HOME").map(PathBuf::from).into_iter().collect(),
         })
     }
@@ -126,7 +135,7 @@ impl HostConfig {
             Err(error) => return Err(error),
         }
         let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        fs::create_dir_all(&self.state_dir)?;
+        crate::make_private_directory(&self.state_dir)?;
         let temporary = self.state_dir.join(format!("worker-name.{}", std::process::id()));
         fs::write(&temporary, &name)?;
         // Of several that start at once one is first, and the others take its word.
@@ -170,6 +179,8 @@ struct Host {
     sockets: Sockets,
     /// Whether writes to the root of a container are kept in memory.
     upper_in_memory: bool,
+    /// The addresses of containers with a private network. `None`: there are no private networks here.
+    network_pool: Option<Pool>,
     locks: Locks,
     /// The container of each process.
     processes: Mutex<HashMap<AttemptId, ContainerHandle>>,
@@ -213,7 +224,12 @@ impl HostRuntime {
         Ok(Some(Look {
             marker: Marker { id: marker, boot: boot()? },
             disk: disk(&config.state_dir)?,
-            capabilities: capabilities(&Cgroups::find(&mounted), String::new()),
+            capabilities: capabilities(
+                &config.policy,
+                private_network(&config.policy),
+                &Cgroups::find(&mounted),
+                String::new(),
+            ),
         }))
     }
 
@@ -230,6 +246,16 @@ impl HostRuntime {
         }
     }
 
+    /// Answers questions for names of containers with a private network. Ends only by being dropped.
+    pub async fn serve_names(self: Arc<Self>) {
+        while self.host.network_pool.is_some() {
+            if let Err(error) = network::resolver::serve().await {
+                tracing::warn!(%error, "cannot answer questions for names of containers; trying again");
+            }
+            tokio::time::sleep(NAMES_PAUSE).await;
+        }
+    }
+
     fn opened(host: Host) -> Result<Arc<Self>, RuntimeError> {
         let below = mounts::mounted().map(|mounted| image::below_root(&mounted, &host.hidden()));
         let absent = below.map_err(|error| RuntimeError::io("list what is mounted", error))?.absent;
@@ -239,7 +265,8 @@ impl HostRuntime {
         if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
             tracing::warn!(missing, "containers cannot be limited in everything");
         }
-        let capabilities = capabilities(&host.cgroups, host.volumes.copy_on_write());
+        let capabilities =
+            capabilities(&host.config.policy, host.network_pool, &host.cgroups, host.volumes.copy_on_write());
         Ok(Arc::new(Self { host: Arc::new(host), capabilities }))
     }
 }
@@ -265,10 +292,29 @@ pub struct Look {
     pub capabilities: Capabilities,
 }
 
-fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
+/// Makes the machine ready for private networks. `None`, with the reason in the log: it cannot have any.
+fn private_network(policy: &Policy) -> Option<Pool> {
+    let pool = policy.network_pool();
+    match network::prepare(pool) {
+        Ok(()) => Some(pool),
+        Err(error) => {
+            tracing::warn!(
+                error = chain(&error),
+                "containers get no private network: workloads that ask for one are not placed here"
+            );
+            None
+        }
+    }
+}
+
+fn capabilities(
+    policy: &Policy,
+    network_pool: Option<Pool>,
+    cgroups: &Cgroups,
+    copy_on_write: String,
+) -> Capabilities {
     let mut features = vec![
-        "privileged",
-        "network-loopback",
+        "network-none",
         "stop-after",
         "replaceable-outputs",
         "owned-mounts",
@@ -283,6 +329,16 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
         "image-checks",
         "exact-environment",
     ];
+    let optional = [
+        ("network-private", network_pool.is_some()),
+        ("network-host", policy.allows(Permission::HostNetwork)),
+        ("privileged", policy.allows(Permission::Privileged)),
+    ];
+    features.extend(optional.into_iter().filter(|(_, has)| *has).map(|(name, _)| name));
+    let mut image_kinds = vec!["artifact".to_owned()];
+    if policy.allows(Permission::HostImage) {
+        image_kinds.push("host".to_owned());
+    }
     let none = Limits::default();
     let limits = [
         ("limits-memory", Limits { memory_bytes: ALL_LIMITS.memory_bytes, ..none }),
@@ -292,7 +348,7 @@ fn capabilities(cgroups: &Cgroups, copy_on_write: String) -> Capabilities {
     features
         .extend(limits.iter().filter(|(_, limit)| cgroups.missing(limit).is_none()).map(|(name, _)| *name));
     Capabilities {
-        image_kinds: ["host", "artifact"].map(str::to_owned).to_vec(),
+        image_kinds,
         features: features.into_iter().map(str::to_owned).collect(),
         brought: Vec::new(),
         copy_on_write,
@@ -312,7 +368,7 @@ fn prepared(config: HostConfig) -> Result<HostConfig, RuntimeError> {
         return Err(RuntimeError::Unsupported("containers on this machine need root".to_owned()));
     }
     for path in [&config.state_dir, &config.runtime_dir] {
-        DirBuilder::new().mode(0o700).recursive(true).create(path).map_err(at("make", path))?;
+        crate::make_private_directory(path).map_err(at("make", path))?;
     }
     // Mounts are listed under their real paths.
     let real = |path: &Path| fs::canonicalize(path).map_err(at("find", path));
@@ -332,14 +388,17 @@ impl Host {
         let volumes = Volumes::open(&config.state_dir, &mounted)?;
         let upper_in_memory = !volumes.overlays();
         let sockets = Sockets::open(&config.runtime_dir).map_err(at("open", &config.runtime_dir))?;
+        let cgroups = Cgroups::find(&mounted);
+        cgroups.prepare(&mounted);
         let host = Self {
             hold,
             boot,
             marker,
             volumes,
-            cgroups: Cgroups::find(&mounted),
+            cgroups,
             sockets,
             upper_in_memory,
+            network_pool: private_network(&config.policy),
             locks: Locks::new(),
             processes: Mutex::default(),
             settling: Mutex::default(),
@@ -598,6 +657,8 @@ mod tests {
         assert_eq!(config.worker_name(None).expect("a name"), "another", "whatever the host is called now");
         fs::write(&kept, "").expect("write");
         assert_eq!(config.worker_name(None).expect("a name"), first, "nothing is no name");
+        let mode = std::os::unix::fs::MetadataExt::mode(&fs::metadata(&config.state_dir).expect("there"));
+        assert_eq!(mode & 0o777, 0o700);
         let left = fs::read_dir(&config.state_dir).expect("list").count();
         assert_eq!(left, 1, "the name alone");
     }

@@ -21,6 +21,8 @@ pub(super) struct Mounted {
     pub(super) kind: String,
     /// Options of its file system.
     pub(super) options: String,
+    /// Whether nothing may be written there, whatever the file system allows.
+    pub(super) read_only: bool,
 }
 
 /// Everything mounted in this process's namespace, in the order it was mounted.
@@ -32,10 +34,11 @@ pub(super) fn mounted() -> io::Result<Vec<Mounted>> {
 fn parse_mounted(line: &[u8]) -> Option<Mounted> {
     let mut fields = line.split(|byte| *byte == b' ');
     let at = unescape(fields.nth(4)?);
+    let read_only = fields.next()?.split(|byte| *byte == b',').any(|option| option == b"ro");
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let kind = String::from_utf8_lossy(rest.next()?).into_owned();
     let options = String::from_utf8_lossy(rest.nth(1)?).into_owned();
-    Some(Mounted { at, kind, options })
+    Some(Mounted { at, kind, options, read_only })
 }
 
 /// The table has spaces, tabs, line ends and backslashes as three octal digits.
@@ -130,11 +133,18 @@ pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io:
 pub(super) fn clone_of(path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let tree = rustix::mount::open_tree(CWD, path, flags)?;
-    set_attributes(tree.as_fd(), attributes)?;
+    change_attributes(tree.as_fd(), attributes, MountAttrFlags::empty())?;
     Ok(tree)
 }
 
-fn set_attributes(mount: BorrowedFd<'_>, attributes: MountAttrFlags) -> io::Result<()> {
+/// Lets what is mounted at `path` be written to.
+pub(super) fn make_writable(path: &Path) -> io::Result<()> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mount = rustix::fs::open(path, flags, Mode::empty())?;
+    change_attributes(mount.as_fd(), MountAttrFlags::empty(), MountAttrFlags::MOUNT_ATTR_RDONLY)
+}
+
+fn change_attributes(mount: BorrowedFd<'_>, set: MountAttrFlags, clear: MountAttrFlags) -> io::Result<()> {
     #[repr(C)]
     struct Attributes {
         set: u64,
@@ -142,8 +152,8 @@ fn set_attributes(mount: BorrowedFd<'_>, attributes: MountAttrFlags) -> io::Resu
         propagation: u64,
         user_namespace: u64,
     }
-    let set = u64::from(attributes.bits());
-    let attributes = Attributes { set, clear: 0, propagation: 0, user_namespace: 0 };
+    let [set, clear] = [set, clear].map(|flags| flags.bits().into());
+    let attributes = Attributes { set, clear, propagation: 0, user_namespace: 0 };
     // SAFETY: the path is a C string, and `attributes` has the layout and the size that are said.
     let result = unsafe {
         libc::syscall(
@@ -220,9 +230,15 @@ mod tests {
     #[test]
     fn a_line_of_the_table_is_understood() {
         let line = br"36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue";
-        let mounted =
-            Mounted { at: "/mnt 2".into(), kind: "ext3".into(), options: "rw,errors=continue".into() };
+        let mounted = Mounted {
+            at: "/mnt 2".into(),
+            kind: "ext3".into(),
+            options: "rw,errors=continue".into(),
+            read_only: false,
+        };
         assert_eq!(parse_mounted(line), Some(mounted));
+        let line = br"36 35 98:0 /mnt1 /mnt2 ro,noatime - ext3 /dev/root rw";
+        assert!(parse_mounted(line).is_some_and(|mounted| mounted.read_only));
         assert_eq!(parse_mounted(b""), None);
         assert_eq!(parse_mounted(b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 -"), None);
     }

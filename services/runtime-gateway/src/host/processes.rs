@@ -336,6 +336,7 @@ impl Host {
             upper_in_memory: self.upper_in_memory,
             hidden: self.hidden(),
             homes: self.config.homes.clone(),
+            network_pool: self.network_pool,
             contact: nanoseconds(contact),
             stop_after: nanoseconds(stop_after),
             holder: self.hold.name().to_owned(),

@@ -66,8 +66,15 @@ pub(super) struct Container {
     pub(super) memory_bytes: Option<u64>,
     pub(super) pids: Option<u64>,
     pub(super) privileged: bool,
-    /// Whether it sees only a loopback device of its own.
-    pub(super) loopback: bool,
+    pub(super) network: OwnNetwork,
+}
+
+/// Which network a container sees, as it is written down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum OwnNetwork {
+    Private,
+    None,
+    Host,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -107,7 +114,11 @@ impl Container {
             memory_bytes: spec.limits.memory_bytes,
             pids: spec.limits.pids,
             privileged: spec.privileged,
-            loopback: spec.network == Network::Loopback,
+            network: match spec.network {
+                Network::Private => OwnNetwork::Private,
+                Network::None => OwnNetwork::None,
+                Network::Host => OwnNetwork::Host,
+            },
         }
     }
 
@@ -165,6 +176,9 @@ pub(super) struct Launch {
     /// Homes, beside those in `/etc/passwd`, whose secrets are hidden.
     #[serde(default)]
     pub(super) homes: Vec<PathBuf>,
+    /// The addresses of containers with a private network, where there are any.
+    #[serde(default)]
+    pub(super) network_pool: Option<super::network::Pool>,
     /// When a gateway was last in contact, and how long the process may go on from then, in nanoseconds of `CLOCK_BOOTTIME`.
     pub(super) contact: u64,
     pub(super) stop_after: u64,

@@ -28,7 +28,7 @@ async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
         user: None,
         limits: Limits::default(),
         privileged: false,
-        network: Network::Host,
+        network: Network::Private,
     };
     machine.runtime().create_container(handle, spec).await.expect("made");
     handle

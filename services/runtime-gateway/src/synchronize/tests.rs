@@ -311,7 +311,7 @@ fn spec(command: &[String]) -> pb::WorkloadSpec {
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),
         privilege: pb::Privilege::Confined.into(),
-        network: pb::Network::Host.into(),
+        network: pb::Network::Private.into(),
         ..pb::WorkloadSpec::default()
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::workload::{EnvironmentVariable, Exit, Limits, Network, OutputMode, Stdin};
+use domain::workload::{EnvironmentVariable, Exit, Limits, OutputMode, Stdin};
 use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Runtime, RuntimeError};
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until};
@@ -245,19 +245,6 @@ async fn file_systems_below_the_root_are_there_and_cannot_be_written_to() {
     let script = format!("cat {0}/file; echo x > {0}/file", at.0.path().display());
     let said = output(&subject, container(), &script).await;
     assert!(said.starts_with("found") && said.contains("Read-only file system"), "{said}");
-}
-
-#[tokio::test]
-async fn a_network_of_its_own_has_only_a_loopback() {
-    let Some(subject) = HostSubject::new() else { return };
-    let spec = ContainerSpec { network: Network::Loopback, ..container() };
-    let said =
-        output(&subject, spec, "ls /sys/class/net; cat /sys/class/net/lo/flags; grep -c . /proc/net/route")
-            .await;
-    assert_eq!(said, "lo\n0x9\n1", "its flags say that it is up, and its table of routes is empty");
-    let outside = std::fs::read_dir("/sys/class/net").expect("our own network").count();
-    let inside = output(&subject, container(), "ls /sys/class/net | wc -l").await;
-    assert_eq!(inside, outside.to_string(), "the worker's own otherwise");
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use runtime::Runtime;
-use runtime_gateway::host::{HostConfig, HostRuntime};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
 use tempfile::TempDir;
 use testing::conformance::Subject;
 
@@ -25,6 +25,7 @@ pub(crate) fn config(dir: &Path) -> HostConfig {
         supervisor: env!("CARGO_BIN_EXE_runtime-gateway").into(),
         spool_bytes: SPOOL,
         masked: Vec::new(),
+        policy: Policy::allowing([Permission::HostImage, Permission::HostNetwork, Permission::Privileged]),
         homes: Vec::new(),
     }
 }

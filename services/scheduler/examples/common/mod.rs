@@ -132,7 +132,7 @@ pub(crate) async fn connect(database_url: &str) -> anyhow::Result<DatabaseConnec
 
 /// Has `count` workers, and nothing on them.
 pub(crate) async fn fill(database: &DatabaseConnection, count: usize, limit: u32) -> anyhow::Result<()> {
-    let labels = "{\"platform\": \"linux\", \"tags\": [], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": []}";
+    let labels = "{\"platform\": \"linux\", \"tags\": [], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": [\"network-private\"]}";
     let sql = format!(
         "TRUNCATE leases, events, outbox, workloads, worker_contacts, workers;
          INSERT INTO workers (id, name, desired, state, generation, active_tasks, max_tasks, incarnation, session, gateway_instance,
@@ -199,7 +199,7 @@ pub(crate) fn spec() -> pb::WorkloadSpec {
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),
         privilege: pb::Privilege::Confined.into(),
-        network: pb::Network::Host.into(),
+        network: pb::Network::Private.into(),
         image: Some(pb::Image { source: Some(pb::image::Source::Host(pb::HostImage {})) }),
         command: vec![b"true".to_vec().into()],
         platform: "linux".to_owned(),

@@ -147,7 +147,7 @@ pub(super) fn hello(
             tags: owned(traits.tags),
             team: traits.team.map(str::to_owned),
             image_kinds: owned(&["host"]),
-            capabilities: owned(traits.capabilities),
+            capabilities: owned(&[traits.capabilities, &["network-private"]].concat()),
             resource_types: vec![],
         },
         capacity: Capacity {

@@ -270,9 +270,12 @@ impl Shape {
         let limits =
             [(memory_bytes, "limits-memory"), (cpu_millis, "limits-cpu"), (pids, "limits-pids")].into_iter();
         capabilities.extend(limits.filter(|(limit, _)| limit.is_some()).map(|(_, name)| name.into()));
-        if spec.network == Network::Loopback {
-            capabilities.push("network-loopback".into());
-        }
+        let network = match spec.network {
+            Network::Private => "network-private",
+            Network::None => "network-none",
+            Network::Host => "network-host",
+        };
+        capabilities.push(network.into());
         // Whoever asks for the same waits in the same line, however he says it.
         let named: BTreeSet<&str> = spec.capabilities.iter().map(String::as_str).collect();
         for name in named {

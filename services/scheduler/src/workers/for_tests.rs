@@ -18,7 +18,7 @@ pub(crate) fn hello(name: &str) -> Hello {
             tags: vec![],
             team: None,
             image_kinds: vec![],
-            capabilities: vec![],
+            capabilities: vec!["network-private".to_owned()],
             resource_types: vec![],
         },
         capacity: Capacity::default(),

@@ -17,7 +17,7 @@ pub(crate) fn spec() -> WorkloadSpec {
         outputs: vec![],
         limits: Limits::default(),
         privileged: false,
-        network: Network::Host,
+        network: Network::Private,
         tags: vec![],
         platform: "linux".to_owned(),
         queue_timeout: None,

@@ -67,7 +67,12 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     for _ in 0..2 {
         scheduler.submit(tagged("fpga")).await.expect_err("nobody has it");
     }
-    let asks = pb::PlaceRequest { tags: vec!["fpga".to_owned()], ..of_kind(pb::PlacementKind::Task) };
+    let process = pb::ProcessRequirements {
+        capabilities: vec!["network-private".to_owned()],
+        ..pb::ProcessRequirements::default()
+    };
+    let (tags, process) = (vec!["fpga".to_owned()], Some(process));
+    let asks = pb::PlaceRequest { tags, process, ..of_kind(pb::PlacementKind::Task) };
     scheduler.placements().place(asks).await.expect_err("nor now");
     let told_then = demand(&scheduler).await;
     assert_eq!((told_then.waiting, told_then.waiting_for_none), (4, 1));

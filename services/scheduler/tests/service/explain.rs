@@ -37,7 +37,10 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
     let nobody = explain_spec(&scheduler, spec()).await;
     assert_eq!((nobody.verdict(), nobody.queue_position), (pb::Verdict::NotNow, 1));
     assert!(nobody.workers.is_empty());
-    assert_eq!(nobody.unblocked_by, ["a worker registers that can do it (platform linux)"]);
+    assert_eq!(
+        nobody.unblocked_by,
+        ["a worker registers that can do it (platform linux, capabilities network-private)"]
+    );
 
     let _gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let mut tagged = hello("other");
@@ -76,7 +79,7 @@ pub(crate) async fn a_spec_is_explained_and_nothing_comes_of_it(database: TestDa
         [
             "one: it has the tag big, and its runtime has privileged",
             "other: it has the tag big, and its runtime has privileged",
-            "a worker registers that can do it (platform linux, tags big, capabilities privileged)",
+            "a worker registers that can do it (platform linux, tags big, capabilities privileged, network-private)",
         ]
     );
 
@@ -209,7 +212,8 @@ pub(crate) async fn a_limit_that_is_stated_is_asked_for_and_no_other(database: T
         ("none", &[]),
     ] {
         let mut hello = hello(name);
-        hello.labels.as_mut().expect("labels").capabilities = can.iter().map(ToString::to_string).collect();
+        let labels = hello.labels.as_mut().expect("labels");
+        labels.capabilities = can.iter().chain(&["network-private"]).map(ToString::to_string).collect();
         gateways.push(Gateway::connect(&scheduler, hello).await.expect("welcome"));
     }
     // What each worker lacks for it.

@@ -179,7 +179,7 @@ pub(crate) async fn whoever_asks_is_told_which_workers_are_lost_or_gone(database
     );
     let told = demand(&scheduler).await;
     assert_eq!((told.supply, told.removable), (vec![], vec![]), "nothing could run there");
-    let registers = "a worker registers that can do it (platform linux)";
+    let registers = "a worker registers that can do it (platform linux, capabilities network-private)";
     assert_eq!(explained.unblocked_by, ["lost: its gateway is in contact again", registers]);
 
     let gateway = with_slots(&scheduler, "one", 1).await;
@@ -224,7 +224,7 @@ pub(crate) async fn what_a_lost_worker_may_run_still_keeps_its_slot(database: Te
     for name in ["back", "reborn", "pruned"] {
         let plain = hello(name);
         let labels = pb::WorkerLabels {
-            capabilities: vec![],
+            capabilities: vec!["network-private".to_owned()],
             tags: vec![name.to_owned()],
             ephemeral: true,
             ..plain.labels.expect("labels")

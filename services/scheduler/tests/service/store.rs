@@ -439,6 +439,7 @@ pub(crate) async fn what_the_centre_has_of_a_type_is_the_image_of_all_workers(da
     let labels = pb::WorkerLabels {
         platform: "linux".to_owned(),
         image_kinds: vec!["artifact".to_owned()],
+        capabilities: vec!["network-private".to_owned()],
         ..pb::WorkerLabels::default()
     };
     let hello = pb::Hello { labels: Some(labels), ..hello("one") };

@@ -197,7 +197,7 @@ pub(crate) fn spec() -> pb::WorkloadSpec {
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),
         privilege: pb::Privilege::Confined.into(),
-        network: pb::Network::Host.into(),
+        network: pb::Network::Private.into(),
         ..pb::WorkloadSpec::default()
     }
 }
@@ -213,7 +213,7 @@ pub(crate) fn hello(name: &str) -> pb::Hello {
         labels: Some(pb::WorkerLabels {
             platform: "linux".to_owned(),
             image_kinds: vec!["host".to_owned()],
-            capabilities: vec!["stop-after".to_owned()],
+            capabilities: ["stop-after", "network-private"].map(str::to_owned).to_vec(),
             ..pb::WorkerLabels::default()
         }),
         capacity: Some(pb::Capacity { max_tasks: 2, disk_bytes: 1 << 30, ..pb::Capacity::default() }),

@@ -240,7 +240,7 @@ impl Suite {
                 access: Access::ReadOnly.into(),
             }],
             privilege: Privilege::Confined.into(),
-            network: Network::Host.into(),
+            network: Network::Private.into(),
             ..WorkloadSpec::default()
         };
         let request =

@@ -120,7 +120,9 @@ pub async fn volumes(subject: &impl Subject) -> Vec<VolumeHandle> {
 
 /// A container on the subject's root with nothing in it.
 pub async fn on_root(subject: &impl Subject) -> ContainerSpec {
-    ContainerSpec { root: subject.root().await, ..container() }
+    let private = has(&*subject.runtime(), "network-private");
+    let network = if private { Network::Private } else { Network::Host };
+    ContainerSpec { root: subject.root().await, network, ..container() }
 }
 
 /// A container of the image `host` with nothing in it.
@@ -134,7 +136,7 @@ pub fn container() -> ContainerSpec {
         user: None,
         limits: Limits::default(),
         privileged: false,
-        network: Network::Host,
+        network: Network::Private,
     }
 }
 

@@ -60,8 +60,8 @@ impl Container {
         if spec.limits != Limits::default() {
             return unsupported("limits");
         }
-        if spec.network != Network::Host {
-            return unsupported("networks of their own");
+        if spec.network != Network::Private {
+            return unsupported("networks to choose from");
         }
         let seen = match spec.root {
             Root::Host => image.to_owned(),

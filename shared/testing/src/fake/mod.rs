@@ -46,7 +46,8 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 /// What a near one can do beside what a far one can.
 const NEAR: &str = "replaceable-outputs";
-const FEATURES: [&str; 12] = [
+const FEATURES: [&str; 13] = [
+    "network-private",
     "stop-after",
     "terminal",
     "durable-output",

@@ -162,7 +162,7 @@ fn task() -> Task {
         outputs: Vec::new(),
         limits: Limits::default(),
         privileged: false,
-        network: Network::Host,
+        network: Network::Private,
         tags: Vec::new(),
         platform: "linux".to_owned(),
         queue_timeout: None,

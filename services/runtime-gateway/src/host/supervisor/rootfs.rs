@@ -19,11 +19,14 @@ use super::Failed;
 use crate::host::containers::ROOT;
 use crate::host::image;
 use crate::host::mounts::{self, Mounted, Overlay};
-use crate::host::record::{Container, Launch};
+use crate::host::network;
+use crate::host::record::{Container, Launch, OwnNetwork};
 use crate::host::users::Users;
 
 /// Where in the container's directory the supervisor's own file system of memory is.
 const PRIVATE: &str = "run";
+
+const RESOLVER: &str = "/etc/resolv.conf";
 
 /// Directories of the supervisor.
 pub(super) struct Places {
@@ -39,7 +42,7 @@ pub(super) struct Places {
 pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
     let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
-    enter_namespaces(container).map_err(Failed::while_doing("enter namespaces of its own"))?;
+    enter_namespaces(launch, container).map_err(Failed::while_doing("enter namespaces of its own"))?;
 
     let private = launch.container_dir.join(PRIVATE);
     make_private(&private).map_err(at("mount at", &private))?;
@@ -50,6 +53,10 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         None => worker_root(launch, container, &mounted, &private, &places)?,
         Some(image) => image_root(launch, container, image, &places)?,
     };
+    if let Some(contents) = resolver(container) {
+        write_resolver(root.as_fd(), contents.as_bytes())
+            .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+    }
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
 
     let directory = container.directory.as_path();
@@ -86,9 +93,6 @@ fn image_root(
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
     let root = mounts::clone_of(&contents, attributes(container)).map_err(at("mount", &contents))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
-    if !container.loopback {
-        workers_resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
-    }
     Ok(root)
 }
 
@@ -122,6 +126,10 @@ fn worker_root(
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
 
     for path in image::below_root(mounted, &launch.hidden).bound {
+        // A container has one of its own.
+        if path == Path::new(RESOLVER) {
+            continue;
+        }
         // What cannot be bound is absent; the runtime has said so when it was opened.
         if bind(&path, root.as_fd(), &path, true).is_err() {
             continue;
@@ -130,7 +138,6 @@ fn worker_root(
     for path in &covered {
         cover(root.as_fd(), path).map_err(at("hide", path))?;
     }
-    resolver(root.as_fd()).map_err(Failed::while_doing("write /etc/resolv.conf"))?;
     Ok(root)
 }
 
@@ -144,31 +151,22 @@ fn volume(state_dir: &Path, handle: &domain::VolumeHandle) -> PathBuf {
     state_dir.join("volumes").join(handle.to_string()).join("contents")
 }
 
-fn enter_namespaces(container: &Container) -> io::Result<()> {
+/// Enters namespaces of mounts and of the network, and connects the second as the container asks.
+fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
+    let own_network = container.network != OwnNetwork::Host;
+    let machine = network::Machine::open()?;
     let mut namespaces = UnshareFlags::NEWNS;
-    if container.loopback {
+    if own_network {
         namespaces |= UnshareFlags::NEWNET;
     }
     // SAFETY: this process has one thread, so none is left behind in another namespace.
     unsafe { rustix::thread::unshare_unsafe(namespaces)? };
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
-    if container.loopback { raise_loopback() } else { Ok(()) }
-}
-
-/// Brings `lo` up: in a new network namespace it is down.
-fn raise_loopback() -> io::Result<()> {
-    use std::os::fd::AsRawFd;
-    let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
-    // SAFETY: all zeroes is a value of this plain record.
-    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    for (to, from) in request.ifr_name.iter_mut().zip(b"lo") {
-        *to = libc::c_char::from_ne_bytes([*from]);
-    }
-    request.ifr_ifru.ifru_flags = libc::c_short::try_from(libc::IFF_UP).unwrap_or(0);
-    // SAFETY: the request has the layout that this call reads.
-    match unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) } {
-        -1 => Err(io::Error::last_os_error()),
-        _ => Ok(()),
+    match (container.network, launch.network_pool) {
+        (OwnNetwork::Host, _) => Ok(()),
+        (OwnNetwork::None, _) => network::only_loopback(),
+        (OwnNetwork::Private, Some(pool)) => network::connect(&machine, pool, &launch.cgroup),
+        (OwnNetwork::Private, None) => Err(io::Error::other("this machine has no private networks")),
     }
 }
 
@@ -305,19 +303,16 @@ fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Names are resolved as on the worker, also where its configuration is a link into its `/run`.
-fn resolver(root: BorrowedFd<'_>) -> io::Result<()> {
-    let path = Path::new("/etc/resolv.conf");
-    let link = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
-    if !link || mounts::open_in(root, path, OFlags::PATH).is_ok() {
-        return Ok(());
+/// The `resolv.conf` of a container. `None`: it resolves no names, or the machine itself has none.
+fn resolver(container: &Container) -> Option<String> {
+    match container.network {
+        OwnNetwork::Private => Some(network::resolver::configuration()),
+        OwnNetwork::Host => fs::read_to_string(RESOLVER).ok(),
+        OwnNetwork::None => None,
     }
-    workers_resolver(root)
 }
 
-/// Has names resolved as on the worker.
-fn workers_resolver(root: BorrowedFd<'_>) -> io::Result<()> {
-    let Ok(contents) = fs::read("/etc/resolv.conf") else { return Ok(()) };
+fn write_resolver(root: BorrowedFd<'_>, contents: &[u8]) -> io::Result<()> {
     // An image in which this is no directory resolves no names.
     let Ok((etc, _)) = mounts::directory_in(root, Path::new("/etc")) else { return Ok(()) };
     match rustix::fs::unlinkat(&etc, "resolv.conf", AtFlags::empty()) {
@@ -326,7 +321,7 @@ fn workers_resolver(root: BorrowedFd<'_>) -> io::Result<()> {
     }
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let file = rustix::fs::openat(&etc, "resolv.conf", flags, Mode::from_raw_mode(0o644))?;
-    io::Write::write_all(&mut fs::File::from(file), &contents)
+    io::Write::write_all(&mut fs::File::from(file), contents)
 }
 
 /// Gives a directory to the container's user.

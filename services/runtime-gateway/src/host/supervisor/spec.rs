@@ -215,7 +215,7 @@ mod tests {
             memory_bytes: Some(1 << 20),
             pids: Some(10),
             privileged,
-            loopback: false,
+            network: crate::host::record::OwnNetwork::Private,
         }
     }
 

@@ -46,7 +46,7 @@ pub(super) fn good(world: &World<'_>) -> pb::WorkloadSpec {
         }],
         limits: Some(pb::Limits { cpu_millis: 10_000_000, memory_bytes: 1 << 60, pids: 4_194_303 }),
         privilege: pb::Privilege::Confined.into(),
-        network: pb::Network::Host.into(),
+        network: pb::Network::Private.into(),
         tags: Vec::new(),
         platform: "linux".to_owned(),
         queue_timeout: seconds(100),

@@ -235,7 +235,7 @@ public final class Client implements AutoCloseable {
         .addInputs(Input.newBuilder().setName("src").setArtifactId(artifactId).setAccess(Access.ACCESS_READ_ONLY))
         .addOutputs(Output.newBuilder().setName("out"))
         .setPrivilege(Privilege.PRIVILEGE_CONFINED)
-        .setNetwork(Network.NETWORK_LOOPBACK)
+        .setNetwork(Network.NETWORK_NONE)
         .setBuildId(buildId);
   }
 

@@ -1,0 +1,199 @@
+//! The packet filter around private networks: one table of `nf_tables`, replaced as a whole.
+//!
+//! ```text
+//! input    from a container: answers, and questions for names at the resolver's address
+//! forward  from a container: not to other containers, not to link-local addresses (where clouds serve credentials)
+//!          to a container:   only answers
+//! source   from the pool of addresses: leaves with the machine's own address
+//! ```
+//!
+//! Interfaces are matched by their prefix, so nothing changes here when a container comes or goes.
+//!
+//! Facts: `include/uapi/linux/netfilter/nf_tables.h`.
+
+use std::io;
+use std::net::Ipv4Addr;
+
+use super::netlink::{APPEND, Attributes, CREATE, Connection, Messages};
+use super::{PREFIX, Pool, RESOLVER};
+
+/// IPv4 and IPv6.
+const INET: u8 = 1;
+const SUBSYSTEM: u16 = 10 << 8;
+const NEW_TABLE: u16 = SUBSYSTEM;
+const DELETE_TABLE: u16 = SUBSYSTEM | 2;
+const NEW_CHAIN: u16 = SUBSYSTEM | 3;
+const NEW_RULE: u16 = SUBSYSTEM | 6;
+
+const INPUT: u32 = 1;
+const FORWARD: u32 = 2;
+const POSTROUTING: u32 = 4;
+
+/// Which part of a packet is looked at.
+#[derive(Debug, Clone, Copy)]
+enum Header {
+    Network = 1,
+    Transport = 2,
+}
+
+/// Which fact about a packet is looked at.
+#[derive(Debug, Clone, Copy)]
+enum Meta {
+    InputName = 6,
+    OutputName = 7,
+    Family = 15,
+    Transport = 16,
+}
+
+/// The expressions of one rule. Each look leaves what it found in register 1, and each comparison ends the rule unless it holds.
+#[derive(Debug, Default)]
+struct Rule(Attributes);
+
+impl Rule {
+    fn expression(mut self, name: &str, fill: impl FnOnce(&mut Attributes)) -> Self {
+        self.0.nested(1, |element| {
+            element.text(1, name).nested(2, fill);
+        });
+        self
+    }
+
+    fn meta(self, what: Meta) -> Self {
+        self.expression("meta", |meta| {
+            meta.big_endian(1, 1).big_endian(2, what as u32);
+        })
+    }
+
+    fn payload(self, header: Header, offset: u32, length: u32) -> Self {
+        self.expression("payload", |payload| {
+            payload.big_endian(1, 1).big_endian(2, header as u32).big_endian(3, offset).big_endian(4, length);
+        })
+    }
+
+    fn masked(self, mask: &[u8]) -> Self {
+        self.expression("bitwise", |bitwise| {
+            bitwise.big_endian(1, 1).big_endian(2, 1).big_endian(3, u32::try_from(mask.len()).unwrap_or(0));
+            bitwise.nested(4, |value| _ = value.bytes(1, mask));
+            bitwise.nested(5, |value| _ = value.bytes(1, &vec![0; mask.len()]));
+        })
+    }
+
+    fn compared(self, equal: bool, value: &[u8]) -> Self {
+        self.expression("cmp", |compare| {
+            compare.big_endian(1, 1).big_endian(2, u32::from(!equal));
+            compare.nested(3, |data| _ = data.bytes(1, value));
+        })
+    }
+
+    fn from_container(self) -> Self {
+        self.meta(Meta::InputName).compared(true, PREFIX.as_bytes())
+    }
+
+    fn to_container(self, whether: bool) -> Self {
+        self.meta(Meta::OutputName).compared(whether, PREFIX.as_bytes())
+    }
+
+    fn ipv4(self) -> Self {
+        self.meta(Meta::Family).compared(true, &[2])
+    }
+
+    fn source_in(self, network: Ipv4Addr, bits: u8) -> Self {
+        self.address_in(12, network, bits)
+    }
+
+    fn destination_in(self, network: Ipv4Addr, bits: u8) -> Self {
+        self.address_in(16, network, bits)
+    }
+
+    fn address_in(self, offset: u32, network: Ipv4Addr, bits: u8) -> Self {
+        let mask = u32::MAX.checked_shl(32 - u32::from(bits)).unwrap_or(0);
+        let masked = network.to_bits() & mask;
+        self.ipv4()
+            .payload(Header::Network, offset, 4)
+            .masked(&mask.to_be_bytes())
+            .compared(true, &masked.to_be_bytes())
+    }
+
+    fn to_port(self, protocol: u8, port: u16) -> Self {
+        self.meta(Meta::Transport)
+            .compared(true, &[protocol])
+            .payload(Header::Transport, 2, 2)
+            .compared(true, &port.to_be_bytes())
+    }
+
+    /// Packets of a connection that was made before, or that belong to one.
+    fn answers(self) -> Self {
+        const ESTABLISHED_OR_RELATED: u32 = 2 | 4;
+        self.expression("ct", |ct| _ = ct.big_endian(1, 1).big_endian(2, 0))
+            .masked(&ESTABLISHED_OR_RELATED.to_ne_bytes())
+            .compared(false, &[0; 4])
+    }
+
+    fn accept(self) -> Self {
+        self.expression("immediate", |immediate| {
+            immediate.big_endian(1, 0).nested(2, |data| {
+                data.nested(2, |verdict| _ = verdict.big_endian(1, 1));
+            });
+        })
+    }
+
+    /// Says so to the sender, whose connection then fails at once.
+    fn reject(self) -> Self {
+        // ICMP or ICMPv6, whichever it is: administratively prohibited.
+        self.expression("reject", |reject| _ = reject.big_endian(1, 2).bytes(2, &[3]))
+    }
+
+    fn masquerade(self) -> Self {
+        self.expression("masq", |_| {})
+    }
+}
+
+/// Makes the table, or replaces it.
+///
+/// Errors: the kernel has no `nf_tables`, or this process may not change them (`CAP_NET_ADMIN`).
+pub(super) fn install(pool: Pool) -> io::Result<()> {
+    Connection::open(libc::NETLINK_NETFILTER)?.send(&table(pool))
+}
+
+fn table(pool: Pool) -> Messages {
+    let name = format!("gantry-{pool}").replace(['/', '.'], "-");
+    let header = [INET, 0, 0, 0];
+    // Its third and fourth bytes name the subsystem, in network order.
+    let batch = [0, 0, 0, 10];
+    let mut messages = Messages::default();
+    messages.mark(0x10, &batch);
+    let chain =
+        |messages: &mut Messages, chain: &str, kind: &str, hook: u32, priority: u32, rules: Vec<Rule>| {
+            messages.add(NEW_CHAIN, CREATE, &header, |new| {
+                new.text(1, &name).text(3, chain).text(7, kind);
+                new.nested(4, |at| _ = at.big_endian(1, hook).big_endian(2, priority));
+            });
+            for Rule(expressions) in rules {
+                messages.add(NEW_RULE, CREATE | APPEND, &header, |new| {
+                    new.text(1, &name).text(2, chain).nested(4, |list| _ = list.append(expressions));
+                });
+            }
+        };
+    // Made before it is deleted, so that the deletion always finds one.
+    for (kind, flags) in [(NEW_TABLE, CREATE), (DELETE_TABLE, 0), (NEW_TABLE, CREATE)] {
+        messages.add(kind, flags, &header, |table| _ = table.text(1, &name));
+    }
+    let names = |protocol| {
+        Rule::default().from_container().destination_in(RESOLVER, 32).to_port(protocol, 53).accept()
+    };
+    let udp = u8::try_from(libc::IPPROTO_UDP).unwrap_or(17);
+    let tcp = u8::try_from(libc::IPPROTO_TCP).unwrap_or(6);
+    let answers = Rule::default().from_container().answers().accept();
+    let input = vec![answers, names(udp), names(tcp), Rule::default().from_container().reject()];
+    chain(&mut messages, "input", "filter", INPUT, 0, input);
+    let forward = vec![
+        Rule::default().from_container().to_container(true).reject(),
+        Rule::default().from_container().destination_in(Ipv4Addr::new(169, 254, 0, 0), 16).reject(),
+        Rule::default().to_container(true).answers().accept(),
+        Rule::default().to_container(true).reject(),
+    ];
+    chain(&mut messages, "forward", "filter", FORWARD, 0, forward);
+    let source = vec![Rule::default().source_in(pool.network, pool.bits).to_container(false).masquerade()];
+    chain(&mut messages, "postrouting", "nat", POSTROUTING, 100, source);
+    messages.mark(0x11, &batch);
+    messages
+}

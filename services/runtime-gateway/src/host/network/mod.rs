@@ -1,0 +1,346 @@
+//! Private networks: a network namespace for each container, with outgoing access.
+//!
+//! ```text
+//! container                     machine
+//! eth0 10.213.x.y/32 ───veth─── gantry<id> 169.254.213.1/32 ──▶ filter ──▶ source address of the machine
+//! lo                            route to 10.213.x.y
+//! ```
+//!
+//! [`prepare`] makes the machine ready once, when a runtime opens. [`connect`] is called by the supervisor of a container, from
+//! within the new namespace. Nothing is taken back: the pair of interfaces and the route end with the namespace, and so with the
+//! last process in it.
+//!
+//! A container reaches neither the machine's own addresses nor its loopback nor other containers: see [`firewall`]. It has no
+//! IPv6.
+
+mod firewall;
+mod netlink;
+pub(super) mod resolver;
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::process::Command;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use netlink::{CREATE, Connection, EXCLUSIVE, Messages};
+
+/// What the names of the machine's interfaces to containers start with.
+const PREFIX: &str = "gantry";
+/// The machine's end of every pair: where containers send packets, and ask for names.
+pub(super) const RESOLVER: Ipv4Addr = Ipv4Addr::new(169, 254, 213, 1);
+/// What the container's interface is called.
+const INSIDE: &str = "eth0";
+/// How many addresses are tried before a container is refused for want of one.
+const TRIES: u32 = 16;
+
+/// The addresses that containers get.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pool {
+    network: Ipv4Addr,
+    bits: u8,
+}
+
+impl Default for Pool {
+    fn default() -> Self {
+        Self { network: Ipv4Addr::new(10, 213, 0, 0), bits: 16 }
+    }
+}
+
+/// A text that is no pool of addresses.
+#[derive(Debug, thiserror::Error)]
+#[error("write an IPv4 network of at most 24 bits, such as 10.213.0.0/16")]
+pub struct InvalidPool;
+
+impl FromStr for Pool {
+    type Err = InvalidPool;
+
+    fn from_str(text: &str) -> Result<Self, InvalidPool> {
+        let (network, bits) = text.split_once('/').ok_or(InvalidPool)?;
+        let network: Ipv4Addr = network.parse().map_err(|_| InvalidPool)?;
+        let bits: u8 = bits.parse().map_err(|_| InvalidPool)?;
+        let pool = Self { network, bits };
+        let fits = (8..=24).contains(&bits) && network.to_bits() & (pool.size() - 1) == 0;
+        if fits { Ok(pool) } else { Err(InvalidPool) }
+    }
+}
+
+impl fmt::Display for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.network, self.bits)
+    }
+}
+
+impl Pool {
+    fn size(self) -> u32 {
+        1 << (32 - u32::from(self.bits))
+    }
+
+    /// An address of the pool, but for the first and the last. Numbers that follow each other have different ones.
+    fn address(self, number: u32) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.network.to_bits() + 1 + number % (self.size() - 2))
+    }
+}
+
+/// Why containers on this machine get no private network.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {doing}")]
+pub(super) struct PrepareError {
+    doing: &'static str,
+    #[source]
+    cause: io::Error,
+}
+
+fn failed(doing: &'static str) -> impl FnOnce(io::Error) -> PrepareError {
+    move |cause| PrepareError { doing, cause }
+}
+
+/// Makes the machine ready: forwards packets, installs the filter, and tries whether pairs of interfaces can be made.
+pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
+    let routes = Connection::open(libc::NETLINK_ROUTE).map_err(failed("open a netlink socket"))?;
+    let probe = format!("{PREFIX}-{:08x}", std::process::id());
+    add_pair(&routes, &probe, None).map_err(failed("make a pair of network interfaces"))?;
+    let removed = remove_link(&routes, &probe);
+    removed.map_err(failed("remove a network interface"))?;
+    forward().map_err(failed("forward packets (net.ipv4.ip_forward)"))?;
+    firewall::install(pool).map_err(failed("install the packet filter"))?;
+    pass_other_filter();
+    Ok(())
+}
+
+fn forward() -> io::Result<()> {
+    let setting = Path::new("/proc/sys/net/ipv4/ip_forward");
+    if fs::read_to_string(setting)?.trim() == "1" {
+        return Ok(());
+    }
+    fs::write(setting, "1")?;
+    tracing::info!("this machine forwards packets from now on, for containers with a private network");
+    Ok(())
+}
+
+/// Where another program (Docker, ufw) has the machine drop what it forwards, containers are let through.
+///
+/// What an older filter drops no newer one can let through, so the rule is written with the tool of the older one.
+fn pass_other_filter() {
+    let iptables = |arguments: &[&str]| Command::new("iptables").arg("--wait").args(arguments).output();
+    // Without the tool there is nobody who uses it.
+    let Ok(rules) = iptables(&["-S", "FORWARD"]) else { return };
+    if !String::from_utf8_lossy(&rules.stdout).lines().any(|line| line == "-P FORWARD DROP") {
+        return;
+    }
+    let ours = format!("{PREFIX}+");
+    let outgoing = ["FORWARD", "-i", &ours, "-j", "ACCEPT"];
+    let answers =
+        ["FORWARD", "-o", &ours, "-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED", "-j", "ACCEPT"];
+    for rule in [&outgoing[..], &answers] {
+        let there = iptables(&[&["-C"], rule].concat()).is_ok_and(|found| found.status.success());
+        if there {
+            continue;
+        }
+        match iptables(&[&["-I"], rule].concat()) {
+            Ok(found) if found.status.success() => {}
+            found => tracing::warn!(
+                rule = rule.join(" "),
+                ?found,
+                "cannot let containers through a filter that drops what is forwarded"
+            ),
+        }
+    }
+}
+
+/// Connects the network namespace of this process, which is new, to the machine. `machine` was opened before this process entered it.
+///
+/// `id` makes the interface's name unique on the machine.
+pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()> {
+    let own = Connection::open(libc::NETLINK_ROUTE)?;
+    raise_loopback(&own)?;
+    let name = interface(id);
+    let routes = &machine.0;
+    add_pair(routes, &name, Some(std::process::id()))?;
+    let outside = routes.index_of(&name)?;
+    add_address(routes, outside, RESOLVER)?;
+    raise(routes, outside)?;
+    let address = (0..TRIES)
+        // What runs for long may still have the address of an interface that was made long ago.
+        .map(|turn| pool.address(outside.wrapping_add(turn)))
+        .find_map(|address| match add_route(routes, outside, Some(address), None, EXCLUSIVE) {
+            Ok(()) => Some(Ok(address)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => None,
+            Err(error) => Some(Err(error)),
+        })
+        .unwrap_or_else(|| Err(io::Error::other("all addresses of the pool are taken")))?;
+
+    let inside = own.index_of(INSIDE)?;
+    add_address(&own, inside, address)?;
+    if let Some(bytes) = machine.1 {
+        set_mtu(&own, inside, bytes)?;
+    }
+    raise(&own, inside)?;
+    add_route(&own, inside, Some(RESOLVER), None, 0)?;
+    add_route(&own, inside, None, Some(RESOLVER), 0)?;
+    // Without the right to raw packets, `ping` needs this. Where settings are read-only, it does not work.
+    if let Err(error) = fs::write("/proc/sys/net/ipv4/ping_group_range", "0 2147483647") {
+        eprintln!("supervisor: no ping in this container: {error}");
+    }
+    Ok(())
+}
+
+/// What is known of the machine's network, for who is about to leave it.
+#[derive(Debug)]
+pub(super) struct Machine(Connection, Option<u32>);
+
+impl Machine {
+    pub(super) fn open() -> io::Result<Self> {
+        Ok(Self(Connection::open(libc::NETLINK_ROUTE)?, default_mtu()))
+    }
+}
+
+/// Brings `lo` up: in a new network namespace it is down.
+pub(super) fn only_loopback() -> io::Result<()> {
+    raise_loopback(&Connection::open(libc::NETLINK_ROUTE)?)
+}
+
+fn raise_loopback(own: &Connection) -> io::Result<()> {
+    raise(own, own.index_of("lo")?)
+}
+
+/// The name of the machine's interface to a container.
+fn interface(id: &str) -> String {
+    let plain: String = id.chars().filter(char::is_ascii_hexdigit).collect();
+    // A name has 15 bytes at most. The end of an id is random.
+    format!("{PREFIX}{}", &plain[plain.len().saturating_sub(9)..])
+}
+
+/// The largest packet that leaves by the default route, in bytes.
+fn default_mtu() -> Option<u32> {
+    let routes = fs::read_to_string("/proc/net/route").ok()?;
+    let mut fields = routes.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let default =
+        fields.find(|fields| fields.get(1) == Some(&"00000000") && fields.get(7) == Some(&"00000000"))?;
+    fs::read_to_string(Path::new("/sys/class/net").join(default[0]).join("mtu")).ok()?.trim().parse().ok()
+}
+
+/// The header of messages about links.
+fn link(index: u32, flags: u32, change: u32) -> [u8; 16] {
+    let mut header = [0; 16];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    header[8..12].copy_from_slice(&flags.to_ne_bytes());
+    header[12..].copy_from_slice(&change.to_ne_bytes());
+    header
+}
+
+/// Makes a pair of interfaces, one of them in the namespace of the process `peer`, or else beside the other.
+fn add_pair(routes: &Connection, name: &str, peer: Option<u32>) -> io::Result<()> {
+    const DATA: u16 = 2;
+    const KIND: u16 = 1;
+    const PEER: u16 = 1;
+    let mut messages = Messages::default();
+    messages.add(libc::RTM_NEWLINK, CREATE | EXCLUSIVE, &link(0, 0, 0), |new| {
+        new.text(libc::IFLA_IFNAME, name).nested(libc::IFLA_LINKINFO, |info| {
+            info.text(KIND, "veth").nested(DATA, |data| {
+                data.nested_after(PEER, &link(0, 0, 0), |other| {
+                    if let Some(process) = peer {
+                        other.text(libc::IFLA_IFNAME, INSIDE).number(libc::IFLA_NET_NS_PID, process);
+                    }
+                });
+            });
+        });
+    });
+    routes.send(&messages)
+}
+
+fn remove_link(routes: &Connection, name: &str) -> io::Result<()> {
+    let mut messages = Messages::default();
+    messages.add(libc::RTM_DELLINK, 0, &link(0, 0, 0), |old| _ = old.text(libc::IFLA_IFNAME, name));
+    routes.send(&messages)
+}
+
+fn raise(routes: &Connection, index: u32) -> io::Result<()> {
+    let up = u32::try_from(libc::IFF_UP).unwrap_or(1);
+    let mut messages = Messages::default();
+    messages.add(libc::RTM_NEWLINK, 0, &link(index, up, up), |_| {});
+    routes.send(&messages)
+}
+
+fn set_mtu(routes: &Connection, index: u32, bytes: u32) -> io::Result<()> {
+    let mut messages = Messages::default();
+    messages.add(libc::RTM_NEWLINK, 0, &link(index, 0, 0), |change| _ = change.number(libc::IFLA_MTU, bytes));
+    routes.send(&messages)
+}
+
+const IPV4: u8 = 2;
+
+fn add_address(routes: &Connection, index: u32, address: Ipv4Addr) -> io::Result<()> {
+    let [a, b, c, d] = index.to_ne_bytes();
+    let mut messages = Messages::default();
+    // Family, bits of the network, flags, scope, index.
+    messages.add(libc::RTM_NEWADDR, CREATE, &[IPV4, 32, 0, 0, a, b, c, d], |new| {
+        let address = address.octets();
+        new.bytes(libc::IFA_LOCAL, &address).bytes(libc::IFA_ADDRESS, &address);
+    });
+    routes.send(&messages)
+}
+
+/// Adds a route to `to`, or to everywhere.
+fn add_route(
+    routes: &Connection,
+    index: u32,
+    to: Option<Ipv4Addr>,
+    by: Option<Ipv4Addr>,
+    flags: u16,
+) -> io::Result<()> {
+    const MAIN: u8 = 254;
+    const STATIC: u8 = 4;
+    const UNICAST: u8 = 1;
+    /// Of what is reached without a router in between.
+    const LINK: u8 = 253;
+    let bits = if to.is_some() { 32 } else { 0 };
+    let scope = if by.is_some() { 0 } else { LINK };
+    let mut messages = Messages::default();
+    // Family, bits of destination and source, type of service, table, protocol, scope, type, flags.
+    let header = [IPV4, bits, 0, 0, MAIN, STATIC, scope, UNICAST, 0, 0, 0, 0];
+    messages.add(libc::RTM_NEWROUTE, CREATE | flags, &header, |new| {
+        if let Some(to) = to {
+            new.bytes(libc::RTA_DST, &to.octets());
+        }
+        if let Some(by) = by {
+            new.bytes(libc::RTA_GATEWAY, &by.octets());
+        }
+        new.number(libc::RTA_OIF, index);
+    });
+    routes.send(&messages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pool_is_a_whole_network() {
+        for text in ["10.213.0.0/16", "172.16.0.0/12", "192.168.7.0/24"] {
+            assert_eq!(text.parse::<Pool>().map(|pool| pool.to_string()).ok().as_deref(), Some(text));
+        }
+        for text in ["", "10.213.0.0", "10.213.0.1/16", "10.0.0.0/30", "10.0.0.0/33", "::/64", "0.0.0.0/0"] {
+            assert!(text.parse::<Pool>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn pool_has_no_first_and_no_last_address() {
+        let pool: Pool = "10.1.2.0/24".parse().expect("a pool");
+        assert_eq!(pool.address(0), Ipv4Addr::new(10, 1, 2, 1));
+        assert_eq!(pool.address(253), Ipv4Addr::new(10, 1, 2, 254));
+        assert_eq!(pool.address(254), Ipv4Addr::new(10, 1, 2, 1));
+        assert_eq!(pool.address(u32::MAX), pool.address(u32::MAX % 254));
+    }
+
+    #[test]
+    fn interface_name_fits() {
+        let name = interface(&domain::AttemptId::new().to_string());
+        assert!(name.len() <= 15 && name.starts_with(PREFIX), "{name}");
+    }
+}

@@ -1,0 +1,182 @@
+//! Requests to the kernel over netlink: messages, attributes, acknowledgements.
+//!
+//! Both `rtnetlink` (links, addresses, routes) and `nf_tables` (the packet filter) take this form. The libraries for the second
+//! need a C library or have a licence that does not fit, and with an encoder for it the first is four messages.
+//!
+//! Facts: `include/uapi/linux/netlink.h`, RFC 3549.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
+
+/// Asks for an answer that says how the request went.
+const REQUEST: u16 = 1 | 4;
+/// Makes what is not there.
+pub(super) const CREATE: u16 = 0x400;
+/// Fails when it is there.
+pub(super) const EXCLUSIVE: u16 = 0x200;
+/// Adds to the end of a list.
+pub(super) const APPEND: u16 = 0x800;
+
+const HEADER: usize = 16;
+const ERROR: u16 = 2;
+const NESTED: u16 = 0x8000;
+
+/// The attributes of a message, or of an attribute.
+#[derive(Debug, Default)]
+pub(super) struct Attributes(Vec<u8>);
+
+impl Attributes {
+    pub(super) fn bytes(&mut self, kind: u16, value: &[u8]) -> &mut Self {
+        let length = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
+        self.0.extend_from_slice(&length.to_ne_bytes());
+        self.0.extend_from_slice(&kind.to_ne_bytes());
+        self.0.extend_from_slice(value);
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+        self
+    }
+
+    pub(super) fn text(&mut self, kind: u16, value: &str) -> &mut Self {
+        self.bytes(kind, &[value.as_bytes(), &[0]].concat())
+    }
+
+    /// A number as `rtnetlink` has it.
+    pub(super) fn number(&mut self, kind: u16, value: u32) -> &mut Self {
+        self.bytes(kind, &value.to_ne_bytes())
+    }
+
+    /// A number as `nf_tables` has it.
+    pub(super) fn big_endian(&mut self, kind: u16, value: u32) -> &mut Self {
+        self.bytes(kind, &value.to_be_bytes())
+    }
+
+    pub(super) fn nested(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) -> &mut Self {
+        self.nested_after(kind, &[], fill)
+    }
+
+    /// An attribute whose value is a header with attributes after it.
+    pub(super) fn nested_after(
+        &mut self,
+        kind: u16,
+        header: &[u8],
+        fill: impl FnOnce(&mut Self),
+    ) -> &mut Self {
+        let mut inner = Self(header.to_vec());
+        fill(&mut inner);
+        self.bytes(kind | NESTED, &inner.0)
+    }
+
+    /// Adds all attributes of `other`.
+    pub(super) fn append(&mut self, other: Self) -> &mut Self {
+        self.0.extend_from_slice(&other.0);
+        self
+    }
+}
+
+/// Messages that the kernel takes together.
+#[derive(Debug, Default)]
+pub(super) struct Messages {
+    bytes: Vec<u8>,
+    /// How many of them are acknowledged.
+    acknowledged: usize,
+}
+
+impl Messages {
+    /// Adds a message of `kind` that is acknowledged.
+    pub(super) fn add(&mut self, kind: u16, flags: u16, header: &[u8], fill: impl FnOnce(&mut Attributes)) {
+        self.acknowledged += 1;
+        self.push(kind, REQUEST | flags, header, fill);
+    }
+
+    /// Adds a message of `kind` that only marks where others begin or end.
+    pub(super) fn mark(&mut self, kind: u16, header: &[u8]) {
+        self.push(kind, 1, header, |_| {});
+    }
+
+    fn push(&mut self, kind: u16, flags: u16, header: &[u8], fill: impl FnOnce(&mut Attributes)) {
+        let mut body = Attributes(header.to_vec());
+        fill(&mut body);
+        let length = u32::try_from(HEADER + body.0.len()).unwrap_or(u32::MAX);
+        self.bytes.extend_from_slice(&length.to_ne_bytes());
+        self.bytes.extend_from_slice(&kind.to_ne_bytes());
+        self.bytes.extend_from_slice(&flags.to_ne_bytes());
+        // A number that answers would repeat, and the sender, which the kernel fills in.
+        self.bytes.extend_from_slice(&[0; 8]);
+        self.bytes.extend_from_slice(&body.0);
+    }
+}
+
+/// A connection to the kernel, in the network namespace that this process was in when it was opened.
+#[derive(Debug)]
+pub(super) struct Connection(OwnedFd);
+
+impl Connection {
+    /// For `libc::NETLINK_ROUTE` or `libc::NETLINK_NETFILTER`.
+    pub(super) fn open(protocol: libc::c_int) -> io::Result<Self> {
+        // SAFETY: takes no pointers.
+        let socket = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
+        if socket < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor is new.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(socket) }))
+    }
+
+    /// Sends messages, and waits until the kernel has carried all of them out.
+    ///
+    /// Errors: the first that the kernel answers.
+    pub(super) fn send(&self, messages: &Messages) -> io::Result<()> {
+        self.exchange(messages, |_| {})
+    }
+
+    /// The same for one message, and passes the answer before its acknowledgement to `look`.
+    pub(super) fn exchange(&self, messages: &Messages, mut look: impl FnMut(&[u8])) -> io::Result<()> {
+        rustix::io::write(&self.0, &messages.bytes)?;
+        let mut due = messages.acknowledged;
+        let mut failed = None;
+        let mut buffer = vec![0; 1 << 16];
+        while due > 0 && failed.is_none() {
+            let length = match rustix::io::read(&self.0, &mut buffer) {
+                Err(rustix::io::Errno::INTR) => continue,
+                result => result?,
+            };
+            let mut rest = &buffer[..length];
+            while let Some((message, after)) = next(rest) {
+                rest = after;
+                let kind = u16::from_ne_bytes([message[4], message[5]]);
+                if kind != ERROR {
+                    look(&message[HEADER..]);
+                    continue;
+                }
+                due = due.saturating_sub(1);
+                let code = message.get(HEADER..HEADER + 4).and_then(|code| code.try_into().ok());
+                let code = code.map_or(libc::EPROTO, |code| -i32::from_ne_bytes(code));
+                if code != 0 && failed.is_none() {
+                    failed = Some(io::Error::from_raw_os_error(code));
+                }
+            }
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// The index of the interface with that name.
+    pub(super) fn index_of(&self, name: &str) -> io::Result<u32> {
+        let mut found = None;
+        let mut messages = Messages::default();
+        messages.add(libc::RTM_GETLINK, 0, &[0; 16], |link| {
+            link.text(libc::IFLA_IFNAME, name);
+        });
+        self.exchange(&messages, |answer| {
+            // The index is the third field of `ifinfomsg`.
+            found = answer.get(4..8).and_then(|index| index.try_into().ok()).map(u32::from_ne_bytes);
+        })?;
+        found.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+}
+
+/// Splits off the first message.
+fn next(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let length = bytes.get(..4)?.try_into().ok().map(u32::from_ne_bytes)?;
+    let length = usize::try_from(length).ok().filter(|length| (HEADER..=bytes.len()).contains(length))?;
+    let (message, _) = bytes.split_at(length);
+    Some((message, bytes.get(length.next_multiple_of(4)..).unwrap_or_default()))
+}

@@ -1,0 +1,91 @@
+//! What the operator of a machine lets workloads ask of it.
+
+use std::collections::BTreeSet;
+
+use super::network::Pool;
+
+/// Something that makes a container less confined than any other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum Permission {
+    /// Run in a view of this machine's own root file system
+    HostImage,
+    /// Share the network of this machine, its loopback included
+    HostNetwork,
+    /// Have all capabilities and devices: as good as root on this machine
+    Privileged,
+}
+
+/// What workloads may ask of this machine: flags of its gateway.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Policy {
+    /// What workloads may ask of this machine, with commas between; `none` for nothing
+    #[arg(long = "allow", env = "GANTRY_WORKER_ALLOW", value_name = "LIST", value_parser = parse_permissions)]
+    allow: Option<Permissions>,
+    /// The addresses of containers with a private network: an IPv4 network of 8 to 24 bits that nothing else uses on this machine
+    #[arg(long, env = "GANTRY_WORKER_NETWORK_POOL", value_name = "NETWORK", default_value_t)]
+    network_pool: Pool,
+}
+
+type Permissions = BTreeSet<Permission>;
+
+impl Policy {
+    /// Allows just these.
+    #[must_use]
+    pub fn allowing(permissions: impl IntoIterator<Item = Permission>) -> Self {
+        Self { allow: Some(permissions.into_iter().collect()), network_pool: Pool::default() }
+    }
+
+    /// Allows these where the operator said nothing.
+    #[must_use]
+    pub fn or(mut self, permissions: impl IntoIterator<Item = Permission>) -> Self {
+        self.allow.get_or_insert_with(|| permissions.into_iter().collect());
+        self
+    }
+
+    pub(super) fn allows(&self, permission: Permission) -> bool {
+        self.allow.as_ref().is_some_and(|allowed| allowed.contains(&permission))
+    }
+
+    pub(super) fn network_pool(&self) -> Pool {
+        self.network_pool
+    }
+}
+
+fn parse_permissions(text: &str) -> Result<Permissions, String> {
+    use clap::ValueEnum;
+    if matches!(text, "" | "none") {
+        return Ok(Permissions::new());
+    }
+    let parse = |name: &str| {
+        Permission::from_str(name.trim(), false).map_err(|_| {
+            let names: Vec<_> = Permission::value_variants()
+                .iter()
+                .filter_map(|known| Some(known.to_possible_value()?.get_name().to_owned()))
+                .collect();
+            format!("{name:?} is none of {}, none", names.join(", "))
+        })
+    };
+    text.split(',').map(parse).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn list_of_permissions_is_read() {
+        let all = [Permission::HostImage, Permission::HostNetwork, Permission::Privileged];
+        assert_eq!(parse_permissions("privileged,host-image, host-network"), Ok(all.into()));
+        assert_eq!(parse_permissions("none"), Ok(Permissions::new()));
+        let refused = parse_permissions("host-image,root").expect_err("there is no such permission");
+        assert_eq!(refused, "\"root\" is none of host-image, host-network, privileged, none");
+    }
+
+    #[test]
+    fn operator_overrides_default() {
+        let said = Policy { allow: Some(Permissions::new()), ..Policy::default() };
+        assert!(!said.or([Permission::HostImage]).allows(Permission::HostImage));
+        assert!(Policy::default().or([Permission::HostImage]).allows(Permission::HostImage));
+        assert!(!Policy::default().allows(Permission::Privileged));
+    }
+}

@@ -1,0 +1,309 @@
+//! What containers reach, and what reaches them.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
+use std::process::Command;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use domain::workload::{Network, OutputMode, Stdin};
+use runtime::{ContainerSpec, Offsets, ProcessSpec, RuntimeError};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
+use testing::conformance::{RuntimeExt, Subject, container, process, read_until};
+
+use super::subject::{HostSubject, config};
+
+fn shell(script: &str) -> ProcessSpec {
+    process(&["/bin/bash", "-c", script].map(str::to_owned))
+}
+
+async fn said(subject: &HostSubject, spec: ContainerSpec, script: &str) -> String {
+    let said = subject.runtime().ran(spec, shell(script)).await;
+    format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
+}
+
+fn ip(line: &str) {
+    let ran = Command::new("ip").args(line.split(' ')).output().expect("run ip");
+    assert!(ran.status.success(), "ip {line}: {}", String::from_utf8_lossy(&ran.stderr));
+}
+
+/// Tells everybody who connects from where they do, until the last one did.
+fn tell_addresses(listener: TcpListener) {
+    std::thread::spawn(move || {
+        while let Ok((mut connection, from)) = listener.accept() {
+            let told = write!(connection, "you are {}", from.ip());
+            told.expect("tell an address");
+        }
+    });
+}
+
+/// Another machine, with one address of 198.51.100.0/24 at its end of a cable and one at ours.
+struct Outside {
+    near: String,
+    far: SocketAddr,
+    /// Connects from there to an address of ours, and says whether that worked.
+    dial: mpsc::Sender<SocketAddr>,
+    dialed: mpsc::Receiver<bool>,
+}
+
+impl Outside {
+    fn new(number: u8) -> Self {
+        let ((tell, told), (dial, to_dial), (tell_dialed, dialed)) =
+            (mpsc::channel(), mpsc::channel::<SocketAddr>(), mpsc::channel());
+        let (go, gone) = mpsc::channel();
+        let (near, far) =
+            (format!("198.51.100.{}", number * 4 + 1), format!("198.51.100.{}", number * 4 + 2));
+        let (address, router) = (far.clone(), near.clone());
+        std::thread::spawn(move || {
+            // SAFETY: of all threads only this one is in the new namespace, and it ends with the test.
+            unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
+                .expect("a network of its own");
+            tell.send(None).expect("the test waits");
+            gone.recv().expect("a cable");
+            ip(&format!("addr add {address}/30 dev far{number}"));
+            ip(&format!("link set far{number} up"));
+            ip(&format!("route add default via {router}"));
+            let listener = TcpListener::bind((address.as_str(), 0)).expect("listen");
+            tell.send(Some(listener.local_addr().expect("an address"))).expect("the test waits");
+            // A thread is made in the network of the one that makes it.
+            tell_addresses(listener);
+            for to in to_dial {
+                let connected = std::net::TcpStream::connect_timeout(&to, Duration::from_secs(2)).is_ok();
+                if tell_dialed.send(connected).is_err() {
+                    return;
+                }
+            }
+        });
+        told.recv().expect("a network");
+        let thread = std::fs::read_dir("/proc/self/task").expect("threads").filter_map(|entry| {
+            let name = entry.ok()?.file_name().into_string().ok()?;
+            let network = |path: String| std::fs::read_link(path).ok();
+            let own = network("/proc/self/ns/net".to_owned());
+            (network(format!("/proc/self/task/{name}/ns/net")) != own).then_some(name)
+        });
+        // The newest: other tests may have some, too.
+        let thread = thread.max_by_key(|name| name.parse::<u64>().ok()).expect("a thread elsewhere");
+        ip(&format!("link add near{number} type veth peer name far{number} netns {thread}"));
+        ip(&format!("addr add {near}/30 dev near{number}"));
+        ip(&format!("link set near{number} up"));
+        go.send(()).expect("the other machine waits");
+        let far = told.recv().expect("an address").expect("an address");
+        Self { near, far, dial, dialed }
+    }
+
+    fn reaches(&self, address: SocketAddr) -> bool {
+        self.dial.send(address).expect("the other machine lives");
+        self.dialed.recv().expect("an answer")
+    }
+}
+
+/// Connects from a container, and says what it heard.
+fn connect(to: SocketAddr) -> String {
+    format!("exec 3<>/dev/tcp/{}/{} && cat <&3 && echo; ", to.ip(), to.port())
+}
+
+#[tokio::test]
+async fn private_network_reaches_out_with_the_machines_address() {
+    let Some(subject) = HostSubject::new() else { return };
+    let outside = Outside::new(1);
+    let heard = said(&subject, container(), &connect(outside.far)).await;
+    assert_eq!(heard, format!("you are {}\n", outside.near));
+}
+
+#[tokio::test]
+async fn private_network_has_own_interfaces() {
+    let Some(subject) = HostSubject::new() else { return };
+    let script = "cd /sys/class/net && echo * && cat lo/flags && ls -d /proc/sys/net/ipv4/conf/*";
+    let found = said(&subject, container(), script).await;
+    assert!(found.starts_with("eth0 lo\n0x9\n"), "its loopback is up: {found}");
+    assert_eq!(found.matches("/conf/").count(), 4, "all, default, eth0, lo: {found}");
+}
+
+#[tokio::test]
+async fn private_network_does_not_reach_the_machine() {
+    let Some(subject) = HostSubject::new() else { return };
+    let outside = Outside::new(2);
+    let everywhere = TcpListener::bind("0.0.0.0:0").expect("listen");
+    let port = everywhere.local_addr().expect("an address").port();
+    tell_addresses(everywhere);
+    let loopback = TcpListener::bind("127.0.0.1:0").expect("listen");
+    let loopback_port = loopback.local_addr().expect("an address").port();
+    tell_addresses(loopback);
+    let abstract_name = format!("gantry-test-{}", domain::AttemptId::new());
+    let address = UnixAddr::from_abstract_name(&abstract_name).expect("a name");
+    let _listener = UnixListener::bind_addr(&address).expect("listen");
+
+    let mut script = String::new();
+    for (host, port) in [("127.0.0.1", loopback_port), (&outside.near, port), ("169.254.213.1", port)] {
+        script += &format!("(exec 3<>/dev/tcp/{host}/{port}) && echo reached {host}; ");
+    }
+    let unix = format!(
+        "import socket; socket.socket(socket.AF_UNIX).connect(\"\\0{abstract_name}\"); print(\"reached\")"
+    );
+    script += &format!("python3 -c '{unix}'");
+    let found = said(&subject, container(), &script).await;
+    assert!(!found.contains("reached"), "{found}");
+    assert!(found.contains(&format!("127.0.0.1/{loopback_port}: Connection refused")), "{found}");
+    assert!(found.contains("ConnectionRefusedError"), "no abstract socket: {found}");
+    for host in [&outside.near, "169.254.213.1"] {
+        let rejected = format!("{host}/{port}: No route to host");
+        assert!(found.contains(&rejected), "rejected at once, not lost: {found}");
+    }
+
+    // The same with the machine's own network reaches all of it, so that the above can fail.
+    let spec = ContainerSpec { network: Network::Host, ..container() };
+    let found = said(&subject, spec, &script).await;
+    for host in ["127.0.0.1", &outside.near] {
+        assert!(found.contains(&format!("reached {host}\n")), "{found}");
+    }
+    assert!(found.contains("reached\n"), "the abstract socket: {found}");
+}
+
+#[tokio::test]
+async fn private_networks_do_not_reach_each_other() {
+    let Some(subject) = HostSubject::new() else { return };
+    let outside = Outside::new(3);
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let serve = "import socket\ns = socket.create_server((\"\", 4242))\nprint(socket.gethostbyname(\"localhost\"), flush=True)\nimport subprocess, sys\nopen(0).read()";
+    let spec = ProcessSpec {
+        stdin: Stdin::Attached,
+        output: OutputMode::Attached,
+        ..process(&["/usr/bin/python3", "-c", serve].map(str::to_owned))
+    };
+    let process = runtime.started(handle, spec).await;
+    let mut attachment = runtime.attach(process, Offsets::default()).await.expect("attach");
+    read_until(&mut attachment.events, "127.0.0.1").await;
+    // The machine itself has a route to it.
+    let routes =
+        Command::new("ip").args(["-4", "route", "show", "proto", "static"]).output().expect("run ip");
+    let routes = String::from_utf8_lossy(&routes.stdout).into_owned();
+    let name = format!("gantry{}", &process.uuid().simple().to_string()[23..]);
+    let line =
+        routes.lines().find(|line| line.contains(&name)).unwrap_or_else(|| panic!("{name} in {routes}"));
+    let address: SocketAddr =
+        format!("{}:4242", line.split(' ').next().expect("an address")).parse().expect("an address");
+
+    let found = said(&subject, container(), &connect(address)).await;
+    assert!(found.contains("No route to host"), "{found}");
+    assert!(!outside.reaches(address), "from another machine that sends packets by way of this one");
+    assert!(
+        std::net::TcpStream::connect(address).is_ok(),
+        "the machine reaches it, so that it could be reached"
+    );
+    runtime.destroy_container(handle).await.expect("destroy");
+}
+
+#[tokio::test]
+async fn network_none_has_only_a_loopback() {
+    let Some(subject) = HostSubject::new() else { return };
+    let spec = ContainerSpec { network: Network::None, ..container() };
+    let script = "cd /sys/class/net && echo * && cat lo/flags && grep -c . /proc/net/route";
+    let found = said(&subject, spec, script).await;
+    assert_eq!(found, "lo\n0x9\n1\n", "its flags say that it is up, and its table of routes is empty");
+    let outside = std::fs::read_dir("/sys/class/net").expect("our own network").count();
+    let spec = ContainerSpec { network: Network::Host, ..container() };
+    let inside = said(&subject, spec, "ls /sys/class/net | wc -l").await;
+    assert!(inside.trim().parse::<usize>().is_ok_and(|inside| inside >= outside.min(2)), "{inside}");
+}
+
+#[tokio::test]
+async fn what_the_operator_does_not_allow_is_refused() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let policy = Policy::allowing([]);
+    let runtime = HostRuntime::open(HostConfig { policy, ..config(dir.path()) }).expect("open");
+    let capabilities = runtime::Runtime::capabilities(&*runtime).clone();
+    assert_eq!(capabilities.image_kinds, ["artifact"]);
+    for feature in ["privileged", "network-host"] {
+        assert!(!capabilities.features.iter().any(|claimed| claimed == feature), "{feature}");
+    }
+    for spec in [
+        container(),
+        ContainerSpec { privileged: true, ..container() },
+        ContainerSpec { network: Network::Host, ..container() },
+    ] {
+        let made = runtime::Runtime::create_container(&*runtime, domain::ContainerHandle::new(), spec).await;
+        assert!(
+            matches!(&made, Err(RuntimeError::Unsupported(why)) if why.contains("does not allow")),
+            "{made:?}"
+        );
+    }
+    let allowing = Policy::allowing([Permission::HostImage]);
+    drop(runtime);
+    let dir = tempfile::tempdir().expect("a directory");
+    let runtime = HostRuntime::open(HostConfig { policy: allowing, ..config(dir.path()) }).expect("open");
+    let handle = domain::ContainerHandle::new();
+    runtime::Runtime::create_container(&*runtime, handle, container()).await.expect("allowed");
+    runtime::Runtime::destroy_container(&*runtime, handle).await.expect("destroy");
+}
+
+/// Answers every question for an address with 192.0.2.42.
+const NAME_SERVER: &str = r#"
+import socket, sys
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.153", 53))
+print("ready", flush=True)
+while True:
+    question, asker = server.recvfrom(4096)
+    end = 12
+    while question[end]:
+        end += question[end] + 1
+    end += 5
+    kind = question[end - 4:end - 2]
+    answers = b"\xc0\x0c\x00\x01\x00\x01\x00\x00\x00\x3c\x00\x04\xc0\x00\x02\x2a" if kind == b"\x00\x01" else b""
+    counts = b"\x00\x01" + (b"\x00\x01" if answers else b"\x00\x00") + b"\x00\x00\x00\x00"
+    server.sendto(question[:2] + b"\x81\x80" + counts + question[12:end] + answers, asker)
+"#;
+
+/// In a view of the machine whose name server listens on its loopback.
+#[test]
+fn names_are_resolved_by_a_server_on_the_machine() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not applicable: this process is not root");
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = directory.path().join("resolv.conf");
+    std::fs::write(&file, "search example.org\nnameserver 127.0.0.153\n").expect("write");
+    let mut server = Command::new("python3")
+        .args(["-c", NAME_SERVER])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("run python3");
+    let mut ready = [0; 5];
+    server.stdout.as_mut().expect("its output").read_exact(&mut ready).expect("a server");
+    let found = Command::new("unshare")
+        .args(["--mount", "sh", "-c", "mount --bind \"$1\" /etc/resolv.conf && shift && exec \"$@\"", "sh"])
+        .arg(&file)
+        .arg(std::env::current_exe().expect("this test"))
+        .args(["--exact", "--nocapture", "--ignored"])
+        .arg(format!("{}::name_is_resolved", module_path!().split_once("::").expect("a crate").1))
+        .output()
+        .expect("run unshare");
+    server.kill().expect("end it");
+    server.wait().expect("end it");
+    let text = String::from_utf8_lossy(&found.stdout);
+    assert!(
+        found.status.success() && text.contains("1 passed"),
+        "{text}{}",
+        String::from_utf8_lossy(&found.stderr)
+    );
+}
+
+/// The part of the test above that is in that view.
+#[tokio::test]
+#[ignore = "run by names_are_resolved_by_a_server_on_the_machine"]
+async fn name_is_resolved() {
+    let Some(subject) = HostSubject::new() else { return };
+    let names = tokio::spawn(subject.host().serve_names());
+    let found = said(&subject, container(), "cat /etc/resolv.conf; getent ahostsv4 some.name.test").await;
+    assert!(found.starts_with("nameserver 169.254.213.1\nsearch example.org\n"), "{found}");
+    assert!(found.contains("192.0.2.42"), "{found}");
+    names.abort();
+    _ = names.await;
+}
