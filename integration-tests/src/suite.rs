@@ -355,7 +355,10 @@ impl Suite {
             Kind::Gateway if self.walled => Some("inner-token"),
             _ => (!self.walled).then_some("token"),
         };
-        command.envs(token.map(|file| ("GANTRY_TOKEN_FILE", self.path(file))));
+        match token {
+            Some(file) => command.env("GANTRY_TOKEN_FILE", self.path(file)),
+            None => command.env("GANTRY_INSECURE", "true"),
+        };
         let settings = service.environment.iter().chain(&self.settings);
         command.envs(settings.map(|(name, value)| (name, value)));
         command.current_dir(self.home.path()).stdin(Stdio::null());

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -237,7 +238,7 @@ fn settings_are_checked_before_anything_is_done() {
         refused(&[], ("GANTRY_DRAIN_TIMEUOT", "1s"), "did you mean GANTRY_DRAIN_TIMEOUT?");
         refused(&["--drain-timeuot", "1s"], nothing, "--drain-timeuot");
         refused(&["--probe-interval", "0s"], nothing, "longer than nothing");
-        refused(&["--listen", "0.0.0.0:0"], nothing, "--insecure");
+        refused(&["--token-file", "/nonexistent/token"], nothing, "`token --token-file /nonexistent/token`");
         let help = run(&["--help"], nothing);
         let help = String::from_utf8(help.stdout).expect("text");
         for word in ["GANTRY_DRAIN_TIMEOUT", "GANTRY_METRICS_LISTEN", "health", "A DURATION is written"] {
@@ -263,14 +264,17 @@ fn settings_are_checked_before_anything_is_done() {
 }
 
 #[test]
-fn each_service_says_aloud_what_others_can_reach() {
+fn each_service_logs_what_others_can_reach() {
     let directory = tempfile::tempdir().expect("a directory");
     let path = |name: &str| directory.path().join(name).display().to_string();
     fs::write(path("token"), "a-token").expect("write");
     let database = format!("sqlite://{}", path("rows.db"));
     let store = format!("sqlite://{}", path("store.db"));
     let (state, run, token) = (path("state"), path("run"), path("token"));
-    let everywhere = ["--listen", "0.0.0.0:0", "--metrics-listen", "0.0.0.0:0"];
+    let listen = |host: &str| {
+        let address = format!("{host}:0");
+        ["--listen".to_owned(), address.clone(), "--metrics-listen".to_owned(), address]
+    };
     let [s, a, t] = ["http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"];
     let services = [
         ("scheduler", vec!["--database-url", &database, "--artifact-store", a]),
@@ -293,22 +297,126 @@ fn each_service_says_aloud_what_others_can_reach() {
         ),
         ("runtime-gateway", vec!["--door", "--scheduler", s]),
     ];
-    let all = "INSECURE: whoever reaches 0.0.0.0:";
-    let overheard = "INSECURE: nothing is encrypted on 0.0.0.0:";
-    for (name, own) in services {
-        for (who, said) in [(&["--insecure"][..], all), (&["--token-file", &token], overheard)] {
-            let mut command = Command::new(integration_tests::gantry_binary().with_file_name(name));
-            command.args(&own).args(everywhere).args(who).env_clear().stderr(Stdio::piped());
-            let mut child = command.spawn().expect("it starts");
-            let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
-            for (said, about) in [(said, ""), (all, "reads the metrics")] {
-                let is_it = |line: &String| line.contains(said) && line.contains(about);
-                let found = lines.by_ref().map_while(Result::ok).find(is_it);
-                assert!(found.is_some(), "{name} {who:?}: {said:?} {about:?} is not said");
-            }
-            child.kill().expect("kill");
-            child.wait().expect("it ends");
+    let logged = |name: &str, own: &[&str], host: &str, who: &[&str], expected: &[[&str; 2]]| {
+        let mut command = Command::new(integration_tests::gantry_binary().with_file_name(name));
+        command.args(own).args(listen(host)).args(who).env_clear().stderr(Stdio::piped());
+        let mut child = command.spawn().expect("it starts");
+        let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
+        for said in expected {
+            let is_it = |line: &String| said.iter().all(|part| line.contains(part));
+            let found = lines.by_ref().map_while(Result::ok).find(is_it);
+            assert!(found.is_some(), "{name} {host} {who:?}: {said:?} is not said");
         }
+        child.kill().expect("kill");
+        child.wait().expect("it ends");
+    };
+    let file = ["must present the token of this file", &token];
+    let metrics = ["INSECURE: ", "can read the metrics"];
+    for (name, own) in services {
+        for host in ["0.0.0.0", "127.0.0.1"] {
+            let insecure = [&format!("INSECURE: {host}:"), "asks for no token"];
+            logged(name, &own, host, &["--insecure"], &[insecure, metrics]);
+        }
+        let overheard = ["INSECURE: nothing is encrypted on 0.0.0.0:", ""];
+        logged(name, &own, "0.0.0.0", &["--token-file", &token], &[file, overheard, metrics]);
+    }
+}
+
+/// A process that is killed at the latest when this is dropped.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended already.
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
+}
+
+#[test]
+fn services_without_token_file_share_a_generated_token() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name);
+    let url = |name: &str| format!("sqlite://{}", path(name).display());
+    let (rows, objects) = (url("rows.db"), url("store.db"));
+    let [s, a] = ["http://127.0.0.1:1", "http://127.0.0.1:2"];
+    let services = [
+        ("scheduler", vec!["--database-url", &rows, "--artifact-store", a]),
+        ("artifact-store", vec!["--database-url", &objects, "--scheduler", s]),
+        ("streamer", vec!["--scheduler", s, "--artifact-store", a]),
+        ("runtime-gateway", vec!["--door", "--scheduler", s]),
+    ];
+    let command = |name: &str, state: &str| {
+        let binary = integration_tests::gantry_binary();
+        let mut command = Command::new(binary.with_file_name(name));
+        command.env_clear().env("XDG_STATE_HOME", path(state)).env("HOME", path("home"));
+        command
+    };
+    let log = |name: &str| path(&format!("{name}.log"));
+    let said = |name: &str| fs::read_to_string(log(name)).expect("its log");
+    // All at the same time: one of them makes the token.
+    let processes: Vec<_> = services
+        .iter()
+        .map(|(name, own)| {
+            let mut command = command(name, "state");
+            command.args(own).args(["--log", "trace"]).stderr(fs::File::create(log(name)).expect("a log"));
+            Killed(command.spawn().expect("it starts"))
+        })
+        .collect();
+    let endpoint = |name: &str| {
+        wait_for(&format!("the address of {name}"), || {
+            let said = said(name);
+            let (_, endpoint) = said.split_once("listening endpoint=\"")?;
+            Some(endpoint.split_once('"')?.0.to_owned())
+        })
+    };
+    let endpoints: BTreeMap<_, _> = services.iter().map(|(name, _)| (*name, endpoint(name))).collect();
+
+    let file = path("state/gantry-services/token");
+    let token = fs::read_to_string(&file).expect("the token");
+    let token = token.trim();
+    assert_eq!(fs::metadata(&file).expect("there").permissions().mode() & 0o777, 0o600);
+    for (name, endpoint) in &endpoints {
+        let ask = |state: &str| {
+            let mut health = command(name, state);
+            health.args(["health", "--service", "liveness", "--server", endpoint]);
+            health.output().expect("it runs")
+        };
+        wait_for(&format!("{name}, which answers,"), || ask("state").status.success().then_some(()));
+        let refused = ask("elsewhere");
+        assert!(
+            String::from_utf8_lossy(&refused.stderr).contains("present the token of this cluster"),
+            "{name}: {}",
+            describe(&refused)
+        );
+        assert!(!path("elsewhere").exists(), "who only asks makes no token");
+    }
+
+    // The command line finds the token, too.
+    let list = |state: &str| {
+        let server = ["--server", &endpoints["scheduler"], "list", "workers"];
+        command("gantry", state).args(server).output().expect("gantry runs")
+    };
+    let listed = list("state");
+    assert_eq!(code(&listed), 0, "{}", describe(&listed));
+    let refused = list("elsewhere");
+    let message = String::from_utf8_lossy(&refused.stderr);
+    assert!(
+        message.contains("UNAUTHENTICATED") && message.contains("with --token-file"),
+        "{}",
+        describe(&refused)
+    );
+    fs::create_dir_all(path("other/gantry-services")).expect("made");
+    fs::write(path("other/gantry-services/token"), "another-token").expect("written");
+    let refused = list("other");
+    let message = String::from_utf8_lossy(&refused.stderr);
+    assert!(message.contains("the default for services on this machine"), "{}", describe(&refused));
+
+    drop(processes);
+    for (name, _) in services {
+        let said = said(name);
+        assert!(said.contains(&file.display().to_string()), "{name} does not say where the token is: {said}");
+        assert!(!said.contains(token), "{name} logs the token");
     }
 }
 
@@ -333,7 +441,7 @@ fn a_schema_is_migrated_beforehand_where_services_may_not() {
                 command
             };
             let run = |arguments: &[&str]| command(arguments).output().expect("it runs");
-            let serve = [peer, "http://127.0.0.1:1", "--listen", "127.0.0.1:0", "--no-migrate"];
+            let serve = [peer, "http://127.0.0.1:1", "--insecure", "--no-migrate"];
             let refused = run(&serve);
             let said = String::from_utf8_lossy(&refused.stderr);
             assert!(

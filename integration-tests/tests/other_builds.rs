@@ -47,7 +47,7 @@ fn a_state_directory_of_another_build_is_named_and_kept() {
     }
     let url = format!("sqlite://{database}");
     let scheduler = Command::new(gantry_binary().with_file_name("scheduler"))
-        .args(["--database-url", &url, "--artifact-store", "http://127.0.0.1:9"])
+        .args(["--database-url", &url, "--artifact-store", "http://127.0.0.1:9", "--insecure"])
         .env_clear()
         .stdin(Stdio::null())
         .output()

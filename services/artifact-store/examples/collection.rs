@@ -367,7 +367,7 @@ impl Store {
         let keys = KeySource::Fixed(vec![TokenSigner::from_seed(&[7; 32]).public()]);
         let hour = Duration::from_secs(3600);
         let config = Config { collect_interval: 24 * hour, ..Config::new(url, keys) };
-        let listener = server::Listener::Tcp(server::bind(([127, 0, 0, 1], 0).into())?);
+        let listener = server::Listener::InsecureTcp(server::bind(([127, 0, 0, 1], 0).into())?);
         let endpoint = listener.endpoint()?;
         let (stop, stopped) = oneshot::channel();
         let shutdown = async { stopped.await.unwrap_or(()) };

@@ -3,6 +3,8 @@
 //! A range of ports, `http://host:7110-7119`, stands for replicas of which nobody knows how many there are just now: an engine that
 //! publishes containers at ports of a range gives one that was started again another port of it.
 
+use std::net::IpAddr;
+
 use rpc::client;
 
 /// Where each service is: addresses of its replicas, with commas between them.
@@ -53,6 +55,12 @@ impl Addresses {
     pub(crate) fn in_one_place(&self) -> Option<&str> {
         let one = self.scheduler == self.artifacts && self.artifacts == self.streamer && self.door.is_none();
         one.then_some(self.scheduler.as_str())
+    }
+
+    /// Whether every address is on the loopback of this machine.
+    pub(crate) fn are_on_loopback(&self) -> bool {
+        let all = [&self.scheduler, &self.artifacts, &self.streamer].into_iter().chain(&self.door);
+        all.flat_map(|addresses| addresses.split(',')).all(|address| is_on_loopback(address.trim()))
     }
 
     /// Parses `ADDRESS` or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,door=ADDRESS`. An address without a name belongs to the
@@ -110,6 +118,17 @@ impl Addresses {
             ranges,
         })
     }
+}
+
+fn is_on_loopback(address: &str) -> bool {
+    let authority = address.strip_prefix("http://").unwrap_or_default().trim_end_matches('/');
+    // Without its port, which may be left out: no address of IPv6 is without brackets.
+    let host = match authority.rsplit_once(':') {
+        Some((host, port)) if !port.contains(']') => host,
+        _ => authority,
+    };
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }
 
 /// What somebody probably meant who wrote what is no address.
@@ -176,6 +195,32 @@ mod tests {
             assert!(Addresses::parse(refused).expect_err(refused).ends_with("no range of 1 to 100 ports"));
         }
         assert!(Addresses::parse("a:1-2").expect_err("no scheme").contains("no address"));
+    }
+
+    #[test]
+    fn only_addresses_of_this_machine_are_on_loopback() {
+        let are = |text: &str| Addresses::parse(text).expect(text).are_on_loopback();
+        for text in [
+            "http://127.0.0.1:1",
+            "http://127.0.0.1",
+            "http://localhost:1/",
+            "http://[::1]:1",
+            "http://[::1]",
+            "http://127.0.0.1:1-3,door=http://127.9.9.9:1",
+        ] {
+            assert!(are(text), "{text}");
+        }
+        for text in [
+            "http://192.0.2.1:1",
+            "http://[2001:db8::1]:1",
+            "http://localhost.example:1",
+            "http://127.0.0.1@192.0.2.1:1",
+            "unix:///x",
+            "http://127.0.0.1:1,http://192.0.2.1:1",
+            "http://127.0.0.1:1,door=http://192.0.2.1:1",
+        ] {
+            assert!(!are(text), "{text}");
+        }
     }
 
     #[test]

@@ -54,7 +54,8 @@ pub(crate) struct Global {
     /// The door through which containers and volumes are reached: `unix:///path` or `http://host:port`. Default: each worker's gateway itself
     #[arg(long, global = true, env = "GANTRY_DOOR", value_name = "ADDRESS", help_heading = "Global options")]
     pub(crate) door: Option<String>,
-    /// The file that holds the token to present, as `gantry up --listen` made it
+    /// The file that holds the token to present, as `gantry up --listen` made it. Default, for a --server on the loopback: that of services
+    /// on this machine without --token-file
     #[arg(
         long,
         global = true,

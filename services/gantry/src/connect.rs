@@ -1,6 +1,6 @@
 //! How the command reaches a cluster: the one it was told, or the one on this machine, which it starts when none runs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -58,8 +58,7 @@ pub(crate) struct Connection {
 impl Connection {
     /// Finds the cluster, and starts one where that is the one on this machine and it does not run.
     pub(crate) async fn open(global: &Global, ui: &Ui) -> anyhow::Result<Self> {
-        let token = global.token_file.as_deref().map(read_token).transpose()?;
-        let outgoing = Outgoing::default().with_token(token.as_deref());
+        let named = named_token(global)?;
         let (addresses, local) = match &global.server {
             Some(server) => (Addresses::parse(server).map_err(anyhow::Error::msg)?, None),
             None => {
@@ -68,6 +67,8 @@ impl Connection {
             }
         };
         let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
+        let token = named.or_else(|| default_token(&addresses).map(|(_, token)| token));
+        let outgoing = Outgoing::default().with_token(token.as_deref());
         let connection = Self::new(addresses, outgoing, global.team.clone())?;
         Ok(Self { local, ..connection })
     }
@@ -253,6 +254,21 @@ impl Pause {
         tokio::time::sleep(self.0).await;
         self.0 = (self.0 * 2).min(LONGEST_PAUSE);
     }
+}
+
+/// Reads the token of --token-file, if that was given.
+pub(crate) fn named_token(global: &Global) -> anyhow::Result<Option<String>> {
+    global.token_file.as_deref().map(read_token).transpose()
+}
+
+/// Reads the token of services on this machine that were told of no token file, and answers its path, too. `None` if an address is not on
+/// the loopback: it may be somebody else's.
+pub(crate) fn default_token(addresses: &Addresses) -> Option<(PathBuf, String)> {
+    if !addresses.are_on_loopback() {
+        return None;
+    }
+    // A file that this user may not read is of other services.
+    server::token::read_default().ok().flatten()
 }
 
 pub(crate) fn read_token(file: &Path) -> anyhow::Result<String> {

@@ -11,6 +11,9 @@ use std::path::Path;
 use rpc::{Reason, Refusal};
 use tonic::{Code, Status};
 
+use crate::addresses::Addresses;
+use crate::connect::default_token;
+
 /// Ends the command with this exit code, after a signal or a closed standard output.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error("interrupted")]
@@ -186,7 +189,14 @@ impl Told<'_> {
                 "what {} holds is not that; each `gantry up --listen` makes a new one",
                 file.display()
             )),
-            _ => advice(reason).map(str::to_owned),
+            ("UNAUTHENTICATED", Told { server: Some(server), .. }) => {
+                let (file, _) = default_token(&Addresses::parse(server).ok()?)?;
+                Some(format!(
+                    "what {} holds, the default for services on this machine, is not that; name the cluster's token file with --token-file",
+                    file.display()
+                ))
+            }
+            _ => None,
         }
     }
 }
@@ -215,7 +225,10 @@ pub(crate) fn describe_told(told: Told<'_>, error: &anyhow::Error) -> String {
         text.push_str(&cause);
     }
     let advice = error.downcast_ref().map(|Advice(text)| text.clone());
-    if let Some(advice) = advice.or_else(|| told.advice(&reason(error))) {
+    if let Some(advice) = advice
+        .or_else(|| told.advice(&reason(error)))
+        .or_else(|| self::advice(&reason(error)).map(str::to_owned))
+    {
         text.push_str("; ");
         text.push_str(&advice);
     }

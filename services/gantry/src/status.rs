@@ -23,7 +23,7 @@ use tonic::{Code, Status};
 use crate::addresses::{Addresses, Range};
 use crate::args::{Global, StatusArgs};
 use crate::cluster;
-use crate::connect::{aliases, read_token};
+use crate::connect::{aliases, default_token, named_token};
 use crate::error::{Interrupted, Refused, describe};
 use crate::json as shown;
 use crate::signals::Signals;
@@ -126,7 +126,7 @@ async fn look(global: &Global) -> anyhow::Result<Seen> {
     let Some(server) = &global.server else { return cluster::status().await };
     let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
     let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
-    let token = global.token_file.as_deref().map(read_token).transpose()?;
+    let token = named_token(global)?.or_else(|| default_token(&addresses).map(|(_, token)| token));
     let outgoing = Outgoing::internal().with_token(token.as_deref());
     let glance = Glance::of(&addresses, &outgoing).await?;
     let mut document = json!({});

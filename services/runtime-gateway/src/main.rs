@@ -155,8 +155,11 @@ impl server::Program for Arguments {
         };
         let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;
         if !self.concourse.any() {
-            let machine =
-                HostConfig { policy: self.policy, ..HostConfig::new(self.state_dir, self.runtime_dir)? };
+            let machine = HostConfig {
+                policy: self.policy,
+                masked: starting.secret_paths,
+                ..HostConfig::new(self.state_dir, self.runtime_dir)?
+            };
             let name = machine.worker_name(self.name)?;
             let config = Config { worker_name: name, platform: "linux".to_owned(), ..common };
             host.spawn_vital(async move {

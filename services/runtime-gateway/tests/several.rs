@@ -35,7 +35,7 @@ struct Served {
 impl Served {
     #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
     async fn start(host: impl AsyncFnOnce(&mut Host, String)) -> Self {
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
         let endpoint = listener.endpoint().expect("its address");
         let mut served = Host::new();
         host(&mut served, endpoint.clone()).await;

@@ -114,7 +114,7 @@ impl Scheduler {
             lost_after: day * 3,
             ..Config::new(url, "http://127.0.0.1:9")
         };
-        let listener = server::Listener::Tcp(server::bind(([127, 0, 0, 1], 0).into())?);
+        let listener = server::Listener::InsecureTcp(server::bind(([127, 0, 0, 1], 0).into())?);
         let endpoint = listener.endpoint()?;
         let (stop, stopped) = oneshot::channel();
         let mut served = tokio::task::JoinSet::new();

@@ -49,7 +49,7 @@ impl Suite {
     /// Over what an earlier one left in `directory`, with services that ask each other, and their callers, for `token`.
     async fn start_in(directory: TempDir, with_worker: bool, token: Option<&str>) -> Self {
         let token = token.map(str::to_owned);
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
         let endpoint = listener.endpoint().expect("its address");
         let database = |name: &str| format!("sqlite://{}/{name}.db", directory.path().display());
         let mut host = Host::new().with_token(token.clone());

@@ -97,7 +97,7 @@ impl Rules {
         if with_token || self.verifies_ticket(request) {
             return Ok(());
         }
-        let message = "present the token of this cluster as a bearer token";
+        let message = "present the token of this cluster as `authorization: Bearer TOKEN`; each service logs the path of its token file";
         Err(rpc::Reason::Unauthenticated.status("gantry", message))
     }
 

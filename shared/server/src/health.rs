@@ -16,7 +16,7 @@ pub(crate) struct HealthArgs {
     /// Whom to ask: http://host:port or unix:///path. Default: the service that listens as GANTRY_LISTEN says, on this machine
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) server: Option<String>,
-    /// A file with the token to present
+    /// The file with the token to present. Default: that of a service without --token-file, if it exists
     #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
     pub(crate) token_file: Option<std::path::PathBuf>,
     /// What to ask about: a gRPC service, "" for all of the process, or "liveness"

@@ -17,6 +17,9 @@ mod program;
 mod readiness;
 pub mod settings;
 pub mod telemetry;
+#[cfg(test)]
+mod tests;
+pub mod token;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -139,7 +142,7 @@ impl Host {
         }
     }
 
-    /// Lets callers over TCP in only with this bearer token.
+    /// Admits calls over TCP only with this bearer token. Without one, the host serves on no [`Listener::Tcp`].
     #[must_use]
     pub fn with_token(self, token: Option<String>) -> Self {
         Self { token, ..self }
@@ -271,9 +274,16 @@ impl Host {
         always.add_service(reflection);
         always.add_service(CapabilitiesServer::new(self.answers.clone()));
 
-        let incoming =
-            futures::stream::select_all(listeners.into_iter().map(|listener| listener.incoming().boxed()));
         let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
+        let listeners = listeners.into_iter().map(|listener| {
+            anyhow::ensure!(
+                token.is_some() || !listener.needs_token(),
+                "cannot serve on {}: there is no token to ask callers for",
+                listener.endpoint()?
+            );
+            Ok(listener.incoming().boxed())
+        });
+        let incoming = futures::stream::select_all(listeners.collect::<anyhow::Result<Vec<_>>>()?);
         let served = Server::builder()
             .initial_stream_window_size(8 << 20)
             .initial_connection_window_size(32 << 20)

@@ -1,4 +1,4 @@
-//! How a service's own binary starts: where it listens, who may call, where it logs, and how it ends.
+//! The settings that every service binary has: where it listens, who may call, where it logs, and how it ends.
 
 use std::convert::Infallible;
 use std::fs::Permissions;
@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::settings::{duration, term};
 use crate::telemetry::{self, Telemetry};
-use crate::{Drain, Listener, listener};
+use crate::{Drain, Listener, listener, token};
 
 /// The database layer warns of each transaction that SQLite needs no mode for it, and tells of each connection that broke.
 const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
@@ -23,13 +23,15 @@ const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Settings of every service")]
 pub struct ListenArgs {
-    /// Where to listen: host:port, or the path of a Unix socket. Beyond the loopback, a port needs `--token-file` or `--insecure`
+    /// Where to listen: host:port, or the path of a Unix socket, over which only this user and root may call
     #[arg(long, env = "GANTRY_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     listen: Address,
-    /// A file with the token of this cluster, which callers over TCP present, and this service to others
+    /// The file with the token of this cluster, which callers over TCP present, and this service to others. Default: one that is made when it is
+    /// missing, $XDG_STATE_HOME/gantry-services/token, or else /var/lib/gantry-services/token for root and
+    /// ~/.local/state/gantry-services/token for others
     #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Listen beyond the loopback without a token: whoever reaches the port may do everything
+    /// Without --token-file: ask callers over TCP for no token, so that every process that reaches the port may do everything
     #[arg(long, env = "GANTRY_INSECURE", value_parser = clap::builder::BoolishValueParser::new())]
     insecure: bool,
     /// Where to serve /metrics, /healthz and /readyz over plain HTTP, to everybody: host:port. Default: nowhere
@@ -73,6 +75,8 @@ pub(crate) struct Started {
     pub(crate) listener: Listener,
     /// The token of the cluster: callers over TCP present it to this service, and this service to others.
     pub(crate) token: Option<String>,
+    /// Where tokens are kept on this machine: no container may see these paths.
+    pub(crate) secret_paths: Vec<PathBuf>,
     /// Where operators read metrics, if anywhere.
     pub(crate) metrics: Option<TcpListener>,
     pub(crate) drain: Drain,
@@ -85,12 +89,11 @@ impl ListenArgs {
         telemetry::init_filtered(service, &self.log, None)
     }
 
-    /// Reads the token and binds the addresses, and says where they are.
+    /// Reads or makes the token, binds the addresses, and says where they are.
     ///
     /// # Errors
     ///
-    /// The token cannot be read, an address cannot be bound, or it is a port beyond the loopback and neither a token was given nor
-    /// `--insecure` said.
+    /// The token cannot be read or made, or an address cannot be bound.
     pub(crate) async fn start(&self) -> anyhow::Result<Started> {
         let (listener, token) = self.open().await?;
         let metrics = match &self.metrics_listen {
@@ -99,20 +102,29 @@ impl ListenArgs {
                 let bound = bound.with_context(|| format!("cannot serve metrics on {address}"))?;
                 let address = bound.local_addr()?;
                 tracing::info!(endpoint = %address, "metrics");
-                if !address.ip().is_loopback() {
-                    tracing::warn!("INSECURE: whoever reaches {address} reads the metrics");
-                }
+                tracing::warn!("INSECURE: every process that reaches {address} can read the metrics");
                 Some(bound)
             }
             None => None,
         };
         let drain = Drain { delay: self.drain_delay, timeout: self.drain_timeout };
-        Ok(Started { listener, token, metrics, drain, probe_interval: self.probe_interval })
+        let secret_paths = self.secret_paths();
+        Ok(Started { listener, token, secret_paths, metrics, drain, probe_interval: self.probe_interval })
     }
 
-    /// Where this service is reached from the machine that it runs on, and with which token.
+    fn secret_paths(&self) -> Vec<PathBuf> {
+        let default = token::default_file().and_then(|file| Some(file.parent()?.to_owned()));
+        let named = self.token_file.as_deref().and_then(|file| std::path::absolute(file).ok());
+        default.into_iter().chain(named).collect()
+    }
+
+    /// Where this service is reached from the machine that it runs on, and with which token. Makes none.
     pub(crate) fn own_endpoint(&self) -> anyhow::Result<(String, Option<String>)> {
-        let token = self.token_file.as_deref().map(read_token).transpose()?;
+        let token = match &self.token_file {
+            Some(file) => Some(token::read(file)?),
+            None if self.insecure => None,
+            None => token::read_default()?.map(|(_, token)| token),
+        };
         let endpoint = match &self.listen {
             Address::Unix(path) => format!("unix://{}", path.display()),
             Address::Tcp(address) => {
@@ -133,52 +145,70 @@ impl ListenArgs {
     }
 
     async fn open(&self) -> anyhow::Result<(Listener, Option<String>)> {
-        let token = self.token_file.as_deref().map(read_token).transpose()?;
+        let token = self.token()?;
         let listener = match &self.listen {
             Address::Unix(path) => Listener::Unix(bind_socket(path).await?),
             Address::Tcp(address) => {
                 let listening = format!("cannot listen on {address}");
                 let mut found = tokio::net::lookup_host(address).await.with_context(|| listening.clone())?;
                 let address = found.next().with_context(|| listening.clone())?;
-                self.check(address, token.is_some())?;
-                Listener::Tcp(listener::bind(address).context(listening)?)
+                let bound = listener::bind(address).context(listening)?;
+                warn_of_dangers(bound.local_addr()?, token.is_some());
+                if token.is_some() { Listener::Tcp(bound) } else { Listener::InsecureTcp(bound) }
             }
         };
         tracing::info!(endpoint = listener.endpoint()?, "listening");
         Ok((listener, token))
     }
 
-    /// Whether to listen on `address`.
-    fn check(&self, address: SocketAddr, token: bool) -> anyhow::Result<()> {
-        if address.ip().is_loopback() {
-            return Ok(());
-        }
-        anyhow::ensure!(
-            token || self.insecure,
-            "{address} is not the loopback: name the cluster's token with --token-file, or say --insecure to let everybody in who reaches it"
-        );
-        if token {
-            tracing::warn!(
-                "INSECURE: nothing is encrypted on {address}, and who listens on the way learns the token"
-            );
-        } else {
-            tracing::warn!("INSECURE: whoever reaches {address} may do everything");
-        }
-        Ok(())
+    /// Returns the token of the cluster. Makes the default file if this service needs a token for its callers. `None` over TCP: with
+    /// `--insecure` only.
+    fn token(&self) -> anyhow::Result<Option<String>> {
+        let (file, token) = match (&self.token_file, &self.listen) {
+            // A file that was named and is missing may be on a volume that is not mounted: another token would only hide that.
+            (Some(file), _) => (file.clone(), token::read(file).map_err(|error| explain(error, file))?),
+            (None, _) if self.insecure => return Ok(None),
+            (None, Address::Tcp(_)) => {
+                let file = token::default_file().context(
+                    "there is no place for the default token file: name a file with --token-file, or set XDG_STATE_HOME or HOME",
+                )?;
+                let token = token::read_or_make_private(&file).context(
+                    "cannot use the default token file: name another one with --token-file, or ask for no token with --insecure",
+                )?;
+                (file, token)
+            }
+            (None, Address::Unix(_)) => match token::read_default()? {
+                Some(found) => found,
+                None => return Ok(None),
+            },
+        };
+        tracing::info!(token.file = %file.display(), "callers over TCP must present the token of this file");
+        Ok(Some(token))
     }
 }
 
-pub(crate) fn read_token(path: &Path) -> anyhow::Result<String> {
-    let token = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let token = token.trim();
-    anyhow::ensure!(!token.is_empty(), "{} holds no token", path.display());
-    // It has to stand in a header.
-    anyhow::ensure!(
-        token.bytes().all(|byte| byte.is_ascii_graphic()),
-        "{} holds more than a token",
-        path.display()
-    );
-    Ok(token.to_owned())
+/// Says how to make a token file that was named and is missing.
+fn explain(error: anyhow::Error, file: &Path) -> anyhow::Error {
+    let cause = error.root_cause().downcast_ref::<std::io::Error>();
+    if cause.is_none_or(|cause| cause.kind() != std::io::ErrorKind::NotFound) {
+        return error;
+    }
+    error.context(format!(
+        "there is no token file {}: mount or copy it there, or make one with the subcommand `token --token-file {0}`",
+        file.display()
+    ))
+}
+
+fn warn_of_dangers(address: SocketAddr, token: bool) {
+    if !token {
+        tracing::warn!(
+            "INSECURE: {address} asks for no token, so every process that reaches it may do everything"
+        );
+    } else if !address.ip().is_loopback() {
+        tracing::warn!(
+            "INSECURE: nothing is encrypted on {address}, so a listener on the way learns the token"
+        );
+    }
 }
 
 async fn bind_socket(path: &Path) -> anyhow::Result<UnixListener> {
@@ -191,7 +221,7 @@ async fn bind_socket(path: &Path) -> anyhow::Result<UnixListener> {
     }
     let failed = || format!("cannot listen on {}", path.display());
     let listener = UnixListener::bind(path).with_context(failed)?;
-    // Whoever may open it may do everything, and is asked for no token.
+    // A caller needs no token here. The listener checks its user, too.
     std::fs::set_permissions(path, Permissions::from_mode(0o600)).with_context(failed)?;
     Ok(listener)
 }
@@ -227,21 +257,40 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn beyond_the_loopback_it_takes_a_token_or_a_word() {
+    async fn only_insecure_serves_without_token() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("token");
         std::fs::write(&file, "secret\n").expect("write");
         let file = file.to_str().expect("a path");
 
-        let refused = open(&["--listen", "0.0.0.0:0"]).await.expect_err("it must not");
-        assert!(refused.contains("--insecure") && refused.contains("--token-file"), "{refused}");
-        let (_, token) = open(&["--listen", "0.0.0.0:0", "--token-file", file]).await.expect("a listener");
-        assert_eq!(token.as_deref(), Some("secret"));
-        let (_, token) = open(&["--listen", "0.0.0.0:0", "--insecure"]).await.expect("a listener");
-        assert_eq!(token, None);
-        for loopback in ["127.0.0.1:0", "localhost:0"] {
-            open(&["--listen", loopback]).await.expect("a listener");
+        for address in ["127.0.0.1:0", "localhost:0", "0.0.0.0:0"] {
+            let (listener, token) =
+                open(&["--listen", address, "--token-file", file]).await.expect("a listener");
+            assert!(listener.needs_token() && token.as_deref() == Some("secret"), "{address}");
+            let (listener, token) = open(&["--listen", address, "--insecure"]).await.expect("a listener");
+            assert!(!listener.needs_token() && token.is_none(), "{address}");
+            let both = ["--listen", address, "--insecure", "--token-file", file];
+            let (listener, token) = open(&both).await.expect("a listener");
+            assert!(listener.needs_token() && token.as_deref() == Some("secret"), "{address}");
         }
+    }
+
+    #[tokio::test]
+    async fn token_file_that_was_named_is_not_made() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("token");
+        let refused = open(&["--token-file", file.to_str().expect("a path")]).await.expect_err("refused");
+        assert!(refused.contains("`token --token-file "), "{refused}");
+        assert!(!file.exists());
+    }
+
+    #[test]
+    fn token_files_are_secret_paths() {
+        let paths = Program::parse_from(["program", "--token-file", "relative/token"]).listen.secret_paths();
+        let here = std::env::current_dir().expect("a directory");
+        assert!(paths.contains(&here.join("relative/token")), "{paths:?}");
+        let default = token::default_file().expect("a default file");
+        assert!(paths.iter().any(|path| default.starts_with(path)), "{paths:?}");
     }
 
     #[tokio::test]

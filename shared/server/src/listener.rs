@@ -14,8 +14,10 @@ use tonic::transport::server::Connected;
 /// A bound address.
 #[derive(Debug)]
 pub enum Listener {
-    /// A port.
+    /// A port. Only a host with a token serves on it.
     Tcp(TcpListener),
+    /// A port that asks for no token unless the host has one: every process that reaches it may call.
+    InsecureTcp(TcpListener),
     /// A socket file, which whoever bound it removes.
     Unix(UnixListener),
 }
@@ -47,7 +49,7 @@ impl Listener {
     /// the machine.
     pub fn endpoint(&self) -> io::Result<String> {
         match self {
-            Self::Tcp(listener) => {
+            Self::Tcp(listener) | Self::InsecureTcp(listener) => {
                 let address = listener.local_addr()?;
                 if !address.ip().is_unspecified() {
                     return Ok(format!("http://{address}"));
@@ -63,10 +65,15 @@ impl Listener {
         }
     }
 
+    /// Whether callers need a token here.
+    pub(crate) fn needs_token(&self) -> bool {
+        matches!(self, Self::Tcp(_))
+    }
+
     pub(crate) fn incoming(self) -> impl Stream<Item = io::Result<Connection>> + Send {
         futures::stream::unfold(self, async |listener| {
             let accepted = match &listener {
-                Self::Tcp(tcp) => match tcp.accept().await {
+                Self::Tcp(tcp) | Self::InsecureTcp(tcp) => match tcp.accept().await {
                     Ok((stream, _)) => stream.set_nodelay(true).map(|()| Connection::Tcp(stream)),
                     Err(error) => Err(error),
                 },

@@ -5,19 +5,21 @@
 //! SERVICE --print-config     say what the settings are, and where each comes from
 //! SERVICE migrate            bring the database to the schema of this program, where there is one
 //! SERVICE health             ask one that runs whether it is ready
+//! SERVICE token              make the token file of a cluster
 //! SERVICE ...                what the service has beside these
 //! ```
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches};
 
 use crate::health::{self, HealthArgs};
-use crate::listen_args::{Started, read_token};
+use crate::listen_args::Started;
 use crate::operators::Recorder;
 use crate::settings;
-use crate::{Host, ListenArgs, shutdown_signal};
+use crate::{Host, ListenArgs, shutdown_signal, token};
 
 /// A service's own binary.
 pub trait Program: CommandFactory + FromArgMatches + Send + Sync + 'static {
@@ -64,11 +66,22 @@ pub struct Starting {
     pub endpoint: String,
     /// The token of the cluster: callers over TCP present it to this service, and this service to others.
     pub token: Option<String>,
+    /// Where tokens are kept on this machine: no container may see these paths.
+    pub secret_paths: Vec<PathBuf>,
+}
+
+/// Make the token file of a cluster, unless it exists.
+#[derive(Debug, Clone, clap::Args)]
+struct TokenArgs {
+    /// The file to make, which only this user may read. Default: that of a service without --token-file
+    #[arg(long, env = "GANTRY_TOKEN_FILE", value_name = "FILE")]
+    token_file: Option<PathBuf>,
 }
 
 /// The command line of `P`.
 pub fn command<P: Program>() -> clap::Command {
     let health = HealthArgs::augment_args(clap::Command::new("health"));
+    let token = TokenArgs::augment_args(clap::Command::new("token"));
     let command = P::command()
         .subcommand_negates_reqs(true)
         .args_conflicts_with_subcommands(true)
@@ -78,7 +91,8 @@ pub fn command<P: Program>() -> clap::Command {
             "A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A flag counts for more than its variable. Spans are \
              sent to a collector where OTEL_EXPORTER_OTLP_ENDPOINT names one.",
         )
-        .subcommand(health.about("Ask a service whether it is ready: exits 0 when it is, else 1, and says why"));
+        .subcommand(health.about("Ask a service whether it is ready: exits 0 when it is, else 1, and says why"))
+        .subcommand(token.about("Make the token file of a cluster, unless it exists, and print its path"));
     // What is said of a group of settings would be said of the command that has them.
     let about = "Bring the database to the schema of this program, and exit";
     let command = match P::migrate_command(clap::Command::new("migrate")) {
@@ -124,6 +138,7 @@ fn carry_out<P: Program>(command: &clap::Command, matches: &ArgMatches) -> anyho
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start")?;
     match matches.subcommand() {
         Some(("health", matches)) => say(&runtime.block_on(ask(HealthArgs::from_arg_matches(matches)?))?),
+        Some(("token", matches)) => say(&make_token(TokenArgs::from_arg_matches(matches)?)?),
         Some(("migrate", matches)) => say(&runtime.block_on(P::migrate(matches))?),
         Some((name, matches)) => say(&runtime.block_on(P::carry_out(name, matches))?),
         None => {
@@ -144,9 +159,31 @@ fn say(text: &str) {
     println!("{text}");
 }
 
+fn make_token(args: TokenArgs) -> anyhow::Result<String> {
+    let file = match args.token_file {
+        Some(file) => {
+            token::make_if_missing(&file)?;
+            token::read(&file)?;
+            file
+        }
+        None => {
+            let file = token::default_file().context("name a file with --token-file, or set HOME")?;
+            token::read_or_make_private(&file)?;
+            file
+        }
+    };
+    Ok(file.display().to_string())
+}
+
 async fn ask(args: HealthArgs) -> anyhow::Result<String> {
     let (endpoint, token) = match args.server {
-        Some(server) => (server, args.token_file.as_deref().map(read_token).transpose()?),
+        Some(server) => {
+            let token = match &args.token_file {
+                Some(file) => Some(token::read(file)?),
+                None => token::read_default()?.map(|(_, token)| token),
+            };
+            (server, token)
+        }
         None => {
             // As the environment says it, which a container's health check shares with its service.
             let listen = ListenArgs::augment_args(clap::Command::new("listen")).get_matches_from(["listen"]);
@@ -158,12 +195,13 @@ async fn ask(args: HealthArgs) -> anyhow::Result<String> {
 
 async fn serve<P: Program>(program: P) -> anyhow::Result<()> {
     let _telemetry = program.listen().telemetry(P::NAME)?;
-    let Started { listener, token, metrics, drain, probe_interval } = program.listen().start().await?;
+    let Started { listener, token, secret_paths, metrics, drain, probe_interval } =
+        program.listen().start().await?;
     let metrics = match metrics {
         Some(listener) => Some((listener, Recorder::install()?)),
         None => None,
     };
-    let starting = Starting { endpoint: listener.endpoint()?, token: token.clone() };
+    let starting = Starting { endpoint: listener.endpoint()?, token: token.clone(), secret_paths };
     let host = Host { drain, probe_interval, metrics, ..Host::new().with_token(token) };
     host.serve_from_start([listener], shutdown_signal(), |host| Box::pin(program.start(starting, host))).await
 }

@@ -55,7 +55,7 @@ impl Suite {
         adjust(&mut config);
         let clock = config.clock.clone();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let listener = server::Listener::Tcp(listener);
+        let listener = server::Listener::InsecureTcp(listener);
         let endpoint = listener.endpoint().expect("its address");
         let (stop, stopped) = oneshot::channel();
         let shutdown = async { stopped.await.unwrap_or(()) };

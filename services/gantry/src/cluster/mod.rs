@@ -12,11 +12,11 @@ mod down;
 mod idle;
 mod lock;
 mod paths;
+mod reach;
 mod service;
 mod services;
 mod start;
 mod status;
-mod token;
 mod up;
 
 pub(crate) use down::down;

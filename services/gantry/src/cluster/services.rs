@@ -27,6 +27,8 @@ pub(super) async fn start(
     // Whoever starts this cluster may show their own machine.
     machine.policy = args.policy.clone().or([Permission::HostImage]);
     machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
+    // Services that run on this machine apart from this cluster have their token there.
+    machine.masked.extend(server::token::default_file());
     // Takes about as long as the databases do.
     let opening = tokio::task::spawn_blocking(move || HostRuntime::open(machine));
 

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::lock::{Lock, Record, holder};
 use super::service::{ClusterService, LocalCluster, stop_workloads};
-use super::{ANOTHER_RUNS, Paths, idle, services, start, token};
+use super::{ANOTHER_RUNS, Paths, idle, reach, services, start};
 use crate::args::UpArgs;
 use crate::signals::Signals;
 use crate::stdout::{print, print_json};
@@ -83,7 +83,7 @@ async fn serve(
         let tcp = Listener::Tcp(tcp);
         endpoints.push(args.endpoint.clone().map_or_else(|| tcp.endpoint(), Ok)?);
         listeners.push(tcp);
-        token = Some(token::generate(&paths.token())?);
+        token = Some(server::token::replace(&paths.token())?);
     }
 
     let mut host = Host::new().with_token(token);
@@ -186,7 +186,7 @@ async fn listen(address: &str, insecure: bool) -> anyhow::Result<TcpListener> {
         })?
         .collect();
     for address in &addresses {
-        token::check(*address, insecure)?;
+        reach::check(*address, insecure)?;
     }
     let mut bound = Err(std::io::ErrorKind::AddrNotAvailable.into());
     for one in addresses {

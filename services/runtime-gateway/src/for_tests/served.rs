@@ -23,7 +23,7 @@ impl Served {
     /// What `services` adds to `host`.
     #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
     pub(crate) async fn on(mut host: Host, services: impl FnOnce(&mut Host)) -> Self {
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
         let endpoint = listener.endpoint().expect("its address");
         services(&mut host);
         let (stop, stopped) = oneshot::channel();

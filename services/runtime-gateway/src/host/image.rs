@@ -45,6 +45,7 @@ const FRESH: &[&str] = &["/proc", "/sys", "/dev", "/run", "/tmp"];
 
 /// Secrets of the machine, and the stores of container engines, whose contents are other people's containers.
 const HIDDEN: &[&str] = &[
+    "/var/lib/gantry-services",
     "/etc/shadow",
     "/etc/shadow-",
     "/etc/gshadow",

@@ -181,7 +181,7 @@ impl Scene {
     /// Of this worker, with an artifact store at this address.
     #[expect(clippy::disallowed_methods, reason = "the test waits for both in `end`")]
     async fn of(machine: &Arc<FakeWorker>, artifact_store: &str) -> Self {
-        let listener = Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
         let endpoint = listener.endpoint().expect("its address");
         let ((streams, mut opened), (finish, finished)) = (mpsc::channel(1), mpsc::channel(64));
         let script = Script { streams, finished: finish };

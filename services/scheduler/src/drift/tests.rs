@@ -63,7 +63,7 @@ async fn what_a_gateway_says_it_runs_and_nobody_knows_is_counted_while_it_says_s
         worker_ttl: Duration::from_secs(1),
         ..crate::Config::new(&database.url, "http://127.0.0.1:9")
     };
-    let listener = Listener::Tcp(server::bind(([127, 0, 0, 1], 0).into()).expect("a free port"));
+    let listener = Listener::InsecureTcp(server::bind(([127, 0, 0, 1], 0).into()).expect("a free port"));
     let address = peer(&listener.endpoint().expect("its address"), Outgoing::internal()).expect("an address");
     let (mut host, (stop, stopped)) = (Host::new(), oneshot::channel::<()>());
     let drift = crate::add(config, &mut host).await.expect("it starts").drift;

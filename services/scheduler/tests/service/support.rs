@@ -44,7 +44,7 @@ pub(crate) fn config(database: &TestDatabase) -> Config {
 impl Running {
     #[expect(clippy::disallowed_methods, reason = "a test waits for it in `stop`")]
     pub(crate) async fn start(config: Config) -> Self {
-        let listener = Listener::Tcp(server::bind(([127, 0, 0, 1], 0).into()).expect("a free port"));
+        let listener = Listener::InsecureTcp(server::bind(([127, 0, 0, 1], 0).into()).expect("a free port"));
         let endpoint = listener.endpoint().expect("its address");
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(scheduler::serve(config, listener, async move {

@@ -14,11 +14,12 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::volumes_server;
 use rpc::pb::scheduler::TicketOperation;
 use rpc::{Reason, Refusal};
-use server::Host;
+use server::{Host, Listener};
+use tokio::net::TcpListener;
 use tonic::body::Body;
 use tonic::server::NamedService;
 
-use crate::suite::{Served, Suite, TEAM, TOKEN, listen, may_be_a_worker};
+use crate::suite::{Served, Suite, TEAM, TOKEN, may_be_a_worker};
 use crate::tree;
 
 /// Stands where somebody says that a source is, and writes down what it is told.
@@ -54,7 +55,8 @@ async fn a_source_that_was_named_to_a_gateway_is_told_its_ticket_and_not_the_tok
     let listens = Listens::default();
     let mut host = Host::new();
     host.add_service(listens.clone());
-    let stranger = Served::start(host, listen().await);
+    let port = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let stranger = Served::start(host, Listener::InsecureTcp(port));
 
     let write = suite.ticket(one, &VolumeHandle::new().to_string(), TicketOperation::Write).await;
     let source =

@@ -46,8 +46,12 @@ impl Replica {
         let endpoint = format!("http://{}", listener.local_addr().expect("its address"));
         runtime.spawn(async move {
             let listener = tokio::net::TcpListener::from_std(listener).expect("a socket");
-            let served =
-                artifact_store::serve(config, server::Listener::Tcp(listener), std::future::pending()).await;
+            let served = artifact_store::serve(
+                config,
+                server::Listener::InsecureTcp(listener),
+                std::future::pending(),
+            )
+            .await;
             // Who calls it waits in vain, and says so.
             eprintln!("a replica ended: {served:?}");
         });

@@ -1,0 +1,234 @@
+//! The token of a cluster: the file that holds it, how the file is read, and how a missing one is made.
+//!
+//! Every service binary presents the token to the other services, and asks callers over TCP for it. The command line reads the same
+//! file.
+//!
+//! Invariant: services that start at the same time with the same file agree on one token. A hard link, which never replaces a file,
+//! enforces it.
+
+use std::fmt::Write as _;
+use std::fs::{self, DirBuilder, File, Permissions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use rustix::process::geteuid;
+
+/// The directory of the default token file, below the place for state. Neither a gateway nor the cluster of `gantry up` keeps state
+/// there.
+const DIRECTORY: &str = "gantry-services";
+/// The place for state of services that run as root.
+const STATE_OF_ROOT: &str = "/var/lib";
+
+/// Returns the path of the token file of services that were told of none: `$XDG_STATE_HOME/gantry-services/token`, else
+/// `/var/lib/gantry-services/token` for root and `~/.local/state/gantry-services/token` for other users.
+#[must_use]
+pub fn default_file() -> Option<PathBuf> {
+    let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from);
+    default_file_of(state, geteuid().is_root(), std::env::home_dir())
+}
+
+fn default_file_of(state: Option<PathBuf>, root: bool, home: Option<PathBuf>) -> Option<PathBuf> {
+    let absolute = |path: &PathBuf| path.is_absolute();
+    let state = match state.filter(absolute) {
+        Some(state) => state,
+        None if root => STATE_OF_ROOT.into(),
+        None => home.filter(absolute)?.join(".local/state"),
+    };
+    Some(state.join(DIRECTORY).join("token"))
+}
+
+/// Reads the token in the file at `path`.
+///
+/// # Errors
+///
+/// The file cannot be read, or holds something else than one token.
+pub fn read(path: &Path) -> anyhow::Result<String> {
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let token = text.trim();
+    anyhow::ensure!(!token.is_empty(), "{} holds no token", path.display());
+    // It has to stand in a header.
+    anyhow::ensure!(
+        token.bytes().all(|byte| byte.is_ascii_graphic()),
+        "{} holds more than a token",
+        path.display()
+    );
+    Ok(token.to_owned())
+}
+
+/// Reads the token in the default file. `None` if there is no such file.
+///
+/// # Errors
+///
+/// The file cannot be read, or holds something else than one token.
+pub fn read_default() -> anyhow::Result<Option<(PathBuf, String)>> {
+    let Some(path) = default_file() else { return Ok(None) };
+    if fs::metadata(&path).is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+        return Ok(None);
+    }
+    let token = read(&path)?;
+    Ok(Some((path, token)))
+}
+
+/// Reads the token in the file at `path`, which is made if it is missing. Only this user may enter its directory afterwards.
+pub(crate) fn read_or_make_private(path: &Path) -> anyhow::Result<String> {
+    let directory = path.parent().with_context(|| format!("{} has no directory", path.display()))?;
+    make_private(directory)?;
+    make_if_missing(path)?;
+    read(path)
+}
+
+/// Makes a token in the file at `path`, which only this user may read, unless the file exists. Returns whether it was made.
+pub(crate) fn make_if_missing(path: &Path) -> anyhow::Result<bool> {
+    if fs::symlink_metadata(path).is_ok() {
+        return Ok(false);
+    }
+    let make = || {
+        if let Some(directory) = path.parent() {
+            DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+        }
+        // In another container that shares the directory, a process may have the same id.
+        let temporary = path.with_extension(format!("{}.new", &random()?[..16]));
+        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&temporary)?;
+        let made = writeln!(file, "{}", random()?)
+            .and_then(|()| file.sync_all())
+            .and_then(|()| fs::hard_link(&temporary, path));
+        fs::remove_file(&temporary)?;
+        match made {
+            Ok(()) => Ok(true),
+            // Another service was first.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(error),
+        }
+    };
+    make().with_context(|| format!("cannot make a token in {}", path.display()))
+}
+
+/// Makes a new token in the file at `path`, which only this user may read, in the place of the file that is there.
+///
+/// # Errors
+///
+/// The file cannot be written.
+pub fn replace(path: &Path) -> anyhow::Result<String> {
+    let new = path.with_extension("new");
+    let replace = || {
+        // One that a start left which was cut off may be open in another process.
+        if let Err(error) = fs::remove_file(&new)
+            && error.kind() != ErrorKind::NotFound
+        {
+            return Err(error);
+        }
+        let token = random()?;
+        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&new)?;
+        writeln!(file, "{token}")?;
+        fs::rename(&new, path)?;
+        Ok(token)
+    };
+    replace().with_context(|| format!("cannot write the token into {}", path.display()))
+}
+
+/// Returns 256 random bits in hexadecimal.
+fn random() -> io::Result<String> {
+    let mut bytes = [0_u8; 32];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().fold(String::with_capacity(64), |mut text, byte| {
+        // Writing to a string cannot fail.
+        _ = write!(text, "{byte:02x}");
+        text
+    }))
+}
+
+/// Makes a directory that only this user may enter, or closes one that exists to others.
+fn make_private(directory: &Path) -> anyhow::Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)
+        .with_context(|| format!("cannot make the directory {}", directory.display()))?;
+    let found = fs::symlink_metadata(directory)
+        .with_context(|| format!("cannot look at the directory {}", directory.display()))?;
+    anyhow::ensure!(
+        found.is_dir() && found.uid() == geteuid().as_raw(),
+        "{} is not a directory of this user",
+        directory.display()
+    );
+    if found.mode() & 0o077 != 0 {
+        fs::set_permissions(directory, Permissions::from_mode(0o700))
+            .with_context(|| format!("cannot close the directory {} to others", directory.display()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).expect("it is there").mode() & 0o777
+    }
+
+    #[test]
+    fn default_file_follows_user_and_environment() {
+        let home = || Some(PathBuf::from("/home/x"));
+        let default = |state: Option<&str>, root, home| default_file_of(state.map(Into::into), root, home);
+        let path = |path: &str| Some(PathBuf::from(path));
+        assert_eq!(default(None, true, home()), path("/var/lib/gantry-services/token"));
+        assert_eq!(default(None, false, home()), path("/home/x/.local/state/gantry-services/token"));
+        for root in [true, false] {
+            assert_eq!(default(Some("/s"), root, home()), path("/s/gantry-services/token"));
+        }
+        assert_eq!(
+            default(Some("relative"), false, home()),
+            path("/home/x/.local/state/gantry-services/token")
+        );
+        assert_eq!(default(None, false, None), None);
+    }
+
+    #[test]
+    fn services_that_start_together_share_one_token() {
+        let root = tempfile::tempdir().expect("a directory");
+        let path = root.path().join("state/gantry-services/token");
+        let together = std::sync::Barrier::new(16);
+        let tokens: BTreeSet<_> = std::thread::scope(|scope| {
+            let start = || {
+                scope.spawn(|| {
+                    together.wait();
+                    read_or_make_private(&path).expect("a token")
+                })
+            };
+            let starting: Vec<_> = (0..16).map(|_| start()).collect();
+            starting.into_iter().map(|service| service.join().expect("no panic")).collect()
+        });
+        let [token] = &Vec::from_iter(tokens)[..] else { panic!("the services have different tokens") };
+        assert_eq!(token.len(), 64);
+        assert_eq!((mode(&path), mode(path.parent().expect("a directory"))), (0o600, 0o700));
+        let left = fs::read_dir(path.parent().expect("a directory")).expect("read").count();
+        assert_eq!(left, 1, "temporary files are removed");
+    }
+
+    #[test]
+    fn directory_that_was_open_is_closed_to_others() {
+        let root = tempfile::tempdir().expect("a directory");
+        let directory = root.path().join("open");
+        fs::create_dir(&directory).expect("made");
+        fs::set_permissions(&directory, Permissions::from_mode(0o777)).expect("opened");
+        read_or_make_private(&directory.join("token")).expect("a token");
+        assert_eq!(mode(&directory), 0o700);
+    }
+
+    #[test]
+    fn file_that_exists_is_kept_when_made_again() {
+        let root = tempfile::tempdir().expect("a directory");
+        let path = root.path().join("token");
+        assert!(make_if_missing(&path).expect("made"));
+        let first = read(&path).expect("a token");
+        assert!(!make_if_missing(&path).expect("looked at"));
+        assert_eq!(read(&path).expect("a token"), first);
+        let second = replace(&path).expect("replaced");
+        assert_ne!(first, second);
+        assert_eq!((read(&path).expect("a token"), mode(&path)), (second, 0o600));
+    }
+}
