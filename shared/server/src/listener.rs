@@ -1,4 +1,6 @@
 //! Where a server listens: a Unix socket or a TCP port.
+//!
+//! A connection over a Unix socket is closed unless the user of its peer may call.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,6 +9,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::Stream;
+use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tonic::transport::server::Connected;
@@ -70,14 +73,24 @@ impl Listener {
         matches!(self, Self::Tcp(_))
     }
 
+    /// The connections that are accepted.
     pub(crate) fn incoming(self) -> impl Stream<Item = io::Result<Connection>> + Send {
-        futures::stream::unfold(self, async |listener| {
-            let accepted = match &listener {
-                Self::Tcp(tcp) | Self::InsecureTcp(tcp) => match tcp.accept().await {
-                    Ok((stream, _)) => stream.set_nodelay(true).map(|()| Connection::Tcp(stream)),
-                    Err(error) => Err(error),
-                },
-                Self::Unix(unix) => unix.accept().await.map(|(stream, _)| Connection::Unix(stream)),
+        let unmapped = unmapped_user();
+        futures::stream::unfold(self, move |listener| async move {
+            let accepted = loop {
+                let accepted = match &listener {
+                    Self::Tcp(tcp) | Self::InsecureTcp(tcp) => match tcp.accept().await {
+                        Ok((stream, _)) => stream.set_nodelay(true).map(|()| Some(Connection::Tcp(stream))),
+                        Err(error) => Err(error),
+                    },
+                    Self::Unix(unix) => unix.accept().await.map(|(stream, _)| {
+                        let may_call = check_user(&stream, unmapped);
+                        may_call.then_some(Connection::Unix(stream))
+                    }),
+                };
+                if let Some(accepted) = accepted.transpose() {
+                    break accepted;
+                }
             };
             if accepted.is_err() {
                 // As a rule no descriptor is free; asking again at once would only keep a processor busy.
@@ -86,6 +99,42 @@ impl Listener {
             Some((accepted, listener))
         })
     }
+}
+
+/// Whether the user of the process at the other end of `stream` may call. Logs a refusal.
+fn check_user(stream: &UnixStream, unmapped: Option<u32>) -> bool {
+    let own = geteuid().as_raw();
+    match stream.peer_cred() {
+        Ok(peer) if is_trusted(peer.uid(), own, unmapped) => true,
+        Ok(peer) => {
+            tracing::warn!(
+                peer.uid = peer.uid(),
+                peer.pid = peer.pid(),
+                "closed a connection over the Unix socket: only user {own} and root may call"
+            );
+            false
+        }
+        Err(error) => {
+            tracing::warn!(%error, "closed a connection over the Unix socket: its user is unknown");
+            false
+        }
+    }
+}
+
+/// Whether the user `peer` may call a service that runs as the user `own`.
+fn is_trusted(peer: u32, own: u32, unmapped: Option<u32>) -> bool {
+    Some(peer) != unmapped && (peer == own || peer == 0)
+}
+
+/// Returns the user id that stands for all users without an id in our user namespace. `None` if every user has one.
+fn unmapped_user() -> Option<u32> {
+    const USUAL: u32 = 65_534;
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    if map.split_whitespace().eq(["0", "0", "4294967295"]) {
+        return None;
+    }
+    let id = std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok();
+    Some(id.and_then(|id| id.trim().parse().ok()).unwrap_or(USUAL))
 }
 
 /// A connection that was accepted.
@@ -167,5 +216,15 @@ mod tests {
         let come = futures::future::join_all((0..many).map(|_| TcpStream::connect(address)));
         let came = tokio::time::timeout(Duration::from_secs(20), come).await.expect("all are in line");
         assert!(came.iter().all(Result::is_ok), "{came:?}");
+    }
+
+    #[test]
+    fn only_own_user_and_root_are_trusted() {
+        for (peer, trusted) in [(1000, true), (0, true), (1001, false), (65_534, false)] {
+            assert_eq!(is_trusted(peer, 1000, None), trusted, "{peer}");
+            assert_eq!(is_trusted(peer, 1000, Some(65_534)), trusted, "{peer}");
+        }
+        assert!(is_trusted(65_534, 65_534, None));
+        assert!(!is_trusted(65_534, 65_534, Some(65_534)), "it may be any user");
     }
 }
