@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use domain::WorkerId;
 use http::{HeaderValue, Request, Response};
 use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
+use server::Caller;
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tower_service::Service;
@@ -60,6 +61,9 @@ where
             };
             match admitted {
                 Ok(worker) => {
+                    if let Some(caller) = request.extensions().get::<Caller>() {
+                        caller.authenticated();
+                    }
                     request.extensions_mut().insert(OnlyFor(worker));
                     inner.call(request).await
                 }

@@ -1,4 +1,4 @@
-//! Who is let in: whoever may open the socket; over TCP, where a token was set, whoever presents it, or a ticket to a service that verifies it.
+//! Admission of calls: over a Unix socket each call; over TCP a call with the token, or with a ticket to a service that verifies it.
 
 use std::future::{Ready, ready};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -11,7 +11,7 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::PeerKind;
+use crate::listener::Caller;
 
 #[derive(Debug, Clone)]
 pub(crate) struct AdmissionLayer(Arc<Rules>);
@@ -86,15 +86,18 @@ where
 
 impl Rules {
     fn admit<B>(&self, request: &Request<B>) -> Result<(), Status> {
-        let Some(token) = &self.token else { return Ok(()) };
-        if request.extensions().get::<PeerKind>() == Some(&PeerKind::Unix) {
+        let caller = request.extensions().get::<Caller>();
+        if caller.is_some_and(Caller::is_local) {
             return Ok(());
         }
-        let presented = request.headers().get("authorization");
-        let presented =
-            presented.and_then(|value| value.to_str().ok()).and_then(|value| value.strip_prefix("Bearer "));
-        let with_token = presented.is_some_and(|presented| same(presented.as_bytes(), token.as_bytes()));
-        if with_token || self.verifies_ticket(request) {
+        if self.token.as_deref().is_none_or(|token| presents(token, request.headers())) {
+            if let Some(caller) = caller {
+                caller.authenticated();
+            }
+            return Ok(());
+        }
+        // The service says that the caller has authenticated, once it has verified the ticket.
+        if self.verifies_ticket(request) {
             return Ok(());
         }
         let message = "present the token of this cluster as `authorization: Bearer TOKEN`; each service logs the path of its token file";
@@ -108,6 +111,13 @@ impl Rules {
     }
 }
 
+/// Whether a call with these headers presents `token`.
+fn presents(token: &str, headers: &HeaderMap) -> bool {
+    let presented = headers.get("authorization").and_then(|value| value.to_str().ok());
+    let presented = presented.and_then(|value| value.strip_prefix("Bearer "));
+    presented.is_some_and(|presented| same(presented.as_bytes(), token.as_bytes()))
+}
+
 /// Compares without telling by its duration where the first difference is.
 fn same(left: &[u8], right: &[u8]) -> bool {
     left.len() == right.len() && left.iter().zip(right).fold(0, |differ, (a, b)| differ | (a ^ b)) == 0
@@ -118,8 +128,15 @@ mod tests {
     use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
 
     use super::*;
+    use crate::unauthenticated::{Limits, Probation, Unauthenticated};
 
-    fn admitted(path: &str, headers: &[(&'static str, &str)], peer: PeerKind) -> bool {
+    const VOLUMES: &str = "/gantry.runtime.v1.Volumes/Read";
+
+    fn probation() -> Probation {
+        Unauthenticated::new(Limits::default()).admit([192, 0, 2, 1].into()).expect("the first")
+    }
+
+    fn admitted(path: &str, headers: &[(&'static str, &str)], caller: Caller) -> bool {
         let ticketed = Ticketed::default();
         ticketed.add("gantry.runtime.v1.Volumes", &[DOOR_TICKET_HEADER, TICKET_HEADER]);
         ticketed.add("gantry.runtime.v1.Containers", &[DOOR_TICKET_HEADER]);
@@ -128,25 +145,40 @@ mod tests {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        rules.admit(&request.extension(peer).body(()).expect("a request")).is_ok()
+        rules.admit(&request.extension(caller).body(()).expect("a request")).is_ok()
+    }
+
+    fn over_tcp(path: &str, headers: &[(&'static str, &str)]) -> bool {
+        admitted(path, headers, Caller::over_tcp(probation()))
     }
 
     #[test]
     fn a_ticket_opens_only_services_that_verify_it() {
-        let volumes = "/gantry.runtime.v1.Volumes/Read";
         let ticket = [(DOOR_TICKET_HEADER, "anything")];
-        assert!(admitted(volumes, &ticket, PeerKind::Tcp), "the service verifies it");
+        assert!(over_tcp(VOLUMES, &ticket), "the service verifies it");
         for path in ["/gantry.scheduler.v1.Workers/GetWorker", "/gantry.runtime.v1.Volumes2/Read", "/"] {
-            assert!(!admitted(path, &ticket, PeerKind::Tcp), "{path}");
-            assert!(admitted(path, &[("authorization", "Bearer secret")], PeerKind::Tcp), "{path}");
-            assert!(admitted(path, &[], PeerKind::Unix), "{path}");
+            assert!(!over_tcp(path, &ticket), "{path}");
+            assert!(over_tcp(path, &[("authorization", "Bearer secret")]), "{path}");
+            assert!(admitted(path, &[], Caller::over_unix()), "{path}");
         }
         let transfer = [(TICKET_HEADER, "anything")];
-        assert!(admitted(volumes, &transfer, PeerKind::Tcp));
-        assert!(admitted("/gantry.runtime.v1.Containers/Attach", &ticket, PeerKind::Tcp));
-        assert!(!admitted("/gantry.runtime.v1.Containers/Attach", &transfer, PeerKind::Tcp));
-        assert!(!admitted(volumes, &[], PeerKind::Tcp));
-        assert!(!admitted(volumes, &[("authorization", "Bearer secrey")], PeerKind::Tcp));
-        assert!(!admitted(volumes, &[("authorization", "secret")], PeerKind::Tcp));
+        assert!(over_tcp(VOLUMES, &transfer));
+        assert!(over_tcp("/gantry.runtime.v1.Containers/Attach", &ticket));
+        assert!(!over_tcp("/gantry.runtime.v1.Containers/Attach", &transfer));
+        assert!(!over_tcp(VOLUMES, &[]));
+        assert!(!over_tcp(VOLUMES, &[("authorization", "Bearer secrey")]));
+        assert!(!over_tcp(VOLUMES, &[("authorization", "secret")]));
+    }
+
+    #[test]
+    fn only_the_token_ends_a_probation() {
+        let ended = |header: (&'static str, &str)| {
+            let probation = probation();
+            admitted(VOLUMES, &[header], Caller::over_tcp(probation.clone()));
+            probation.has_ended()
+        };
+        assert!(ended(("authorization", "Bearer secret")));
+        assert!(!ended(("authorization", "Bearer secrey")));
+        assert!(!ended((TICKET_HEADER, "anything")), "nothing has verified the ticket yet");
     }
 }

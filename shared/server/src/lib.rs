@@ -20,6 +20,7 @@ pub mod telemetry;
 #[cfg(test)]
 mod tests;
 pub mod token;
+mod unauthenticated;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -44,7 +45,7 @@ pub use activity::Activity;
 pub use capabilities::Service;
 pub use deadline::deadline;
 pub use listen_args::{ListenArgs, shutdown_signal};
-pub use listener::{Listener, PeerKind, bind};
+pub use listener::{Caller, Listener, bind};
 pub use program::{Program, Starting, command, run};
 pub use readiness::LIVENESS;
 
@@ -54,6 +55,7 @@ use crate::deadline::DeadlineLayer;
 use crate::gate::Gate;
 use crate::operators::{Gathers, Recorder};
 use crate::readiness::Readiness;
+use crate::unauthenticated::{Limits, Unauthenticated};
 
 /// How long closing may take, once everything has ended.
 const CLOSING: Duration = Duration::from_secs(5);
@@ -100,6 +102,7 @@ pub struct Host {
     stopping: CancellationToken,
     activity: Activity,
     token: Option<String>,
+    unauthenticated: Limits,
     readiness: Readiness,
     answers: Answers,
     gathers: Gathers,
@@ -139,6 +142,7 @@ impl Host {
             stopping: CancellationToken::new(),
             activity: Activity::default(),
             token: None,
+            unauthenticated: Limits::default(),
         }
     }
 
@@ -275,13 +279,14 @@ impl Host {
         always.add_service(CapabilitiesServer::new(self.answers.clone()));
 
         let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
+        let unauthenticated = Unauthenticated::new(self.unauthenticated);
         let listeners = listeners.into_iter().map(|listener| {
             anyhow::ensure!(
                 token.is_some() || !listener.needs_token(),
                 "cannot serve on {}: there is no token to ask callers for",
                 listener.endpoint()?
             );
-            Ok(listener.incoming().boxed())
+            Ok(listener.incoming(unauthenticated.clone()).boxed())
         });
         let incoming = futures::stream::select_all(listeners.collect::<anyhow::Result<Vec<_>>>()?);
         let served = Server::builder()

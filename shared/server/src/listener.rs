@@ -1,6 +1,7 @@
 //! Where a server listens: a Unix socket or a TCP port.
 //!
-//! A connection over a Unix socket is closed unless the user of its peer may call.
+//! A connection over a Unix socket is closed unless the user of its peer may call. A connection over TCP is closed unless a call of it is
+//! admitted in time.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,7 +13,10 @@ use futures::Stream;
 use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
+use tokio::time::Sleep;
 use tonic::transport::server::Connected;
+
+use crate::unauthenticated::{Probation, Unauthenticated};
 
 /// A bound address.
 #[derive(Debug)]
@@ -38,13 +42,39 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(WAITING)
 }
 
-/// How a caller reached us. In the extensions of every request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PeerKind {
-    /// Over TCP.
-    Tcp,
-    /// Over the Unix socket, whose permissions say who may.
+/// How a caller reached the server. In the extensions of every request.
+#[derive(Debug, Clone)]
+pub struct Caller(Reached);
+
+#[derive(Debug, Clone)]
+enum Reached {
+    Tcp(Probation),
+    /// Over a Unix socket, as a user who may call.
     Unix,
+}
+
+impl Caller {
+    /// Whether the caller needs no token, for it came over a Unix socket.
+    pub(crate) fn is_local(&self) -> bool {
+        matches!(self.0, Reached::Unix)
+    }
+
+    /// Keeps the caller's connection open from now on. For a service that has verified a ticket of the caller.
+    pub fn authenticated(&self) {
+        if let Reached::Tcp(probation) = &self.0 {
+            probation.end();
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn over_tcp(probation: Probation) -> Self {
+        Self(Reached::Tcp(probation))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn over_unix() -> Self {
+        Self(Reached::Unix)
+    }
 }
 
 impl Listener {
@@ -73,30 +103,40 @@ impl Listener {
         matches!(self, Self::Tcp(_))
     }
 
-    /// The connections that are accepted.
-    pub(crate) fn incoming(self) -> impl Stream<Item = io::Result<Connection>> + Send {
+    /// The connections that are accepted. Those over TCP count as `unauthenticated` until one of their calls is admitted.
+    pub(crate) fn incoming(
+        self,
+        unauthenticated: Unauthenticated,
+    ) -> impl Stream<Item = io::Result<Connection>> + Send {
         let unmapped = unmapped_user();
-        futures::stream::unfold(self, move |listener| async move {
-            let accepted = loop {
-                let accepted = match &listener {
-                    Self::Tcp(tcp) | Self::InsecureTcp(tcp) => match tcp.accept().await {
-                        Ok((stream, _)) => stream.set_nodelay(true).map(|()| Some(Connection::Tcp(stream))),
-                        Err(error) => Err(error),
-                    },
-                    Self::Unix(unix) => unix.accept().await.map(|(stream, _)| {
-                        let may_call = check_user(&stream, unmapped);
-                        may_call.then_some(Connection::Unix(stream))
-                    }),
+        futures::stream::unfold(self, move |listener| {
+            let unauthenticated = unauthenticated.clone();
+            async move {
+                let accepted = loop {
+                    let accepted = match &listener {
+                        Self::Tcp(tcp) | Self::InsecureTcp(tcp) => {
+                            tcp.accept().await.map(|(stream, peer)| {
+                                let probation = unauthenticated.admit(peer.ip())?;
+                                // That fails once the peer has gone.
+                                stream.set_nodelay(true).ok()?;
+                                Some(Connection::over_tcp(stream, probation, unauthenticated.deadline()))
+                            })
+                        }
+                        Self::Unix(unix) => unix.accept().await.map(|(stream, _)| {
+                            let may_call = check_user(&stream, unmapped);
+                            may_call.then_some(Connection::Unix(stream))
+                        }),
+                    };
+                    if let Some(accepted) = accepted.transpose() {
+                        break accepted;
+                    }
                 };
-                if let Some(accepted) = accepted.transpose() {
-                    break accepted;
+                if accepted.is_err() {
+                    // As a rule no descriptor is free; asking again at once would only keep a processor busy.
+                    tokio::time::sleep(Duration::from_millis(50)).await;
                 }
-            };
-            if accepted.is_err() {
-                // As a rule no descriptor is free; asking again at once would only keep a processor busy.
-                tokio::time::sleep(Duration::from_millis(50)).await;
+                Some((accepted, listener))
             }
-            Some((accepted, listener))
         })
     }
 }
@@ -140,25 +180,65 @@ fn unmapped_user() -> Option<u32> {
 /// A connection that was accepted.
 #[derive(Debug)]
 pub(crate) enum Connection {
-    Tcp(TcpStream),
+    Tcp(Tcp),
     Unix(UnixStream),
 }
 
-impl Connected for Connection {
-    type ConnectInfo = PeerKind;
+/// A connection over TCP, which breaks when its probation lasts too long.
+#[derive(Debug)]
+pub(crate) struct Tcp {
+    stream: TcpStream,
+    probation: Probation,
+    /// `None` once the connection has authenticated.
+    deadline: Option<Pin<Box<Sleep>>>,
+}
 
-    fn connect_info(&self) -> PeerKind {
-        match self {
-            Self::Tcp(_) => PeerKind::Tcp,
-            Self::Unix(_) => PeerKind::Unix,
+impl Connection {
+    fn over_tcp(stream: TcpStream, probation: Probation, deadline: Duration) -> Self {
+        let deadline = Some(Box::pin(tokio::time::sleep(deadline)));
+        Self::Tcp(Tcp { stream, probation, deadline })
+    }
+}
+
+impl Tcp {
+    /// Fails if the deadline has passed and the connection has not authenticated.
+    fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        let Some(deadline) = &mut self.deadline else { return Ok(()) };
+        if self.probation.has_ended() {
+            self.deadline = None;
+        } else if deadline.as_mut().poll(cx).is_ready() {
+            let message = "no call of this connection was admitted in time";
+            return Err(io::Error::new(io::ErrorKind::TimedOut, message));
         }
+        Ok(())
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        // Calls that are still answered have the probation, too.
+        self.probation.end();
+    }
+}
+
+impl Connected for Connection {
+    type ConnectInfo = Caller;
+
+    fn connect_info(&self) -> Caller {
+        Caller(match self {
+            Self::Tcp(tcp) => Reached::Tcp(tcp.probation.clone()),
+            Self::Unix(_) => Reached::Unix,
+        })
     }
 }
 
 impl AsyncRead for Connection {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
+            Self::Tcp(tcp) => {
+                tcp.check(cx)?;
+                Pin::new(&mut tcp.stream).poll_read(cx, buf)
+            }
             Self::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
         }
     }
@@ -167,7 +247,11 @@ impl AsyncRead for Connection {
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_write(cx, buf),
+            Self::Tcp(tcp) => {
+                // A peer that reads nothing must not outlast the deadline.
+                tcp.check(cx)?;
+                Pin::new(&mut tcp.stream).poll_write(cx, buf)
+            }
             Self::Unix(stream) => Pin::new(stream).poll_write(cx, buf),
         }
     }
@@ -178,7 +262,10 @@ impl AsyncWrite for Connection {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+            Self::Tcp(tcp) => {
+                tcp.check(cx)?;
+                Pin::new(&mut tcp.stream).poll_write_vectored(cx, bufs)
+            }
             Self::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
         }
     }
@@ -189,14 +276,14 @@ impl AsyncWrite for Connection {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Tcp(tcp) => Pin::new(&mut tcp.stream).poll_flush(cx),
             Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Tcp(tcp) => Pin::new(&mut tcp.stream).poll_shutdown(cx),
             Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
         }
     }

@@ -2,22 +2,74 @@
 
 use std::fs::Permissions;
 use std::io::Read;
+use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use rpc::client::{Outgoing, peer};
 use rustix::thread::set_thread_res_uid;
-use tokio::net::{TcpListener, UnixListener};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
+use tonic::Code;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
+use crate::unauthenticated::Limits;
 use crate::{Host, Listener};
 
+const TOKEN: &str = "secret";
 /// What must happen in the end happens within this time, or the test fails.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A deadline that passes during no test.
+const NO_DEADLINE: Duration = Duration::from_secs(3600);
+
+/// The beginning of a connection, and a call without a token on it.
+const CALL_WITHOUT_TOKEN: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\
+    \0\0\0\x04\0\0\0\0\0\
+    \0\0\x06\x01\x05\0\0\0\x01\x83\x86\x04\x02/x";
+
+/// A host that serves health, and asks for [`TOKEN`].
+struct Server {
+    address: SocketAddr,
+    stop: CancellationToken,
+    served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Server {
+    async fn start(limits: Limits) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let host = Host { unauthenticated: limits, ..Host::new().with_token(Some(TOKEN.to_owned())) };
+        let stop = CancellationToken::new();
+        let served = serve(host, Listener::Tcp(listener), stop.clone());
+        Self { address, stop, served }
+    }
+
+    fn client(&self) -> HealthClient<rpc::Peer> {
+        let outgoing = Outgoing::default().with_token(Some(TOKEN));
+        HealthClient::new(peer(&format!("http://{}", self.address), outgoing).expect("an address"))
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.expect("connected")
+    }
+
+    /// Whether the server speaks on a new connection, rather than to close it.
+    async fn welcomes(&self) -> Option<TcpStream> {
+        let mut stream = self.connect().await;
+        // A server speaks first.
+        (within(stream.read(&mut [0])).await.unwrap_or(0) == 1).then_some(stream)
+    }
+
+    async fn end(self) {
+        self.stop.cancel();
+        within(self.served).await.expect("no panic").expect("an orderly end");
+    }
+}
 
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 fn serve(host: Host, listener: Listener, stop: CancellationToken) -> JoinHandle<anyhow::Result<()>> {
@@ -47,6 +99,56 @@ async fn host_without_token_serves_only_insecure_ports() {
     within(client.check(about(crate::LIVENESS))).await.expect("an answer");
     stop.cancel();
     within(served).await.expect("no panic").expect("an orderly end");
+}
+
+#[tokio::test]
+async fn connection_without_admitted_call_is_closed_after_deadline() {
+    let server = Server::start(Limits { deadline: Duration::from_millis(300), ..Limits::default() }).await;
+    let mut watch = server.client().watch(about("")).await.expect("admitted").into_inner();
+    watch.message().await.expect("a status").expect("a status");
+
+    let mut silent = server.connect().await;
+    let mut refused = server.connect().await;
+    refused.write_all(CALL_WITHOUT_TOKEN).await.expect("written");
+    let mut said = Vec::new();
+    // Reset or closed.
+    _ = within(silent.read_to_end(&mut said)).await;
+    said.clear();
+    _ = within(refused.read_to_end(&mut said)).await;
+    assert!(said.windows(7).any(|part| part == b"\0\0\0\x04\x01\0\0"), "the server has answered: {said:?}");
+
+    // That connection is older than those that are closed.
+    server.stop.cancel();
+    while let Some(status) = within(watch.message()).await.expect("the connection lives") {
+        assert!(status.status != 0, "{status:?}");
+    }
+    server.end().await;
+}
+
+#[tokio::test]
+async fn unauthenticated_connections_of_an_address_are_limited() {
+    let limits = Limits { deadline: NO_DEADLINE, per_address: 2, ..Limits::default() };
+    let server = Server::start(limits).await;
+    let mut client = server.client();
+    client.check(about(crate::LIVENESS)).await.expect("admitted");
+
+    let first = server.welcomes().await.expect("the first");
+    let second = server.welcomes().await.expect("the second");
+    assert!(server.welcomes().await.is_none(), "the third is one too many");
+    let status = server.client().check(about(crate::LIVENESS)).await.expect_err("closed");
+    assert_ne!(status.code(), Code::Unauthenticated, "{status}");
+    client.check(about(crate::LIVENESS)).await.expect("a connection that authenticated is not counted");
+
+    drop(first);
+    let third = within(async {
+        loop {
+            if let Some(third) = server.welcomes().await {
+                return third;
+            }
+        }
+    });
+    drop((third.await, second));
+    server.end().await;
 }
 
 #[tokio::test]
