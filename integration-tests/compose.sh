@@ -120,9 +120,30 @@ until_true "a healthy cluster" 30 all_healthy 1 2
 say "healthy after $(echo "$(date +%s.%N) - $started" | bc | cut -c1-4) s"
 
 # Asked once: these addresses stay right.
-GANTRY_SERVER=$(docker/servers.sh --ranges)
-export GANTRY_SERVER
+GANTRY_SERVER=$(docker/servers.sh --ranges 2>"$work/hint")
+grep -q 'docker/servers.sh --token' "$work/hint" || {
+    echo "servers.sh does not say how to get the token: $(cat "$work/hint")" >&2
+    exit 1
+}
+export XDG_STATE_HOME=$work/state
+GANTRY_TOKEN_FILE=$(docker/servers.sh --token)
+export GANTRY_SERVER GANTRY_TOKEN_FILE
 gantry() { "$root/target/debug/gantry" "$@"; }
+
+# Every port wants the token, which only this user may read.
+[ "$(stat -c %a "$GANTRY_TOKEN_FILE")" = 600 ] || {
+    echo "others may read $GANTRY_TOKEN_FILE" >&2
+    exit 1
+}
+for service in scheduler artifact-store streamer door; do
+    address=$($COMPOSE port $service 7100)
+    if env -i "XDG_STATE_HOME=$work/state" target/debug/scheduler health --service liveness --server "http://$address" 2>"$work/refused" ||
+        ! grep -q 'present the token' "$work/refused"; then
+        echo "$service at $address answers without a token: $(cat "$work/refused")" >&2
+        exit 1
+    fi
+done
+say "no service answers without the token"
 
 mkdir -p "$work/src" && echo content >"$work/src/file"
 main_job() { # main_job NAME: uploads, runs, downloads, and exits as the command does
@@ -137,11 +158,22 @@ main_job() { # main_job NAME: uploads, runs, downloads, and exits as the command
     say "the main job: $1"
 }
 
+# What a worker runs cannot read the token.
+unseen() { # unseen: a command with the image of the worker finds no token
+    gantry run --no-stdin -- sh -c 'ls /var/lib/gantry-services; cat /var/lib/gantry-services/token; test ! -e /var/lib/gantry-services/token' \
+        >"$work/unseen" 2>&1 && ! grep -qF "$(cat "$GANTRY_TOKEN_FILE")" "$work/unseen"
+}
+
 workers() { # workers COUNT: so many are in contact
     [ "$(gantry list workers --json | jq -s '[.[] | select(.state == "running")] | length')" -eq "$1" ]
 }
 until_true "two workers" 60 workers 2
 main_job "on a new cluster"
+unseen || {
+    echo "a container sees the token of the cluster: $(cat "$work/unseen")" >&2
+    exit 1
+}
+say "containers do not see the token"
 
 # The output of one worker is the input on the other: while the worker that has it is busy, the second job goes elsewhere.
 placed_on() { jq -r 'select(.event == "placed") | .whereabouts.worker_name' "$1"; }

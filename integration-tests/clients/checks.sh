@@ -19,7 +19,7 @@ usage: GANTRY_SERVER=… [GANTRY_TOKEN_FILE=…] $0 DIRECTORY
 DIRECTORY is uploaded, copied by a job, and downloaded again. test decodes the golden corpus and calls nobody.
 
 GANTRY_SERVER      http://127.0.0.1:7400 (gantry up --listen 127.0.0.1:7400), or "\$(docker/servers.sh)" (compose)
-GANTRY_TOKEN_FILE  the file that gantry up names; compose has none
+GANTRY_TOKEN_FILE  the file that gantry up names, or "\$(docker/servers.sh --token)" (compose)
 GANTRY_TEAM        on whose behalf; main if it is not set
 USAGE
     exit 2
