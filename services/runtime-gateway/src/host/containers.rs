@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::ContainerHandle;
-use domain::workload::{Bytes, Network};
+use domain::workload::{Bytes, Limits, Network};
 use runtime::{ContainerSpec, Root, RuntimeError};
 use rustix::fs::{Mode, OFlags};
 use tokio::time::Instant;
@@ -178,7 +178,7 @@ impl Host {
         .await
     }
 
-    fn create(&self, handle: ContainerHandle, spec: ContainerSpec) -> Result<(), RuntimeError> {
+    fn create(&self, handle: ContainerHandle, mut spec: ContainerSpec) -> Result<(), RuntimeError> {
         let container = self.container(handle);
         if files::exists(&container).map_err(at("look for", &container))? {
             return Ok(());
@@ -191,6 +191,11 @@ impl Host {
         }
         if !spec.privileged && !self.cgroups.restricts_devices() {
             return Err(RuntimeError::CgroupUnavailable("devices".to_owned()));
+        }
+        let pids = Limits { pids: Some(self.config.policy.container_pids()), ..Limits::default() };
+        if self.cgroups.missing(&pids).is_none() {
+            // So that what multiplies without end is its own failure, and not the machine's.
+            spec.limits.pids = spec.limits.pids.or(pids.pids);
         }
         check_mounts(root.as_fd(), &spec)?;
         let mut volumes = Vec::new();

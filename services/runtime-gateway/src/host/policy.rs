@@ -16,7 +16,7 @@ pub enum Permission {
 }
 
 /// What workloads may ask of this machine: flags of its gateway.
-#[derive(Debug, Clone, Default, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub struct Policy {
     /// What workloads may ask of this machine, with commas between; `none` for nothing
     #[arg(long = "allow", env = "GANTRY_WORKER_ALLOW", value_name = "LIST", value_parser = parse_permissions)]
@@ -24,6 +24,24 @@ pub struct Policy {
     /// The addresses of containers with a private network: an IPv4 network of 8 to 24 bits that nothing else uses on this machine
     #[arg(long, env = "GANTRY_WORKER_NETWORK_POOL", value_name = "NETWORK", default_value_t)]
     network_pool: Pool,
+    /// Processes and threads in a container whose workload states no limit
+    #[arg(
+        long,
+        env = "GANTRY_WORKER_CONTAINER_PIDS",
+        value_name = "COUNT",
+        default_value_t = CONTAINER_PIDS,
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    container_pids: u32,
+}
+
+/// Processes and threads in a container whose workload states no limit, by default. Large builds stay below 1,000.
+const CONTAINER_PIDS: u32 = 8192;
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self { allow: None, network_pool: Pool::default(), container_pids: CONTAINER_PIDS }
+    }
 }
 
 type Permissions = BTreeSet<Permission>;
@@ -32,7 +50,7 @@ impl Policy {
     /// Allows just these.
     #[must_use]
     pub fn allowing(permissions: impl IntoIterator<Item = Permission>) -> Self {
-        Self { allow: Some(permissions.into_iter().collect()), network_pool: Pool::default() }
+        Self { allow: Some(permissions.into_iter().collect()), ..Self::default() }
     }
 
     /// Allows these where the operator said nothing.
@@ -44,6 +62,16 @@ impl Policy {
 
     pub(super) fn allows(&self, permission: Permission) -> bool {
         self.allow.as_ref().is_some_and(|allowed| allowed.contains(&permission))
+    }
+
+    /// Allows so many processes and threads in a container whose workload states no limit.
+    #[must_use]
+    pub fn with_container_pids(self, container_pids: u32) -> Self {
+        Self { container_pids, ..self }
+    }
+
+    pub(super) fn container_pids(&self) -> u64 {
+        self.container_pids.into()
     }
 
     pub(super) fn network_pool(&self) -> Pool {

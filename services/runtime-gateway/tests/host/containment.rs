@@ -5,12 +5,13 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use domain::workload::{OutputMode, Stdin};
-use runtime::{ContainerSpec, Offsets, ProcessSpec};
+use domain::workload::{Exit, OutputMode, Stdin};
+use runtime::{ContainerSpec, Offsets, ProcessSpec, Runtime};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
 use rustix::fs::{CWD, FileType, Mode};
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until};
 
-use super::subject::HostSubject;
+use super::subject::{HostSubject, config};
 
 fn shell(script: &str) -> ProcessSpec {
     process(&["/bin/sh", "-c", script].map(str::to_owned))
@@ -137,4 +138,41 @@ fn device_policy_holds_with_cgroup_v2_only() {
         "{text}{}",
         String::from_utf8_lossy(&found.stderr)
     );
+}
+
+#[tokio::test]
+async fn fork_bomb_ends_as_its_own_failure() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let policy = Policy::allowing([Permission::HostImage]).with_container_pids(64);
+    let runtime = HostRuntime::open(HostConfig { policy, ..config(dir.path()) }).expect("open");
+    let runtime: std::sync::Arc<dyn Runtime> = runtime;
+    let handle = runtime.made(container()).await;
+    let id = runtime
+        .started(
+            handle,
+            shell("bomb() { bomb | bomb & }; bomb; for i in $(seq 200); do sleep 60 & done; echo over"),
+        )
+        .await;
+    let said = runtime.said(id).await;
+    let errors = String::from_utf8_lossy(&said.stderr);
+    assert!(errors.contains("Cannot fork") || errors.contains("fork: "), "{errors}");
+    assert!(
+        !matches!(said.ended, Some(runtime::Ended::Exited { exit: Exit::Code(0), .. })),
+        "{:?}",
+        said.ended
+    );
+    runtime.destroy_container(handle).await.expect("destroy");
+}
+
+#[tokio::test]
+async fn memory_file_systems_are_bounded() {
+    let Some(subject) = HostSubject::new() else { return };
+    let table = said(&subject, container(), "cat /proc/self/mountinfo").await;
+    for at in ["/tmp", "/run", "/dev/shm"] {
+        let line = table.lines().find(|line| line.split(' ').nth(4) == Some(at)).unwrap_or_default();
+        assert!(line.contains("size="), "{at}: {line}");
+    }
 }

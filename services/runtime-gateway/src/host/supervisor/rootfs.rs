@@ -290,10 +290,11 @@ fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
 }
 
 fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
-    for (path, mode) in [("/tmp", "1777"), ("/run", "0755")] {
+    // Of the machine's memory. A memory limit of the container counts it too.
+    for (path, mode, size) in [("/tmp", "1777", "25%"), ("/run", "0755", "5%")] {
         let (target, _) = mounts::directory_in(root, Path::new(path))?;
         let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
-        let memory = mounts::tmpfs(&[("mode", mode)], attributes)?;
+        let memory = mounts::tmpfs(&[("mode", mode), ("size", size)], attributes)?;
         mounts::attach(memory.as_fd(), target.as_fd())?;
         if path == "/run" {
             rustix::fs::mkdirat(&memory, "lock", Mode::from_raw_mode(0o1777))?;

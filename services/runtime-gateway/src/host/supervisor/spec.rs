@@ -85,6 +85,9 @@ const MASKED: &[&str] = &[
 /// Parts of /proc that reach beyond the container when written to.
 const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
+/// The most that `/dev/shm` holds, of the machine's memory. A memory limit of the container counts it too.
+const SHARED_MEMORY: &str = "size=10%";
+
 /// Where containers look for their groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
 
@@ -120,7 +123,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
             "devpts",
             &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
         ),
-        mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777"]),
+        mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777", SHARED_MEMORY]),
         mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
         mount("/sys", "sysfs", &sys_options),
     ];
