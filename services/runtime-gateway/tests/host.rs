@@ -2,6 +2,7 @@
 
 mod host {
     mod containment;
+    mod deep;
     mod inside;
     mod leftovers;
     mod networks;

@@ -4,7 +4,7 @@
 //! `O_NOFOLLOW`, so nothing that stands in the tree, and nobody who changes it, can lead out of it.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,6 +13,8 @@ use rustix::io::Errno;
 
 /// How many directories stay open: enough for most trees, few enough for any limit on open files.
 const KEPT_OPEN: usize = 32;
+/// How many of these are the outermost. The others are the innermost, so that a step up from any depth is cheap.
+const KEPT_OUTER: usize = 4;
 
 /// A place in a tree that moves from directory to directory, cheaply when the next is near.
 #[derive(Debug)]
@@ -33,13 +35,6 @@ impl Cursor {
     /// A cursor for going through directories that need not be readable.
     pub(crate) fn through(root: &Path) -> io::Result<Self> {
         Self::with_flags(root, OFlags::PATH)
-    }
-
-    /// A cursor like that of [`Cursor::new`], for a root that may itself be no symbolic link.
-    pub(crate) fn new_no_follow(parent: &OwnedFd, name: &[u8]) -> io::Result<Self> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let root = openat(parent, name, flags, Mode::empty())?;
-        Ok(Self { root: Arc::new(root), flags: OFlags::RDONLY, path: Vec::new(), open: Vec::new() })
     }
 
     fn with_flags(root: &Path, flags: OFlags) -> io::Result<Self> {
@@ -78,7 +73,7 @@ impl Cursor {
             self.path.extend_from_slice(&path[..reached]);
             self.open.push((reached, directory.clone()));
             if self.open.len() > KEPT_OPEN {
-                self.open.remove(KEPT_OPEN - 2);
+                self.open.remove(KEPT_OUTER);
             }
         }
         Ok(directory)
@@ -107,7 +102,7 @@ pub(crate) fn list(directory: &OwnedFd, buffer: &mut Vec<u8>) -> Result<Vec<Vec<
 }
 
 /// What stands at a name, if anything does.
-pub(crate) fn type_of(directory: &OwnedFd, name: &[u8]) -> Result<Option<FileType>, Errno> {
+pub(crate) fn type_of(directory: impl AsFd, name: &[u8]) -> Result<Option<FileType>, Errno> {
     match statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => Ok(Some(FileType::from_raw_mode(stat.st_mode))),
         Err(Errno::NOENT) => Ok(None),
@@ -116,8 +111,8 @@ pub(crate) fn type_of(directory: &OwnedFd, name: &[u8]) -> Result<Option<FileTyp
 }
 
 /// Sees to it that the owner may list, enter and change the directory at a name, as far as that can be done.
-pub(crate) fn make_workable(directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
-    let stat = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+pub(crate) fn make_workable(directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
+    let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
     let mode = Mode::from_raw_mode(stat.st_mode);
     if FileType::from_raw_mode(stat.st_mode) != FileType::Directory || mode.contains(Mode::RWXU) {
         return Ok(());
@@ -130,7 +125,7 @@ pub(crate) fn make_workable(directory: &OwnedFd, name: &[u8]) -> Result<(), Errn
 }
 
 /// Changes the mode of what stands at a name, never of what it points to.
-pub(crate) fn chmod_no_follow(directory: &OwnedFd, name: &[u8], mode: Mode) -> Result<(), Errno> {
+pub(crate) fn chmod_no_follow(directory: impl AsFd, name: &[u8], mode: Mode) -> Result<(), Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let node = openat(directory, name, flags, Mode::empty())?;
     if FileType::from_raw_mode(fstat(&node)?.st_mode) == FileType::Symlink {

@@ -47,6 +47,7 @@
 //! | pass one on without names of users and groups | [`Nameless`] |
 //! | pack a directory of a tree | [`Manifest::subtree`] |
 //! | clean up | [`remove_tree`] |
+//! | walk through a foreign tree | [`TreeWalk`], of any depth and width |
 //!
 //! Everything here blocks: async callers run it in threads of their own. Types that do work own what they need, so
 //! they may move from one blocking call to the next.
@@ -67,6 +68,7 @@ mod runs;
 mod scan;
 mod subtree;
 mod tar;
+mod walk;
 mod write;
 mod xattrs;
 
@@ -92,6 +94,7 @@ pub use tar::{
     ArchiveEnd, ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, ArchivedExtent,
     MAX_EXTENSION_BYTES, MAX_REGIONS, Nameless, NoArchive,
 };
+pub use walk::{Descent, TreeWalk};
 pub use write::{
     LeftOut, LeftOutKind, TreeWriter, Trust, Verified, WriteError, WriteOptions, Written, WrittenOwnership,
 };

@@ -1,18 +1,19 @@
-//! Removing trees, whatever is in them.
+//! Removal of foreign trees, however deep they are and whatever is in them.
 //!
-//! Invariant: symbolic links are removed, never followed. Unlike the standard library's, this removal copes with
-//! directories that their owner may not change, which trees of build outputs are full of.
+//! Invariants: a symbolic link is removed and never followed, and a mount point is never entered. Unlike the standard
+//! library, this removal copes with directories that their owner may not change, and with any depth
+//! ([`crate::walk`]).
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, openat, unlinkat};
 use rustix::io::Errno;
 
-use crate::dirs::{Cursor, list, make_workable};
-use crate::manifest::{as_path, split};
+use crate::dirs::make_workable;
+use crate::walk::TreeWalk;
 
 /// A tree cannot be removed, or not all of it.
 #[derive(Debug, thiserror::Error)]
@@ -30,13 +31,10 @@ pub struct RemoveError {
 ///
 /// # Errors
 ///
-/// Something in it cannot be removed. The rest may be gone.
+/// The first part that cannot be removed. Everything else below `path` is gone, unless the walk itself failed.
 pub fn remove_tree(path: &Path) -> Result<(), RemoveError> {
-    let failed = |at: &Path| {
-        let path = at.to_owned();
-        move |source: io::Error| RemoveError { path, source }
-    };
-    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput.into()).map_err(failed(path))?.as_bytes();
+    let failed = |source: io::Error| RemoveError { path: path.to_owned(), source };
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput.into()).map_err(failed)?.as_bytes();
     let parent = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
@@ -45,51 +43,60 @@ pub fn remove_tree(path: &Path) -> Result<(), RemoveError> {
     let parent = match openat(CWD, parent, flags, Mode::empty()) {
         Ok(parent) => parent,
         Err(Errno::NOENT) => return Ok(()),
-        Err(error) => return Err(failed(path)(error.into())),
+        Err(error) => return Err(failed(error.into())),
     };
-    if remove_plain(&parent, name).map_err(|error| failed(path)(error.into()))? {
+    if remove_plain(parent.as_fd(), name).map_err(|error| failed(error.into()))? {
         return Ok(());
     }
+    make_workable(&parent, name).map_err(|error| failed(error.into()))?;
+    let mut walk = match TreeWalk::open_at(&parent, name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        walk => walk.map_err(failed)?,
+    };
+    let kept = empty(&mut walk, path)?;
+    drop(walk);
+    match (kept, remove_directory(parent.as_fd(), name)) {
+        (Some(kept), _) => Err(kept),
+        (None, removed) => removed.map_err(|error| failed(error.into())),
+    }
+}
 
-    // A directory: go down, and remove each after what is in it.
-    make_workable(&parent, name).map_err(|error| failed(path)(error.into()))?;
-    let mut cursor = Cursor::new_no_follow(&parent, name).map_err(failed(path))?;
-    let mut buffer = Vec::new();
-    let names = list(cursor.root(), &mut buffer).map_err(|error| failed(path)(error.into()))?;
-    let mut levels = vec![(Vec::new(), names)];
-    while let Some((directory_path, names)) = levels.last_mut() {
-        let Some(name) = names.pop() else {
-            let (directory_path, _) = levels.pop().unwrap_or_default();
-            let removed = if directory_path.is_empty() {
-                unlinkat(&parent, name, AtFlags::REMOVEDIR)
-            } else {
-                let (above, name) = split(&directory_path);
-                let above = cursor.go(above).map_err(failed(&path.join(as_path(&directory_path))))?;
-                unlinkat(&above, name, AtFlags::REMOVEDIR)
-            };
-            removed.map_err(|error| failed(&path.join(as_path(&directory_path)))(error.into()))?;
+/// Removes what is in the root of the walk. Returns the first part that cannot be removed.
+fn empty(walk: &mut TreeWalk, root: &Path) -> Result<Option<RemoveError>, RemoveError> {
+    let failed =
+        |walk: &TreeWalk, name: &[u8], source| RemoveError { path: root.join(walk.shown(name)), source };
+    let mut kept = None;
+    loop {
+        let Some(name) = walk.next_name().map_err(|error| failed(walk, b"", error))? else {
+            let Some(name) = walk.leave().map_err(|error| failed(walk, b"", error))? else { return Ok(kept) };
+            if let Err(error) = remove_directory(walk.directory(), &name) {
+                kept.get_or_insert_with(|| failed(walk, &name, error.into()));
+            }
             continue;
         };
-        let mut child = directory_path.clone();
-        if !child.is_empty() {
-            child.push(b'/');
+        let directory = walk.directory();
+        let entered = match remove_plain(directory, &name) {
+            Ok(true) => continue,
+            Ok(false) => make_workable(directory, &name).map_err(io::Error::from),
+            Err(error) => Err(error.into()),
+        };
+        match entered.and_then(|()| walk.enter(&name)) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => _ = kept.get_or_insert_with(|| failed(walk, &name, error)),
         }
-        child.extend_from_slice(&name);
-        let at = || failed(&path.join(as_path(&child)));
-        let directory = cursor.go(directory_path).map_err(at())?;
-        if remove_plain(&directory, &name).map_err(|error| at()(error.into()))? {
-            continue;
-        }
-        make_workable(&directory, &name).map_err(|error| at()(error.into()))?;
-        let directory = cursor.go(&child).map_err(at())?;
-        let names = list(&directory, &mut buffer).map_err(|error| at()(error.into()))?;
-        levels.push((child, names));
     }
-    Ok(())
+}
+
+fn remove_directory(parent: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
+    match unlinkat(parent, name, AtFlags::REMOVEDIR) {
+        Err(Errno::NOENT) => Ok(()),
+        removed => removed,
+    }
 }
 
 /// Removes what stands at a name unless it is a directory, and says whether nothing is there any more.
-fn remove_plain(directory: &OwnedFd, name: &[u8]) -> Result<bool, Errno> {
+fn remove_plain(directory: BorrowedFd<'_>, name: &[u8]) -> Result<bool, Errno> {
     match unlinkat(directory, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => Ok(true),
         Err(Errno::ISDIR) => Ok(false),

@@ -95,7 +95,7 @@ impl Host {
                     tracing::warn!(process.id = %id, %error, "could not settle a process that lost its supervisor");
                 }
             } else {
-                files::remove_tree(&process.dir).map_err(at("remove", &process.dir))?;
+                files::remove_or_leave(&process.dir);
             }
         }
         Ok(())

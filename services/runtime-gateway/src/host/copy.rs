@@ -1,102 +1,149 @@
-//! Trees: copied whole, given to another owner.
+//! Foreign trees: copied whole, given to another owner.
 //!
-//! Both walk by descriptors and follow no link, for what they walk was written by somebody else and may change meanwhile.
+//! Volumes and containers call this. A tree was written by a container and may be of any depth and width, so both go
+//! through it with [`transfer::TreeWalk`]: bounded descriptors and memory, no link followed, no mount point entered.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{AtFlags, Dir, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags};
+use transfer::{Descent, TreeWalk};
 
-const DIRECTORY: OFlags =
-    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
-
-fn entries(directory: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
-    let mut names = Vec::new();
-    for entry in Dir::read_from(directory)? {
-        let entry = entry?;
-        if ![c".", c".."].contains(&entry.file_name()) {
-            names.push(entry.file_name().to_owned());
-        }
-    }
-    Ok(names)
-}
-
-fn stat(directory: BorrowedFd<'_>, name: &CStr) -> io::Result<Stat> {
+fn stat(directory: BorrowedFd<'_>, name: &[u8]) -> io::Result<Stat> {
     Ok(rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Gives a directory and everything in it to a user.
+/// Gives a directory and everything in it to a user. A directory comes before what is in it, so that a layer below an
+/// overlay is copied up level by level.
 pub(super) fn own_tree(path: &Path, uid: u32, gid: u32) -> io::Result<()> {
-    let top = rustix::fs::open(path, DIRECTORY, Mode::empty())?;
-    own(top.as_fd(), uid, gid)
-}
-
-fn own(directory: BorrowedFd<'_>, uid: u32, gid: u32) -> io::Result<()> {
     let owner = (Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)));
-    for name in entries(directory)? {
-        let found = stat(directory, &name)?;
+    let is_owned = |found: &Stat| (found.st_uid, found.st_gid) == (uid, gid);
+    let own_directory = |directory: BorrowedFd<'_>| match rustix::fs::fstat(directory)? {
+        found if is_owned(&found) => Ok::<_, io::Error>(()),
+        _ => Ok(rustix::fs::fchown(directory, owner.0, owner.1)?),
+    };
+    let mut walk = TreeWalk::open(path)?;
+    own_directory(walk.directory())?;
+    loop {
+        let Some(name) = walk.next_name()? else {
+            if walk.leave()?.is_none() {
+                return Ok(());
+            }
+            continue;
+        };
+        let found = stat(walk.directory(), &name)?;
         if FileType::from_raw_mode(found.st_mode).is_dir() {
-            let below = rustix::fs::openat(directory, &name, DIRECTORY, Mode::empty())?;
-            own(below.as_fd(), uid, gid)?;
-        } else if (found.st_uid, found.st_gid) != (uid, gid) {
-            rustix::fs::chownat(directory, &name, owner.0, owner.1, AtFlags::SYMLINK_NOFOLLOW)?;
+            walk.enter(&name)?;
+            own_directory(walk.directory())?;
+        } else if !is_owned(&found) {
+            rustix::fs::chownat(walk.directory(), &*name, owner.0, owner.1, AtFlags::SYMLINK_NOFOLLOW)?;
         }
     }
-    let found = rustix::fs::fstat(directory)?;
-    if (found.st_uid, found.st_gid) != (uid, gid) {
-        rustix::fs::fchown(directory, owner.0, owner.1)?;
-    }
-    Ok(())
 }
 
 /// Copies everything in `from` into the empty directory `to`, and gives that the owner, mode and times of `from`.
 pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
-    let source = rustix::fs::open(from, DIRECTORY, Mode::empty())?;
-    let target = rustix::fs::open(to, DIRECTORY, Mode::empty())?;
-    Copy { top: target.try_clone()?, links: HashMap::new() }.directory(
-        source.as_fd(),
-        target.as_fd(),
-        Path::new(""),
-    )
-}
-
-struct Copy {
-    top: OwnedFd,
-    /// Where in the copy the first name of each file with several is.
-    links: HashMap<(u64, u64), std::path::PathBuf>,
-}
-
-impl Copy {
-    fn directory(&mut self, from: BorrowedFd<'_>, to: BorrowedFd<'_>, at: &Path) -> io::Result<()> {
-        use std::os::unix::ffi::OsStrExt;
-        for name in entries(from)? {
-            let found = stat(from, &name)?;
-            let path = at.join(std::ffi::OsStr::from_bytes(name.to_bytes()));
-            if FileType::from_raw_mode(found.st_mode).is_dir() {
-                rustix::fs::mkdirat(to, &name, Mode::RWXU)?;
-                let source = rustix::fs::openat(from, &name, DIRECTORY, Mode::empty())?;
-                let target = rustix::fs::openat(to, &name, DIRECTORY, Mode::empty())?;
-                self.directory(source.as_fd(), target.as_fd(), &path)?;
-            } else if let Some(first) =
-                self.links.get(&(found.st_dev, found.st_ino)).filter(|_| found.st_nlink > 1)
-            {
-                rustix::fs::linkat(&self.top, first, to, &name, AtFlags::empty())?;
-            } else {
-                entry(from, to, &name, &found)?;
-                self.links.insert((found.st_dev, found.st_ino), path);
+    let (mut source, mut target) = (TreeWalk::open(from)?, Descent::open(to)?);
+    let mut links = Links::new(target.directory().try_clone_to_owned()?);
+    loop {
+        let Some(name) = source.next_name()? else {
+            if target.is_root() {
+                links.clear()?;
             }
+            let found = rustix::fs::fstat(source.directory())?;
+            finish(source.directory(), target.directory(), &found)?;
+            if source.leave()?.is_none() {
+                return Ok(());
+            }
+            target.leave()?;
+            continue;
+        };
+        let (directory, found) = (source.directory(), stat(source.directory(), &name)?);
+        if FileType::from_raw_mode(found.st_mode).is_dir() {
+            rustix::fs::mkdirat(target.directory(), &*name, Mode::RWXU)?;
+            source.enter(&name)?;
+            target.enter(&name)?;
+        } else if found.st_nlink < 2 {
+            entry(directory, target.directory(), &name, &found)?;
+        } else if !links.link(target.directory(), &name, &found)? {
+            entry(directory, target.directory(), &name, &found)?;
+            links.remember(target.directory(), &name, &found)?;
         }
-        let found = rustix::fs::fstat(from)?;
-        finish(from, to, &found)
+    }
+}
+
+/// Files with several names, of which one was copied. Each has one more name in a directory at the top of the copy:
+/// the path of its first one may be longer than the kernel takes.
+struct Links {
+    top: OwnedFd,
+    /// Made for the first of them.
+    directory: Option<(String, OwnedFd)>,
+    /// For each file its name in the directory, and how many of its names are not yet copied.
+    known: HashMap<(u64, u64), (u64, u64)>,
+    next: u64,
+}
+
+impl Links {
+    fn new(top: OwnedFd) -> Self {
+        Self { top, directory: None, known: HashMap::new(), next: 0 }
+    }
+
+    /// Makes another name of a file that was copied. `false`: it was not copied yet.
+    fn link(&mut self, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<bool> {
+        let file = (found.st_dev, found.st_ino);
+        let (Some((_, directory)), Some((known, left))) = (&self.directory, self.known.get_mut(&file)) else {
+            return Ok(false);
+        };
+        let known = known.to_string();
+        if *left > 1 {
+            *left -= 1;
+            rustix::fs::linkat(directory, &*known, to, name, AtFlags::empty())?;
+        } else {
+            // The last name: the copy never has more names than the file itself, which may have as many as there can be.
+            self.known.remove(&file);
+            rustix::fs::renameat(directory, &*known, to, name)?;
+        }
+        Ok(true)
+    }
+
+    /// Remembers a file of which the first name was copied.
+    fn remember(&mut self, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<()> {
+        let directory = match &self.directory {
+            Some((_, directory)) => directory,
+            None => &self.directory.insert(self.make_directory()?).1,
+        };
+        rustix::fs::linkat(to, name, directory, self.next.to_string(), AtFlags::empty())?;
+        #[allow(clippy::unnecessary_cast)] // The fields differ from architecture to architecture.
+        let left = (found.st_nlink as u64).saturating_sub(1);
+        self.known.insert((found.st_dev, found.st_ino), (self.next, left));
+        self.next += 1;
+        Ok(())
+    }
+
+    fn make_directory(&self) -> io::Result<(String, OwnedFd)> {
+        // No name of the tree that is copied.
+        let name = format!(".gantry-links-{}", domain::VolumeHandle::new());
+        rustix::fs::mkdirat(&self.top, &*name, Mode::RWXU)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = rustix::fs::openat(&self.top, &*name, flags, Mode::empty())?;
+        Ok((name, directory))
+    }
+
+    /// Removes the names that were made here.
+    fn clear(&mut self) -> io::Result<()> {
+        let Some((name, directory)) = self.directory.take() else { return Ok(()) };
+        for (_, (known, _)) in self.known.drain() {
+            rustix::fs::unlinkat(&directory, known.to_string(), AtFlags::empty())?;
+        }
+        Ok(rustix::fs::unlinkat(&self.top, name, AtFlags::REMOVEDIR)?)
     }
 }
 
 /// Copies what is no directory.
-fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &CStr, found: &Stat) -> io::Result<()> {
+fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) -> io::Result<()> {
     match FileType::from_raw_mode(found.st_mode) {
         FileType::RegularFile => {
             // Should it have become a pipe meanwhile, nobody waits for its writer.
@@ -166,6 +213,71 @@ mod tests {
     use rustix::fs::CWD;
 
     use super::*;
+
+    /// Makes a chain of directories with a file at each level, and two names of one file at both ends.
+    fn chain(root: &Path, depth: usize) -> io::Result<()> {
+        let mut descent = Descent::open(root)?;
+        fs::write(root.join("top"), "linked")?;
+        let top = descent.directory().try_clone_to_owned()?;
+        for _ in 0..depth {
+            rustix::fs::mkdirat(descent.directory(), "d", Mode::RWXU)?;
+            descent.enter(b"d")?;
+            let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC;
+            rustix::fs::openat(descent.directory(), "file", flags, Mode::RUSR)?;
+        }
+        Ok(rustix::fs::linkat(&top, "top", descent.directory(), "bottom", AtFlags::empty())?)
+    }
+
+    #[test]
+    fn deep_tree_is_copied_and_given_away() -> io::Result<()> {
+        const DEPTH: usize = 10_000;
+        let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())?;
+        let (from, to) = (directory.path().join("from"), directory.path().join("to"));
+        fs::create_dir(&from)?;
+        fs::create_dir(&to)?;
+        chain(&from, DEPTH)?;
+        copy_tree(&from, &to)?;
+        let is_root = rustix::process::geteuid().is_root();
+        let user = if is_root { 4711 } else { rustix::process::geteuid().as_raw() };
+        own_tree(&to, user, user)?;
+
+        let mut walk = TreeWalk::open(&to)?;
+        let (mut directories, mut files) = (0, 0);
+        loop {
+            let Some(name) = walk.next_name()? else {
+                if walk.leave()?.is_none() {
+                    break;
+                }
+                continue;
+            };
+            let found = stat(walk.directory(), &name)?;
+            assert_eq!((found.st_uid, found.st_gid), (user, user));
+            if FileType::from_raw_mode(found.st_mode).is_dir() {
+                directories += 1;
+                walk.enter(&name)?;
+            } else {
+                files += 1;
+                assert_eq!(found.st_nlink, if *name == *b"file" { 1 } else { 2 });
+            }
+        }
+        assert_eq!((directories, files), (DEPTH, DEPTH + 2));
+        transfer::remove_tree(&from).and_then(|()| transfer::remove_tree(&to)).map_err(io::Error::other)
+    }
+
+    #[test]
+    fn file_with_most_names_is_copied() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let (from, to) = (directory.path().join("from"), directory.path().join("to"));
+        fs::create_dir(&from)?;
+        fs::create_dir(&to)?;
+        fs::write(from.join("0"), "contents")?;
+        (1..5).try_for_each(|n| fs::hard_link(from.join("0"), from.join(n.to_string())))?;
+        fs::hard_link(from.join("0"), directory.path().join("outside"))?;
+        copy_tree(&from, &to)?;
+        assert_eq!(fs::read_dir(&to)?.count(), 5);
+        assert_eq!(fs::metadata(to.join("3"))?.nlink(), 5);
+        Ok(())
+    }
 
     #[test]
     fn a_copy_has_modes_links_and_times() -> io::Result<()> {

@@ -29,23 +29,32 @@ pub(super) fn remove_file(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a directory with all that is in it, following no links.
+/// Removes a directory with all that is in it, however deep. No link is followed, and no mount point entered.
 pub(super) fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result,
-    }
+    transfer::remove_tree(path).map_err(|error| io::Error::new(error.source.kind(), error))
 }
 
-/// Removes what somebody was making in `directory` and did not finish: what has a name that starts with a dot.
+/// Removes what was not finished in `directory`: what has a name that starts with a dot. What cannot be removed is left
+/// for the next opening.
 pub(super) fn remove_unfinished(directory: &Path) -> Result<(), RuntimeError> {
     for entry in fs::read_dir(directory).map_err(at("list", directory))? {
         let path = entry.map_err(at("list", directory))?.path();
         if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.')) {
-            remove_tree(&path).map_err(at("remove", &path))?;
+            remove_or_leave(&path);
         }
     }
     Ok(())
+}
+
+/// Removes a tree that is of no use. If it cannot be removed, the runtime goes on without that.
+pub(super) fn remove_or_leave(path: &Path) {
+    if let Err(error) = remove_tree(path) {
+        tracing::warn!(
+            path = %path.display(),
+            error = domain::chain(&error),
+            "cannot remove an unfinished directory; it is left for the next start of the gateway"
+        );
+    }
 }
 
 /// Makes what happened in a directory durable.

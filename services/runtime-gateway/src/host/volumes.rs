@@ -54,7 +54,7 @@ pub(super) struct Volumes {
 }
 
 impl Volumes {
-    /// Finds out how to make children, and removes what a crash left half-made.
+    /// Finds out how to make children, and removes what a crash left half-made, as far as it can be removed.
     pub(super) fn open(state_dir: &Path, mounted: &[Mounted]) -> Result<Self, RuntimeError> {
         let directory = state_dir.join("volumes");
         files::make_directory(&directory).map_err(at("make", &directory))?;
@@ -72,9 +72,7 @@ impl Volumes {
                 mounts::unmount(path).map_err(at("unmount", path))?;
             }
         }
-        for path in left {
-            files::remove_tree(&path).map_err(at("remove", &path))?;
-        }
+        left.iter().for_each(|path| files::remove_or_leave(path));
         let copy_on_write = probe(&directory).map_err(at("try overlays in", &directory))?;
         let volumes = Self { directory, copy_on_write, children: Mutex::default() };
         for child in volumes.list()? {

@@ -1,0 +1,120 @@
+//! Trees that are deeper than any path, made by a container.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use domain::workload::Exit;
+use domain::{ContainerHandle, VolumeHandle};
+use runtime::{ContainerSpec, Ended, VolumeSource};
+use rustix::fs::IFlags;
+use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process};
+
+use super::subject::HostSubject;
+
+/// Makes a chain of directories, with a file at its end.
+fn chain(at: &str, depth: u32) -> Vec<String> {
+    let script = "chdir $ARGV[0] or die; for (1..$ARGV[1]) { mkdir 'd' or die; chdir 'd' or die } open(F, '>', 'file') or die";
+    ["perl", "-e", script, at, &depth.to_string()].map(str::to_owned).to_vec()
+}
+
+async fn run(subject: &HostSubject, spec: ContainerSpec, command: &[String]) -> ContainerHandle {
+    let runtime = subject.runtime();
+    let handle = runtime.made(spec).await;
+    let id = domain::AttemptId::new();
+    runtime.start(handle, id, process(command)).await.expect("start");
+    // Many directories take longer than a test waits for one process.
+    let ended = tokio::time::timeout(Duration::from_secs(300), runtime.wait(id)).await.expect("an end");
+    let ended = ended.expect("an end");
+    assert!(matches!(ended, Ended::Exited { exit: Exit::Code(0), .. }), "{ended:?}");
+    handle
+}
+
+/// What the state directory has below it that is not finished.
+fn unfinished(subject: &HostSubject) -> Vec<String> {
+    ["volumes", "containers"]
+        .iter()
+        .flat_map(|kind| fs::read_dir(subject.dir.path().join("state").join(kind)).expect("listed").flatten())
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| name.starts_with('.'))
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deep_trees_of_a_container_are_destroyed() {
+    let Some(mut subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() };
+    let in_volume = run(&subject, spec, &chain("/out", 20_000)).await;
+    let in_root = run(&subject, container(), &chain("/mnt", 5_000)).await;
+    drop(runtime);
+
+    // Both are there after a restart, and what a crash left half-destroyed is gone.
+    let volumes = subject.dir.path().join("state/volumes");
+    let left = VolumeHandle::new();
+    fs::rename(volumes.join(volume.to_string()), volumes.join(format!(".gone-{left}"))).expect("renamed");
+    subject.reopen().await;
+    let runtime = subject.runtime();
+    let held = runtime.list().await.expect("list");
+    assert_eq!((held.containers.len(), held.volumes), (2, vec![]));
+    for handle in [in_volume, in_root] {
+        runtime.destroy_container(handle).await.expect("destroyed");
+    }
+    assert_eq!(unfinished(&subject), [""; 0]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deep_volume_is_copied_and_given_to_a_user() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let original = runtime.volume().await;
+    let spec = ContainerSpec { mounts: vec![mount(original, "/out", false)], ..container() };
+    run(&subject, spec, &chain("/out", 3_000)).await;
+    let copy = VolumeHandle::new();
+    runtime.create_volume(copy, VolumeSource::Copy { original }).await.expect("copied");
+    for volume in [copy, runtime.child(original).await] {
+        let spec = ContainerSpec {
+            mounts: vec![mount(volume, "/out", false)],
+            user: Some("1234:2345".to_owned()),
+            ..container()
+        };
+        let script = "chdir '/out' or die; while (chdir 'd') {} open(F, '>>', 'file') or die; exit((stat 'file')[4] == 1234 ? 0 : 1)";
+        run(&subject, spec, &["perl", "-e", script].map(str::to_owned)).await;
+    }
+}
+
+fn set_flags(path: &Path, flags: IFlags) {
+    let directory = fs::File::open(path).expect("opened");
+    rustix::fs::ioctl_setflags(directory, flags).expect("flags set");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn runtime_starts_beside_what_it_cannot_remove() {
+    let Some(mut subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let kept = runtime.volume().await;
+    let state = subject.dir.path().join("state");
+    let left =
+        [("volumes", VolumeHandle::new().to_string()), ("containers", ContainerHandle::new().to_string())];
+    let places = left.map(|(kind, handle)| state.join(kind).join(format!(".gone-{handle}/upper")));
+    for place in &places {
+        fs::create_dir_all(place).expect("made");
+        set_flags(place, IFlags::IMMUTABLE);
+    }
+    drop(runtime);
+    subject.reopen().await;
+
+    let runtime = subject.runtime();
+    directory(&*runtime, kept).await;
+    let held = runtime.list().await.expect("list");
+    assert_eq!((held.containers.len(), held.volumes.len()), (1, 2), "the rest is still to be destroyed");
+    let stuck = held.volumes.iter().copied().find(|volume| *volume != kept).expect("the rest of a volume");
+    runtime.destroy_volume(stuck).await.expect_err("it cannot be removed");
+    runtime.destroy_volume(kept).await.expect("destroyed");
+
+    for place in &places {
+        set_flags(place, IFlags::empty());
+    }
+    runtime.destroy_volume(stuck).await.expect("destroyed");
+}
