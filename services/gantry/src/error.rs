@@ -245,6 +245,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "NO_COMPATIBLE_WORKER" => "change what you ask for, or see `gantry list workers`",
         "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
         "INVALID_IMAGE" => "an image has a directory rootfs, and may have a metadata.json with env and user",
+        "OUTPUT_INVALID" => "leave less there, or pack it into one file",
         "DISK_FULL" => "free space on the worker, or drop what nobody needs with `gantry gc`",
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
         "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and so on",

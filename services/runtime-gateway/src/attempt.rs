@@ -557,7 +557,15 @@ async fn publish(
                 Err(error) => return Err(error.into()),
             }
         }
-        let manifest = worker.trees.scan(worker.runtime.as_ref(), handle, &task.spec.team).await?;
+        let manifest = match worker.trees.scan(worker.runtime.as_ref(), handle, &task.spec.team).await {
+            Ok(manifest) => manifest,
+            Err(error @ RuntimeError::InvalidOutput(_)) => {
+                let message = format!("output {:?}: {error}", output.name);
+                finish.failure = Some(Failure { reason: error.reason(), message });
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
         complete(worker, handle, &manifest).await?;
         finish.outputs.push(PublishedOutput {
             name: output.name.clone(),

@@ -40,7 +40,14 @@ fn failed(error: &ArchiveError) -> RuntimeError {
 pub(crate) async fn scan(volume: &Far) -> Result<Manifest, RuntimeError> {
     let archive = Arriving::new(volume.read(Path::new("")).await?);
     let read = move || ArchiveReader::new(archive).read(Limits::default(), |_| Ok(()));
-    blocking(move || read().map_err(|error| failed(&error))).await
+    // Whether the container or its worker made what is no tree cannot be told; of these, the container can.
+    let failed = |error: ArchiveError| match error {
+        ArchiveError::Manifest(_) | ArchiveError::UnsafePath { .. } | ArchiveError::Type { .. } => {
+            RuntimeError::InvalidOutput(chain(&error))
+        }
+        error => failed(&error),
+    };
+    blocking(move || read().map_err(failed)).await
 }
 
 /// Reads extents of a volume into `batches`, file by file, in the order of its worker's archive.

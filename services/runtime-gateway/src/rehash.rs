@@ -3,8 +3,6 @@
 //! Where a file system keeps holes differs from one time to the next: what was just written lies in no blocks yet, and blocks may be set
 //! aside before they are written. So extents are compared by what they hold, not by where a new scan finds some.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -62,11 +60,8 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Rehashed,
                 Err(error) => return Err(failed(error)),
             }
         }
-        let path = root.join(expected_entry.path());
-        let io = |error| RuntimeError::io(format!("reading {}", path.display()), error);
-        let file = File::open(&path).map_err(io)?;
         for (from, to) in outside(found_entry.extents(), expected_entry.extents()) {
-            if !is_zero(&file, from, to).map_err(io)? {
+            if !is_zero(reader, index, from, to).map_err(failed)? {
                 return differs();
             }
         }
@@ -107,13 +102,14 @@ fn outside(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
     found
 }
 
-fn is_zero(file: &File, from: u64, to: u64) -> std::io::Result<bool> {
+/// Whether there are only zeroes in a part of the file of an entry.
+fn is_zero(reader: &mut TreeReader, entry: usize, from: u64, to: u64) -> Result<bool, ReadError> {
     let mut buffer = vec![0; CHUNK];
     let mut at = from;
     while at < to {
         let length = usize::try_from(to - at).unwrap_or(CHUNK).min(CHUNK);
-        file.read_exact_at(&mut buffer[..length], at)?;
-        if buffer[..length].iter().any(|byte| *byte != 0) {
+        let read = reader.read_file_at(entry, &mut buffer[..length], at)?;
+        if read < length || buffer[..length].iter().any(|byte| *byte != 0) {
             return Ok(false);
         }
         at += length as u64;
@@ -123,7 +119,8 @@ fn is_zero(file: &File, from: u64, to: u64) -> std::io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, File};
+    use std::os::unix::fs::FileExt;
     use std::time::SystemTime;
 
     use super::*;

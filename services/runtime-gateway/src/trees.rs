@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use domain::{Digest, VolumeHandle, chain};
 use runtime::{Contents, Runtime, RuntimeError};
-use transfer::{Limits, Manifest, ScanOptions};
+use transfer::{Limits, Manifest, Problem, ProblemKind, ScanError, ScanOptions};
 
 use crate::blocking::blocking;
 use crate::contents::directory;
@@ -394,10 +394,35 @@ impl State {
     }
 }
 
-/// Reads everything in a volume.
+/// Reads everything in a volume. A volume that no manifest can describe is the fault of the process that wrote it.
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
-    transfer::scan(root, &ScanOptions::default(), None)
-        .map_err(|error| RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))))
+    let scanned = transfer::scan(root, &ScanOptions::default(), None).map_err(|error| match error {
+        ScanError::Manifest(error) => RuntimeError::InvalidOutput(error.to_string()),
+        error => RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))),
+    })?;
+    match scanned.problems.iter().find(|problem| cannot_travel(problem)) {
+        Some(problem) => Err(RuntimeError::InvalidOutput(shortened(problem))),
+        None => Ok(scanned),
+    }
+}
+
+fn cannot_travel(problem: &Problem) -> bool {
+    match &problem.what {
+        ProblemKind::PathTooLong => true,
+        ProblemKind::Unreadable(error) => error.kind() == io::ErrorKind::ArgumentListTooLong,
+        ProblemKind::ChangedWhileRead | ProblemKind::SkippedSocket => false,
+    }
+}
+
+/// A problem with the beginning of its path.
+fn shortened(problem: &Problem) -> String {
+    const SHOWN: usize = 200;
+    let path = problem.path.to_string_lossy();
+    let (shown, more) = match path.floor_char_boundary(SHOWN) {
+        end if end < path.len() => (&path[..end], "…"),
+        _ => (&*path, ""),
+    };
+    format!("{shown:?}{more} {}", chain(&problem.what))
 }
 
 /// The digest of the tree; the boot and the team, each with its length before it; the entries.
@@ -508,6 +533,22 @@ mod tests {
         let trees = open("first");
         trees.forget(volume).await;
         assert!(trees.kept(volume).await.expect("read").is_none());
+    }
+
+    #[test]
+    fn volume_that_no_manifest_describes_is_an_invalid_output() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let mut descent = transfer::Descent::open(directory.path()).expect("opened");
+        for _ in 0..3000 {
+            rustix::fs::mkdirat(descent.directory(), "d", rustix::fs::Mode::RWXU).expect("made");
+            descent.enter(b"d").expect("entered");
+        }
+        let refused = scan(directory.path()).expect_err("too deep");
+        assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
+        let said = refused.to_string();
+        assert!(said.starts_with("it cannot be kept: \"d/d/") && said.len() < 400, "{said}");
+        assert!(said.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{said}");
+        transfer::remove_tree(&directory.path().join("d")).expect("removed");
     }
 
     #[tokio::test]

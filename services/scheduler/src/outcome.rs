@@ -491,8 +491,13 @@ mod tests {
         for reason in [FailureReason::WorkerFailed, FailureReason::DiskFull] {
             assert!(is_fault(false, None, None, reason) && !is_fault(true, None, None, reason), "{reason}");
         }
-        let callers =
-            [FailureReason::ProgramNotFound, FailureReason::InvalidMount, FailureReason::InputUnavailable];
+        let callers = [
+            FailureReason::ProgramNotFound,
+            FailureReason::InvalidImage,
+            FailureReason::InvalidMount,
+            FailureReason::InputUnavailable,
+            FailureReason::OutputInvalid,
+        ];
         for reason in callers {
             assert!(!is_fault(false, None, None, reason), "{reason}");
         }

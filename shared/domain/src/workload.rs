@@ -358,6 +358,7 @@ failure_reasons! {
     Unsupported = "UNSUPPORTED";
     CgroupUnavailable = "CGROUP_UNAVAILABLE";
     OutputMissing = "OUTPUT_MISSING";
+    OutputInvalid = "OUTPUT_INVALID";
     PublishFailed = "PUBLISH_FAILED";
     SettleFailed = "SETTLE_FAILED";
     InvalidImage = "INVALID_IMAGE";

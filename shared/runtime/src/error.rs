@@ -35,6 +35,9 @@ pub enum RuntimeError {
     /// A directory that shall become an output is not there, or is no directory.
     #[error("{0:?} is missing, or is not a directory")]
     OutputMissing(String),
+    /// What a process left as an output, or in a cache, is nothing that can be kept.
+    #[error("it cannot be kept: {0}")]
+    InvalidOutput(String),
     /// A mount cannot be made where it was asked for.
     #[error("cannot mount at {path:?}: {why}")]
     InvalidMount {
@@ -105,6 +108,7 @@ impl RuntimeError {
             Self::DirectoryMissing(_) => FailureReason::WorkingDirectoryMissing,
             Self::InvalidImage(_) => FailureReason::InvalidImage,
             Self::OutputMissing(_) => FailureReason::OutputMissing,
+            Self::InvalidOutput(_) => FailureReason::OutputInvalid,
             Self::InvalidMount { .. } => FailureReason::InvalidMount,
             Self::Unsupported(_) => FailureReason::Unsupported,
             Self::CgroupUnavailable(_) => FailureReason::CgroupUnavailable,

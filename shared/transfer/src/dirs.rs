@@ -84,14 +84,16 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
     path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// The names in a directory, in no order. `buffer` is room to work in, and is best used again.
-pub(crate) fn list(directory: &OwnedFd, buffer: &mut Vec<u8>) -> Result<Vec<Vec<u8>>, Errno> {
+/// The names in a directory, in no order: at most `most` of them. `buffer` is room to work in, and is best used again.
+pub(crate) fn list(directory: &OwnedFd, buffer: &mut Vec<u8>, most: usize) -> Result<Vec<Vec<u8>>, Errno> {
     rustix::fs::seek(directory, rustix::fs::SeekFrom::Start(0))?;
     buffer.clear();
     buffer.reserve(32 << 10);
     let mut names = Vec::new();
     let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
-    while let Some(entry) = entries.next() {
+    while names.len() < most
+        && let Some(entry) = entries.next()
+    {
         let entry = entry?;
         let name = entry.file_name().to_bytes();
         if name != b"." && name != b".." {

@@ -513,7 +513,7 @@ pub fn remember(target: &Path, manifest: &Manifest, cache: &mut StatCache, settl
 fn is_empty_directory(directory: &OwnedFd, name: &[u8]) -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let names =
-        openat(directory, name, flags, Mode::empty()).and_then(|opened| list(&opened, &mut Vec::new()));
+        openat(directory, name, flags, Mode::empty()).and_then(|opened| list(&opened, &mut Vec::new(), 1));
     names.is_ok_and(|names| names.is_empty())
 }
 

@@ -115,30 +115,50 @@ impl TreeReader {
         Batches { reader: self, runs }
     }
 
+    /// Fills `buffer` from anywhere in the file of an entry, given by its index, as far as the file goes. Returns how many
+    /// bytes were read.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read.
+    pub fn read_file_at(&mut self, entry: usize, buffer: &mut [u8], offset: u64) -> Result<usize, ReadError> {
+        let manifest = self.manifest.clone();
+        let path = manifest.entries()[entry].path();
+        let file = self.file(&manifest, entry)?;
+        fill(file, buffer, offset)
+            .map_err(|error| ReadError::Io { path: path.to_owned(), source: error.into() })
+    }
+
+    /// The file of an entry, which stays open until another one is read.
+    fn file(&mut self, manifest: &Manifest, index: usize) -> Result<&OwnedFd, ReadError> {
+        if self.open.as_ref().is_none_or(|(open, _)| *open != index) {
+            let entry = &manifest.entries()[index];
+            let failed = |source: io::Error| ReadError::Io { path: entry.path().to_owned(), source };
+            let (parent, name) = split(&entry.path);
+            let directory = self.cursor.go(parent).map_err(failed)?;
+            // Not blocking: if the tree has changed, it may be a fifo.
+            let flags =
+                OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+            let file =
+                openat(&directory, name, flags, Mode::empty()).map_err(|error| failed(error.into()))?;
+            self.open = Some((index, file));
+        }
+        let (_, file) = self.open.as_ref().ok_or(ReadError::Root(io::ErrorKind::NotFound.into()))?;
+        Ok(file)
+    }
+
     fn read_extent(&mut self, located: Located<'_>) -> Result<Bytes, ReadError> {
-        let entry = &self.manifest.entries()[located.entry];
+        let (manifest, verify) = (self.manifest.clone(), self.options.verify);
+        let entry = &manifest.entries()[located.entry];
         let path = || entry.path().to_owned();
         let failed = |source: io::Error| ReadError::Io { path: path(), source };
-
-        let file = match &self.open {
-            Some((open, file)) if *open == located.entry => file,
-            _ => {
-                let (parent, name) = split(&entry.path);
-                let directory = self.cursor.go(parent).map_err(failed)?;
-                // Not blocking: if the tree has changed, it may be a fifo.
-                let flags =
-                    OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-                let file =
-                    openat(&directory, name, flags, Mode::empty()).map_err(|error| failed(error.into()))?;
-                &self.open.insert((located.entry, file)).1
-            }
-        };
+        let file = self.file(&manifest, located.entry)?;
         let length = located.extent.length as usize;
         let data = read_at(file, located.extent.offset, length).map_err(|error| failed(error.into()))?;
         if data.len() < length {
             return Err(ReadError::Shrunk { path: path() });
         }
-        if self.options.verify && Digest(*blake3::hash(&data).as_bytes()) != located.extent.digest {
+        if verify && Digest(*blake3::hash(&data).as_bytes()) != located.extent.digest {
             return Err(ReadError::Changed { path: path() });
         }
         Ok(data.into())

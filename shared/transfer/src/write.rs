@@ -214,7 +214,7 @@ impl TreeWriter {
         let words = usize::try_from(manifest.extent_count().div_ceil(64)).unwrap_or(usize::MAX);
         let root = &manifest.entries()[0];
         let cursor = Cursor::new(staging).map_err(|error| WriteError::new(root, error))?;
-        let names = list(cursor.root(), &mut Vec::new());
+        let names = list(cursor.root(), &mut Vec::new(), 1);
         if !names.map_err(|error| WriteError::new(root, error.into()))?.is_empty() {
             return Err(WriteError::Unsafe { path: PathBuf::new() });
         }

@@ -185,6 +185,9 @@ impl Host {
         }
         self.check_policy(&spec)?;
         let root = self.root_of(&spec.root)?;
+        if let Root::Volume(_) = spec.root {
+            check_image(root.as_fd())?;
+        }
         let user = find_user(root.as_fd(), spec.user.as_deref())?;
         if let Some(missing) = self.cgroups.missing(&spec.limits) {
             return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
@@ -207,8 +210,8 @@ impl Host {
             check_directory(root.as_fd(), &spec.directory, &volumes)?;
         }
         if user.uid != 0 {
-            for (_, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
-                own_tree(path, user.uid, user.gid).map_err(at("change the owner of", path))?;
+            for (mount, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
+                own_tree(path, user.uid, user.gid).map_err(|error| not_given(error, mount, path))?;
             }
         }
         let record = Container::new(handle, spec, user, make_directory);
@@ -375,6 +378,9 @@ fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, Runtime
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 Vec::new()
             }
+            Err(error) if is_of_content(&error) => {
+                return Err(RuntimeError::InvalidImage(format!("`{}`: {error}", path.display())));
+            }
             Err(error) => return Err(at("read", path)(error)),
         };
         Ok::<_, RuntimeError>(String::from_utf8_lossy(&contents).into_owned())
@@ -460,10 +466,61 @@ fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
                 return Ok(Some("something that is no directory is in the way"));
             }
+            Err(error) if is_of_content(&error) => {
+                return Ok(Some("a loop of links or too long a path is in the way"));
+            }
             Err(error) => return Err(at("look at", parent)(error)),
         }
     }
     Ok(None)
+}
+
+/// Checks that an image has nothing else where every container needs a directory. What is missing is made.
+fn check_image(root: BorrowedFd<'_>) -> Result<(), RuntimeError> {
+    for (place, _) in FRESH {
+        if let Some(why) = not_a_place(root, Path::new(place))? {
+            return Err(RuntimeError::InvalidImage(format!("`{place}` cannot be a directory: {why}")));
+        }
+    }
+    let resolver = mounts::open_in(
+        root,
+        Path::new("/etc/resolv.conf"),
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW,
+    );
+    if resolver.is_ok() {
+        return Err(RuntimeError::InvalidImage("`/etc/resolv.conf` is a directory".to_owned()));
+    }
+    Ok(())
+}
+
+/// Whether the content of a tree is why a call of the system failed, and not the worker.
+fn is_of_content(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let of_content = [
+        Errno::LOOP,
+        Errno::NAMETOOLONG,
+        Errno::NOTDIR,
+        Errno::ISDIR,
+        Errno::XDEV,
+        Errno::PERM,
+        Errno::ACCESS,
+        Errno::MLINK,
+        Errno::NXIO,
+        Errno::NODEV,
+    ];
+    Errno::from_io_error(error).is_some_and(|error| of_content.contains(&error))
+}
+
+/// Why a volume cannot be given to the user of a container.
+fn not_given(error: io::Error, mount: &runtime::Mount, volume: &Path) -> RuntimeError {
+    if is_of_content(&error) {
+        let path = path(&mount.path).to_string_lossy().into_owned();
+        return RuntimeError::InvalidMount {
+            path,
+            why: format!("its files cannot be given to the user: {error}"),
+        };
+    }
+    at("change the owner of", volume)(error)
 }
 
 /// Checks that a working directory which nobody makes is there: in the image, or in a volume.

@@ -1,12 +1,13 @@
 //! Trees that are deeper than any path, made by a container.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::time::Duration;
 
-use domain::workload::Exit;
+use domain::workload::{Exit, FailureReason};
 use domain::{ContainerHandle, VolumeHandle};
-use runtime::{ContainerSpec, Ended, VolumeSource};
+use runtime::{ContainerSpec, Ended, Root, VolumeSource};
 use rustix::fs::IFlags;
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process};
 
@@ -82,6 +83,32 @@ async fn deep_volume_is_copied_and_given_to_a_user() {
         let script = "chdir '/out' or die; while (chdir 'd') {} open(F, '>>', 'file') or die; exit((stat 'file')[4] == 1234 ? 0 : 1)";
         run(&subject, spec, &["perl", "-e", script].map(str::to_owned)).await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn image_with_a_file_in_the_way_is_invalid() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let refused = async |make: &dyn Fn(&Path)| {
+        let image = runtime.volume().await;
+        let root = directory(&*runtime, image).await.join("rootfs");
+        fs::create_dir_all(root.join("etc")).expect("made");
+        make(&root);
+        let spec = ContainerSpec { root: Root::Volume(image), ..container() };
+        let made = runtime.create_container(ContainerHandle::new(), spec).await;
+        made.map_or_else(|error| Some(error.reason()), |()| None)
+    };
+    for place in ["proc", "sys", "dev", "tmp", "run"] {
+        let file = refused(&|root| fs::write(root.join(place), "").expect("written")).await;
+        assert_eq!(file, Some(FailureReason::InvalidImage), "{place}");
+    }
+    let links = refused(&|root| symlink("tmp", root.join("tmp")).expect("linked")).await;
+    assert_eq!(links, Some(FailureReason::InvalidImage));
+    let accounts = refused(&|root| symlink("passwd", root.join("etc/passwd")).expect("linked")).await;
+    assert_eq!(accounts, Some(FailureReason::InvalidImage));
+    let resolver = refused(&|root| fs::create_dir(root.join("etc/resolv.conf")).expect("made")).await;
+    assert_eq!(resolver, Some(FailureReason::InvalidImage));
+    assert_eq!(refused(&|_| ()).await, None);
 }
 
 fn set_flags(path: &Path, flags: IFlags) {

@@ -7,7 +7,8 @@
 //! directory is kept without what it holds, a file that changed while it was read is kept as it was read, and what
 //! vanished is left out.
 //!
-//! Invariant: the order of entries does not depend on how many threads there are.
+//! Invariants: the order of entries does not depend on how many threads there are. Neither the depth nor the width of the
+//! tree decides how many directories are open, and memory is bounded by the [`Limits`].
 
 mod queue;
 mod read;
@@ -23,7 +24,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::cache::StatCache;
 use crate::dirs::Cursor;
-use crate::manifest::{InvalidManifest, Limits, Manifest};
+use crate::manifest::{InvalidManifest, Limits, MAX_PATH_BYTES, Manifest};
 use queue::{CloseOnDrop, Queue};
 use read::Reader;
 use walk::Walk;
@@ -150,6 +151,9 @@ pub enum ProblemKind {
     /// It cannot be read, or cannot travel. A file was left out; a directory is there without what it holds.
     #[error("cannot be read")]
     Unreadable(#[source] io::Error),
+    /// Its path is longer than a manifest takes: it was left out, with all that is in it.
+    #[error("has a path of more than {MAX_PATH_BYTES} bytes, which cannot travel")]
+    PathTooLong,
     /// It changed or vanished while it was read.
     #[error("changed while it was read")]
     ChangedWhileRead,

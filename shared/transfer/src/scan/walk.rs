@@ -43,6 +43,10 @@ pub(super) struct Walk<'a> {
     batch: Vec<Task>,
     batch_bytes: u64,
     listing: Vec<u8>,
+    /// Names that are still to be visited, of all levels.
+    held: u64,
+    /// Bytes of the paths of all entries.
+    path_bytes: u64,
     walked: Walked,
 }
 
@@ -79,6 +83,8 @@ impl<'a> Walk<'a> {
             batch: Vec::new(),
             batch_bytes: 0,
             listing: Vec::with_capacity(64 << 10),
+            held: 0,
+            path_bytes: 0,
             walked: Walked::default(),
         }
     }
@@ -90,6 +96,7 @@ impl<'a> Walk<'a> {
         let xattrs = xattrs::read(&root, false).map_err(|error| ScanError::Root(error.into()))?;
         self.walked.entries.push(self.entry(Vec::new(), &stat, xattrs, EntryKind::Directory));
         let names = self.list(&root).map_err(|error| ScanError::Root(error.into()))?;
+        self.check_limits()?;
 
         let mut levels = vec![Level { path: Vec::new(), names }];
         while let Some(level) = levels.last_mut() {
@@ -100,9 +107,7 @@ impl<'a> Walk<'a> {
             if self.shared.stopped() {
                 return Err(ScanError::Stopped);
             }
-            if self.walked.entries.len() as u64 > self.options.limits.entries {
-                return Err(InvalidManifest::TooManyEntries(self.options.limits.entries).into());
-            }
+            self.held -= 1;
             let mut path = level.path.clone();
             if !path.is_empty() {
                 path.push(b'/');
@@ -113,9 +118,22 @@ impl<'a> Walk<'a> {
                 Ok(None) => {}
                 Err(error) => self.walked.problem(&path, error),
             }
+            self.check_limits()?;
         }
         self.send_batch();
         Ok(self.walked)
+    }
+
+    /// Ends the walk when its memory would exceed what a manifest may hold, before the manifest is made.
+    fn check_limits(&self) -> Result<(), InvalidManifest> {
+        let limits = self.options.limits;
+        if self.walked.entries.len() as u64 > limits.entries || self.held > limits.entries {
+            return Err(InvalidManifest::TooManyEntries(limits.entries));
+        }
+        if self.path_bytes > limits.encoded_bytes {
+            return Err(InvalidManifest::TooLarge(limits.encoded_bytes));
+        }
+        Ok(())
     }
 
     /// Takes in what stands at a path; if that is a directory, the names in it.
@@ -125,9 +143,6 @@ impl<'a> Walk<'a> {
         name: &[u8],
         path: &[u8],
     ) -> Result<Option<vec::IntoIter<Vec<u8>>>, Errno> {
-        if path.len() > MAX_PATH_BYTES {
-            return Err(Errno::NAMETOOLONG);
-        }
         let directory = self.cursor.go(parent).map_err(errno)?;
         let stat = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
         let file_type = FileType::from_raw_mode(stat.st_mode);
@@ -135,6 +150,12 @@ impl<'a> Walk<'a> {
         if self.options.exclude.is_some_and(|exclude| exclude(as_path(path), is_directory)) {
             return Ok(None);
         }
+        if path.len() > MAX_PATH_BYTES {
+            let what = ProblemKind::PathTooLong;
+            self.walked.problems.push(Problem { path: as_path(path).to_owned(), what });
+            return Ok(None);
+        }
+        self.path_bytes += path.len() as u64;
         if is_directory {
             return self.enter(path);
         }
@@ -192,7 +213,10 @@ impl<'a> Walk<'a> {
 
     /// The names in a directory, in order.
     fn list(&mut self, directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
-        let mut names = crate::dirs::list(directory, &mut self.listing)?;
+        // One more than may be held is as many as are needed to know.
+        let most = usize::try_from(self.options.limits.entries).unwrap_or(usize::MAX).saturating_add(1);
+        let mut names = crate::dirs::list(directory, &mut self.listing, most)?;
+        self.held += names.len() as u64;
         names.sort_unstable();
         Ok(names.into_iter())
     }
