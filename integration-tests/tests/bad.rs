@@ -236,7 +236,7 @@ fn after_a_reboot_what_is_left_is_reaped_and_bytes_are_right() {
     assert!(status.contains("did not end in order"), "{status}");
 
     for (id, name) in [(&artifact, "back"), (&output, "made")] {
-        cluster.succeed(["download", id, name]);
+        cluster.succeed(["download", "--preserve-special", id, name]);
         tree::assert_same(&cluster.path("src"), &cluster.path(name));
     }
     // The next workload reads them, too.

@@ -53,6 +53,7 @@ fn everything_comes_back_as_it_went() {
     // An output with the name of an input starts with its contents; one of its own is filled by a copy.
     let run = cluster.output([
         "run",
+        "--preserve-special",
         "-i",
         "src=src",
         "-o",

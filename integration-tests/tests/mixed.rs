@@ -79,7 +79,7 @@ impl Scene {
     fn download(&self, artifact: &str, into: &str) -> PathBuf {
         let path = self.suite.path(into);
         let id = artifact.strip_prefix("artifact:").expect("an artifact");
-        self.suite.succeed(&["download", id, path.to_str().expect("UTF-8")]);
+        self.suite.succeed(&["download", "--preserve-special", id, path.to_str().expect("UTF-8")]);
         path
     }
 }

@@ -181,6 +181,8 @@ pub(crate) struct RunArgs {
     /// Outputs take the place of their directories, rather than being merged into them
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) replace: bool,
+    #[command(flatten)]
+    pub(crate) take: TakeArgs,
     /// How long inputs and outputs are kept in the cluster after the end
     #[arg(
         long,
@@ -331,6 +333,10 @@ be there.
 Outputs are kept and brought back when the command ended by itself, whatever its exit code. After --timeout, Ctrl-C and `gantry \
 cancel` there are none. Without --detach, output and standard input are yours; a detached command has no standard input.
 
+Of a result, these are not written unless they are asked for, or there already: what makes git run programs (--allow-git-hooks), \
+setuid and setgid bits, file capabilities and device nodes (--preserve-special). What was not written is named. A symbolic link in the \
+path of DIR is refused unless --follow-links is given: an earlier result may have made it.
+
 A directory whose bytes the cluster has already becomes no second artifact: the one that is there is used, under its own label.
 
 Left out of uploads: what .gantryignore files say (in the syntax of .gitignore), what .gitignore files say with --gitignore, and the \
@@ -357,6 +363,20 @@ pub(crate) struct ScanArgs {
     /// Go on when files cannot be read (they are left out) or change while they are uploaded
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) allow_changed: bool,
+}
+
+/// What of a result is written into a directory of the caller.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub(crate) struct TakeArgs {
+    /// Write what makes git run programs, too: .git/hooks, .git/config and the like
+    #[arg(long, help_heading = "Inputs and outputs")]
+    pub(crate) allow_git_hooks: bool,
+    /// Keep setuid and setgid bits, file capabilities and device nodes
+    #[arg(long, help_heading = "Inputs and outputs")]
+    pub(crate) preserve_special: bool,
+    /// Follow symbolic links in the path of the directory that a result is brought into
+    #[arg(long, help_heading = "Inputs and outputs")]
+    pub(crate) follow_links: bool,
 }
 
 /// `gantry attach`
@@ -522,6 +542,8 @@ pub(crate) struct DownloadArgs {
     /// Take the place of the directory, rather than being merged into it
     #[arg(long)]
     pub(crate) replace: bool,
+    #[command(flatten)]
+    pub(crate) take: TakeArgs,
 }
 
 /// `gantry cat`

@@ -94,7 +94,7 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
                  `gantry download`"
             );
         }
-        target(directory, args.replace)
+        target(directory, args.replace, args.take.follow_links)
             .with_context(|| format!("output {name:?} cannot be brought into {directory:?}"))?;
         let resolved = resolve(directory).unwrap_or_else(|| directory.to_owned());
         for (other, other_directory, other_resolved) in &targets {
@@ -167,7 +167,10 @@ pub(crate) fn upload(args: &UploadArgs) -> anyhow::Result<()> {
 }
 
 /// Whether results can be brought into a directory, which need not exist.
-pub(crate) fn target(directory: &Path, replace: bool) -> anyhow::Result<()> {
+pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> anyhow::Result<()> {
+    if !follow_links {
+        refuse_links(directory)?;
+    }
     match directory.metadata() {
         Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
         Ok(metadata) => {
@@ -195,6 +198,29 @@ pub(crate) fn target(directory: &Path, replace: bool) -> anyhow::Result<()> {
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// Refuses a path with a symbolic link in it, which an earlier result may have made.
+///
+/// The way to the current directory is the caller's own, by whichever name the shell knows it.
+pub(crate) fn refuse_links(directory: &Path) -> anyhow::Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    let same = |a: &Path, b: &Path| {
+        let id = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
+        id(a).is_some() && id(a) == id(b)
+    };
+    let logical = std::env::var_os("PWD").map(PathBuf::from).filter(|here| same(here, Path::new(".")));
+    let below = logical.and_then(|here| directory.strip_prefix(&here).ok().map(Path::to_owned));
+    let mut at = PathBuf::new();
+    for component in below.as_deref().unwrap_or(directory).components() {
+        at.push(component);
+        let Ok(target) = std::fs::read_link(&at) else { continue };
+        bail!(
+            "{at:?} is a symbolic link to {target:?}, which an earlier result may have made; name the directory that it leads to, \
+             or allow it with --follow-links"
+        );
+    }
+    Ok(())
 }
 
 /// Whether a file can be written, which need not exist. Its directory must.
@@ -300,7 +326,7 @@ mod tests {
             "two outputs are called \"a\"; give each a name of its own"
         );
         assert_eq!(
-            said(&["-o", "a=@/d", "-o", "b=@/link"]),
+            said(&["-o", "a=@/d", "-o", "b=@/link", "--follow-links"]),
             "outputs \"a\" and \"b\" go into the same directory; give each its own"
         );
         let nested = "output \"b\" goes into \"@/d/x/y\", which lies in \"@/d\", where output \"a\" goes; give each a directory of its own";
@@ -311,8 +337,15 @@ mod tests {
             said(&["-o", "a=@/f/x/y"]),
             "output \"a\" cannot be brought into \"@/f/x/y\": \"@/f\" is no directory"
         );
+        for path in ["@/link", "@/link/x", "@/link/x/y", "@/d/../link"] {
+            let refused = said(&["-o", &format!("a={path}")]);
+            let expected = "link\" is a symbolic link to \"d\", which an earlier result may have made; name the directory that it \
+                            leads to, or allow it with --follow-links";
+            assert!(refused.ends_with(expected), "{refused}");
+        }
+        assert_eq!(said(&["-o", "a=@/link/x", "--follow-links"]), "");
         assert_eq!(
-            said(&["-o", "a=@/nowhere"]),
+            said(&["-o", "a=@/nowhere", "--follow-links"]),
             "output \"a\" cannot be brought into \"@/nowhere\": it is a symbolic link that leads nowhere"
         );
         assert!(said(&["-o", "a=/proc/self/x"]).starts_with("output \"a\" cannot be brought into"));

@@ -20,10 +20,12 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{
-    Limits, Manifest, ManifestBuilder, Matches, MergeError, MergeOptions, Runs, ScanError, ScanOptions,
-    TreeWriter, Trust, WriteOptions, WrittenOwnership,
+    Allowed, Dropped, DroppedKind, Guarded, Limits, Manifest, ManifestBuilder, Matches, MergeError,
+    MergeOptions, Runs, ScanError, ScanOptions, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
 };
 
+use crate::args::TakeArgs;
+use crate::check;
 use crate::connect::{Connection, Pause, repeat};
 use crate::error::{Refused, is_transient};
 use crate::progress::Progress;
@@ -34,6 +36,10 @@ use crate::why;
 
 /// How often an artifact is read when calls break.
 pub(crate) const TRIES: usize = 4;
+/// How many paths that were not written are named.
+const NAMED: usize = 5;
+/// How many of them are listed for programs.
+const LISTED: usize = 1000;
 
 /// How artifacts are downloaded.
 pub(crate) struct Downloader<'a> {
@@ -41,6 +47,7 @@ pub(crate) struct Downloader<'a> {
     pub(crate) ui: &'a Ui,
     /// Whether it takes the place of the target, rather than being merged into it.
     pub(crate) replace: bool,
+    pub(crate) take: TakeArgs,
     pub(crate) progress: Progress,
 }
 
@@ -78,6 +85,9 @@ impl Downloader<'_> {
     ) -> anyhow::Result<Value> {
         let started = Instant::now();
         let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact, avoid).await?;
+        if !self.take.follow_links {
+            check::refuse_links(directory)?;
+        }
         let target = Target::find(directory, self.replace)?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
         avoid.push(gateway_endpoint.clone());
@@ -90,27 +100,66 @@ impl Downloader<'_> {
         _ = asks.send(ask(Ask::Open(ReadOpen { ticket }))).await;
         let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
         let mut answers = volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
-        let manifest = Arc::new(receive_manifest(&mut answers).await?);
+        let manifest = receive_manifest(&mut answers).await?;
         if tree::digest(&digest)? != manifest.tree_digest() {
             bail!("the worker sent another tree than that of the artifact");
         }
 
+        let Guarded { tree, dropped } = self.guard(&target, manifest).await?;
+        if self.replace {
+            check_losses(&dropped)?;
+        }
+        let (manifest, tree) = (tree.manifest().clone(), Arc::new(tree));
         let (staged, wanted) = self.stage(&target, &manifest, remembered).await?;
         let wanted_bytes = manifest.bytes_of(&wanted);
         self.progress.expect(wanted_bytes);
-        for runs in rpc::tree::runs(&wanted) {
+        for runs in rpc::tree::runs(&tree.origins(&wanted)) {
             // When sending fails the call has ended, and its answers say why.
             _ = asks.send(ask(Ask::Want(runs))).await;
         }
         _ = asks.send(ask(Ask::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
-        let staged = self.receive_content(answers, staged).await?;
+        let staged = self.receive_content(answers, staged, tree).await?;
         drop(asks);
 
         let (replace, progress) = (self.replace, manifest.clone());
         tokio::task::spawn_blocking(move || staged.put_in_place(&target, &progress, replace))
             .await
             .context("writing ended unexpectedly")??;
-        Ok(self.say(artifact, name, directory, &manifest, wanted_bytes, started))
+        let mut done = self.say(artifact, name, directory, &manifest, wanted_bytes, started);
+        self.say_dropped(name, &dropped);
+        done["not_written"] = not_written(&dropped);
+        self.ui.event("downloaded", done.clone());
+        Ok(done)
+    }
+
+    /// Leaves out what the target does not take.
+    async fn guard(&self, target: &Target, manifest: Manifest) -> anyhow::Result<Guarded> {
+        let allowed =
+            Allowed { git_programs: self.take.allow_git_hooks, special: self.take.preserve_special };
+        let path = target.path.clone();
+        let guarded = tokio::task::spawn_blocking(move || transfer::guard(&path, &manifest, allowed));
+        Ok(guarded.await.context("reading ended unexpectedly")??)
+    }
+
+    /// Names what was not written, and what writes it.
+    fn say_dropped(&self, name: &str, dropped: &[Dropped]) {
+        let is_git = |dropped: &&Dropped| dropped.what == DroppedKind::GitProgram;
+        let git: Vec<_> = dropped.iter().filter(is_git).map(|dropped| dropped.path.as_path()).collect();
+        if !git.is_empty() {
+            let named = named(&git);
+            self.ui.warn(&format!(
+                "{name}: not written, for git would run it: {named}; write it with --allow-git-hooks"
+            ));
+        }
+        let mut special: Vec<_> =
+            dropped.iter().filter(|dropped| !is_git(dropped)).map(|dropped| dropped.path.as_path()).collect();
+        special.dedup();
+        if !special.is_empty() {
+            let named = named(&special);
+            self.ui.warn(&format!(
+                "{name}: written without setuid, setgid, file capabilities and device nodes: {named}; keep them with --preserve-special"
+            ));
+        }
     }
 
     /// Finds out what the target has, and makes a writer for the rest. Answers what must be fetched, too.
@@ -155,6 +204,7 @@ impl Downloader<'_> {
         &self,
         mut answers: Streaming<ReadResponse>,
         staged: Staged,
+        tree: Arc<Subtree>,
     ) -> anyhow::Result<Staged> {
         let (chunks, mut queue) = mpsc::channel::<rpc::pb::runtime::Chunk>(4);
         let progress = self.progress.clone();
@@ -162,7 +212,9 @@ impl Downloader<'_> {
             let mut staged = staged;
             while let Some(chunk) = queue.blocking_recv() {
                 for extent in chunk.extents {
-                    staged.writer.put(extent.ordinal, &extent.data)?;
+                    let ordinal =
+                        tree.ordinal(extent.ordinal).context("the worker sent what was not asked for")?;
+                    staged.writer.put(ordinal, &extent.data)?;
                     progress.advance(extent.data.len() as u64);
                 }
             }
@@ -207,16 +259,47 @@ impl Downloader<'_> {
             directory.display(),
             bytes(fetched)
         ));
-        let done = json!({
+        json!({
             "name": name,
             "artifact_id": artifact.to_string(),
             "directory": directory.to_string_lossy(),
             "entries": entries,
             "size_bytes": manifest.size_bytes(),
             "fetched_bytes": fetched,
-        });
-        self.ui.event("downloaded", done.clone());
-        done
+        })
+    }
+}
+
+/// The first of some paths, and how many more there are.
+fn named(paths: &[&Path]) -> String {
+    let shown: Vec<_> = paths.iter().take(NAMED).map(|path| path.display().to_string()).collect();
+    let more = paths.len().saturating_sub(NAMED);
+    if more > 0 { format!("{} and {more} more", shown.join(", ")) } else { shown.join(", ") }
+}
+
+/// What was not written, for programs: the first of it, and how much it is.
+fn not_written(dropped: &[Dropped]) -> Value {
+    let entry = |dropped: &Dropped| {
+        let what = match dropped.what {
+            DroppedKind::GitProgram => "git-program",
+            DroppedKind::Device => "device",
+            DroppedKind::SetId => "setid",
+            DroppedKind::Capability => "capability",
+        };
+        json!({ "path": dropped.path.to_string_lossy(), "what": what })
+    };
+    let first: Vec<_> = dropped.iter().take(LISTED).map(entry).collect();
+    json!({ "count": dropped.len(), "first": first })
+}
+
+/// Refuses to replace a directory that would lose what a result may not bring.
+fn check_losses(dropped: &[Dropped]) -> anyhow::Result<()> {
+    match dropped.iter().find(|dropped| dropped.is_other_there && dropped.what == DroppedKind::GitProgram) {
+        Some(Dropped { path, .. }) => bail!(
+            "the result has another {path:?} than the directory, and neither would be left; leave out --replace, or take that \
+             of the result with --allow-git-hooks"
+        ),
+        None => Ok(()),
     }
 }
 

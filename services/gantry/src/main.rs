@@ -167,7 +167,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
         Command::Upload(args) => {
             check::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
         }
-        Command::Download(args) => check::target(&args.directory, args.replace)
+        Command::Download(args) => check::target(&args.directory, args.replace, args.take.follow_links)
             .with_context(|| format!("cannot download into {:?}", args.directory))?,
         _ => {}
     }
@@ -204,7 +204,8 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         }
         Command::Download(args) => {
             let progress = ui.progress("downloading");
-            let downloader = download::Downloader { connection, ui, replace: args.replace, progress };
+            let downloader =
+                download::Downloader { connection, ui, replace: args.replace, take: args.take, progress };
             let name = args.artifact.to_string();
             let downloaded = downloader.download(args.artifact, &name, &args.directory).await?;
             if as_json {

@@ -234,8 +234,13 @@ async fn download(
     if finished.outputs.is_empty() {
         return Ok(());
     }
-    let downloader =
-        Downloader { connection, ui, replace: args.replace, progress: ui.progress("downloading") };
+    let downloader = Downloader {
+        connection,
+        ui,
+        replace: args.replace,
+        take: args.take,
+        progress: ui.progress("downloading"),
+    };
     for output in &args.outputs {
         let Some(published) = finished.outputs.iter().find(|published| published.name == output.name) else {
             continue;

@@ -162,7 +162,7 @@ pub(crate) async fn pack(
     match worker.runtime.contents(ticket.volume).await? {
         Contents::Directory(root) => blocking(move || pack_from(&root, manifest, subtree, pieces)).await?,
         Contents::Remote(remote) => {
-            let wanted = subtree.map_or(manifest, |subtree| Arc::new(subtree.manifest().clone()));
+            let wanted = subtree.map_or(manifest, |subtree| subtree.manifest().clone());
             far::pack(&remote, wanted, Path::new(OsStr::from_bytes(path)), pieces).await?;
         }
     }
@@ -185,7 +185,7 @@ fn pack_from(
         }
         return finish(writer);
     };
-    let mut writer = ArchiveWriter::new(out, Arc::new(subtree.manifest().clone()));
+    let mut writer = ArchiveWriter::new(out, subtree.manifest().clone());
     for ordinal in 0..subtree.manifest().extent_count() {
         let origin = subtree.origin(ordinal).unwrap_or(u64::MAX);
         writer.put(ordinal, &reader.read(origin)?)?;

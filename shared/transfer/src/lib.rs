@@ -42,6 +42,7 @@
 //! | receive it | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
 //! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
+//! | keep out what runs with the caller's rights | [`guard()`], which drops it from the manifest |
 //! | pack and unpack tar archives | [`ArchiveWriter`], [`ArchiveReader`] |
 //! | pass one on, and know whether it was whole | [`ArchiveEnd`] |
 //! | pass one on without names of users and groups | [`Nameless`] |
@@ -59,6 +60,7 @@
 mod cache;
 mod dirs;
 mod encoding;
+mod guard;
 mod manifest;
 mod merge;
 mod outstanding;
@@ -73,6 +75,7 @@ mod write;
 mod xattrs;
 
 pub use cache::{CacheFault, Loaded, SaveError, StatCache};
+pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
 pub use manifest::{
     DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Located, MAX_EXTENT_BYTES,
     MAX_FILE_BYTES, MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES,

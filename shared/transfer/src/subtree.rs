@@ -1,17 +1,26 @@
 //! A directory of a tree, as a tree of its own.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest};
+use crate::runs::Runs;
 
 /// A directory of a tree, as a tree of its own.
 ///
 /// A file of which the first link lies outside of the directory stands at its first link inside.
 #[derive(Debug)]
 pub struct Subtree {
-    manifest: Manifest,
+    manifest: Arc<Manifest>,
     /// For each file with content: the first of its ordinals, and the first that it has in the whole tree. Ascending.
     files: Vec<(u64, u64)>,
+    /// The same the other way round: the first ordinal of each in the whole tree, and in this one. Ascending.
+    back: Vec<(u64, u64)>,
+}
+
+fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
+    let rest = path.strip_prefix(directory);
+    directory.is_empty() || rest.is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
 impl Manifest {
@@ -28,45 +37,86 @@ impl Manifest {
             let rest = if path.is_empty() { Some(at) } else { at.strip_prefix(path)?.strip_prefix(b"/") };
             rest.map(<[u8]>::to_vec)
         };
-        let mut entries = vec![Entry { path: Vec::new(), ..self.entries()[root].clone() }];
-        // By its index in the whole tree, where a file from outside stands inside.
+        let place = |entry: &Entry| {
+            let at = if entry.path == path { Vec::new() } else { inside(&entry.path)? };
+            Some(Entry { path: at, ..entry.clone() })
+        };
+        self.project(root, place).map(Some)
+    }
+
+    /// The entries that `place` keeps, each as it answers, as a tree of its own. Of a directory that is left out, so is all
+    /// that is in it. A file of which the first link is left out stands at its first link that is kept.
+    ///
+    /// # Errors
+    ///
+    /// `place` makes entries that break a rule.
+    pub fn select(&self, place: impl Fn(&Entry) -> Option<Entry>) -> Result<Subtree, InvalidManifest> {
+        self.project(0, place)
+    }
+
+    /// The entries from `root` on to the first that `place` leaves out at the level of `root` or above.
+    fn project(
+        &self,
+        root: usize,
+        place: impl Fn(&Entry) -> Option<Entry>,
+    ) -> Result<Subtree, InvalidManifest> {
+        let root_path = &self.entries()[root].path;
+        let mut entries: Vec<Entry> = Vec::new();
+        // The index of each entry in the whole tree.
+        let mut indices: Vec<usize> = Vec::new();
+        // By its index in the whole tree, where a file that is left out stands.
         let mut hoisted: HashMap<usize, Vec<u8>> = HashMap::new();
-        // The index of each entry in the whole tree, of which it has the content.
-        let mut origins = vec![root];
-        for (index, entry) in self.entries().iter().enumerate().skip(root + 1) {
-            let Some(path) = inside(&entry.path) else { break };
-            let (mut entry, mut origin) = (Entry { path, ..entry.clone() }, index);
-            if let EntryKind::HardLink { to } = &mut entry.kind {
-                match (inside(to), self.find(to)) {
-                    (Some(target), _) => *to = target,
-                    (None, Some(target)) => match hoisted.get(&target) {
-                        Some(first) => to.clone_from(first),
-                        None => {
-                            hoisted.insert(target, entry.path.clone());
-                            entry = Entry { path: entry.path, ..self.entries()[target].clone() };
-                            origin = target;
-                        }
-                    },
-                    // A manifest has no link to what is not there.
-                    (None, None) => {}
+        // The index of the entry in the whole tree of which each has the content.
+        let mut origins = Vec::new();
+        // The last directory that was left out.
+        let mut left_out: Option<&[u8]> = None;
+        for (index, entry) in self.entries().iter().enumerate().skip(root) {
+            if !is_at_or_below(&entry.path, root_path) {
+                break;
+            }
+            if left_out.is_some_and(|left_out| is_at_or_below(&entry.path, left_out)) {
+                continue;
+            }
+            let Some(mut placed) = place(entry) else {
+                if entry.is_directory() {
+                    left_out = Some(&entry.path);
+                }
+                continue;
+            };
+            let mut origin = index;
+            if let EntryKind::HardLink { to } = &entry.kind
+                && let Some(target) = self.find(to)
+            {
+                let kept = indices.binary_search(&target).ok().map(|kept| entries[kept].path.clone());
+                match kept.or_else(|| hoisted.get(&target).cloned()) {
+                    Some(to) => placed.kind = EntryKind::HardLink { to },
+                    None => {
+                        let file = Entry { path: entry.path.clone(), ..self.entries()[target].clone() };
+                        let Some(file) = place(&file) else { continue };
+                        hoisted.insert(target, file.path.clone());
+                        (placed, origin) = (file, target);
+                    }
                 }
             }
-            entries.push(entry);
+            entries.push(placed);
+            indices.push(index);
             origins.push(origin);
         }
         let limits = Limits { entries: u64::MAX, encoded_bytes: u64::MAX };
         let manifest = Manifest::new(entries, limits)?;
         let of = |index: usize| Some((manifest.ordinals_of(index), self.ordinals_of(*origins.get(index)?)));
         let files = (0..manifest.entries().len()).filter_map(of).filter(|(here, _)| !here.is_empty());
-        let files = files.map(|(here, there)| (here.start, there.start)).collect();
-        Ok(Some(Subtree { manifest, files }))
+        let files: Vec<_> = files.map(|(here, there)| (here.start, there.start)).collect();
+        let mut back: Vec<_> = files.iter().map(|(here, there)| (*there, *here)).collect();
+        back.sort_unstable();
+        Ok(Subtree { manifest: Arc::new(manifest), files, back })
     }
 }
 
 impl Subtree {
     /// What it holds.
     #[must_use]
-    pub fn manifest(&self) -> &Manifest {
+    pub fn manifest(&self) -> &Arc<Manifest> {
         &self.manifest
     }
 
@@ -76,6 +126,29 @@ impl Subtree {
         let file = self.files.partition_point(|(here, _)| *here <= ordinal).checked_sub(1)?;
         let (here, there) = self.files[file];
         (ordinal < self.manifest.extent_count()).then_some(there + (ordinal - here))
+    }
+
+    /// The ordinal in this tree of an extent of the whole one. `None`: it is of a file that was left out.
+    #[must_use]
+    pub fn ordinal(&self, origin: u64) -> Option<u64> {
+        let file = self.back.partition_point(|(there, _)| *there <= origin).checked_sub(1)?;
+        let (there, here) = self.back[file];
+        let ordinal = here + (origin - there);
+        (self.origin(ordinal) == Some(origin)).then_some(ordinal)
+    }
+
+    /// The ordinals in the whole tree of extents of this one.
+    #[must_use]
+    pub fn origins(&self, ordinals: &Runs) -> Runs {
+        let mut origins: Vec<u64> =
+            ordinals.runs().flatten().filter_map(|ordinal| self.origin(ordinal)).collect();
+        origins.sort_unstable();
+        let mut runs = Runs::new();
+        for origin in origins {
+            // Ascending, so it cannot be refused.
+            _ = runs.insert(origin);
+        }
+        runs
     }
 }
 
@@ -137,7 +210,10 @@ mod tests {
             let origin =
                 found.origin(located.ordinal).and_then(|ordinal| tree.locate(ordinal)).expect("an extent");
             assert_eq!(origin.extent, located.extent);
+            assert_eq!(found.ordinal(origin.ordinal), Some(located.ordinal));
         }
+        let known = (0..tree.extent_count()).filter_map(|origin| found.ordinal(origin));
+        assert_eq!(known.count() as u64, found.manifest().extent_count());
         assert_eq!(found.origin(found.manifest().extent_count()), None);
 
         let whole = tree.subtree(b"").expect("valid").expect("a directory");

@@ -1,0 +1,150 @@
+//! What a result may bring into its caller's directory, and what it may not.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
+
+use integration_tests::{Cluster, code, describe, may_run_containers};
+use serde_json::Value;
+
+/// Plants everything that would run on the caller's machine, or with more rights than the caller's.
+const PLANT: &str = "cd src && echo evil > .git/hooks/post-checkout && chmod 755 .git/hooks/post-checkout && \
+    echo '[core] fsmonitor = evil' > .git/config && mkdir -p sub/.git/hooks .git/modules/m/hooks && \
+    echo evil > sub/.git/hooks/post-merge && echo evil > .git/modules/m/hooks/post-merge && \
+    mkdir -p away && echo 'gitdir: ../evil' > away/.git && echo changed > file && echo new > .git/HEAD && \
+    cp file setuid && chmod 4755 setuid && mkdir group && chmod 2755 group && mknod null c 1 3 && ln -s /etc link";
+
+#[test]
+fn planted_programs_and_rights_do_not_come_back() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir_all(cluster.path("src/.git/hooks")).expect("directories");
+    for (path, text) in [("file", "as it was"), (".git/config", "mine"), (".git/hooks/pre-commit", "mine")] {
+        fs::write(cluster.path("src").join(path), text).expect("write");
+    }
+    // A directory of a group, which comes back as it went.
+    fs::create_dir(cluster.path("src/shared")).expect("a directory");
+    fs::set_permissions(cluster.path("src/shared"), fs::Permissions::from_mode(0o2775)).expect("a mode");
+    let at = |path: &str| cluster.path("src").join(path);
+    let read = |path: &str| fs::read_to_string(at(path)).ok();
+
+    let run = |more: &[&str]| {
+        let line =
+            [&["run", "-i", "src=src", "-o", "src=src"][..], more, &["--", "sh", "-c", PLANT]].concat();
+        let output = cluster.output(line);
+        assert_eq!(code(&output), 0, "{}", describe(&output));
+        output
+    };
+    let said = String::from_utf8(run(&[]).stderr).expect("text");
+    assert_eq!(read("file").as_deref(), Some("changed\n"), "{said}");
+    assert_eq!(read(".git/HEAD").as_deref(), Some("new\n"));
+    assert_eq!(read(".git/config").as_deref(), Some("mine"));
+    assert_eq!(read(".git/hooks/pre-commit").as_deref(), Some("mine"));
+    for planted in [".git/hooks/post-checkout", "sub/.git/hooks", ".git/modules/m/hooks", "away/.git", "null"]
+    {
+        assert!(at(planted).symlink_metadata().is_err(), "{planted}");
+    }
+    for (path, mode) in [("setuid", 0o755), ("group", 0o755), ("shared", 0o2775)] {
+        assert_eq!(fs::metadata(at(path)).expect("there").mode() & 0o7777, mode, "{path}");
+    }
+    for text in [
+        ".git/config, .git/hooks/post-checkout, .git/modules/m/hooks/post-merge, away/.git, sub/.git/hooks/post-merge",
+        "--allow-git-hooks",
+        "group, null, setuid; keep them with --preserve-special",
+    ] {
+        assert!(said.contains(text), "{text:?} is not said: {said}");
+    }
+    assert!(
+        !said.contains("pre-commit") && !said.contains("shared"),
+        "what did not change is not named: {said}"
+    );
+
+    // A directory that the result made has a link in it, which leads nowhere that was not named.
+    let out = cluster.output(["run", "-o", "x=./src/link/below", "--", "true"]);
+    assert_eq!(code(&out), 125, "{}", describe(&out));
+    let refused = String::from_utf8(out.stderr).expect("text");
+    assert!(refused.contains("src/link\" is a symbolic link to \"/etc\""), "{refused}");
+    symlink("src", cluster.path("own")).expect("a link");
+    let out = cluster.output(["run", "-o", "x=./own/made", "--follow-links", "--", "touch", "x/made"]);
+    assert_eq!(code(&out), 0, "{}", describe(&out));
+    assert!(at("made/made").exists());
+
+    // Everything comes when it is asked for.
+    fs::remove_dir_all(at("group")).expect("removed");
+    let clean = "rm -rf src/null src/setuid src/link; ".to_owned() + PLANT;
+    let line =
+        ["run", "--json", "-i", "src=src", "-o", "src=src", "--allow-git-hooks", "--preserve-special", "--"];
+    let output = cluster.output([&line[..], &["sh", "-c", &clean]].concat());
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    assert_eq!(read(".git/config").as_deref(), Some("[core] fsmonitor = evil\n"));
+    assert!(at("null").symlink_metadata().expect("there").file_type().is_char_device());
+    assert_eq!(fs::metadata(at("setuid")).expect("there").mode() & 0o7777, 0o4755);
+    let events = String::from_utf8(output.stdout).expect("text");
+    let events: Vec<Value> = events.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let downloaded = events.iter().find(|event| event["event"] == "downloaded").expect("an event");
+    assert_eq!(downloaded["not_written"]["count"], 0);
+}
+
+#[test]
+fn download_and_replacement_drop_programs_too() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir_all(cluster.path("tree/.git/hooks")).expect("directories");
+    for path in ["tree/file", "tree/.git/HEAD", "tree/.git/config", "tree/.git/hooks/post-merge"] {
+        fs::write(cluster.path(path), "evil").expect("write");
+    }
+    let artifact = cluster.upload("tree");
+    let download = |more: &[&str]| {
+        let output = cluster.output([&["--json", "download", &artifact][..], more].concat());
+        (
+            code(&output),
+            serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default(),
+            describe(&output),
+        )
+    };
+    let (ended, done, said) = download(&["out"]);
+    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(2)), "{said}");
+    assert_eq!(done["not_written"]["first"][0]["path"], ".git/config");
+    assert!(cluster.path("out/.git/HEAD").exists() && !cluster.path("out/.git/config").exists());
+    assert!(!cluster.path("out/.git/hooks").exists());
+
+    // Nobody loses a configuration by a replacement.
+    fs::write(cluster.path("out/.git/config"), "mine").expect("write");
+    let (ended, _, said) = download(&["--replace", "out"]);
+    assert_eq!(ended, 125, "{said}");
+    assert!(said.contains("leave out --replace"), "{said}");
+    assert_eq!(fs::read_to_string(cluster.path("out/.git/config")).expect("kept"), "mine");
+    let (ended, done, said) = download(&["--replace", "--allow-git-hooks", "out"]);
+    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(0)), "{said}");
+    assert_eq!(fs::read_to_string(cluster.path("out/.git/config")).expect("replaced"), "evil");
+}
+
+#[test]
+fn output_that_is_too_deep_is_the_callers() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let script = "chdir 'deep' or die; for (1..5000) { mkdir 'd' or die; chdir 'd' or die }";
+    let output = cluster.output([
+        "--json",
+        "run",
+        "-o",
+        "deep=./deep",
+        "-o",
+        "good=./good",
+        "--",
+        "perl",
+        "-e",
+        script,
+    ]);
+    let said = describe(&output);
+    assert!(said.contains("OUTPUT_INVALID"), "{said}");
+    assert!(said.contains("a path of more than 4096 bytes"), "{said}");
+    // The worker takes the next one.
+    let next = cluster.output(["run", "--", "true"]);
+    assert_eq!(code(&next), 0, "{}", describe(&next));
+}

@@ -1,0 +1,475 @@
+//! What of a foreign tree is not written into a caller's directory unless the caller asks for it.
+//!
+//! The command line calls this between the manifest that a worker sends and everything that writes: what is dropped here
+//! is in no manifest that a writer or a merge sees.
+//!
+//! | Dropped | Unless |
+//! |---|---|
+//! | what makes git run programs: hooks, configuration and what leads git to another one | [`Allowed::git_programs`] |
+//! | setuid and setgid bits, file capabilities, device nodes | [`Allowed::special`] |
+//!
+//! Invariant: what the directory has already, down to the bytes and the mode, is never dropped. So a directory that was
+//! sent to a worker and comes back unchanged stays as it is.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use domain::Digest;
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, openat, readlinkat, statat};
+
+use crate::dirs::Cursor;
+use crate::manifest::{DeviceKind, Entry, EntryKind, InvalidManifest, MAX_EXTENT_BYTES, Manifest, split};
+use crate::read::fill;
+use crate::subtree::Subtree;
+use crate::xattrs;
+
+/// The extended attribute that holds the capabilities of a file.
+const CAPABILITY: &[u8] = b"security.capability";
+const SETID: u32 = 0o6000;
+
+/// What the caller asks for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Allowed {
+    /// What makes git run programs.
+    pub git_programs: bool,
+    /// Setuid and setgid bits, file capabilities and device nodes.
+    pub special: bool,
+}
+
+/// A tree without what the caller's directory does not take.
+#[derive(Debug)]
+pub struct Guarded {
+    /// The rest, with the way back to the ordinals of the whole tree.
+    pub tree: Subtree,
+    /// What was dropped, in the order of paths.
+    pub dropped: Vec<Dropped>,
+}
+
+/// Something that was dropped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dropped {
+    /// The entry, relative to the root.
+    pub path: PathBuf,
+    /// What of it.
+    pub what: DroppedKind,
+    /// Whether the directory has something else there, which stays.
+    pub is_other_there: bool,
+}
+
+/// What was dropped of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DroppedKind {
+    /// All of it: it makes git run programs.
+    GitProgram,
+    /// All of it: it is a device node.
+    Device,
+    /// Its setuid or setgid bit.
+    SetId,
+    /// Its capabilities.
+    Capability,
+}
+
+/// Drops what `target` does not take of the tree that `manifest` describes. A target that is not there has nothing.
+///
+/// # Errors
+///
+/// None that the whole tree would not have had.
+pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Guarded, InvalidManifest> {
+    let mut there = There { cursor: Cursor::through(target).ok(), manifest };
+    let mut dropped = Vec::new();
+    // Entries that are left out, and those that become others.
+    let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
+    for (index, entry) in manifest.entries().iter().enumerate() {
+        let is_program = !allowed.git_programs && makes_git_run(entry);
+        let is_device = !allowed.special && matches!(entry.kind, EntryKind::Device { .. });
+        let has_rights = !allowed.special && has_rights(entry);
+        if !(is_program || is_device || has_rights) || there.has(entry) {
+            continue;
+        }
+        let mut drop = |what| {
+            let is_other_there = there.is_anything_at(&entry.path);
+            dropped.push(Dropped { path: entry.path().to_owned(), what, is_other_there });
+        };
+        if is_program || is_device {
+            // Of a directory, what is in it is named.
+            if !entry.is_directory() {
+                drop(if is_program { DroppedKind::GitProgram } else { DroppedKind::Device });
+            }
+            changed.insert(index, None);
+            continue;
+        }
+        if entry.mode & SETID != 0 {
+            drop(DroppedKind::SetId);
+        }
+        if entry.xattrs.iter().any(|xattr| xattr.name == CAPABILITY) {
+            drop(DroppedKind::Capability);
+        }
+        changed.insert(index, Some(without_rights(entry)));
+    }
+    let tree = manifest.select(|entry| {
+        let index = if changed.is_empty() { None } else { manifest.find(&entry.path) };
+        // A file of which the first link is left out is placed at another one.
+        let is_moved = index.is_some_and(|index| manifest.entries()[index].kind != entry.kind);
+        match index.and_then(|index| changed.get(&index)) {
+            _ if is_moved && allowed.special => Some(entry.clone()),
+            _ if is_moved => Some(without_rights(entry)),
+            Some(changed) => changed.clone(),
+            None => Some(entry.clone()),
+        }
+    })?;
+    Ok(Guarded { tree, dropped })
+}
+
+/// Whether who runs a file, or makes something in a directory, gets the rights of another.
+fn has_rights(entry: &Entry) -> bool {
+    entry.mode & SETID != 0 || entry.xattrs.iter().any(|xattr| xattr.name == CAPABILITY)
+}
+
+fn without_rights(entry: &Entry) -> Entry {
+    let mut entry = Entry { mode: entry.mode & !SETID, ..entry.clone() };
+    entry.xattrs.retain(|xattr| xattr.name != CAPABILITY);
+    entry
+}
+
+/// Whether an entry may make git run programs that it names, or read a configuration that does.
+///
+/// A bare repository in the tree is no concern of this rule: git enters one only if it is told to.
+fn makes_git_run(entry: &Entry) -> bool {
+    let names: Vec<&[u8]> = entry.path.split(|byte| *byte == b'/').collect();
+    names.iter().enumerate().filter(|(_, name)| is_git(name)).any(|(at, _)| {
+        let inside = &names[at + 1..];
+        let is_inner =
+            inside.first().is_some_and(|first| matches!(&plain(first)[..], b"modules" | b"worktrees"));
+        match inside {
+            // A file or a link there leads git to another directory.
+            [] => !entry.is_directory(),
+            // Repositories of submodules, whose names may have slashes, and of further working trees.
+            _ if is_inner => {
+                inside.iter().any(|name| is_program(name)) || matches!(entry.kind, EntryKind::Symlink { .. })
+            }
+            [first, ..] => is_program(first),
+        }
+    })
+}
+
+/// Whether a name is that of the directory of a repository.
+fn is_git(name: &[u8]) -> bool {
+    name.len() >= 4 && matches!(&plain(name)[..], b".git" | b"git~1")
+}
+
+/// Whether a name in the directory of a repository is one of those that decide which programs git runs.
+fn is_program(name: &[u8]) -> bool {
+    // A rebase that was begun goes on with the commands in its list. `commondir` names another directory to read all of
+    // this from.
+    matches!(&plain(name)[..], b"hooks" | b"config" | b"config.worktree" | b"commondir" | b"rebase-merge")
+}
+
+/// A name as file systems compare it that know no case, or leave out what cannot be seen.
+fn plain(name: &[u8]) -> Cow<'_, [u8]> {
+    let end = name.iter().rposition(|byte| !matches!(byte, b'.' | b' ')).map_or(0, |last| last + 1);
+    let name = &name[..end];
+    if name.is_ascii() {
+        let is_lower = !name.iter().any(u8::is_ascii_uppercase);
+        return if is_lower { Cow::Borrowed(name) } else { Cow::Owned(name.to_ascii_lowercase()) };
+    }
+    let is_ignored = |c: &char| matches!(c, '\u{200c}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{206a}'..='\u{206f}' | '\u{feff}');
+    let text = String::from_utf8_lossy(name);
+    let visible: String = text.chars().filter(|c| !is_ignored(c)).collect();
+    Cow::Owned(visible.to_lowercase().into_bytes())
+}
+
+/// What the target has.
+struct There<'a> {
+    cursor: Option<Cursor>,
+    manifest: &'a Manifest,
+}
+
+impl There<'_> {
+    fn is_anything_at(&mut self, path: &[u8]) -> bool {
+        self.stat(path).is_some()
+    }
+
+    fn stat(&mut self, path: &[u8]) -> Option<Stat> {
+        let (parent, name) = split(path);
+        let directory = self.cursor.as_mut()?.go(parent).ok()?;
+        let name = if name.is_empty() { b"." } else { name };
+        statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()
+    }
+
+    /// Whether the target has the very same at the path of an entry: the kind, the mode and the content. Of a directory, its
+    /// mode as far as setuid and setgid go.
+    fn has(&mut self, entry: &Entry) -> bool {
+        self.compare(entry).unwrap_or(false)
+    }
+
+    fn compare(&mut self, entry: &Entry) -> Option<bool> {
+        let stat = self.stat(&entry.path)?;
+        let mode = Mode::from_raw_mode(stat.st_mode).as_raw_mode();
+        let found = FileType::from_raw_mode(stat.st_mode);
+        // Of a link, its file is what counts.
+        let file = match &entry.kind {
+            EntryKind::HardLink { to } => &self.manifest.entries()[self.manifest.find(to)?],
+            _ => entry,
+        };
+        Some(match &file.kind {
+            EntryKind::Directory => found == FileType::Directory && mode & SETID == file.mode & SETID,
+            EntryKind::File { .. } => {
+                found == FileType::RegularFile && mode == file.mode && self.has_content(&entry.path, file)?
+            }
+            EntryKind::Symlink { target } => {
+                found == FileType::Symlink && self.link_at(&entry.path)?.as_slice() == &target[..]
+            }
+            EntryKind::Device { kind, major, minor } => {
+                let node = match kind {
+                    DeviceKind::Character => FileType::CharacterDevice,
+                    DeviceKind::Block => FileType::BlockDevice,
+                };
+                found == node && stat.st_rdev == rustix::fs::makedev(*major, *minor)
+            }
+            EntryKind::Fifo => found == FileType::Fifo,
+            EntryKind::HardLink { .. } => false,
+        })
+    }
+
+    fn link_at(&mut self, path: &[u8]) -> Option<Vec<u8>> {
+        let (parent, name) = split(path);
+        let directory = self.cursor.as_mut()?.go(parent).ok()?;
+        Some(readlinkat(&directory, name, Vec::new()).ok()?.into_bytes())
+    }
+
+    fn has_content(&mut self, path: &[u8], file: &Entry) -> Option<bool> {
+        let (parent, name) = split(path);
+        let directory = self.cursor.as_mut()?.go(parent).ok()?;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let opened = openat(&directory, name, flags, Mode::empty()).ok()?;
+        let EntryKind::File { size_bytes, .. } = &file.kind else { return None };
+        if fstat(&opened).ok()?.st_size.cast_unsigned() != *size_bytes {
+            return Some(false);
+        }
+        let capability = |xattrs: &[crate::Xattr]| {
+            xattrs.iter().find(|xattr| xattr.name == CAPABILITY).map(|xattr| xattr.value.clone())
+        };
+        if capability(&xattrs::read(&opened, true).ok()?) != capability(&file.xattrs) {
+            return Some(false);
+        }
+        Some(is_content(&opened, *size_bytes, file))
+    }
+}
+
+/// Whether a file holds the extents of an entry, and zeroes elsewhere.
+fn is_content(opened: &OwnedFd, size_bytes: u64, file: &Entry) -> bool {
+    let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
+    let mut at = 0;
+    let is_zero_until = |end: u64, at: &mut u64| {
+        while *at < end {
+            let length = usize::try_from(end - *at).unwrap_or(usize::MAX).min(64 << 10);
+            let mut zeroes = vec![0; length];
+            if !fill(opened, &mut zeroes, *at).is_ok_and(|read| read == length)
+                || zeroes.iter().any(|byte| *byte != 0)
+            {
+                return false;
+            }
+            *at += length as u64;
+        }
+        true
+    };
+    for extent in file.extents() {
+        let data = &mut buffer[..extent.length as usize];
+        let is_same = is_zero_until(extent.offset, &mut at)
+            && fill(opened, data, extent.offset).is_ok_and(|read| read == data.len())
+            && Digest(*blake3::hash(data).as_bytes()) == extent.digest;
+        if !is_same {
+            return false;
+        }
+        at = extent.offset + u64::from(extent.length);
+    }
+    is_zero_until(size_bytes, &mut at)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::manifest::{Limits, Xattr};
+    use crate::{ScanOptions, scan};
+
+    fn entry(path: &str, kind: EntryKind) -> Entry {
+        let mode =
+            if matches!(kind, EntryKind::Symlink { .. } | EntryKind::HardLink { .. }) { 0 } else { 0o755 };
+        let path = path.as_bytes().to_vec();
+        Entry { path, mode, uid: 0, gid: 0, mtime_seconds: 0, mtime_nanos: 0, xattrs: Vec::new(), kind }
+    }
+
+    fn file(path: &str) -> Entry {
+        entry(path, EntryKind::File { size_bytes: 0, extents: Vec::new() })
+    }
+
+    #[test]
+    fn git_programs_are_known_by_their_paths() {
+        let withheld = [
+            ".git/hooks/pre-commit",
+            ".git/config",
+            ".git/config.worktree",
+            ".git/commondir",
+            ".git/rebase-merge/git-rebase-todo",
+            ".GIT/Hooks/post-checkout",
+            ".Git/CONFIG",
+            ".g\u{200c}it/config",
+            "git~1/config",
+            ".git./config",
+            ".git/modules/a/hooks/x",
+            ".git/modules/a/b/config",
+            ".git/modules/refs/config",
+            ".git/worktrees/a/config.worktree",
+            "deep/down/.git/hooks/x",
+            "sub/.git",
+            ".git",
+        ];
+        for path in withheld {
+            assert!(makes_git_run(&file(path)), "{path}");
+        }
+        let kept = [
+            ".git/HEAD",
+            ".git/objects/ab/cd",
+            ".git/refs/heads/hooks",
+            ".git/info/exclude",
+            ".git/modules/a/HEAD",
+            ".gitignore",
+            ".gitmodules",
+            "git/hooks/x",
+            "hooks/pre-commit",
+            "config",
+        ];
+        for path in kept {
+            assert!(!makes_git_run(&file(path)), "{path}");
+        }
+        let link = |path| makes_git_run(&entry(path, EntryKind::Symlink { target: b"x".to_vec() }));
+        assert!([".git", ".git/hooks", ".git/modules", ".git/modules/a"].into_iter().all(link));
+        assert!(!makes_git_run(&entry(".git", EntryKind::Directory)));
+        assert!(makes_git_run(&entry(".git/hooks", EntryKind::Directory)));
+    }
+
+    /// A directory with a repository that has a hook and a configuration.
+    fn repository(hook: &str) -> TempDir {
+        let root = tempfile::tempdir().expect("a directory");
+        let at = |path: &str| root.path().join(path);
+        fs::create_dir_all(at(".git/hooks")).expect("made");
+        for (path, text) in
+            [(".git/hooks/post-checkout", hook), (".git/config", "[core]"), (".git/HEAD", "ref")]
+        {
+            fs::write(at(path), text).expect("written");
+        }
+        fs::set_permissions(at(".git/hooks/post-checkout"), fs::Permissions::from_mode(0o755)).expect("set");
+        root
+    }
+
+    fn manifest(root: &Path) -> Manifest {
+        scan(root, &ScanOptions::default(), None).expect("scanned").manifest
+    }
+
+    fn guarded(target: &Path, manifest: &Manifest) -> (Vec<String>, Vec<Dropped>) {
+        let guarded = guard(target, manifest, Allowed::default()).expect("valid");
+        let entries = guarded.tree.manifest().entries();
+        (entries.iter().map(|entry| entry.path().display().to_string()).collect(), guarded.dropped)
+    }
+
+    #[test]
+    fn git_programs_are_dropped_unless_they_are_there() {
+        let result = repository("evil");
+        let tree = manifest(result.path());
+        let dropped = |path: &str, is_other_there| Dropped {
+            path: path.into(),
+            what: DroppedKind::GitProgram,
+            is_other_there,
+        };
+        let empty = tempfile::tempdir().expect("a directory");
+        for target in [empty.path(), &empty.path().join("not there")] {
+            let (left, said) = guarded(target, &tree);
+            assert_eq!(left, ["", ".git", ".git/HEAD"]);
+            assert_eq!(said, [dropped(".git/config", false), dropped(".git/hooks/post-checkout", false)]);
+        }
+        let (left, said) = guarded(repository("mine").path(), &tree);
+        assert_eq!(left, ["", ".git", ".git/HEAD", ".git/config", ".git/hooks"]);
+        assert_eq!(said, [dropped(".git/hooks/post-checkout", true)]);
+        let same = repository("evil");
+        assert_eq!(guarded(same.path(), &tree), guarded(result.path(), &tree));
+        assert_eq!(guarded(same.path(), &tree).1, []);
+        let hook = same.path().join(".git/hooks/post-checkout");
+        fs::set_permissions(hook, fs::Permissions::from_mode(0o644)).expect("set");
+        assert_eq!(
+            guarded(same.path(), &tree).1,
+            [dropped(".git/hooks/post-checkout", true)],
+            "it did not run"
+        );
+
+        let asked = Allowed { git_programs: true, ..Allowed::default() };
+        let asked = guard(empty.path(), &tree, asked).expect("valid");
+        assert_eq!((asked.tree.manifest().tree_digest(), asked.dropped), (tree.tree_digest(), vec![]));
+    }
+
+    #[test]
+    fn link_to_a_dropped_file_becomes_that_file() {
+        let result = repository("evil");
+        fs::hard_link(result.path().join(".git/hooks/post-checkout"), result.path().join("copy"))
+            .expect("linked");
+        fs::hard_link(result.path().join(".git/hooks/post-checkout"), result.path().join("other"))
+            .expect("linked");
+        symlink("elsewhere", result.path().join("link")).expect("linked");
+        let tree = manifest(result.path());
+        let empty = tempfile::tempdir().expect("a directory");
+        let guarded = guard(empty.path(), &tree, Allowed::default()).expect("valid");
+        let entries = guarded.tree.manifest();
+        let kind = |path: &[u8]| &entries.entries()[entries.find(path).expect("there")].kind;
+        assert!(matches!(kind(b"copy"), EntryKind::File { size_bytes: 4, .. }));
+        assert_eq!(kind(b"other"), &EntryKind::HardLink { to: b"copy".to_vec() });
+        let digests =
+            |manifest: &Manifest| manifest.extents().map(|found| found.extent.digest).collect::<Vec<_>>();
+        let there = guarded.tree.origins(&crate::Runs::all(entries.extent_count()));
+        let wanted: Vec<_> =
+            there.ordinals().map(|origin| (guarded.tree.ordinal(origin), tree.locate(origin))).collect();
+        for (ordinal, located) in &wanted {
+            let digest = digests(entries)[usize::try_from(ordinal.expect("kept")).expect("small")];
+            assert_eq!(digest, located.expect("an extent").extent.digest);
+        }
+        assert_eq!(wanted.len() as u64, entries.extent_count());
+    }
+
+    #[test]
+    fn rights_of_others_and_devices_are_dropped() {
+        let mut setuid = Entry { mode: 0o4755, ..file("setuid") };
+        setuid.xattrs = vec![Xattr { name: CAPABILITY.to_vec(), value: vec![1; 20] }];
+        let device = EntryKind::Device { kind: DeviceKind::Character, major: 1, minor: 3 };
+        let directory = Entry { mode: 0o2755, ..entry("group", EntryKind::Directory) };
+        let entries = [entry("", EntryKind::Directory), entry("device", device), directory, setuid];
+        let tree = Manifest::new(entries, Limits::default()).expect("valid");
+
+        let target = tempfile::tempdir().expect("a directory");
+        let all = guard(target.path(), &tree, Allowed::default()).expect("valid");
+        let said = |guarded: &Guarded| {
+            let dropped = guarded.dropped.iter();
+            dropped.map(|dropped| (dropped.path.display().to_string(), dropped.what)).collect::<Vec<_>>()
+        };
+        let of = |path: &str, what| (path.to_owned(), what);
+        let rights = [of("setuid", DroppedKind::SetId), of("setuid", DroppedKind::Capability)];
+        let first = [of("device", DroppedKind::Device), of("group", DroppedKind::SetId)];
+        assert_eq!(said(&all), [&first[..], &rights[..]].concat());
+        let left = all.tree.manifest().entries();
+        assert_eq!(left.len(), 3);
+        assert!(left.iter().all(|entry| !has_rights(entry)));
+
+        // A directory of a group stays one.
+        fs::create_dir(target.path().join("group")).expect("made");
+        fs::set_permissions(target.path().join("group"), fs::Permissions::from_mode(0o2755)).expect("set");
+        let again = guard(target.path(), &tree, Allowed::default()).expect("valid");
+        assert_eq!(said(&again), [&first[..1], &rights[..]].concat());
+        let asked = Allowed { special: true, ..Allowed::default() };
+        let asked = guard(target.path(), &tree, asked).expect("valid");
+        assert_eq!((asked.tree.manifest().tree_digest(), asked.dropped), (tree.tree_digest(), vec![]));
+    }
+}
