@@ -400,10 +400,22 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
         ScanError::Manifest(error) => RuntimeError::InvalidOutput(error.to_string()),
         error => RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))),
     })?;
-    match scanned.problems.iter().find(|problem| cannot_travel(problem)) {
-        Some(problem) => Err(RuntimeError::InvalidOutput(shortened(problem))),
-        None => Ok(scanned),
+    for problem in &scanned.problems {
+        if cannot_travel(problem) {
+            return Err(RuntimeError::InvalidOutput(shortened(problem)));
+        }
+        // What was left out for this is no less a part of the volume.
+        if is_short_of_descriptors(problem) {
+            return Err(RuntimeError::Other(format!("cannot read a volume: {}", shortened(problem))));
+        }
     }
+    Ok(scanned)
+}
+
+fn is_short_of_descriptors(problem: &Problem) -> bool {
+    use rustix::io::Errno;
+    let ProblemKind::Unreadable(error) = &problem.what else { return false };
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 fn cannot_travel(problem: &Problem) -> bool {

@@ -155,6 +155,28 @@ fn a_path_too_long_to_travel_is_a_problem_and_can_be_removed() {
 }
 
 #[test]
+fn scan_of_a_deep_tree_keeps_few_directories_open() {
+    let dir = tempdir().unwrap();
+    let mut at = dir.path().to_owned();
+    for _ in 0..1000 {
+        at.push("d");
+        fs::create_dir(&at).unwrap();
+        fs::write(at.join("file"), "x").unwrap();
+    }
+    let root = dir.path().canonicalize().unwrap();
+    let most = std::sync::atomic::AtomicUsize::new(0);
+    let after_read = |_: &Path| {
+        let open = fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let ours = open.filter_map(|fd| fs::read_link(fd.path()).ok()).filter(|path| path.starts_with(&root));
+        most.fetch_max(ours.count(), std::sync::atomic::Ordering::Relaxed);
+    };
+    let options = ScanOptions { after_read: Some(&after_read), threads: 2, ..ScanOptions::default() };
+    assert_eq!(scan(dir.path(), &options, None).unwrap().manifest.entries().len(), 2001);
+    let most = most.into_inner();
+    assert!(most <= 110, "{most} were open");
+}
+
+#[test]
 fn the_manifest_does_not_depend_on_threads() {
     let dir = tempdir().unwrap();
     common::everything(dir.path());

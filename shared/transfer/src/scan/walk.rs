@@ -26,6 +26,10 @@ use crate::xattrs;
 /// Files that are handed to a thread together, if they are small.
 const BATCH_FILES: usize = 32;
 
+/// Most directories that stay open for the files of one batch. With those of the queue and of all threads, a scan keeps
+/// about a hundred open.
+const BATCH_DIRECTORIES: usize = 2;
+
 /// A directory whose names are being gone through.
 struct Level {
     path: Vec<u8>,
@@ -42,6 +46,8 @@ pub(super) struct Walk<'a> {
     linked: HashMap<(u64, u64), usize>,
     batch: Vec<Task>,
     batch_bytes: u64,
+    /// The directory of the last file of the batch, and how many there are.
+    batch_directories: (Option<Arc<OwnedFd>>, usize),
     listing: Vec<u8>,
     /// Names that are still to be visited, of all levels.
     held: u64,
@@ -82,6 +88,7 @@ impl<'a> Walk<'a> {
             linked: HashMap::new(),
             batch: Vec::new(),
             batch_bytes: 0,
+            batch_directories: (None, 0),
             listing: Vec::with_capacity(64 << 10),
             held: 0,
             path_bytes: 0,
@@ -264,6 +271,13 @@ impl<'a> Walk<'a> {
         self.walked.files_read += 1;
         // Files whose blocks cannot hold all of their bytes have holes, or are compressed: that takes a closer look.
         let may_have_holes = stat.st_blocks.cast_unsigned().saturating_mul(512) < size_bytes;
+        let (last, directories) = &self.batch_directories;
+        if last.as_ref().is_none_or(|last| !Arc::ptr_eq(last, &directory)) {
+            if *directories >= BATCH_DIRECTORIES {
+                self.send_batch();
+            }
+            self.batch_directories = (Some(directory.clone()), self.batch_directories.1 + 1);
+        }
         let file = Unread {
             entry: index,
             directory,
@@ -281,7 +295,7 @@ impl<'a> Walk<'a> {
     }
 
     fn send_batch(&mut self) {
-        self.batch_bytes = 0;
+        (self.batch_bytes, self.batch_directories) = (0, (None, 0));
         let batch = std::mem::take(&mut self.batch);
         if !batch.is_empty() {
             self.shared.queue.push(batch);
