@@ -72,3 +72,6 @@ where
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

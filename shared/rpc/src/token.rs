@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::sync::RwLock;
+use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -17,10 +18,12 @@ use domain::{AttemptId, GatewayInstance, LeaseId, Timestamp, VolumeHandle, Worke
 use ed25519_dalek::{Signature, Signer, SigningKey, Verifier, VerifyingKey};
 use prost::Message;
 use subtle::ConstantTimeEq;
+use tokio::sync::Mutex;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::pb::scheduler as pb;
-use crate::{Peer, Refusal};
+use crate::{Peer, Reason, Refusal};
 
 /// Names a key: the first bytes of its public half.
 pub type KeyId = [u8; 8];
@@ -108,25 +111,55 @@ impl TokenSigner {
     }
 }
 
+/// Least time from one call for keys to the next, after the scheduler answered.
+///
+/// Anybody can make up a token with the id of an unknown key. So the number of such tokens must not be the number of calls.
+pub const KEYS_KEPT: Duration = Duration::from_secs(5);
+/// Time that the scheduler has to answer a call for keys.
+const KEYS_DEADLINE: Duration = Duration::from_secs(5);
+/// Bytes that a token may have at most. Those that the scheduler signs have a few hundred.
+const MOST_TOKEN_BYTES: usize = 16 << 10;
+/// Least time from one call for keys to the next, after the scheduler did not answer.
+pub const KEYS_RETRY: Duration = Duration::from_secs(1);
+
 /// The scheduler's public keys, asked for when one is missing.
+///
+/// Invariant: a token causes no call if its key is known, and all tokens of this process together cause one call in [`KEYS_KEPT`]
+/// ([`KEYS_RETRY`] while the scheduler does not answer). The lock on `refreshed` enforces it.
 pub struct Keys {
     /// `None`: the keys were given, and there are no others.
     scheduler: Option<Peer>,
     known: RwLock<HashMap<KeyId, VerifyingKey>>,
+    /// The last call for keys. `None`: there was none.
+    refreshed: Mutex<Option<Refreshed>>,
+}
+
+/// A call for keys.
+struct Refreshed {
+    at: Instant,
+    outcome: Result<(), Refusal>,
+}
+
+impl Refreshed {
+    /// Whether the next call is too early.
+    fn is_recent(&self) -> bool {
+        let kept = if self.outcome.is_ok() { KEYS_KEPT } else { KEYS_RETRY };
+        self.at.elapsed() < kept
+    }
 }
 
 impl Keys {
     /// Knows no key yet; asks `scheduler`.
     #[must_use]
     pub fn new(scheduler: Peer) -> Self {
-        Self { scheduler: Some(scheduler), known: RwLock::default() }
+        Self { scheduler: Some(scheduler), known: RwLock::default(), refreshed: Mutex::default() }
     }
 
     /// Knows these keys and asks nobody for others.
     #[must_use]
     pub fn fixed(keys: &[pb::PublicKey]) -> Self {
         let known = RwLock::new(keys.iter().filter_map(verifying_key).collect());
-        Self { scheduler: None, known }
+        Self { scheduler: None, known, refreshed: Mutex::default() }
     }
 
     /// Verifies a token, and answers what it claims.
@@ -135,7 +168,7 @@ impl Keys {
         if let Some(key) = self.get(unverified.key_id) {
             return Ok(unverified.verify(&key)?);
         }
-        self.refresh().await?;
+        self.refresh(unverified.key_id).await?;
         let key = self.get(unverified.key_id).ok_or(InvalidToken)?;
         Ok(unverified.verify(&key)?)
     }
@@ -144,10 +177,30 @@ impl Keys {
         self.known.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(&id).copied()
     }
 
-    async fn refresh(&self) -> Result<(), Refusal> {
+    /// Asks the scheduler for its keys, unless it was asked so recently that nothing new is expected.
+    async fn refresh(&self, missing: KeyId) -> Result<(), Refusal> {
         let Some(scheduler) = &self.scheduler else { return Ok(()) };
-        let mut client = pb::workers_client::WorkersClient::new(scheduler.clone());
-        let answer = client.keys(pb::KeysRequest {}).await?.into_inner();
+        let mut refreshed = self.refreshed.lock().await;
+        // Another call may have brought it while this one waited.
+        if self.get(missing).is_some() {
+            return Ok(());
+        }
+        if let Some(last) = refreshed.as_ref().filter(|last| last.is_recent()) {
+            return last.outcome.clone();
+        }
+        // A caller may leave before the answer. The call counts from its start.
+        let unanswered = Reason::Unavailable.status("gantry", "the scheduler has not answered yet");
+        *refreshed = Some(Refreshed { at: Instant::now(), outcome: Err(unanswered.into()) });
+        let outcome = self.ask(scheduler.clone()).await;
+        *refreshed = Some(Refreshed { at: Instant::now(), outcome: outcome.clone() });
+        outcome
+    }
+
+    async fn ask(&self, scheduler: Peer) -> Result<(), Refusal> {
+        let mut request = tonic::Request::new(pb::KeysRequest {});
+        // Others wait for this answer.
+        request.set_timeout(KEYS_DEADLINE);
+        let answer = pb::workers_client::WorkersClient::new(scheduler).keys(request).await?.into_inner();
         let keys = answer.keys.iter().filter_map(verifying_key);
         self.known.write().unwrap_or_else(std::sync::PoisonError::into_inner).extend(keys);
         Ok(())
@@ -162,6 +215,9 @@ struct Unverified {
 
 impl Unverified {
     fn parse(token: &str) -> Result<Self, InvalidToken> {
+        if token.len() > MOST_TOKEN_BYTES {
+            return Err(InvalidToken);
+        }
         let mut payload = URL_SAFE_NO_PAD.decode(token).map_err(|_| InvalidToken)?;
         let split = payload.len().checked_sub(8 + 64).ok_or(InvalidToken)?;
         let tail = payload.split_off(split);

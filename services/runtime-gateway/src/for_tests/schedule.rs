@@ -1,5 +1,7 @@
 //! A scheduler that tells by which key tickets are signed, and nothing else.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use domain::worker::{TicketClaims, TicketOperation};
@@ -11,7 +13,10 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 #[derive(Clone)]
-pub(crate) struct Schedule(TokenSigner);
+pub(crate) struct Schedule {
+    signer: TokenSigner,
+    calls_for_keys: Arc<AtomicUsize>,
+}
 
 fn no_part<T>() -> Result<Response<T>, Status> {
     Err(Status::unimplemented("no part of this test"))
@@ -19,7 +24,12 @@ fn no_part<T>() -> Result<Response<T>, Status> {
 
 impl Schedule {
     pub(crate) fn new() -> Self {
-        Self(TokenSigner::from_seed(&[7; 32]))
+        Self { signer: TokenSigner::from_seed(&[7; 32]), calls_for_keys: Arc::default() }
+    }
+
+    /// How often it was asked for its keys.
+    pub(crate) fn calls_for_keys(&self) -> usize {
+        self.calls_for_keys.load(Ordering::Relaxed)
     }
 
     pub(crate) fn service(&self) -> WorkersServer<Self> {
@@ -35,7 +45,7 @@ impl Schedule {
     ) -> (String, TicketClaims) {
         let expires_at = Timestamp::now() + Duration::from_secs(600);
         let claims = TicketClaims { worker, volume, team: "main".to_owned(), operation, expires_at };
-        (self.0.sign(&claims), claims)
+        (self.signer.sign(&claims), claims)
     }
 }
 
@@ -72,7 +82,8 @@ impl Workers for Schedule {
     }
 
     async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
-        Ok(Response::new(pb::KeysResponse { keys: vec![self.0.public()] }))
+        self.calls_for_keys.fetch_add(1, Ordering::Relaxed);
+        Ok(Response::new(pb::KeysResponse { keys: vec![self.signer.public()] }))
     }
 
     async fn issue_door_ticket(
