@@ -16,8 +16,8 @@ use std::time::Duration;
 use domain::{ArtifactId, Digest, Timestamp, TransferId, VolumeHandle, WorkerId};
 use sea_orm::sea_query::{Condition, Expr, ExprTrait};
 use sea_orm::{
-    ActiveModelTrait, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
-    QueryOrder, QuerySelect, QueryTrait, Select,
+    ActiveModelTrait, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel,
+    QueryFilter, QueryOrder, QuerySelect, QueryTrait, Select,
 };
 use uuid::Uuid;
 
@@ -186,6 +186,61 @@ async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Re
         return Ok(OnWorker::BeingMade(row.handle, TransferId::from_uuid(transfer)));
     }
     Ok(OnWorker::Nothing { given_up: copies().map(|row| row.handle).collect() })
+}
+
+/// What a transfer does with a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Write,
+    Read,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AuthorizeError {
+    #[error("no transfer of volume {0} is planned for this team")]
+    NotPlanned(VolumeHandle),
+    #[error("database failed while looking for a transfer")]
+    Database(#[from] DbErr),
+}
+
+/// Says whether a transfer of `volume` is planned for `team`: the volume is being filled by a transfer that goes on, or it is a replica that the
+/// team may read. No volume of a container is either.
+pub(crate) async fn authorize(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    worker: WorkerId,
+    volume: VolumeHandle,
+    direction: Direction,
+    now: Timestamp,
+) -> Result<(), AuthorizeError> {
+    let row = volume::Entity::find_by_id(volume.uuid()).one(conn).await?;
+    let planned = |row: &volume::Model| {
+        row.worker_id == worker.uuid()
+            && row.purpose == Purpose::Replica
+            && match direction {
+                Direction::Write => {
+                    !row.complete
+                        && !row.state.is_garbage()
+                        && !row.given_up
+                        && row.transfer_id.is_some()
+                        && row.claimed_until.is_some_and(|until| until > now.0)
+                }
+                Direction::Read => row.complete && row.state.is_present(),
+            }
+    };
+    let artifact = row.filter(planned).and_then(|row| row.artifact_id).map(ArtifactId::from_uuid);
+    let Some(artifact) = artifact else { return Err(AuthorizeError::NotPlanned(volume)) };
+    let live = |rows: Select<artifact::Entity>| rows.filter(Expr::cust("state <> 'deleting'"));
+    let artifact = artifacts::usable(conn, team, &[artifact], live).await?.pop();
+    let is_usable = |artifact: &artifact::Model| match direction {
+        Direction::Write => artifact.state == ArtifactState::Sealed || artifact.team == team,
+        Direction::Read => artifact.state == ArtifactState::Sealed,
+    };
+    if artifact.is_some_and(|artifact| is_usable(&artifact)) {
+        Ok(())
+    } else {
+        Err(AuthorizeError::NotPlanned(volume))
+    }
 }
 
 #[derive(Debug, thiserror::Error)]

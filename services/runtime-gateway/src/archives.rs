@@ -15,7 +15,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use domain::Digest;
 use domain::worker::TicketClaims;
-use runtime::{Contents, RuntimeError, VolumeSource};
+use runtime::{Contents, RuntimeError};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tracing::Instrument;
@@ -94,8 +94,7 @@ async fn unpack(
         let manifest = volumes::manifest(worker, ticket).await?;
         return volumes::settle(worker, ticket.volume, &ticket.team, manifest, turn).await;
     }
-    worker.runtime.destroy_volume(ticket.volume).await?;
-    worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
+    volumes::make_empty(worker, ticket.volume).await?;
     let unpacked = async {
         match worker.runtime.contents(ticket.volume).await? {
             Contents::Directory(root) => blocking(move || unpack_into(&root, archive)).await,

@@ -13,7 +13,7 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use domain::worker::TicketClaims;
+use domain::worker::{TicketClaims, TicketOperation};
 use domain::{Digest, chain};
 use rpc::client::{AddressError, Outgoing};
 use rpc::pb::runtime as pb;
@@ -27,17 +27,48 @@ use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
 
+use crate::gateway::Gateway;
 use crate::peer::Sender;
 use crate::volumes::{Filling, TransferError};
 use crate::worker::Worker;
 
 /// A volume elsewhere that has the bytes.
+///
+/// Invariant: this gateway connects to the address that the scheduler signed, and to nothing that a caller named. [`Source::endpoint`] comes
+/// out of a verified ticket.
 #[derive(Debug, Clone)]
 pub(crate) struct Source {
-    /// The gateway of its worker.
-    pub(crate) endpoint: String,
+    /// The gateway of its worker, as the scheduler knows it. `None`: the ticket is not good for reading.
+    pub(crate) endpoint: Option<String>,
     /// Permits to read it.
     pub(crate) ticket: String,
+}
+
+impl Source {
+    /// The volume that `ticket` permits to read, at the gateway that the scheduler named when it signed. `named`: that the caller named.
+    pub(crate) async fn permitted(
+        gateway: &Gateway,
+        place: usize,
+        named: String,
+        ticket: String,
+    ) -> Result<Self, TransferError> {
+        match gateway.permitted(&ticket, TicketOperation::Read).await {
+            Ok(claims) if !claims.endpoint.is_empty() && claims.endpoint == named => {
+                Ok(Self { endpoint: Some(named), ticket })
+            }
+            Ok(_) => Err(TransferError::SourceAddress { place, named }),
+            // Another source may do.
+            Err(TransferError::Ticket) => Ok(Self { endpoint: None, ticket }),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Calls to its gateway, which present its ticket and nothing else.
+    pub(crate) fn client(&self) -> Result<VolumesClient<Peer>, SourceError> {
+        let endpoint = self.endpoint.as_deref().ok_or(SourceError::Ticket)?;
+        let outgoing = Outgoing::internal().with_ticket(&self.ticket);
+        Ok(VolumesClient::new(rpc::client::peer(endpoint, outgoing)?))
+    }
 }
 
 /// How far a fetch is, in bytes of content.
@@ -67,6 +98,9 @@ pub(crate) enum FetchError {
 /// A source is of no use.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SourceError {
+    /// Its ticket is forged, expired, or for something else.
+    #[error("its ticket is not good for this")]
+    Ticket,
     /// It cannot be reached by that name.
     #[error(transparent)]
     Address(#[from] AddressError),
@@ -91,6 +125,7 @@ impl SourceError {
     /// What a program may tell sources by.
     pub(crate) fn reason(&self) -> &str {
         match self {
+            Self::Ticket => Reason::InvalidToken.as_str(),
             Self::Address(_) => Reason::InvalidField.as_str(),
             Self::Refused(refusal) if refusal.is_transient() => Reason::Unavailable.as_str(),
             Self::Refused(refusal) => refusal.reason.as_deref().unwrap_or(Reason::Unavailable.as_str()),
@@ -149,7 +184,7 @@ pub(crate) async fn fetch(
             Ok(filling) => return Ok(filling.commit(worker).await?),
             Err(Failed::Here(error)) => return Err(error.into()),
             Err(Failed::There(error)) => {
-                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = source.endpoint, error = chain(&error), "a source failed");
+                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = chain(&error), "a source failed");
                 failed.push(error);
             }
         }
@@ -299,16 +334,14 @@ struct Reading {
 }
 
 impl Reading {
-    /// The caller named the source, so it is told nothing that is not for it: the ticket that the caller has for it, and never the
-    /// token of the cluster.
+    /// The source is told nothing that is not for it: the ticket that the caller has for it, and never the token of the cluster.
     async fn open(source: &Source) -> Result<Self, SourceError> {
-        let outgoing = Outgoing::internal().with_ticket(&source.ticket);
-        let peer: Peer = rpc::client::peer(&source.endpoint, outgoing)?;
+        let mut client = source.client()?;
         let (say, requests) = mpsc::channel(4);
         let open = pb::ReadOpen { ticket: source.ticket.clone() };
         // The other end is the stream below.
         say.send(pb::ReadRequest { message: Some(Say::Open(open)) }).await.ok();
-        let answer = VolumesClient::new(peer).read(ReceiverStream::new(requests)).await;
+        let answer = client.read(ReceiverStream::new(requests)).await;
         Ok(Self { say, said: answer.map_err(Refusal::from)?.into_inner() })
     }
 

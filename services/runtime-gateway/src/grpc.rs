@@ -284,6 +284,15 @@ impl Volumes for Handler {
         Ok(self.answer(&extensions, |gateway, answers| fetch::fetch(gateway, request, answers)))
     }
 
+    async fn get_peer_address(
+        &self,
+        request: Request<pb::GetPeerAddressRequest>,
+    ) -> Result<Response<pb::GetPeerAddressResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        fetch::peer_address(gateway, request).await.map(Response::new)
+    }
+
     async fn stream_to_peer(
         &self,
         request: Request<pb::StreamToPeerRequest>,
@@ -527,6 +536,10 @@ impl From<TransferError> for Status {
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
+            TransferError::InUse(_) => Reason::VolumeInUse,
+            TransferError::SourceAddress { .. } => {
+                return invalid_field("sources.gateway_endpoint", error.to_string());
+            }
             TransferError::CallerGone | TransferError::BrokenOff => return truncated(),
         };
         reason.status(SERVICE, chain(&error))

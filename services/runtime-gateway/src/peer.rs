@@ -15,9 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::{VolumeHandle, chain};
-use rpc::client::{AddressError, Outgoing};
 use rpc::pb::runtime as pb;
-use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::{Reason, Refusal};
 use runtime::{Inlet, RuntimeError, VolumeSource};
 use tokio::sync::watch;
@@ -28,7 +26,7 @@ use transfer::{ArchiveError, ArchiveReader, Limits, Manifest};
 
 use crate::blocking::blocking;
 use crate::far::Far;
-use crate::fetch::Source;
+use crate::fetch::{Source, SourceError};
 use crate::pipe::Arriving;
 use crate::volumes::TransferError;
 use crate::worker::Worker;
@@ -59,9 +57,9 @@ pub(crate) struct Sender {
 /// A worker could not send a volume to this one.
 #[derive(Debug, thiserror::Error)]
 enum PeerError {
-    /// Its gateway cannot be reached by that name.
+    /// Its gateway cannot be called.
     #[error(transparent)]
-    Address(#[from] AddressError),
+    Source(SourceError),
     /// It has not begun.
     #[error("the other worker does not send: {0}")]
     NotBegun(Refusal),
@@ -110,7 +108,7 @@ impl From<Status> for PeerError {
 impl PeerError {
     /// Whether the volume is as empty as it was.
     fn is_untouched(&self) -> bool {
-        matches!(self, Self::Address(_) | Self::NotBegun(_))
+        matches!(self, Self::Source(_) | Self::NotBegun(_))
     }
 
     /// Whether more may come.
@@ -174,7 +172,7 @@ impl Sender {
     fn without(&self, volume: VolumeHandle, why: &str) -> bool {
         tracing::info!(
             volume.handle = %volume,
-            source = self.source.endpoint,
+            source = ?self.source.endpoint,
             error = why,
             "a volume is not sent from worker to worker"
         );
@@ -188,8 +186,7 @@ impl Sender {
         manifest: &Arc<Manifest>,
         inlet: Inlet,
     ) -> Result<(), PeerError> {
-        let outgoing = Outgoing::internal().with_token(worker.config.token.as_deref());
-        let peer = rpc::client::peer(&self.source.endpoint, outgoing)?;
+        let mut client = self.source.client().map_err(PeerError::Source)?;
         let request = pb::StreamToPeerRequest {
             ticket: self.source.ticket.clone(),
             destination_ticket: self.ticket.clone(),
@@ -199,7 +196,7 @@ impl Sender {
         self.compared.send_replace(0);
         let patience =
             worker.config.peer_patience.max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
-        let sent = timeout(patience, VolumesClient::new(peer).stream_to_peer(request)).await;
+        let sent = timeout(patience, client.stream_to_peer(request)).await;
         sent.map_err(|_| PeerError::Late)??;
 
         let archive = Arriving::new(remote.read(Path::new("")).await?);

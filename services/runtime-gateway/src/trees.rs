@@ -30,6 +30,8 @@ use crate::rehash::{self, Rehashed};
 const UNFINISHED: &str = "tmp";
 /// What the name of the mark of a damaged volume ends with.
 const DAMAGED: &str = "damaged";
+/// What the name of the mark of a volume ends with that a transfer fills.
+const FILLING: &str = "filling";
 
 /// Most bytes of manifests, encoded, that are held in memory.
 const MEMORY: u64 = 64 << 20;
@@ -52,6 +54,8 @@ struct State {
     bytes: u64,
     extents: HashMap<Digest, (VolumeHandle, u64)>,
     damaged: BTreeSet<VolumeHandle>,
+    /// Volumes that transfers began to fill and that have no final bytes yet.
+    filling: BTreeSet<VolumeHandle>,
 }
 
 struct Tree {
@@ -116,6 +120,9 @@ impl Trees {
                 // A gateway was killed while it wrote it.
                 Some(UNFINISHED) => std::fs::remove_file(&path)?,
                 Some(DAMAGED) => state.damaged.extend(handle()),
+                // A gateway was killed after the volume had its final bytes.
+                Some(FILLING) if path.with_extension("").exists() => std::fs::remove_file(&path)?,
+                Some(FILLING) => state.filling.extend(handle()),
                 _ => {}
             }
         }
@@ -182,6 +189,37 @@ impl Trees {
     /// The volumes that do not hold what they should.
     pub(crate) fn damaged(&self) -> BTreeSet<VolumeHandle> {
         self.state().damaged.clone()
+    }
+
+    /// Marks a volume that does not exist yet as one that a transfer fills. The mark is durable when this returns, as far as the manifests
+    /// are.
+    ///
+    /// Only a volume with this mark is ever emptied for a transfer. So no ticket, however it was got, empties a volume that a container uses or
+    /// an artifact has.
+    pub(crate) async fn begin_filling(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
+        let path = self.path(volume).with_extension(FILLING);
+        let written = tokio::fs::write(&path, b"").await;
+        written.map_err(|error| RuntimeError::io("marking a volume that is filled", error))?;
+        self.state().filling.insert(volume);
+        Ok(())
+    }
+
+    /// Whether a transfer fills the volume.
+    pub(crate) fn is_filling(&self, volume: VolumeHandle) -> bool {
+        self.state().filling.contains(&volume)
+    }
+
+    /// Removes the mark: the volume has its final bytes, or does not exist any more.
+    pub(crate) async fn end_filling(&self, volume: VolumeHandle) {
+        if !self.state().filling.remove(&volume) {
+            return;
+        }
+        let path = self.path(volume).with_extension(FILLING);
+        if let Err(error) = tokio::fs::remove_file(&path).await
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(volume.handle = %volume, %error, "cannot remove the mark of a volume that was filled");
+        }
     }
 
     async fn mark_damaged(&self, volume: VolumeHandle) {
@@ -344,6 +382,7 @@ impl Trees {
             state.remove(volume);
             state.damaged.remove(&volume);
         }
+        self.end_filling(volume).await;
         let path = self.path(volume);
         for path in [path.with_extension(DAMAGED), path] {
             match tokio::fs::remove_file(path).await {

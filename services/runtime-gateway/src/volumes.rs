@@ -88,6 +88,19 @@ pub(crate) enum TransferError {
     /// The volume has its final bytes.
     #[error("volume {0} was filled before")]
     Complete(VolumeHandle),
+    /// The volume exists, and no transfer fills it: a container may use it.
+    #[error("cannot fill volume {0}: it exists, and no transfer fills it")]
+    InUse(VolumeHandle),
+    /// The caller named another address for a source than the scheduler did.
+    #[error(
+        "the gateway of source {place} does not listen at {named:?}: use the address that came with its ticket"
+    )]
+    SourceAddress {
+        /// The place of the source.
+        place: usize,
+        /// The address that the caller named.
+        named: String,
+    },
     /// The receiver is gone.
     #[error("the caller is gone")]
     CallerGone,
@@ -196,8 +209,7 @@ impl Filling {
             self::manifest(worker, ticket).await?;
             return Ok(Self::whole(ticket, manifest, turn));
         }
-        worker.runtime.destroy_volume(ticket.volume).await?;
-        worker.runtime.create_volume(ticket.volume, VolumeSource::Empty).await?;
+        make_empty(worker, ticket.volume).await?;
         let root = match worker.runtime.contents(ticket.volume).await? {
             Contents::Directory(root) => root,
             Contents::Remote(remote) => {
@@ -361,6 +373,23 @@ impl Filling {
     }
 }
 
+/// Makes the volume of a transfer, empty. What an earlier try left in it is thrown away.
+///
+/// Refused where the volume exists and no transfer fills it.
+pub(crate) async fn make_empty(worker: &Worker, volume: VolumeHandle) -> Result<(), TransferError> {
+    if worker.trees.is_filling(volume) {
+        worker.runtime.destroy_volume(volume).await?;
+    } else {
+        match worker.runtime.contents(volume).await {
+            Err(RuntimeError::VolumeNotFound(_)) => {}
+            Ok(_) => return Err(TransferError::InUse(volume)),
+            Err(error) => return Err(error.into()),
+        }
+        worker.trees.begin_filling(volume).await?;
+    }
+    Ok(worker.runtime.create_volume(volume, VolumeSource::Empty).await?)
+}
+
 /// Ends a volume that has its final bytes: its manifest is kept, and the artifact store told.
 pub(crate) async fn settle(
     worker: &Worker,
@@ -374,6 +403,7 @@ pub(crate) async fn settle(
         turn.discard(worker).await;
         return Err(error.into());
     }
+    worker.trees.end_filling(volume).await;
     if let Err(refusal) = attempt::complete(worker, volume, &manifest).await {
         // To the gateway that speaks for this worker now, it may be complete.
         if !attempt::is_superseded(&refusal) {
@@ -403,8 +433,11 @@ impl Turn {
     /// Frees what could not be written as a whole. The artifact store knows the volume as unfinished and has it destroyed in the end; on a
     /// full disk, though, it may have no room to write that down, and needs this room first.
     pub(crate) async fn discard(self, worker: &Worker) {
-        if let Err(error) = worker.runtime.destroy_volume(self.volume).await {
-            tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a volume that could not be filled");
+        match worker.runtime.destroy_volume(self.volume).await {
+            Ok(()) => worker.trees.end_filling(self.volume).await,
+            Err(error) => {
+                tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a volume that could not be filled");
+            }
         }
     }
 }

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use domain::{AttemptId, VolumeHandle, WorkerId};
 use rpc::client::{DOOR_TICKET_HEADER, Outgoing, peer};
+use rpc::pb::artifacts;
+use rpc::pb::artifacts::replicas_server::{Replicas, ReplicasServer};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Say;
 use rpc::pb::runtime::attach_response::Message as Heard;
@@ -21,6 +23,7 @@ use testing::fake::FakeWorker;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use tonic::{Request, Response, Status};
 
 /// An address where nobody listens.
 const NOBODY: &str = "http://127.0.0.1:9";
@@ -160,7 +163,7 @@ async fn passed_on(
         ..pb::Resume::default()
     };
     let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
-    let mut said = tonic::Request::new(said);
+    let mut said = Request::new(said);
     if let Some(ticket) = ticket {
         said.metadata_mut().insert(DOOR_TICKET_HEADER, ticket.parse().expect("ASCII"));
     }
@@ -183,12 +186,70 @@ fn told<T: std::fmt::Debug>(answer: Result<T, Refusal>, reason: Reason) -> Refus
     refusal
 }
 
+/// An artifact store that has planned every transfer.
+struct EverythingIsPlanned;
+
+fn no_part<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("no part of this test"))
+}
+
+#[tonic::async_trait]
+impl Replicas for EverythingIsPlanned {
+    async fn authorize_transfer(
+        &self,
+        _: Request<artifacts::AuthorizeTransferRequest>,
+    ) -> Result<Response<artifacts::AuthorizeTransferResponse>, Status> {
+        Ok(Response::new(artifacts::AuthorizeTransferResponse {}))
+    }
+
+    async fn plan_replica(
+        &self,
+        _: Request<artifacts::PlanReplicaRequest>,
+    ) -> Result<Response<artifacts::PlanReplicaResponse>, Status> {
+        no_part()
+    }
+
+    async fn progress(
+        &self,
+        _: Request<artifacts::ProgressRequest>,
+    ) -> Result<Response<artifacts::ProgressResponse>, Status> {
+        no_part()
+    }
+
+    async fn seal_upload(
+        &self,
+        _: Request<artifacts::SealUploadRequest>,
+    ) -> Result<Response<artifacts::SealUploadResponse>, Status> {
+        no_part()
+    }
+
+    async fn abandon_upload(
+        &self,
+        _: Request<artifacts::AbandonUploadRequest>,
+    ) -> Result<Response<artifacts::AbandonUploadResponse>, Status> {
+        no_part()
+    }
+
+    async fn drop_replica(
+        &self,
+        _: Request<artifacts::DropReplicaRequest>,
+    ) -> Result<Response<artifacts::DropReplicaResponse>, Status> {
+        no_part()
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
     let directory = tempfile::tempdir().expect("a directory");
     let url = format!("sqlite://{}", directory.path().join("scheduler.db").display());
+    let store = Served::start(async |host: &mut Host, _| {
+        host.add_service(ReplicasServer::new(EverythingIsPlanned));
+    })
+    .await;
     let scheduler = Served::start(async |host: &mut Host, _| {
-        scheduler::start(scheduler::Config::new(url, NOBODY), host).await.expect("a scheduler");
+        scheduler::start(scheduler::Config::new(url, store.endpoint.clone()), host)
+            .await
+            .expect("a scheduler");
     })
     .await;
     let workers = WorkersClient::new(scheduler.peer());
@@ -251,4 +312,5 @@ async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
     both.end().await;
     other.end().await;
     scheduler.end().await;
+    store.end().await;
 }

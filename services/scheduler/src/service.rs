@@ -88,6 +88,9 @@ pub(crate) enum TicketError {
     /// No gateway attends it now.
     #[error("worker {0} is out of contact")]
     Unreachable(WorkerId),
+    /// The artifact store has planned no such transfer, or does not answer.
+    #[error(transparent)]
+    Store(#[from] Refusal),
     /// The database does not answer.
     #[error("the database failed")]
     Database(#[from] DbErr),
@@ -628,7 +631,7 @@ impl Scheduler {
         released.unwrap_or(Err(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed)))
     }
 
-    /// Signs a permission for one transfer with a worker.
+    /// Signs a permission for one transfer with a worker, if the artifact store has planned that transfer for `team`.
     pub(crate) async fn issue_ticket(
         &self,
         team: String,
@@ -642,8 +645,10 @@ impl Scheduler {
         if state != worker::State::Running {
             return Err(TicketError::Unreachable(worker));
         }
+        self.store.authorize_transfer(&team, worker, volume, operation).await?;
         let expires_at = now + self.config.ticket_validity;
-        let claims = TicketClaims { worker, volume, team, operation, expires_at };
+        let endpoint = gateway_endpoint.clone();
+        let claims = TicketClaims { worker, volume, team, operation, expires_at, endpoint };
         Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
     }
 

@@ -3,13 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use domain::worker::TicketOperation;
 use domain::workload::{Outcome, OutputOwner};
-use domain::{ArtifactId, AttemptId, CacheId, LeaseId, Timestamp, WorkerId};
+use domain::{ArtifactId, AttemptId, CacheId, LeaseId, Timestamp, VolumeHandle, WorkerId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::pins_client::PinsClient;
+use rpc::pb::artifacts::replicas_client::ReplicasClient;
 use rpc::{Peer, Refusal};
 use tonic::Request;
 use uuid::Uuid;
@@ -32,6 +34,7 @@ pub(crate) struct Store {
     artifacts: ArtifactsClient<Peer>,
     caches: CachesClient<Peer>,
     inventory: InventoryClient<Peer>,
+    replicas: ReplicasClient<Peer>,
 }
 
 /// A workload or a driven lease that the store keeps something for.
@@ -80,7 +83,8 @@ impl Store {
             pins: PinsClient::new(peer.clone()),
             artifacts: ArtifactsClient::new(peer.clone()),
             caches: CachesClient::new(peer.clone()),
-            inventory: InventoryClient::new(peer),
+            inventory: InventoryClient::new(peer.clone()),
+            replicas: ReplicasClient::new(peer),
         }
     }
 
@@ -249,6 +253,28 @@ impl Store {
         let mut request = Request::new(request);
         request.set_timeout(FORGETTING);
         self.inventory.clone().forget_worker(request).await?;
+        Ok(())
+    }
+
+    /// Says whether the store has planned a transfer of a volume for a team.
+    pub(crate) async fn authorize_transfer(
+        &self,
+        team: &str,
+        worker: WorkerId,
+        volume: VolumeHandle,
+        operation: TicketOperation,
+    ) -> Result<(), Refusal> {
+        let direction = match operation {
+            TicketOperation::Write => pb::TransferDirection::Write,
+            TicketOperation::Read => pb::TransferDirection::Read,
+        };
+        let request = pb::AuthorizeTransferRequest {
+            team: team.to_owned(),
+            worker_id: worker.to_string(),
+            volume_handle: volume.to_string(),
+            direction: direction.into(),
+        };
+        self.replicas.clone().authorize_transfer(within(request)).await?;
         Ok(())
     }
 

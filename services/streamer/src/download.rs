@@ -3,12 +3,12 @@
 //! What the artifact store has itself, and no worker that can be read, is brought to one first.
 
 use domain::ArtifactId;
+use rpc::Refusal;
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler;
 use rpc::pb::streamer as pb;
-use rpc::{Reason, Refusal};
 
-use crate::materialize::{Copied, CopyError};
+use crate::materialize::{Copied, CopyError, is_of_no_use};
 use crate::transfers::{self, State, Waiting};
 use crate::upload::{Peers, place, release};
 
@@ -62,7 +62,7 @@ pub(crate) async fn locate(
         match at(peers, &team, &location, replica.worker_id, replica.volume_handle).await {
             Ok(response) if !avoid.contains(&endpoint(&response)) => return Ok(response),
             Ok(response) => avoided = Some(response),
-            Err(refusal) if refusal.is(Reason::WorkerUnreachable) || refusal.is(Reason::WorkerNotFound) => {
+            Err(refusal) if is_of_no_use(&refusal) => {
                 unreachable = Some(refusal);
             }
             Err(refusal) => return Err(refusal.into()),

@@ -319,7 +319,7 @@ async fn sources(
                 let scheduler::IssueTicketResponse { ticket, gateway_endpoint, .. } = ticket.into_inner();
                 sources.push(Source { worker, fetch: gateway::FetchSource { gateway_endpoint, ticket } });
             }
-            Err(refusal) if refusal.is(Reason::WorkerUnreachable) || refusal.is(Reason::WorkerNotFound) => {
+            Err(refusal) if is_of_no_use(&refusal) => {
                 unreachable = Some(refusal);
             }
             Err(refusal) => return Err(refusal.into()),
@@ -330,6 +330,13 @@ async fn sources(
         None if sources.is_empty() => Err(CopyError::NoReplica(artifact)),
         _ => Ok(sources),
     }
+}
+
+/// Whether a replica cannot be read, so that another one must do. The store may have lost it since it was located.
+pub(crate) fn is_of_no_use(refusal: &Refusal) -> bool {
+    [Reason::WorkerUnreachable, Reason::WorkerNotFound, Reason::TransferNotPlanned]
+        .into_iter()
+        .any(|reason| refusal.is(reason))
 }
 
 /// The replicas on other workers than `destination`: those that were hashed first, and among them those from which the fewest copies are

@@ -154,6 +154,9 @@ pub struct TicketClaims {
     pub operation: TicketOperation,
     /// Until when a transfer may be opened with it, by the scheduler's clock.
     pub expires_at: crate::Timestamp,
+    /// Where the gateway of the worker listens, as the scheduler knows it. Gateways that transfer with that worker connect there and nowhere
+    /// else.
+    pub endpoint: String,
 }
 
 /// Claims of a door ticket: a short-lived permission to pass the calls of others on to one worker. Signed by the scheduler.

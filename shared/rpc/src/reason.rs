@@ -97,6 +97,7 @@ reasons! {
     InvalidArchive = "INVALID_ARCHIVE", InvalidArgument;
     InvalidManifest = "INVALID_MANIFEST", InvalidArgument;
     DigestMismatch = "DIGEST_MISMATCH", DataLoss;
+    TransferNotPlanned = "TRANSFER_NOT_PLANNED", FailedPrecondition;
     TransferTruncated = "TRANSFER_TRUNCATED", InvalidArgument;
     TransferCancelled = "TRANSFER_CANCELLED", Aborted;
     SourceFailed = "SOURCE_FAILED", FailedPrecondition;

@@ -256,6 +256,9 @@ struct Payload {
     numbers: Vec<u64>,
     #[prost(string, tag = "3")]
     team: String,
+    /// Of a ticket.
+    #[prost(string, tag = "5")]
+    endpoint: String,
 }
 
 impl Payload {
@@ -280,7 +283,7 @@ impl Claims for SessionClaims {
 
     fn encode(&self) -> Vec<u8> {
         let ids = vec![bytes(self.worker.uuid()), bytes(self.instance.uuid())];
-        Payload { ids, numbers: vec![self.incarnation.0, self.session.0], team: String::new() }
+        Payload { ids, numbers: vec![self.incarnation.0, self.session.0], ..Payload::default() }
             .encode_to_vec()
     }
 
@@ -303,7 +306,8 @@ impl Claims for LeaseClaims {
         if let Some((workload, attempt)) = self.attempt {
             ids.extend([bytes(workload.uuid()), bytes(attempt.uuid())]);
         }
-        Payload { ids, numbers: vec![self.incarnation.0], team: self.team.clone() }.encode_to_vec()
+        let (numbers, team) = (vec![self.incarnation.0], self.team.clone());
+        Payload { ids, numbers, team, ..Payload::default() }.encode_to_vec()
     }
 
     fn decode(payload: &[u8]) -> Option<Self> {
@@ -332,7 +336,8 @@ impl Claims for TicketClaims {
         };
         let expires = u64::try_from(self.expires_at.0).unwrap_or(0);
         let ids = vec![bytes(self.worker.uuid()), bytes(self.volume.uuid())];
-        Payload { ids, numbers: vec![operation, expires], team: self.team.clone() }.encode_to_vec()
+        let (numbers, team) = (vec![operation, expires], self.team.clone());
+        Payload { ids, numbers, team, endpoint: self.endpoint.clone() }.encode_to_vec()
     }
 
     fn decode(payload: &[u8]) -> Option<Self> {
@@ -347,6 +352,7 @@ impl Claims for TicketClaims {
             },
             expires_at: Timestamp(i64::try_from(*payload.numbers.get(1)?).ok()?),
             team: payload.team,
+            endpoint: payload.endpoint,
         })
     }
 }
@@ -357,7 +363,7 @@ impl Claims for DoorClaims {
     fn encode(&self) -> Vec<u8> {
         let expires = u64::try_from(self.expires_at.0).unwrap_or(0);
         let ids = vec![bytes(self.worker.uuid())];
-        Payload { ids, numbers: vec![expires], team: String::new() }.encode_to_vec()
+        Payload { ids, numbers: vec![expires], ..Payload::default() }.encode_to_vec()
     }
 
     fn decode(payload: &[u8]) -> Option<Self> {
@@ -392,6 +398,15 @@ mod tests {
         assert_eq!(signer.verify(&signer.sign(&driven)), Ok(driven));
         let door = DoorClaims { worker: WorkerId::new(), expires_at: Timestamp::now() };
         assert_eq!(signer.verify(&signer.sign(&door)), Ok(door));
+        let ticket = TicketClaims {
+            worker: WorkerId::new(),
+            volume: VolumeHandle::new(),
+            team: "main".to_owned(),
+            operation: TicketOperation::Read,
+            expires_at: Timestamp::now(),
+            endpoint: "http://worker:7080".to_owned(),
+        };
+        assert_eq!(signer.verify(&signer.sign(&ticket)), Ok(ticket));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 use super::{Handlers, artifact, parse_why, status};
 use crate::dispose::{self, Drop};
 use crate::facts::Keepers;
-use crate::replicas::{self, Outcome, Plan};
+use crate::replicas::{self, Direction, Outcome, Plan};
 
 #[tonic::async_trait]
 impl pb::replicas_server::Replicas for Handlers {
@@ -40,6 +40,24 @@ impl pb::replicas_server::Replicas for Handlers {
             digest: planned.digest.unwrap_or_default().into(),
             size_bytes: planned.size_bytes,
         }))
+    }
+
+    async fn authorize_transfer(
+        &self,
+        request: Request<pb::AuthorizeTransferRequest>,
+    ) -> Result<Response<pb::AuthorizeTransferResponse>, Status> {
+        let request = request.into_inner();
+        let team = rpc::parse_team("team", request.team)?;
+        let worker = rpc::parse_id("worker_id", &request.worker_id)?;
+        let volume = rpc::parse_id("volume_handle", &request.volume_handle)?;
+        let direction = match rpc::parse_enum("direction", request.direction)? {
+            pb::TransferDirection::Write => Direction::Write,
+            pb::TransferDirection::Read | pb::TransferDirection::Unspecified => Direction::Read,
+        };
+
+        replicas::authorize(self.store.db.read(), &team, worker, volume, direction, self.store.now()).await?;
+
+        Ok(Response::new(pb::AuthorizeTransferResponse {}))
     }
 
     async fn progress(

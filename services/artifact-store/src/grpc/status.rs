@@ -19,7 +19,7 @@ use crate::inventory::{CompleteError, PrepareError, PreparedError, TouchError};
 use crate::losses::WatchError;
 use crate::owners::{DeleteBuildError, OwnError, OwnerEnded, PutBuildError};
 use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
-use crate::replicas::{PlanError, ProgressError, SealError};
+use crate::replicas::{AuthorizeError, PlanError, ProgressError, SealError};
 use crate::report::ReportError;
 use crate::sessions::SessionError;
 use crate::set_aside::{AdoptionError, PurgeError};
@@ -282,6 +282,17 @@ impl From<PlanError> for Status {
             }
             PlanError::TransferTaken(_) => rpc::invalid_field("transfer_id", error.to_string()),
             PlanError::Database(source) => database("plan a replica", source),
+        }
+    }
+}
+
+impl From<AuthorizeError> for Status {
+    fn from(error: AuthorizeError) -> Self {
+        match &error {
+            AuthorizeError::NotPlanned(handle) => {
+                volume(Reason::TransferNotPlanned, error.to_string(), *handle)
+            }
+            AuthorizeError::Database(source) => database("look for a transfer", source),
         }
     }
 }

@@ -30,6 +30,7 @@ fn ticket(volume: VolumeHandle) -> TicketClaims {
         team: "main".to_owned(),
         operation: TicketOperation::Write,
         expires_at: domain::Timestamp::now(),
+        endpoint: String::new(),
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use super::NOBODY;
 use domain::worker::{TicketClaims, TicketOperation};
 use domain::{Timestamp, VolumeHandle, WorkerId};
 use rpc::pb::scheduler as pb;
@@ -43,8 +44,20 @@ impl Schedule {
         volume: VolumeHandle,
         operation: TicketOperation,
     ) -> (String, TicketClaims) {
+        self.ticket_at(NOBODY, worker, volume, operation)
+    }
+
+    /// A ticket for a worker whose gateway listens at `endpoint`, and what it says.
+    pub(crate) fn ticket_at(
+        &self,
+        endpoint: &str,
+        worker: WorkerId,
+        volume: VolumeHandle,
+        operation: TicketOperation,
+    ) -> (String, TicketClaims) {
         let expires_at = Timestamp::now() + Duration::from_secs(600);
-        let claims = TicketClaims { worker, volume, team: "main".to_owned(), operation, expires_at };
+        let (team, endpoint) = ("main".to_owned(), endpoint.to_owned());
+        let claims = TicketClaims { worker, volume, team, operation, expires_at, endpoint };
         (self.signer.sign(&claims), claims)
     }
 }

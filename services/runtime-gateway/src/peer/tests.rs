@@ -16,6 +16,10 @@ use tokio_util::task::TaskTracker;
 use transfer::{ReadOptions, Runs, TreeReader};
 
 use super::*;
+use domain::worker::TicketClaims;
+use rpc::client::Outgoing;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+
 use crate::Config;
 use crate::fetch::{self, Destination, FetchError, Progress};
 use crate::for_tests::schedule::Schedule;
@@ -68,6 +72,8 @@ struct Scene {
     from: Side,
     to: Side,
     gateway: Served,
+    /// The gateway of the worker that is sent to.
+    destination: Served,
     manifest: Arc<Manifest>,
     /// The complete one, and the one that is to be filled.
     volumes: (VolumeHandle, VolumeHandle),
@@ -100,6 +106,8 @@ impl Scene {
         let to = Side::new(both.1, patience, &scheduler.endpoint, &store.endpoint).await;
         let gateway = gateway_of(std::slice::from_ref(&from.worker), &scheduler.endpoint);
         let gateway = Served::start(|host| host.add_service(crate::grpc::volumes(gateway))).await;
+        let destination = gateway_of(std::slice::from_ref(&to.worker), &scheduler.endpoint);
+        let destination = Served::start(|host| host.add_service(crate::grpc::volumes(destination))).await;
 
         let tree = tempfile::tempdir().expect("a directory");
         make(tree.path());
@@ -118,13 +126,19 @@ impl Scene {
         let (filled, ()) = tokio::join!(filling.commit(&from.worker), acknowledge(&store, volumes.0));
         filled.expect("it is complete");
         let told = Mutex::default();
-        Self { schedule, scheduler, store, from, to, gateway, manifest, volumes, told }
+        Self { schedule, scheduler, store, from, to, gateway, destination, manifest, volumes, told }
     }
 
     fn request(&self) -> (Destination, Source) {
-        let (signed, ticket) = self.schedule.ticket(self.to.id, self.volumes.1, TicketOperation::Write);
+        let (signed, ticket) = self.to_write();
         let (read, _) = self.schedule.ticket(self.from.id, self.volumes.0, TicketOperation::Read);
-        (Destination { ticket, signed }, Source { endpoint: self.gateway.endpoint.clone(), ticket: read })
+        let source = Source { endpoint: Some(self.gateway.endpoint.clone()), ticket: read };
+        (Destination { ticket, signed }, source)
+    }
+
+    fn to_write(&self) -> (String, TicketClaims) {
+        let endpoint = &self.destination.endpoint;
+        self.schedule.ticket_at(endpoint, self.to.id, self.volumes.1, TicketOperation::Write)
     }
 
     /// Fills the volume, unless it is dropped before.
@@ -159,6 +173,7 @@ impl Scene {
 
     async fn end(self) {
         self.gateway.end().await;
+        self.destination.end().await;
         self.scheduler.end().await;
         self.store.into_inner().end().await;
     }
@@ -318,22 +333,32 @@ async fn a_worker_sends_only_to_a_volume_that_may_be_written_and_nowhere_else() 
     let (from, to) = scene.volumes;
     let ticket = |worker, volume, operation| scene.schedule.ticket(worker, volume, operation).0;
     let read = ticket(scene.from.id, from, TicketOperation::Read);
-    let write = ticket(scene.to.id, to, TicketOperation::Write);
+    let write = scene.to_write().0;
+    let at_nobody = ticket(scene.to.id, to, TicketOperation::Write);
     let url = format!("http://{}", scene.to.volumes.address());
     let of_near = ticket(near_worker, near, TicketOperation::Read);
     let not_to_write = ticket(scene.to.id, to, TicketOperation::Read);
+    /// From this place on, the volume to fill is there.
+    const THERE: usize = 6;
     let refused = [
         (&write, &write, &url, Reason::InvalidToken),
         (&read, &not_to_write, &url, Reason::InvalidToken),
         (&read, &"forged".to_owned(), &url, Reason::InvalidToken),
         (&read, &write, &String::new(), Reason::InvalidField),
-        (&read, &write, &format!("{url}/volumes/other/stream-in?path=.&"), Reason::NoPeers),
-        (&read, &write, &"file:///etc/passwd".to_owned(), Reason::NoPeers),
+        // The gateway of the destination cannot be asked.
+        (&read, &at_nobody, &url, Reason::NoPeers),
+        // The volume is not there yet.
+        (&read, &write, &url, Reason::NoPeers),
+        (&read, &write, &format!("{url}/volumes/other/stream-in?path=.&"), Reason::InvalidField),
+        (&read, &write, &"http://169.254.169.254".to_owned(), Reason::InvalidField),
+        (&read, &write, &"file:///etc/passwd".to_owned(), Reason::InvalidField),
         (&of_near, &write, &url, Reason::NoPeers),
-        // It is not there yet.
-        (&read, &write, &url, Reason::PeerFailed),
     ];
-    for (ticket, destination, url, reason) in refused {
+    for (place, (ticket, destination, url, reason)) in refused.into_iter().enumerate() {
+        if place == THERE {
+            let runtime = &scene.to.worker.runtime;
+            runtime.create_volume(to, runtime::VolumeSource::Empty).await.expect("made");
+        }
         let request = pb::StreamToPeerRequest {
             ticket: ticket.clone(),
             destination_ticket: destination.clone(),
@@ -344,7 +369,7 @@ async fn a_worker_sends_only_to_a_volume_that_may_be_written_and_nowhere_else() 
         let refusal = Refusal::from(answer.expect_err("it is refused"));
         assert!(refusal.is(reason), "{reason}: {refusal}");
     }
-    assert_eq!(scene.from.asked(from, "stream-p2p-out"), 1, "only the last was tried");
+    assert_eq!(scene.from.asked(from, "stream-p2p-out"), 0, "nothing was sent");
     drop(peer);
     gateway.end().await;
     scene.end().await;

@@ -24,6 +24,7 @@ fn ticket(volume: VolumeHandle) -> TicketClaims {
         team: "main".to_owned(),
         operation: domain::worker::TicketOperation::Write,
         expires_at: domain::Timestamp::now(),
+        endpoint: String::new(),
     }
 }
 
@@ -188,5 +189,47 @@ async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is
         }
     });
     assert_eq!(filling.await.expect("it may be filled").missing_bytes(), 8);
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ticket_to_write_is_refused_for_a_volume_in_use() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = gateway(&machine, &store);
+    // As an attempt makes its volumes; and a replica whose manifest was lost.
+    let used = VolumeHandle::new();
+    machine.runtime().create_volume(used, VolumeSource::Empty).await.expect("made");
+    let replica = machine.volume("contents").await;
+    for volume in [used, replica] {
+        let refused = begin(&worker, volume, &tree("something else")).await.err();
+        assert!(matches!(refused, Some(TransferError::InUse(of)) if of == volume), "{refused:?}");
+        let unpacking = crate::archives::Unpacking::begin(&worker, ticket(volume));
+        let refused = within("an end", unpacking.commit()).await.err();
+        assert!(matches!(refused, Some(TransferError::InUse(of)) if of == volume), "{refused:?}");
+        assert!(machine.has(volume));
+    }
+    assert_eq!(machine.read(replica), "contents", "nothing was written");
+
+    // What a killed gateway began to fill is filled by the next one, and by nobody once it is complete.
+    let volume = VolumeHandle::new();
+    let wanted = tree("contents");
+    drop(fill(&worker, volume, &wanted, "contents").await);
+    drop(worker);
+    let worker = gateway(&machine, &store);
+    let filling = fill(&worker, volume, &wanted, "contents").await;
+    let (committed, ()) = tokio::join!(filling.commit(&worker), async {
+        completed(&mut store, volume)
+            .await
+            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .expect("it waits");
+    });
+    committed.expect("it is complete");
+    assert!(!worker.trees.is_filling(volume));
+    std::fs::remove_file(worker.config.manifest_dir.join(volume.to_string())).expect("remove");
+    drop(worker);
+    let worker = gateway(&machine, &store);
+    let refused = begin(&worker, volume, &tree("something else")).await.err();
+    assert!(matches!(refused, Some(TransferError::InUse(of)) if of == volume), "{refused:?}");
     store.end().await;
 }

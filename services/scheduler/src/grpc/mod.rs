@@ -188,6 +188,7 @@ impl Reasoned for TicketError {
             Self::Unreachable(ref worker) => {
                 about_worker(Reason::WorkerUnreachable, &self.to_string(), worker)
             }
+            Self::Store(refusal) => refusal.pass_on(SERVICE),
             Self::Database(error) => database("issue a ticket", &error),
         }
     }

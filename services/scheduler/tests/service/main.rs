@@ -93,7 +93,7 @@ use rpc::Reason;
 use rpc::pb::scheduler as pb;
 use rpc::token::Keys;
 use store::{
-    a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
+    Place, a_build_ends_with_its_workload, a_store_that_is_away_delays_the_end_and_nothing_else,
     an_output_goes_to_the_caches_that_its_spec_names, inputs_that_cannot_be_pinned_are_refused,
     outputs_that_the_store_lacks_are_no_success, pins_of_workloads_that_nobody_knows_are_released,
     settling_belongs_to_the_trace_of_the_workload,
@@ -523,19 +523,33 @@ async fn work_survives_the_scheduler(database: TestDatabase) {
 }
 
 async fn a_ticket_is_good_for_a_worker_that_can_be_reached(database: TestDatabase) {
-    let scheduler = Running::start(config(&database)).await;
+    let place = Place::new();
+    let artifact_store = place.start().await;
+    let scheduler = Running::start(place.config(&database)).await;
     let gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
-    let volume = VolumeHandle::new();
+    let worker = gateway.welcome.worker_id.parse().expect("an id");
+    let artifact = place.upload_to(worker).await.expect("uploaded");
+    let replica = place.replicas(artifact).await.expect("located").remove(0);
     let request = pb::IssueTicketRequest {
         team: "main".to_owned(),
         worker_id: gateway.welcome.worker_id.clone(),
-        volume_handle: volume.to_string(),
-        operation: pb::TicketOperation::Write.into(),
+        volume_handle: replica.volume_handle.clone(),
+        operation: pb::TicketOperation::Read.into(),
     };
+    let others = [
+        pb::IssueTicketRequest { operation: pb::TicketOperation::Write.into(), ..request.clone() },
+        pb::IssueTicketRequest { volume_handle: VolumeHandle::new().to_string(), ..request.clone() },
+        pb::IssueTicketRequest { team: "other".to_owned(), ..request.clone() },
+    ];
+    for other in others {
+        let refused = scheduler.workers().issue_ticket(other.clone()).await.expect_err("it is not planned");
+        assert!(rpc::Refusal::from(refused).is(Reason::TransferNotPlanned), "{other:?}");
+    }
     let issued = scheduler.workers().issue_ticket(request.clone()).await.expect("issued").into_inner();
     assert_eq!(issued.gateway_endpoint, "http://127.0.0.1:1");
     let claims: TicketClaims = Keys::new(scheduler.peer()).verify(&issued.ticket).await.expect("ours");
-    assert_eq!((claims.volume, claims.team.as_str()), (volume, "main"));
+    assert_eq!((claims.volume.to_string(), claims.team.as_str()), (replica.volume_handle, "main"));
+    assert_eq!(claims.endpoint, issued.gateway_endpoint);
 
     gateway.leave().await;
     until("it is out of contact", async || {
@@ -544,6 +558,7 @@ async fn a_ticket_is_good_for_a_worker_that_can_be_reached(database: TestDatabas
     })
     .await;
     scheduler.stop().await;
+    artifact_store.stop().await;
 }
 
 async fn secrets_are_not_shown(database: TestDatabase) {

@@ -10,6 +10,7 @@ use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::replicas_client::ReplicasClient;
 use rpc::pb::runtime as runtime_pb;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use rpc::pb::runtime::write_request::Message as Write;
@@ -207,6 +208,27 @@ impl Suite {
         std::fs::remove_file(manifests.join(volume)).expect("remove");
     }
 
+    /// A permission to write a volume of a transfer that is planned on a worker.
+    pub(crate) async fn planned(&self, worker: WorkerId) -> IssueTicketResponse {
+        let artifact = ArtifactId::new();
+        let create = store::CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: TEAM.to_owned(),
+            ..store::CreateArtifactRequest::default()
+        };
+        let created = ArtifactsClient::new(client(&self.core.endpoint)).create_artifact(create).await;
+        created.expect("created");
+        let plan = store::PlanReplicaRequest {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            worker_id: worker.to_string(),
+            transfer_id: domain::TransferId::new().to_string(),
+        };
+        let planned = ReplicasClient::new(client(&self.core.endpoint)).plan_replica(plan).await;
+        let volume = planned.expect("planned").into_inner().volume_handle;
+        self.ticket(worker, &volume, TicketOperation::Write).await
+    }
+
     /// A permission for one transfer with the gateway of a worker.
     pub(crate) async fn ticket(
         &self,
@@ -214,6 +236,15 @@ impl Suite {
         volume: &str,
         operation: TicketOperation,
     ) -> IssueTicketResponse {
+        self.try_ticket(worker, volume, operation).await.expect("a ticket")
+    }
+
+    pub(crate) async fn try_ticket(
+        &self,
+        worker: WorkerId,
+        volume: &str,
+        operation: TicketOperation,
+    ) -> Result<IssueTicketResponse, Refusal> {
         let request = IssueTicketRequest {
             team: TEAM.to_owned(),
             worker_id: worker.to_string(),
@@ -221,7 +252,7 @@ impl Suite {
             operation: operation.into(),
         };
         let issued = WorkersClient::new(client(&self.core.endpoint)).issue_ticket(request).await;
-        issued.expect("a ticket").into_inner()
+        Ok(issued?.into_inner())
     }
 
     /// What the scheduler says of a workload that reads `artifact`: each worker that would do, the best first, with how it compares.

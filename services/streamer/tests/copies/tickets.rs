@@ -1,4 +1,4 @@
-//! What gateways are told by whom: a ticket lets its holder in, and the token of the cluster goes to nobody who was only named.
+//! What tickets permit: a transfer that was planned, at the gateway that the scheduler named.
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 
 use domain::{AttemptId, VolumeHandle};
 use http::{HeaderMap, Request, Response};
-use rpc::client::{Outgoing, TICKET_HEADER, peer};
+use rpc::client::{Outgoing, peer};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::runtime::volumes_client::VolumesClient;
@@ -46,36 +46,41 @@ impl tower_service::Service<Request<Body>> for Listens {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_source_that_was_named_to_a_gateway_is_told_its_ticket_and_not_the_token() {
+async fn a_gateway_fetches_from_nowhere_but_where_the_scheduler_says() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start().await;
     let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, _) = suite.upload(&root).await;
+    let replica = suite.replicas(artifact).await.remove(0);
+    let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
+    let two = suite.add_worker("two").await;
     let listens = Listens::default();
     let mut host = Host::new();
     host.add_service(listens.clone());
     let port = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let stranger = Served::start(host, Listener::InsecureTcp(port));
 
-    let write = suite.ticket(one, &VolumeHandle::new().to_string(), TicketOperation::Write).await;
-    let source =
-        pb::FetchSource { gateway_endpoint: stranger.endpoint.clone(), ticket: "for-the-source".to_owned() };
-    let request =
-        pb::FetchRequest { ticket: write.ticket, digest: vec![7; 32].into(), sources: vec![source] };
+    let write = suite.planned(two).await;
     let outgoing = Outgoing::default().with_token(Some(TOKEN));
     let mut gateway = VolumesClient::new(peer(&write.gateway_endpoint, outgoing).expect("an address"));
-    let mut answers = gateway.fetch(request).await.expect("it begins").into_inner();
-    let refused = Refusal::from(answers.message().await.expect_err("there is nothing to fetch"));
-    assert!(refused.is(Reason::SourceFailed), "{refused}");
-
-    let heard = listens.0.lock().expect("the headers").clone();
-    let [heard] = heard.as_slice() else { panic!("{heard:?}") };
-    assert_eq!(heard.get(TICKET_HEADER).map(|ticket| ticket.as_bytes()), Some(b"for-the-source".as_slice()));
-    assert_eq!(heard.get("authorization"), None);
-    for (name, value) in heard {
-        assert!(!String::from_utf8_lossy(value.as_bytes()).contains(TOKEN), "{name}: {value:?}");
+    for (ticket, reason) in [(read.ticket.as_str(), Reason::InvalidField), ("forged", Reason::SourceFailed)] {
+        let source =
+            pb::FetchSource { gateway_endpoint: stranger.endpoint.clone(), ticket: ticket.to_owned() };
+        let request = pb::FetchRequest {
+            ticket: write.ticket.clone(),
+            digest: vec![7; 32].into(),
+            sources: vec![source],
+        };
+        let mut answers = gateway.fetch(request).await.expect("it begins").into_inner();
+        let refused = Refusal::from(answers.message().await.expect_err("nobody may be asked there"));
+        assert!(refused.is(reason), "{refused}");
     }
+    let heard = listens.0.lock().expect("the headers").clone();
+    assert!(heard.is_empty(), "{heard:?}");
     stranger.stop().await;
     suite.stop().await;
 }
@@ -93,7 +98,7 @@ async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing
     let replica = suite.replicas(artifact).await.remove(0);
     let two = suite.add_worker("two").await;
     let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
-    let elsewhere = suite.ticket(two, &replica.volume_handle, TicketOperation::Read).await.ticket;
+    let elsewhere = suite.planned(two).await.ticket;
 
     let archive = async |presented: Option<&str>| {
         let outgoing =
@@ -129,5 +134,32 @@ async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing
     let said = [pb::AttachRequest { message: Some(pb::attach_request::Message::Resume(resume)) }];
     let refused = containers.attach(tokio_stream::iter(said)).await.expect_err("that is no transfer");
     assert!(Refusal::from(refused).is(Reason::Unauthenticated));
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ticket_is_issued_only_for_a_transfer_that_is_planned() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 10);
+    let (artifact, _) = suite.upload(&root).await;
+    let replica = suite.replicas(artifact).await.remove(0).volume_handle;
+    let two = suite.add_worker("two").await;
+    suite.planned(two).await;
+    let unknown = VolumeHandle::new().to_string();
+    let refused = [
+        ("to fill a volume that is complete", one, &replica, TicketOperation::Write),
+        ("to fill a volume that nobody planned", one, &unknown, TicketOperation::Write),
+        ("to read a volume that nobody planned", one, &unknown, TicketOperation::Read),
+        ("to read a replica where it is not", two, &replica, TicketOperation::Read),
+    ];
+    for (what, worker, volume, operation) in refused {
+        let refused = suite.try_ticket(worker, volume, operation).await.expect_err(what);
+        assert!(refused.is(Reason::TransferNotPlanned), "{what}: {refused}");
+    }
     suite.stop().await;
 }

@@ -9,7 +9,7 @@ mod trees;
 
 use std::time::Duration;
 
-use domain::{ArtifactId, AttemptId, BuildId, TransferId, WorkerId, WorkloadId};
+use domain::{ArtifactId, AttemptId, BuildId, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use prost_reflect::{DynamicMessage, Value};
 use rpc::Reason::{self, *};
 use rpc::pb::artifacts as pb;
@@ -37,6 +37,9 @@ struct World<'a> {
     /// Open, with all of its bytes.
     arrived: ArtifactId,
     transfer: TransferId,
+    arrived_handle: String,
+    /// Of a transfer that goes on.
+    planned_handle: String,
     /// Of a workload whose attempt has made its output.
     workload: WorkloadId,
     attempt: AttemptId,
@@ -69,6 +72,7 @@ impl<'a> World<'a> {
         suite.create(arrived, None).await.expect("created");
         let handle = suite.plan(arrived, here.worker, transfer).await.expect("planned");
         here.complete(&handle, digest(3)).await.expect("complete");
+        let planned = suite.plan(open, here.worker, TransferId::new()).await.expect("planned");
 
         let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
         let needs = [output("out", workload.output_artifact("out")), input("in", sealed)];
@@ -126,6 +130,8 @@ impl<'a> World<'a> {
             open,
             arrived,
             transfer,
+            arrived_handle: handle,
+            planned_handle: planned,
             workload,
             attempt,
             prepared,
@@ -386,6 +392,12 @@ fn replicas(world: &World<'_>) -> Vec<Call> {
         worker_id: world.there.worker.to_string(),
         transfer_id: TransferId::new().to_string(),
     };
+    let authorize = pb::AuthorizeTransferRequest {
+        team: TEAM.to_owned(),
+        worker_id: world.here.worker.to_string(),
+        volume_handle: world.planned_handle.clone(),
+        direction: pb::TransferDirection::Write.into(),
+    };
     let progress = pb::ProgressRequest { transfer_id: world.transfer.to_string(), team: TEAM.to_owned() };
     let seal = pb::SealUploadRequest {
         team: TEAM.to_owned(),
@@ -407,6 +419,33 @@ fn replicas(world: &World<'_>) -> Vec<Call> {
                 but("worker_id", "unknown", WorkerId::new(), NotAttended),
                 id("transfer_id"),
                 invalid("transfer_id", "of another artifact", text(world.transfer), "transfer_id"),
+            ],
+        ),
+        Call::new(
+            "Replicas.AuthorizeTransfer",
+            [authorize],
+            [
+                team("team"),
+                but("team", "that does not have it", OTHER, TransferNotPlanned),
+                id("worker_id"),
+                but("worker_id", "unknown", WorkerId::new(), TransferNotPlanned),
+                but("worker_id", "that does not have it", world.there.worker, TransferNotPlanned),
+                id("volume_handle"),
+                but("volume_handle", "unknown", VolumeHandle::new(), TransferNotPlanned),
+                but(
+                    "volume_handle",
+                    "of a container",
+                    &world.prepared.volumes[1].volume_handle,
+                    TransferNotPlanned,
+                ),
+                but(
+                    "volume_handle",
+                    "of an output",
+                    &world.prepared.volumes[0].volume_handle,
+                    TransferNotPlanned,
+                ),
+                but("volume_handle", "that is complete", &world.arrived_handle, TransferNotPlanned),
+                choice("direction"),
             ],
         ),
         Call::new(

@@ -7,10 +7,10 @@ use rpc::pb::scheduler as pb;
 use testing::bad_input::wrong::*;
 use testing::bad_input::{Bad, Call, Expected};
 
-use super::TEAM;
 use super::workloads::page;
 use super::world::World;
 use super::wrong::{worker, worker_id};
+use super::{OTHER, TEAM};
 
 /// Calls of which nothing comes when they are fine.
 pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
@@ -18,8 +18,8 @@ pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
     let ticket = pb::IssueTicketRequest {
         team: TEAM.to_owned(),
         worker_id: one.clone(),
-        volume_handle: VolumeHandle::new().to_string(),
-        operation: pb::TicketOperation::Write.into(),
+        volume_handle: world.replica.clone(),
+        operation: pb::TicketOperation::Read.into(),
     };
     let watch = pb::WatchWorkersRequest { after_revision: 0 };
     let compacted = |value| {
@@ -37,9 +37,11 @@ pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
             [ticket],
             [
                 team("team"),
+                but("team", "that does not have it", OTHER, TransferNotPlanned),
                 worker_id("worker_id", world),
                 but("worker_id", "that is out of contact", &world.away.worker_id, WorkerUnreachable),
                 id("volume_handle"),
+                but("volume_handle", "unknown", VolumeHandle::new(), TransferNotPlanned),
                 choice("operation"),
             ],
         ),

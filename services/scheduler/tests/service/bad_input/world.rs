@@ -35,6 +35,8 @@ pub(super) struct World<'a> {
     _three: Gateway,
 
     pub(super) sealed: ArtifactId,
+    /// Its volume.
+    pub(super) replica: String,
     pub(super) open: ArtifactId,
     pub(super) foreign_artifact: ArtifactId,
     pub(super) build: BuildId,
@@ -187,6 +189,7 @@ impl<'a> World<'a> {
         let one = Gateway::connect(scheduler, able("one")).await.expect("welcome");
         let here: WorkerId = one.welcome.worker_id.parse().expect("an id");
         let sealed = at.upload_of(TEAM, here).await.expect("uploaded");
+        let replica = at.replicas(sealed).await.expect("located").remove(0).volume_handle;
         let foreign_artifact = at.upload_of(OTHER, WorkerId::new()).await.expect("uploaded");
         let open = ArtifactId::new();
         let create = store::CreateArtifactRequest {
@@ -216,6 +219,7 @@ impl<'a> World<'a> {
             away: workers.away,
             _three: workers.three,
             sealed,
+            replica,
             open,
             foreign_artifact,
             build,
