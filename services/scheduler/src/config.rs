@@ -50,6 +50,10 @@ pub struct Config {
     pub limits: Limits,
     /// Teams that use no workers for all while they have some of their own.
     pub keep_to_their_own: BTreeSet<String>,
+    /// Most workloads of one team that may wait for a worker.
+    pub most_waiting: u64,
+    /// Most bytes of specs of one team's workloads that may wait for a worker.
+    pub most_waiting_bytes: u64,
     /// How much more of the slots teams get than others, which have 1.
     pub team_weights: HashMap<String, u32>,
     /// After how long somebody who waits counts as one priority higher. Zero: never.
@@ -86,6 +90,8 @@ impl Config {
             chains: Chains::default(),
             limits: Limits::default(),
             keep_to_their_own: BTreeSet::new(),
+            most_waiting: 200_000,
+            most_waiting_bytes: 256 << 20,
             team_weights: HashMap::new(),
             queue_aging: Duration::from_secs(10 * 60),
             remember_lost: Duration::from_secs(5 * 60),
@@ -109,6 +115,8 @@ impl Config {
             self.set_aside_for_at_most >= self.set_aside_for,
             "--set-aside-for-at-most must not be shorter than --set-aside-for"
         );
+        ensure!(self.most_waiting > 0, "--max-waiting-per-team must not be 0");
+        ensure!(self.most_waiting_bytes > 0, "--max-waiting-bytes-per-team must not be 0");
         ensure!(!self.reconcile_every.is_zero(), "--reconcile-interval must not be zero");
         Ok(())
     }

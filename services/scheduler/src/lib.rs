@@ -45,6 +45,7 @@ mod registry;
 mod service;
 mod set_aside;
 mod store;
+mod waiting_limits;
 mod watched;
 mod workers;
 mod workloads;
@@ -143,6 +144,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
     let scheduler = Scheduler {
         delivered: outbox::delivered(db.clone(), host.tasks()),
         db,
+        admissions: waiting_limits::Admissions::new(config.most_waiting, config.most_waiting_bytes),
         config,
         signer,
         store,

@@ -143,6 +143,27 @@ struct Arguments {
         help_heading = "Placement"
     )]
     keep_to_their_own: Vec<String>,
+    /// Most workloads of one team that may wait for a worker. Further ones are refused. With several replicas it may be exceeded by what the
+    /// others accept within the poll interval
+    #[arg(
+        long,
+        env = "GANTRY_MAX_WAITING_PER_TEAM",
+        value_name = "COUNT",
+        default_value_t = 200_000,
+        value_parser = clap::value_parser!(u64).range(1..),
+        help_heading = "Placement"
+    )]
+    max_waiting_per_team: u64,
+    /// Most bytes of specs of one team's workloads that may wait for a worker. Further ones are refused
+    #[arg(
+        long,
+        env = "GANTRY_MAX_WAITING_BYTES_PER_TEAM",
+        value_name = "BYTES",
+        default_value_t = 256 << 20,
+        value_parser = clap::value_parser!(u64).range(1..),
+        help_heading = "Placement"
+    )]
+    max_waiting_bytes_per_team: u64,
     /// How much more of the slots a team gets than others, which have 1, while all of them wait: TEAM=WEIGHT. May be repeated
     #[arg(
         long = "team-weight",
@@ -251,6 +272,8 @@ impl Arguments {
                 volumes: self.max_volumes_per_worker,
             },
             keep_to_their_own: self.keep_to_their_own.iter().cloned().collect(),
+            most_waiting: self.max_waiting_per_team,
+            most_waiting_bytes: self.max_waiting_bytes_per_team,
             team_weights: self.team_weights.iter().cloned().collect(),
             queue_aging: self.queue_aging,
             remember_lost: self.remember_lost,

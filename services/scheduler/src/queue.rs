@@ -17,6 +17,7 @@ use domain::{Timestamp, WorkerId};
 use uuid::Uuid;
 
 use crate::placement::{Demand, Location, Shape};
+use crate::waiting_limits::Load;
 
 /// Somebody who waits: a workload, or who asks for leases.
 #[derive(Debug, Clone)]
@@ -38,6 +39,8 @@ pub(crate) struct Waiting {
     /// Why it waits, as whoever watches it was told.
     pub(crate) told: Arc<[String]>,
     pub(crate) traceparent: String,
+    /// Bytes of its spec. `None`: it is a call for leases.
+    pub(crate) spec_bytes: Option<u64>,
 }
 
 impl Waiting {
@@ -66,6 +69,8 @@ pub(crate) struct Queue {
     weights: HashMap<String, u32>,
     /// The slots that each team holds.
     held: HashMap<String, u32>,
+    /// The workloads of each team that wait.
+    loads: HashMap<String, Load>,
 }
 
 #[derive(Debug)]
@@ -96,6 +101,11 @@ impl Queue {
         self.places.contains_key(&id)
     }
 
+    /// The workloads of a team that wait.
+    pub(crate) fn load(&self, team: &str) -> Load {
+        self.loads.get(team).copied().unwrap_or_default()
+    }
+
     /// Who waits by this id.
     pub(crate) fn get(&self, id: Uuid) -> Option<&Waiting> {
         let (line, position) = self.places.get(&id)?;
@@ -115,6 +125,9 @@ impl Queue {
             self.lines.insert(self.next, Line { key, waiting: BTreeMap::new() });
             self.next
         });
+        if let Some(bytes) = waiting.spec_bytes {
+            self.loads.entry(waiting.demand.shape.team.clone()).or_default().add(Load { count: 1, bytes });
+        }
         let position = self.position(waiting.priority, waiting.since, waiting.sequence);
         self.places.insert(waiting.id, (line, position));
         if let Some(line) = self.lines.get_mut(&line) {
@@ -131,6 +144,11 @@ impl Queue {
             && let Some(line) = self.lines.remove(&number)
         {
             self.by_key.remove(&line.key);
+        }
+        if let Some(waiting) = &waiting
+            && let Some(bytes) = waiting.spec_bytes
+        {
+            Load::take_from(&mut self.loads, &waiting.demand.shape.team, Load { count: 1, bytes });
         }
         waiting
     }
@@ -364,6 +382,7 @@ mod tests {
             must_start: false,
             told: Arc::new([]),
             traceparent: String::new(),
+            spec_bytes: Some(10),
         }
     }
 
@@ -409,6 +428,24 @@ mod tests {
         // After three minutes it counts as of priority 3.
         assert_eq!(place(&mut queue, &mut HashMap::from([("linux", 2)]), 180_000_000), ["a", "b"]);
         assert!(!queue.contains(old.id));
+    }
+
+    #[test]
+    fn load_of_team_counts_its_workloads_that_wait() {
+        let mut queue = Queue::new(Duration::ZERO, HashMap::new());
+        let (one, other) = (waiting("a", "linux", 0, 0), waiting("b", "linux", 0, 0));
+        let call = Waiting { spec_bytes: None, ..waiting("a", "linux", 0, 0) };
+        for waiting in [&one, &other, &call, &one] {
+            queue.put(waiting.clone());
+        }
+        queue.put(waiting("a", "darwin", 0, 0));
+        assert_eq!(queue.load("a"), Load { count: 2, bytes: 20 });
+        assert_eq!(queue.load("b"), Load { count: 1, bytes: 10 });
+        for id in [one.id, one.id, call.id, other.id] {
+            queue.remove(id);
+        }
+        assert_eq!(queue.load("a"), Load { count: 1, bytes: 10 });
+        assert!(!queue.loads.contains_key("b"), "a team without workloads takes no room");
     }
 
     #[test]

@@ -36,6 +36,7 @@ use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Choice, Demand, Location, Refusals};
 use crate::registry::{self, Down, Forget, RegistryError, Unended};
 use crate::store::{Inputs, Store};
+use crate::waiting_limits::Admissions;
 use crate::workers::{self, Hello, SessionError, Worker};
 use crate::workloads::{self, AttemptError, Phase, Submission, Workload, WorkloadError, Write};
 
@@ -46,6 +47,7 @@ pub(crate) struct Scheduler {
     pub(crate) config: Arc<Config>,
     pub(crate) signer: TokenSigner,
     pub(crate) store: Store,
+    pub(crate) admissions: Arc<Admissions>,
     /// Bounds how many parcels are delivered at a time.
     pub(crate) deliveries: Arc<Semaphore>,
     pub(crate) delivered: outbox::Delivered,
@@ -194,6 +196,18 @@ impl Scheduler {
 
     /// The same, of one that names its image.
     async fn submit_as_it_is(&self, submission: Arc<Submission>) -> Result<(), SubmitError> {
+        let team = &submission.spec.team;
+        let waits = || self.dispatch.queue().load(team);
+        let _admitted = match self.admissions.admit(waits, team, submission.spec_bytes()) {
+            Ok(admitted) => admitted,
+            // A repeat adds nothing.
+            Err(full) => {
+                return match workloads::find(self.db.read(), submission.id).await? {
+                    Some(_) => self.known(&submission).await,
+                    None => Err(full.into()),
+                };
+            }
+        };
         if !submission.pins() {
             let submitted = self.dispatch.ask(|answer| Request::Submit(submission, answer));
             return submitted.await.unwrap_or(Err(SubmitError::Stopping));

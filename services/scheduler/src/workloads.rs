@@ -111,6 +111,11 @@ impl Submission {
         Ok(Self { spec: spec(row)?, encoded: row.spec.clone(), ..self.clone() })
     }
 
+    /// Bytes of the spec, as it will be kept.
+    pub(crate) fn spec_bytes(&self) -> u64 {
+        self.encoded.len() as u64
+    }
+
     /// Whether something must be pinned in the artifact store before it may be queued.
     pub(crate) fn pins(&self) -> bool {
         !self.spec.artifacts().is_empty() || !self.spec.caches.is_empty() || self.spec.build.is_some()

@@ -51,6 +51,7 @@ reasons! {
     InputUnavailable = "INPUT_UNAVAILABLE", FailedPrecondition;
     NoCompatibleWorker = "NO_COMPATIBLE_WORKER", FailedPrecondition;
     AllWorkersBusy = "ALL_WORKERS_BUSY", ResourceExhausted;
+    TeamQueueFull = "TEAM_QUEUE_FULL", ResourceExhausted;
     LeaseLost = "LEASE_LOST", FailedPrecondition;
     LeaseExists = "LEASE_EXISTS", AlreadyExists;
     LeaseNotFound = "LEASE_NOT_FOUND", NotFound;
@@ -127,7 +128,7 @@ impl Reason {
     ) -> Status {
         let metadata: HashMap<_, _> = about.into_iter().map(|(name, value)| (name.into(), value)).collect();
         let mut details = ErrorDetails::with_error_info(self.as_str(), service, metadata);
-        if matches!(self, Self::AllWorkersBusy | Self::Unavailable) {
+        if matches!(self, Self::AllWorkersBusy | Self::TeamQueueFull | Self::Unavailable) {
             details.set_retry_info(Some(Duration::from_secs(1)));
         }
         Status::with_error_details(self.code(), message, details)

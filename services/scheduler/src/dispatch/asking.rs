@@ -186,6 +186,7 @@ impl Leases {
             must_start: false,
             told: Arc::default(),
             traceparent: String::new(),
+            spec_bytes: None,
         })
     }
 }

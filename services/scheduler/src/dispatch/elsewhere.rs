@@ -125,6 +125,7 @@ impl Told {
             must_start: false,
             told: Arc::default(),
             traceparent: String::new(),
+            spec_bytes: None,
         })
     }
 }

@@ -47,6 +47,7 @@ use crate::queue::Queue;
 use crate::refused::RefusedShapes;
 use crate::service::Scheduler;
 use crate::store::Inputs;
+use crate::waiting_limits::TooManyWaiting;
 use crate::workloads::Submission;
 
 /// How often something is decided anew because what was decided on had changed in the meantime, or to spread it.
@@ -76,6 +77,9 @@ pub(crate) enum SubmitError {
     /// The artifact store refused to pin its inputs, or could not be asked.
     #[error("its inputs cannot be pinned")]
     NotPinned(#[source] rpc::Refusal),
+    /// Its team has as much waiting as it may have.
+    #[error(transparent)]
+    TooManyWaiting(#[from] TooManyWaiting),
     /// What it was decided on changed again and again.
     #[error("the workers changed too often while it was decided")]
     Undecided,

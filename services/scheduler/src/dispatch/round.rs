@@ -577,6 +577,7 @@ impl Submitted {
             must_start: self.row.start_timeout_us.is_some(),
             told: self.reasons.clone(),
             traceparent: self.row.traceparent.clone(),
+            spec_bytes: Some(self.row.spec.len() as u64),
         }
     }
 }

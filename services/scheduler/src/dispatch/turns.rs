@@ -442,6 +442,7 @@ fn waiting(row: Model) -> Result<Waiting, DbErr> {
         must_start: row.start_timeout_us.is_some(),
         told: crate::entity::from_json::<Vec<String>>(&row.waiting_for)?.into(),
         traceparent: row.traceparent,
+        spec_bytes: Some(row.spec.len() as u64),
     })
 }
 

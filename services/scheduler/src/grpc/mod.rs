@@ -57,6 +57,10 @@ impl Reasoned for SubmitError {
             Self::Exists(id) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
             Self::NotPinned(refusal) => not_pinned(refusal, Reason::WorkloadExists),
+            Self::TooManyWaiting(full) => {
+                let about = [("team", full.team.clone())];
+                Reason::TeamQueueFull.status_about(SERVICE, full.to_string(), about)
+            }
             Self::Undecided => undecided(),
             Self::Stopping => stopping(),
             Self::Database(error) => database("accept a workload", &error),

@@ -78,6 +78,10 @@ impl Replica {
             config: cluster.config.clone(),
             signer: cluster.signer.clone(),
             store: Store::new(cluster.store.clone()),
+            admissions: crate::waiting_limits::Admissions::new(
+                cluster.config.most_waiting,
+                cluster.config.most_waiting_bytes,
+            ),
             deliveries: Arc::new(nobody_delivers),
             delivered: outbox::delivered(cluster.db.clone(), TaskTracker::new()),
             hints: hints::Hints::default(),

@@ -111,7 +111,8 @@ use turns::{
     a_worker_is_kept_free_for_a_group_that_waits_long,
     a_worker_is_kept_free_for_one_that_waits_long_for_much,
     nothing_is_kept_free_for_one_that_no_worker_could_take_any_more,
-    one_that_cannot_be_read_keeps_nobody_from_a_worker, teams_share_slots_by_their_weights,
+    one_that_cannot_be_read_keeps_nobody_from_a_worker,
+    team_with_a_full_queue_is_refused_until_something_is_placed, teams_share_slots_by_their_weights,
     what_a_workload_asks_for_is_kept_free, whoever_is_before_another_takes_what_is_kept_free_for_it,
 };
 use watches::a_watch_that_goes_on_elsewhere_misses_nothing_and_hears_nothing_twice;
@@ -628,6 +629,7 @@ on_both! {
     a_higher_priority_is_placed_first,
     a_team_with_more_that_waits_is_not_before_others,
     teams_share_slots_by_their_weights,
+    team_with_a_full_queue_is_refused_until_something_is_placed,
     one_that_cannot_be_read_keeps_nobody_from_a_worker,
     what_a_workload_asks_for_is_kept_free,
     a_worker_is_kept_free_for_one_that_waits_long_for_much,

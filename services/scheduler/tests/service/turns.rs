@@ -6,6 +6,7 @@ use std::time::Duration;
 use domain::WorkloadId;
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
+use scheduler::Config;
 use sea_orm::ConnectionTrait;
 use testing::databases::TestDatabase;
 
@@ -296,4 +297,53 @@ pub(crate) async fn one_that_cannot_be_read_keeps_nobody_from_a_worker(database:
         pb::CancelRequest { team: "main".to_owned(), workload_id: broken.to_string(), grace: None };
     scheduler.workloads().cancel(cancelled).await.expect("it can be ended");
     scheduler.stop().await;
+}
+
+pub(crate) async fn team_with_a_full_queue_is_refused_until_something_is_placed(database: TestDatabase) {
+    let limits = Config { most_waiting: 3, most_waiting_bytes: 2000, ..config(&database) };
+    let scheduler = Running::start(limits.clone()).await;
+    let mut gateway = with_one_slot(&scheduler).await;
+    let first = scheduler.submit(spec()).await.expect("accepted");
+    let (_, run) = gateway.run(first).await;
+    let mut waiting = Vec::new();
+    for _ in 0..3 {
+        waiting.push(scheduler.submit(spec()).await.expect("there is room"));
+    }
+    let full = scheduler.submit(spec()).await.expect_err("three wait");
+    assert!(full.is(Reason::TeamQueueFull), "{full}");
+    assert_eq!(full.about.get("team").map(String::as_str), Some("main"));
+    scheduler.submit_as(waiting[0], spec()).await.expect("a repeat");
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    gateway.run_other_than(&HashSet::from([run.workload_id.clone()])).await;
+    until("it has left the queue", async || scheduler.submit(spec()).await.ok()).await;
+    let full = scheduler.submit(spec()).await.expect_err("three wait again");
+    assert!(full.is(Reason::TeamQueueFull), "{full}");
+
+    let of_other = |bytes: usize| pb::WorkloadSpec {
+        team: "other".to_owned(),
+        command: vec!["true".into(), vec![b'x'; bytes].into()],
+        ..spec()
+    };
+    scheduler.submit(of_other(1500)).await.expect("another team");
+    let full = scheduler.submit(of_other(1000)).await.expect_err("too many bytes");
+    assert!(full.is(Reason::TeamQueueFull), "{full}");
+
+    // A replica that starts knows what waits.
+    let other = Running::start(limits).await;
+    until("it has read the queue", async || {
+        let refused = other.submit(spec()).await.err()?;
+        refused.is(Reason::TeamQueueFull).then_some(())
+    })
+    .await;
+    let before = many_at_once(&other).await;
+    assert_eq!(before, 0, "none is admitted");
+    other.stop().await;
+
+    scheduler.stop().await;
+}
+
+/// How many of some submissions at once are accepted.
+async fn many_at_once(scheduler: &Running) -> usize {
+    let submitted = futures::future::join_all((0..8).map(|_| scheduler.submit(spec()))).await;
+    submitted.into_iter().filter(Result::is_ok).count()
 }

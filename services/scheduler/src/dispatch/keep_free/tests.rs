@@ -41,6 +41,7 @@ impl Replica {
             must_start: false,
             told: [].into(),
             traceparent: String::new(),
+            spec_bytes: None,
         });
         large
     }
