@@ -85,7 +85,7 @@ async fn unpack(
     let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
     if let Some(kept) = worker.trees.kept_of(worker.runtime.as_ref(), ticket.volume).await? {
         let again = blocking(move || {
-            Ok::<_, TransferError>(ArchiveReader::new(archive).read(Limits::default(), |_| Ok(()))?)
+            Ok::<_, TransferError>(ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()))?)
         });
         if again.await?.tree_digest() != kept.tree_digest() {
             return Err(TransferError::Complete(ticket.volume));
@@ -117,7 +117,7 @@ async fn unpack(
 fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, TransferError> {
     let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
-    let manifest = ArchiveReader::new(archive).read(Limits::default(), |passing| {
+    let manifest = ArchiveReader::new(archive).read(Limits::of_process(), |passing| {
         if let Entry::Vacant(place) = places.entry(passing.extent.digest) {
             spool.write_all_at(passing.data, end)?;
             place.insert(end);

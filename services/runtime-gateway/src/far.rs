@@ -39,9 +39,10 @@ fn failed(error: &ArchiveError) -> RuntimeError {
 /// Learns what a volume holds by reading all of it.
 pub(crate) async fn scan(volume: &Far) -> Result<Manifest, RuntimeError> {
     let archive = Arriving::new(volume.read(Path::new("")).await?);
-    let read = move || ArchiveReader::new(archive).read(Limits::default(), |_| Ok(()));
+    let read = move || ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
     // Whether the container or its worker made what is no tree cannot be told; of these, the container can.
     let failed = |error: ArchiveError| match error {
+        ArchiveError::Manifest(transfer::InvalidManifest::NoMemory) => failed(&error),
         ArchiveError::Manifest(_) | ArchiveError::UnsafePath { .. } | ArchiveError::Type { .. } => {
             RuntimeError::InvalidOutput(chain(&error))
         }
@@ -227,7 +228,7 @@ pub(crate) async fn write<T: Send + 'static>(
 pub(crate) async fn unpack(volume: &Far, archive: Inlet) -> Result<Manifest, TransferError> {
     write(volume, move |out| {
         let mut tee = Tee::new(archive, out);
-        let read = ArchiveReader::new(&mut tee).read(Limits::default(), |_| Ok(()));
+        let read = ArchiveReader::new(&mut tee).read(Limits::of_process(), |_| Ok(()));
         let manifest = read.map_err(|error| match error {
             // The worker takes no more.
             ArchiveError::Source(error) if error.kind() == io::ErrorKind::BrokenPipe => {

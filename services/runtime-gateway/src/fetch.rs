@@ -130,6 +130,8 @@ impl SourceError {
             Self::Refused(refusal) if refusal.is_transient() => Reason::Unavailable.as_str(),
             Self::Refused(refusal) => refusal.reason.as_deref().unwrap_or(Reason::Unavailable.as_str()),
             Self::Cut => Reason::Unavailable.as_str(),
+            // The memory of this gateway, and no fault of the source.
+            Self::Manifest(InvalidManifest::NoMemory) => Reason::Unavailable.as_str(),
             Self::Manifest(_) | Self::Nonsense => Reason::InvalidManifest.as_str(),
             Self::OtherBytes => Reason::DigestMismatch.as_str(),
         }
@@ -351,7 +353,7 @@ impl Reading {
     }
 
     async fn manifest(&mut self) -> Result<Manifest, SourceError> {
-        let mut builder = ManifestBuilder::new(Limits::default());
+        let mut builder = ManifestBuilder::new(Limits::of_process());
         loop {
             match self.next().await? {
                 Said::Manifest(part) => rpc::tree::push_part(&mut builder, &part)?,

@@ -30,7 +30,9 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
-use transfer::{ArchiveError, ArchiveWriteError, Limits, Manifest, ManifestBuilder, Runs, WriteError};
+use transfer::{
+    ArchiveError, ArchiveWriteError, InvalidManifest, Limits, Manifest, ManifestBuilder, Runs, WriteError,
+};
 
 use crate::SERVICE;
 use crate::gateway::{Gateway, NotAttended};
@@ -411,7 +413,7 @@ async fn next(said: &mut Streaming<pb::WriteRequest>) -> Result<WriteSaid, Statu
 }
 
 async fn receive_manifest(said: &mut Streaming<pb::WriteRequest>) -> Result<Manifest, Status> {
-    let mut builder = ManifestBuilder::new(Limits::default());
+    let mut builder = ManifestBuilder::new(Limits::of_process());
     let invalid = |error| rpc::tree::invalid_manifest(SERVICE, &error);
     let end = loop {
         match next(said).await? {
@@ -528,6 +530,7 @@ impl From<TransferError> for Status {
             TransferError::Archive(ArchiveError::Source(_)) => return truncated(),
             TransferError::Archive(ArchiveError::Sink(_)) => Reason::WorkerFailed,
             TransferError::Archive(ArchiveError::Changed { .. }) => Reason::DigestMismatch,
+            TransferError::Archive(ArchiveError::Manifest(InvalidManifest::NoMemory)) => Reason::Unavailable,
             TransferError::Archive(_) => Reason::InvalidArchive,
             TransferError::Pack(ArchiveWriteError::Content(WriteError::DigestMismatch { .. })) => {
                 Reason::DigestMismatch

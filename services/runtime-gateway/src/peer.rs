@@ -258,7 +258,7 @@ async fn clear(
 async fn is_empty(remote: &Far) -> Result<bool, RuntimeError> {
     let archive = Arriving::new(remote.read(Path::new("")).await?);
     blocking(move || {
-        let read = ArchiveReader::new(archive).read(Limits::default(), |_| Ok(()));
+        let read = ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
         // What is left of an archive that is being unpacked may change while it is read.
         Ok::<_, RuntimeError>(read.is_ok_and(|manifest| manifest.entries().len() == 1))
     })

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use domain::{Digest, VolumeHandle, chain};
 use runtime::{Contents, Runtime, RuntimeError};
-use transfer::{Limits, Manifest, Problem, ProblemKind, ScanError, ScanOptions};
+use transfer::{InvalidManifest, Limits, Manifest, Problem, ProblemKind, ScanError, ScanOptions};
 
 use crate::blocking::blocking;
 use crate::contents::directory;
@@ -309,8 +309,16 @@ impl Trees {
             Err(error) => return Err(error),
         };
         let Some(file) = remote.kept_manifest().await? else { return Ok(None) };
-        // One that makes no sense is as good as none.
-        let decoded = blocking(move || Ok::<_, RuntimeError>(decode(&file).ok())).await?;
+        let decoded = blocking(move || match decode(&file) {
+            Ok(decoded) => Ok(Some(decoded)),
+            // What is taken for unfinished is thrown away.
+            Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
+                Err(RuntimeError::io("reading a manifest", error))
+            }
+            // One that makes no sense is as good as none.
+            Err(_) => Ok(None),
+        });
+        let decoded = decoded.await?;
         let Some((_, team, manifest)) = decoded else { return Ok(None) };
         let manifest = Arc::new(manifest);
         let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: false };
@@ -408,6 +416,8 @@ impl State {
         if tree.manifest.encoded_bytes() > MEMORY {
             return;
         }
+        // From here on, `MEMORY` bounds it.
+        tree.manifest.release_budget();
         self.bytes += tree.manifest.encoded_bytes();
         for located in tree.manifest.extents().filter(|_| tree.near) {
             self.extents.insert(located.extent.digest, (volume, located.ordinal));
@@ -435,8 +445,9 @@ impl State {
 
 /// Reads everything in a volume. A volume that no manifest can describe is the fault of the process that wrote it.
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
-    let scanned = transfer::scan(root, &ScanOptions::default(), None).map_err(|error| match error {
-        ScanError::Manifest(error) => RuntimeError::InvalidOutput(error.to_string()),
+    let options = ScanOptions { limits: Limits::of_process(), ..ScanOptions::default() };
+    let scanned = transfer::scan(root, &options, None).map_err(|error| match error {
+        ScanError::Manifest(error) if !matches!(error, InvalidManifest::NoMemory) => RuntimeError::InvalidOutput(error.to_string()),
         error => RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))),
     })?;
     for problem in &scanned.problems {
@@ -527,18 +538,24 @@ fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
     decode(&std::fs::read(path)?)
 }
 
+/// A text with its length before it, and what comes after it.
+fn text(rest: &[u8]) -> Option<(String, &[u8])> {
+    let (length, rest) = rest.split_first()?;
+    let (text, rest) = rest.split_at_checked(usize::from(*length))?;
+    Some((String::from_utf8(text.to_vec()).ok()?, rest))
+}
+
 /// The boot, the team and the manifest.
 fn decode(file: &[u8]) -> io::Result<(String, String, Manifest)> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
     let (digest, rest) = file.split_at_checked(32).ok_or_else(malformed)?;
-    let text = |rest: &[u8]| {
-        let (length, rest) = rest.split_first()?;
-        let (text, rest) = rest.split_at_checked(usize::from(*length))?;
-        Some((String::from_utf8(text.to_vec()).ok()?, rest.to_vec()))
-    };
     let (boot, rest) = text(rest).ok_or_else(malformed)?;
-    let (team, entries) = text(&rest).ok_or_else(malformed)?;
-    let manifest = Manifest::decode(&entries, Limits::default()).map_err(|_| malformed())?;
+    let (team, entries) = text(rest).ok_or_else(malformed)?;
+    let manifest = Manifest::decode(entries, Limits::of_process()).map_err(|error| match error {
+        // It is one, and there is no room for it now.
+        InvalidManifest::NoMemory => io::Error::new(io::ErrorKind::OutOfMemory, error),
+        _ => malformed(),
+    })?;
     if manifest.tree_digest().as_bytes() != digest {
         return Err(malformed());
     }

@@ -80,7 +80,11 @@ pub fn push_runs(runs: &mut Runs, part: &pb::ExtentRuns) -> Result<(), InvalidRu
 /// A manifest that breaks a rule, as `service` says it.
 #[must_use]
 pub fn invalid_manifest(service: &str, error: &InvalidManifest) -> Status {
-    crate::Reason::InvalidManifest.status(service, domain::chain(error))
+    let reason = match error {
+        InvalidManifest::NoMemory => crate::Reason::Unavailable,
+        _ => crate::Reason::InvalidManifest,
+    };
+    reason.status(service, domain::chain(error))
 }
 
 #[cfg(test)]

@@ -57,6 +57,7 @@
 //! caller named. Manifests are validated before they exist ([`ManifestBuilder`]), and the file system is reached from the
 //! root's descriptor only, one component at a time, never through a symbolic link.
 
+mod budget;
 mod cache;
 mod dirs;
 mod encoding;
@@ -74,6 +75,7 @@ mod walk;
 mod write;
 mod xattrs;
 
+pub use budget::Budget;
 pub use cache::{CacheFault, Loaded, SaveError, StatCache};
 pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
 pub use manifest::{

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use domain::Digest;
 
+use crate::budget::{Budget, ENTRY_MEMORY_BYTES, NoRoom, Reserved};
 use crate::runs::Runs;
 
 /// Longest path, in bytes.
@@ -191,6 +192,9 @@ pub enum InvalidManifest {
     /// The encoded entries are larger than may be.
     #[error("the entries are larger than {0} bytes")]
     TooLarge(u64),
+    /// Other manifests take the memory that there is for all.
+    #[error("other manifests take the memory that there is for all")]
+    NoMemory,
     /// It ends in the midst of an entry.
     #[error("the manifest is cut off")]
     CutOff,
@@ -200,18 +204,37 @@ pub enum InvalidManifest {
 }
 
 /// How much a manifest may hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Most entries.
     pub entries: u64,
     /// Most bytes of all entries, encoded.
     pub encoded_bytes: u64,
+    /// What the manifest shares with others. `None`: nothing.
+    pub budget: Option<&'static Budget>,
+}
+
+impl Limits {
+    /// The default, within the budget of this process: for what others send.
+    #[must_use]
+    pub fn of_process() -> Self {
+        Self { budget: Some(Budget::of_process()), ..Self::default() }
+    }
+}
+
+impl From<NoRoom> for InvalidManifest {
+    fn from(error: NoRoom) -> Self {
+        match error {
+            NoRoom::Now => Self::NoMemory,
+            NoRoom::Ever(bytes) => Self::TooLarge(bytes),
+        }
+    }
 }
 
 impl Default for Limits {
     /// 10 million entries in 1 GiB.
     fn default() -> Self {
-        Self { entries: 10_000_000, encoded_bytes: 1 << 30 }
+        Self { entries: 10_000_000, encoded_bytes: 1 << 30, budget: None }
     }
 }
 
@@ -347,6 +370,7 @@ pub struct Manifest {
     size_bytes: u64,
     encoded_bytes: u64,
     digest: Digest,
+    reserved: Reserved,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -412,6 +436,11 @@ impl Manifest {
     #[must_use]
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded_bytes
+    }
+
+    /// Gives back what it takes of its budget: whoever keeps it bounds the memory in another way.
+    pub fn release_budget(&self) {
+        self.reserved.release();
     }
 
     /// Index of the entry at `path`.
@@ -526,6 +555,7 @@ impl ManifestBuilder {
             size_bytes: 0,
             encoded_bytes: 0,
             digest: Digest([0; 32]),
+            reserved: Reserved::of(limits.budget),
         };
         Self { limits, manifest, open: Vec::new(), begun: None, hasher: blake3::Hasher::new() }
     }
@@ -563,6 +593,8 @@ impl ManifestBuilder {
         if !matches!(entry.kind, EntryKind::File { .. }) {
             return Err(InvalidManifest::Entry { path: entry.path().to_owned(), fault: EntryFault::Extents });
         }
+        // Until it is whole. When it is pushed, it counts once more.
+        self.manifest.reserved.grow(bytes.len() as u64)?;
         self.begun = Some(entry);
         Ok(())
     }
@@ -621,6 +653,7 @@ impl ManifestBuilder {
         if encoded_bytes > self.limits.encoded_bytes {
             return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes));
         }
+        self.manifest.reserved.grow(encoded.len() as u64 + ENTRY_MEMORY_BYTES)?;
         let size = if let EntryKind::File { size_bytes, .. } = entry.kind { size_bytes } else { 0 };
         let size_bytes = self.manifest.size_bytes.checked_add(size).ok_or(InvalidManifest::SizeOverflow)?;
 

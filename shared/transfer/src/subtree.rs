@@ -102,7 +102,7 @@ impl Manifest {
             indices.push(index);
             origins.push(origin);
         }
-        let limits = Limits { entries: u64::MAX, encoded_bytes: u64::MAX };
+        let limits = Limits { entries: u64::MAX, encoded_bytes: u64::MAX, budget: None };
         let manifest = Manifest::new(entries, limits)?;
         let of = |index: usize| Some((manifest.ordinals_of(index), self.ordinals_of(*origins.get(index)?)));
         let files = (0..manifest.entries().len()).filter_map(of).filter(|(here, _)| !here.is_empty());

@@ -314,7 +314,7 @@ const ALLOWED: isize = 16 << 20;
 
 #[test]
 fn limits_hold_before_memory_is_taken() {
-    let limits = Limits { entries: 1000, encoded_bytes: 100_000 };
+    let limits = Limits { entries: 1000, encoded_bytes: 100_000, budget: None };
     let refused = |because: &str, bomb: &mut dyn Read| {
         let peak = peak_of(|| {
             let error = read_with(limits, bomb).expect_err(because);

@@ -219,7 +219,7 @@ fn more_than_the_limits_is_refused() {
     let entries = || vec![root(), entry("a", empty()), entry("b", empty())];
     let size = build(entries()).unwrap().encoded_bytes();
     let limited = |entries_at_most, encoded_bytes| {
-        Manifest::new(entries(), Limits { entries: entries_at_most, encoded_bytes })
+        Manifest::new(entries(), Limits { entries: entries_at_most, encoded_bytes, budget: None })
     };
     assert!(limited(3, size).is_ok());
     assert_eq!(limited(2, size), Err(InvalidManifest::TooManyEntries(2)));

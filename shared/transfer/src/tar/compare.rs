@@ -18,7 +18,7 @@ impl<R: Read> ArchiveReader<R> {
     ///
     /// It cannot be read, is refused, or does not end as archives end; or it holds something else: [`ArchiveError::Changed`].
     pub fn compare(mut self, manifest: &Manifest, mut sink: impl FnMut(u64)) -> Result<(), ArchiveError> {
-        let mut tree = Tree::new(Limits::default());
+        let mut tree = Tree::new(Limits::of_process());
         let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
         while let Some(member) = self.members.next()? {
             let mut extents = Vec::new();

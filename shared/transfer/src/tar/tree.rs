@@ -7,6 +7,7 @@ use std::ops::Bound;
 
 use super::members::{Member, What, malformed};
 use super::read::ArchiveError;
+use crate::budget::{ENTRY_MEMORY_BYTES, Reserved};
 use crate::manifest::{
     Entry, EntryKind, Extent, InvalidManifest, Limits, Manifest, ManifestBuilder, as_path, compare_paths,
     may_travel, split,
@@ -50,11 +51,14 @@ pub(super) struct Tree {
     /// How many paths were taken in, and about how much they and what stands there takes. What was replaced counts.
     paths: u64,
     bytes: u64,
+    /// What it takes of the budget until it is a manifest.
+    reserved: Reserved,
 }
 
 impl Tree {
     pub(super) fn new(limits: Limits) -> Self {
-        Self { limits, nodes: BTreeMap::new(), things: Vec::new(), paths: 0, bytes: 0 }
+        let reserved = Reserved::of(limits.budget);
+        Self { limits, nodes: BTreeMap::new(), things: Vec::new(), paths: 0, bytes: 0, reserved }
     }
 
     /// Counts what is about to be kept.
@@ -62,6 +66,17 @@ impl Tree {
         self.bytes += bytes as u64;
         if self.bytes > self.limits.encoded_bytes {
             return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes).into());
+        }
+        Ok(self.reserved.grow(bytes as u64).map_err(InvalidManifest::from)?)
+    }
+
+    /// Counts a path that is about to be taken in.
+    fn count_path(&mut self, path: &[u8]) -> Result<(), ArchiveError> {
+        self.count(path.len())?;
+        self.reserved.grow(ENTRY_MEMORY_BYTES).map_err(InvalidManifest::from)?;
+        self.paths += 1;
+        if self.paths > self.limits.entries {
+            return Err(InvalidManifest::TooManyEntries(self.limits.entries).into());
         }
         Ok(())
     }
@@ -112,11 +127,7 @@ impl Tree {
         if !path.is_empty() {
             self.enter(split(&path).0)?;
         }
-        self.count(path.len())?;
-        self.paths += 1;
-        if self.paths > self.limits.entries {
-            return Err(InvalidManifest::TooManyEntries(self.limits.entries).into());
-        }
+        self.count_path(&path)?;
         let key = Key(path);
         if !self.is_directory(&node) {
             let after = (Bound::Excluded(&key), Bound::Unbounded);
@@ -159,11 +170,7 @@ impl Tree {
     /// Makes a directory of which the archive has not said anything yet.
     fn make(&mut self, path: &[u8]) -> Result<(), ArchiveError> {
         self.things.push(bare(EntryKind::Directory, 0o755));
-        self.count(path.len())?;
-        self.paths += 1;
-        if self.paths > self.limits.entries {
-            return Err(InvalidManifest::TooManyEntries(self.limits.entries).into());
-        }
+        self.count_path(path)?;
         self.nodes.insert(Key(path.to_vec()), Node::Thing(self.things.len() - 1));
         Ok(())
     }
@@ -174,6 +181,8 @@ impl Tree {
 
     pub(super) fn finish(mut self) -> Result<Manifest, ArchiveError> {
         self.enter(b"")?;
+        // What becomes the manifest counts there.
+        self.reserved.release();
         let Self { limits, nodes, mut things, .. } = self;
         let mut builder = ManifestBuilder::new(limits);
         // The path at which each file stands first.

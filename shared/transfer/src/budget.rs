@@ -1,0 +1,178 @@
+//! A budget of memory for all manifests of a process.
+//!
+//! A [`crate::ManifestBuilder`] and a reader of archives reserve what each entry takes before they keep it, where their
+//! [`crate::Limits`] name a budget. A manifest keeps its reservation until its last copy is dropped, or until whoever
+//! bounds it in another way calls [`crate::Manifest::release_budget`].
+//!
+//! Invariant: all reservations together are never more than the budget.
+
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that an entry takes in memory, besides what it takes when encoded.
+pub(crate) const ENTRY_MEMORY_BYTES: u64 = 256;
+
+/// Least budget of a process, in bytes.
+const LEAST: u64 = 512 << 20;
+
+/// Bytes of memory that all manifests together may take.
+#[derive(Debug)]
+pub struct Budget {
+    total: u64,
+    reserved: AtomicU64,
+}
+
+/// There is no room in a budget.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoRoom {
+    /// Others take it.
+    Now,
+    /// It alone is larger than the budget.
+    Ever(u64),
+}
+
+impl Budget {
+    /// A budget of this many bytes.
+    #[must_use]
+    pub const fn new(total: u64) -> Self {
+        Self { total, reserved: AtomicU64::new(0) }
+    }
+
+    /// The budget of this process: half of the machine's memory, at least 512 MiB.
+    pub fn of_process() -> &'static Self {
+        static BUDGET: OnceLock<Budget> = OnceLock::new();
+        BUDGET.get_or_init(|| {
+            let memory = rustix::system::sysinfo();
+            let bytes = memory.totalram.saturating_mul(u64::from(memory.mem_unit.max(1)));
+            Self::new((bytes / 2).max(LEAST))
+        })
+    }
+
+    /// Bytes that are reserved now.
+    #[must_use]
+    pub fn reserved(&self) -> u64 {
+        self.reserved.load(Ordering::Relaxed)
+    }
+}
+
+/// What one manifest takes of a budget. Given back when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    budget: &'static Budget,
+    bytes: AtomicU64,
+}
+
+impl Reservation {
+    pub(crate) fn new(budget: &'static Budget) -> Self {
+        Self { budget, bytes: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn grow(&self, bytes: u64) -> Result<(), NoRoom> {
+        let own = self.bytes.load(Ordering::Relaxed).saturating_add(bytes);
+        if own > self.budget.total {
+            return Err(NoRoom::Ever(self.budget.total));
+        }
+        let fits = |reserved: u64| reserved.checked_add(bytes).filter(|sum| *sum <= self.budget.total);
+        let grown = self.budget.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
+        grown.map_err(|_| NoRoom::Now)?;
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(crate) fn release(&self) {
+        let bytes = self.bytes.swap(0, Ordering::Relaxed);
+        self.budget.reserved.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// The reservation of a manifest, shared by its copies. What a manifest holds does not depend on it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Reserved(Option<Arc<Reservation>>);
+
+impl Reserved {
+    pub(crate) fn of(budget: Option<&'static Budget>) -> Self {
+        Self(budget.map(|budget| Arc::new(Reservation::new(budget))))
+    }
+
+    pub(crate) fn grow(&self, bytes: u64) -> Result<(), NoRoom> {
+        self.0.as_ref().map_or(Ok(()), |reservation| reservation.grow(bytes))
+    }
+
+    pub(crate) fn release(&self) {
+        if let Some(reservation) = &self.0 {
+            reservation.release();
+        }
+    }
+}
+
+impl PartialEq for Reserved {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Reserved {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest, ManifestBuilder};
+
+    fn entries(files: usize) -> Vec<Entry> {
+        let entry = |path: Vec<u8>, kind| Entry {
+            path,
+            mode: 0o755,
+            uid: 0,
+            gid: 0,
+            mtime_seconds: 0,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind,
+        };
+        let file = |number| {
+            let kind = EntryKind::File { size_bytes: 0, extents: Vec::new() };
+            entry(format!("{number:06}").into_bytes(), kind)
+        };
+        std::iter::once(entry(Vec::new(), EntryKind::Directory)).chain((0..files).map(file)).collect()
+    }
+
+    #[test]
+    fn manifests_together_take_no_more_than_the_budget() {
+        static BUDGET: Budget = Budget::new(4096);
+        let limits = Limits { budget: Some(&BUDGET), ..Limits::default() };
+        let one = Manifest::new(entries(8), limits).expect("it fits");
+        assert_eq!(BUDGET.reserved(), one.encoded_bytes() + 9 * ENTRY_MEMORY_BYTES);
+        assert_eq!(Manifest::new(entries(8), limits), Err(InvalidManifest::NoMemory));
+        assert_eq!(Manifest::new(entries(100), Limits { budget: None, ..limits }).map(drop), Ok(()));
+        let copy = one.clone();
+        drop(one);
+        assert_eq!(Manifest::new(entries(8), limits), Err(InvalidManifest::NoMemory), "a copy keeps it");
+        copy.release_budget();
+        assert_eq!(BUDGET.reserved(), 0);
+        assert_eq!(Manifest::new(entries(100), limits), Err(InvalidManifest::TooLarge(4096)));
+        let mut begun = ManifestBuilder::new(limits);
+        entries(8).into_iter().try_for_each(|entry| begun.push(entry)).expect("it fits");
+        drop((begun, copy));
+        assert_eq!(BUDGET.reserved(), 0, "what was not finished is given back");
+    }
+
+    #[test]
+    fn archives_together_take_no_more_than_the_budget() {
+        static BUDGET: Budget = Budget::new(8192);
+        let mut archive = Vec::new();
+        let manifest = Arc::new(Manifest::new(entries(100), Limits::default()).expect("valid"));
+        crate::ArchiveWriter::new(&mut archive, manifest).finish().expect("packed");
+        let limits = Limits { budget: Some(&BUDGET), ..Limits::default() };
+        let read = crate::ArchiveReader::new(&archive[..]).read(limits, |_| Ok(()));
+        let refused = crate::ArchiveError::from(InvalidManifest::TooLarge(8192)).to_string();
+        assert_eq!(read.expect_err("it is too large").to_string(), refused);
+        assert_eq!(BUDGET.reserved(), 0);
+    }
+}
