@@ -27,6 +27,7 @@ use transfer::{
 use crate::blocking::blocking;
 use crate::far;
 use crate::pipe::{Inlet, Outlet, Piece};
+use crate::room;
 use crate::volumes::{self, TransferError, Turn};
 use crate::worker::Worker;
 
@@ -34,6 +35,8 @@ use crate::worker::Worker;
 const QUEUE: usize = 4;
 /// The name under which a spool begins.
 const SPOOL: &str = ".gantry-spool";
+/// Bytes after which an archive that is unpacked looks at the free space again.
+const LOOK_AFTER: u64 = 64 << 20;
 /// File systems that share blocks share whole ones.
 const BLOCK: u64 = 4096;
 
@@ -117,8 +120,10 @@ async fn unpack(
 fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, TransferError> {
     let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
+    let mut guard = Guard::new(&spool);
     let manifest = ArchiveReader::new(archive).read(Limits::of_process(), |passing| {
         if let Entry::Vacant(place) = places.entry(passing.extent.digest) {
+            guard.before(passing.extent.length)?;
             spool.write_all_at(passing.data, end)?;
             place.insert(end);
             end = (end + u64::from(passing.extent.length)).next_multiple_of(BLOCK);
@@ -129,11 +134,41 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, Transfe
     let options = WriteOptions { devices: true, ..WriteOptions::default() };
     let mut writer = TreeWriter::new(root, manifest.clone(), options)?;
     for located in manifest.extents() {
+        let full = |error| RuntimeError::io("unpacking an archive", error);
+        guard.before(located.extent.length).map_err(full)?;
         let place = places.get(&located.extent.digest).copied().unwrap_or_default();
         writer.copy_extent(located.ordinal, &spool, place, Trust::Trusted)?;
     }
     writer.finish()?;
     Ok(manifest)
+}
+
+/// Keeps an archive, which does not say before how much it holds, from the reserve of the disk.
+struct Guard<'f> {
+    on: &'f File,
+    /// Bytes that may be written before the disk is looked at again.
+    left: u64,
+}
+
+impl<'f> Guard<'f> {
+    fn new(on: &'f File) -> Self {
+        Self { on, left: 0 }
+    }
+
+    fn before(&mut self, bytes: u32) -> io::Result<()> {
+        let bytes = u64::from(bytes);
+        if bytes > self.left {
+            let found = rustix::fs::fstatvfs(self.on)?;
+            let total = found.f_blocks.saturating_mul(found.f_frsize);
+            let free = found.f_bavail.saturating_mul(found.f_frsize);
+            if free < room::reserve(total).saturating_add(bytes) {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            self.left = LOOK_AFTER;
+        }
+        self.left -= bytes.min(self.left);
+        Ok(())
+    }
 }
 
 fn spool(root: &Path) -> io::Result<File> {

@@ -540,6 +540,7 @@ impl From<TransferError> for Status {
             TransferError::Busy(_) => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
             TransferError::InUse(_) => Reason::VolumeInUse,
+            TransferError::NoRoom(_) => Reason::DiskFull,
             TransferError::SourceAddress { .. } => {
                 return invalid_field("sources.gateway_endpoint", error.to_string());
             }

@@ -37,6 +37,7 @@ mod pipe;
 mod plan;
 mod rehash;
 mod retry;
+mod room;
 mod spool;
 mod standby;
 mod sweeper;

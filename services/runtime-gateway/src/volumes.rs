@@ -29,6 +29,7 @@ use crate::far::{self, Far};
 use crate::gateway::NotAttended;
 use crate::peer;
 use crate::pipe::Outlet;
+use crate::room::{self, Declared, NoRoom};
 use crate::trees::TreeError;
 use crate::worker::Worker;
 use rpc::Refusal;
@@ -88,6 +89,9 @@ pub(crate) enum TransferError {
     /// The volume has its final bytes.
     #[error("volume {0} was filled before")]
     Complete(VolumeHandle),
+    /// The disk has no room for what the manifest declares.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
     /// The volume exists, and no transfer fills it: a container may use it.
     #[error("cannot fill volume {0}: it exists, and no transfer fills it")]
     InUse(VolumeHandle),
@@ -156,6 +160,8 @@ pub(crate) struct Filling {
     whole_files: bool,
     /// Whether the worker that has the bytes sent them all by itself.
     pub(crate) by_peer: bool,
+    /// What it will write. `None`: it writes nothing, or its worker has another disk.
+    declared: Option<Declared>,
     queue: mpsc::Sender<Step>,
     writer: tokio::task::JoinHandle<(Turn, Result<(), TransferError>)>,
 }
@@ -223,6 +229,17 @@ impl Filling {
             }
         };
 
+        let declared = match worker.runtime.disk().await {
+            Ok(disk) => worker.room.declare(disk, room::needs(&manifest)).map_err(TransferError::from),
+            Err(error) => Err(error.into()),
+        };
+        let mut declared = match declared {
+            Ok(declared) => declared,
+            Err(error) => {
+                turn.discard(worker).await;
+                return Err(error);
+            }
+        };
         let sources = Sources::find(worker, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let tree = manifest.clone();
@@ -240,6 +257,7 @@ impl Filling {
             }
         };
 
+        declared.wrote(manifest.extent_bytes().saturating_sub(manifest.bytes_of(&missing)));
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             // The turn is kept until the last byte that this writer may write, and by who waits for it longer than that.
@@ -252,6 +270,7 @@ impl Filling {
             missing,
             whole_files: false,
             by_peer: false,
+            declared: Some(declared),
             queue,
             writer,
         })
@@ -279,6 +298,7 @@ impl Filling {
             missing,
             whole_files: true,
             by_peer: false,
+            declared: None,
             queue,
             writer,
         }
@@ -299,6 +319,7 @@ impl Filling {
             missing,
             whole_files: false,
             by_peer: false,
+            declared: None,
             queue,
             writer,
         }
@@ -341,8 +362,12 @@ impl Filling {
         worker: &Worker,
         extents: Vec<Verified<Bytes>>,
     ) -> Result<(), TransferError> {
+        let bytes: usize = extents.iter().map(|extent| extent.data().len()).sum();
         if self.queue.send(Step::Put(extents)).await.is_err() {
             return Err(self.writer_failed(worker).await);
+        }
+        if let Some(declared) = &mut self.declared {
+            declared.wrote(bytes as u64);
         }
         Ok(())
     }

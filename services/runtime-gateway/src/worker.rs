@@ -23,6 +23,7 @@ use crate::brought::Imports;
 use crate::clock::since_boot;
 use crate::held::Counts;
 use crate::image;
+use crate::room::Room;
 use crate::trees::Trees;
 use rpc::Peer;
 
@@ -75,6 +76,8 @@ pub(crate) struct Worker {
     attempts: Mutex<HashMap<LeaseId, Attempt>>,
     /// Volumes that are being filled, by one writer each.
     pub(crate) filling: Arc<Mutex<HashSet<VolumeHandle>>>,
+    /// What transfers will write.
+    pub(crate) room: Room,
     /// Containers that are being destroyed.
     destroying: watch::Sender<BTreeSet<ContainerHandle>>,
     /// Containers and volumes on the worker.
@@ -110,6 +113,7 @@ impl Worker {
             alone_until: Mutex::default(),
             attempts: Mutex::default(),
             filling: Arc::default(),
+            room: Room::default(),
             destroying: watch::Sender::default(),
             held: Counts::default(),
             changed: Notify::new(),

@@ -167,6 +167,13 @@ pub struct Verified<T> {
     pub(crate) data: T,
 }
 
+impl<T> Verified<T> {
+    /// The content.
+    pub fn data(&self) -> &T {
+        &self.data
+    }
+}
+
 impl Manifest {
     /// Compares content with the digest of its extent.
     ///
