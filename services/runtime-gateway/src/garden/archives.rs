@@ -6,6 +6,8 @@ use runtime::Archive;
 use tokio::io::AsyncReadExt;
 
 const BLOCK: usize = 512;
+/// Most bytes that may follow the only file of an archive: padding, and blocks of zeroes.
+const MOST_REST: u64 = 1 << 20;
 
 /// An archive without entries. Not the same as nothing, which a worker refuses.
 pub(super) fn empty() -> Vec<u8> {
@@ -48,14 +50,26 @@ pub(super) async fn file(mut archive: Archive, most: usize) -> io::Result<Option
     let size = usize::from_str_radix(size.trim_matches(['\0', ' ']), 8);
     let found = match size {
         Ok(size) if size <= most && matches!(head[156], b'0' | 0) => {
-            let mut contents = vec![0; size];
-            archive.read_exact(&mut contents).await?;
+            // It grows with what comes, not with what the worker claims.
+            let mut contents = Vec::new();
+            (&mut archive).take(size as u64).read_to_end(&mut contents).await?;
+            if contents.len() < size {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
             Some(contents)
         }
         _ => None,
     };
-    // It is whole only once its end has been read.
-    tokio::io::copy(&mut archive, &mut tokio::io::sink()).await?;
+    // It is whole only once its end has been read. One that goes on for longer is none of ours.
+    let passed_over = if found.is_some() { 0 } else { most as u64 };
+    let mut end = archive.take(MOST_REST.saturating_add(passed_over));
+    tokio::io::copy(&mut end, &mut tokio::io::sink()).await?;
+    if end.limit() == 0 {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "too much follows the only file of an archive",
+        ));
+    }
     Ok(found)
 }
 

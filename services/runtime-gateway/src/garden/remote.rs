@@ -10,8 +10,8 @@ use runtime::{Archive, Inlet, RemoteVolume, RuntimeError};
 
 use super::{Worker, archives, marks, refusals, volumes};
 
-/// Of a manifest. One of ten million entries is a third of it.
-const MOST_MANIFEST: usize = 4 << 30;
+/// Most bytes of a manifest that is kept beside a volume: what [`transfer::Limits`] allow, and what stands before that.
+const MOST_MANIFEST: usize = (1 << 30) + 4096;
 
 pub(super) struct Volume {
     worker: Arc<Worker>,

@@ -1,6 +1,7 @@
 //! An archive that comes out of a volume.
 
 use std::io;
+use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -33,6 +34,10 @@ pub struct Archive<R> {
     end: ArchiveEnd,
     state: State,
     buffer: Box<[u8]>,
+    /// What of the buffer was not decoded yet.
+    encoded: Range<usize>,
+    /// Whether the decoder puts out nothing more before more is pushed.
+    is_drained: bool,
     decoded: Vec<u8>,
     taken: usize,
     tail: Vec<u8>,
@@ -61,6 +66,8 @@ impl<R> Archive<R> {
             end: ArchiveEnd::default(),
             state: State::Reading,
             buffer: vec![0; 64 * 1024].into(),
+            encoded: 0..0,
+            is_drained: true,
             decoded: Vec::new(),
             taken: 0,
             tail: Vec::new(),
@@ -73,21 +80,27 @@ impl<R> Archive<R> {
         self.tail.drain(..surplus);
     }
 
-    fn decode(&mut self, size: usize) -> Result<(), ArchiveError> {
+    /// Decodes some of what came; `at_end`: the end of the stream, once everything was decoded.
+    fn decode(&mut self, at_end: bool) -> Result<(), ArchiveError> {
         let broken = |error: io::Error| ArchiveError::Broken(error.to_string());
         self.decoded.clear();
         self.taken = 0;
-        let finished = if size > 0 {
-            self.decoder.push(&self.buffer[..size], &mut self.decoded).map_err(broken)
+        let finished = if !at_end {
+            let pushed = self.decoder.push(&self.buffer[self.encoded.clone()], &mut self.decoded);
+            pushed.map_err(broken).map(|pushed| {
+                self.encoded.start += pushed.taken;
+                self.is_drained = pushed.is_drained;
+            })
         } else {
             self.decoder.finish(&mut self.decoded).map_err(|_| ArchiveError::Truncated)
         };
         let checked = finished.and_then(|()| {
             self.end.push(&self.decoded).map_err(|error| ArchiveError::Broken(error.to_string()))?;
-            if size == 0 && !self.end.is_there() { Err(ArchiveError::Truncated) } else { Ok(()) }
+            if at_end && !self.end.is_there() { Err(ArchiveError::Truncated) } else { Ok(()) }
         });
         if checked.is_err() {
             self.decoded.clear();
+            (self.encoded, self.is_drained) = (0..0, true);
         }
         checked
     }
@@ -121,6 +134,12 @@ impl<R: AsyncRead + Unpin> AsyncRead for Archive<R> {
             if matches!(this.state, State::Ended) {
                 return Poll::Ready(Ok(()));
             }
+            if !this.encoded.is_empty() || !this.is_drained {
+                if let Err(error) = this.decode(false) {
+                    this.state = State::Draining { error, left: MOST_DRAINED };
+                }
+                continue;
+            }
             let mut incoming = ReadBuf::new(&mut this.buffer);
             ready!(Pin::new(&mut this.source).poll_read(cx, &mut incoming))?;
             let size = incoming.filled().len();
@@ -130,13 +149,51 @@ impl<R: AsyncRead + Unpin> AsyncRead for Archive<R> {
                     return Poll::Ready(Err(this.explain(error)));
                 }
                 State::Draining { error, left } => State::Draining { error, left: left - size },
-                State::Reading | State::Ended => match this.decode(size) {
-                    Ok(()) if size == 0 => State::Ended,
-                    Ok(()) => State::Reading,
-                    Err(error) if size == 0 => return Poll::Ready(Err(this.explain(error))),
-                    Err(error) => State::Draining { error, left: MOST_DRAINED },
+                State::Reading | State::Ended if size == 0 => match this.decode(true) {
+                    Ok(()) => State::Ended,
+                    Err(error) => return Poll::Ready(Err(this.explain(error))),
                 },
+                State::Reading | State::Ended => {
+                    (this.encoded, this.is_drained) = (0..size, false);
+                    State::Reading
+                }
             };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncReadExt;
+
+    use super::*;
+    use crate::baggageclaim::encoding::Encoded;
+
+    /// Zeroes, which are an archive without entries.
+    const BYTES: u64 = 64 << 20;
+
+    #[tokio::test]
+    async fn small_archive_that_decodes_to_much_takes_little_memory() {
+        for encoding in Encoding::ALL {
+            let mut encoded = Vec::new();
+            let zeroes = tokio::io::repeat(0).take(BYTES);
+            Encoded::new(encoding, zeroes)
+                .expect("an encoder")
+                .read_to_end(&mut encoded)
+                .await
+                .expect("encoded");
+            let mut archive = Archive::new(encoding, &encoded[..]);
+            let (mut bytes, mut buffer) = (0, vec![0; 64 << 10]);
+            loop {
+                let read = archive.read(&mut buffer).await.expect("it is whole");
+                bytes += read as u64;
+                let held = archive.decoded.capacity();
+                assert!(held <= 16 << 20, "{encoding:?}: {held} bytes of {} encoded", encoded.len());
+                if read == 0 {
+                    break;
+                }
+            }
+            assert_eq!(bytes, BYTES, "{encoding:?}");
         }
     }
 }

@@ -138,7 +138,26 @@ impl<R: AsyncRead + Unpin> AsyncRead for Encoded<R> {
     }
 }
 
+/// After so many decoded bytes, a decoder waits until they were taken. A step adds a block at most.
+///
+/// Some KiB decode to GiB, so how much was pushed says nothing about how much comes out.
+const MOST_DECODED: usize = 1 << 20;
+
+/// Largest window of zstd, as a power of two: 32 MiB, which is the most that the encoders of workers use.
+const ZSTD_WINDOW_LOG: u32 = 25;
+
+/// How far a decoder came with what was pushed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Pushed {
+    /// Bytes that it took.
+    pub(super) taken: usize,
+    /// Whether nothing more comes out before more is pushed.
+    pub(super) is_drained: bool,
+}
+
 /// Decodes what is pushed, and refuses whatever follows the end of the stream.
+///
+/// Invariant: one push puts out [`MOST_DECODED`] bytes and one block at most, whatever was pushed.
 pub(super) enum Decoder {
     Raw,
     Gzip(flate2::write::GzDecoder<Vec<u8>>),
@@ -159,16 +178,23 @@ impl Decoder {
         match encoding {
             Encoding::Raw => Self::Raw,
             Encoding::Gzip => Self::Gzip(flate2::write::GzDecoder::new(Vec::new())),
-            Encoding::Zstd => Self::Zstd { decoder: zstd::stream::raw::Decoder::new().ok(), ended: false },
+            Encoding::Zstd => Self::Zstd { decoder: zstd_decoder().ok(), ended: false },
             Encoding::S2 => Self::S2 { begun: false, pending: Vec::new() },
         }
     }
 
-    pub(super) fn push(&mut self, mut bytes: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
+    /// Decodes some of `bytes`, and says how far it came. To be called again with the rest, also if that is nothing, until it is drained.
+    pub(super) fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<Pushed> {
+        let all = bytes.len();
+        let mut bytes = bytes;
+        let pushed = |rest: &[u8], is_drained| Ok(Pushed { taken: all - rest.len(), is_drained });
         match self {
-            Self::Raw => out.extend_from_slice(bytes),
+            Self::Raw => {
+                out.extend_from_slice(bytes);
+                pushed(&[], true)
+            }
             Self::Gzip(decoder) => {
-                while !bytes.is_empty() {
+                while !bytes.is_empty() && out.len() < MOST_DECODED {
                     let taken = decoder.write(bytes)?;
                     if taken == 0 {
                         return Err(broken("something follows the end of the gzip stream"));
@@ -176,6 +202,7 @@ impl Decoder {
                     bytes = &bytes[taken..];
                     out.append(decoder.get_mut());
                 }
+                pushed(bytes, bytes.is_empty())
             }
             Self::Zstd { decoder, ended } => {
                 let decoder = decoder.as_mut().ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
@@ -183,21 +210,28 @@ impl Decoder {
                 loop {
                     if *ended {
                         let trailing = Err(broken("something follows the end of the zstd stream"));
-                        return if bytes.is_empty() { Ok(()) } else { trailing };
+                        return if bytes.is_empty() { pushed(bytes, true) } else { trailing };
+                    }
+                    if out.len() >= MOST_DECODED {
+                        return pushed(bytes, false);
                     }
                     let step = decoder.run_on_buffers(bytes, &mut piece)?;
                     bytes = &bytes[step.bytes_read..];
                     out.extend_from_slice(&piece[..step.bytes_written]);
                     *ended = step.remaining == 0;
                     if bytes.is_empty() && step.bytes_written < piece.len() {
-                        return Ok(());
+                        return pushed(bytes, true);
                     }
                 }
             }
             Self::S2 { begun, pending } => {
                 pending.extend_from_slice(bytes);
-                let mut read = 0;
+                let (mut read, mut is_drained) = (0, true);
                 while let [kind, a, b, c, rest @ ..] = &pending[read..] {
+                    if out.len() >= MOST_DECODED {
+                        is_drained = false;
+                        break;
+                    }
                     let size = u32::from_le_bytes([*a, *b, *c, 0]) as usize;
                     if *kind < 0x80 && (*kind > 1 || size > S2_CHUNK) {
                         return Err(broken("no chunk of S2"));
@@ -217,9 +251,9 @@ impl Decoder {
                     read += 4 + size;
                 }
                 pending.drain(..read);
+                pushed(&[], is_drained)
             }
         }
-        Ok(())
     }
 
     pub(super) fn finish(&mut self, out: &mut Vec<u8>) -> io::Result<()> {
@@ -235,6 +269,12 @@ impl Decoder {
         };
         if complete { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
+}
+
+fn zstd_decoder() -> io::Result<zstd::stream::raw::Decoder<'static>> {
+    let mut decoder = zstd::stream::raw::Decoder::new()?;
+    decoder.set_parameter(zstd::stream::raw::DParameter::WindowLogMax(ZSTD_WINDOW_LOG))?;
+    Ok(decoder)
 }
 
 fn s2_block(compressed: bool, chunk: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
