@@ -233,3 +233,25 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     assert!(matches!(refused, Some(TransferError::InUse(of)) if of == volume), "{refused:?}");
     store.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_of_one_extent_that_do_not_fit_the_disk_are_refused() {
+    let store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = gateway(&machine, &store);
+    // One extent that the worker may have, 100,000 times: more than is free, without a byte that has to be sent.
+    let digest = domain::Digest([7; 32]);
+    let extents = (0..100_000).map(|at| transfer::Extent { offset: at << 20, length: 1 << 20, digest });
+    let kind = transfer::EntryKind::File { size_bytes: 100_000 << 20, extents: extents.collect() };
+    let small = tree("contents");
+    let mut entries = small.entries().to_vec();
+    entries[1].kind = kind;
+    let large = Arc::new(Manifest::new(entries, transfer::Limits::default()).expect("valid"));
+    let volume = VolumeHandle::new();
+    let refused = begin(&worker, volume, &large).await.err();
+    assert!(matches!(refused, Some(TransferError::NoRoom(_))), "{refused:?}");
+    assert!(!machine.has(volume), "nothing was kept");
+    // What was refused takes no room.
+    drop(fill(&worker, volume, &small, "contents").await);
+    store.end().await;
+}
