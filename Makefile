@@ -1,5 +1,5 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check checks fmt fmt-check clippy doc deny proto test soak clients client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check clippy doc deny proto test soak fuzz clients client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -55,6 +55,12 @@ test:
 soak:
 	integration-tests/setup.sh test
 	cargo test -p artifact-store --test suite --locked -- --ignored --nocapture --test-threads=2 soak
+
+# Changed manifests, archives and compressed streams, as others may send them, for GANTRY_SOAK hours (1) or until one fails.
+fuzz: export GANTRY_SOAK ?= 1
+fuzz:
+	cargo test -p gantry-transfer --test hostile --locked
+	cargo test -p gantry-concourse --test hostile_archives --locked
 
 # Callers in other languages, and the examples with grpcurl, against the four services and against a cluster in one process.
 clients: client-tools
