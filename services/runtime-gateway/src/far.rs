@@ -61,7 +61,7 @@ pub(crate) async fn read(
     if wanted.is_empty() {
         return Ok(());
     }
-    let archive = Arriving::new(volume.read(Path::new("")).await?);
+    let archive = Arriving::of(&manifest, volume.read(Path::new("")).await?);
     blocking(move || {
         let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
         let (mut batch, mut bytes) = (Vec::new(), 0);
@@ -108,7 +108,7 @@ pub(crate) async fn read_file(
     if entry.extents().is_empty() {
         return blocking(move || zeroes(&chunks, size, 0, size)).await;
     }
-    let archive = Arriving::new(volume.read(&path).await?);
+    let archive = Arriving::of(manifest, volume.read(&path).await?);
     blocking(move || {
         let mut at = 0;
         let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
@@ -178,7 +178,7 @@ pub(crate) async fn pack(
     path: &Path,
     pieces: mpsc::Sender<Piece>,
 ) -> Result<(), TransferError> {
-    let archive = Arriving::new(volume.read(path).await?);
+    let archive = Arriving::of(&manifest, volume.read(path).await?);
     blocking(move || {
         let mut writer = ArchiveWriter::new(Outlet::new(pieces), manifest.clone());
         let wanted = Runs::all(manifest.extent_count());

@@ -199,7 +199,7 @@ impl Sender {
         let sent = timeout(patience, client.stream_to_peer(request)).await;
         sent.map_err(|_| PeerError::Late)??;
 
-        let archive = Arriving::new(remote.read(Path::new("")).await?);
+        let archive = Arriving::of(manifest, remote.read(Path::new("")).await?);
         let (manifest, compared) = (manifest.clone(), self.compared.clone());
         let mut done = 0;
         blocking(move || {

@@ -8,7 +8,7 @@ use tokio::io::AsyncReadExt;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::io::StreamReader;
-use transfer::Nameless;
+use transfer::{Manifest, Nameless};
 
 /// Bytes, or the end. A sender that goes away before the end is an error to who reads.
 pub(crate) type Piece = Option<Bytes>;
@@ -99,18 +99,39 @@ pub(crate) fn archive(pieces: mpsc::Receiver<Piece>) -> Archive {
 pub(crate) struct Arriving {
     archive: Archive,
     runtime: Handle,
+    /// Bytes that may still come.
+    left: u64,
 }
 
+/// Bytes of headers, in an archive, of an entry without long names and attributes; and more than that.
+const HEADERS: u64 = 16 << 10;
+/// Bytes that an archive may have besides its entries.
+const PADDING: u64 = 1 << 20;
+
 impl Arriving {
-    /// Reads `archive`. Called where tasks run.
+    /// Reads `archive`, of which nothing is known. Called where tasks run.
     pub(crate) fn new(archive: Archive) -> Self {
-        Self { archive, runtime: Handle::current() }
+        Self { archive, runtime: Handle::current(), left: u64::MAX }
+    }
+
+    /// Reads `archive`, which is one of this tree. A few KiB may decode to more than anybody ever reads, so a longer one is refused.
+    pub(crate) fn of(manifest: &Manifest, archive: Archive) -> Self {
+        let entries = u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX);
+        let headers =
+            entries.saturating_mul(HEADERS).saturating_add(manifest.encoded_bytes().saturating_mul(4));
+        let left = manifest.size_bytes().saturating_add(headers).saturating_add(PADDING);
+        Self { left, ..Self::new(archive) }
     }
 }
 
 impl Read for Arriving {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.runtime.block_on(self.archive.read(buffer))
+        let length = self.runtime.block_on(self.archive.read(buffer))?;
+        let left = self.left.checked_sub(length as u64);
+        self.left = left.ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidData, "the archive is larger than one of its tree can be")
+        })?;
+        Ok(length)
     }
 }
 
@@ -142,5 +163,35 @@ impl<R: Read> Read for Tee<R> {
         let length = self.source.read(buffer)?;
         self.held.extend_from_slice(&buffer[..length]);
         Ok(length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use transfer::{Entry, EntryKind, Limits};
+
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn archive_longer_than_its_tree_is_refused() {
+        let root = Entry {
+            path: Vec::new(),
+            mode: 0o755,
+            uid: 0,
+            gid: 0,
+            mtime_seconds: 0,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind: EntryKind::Directory,
+        };
+        let manifest = Manifest::new([root], Limits::default()).expect("valid");
+        let archive = |bytes| -> Archive { Box::pin(tokio::io::repeat(0).take(bytes)) };
+        let mut whole = Arriving::of(&manifest, archive(PADDING));
+        let mut endless = Arriving::of(&manifest, archive(u64::MAX));
+        let read = tokio::task::spawn_blocking(move || {
+            let whole = io::copy(&mut whole, &mut io::sink()).expect("it is small enough");
+            (whole, io::copy(&mut endless, &mut io::sink()).expect_err("it never ends").kind())
+        });
+        assert_eq!(read.await.expect("no panic"), (PADDING, io::ErrorKind::InvalidData));
     }
 }
