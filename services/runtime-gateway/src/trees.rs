@@ -447,7 +447,9 @@ impl State {
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
     let options = ScanOptions { limits: Limits::of_process(), ..ScanOptions::default() };
     let scanned = transfer::scan(root, &options, None).map_err(|error| match error {
-        ScanError::Manifest(error) if !matches!(error, InvalidManifest::NoMemory) => RuntimeError::InvalidOutput(error.to_string()),
+        ScanError::Manifest(error) if !matches!(error, InvalidManifest::NoMemory) => {
+            RuntimeError::InvalidOutput(error.to_string())
+        }
         error => RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))),
     })?;
     for problem in &scanned.problems {
