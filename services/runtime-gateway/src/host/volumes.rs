@@ -349,7 +349,7 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     fs::write(lower.join("file"), "below")?;
     let attempt = |options: &'static [&'static str]| {
         forget_volatile(&work)?;
-        let (lower, attributes) = (&[lower.clone()], mounts::CONFINED);
+        let (lower, attributes) = (std::slice::from_ref(&lower), mounts::CONFINED);
         let mount = Overlay { lower, upper: &upper, work: &work, options, attributes }.make()?;
         mounts::attach_at(mount.as_fd(), &merged)?;
         drop(mount);

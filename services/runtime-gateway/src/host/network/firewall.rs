@@ -84,11 +84,11 @@ impl Rule {
         })
     }
 
-    fn from_container(self) -> Self {
+    fn input_is_container(self) -> Self {
         self.meta(Meta::InputName).compared(true, PREFIX.as_bytes())
     }
 
-    fn to_container(self, whether: bool) -> Self {
+    fn output_is_container(self, whether: bool) -> Self {
         self.meta(Meta::OutputName).compared(whether, PREFIX.as_bytes())
     }
 
@@ -113,7 +113,7 @@ impl Rule {
             .compared(true, &masked.to_be_bytes())
     }
 
-    fn to_port(self, protocol: u8, port: u16) -> Self {
+    fn port_is(self, protocol: u8, port: u16) -> Self {
         self.meta(Meta::Transport)
             .compared(true, &[protocol])
             .payload(Header::Transport, 2, 2)
@@ -178,21 +178,22 @@ fn table(pool: Pool) -> Messages {
         messages.add(kind, flags, &header, |table| _ = table.text(1, &name));
     }
     let names = |protocol| {
-        Rule::default().from_container().destination_in(RESOLVER, 32).to_port(protocol, 53).accept()
+        Rule::default().input_is_container().destination_in(RESOLVER, 32).port_is(protocol, 53).accept()
     };
     let udp = u8::try_from(libc::IPPROTO_UDP).unwrap_or(17);
     let tcp = u8::try_from(libc::IPPROTO_TCP).unwrap_or(6);
-    let answers = Rule::default().from_container().answers().accept();
-    let input = vec![answers, names(udp), names(tcp), Rule::default().from_container().reject()];
+    let answers = Rule::default().input_is_container().answers().accept();
+    let input = vec![answers, names(udp), names(tcp), Rule::default().input_is_container().reject()];
     chain(&mut messages, "input", "filter", INPUT, 0, input);
     let forward = vec![
-        Rule::default().from_container().to_container(true).reject(),
-        Rule::default().from_container().destination_in(Ipv4Addr::new(169, 254, 0, 0), 16).reject(),
-        Rule::default().to_container(true).answers().accept(),
-        Rule::default().to_container(true).reject(),
+        Rule::default().input_is_container().output_is_container(true).reject(),
+        Rule::default().input_is_container().destination_in(Ipv4Addr::new(169, 254, 0, 0), 16).reject(),
+        Rule::default().output_is_container(true).answers().accept(),
+        Rule::default().output_is_container(true).reject(),
     ];
     chain(&mut messages, "forward", "filter", FORWARD, 0, forward);
-    let source = vec![Rule::default().source_in(pool.network, pool.bits).to_container(false).masquerade()];
+    let source =
+        vec![Rule::default().source_in(pool.network, pool.bits).output_is_container(false).masquerade()];
     chain(&mut messages, "postrouting", "nat", POSTROUTING, 100, source);
     messages.mark(0x11, &batch);
     messages
