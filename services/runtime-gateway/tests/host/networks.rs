@@ -44,15 +44,15 @@ struct Outside {
     near: String,
     far: SocketAddr,
     /// Connects from there to an address of ours, and says whether that worked.
-    dial: mpsc::Sender<SocketAddr>,
+    dial: mpsc::SyncSender<SocketAddr>,
     dialed: mpsc::Receiver<bool>,
 }
 
 impl Outside {
     fn new(number: u8) -> Self {
         let ((tell, told), (dial, to_dial), (tell_dialed, dialed)) =
-            (mpsc::channel(), mpsc::channel::<SocketAddr>(), mpsc::channel());
-        let (go, gone) = mpsc::channel();
+            (mpsc::sync_channel(1), mpsc::sync_channel::<SocketAddr>(1), mpsc::sync_channel(1));
+        let (go, gone) = mpsc::sync_channel(1);
         let (near, far) =
             (format!("198.51.100.{}", number * 4 + 1), format!("198.51.100.{}", number * 4 + 2));
         let (address, router) = (far.clone(), near.clone());
@@ -300,10 +300,11 @@ fn names_are_resolved_by_a_server_on_the_machine() {
 #[ignore = "run by names_are_resolved_by_a_server_on_the_machine"]
 async fn name_is_resolved() {
     let Some(subject) = HostSubject::new() else { return };
-    let names = tokio::spawn(subject.host().serve_names());
-    let found = said(&subject, container(), "cat /etc/resolv.conf; getent ahostsv4 some.name.test").await;
+    let script = "cat /etc/resolv.conf; getent ahostsv4 some.name.test";
+    let found = tokio::select! {
+        found = said(&subject, container(), script) => found,
+        () = subject.host().serve_names() => panic!("names are served until the end"),
+    };
     assert!(found.starts_with("nameserver 169.254.213.1\nsearch example.org\n"), "{found}");
     assert!(found.contains("192.0.2.42"), "{found}");
-    names.abort();
-    _ = names.await;
 }
