@@ -315,7 +315,8 @@ Examples:
   gantry run -i data=artifact:0197c1a2-0000-7000-8000-000000000000:ro \\
       --memory 1G --cpu 2 -e LANG=C --network none -- sha256sum -b data/file
 
-  # What is downloaded or built once is there the next time:
+  # What is downloaded or built once is there the next time. Tools in your home are shown if the cluster was started with
+  # `gantry up --host-path ~/.cargo/bin,~/.rustup`:
   gantry run -i src=. -e PATH -e CARGO_HOME=/cargo --cache cargo=/cargo --cache target=/workspace/src/target -- \\
       sh -c 'cd src && cargo test'
 

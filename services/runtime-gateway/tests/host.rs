@@ -3,6 +3,7 @@
 mod host {
     mod containment;
     mod deep;
+    mod host_image;
     mod inside;
     mod leftovers;
     mod networks;

@@ -23,6 +23,7 @@ use super::copy::own_tree;
 use crate::blocking::blocking;
 
 use super::files::{self, at};
+use super::image::Image;
 use super::policy::Permission;
 use super::processes::Process;
 use super::record::{Container, Intent};
@@ -200,14 +201,14 @@ impl Host {
             // So that what multiplies without end is its own failure, and not the machine's.
             spec.limits.pids = spec.limits.pids.or(pids.pids);
         }
-        check_mounts(root.as_fd(), &spec)?;
+        check_mounts(root.as_fd(), &spec, self.image())?;
         let mut volumes = Vec::new();
         for mount in &spec.mounts {
             volumes.push((mount, self.volumes.directory(mount.volume)?));
         }
         let make_directory = must_make(&spec);
         if !make_directory {
-            check_directory(root.as_fd(), &spec.directory, &volumes)?;
+            check_directory(root.as_fd(), &spec, &volumes, self.image())?;
         }
         if user.uid != 0 {
             for (mount, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
@@ -243,6 +244,10 @@ impl Host {
             return Err(RuntimeError::Unsupported("private networks; its log says why".to_owned()));
         }
         Ok(())
+    }
+
+    fn image(&self) -> Image<'_> {
+        Image { named: self.config.policy.host_paths() }
     }
 
     /// The root file system of a container, before anything is mounted there.
@@ -419,7 +424,7 @@ fn fresh(path: &Path) -> Option<bool> {
     Some(there.iter().any(|there| path == Path::new(there)))
 }
 
-fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec) -> Result<(), RuntimeError> {
+fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec, host: Image<'_>) -> Result<(), RuntimeError> {
     let refuse = |at: &Path, why: &str| {
         Err(RuntimeError::InvalidMount { path: at.to_string_lossy().into_owned(), why: why.to_owned() })
     };
@@ -443,9 +448,12 @@ fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec) -> Result<(), Runtim
         if others.any(|other| at == other) {
             return refuse(at, "another volume is mounted there");
         }
-        if fresh(at).is_none()
-            && let Some(why) = not_a_place(root, at)?
-        {
+        let why = match (fresh(at), &spec.root) {
+            (Some(_), _) => None,
+            (None, Root::Host) => host.not_a_place(at),
+            (None, Root::Volume(_) | Root::Whole(_)) => not_a_place(root, at)?,
+        };
+        if let Some(why) = why {
             return refuse(at, why);
         }
     }
@@ -526,10 +534,11 @@ fn not_given(error: io::Error, mount: &runtime::Mount, volume: &Path) -> Runtime
 /// Checks that a working directory which nobody makes is there: in the image, or in a volume.
 fn check_directory(
     root: BorrowedFd<'_>,
-    directory: &Bytes,
+    spec: &ContainerSpec,
     volumes: &[(&runtime::Mount, PathBuf)],
+    host: Image<'_>,
 ) -> Result<(), RuntimeError> {
-    let directory = path(directory);
+    let directory = path(&spec.directory);
     let within = volumes.iter().filter_map(|(mount, contents)| {
         Some((contents.as_path(), directory.strip_prefix(path(&mount.path)).ok()?))
     });
@@ -538,6 +547,7 @@ fn check_directory(
     let there = match (within, fresh(directory)) {
         _ if !directory.is_absolute() => false,
         (None, Some(there)) => there,
+        (None, None) if spec.root == Root::Host => host.has_directory(directory),
         (None, None) => mounts::open_in(root, directory, OFlags::PATH | OFlags::DIRECTORY).is_ok(),
         (Some((volume, inside)), _) => {
             let opened = rustix::fs::open(volume, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());

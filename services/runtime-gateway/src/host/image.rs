@@ -1,242 +1,359 @@
-//! The image `host`: the worker's own root file system, and what of it no container may see.
+//! The image `host`: what a container sees of this machine's own root file system.
 //!
-//! Decided here, carried out by the supervisor. Secrets are hidden by *whiteouts* in a layer of memory between the
-//! worker's root and the container's own layer. So they are absent rather than empty, they stay absent when they come to be
-//! only later, and a container may put something of its own in their place. Whiteouts reach only as far as the root's own
-//! file system; below another one that is bound into the container, what exists is covered by a mount instead.
+//! It is a list of what is shown. Programs and libraries are bound read-only, a part of `/etc` is copied or bound, other paths are
+//! shown if the operator names them, and everything else is empty and the container's own. What is mounted below a path that is
+//! shown is not shown with it.
+//!
+//! Decided here, carried out by the supervisor.
 
-use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
+use std::path::{Component, Path, PathBuf};
 
-use super::mounts::Mounted;
-use super::users::Users;
+/// Programs and libraries. Links to others of them on most machines.
+const PROGRAMS: [&str; 7] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"];
 
-/// File systems of the kernel's own, or of memory: they hold nothing that a container should share.
-const PSEUDO: &[&str] = &[
-    "autofs",
-    "binfmt_misc",
-    "bpf",
-    "cgroup",
-    "cgroup2",
-    "configfs",
-    "debugfs",
-    "devpts",
-    "devtmpfs",
-    "efivarfs",
-    "fusectl",
-    "hugetlbfs",
-    "mqueue",
-    "nsfs",
-    "overlay",
-    "proc",
-    "pstore",
-    "ramfs",
-    "rpc_pipefs",
-    "securityfs",
-    "selinuxfs",
-    "sysfs",
-    "tmpfs",
-    "tracefs",
+/// Directories of a container's own, with their modes. Parents come first.
+const DIRECTORIES: [(&str, u32); 17] = [
+    ("/dev", 0o755),
+    ("/etc", 0o755),
+    ("/home", 0o755),
+    ("/media", 0o755),
+    ("/mnt", 0o755),
+    ("/opt", 0o755),
+    ("/proc", 0o555),
+    ("/root", 0o700),
+    ("/run", 0o755),
+    ("/srv", 0o755),
+    ("/sys", 0o555),
+    ("/tmp", 0o1777),
+    ("/var", 0o755),
+    ("/var/cache", 0o755),
+    ("/var/lib", 0o755),
+    ("/var/log", 0o755),
+    ("/var/tmp", 0o1777),
 ];
 
-/// Places that a container gets of its own.
-const FRESH: &[&str] = &["/proc", "/sys", "/dev", "/run", "/tmp"];
+const LINKS: [(&str, &str); 2] = [("/var/run", "/run"), ("/var/lock", "/run/lock")];
 
-/// Secrets of the machine, and the stores of container engines, whose contents are other people's containers.
-const HIDDEN: &[&str] = &[
-    "/var/lib/gantry-services",
-    "/etc/shadow",
-    "/etc/shadow-",
-    "/etc/gshadow",
-    "/etc/gshadow-",
-    "/etc/sudoers",
-    "/etc/sudoers.d",
-    "/etc/ssh/ssh_host_rsa_key",
-    "/etc/ssh/ssh_host_dsa_key",
-    "/etc/ssh/ssh_host_ecdsa_key",
-    "/etc/ssh/ssh_host_ed25519_key",
-    "/etc/ssl/private",
-    "/etc/kubernetes",
-    "/etc/rancher",
-    "/etc/krb5.keytab",
-    "/etc/docker",
-    "/var/lib/docker",
-    "/var/lib/containerd",
-    "/var/lib/containers",
-    "/var/lib/kubelet",
-    "/var/lib/rancher",
-    "/var/lib/etcd",
-    "/var/lib/cni",
-    "/var/run/secrets",
+/// Files of `/etc`, which a container may change for itself.
+const ETC_FILES: &[&str] = &[
+    "bash.bashrc",
+    "ca-certificates.conf",
+    "debian_version",
+    "ethertypes",
+    "gai.conf",
+    "group",
+    "host.conf",
+    "hostname",
+    "hosts",
+    "inputrc",
+    "issue",
+    "ld.so.cache",
+    "ld.so.conf",
+    "locale.alias",
+    "locale.conf",
+    "locale.gen",
+    "localtime",
+    "login.defs",
+    "lsb-release",
+    "magic",
+    "magic.mime",
+    "mime.types",
+    "mtab",
+    "networks",
+    "nsswitch.conf",
+    "os-release",
+    "passwd",
+    "profile",
+    "protocols",
+    "redhat-release",
+    "rpc",
+    "services",
+    "shells",
+    "timezone",
+    "wgetrc",
 ];
 
-/// Secrets of people, below the home of each.
-const HIDDEN_IN_HOMES: &[&str] = &[
-    ".ssh",
-    ".gnupg",
-    ".aws",
-    ".azure",
-    ".kube",
-    ".docker",
-    ".netrc",
-    ".npmrc",
-    ".pypirc",
-    ".git-credentials",
-    ".cargo/credentials",
-    ".cargo/credentials.toml",
-    ".config/gcloud",
-    ".config/gh",
-    ".config/git/credentials",
-    ".config/containers",
-    ".config/rclone",
-    ".config/doctl",
-    ".config/op",
-    ".m2/settings.xml",
-    ".m2/settings-security.xml",
-    ".gradle/gradle.properties",
-    ".gem/credentials",
-    ".terraform.d/credentials.tfrc.json",
-    ".terraformrc",
-    ".vault-token",
-    ".pgpass",
-    ".my.cnf",
-    ".boto",
-    ".s3cfg",
-    ".oci",
-    ".password-store",
-    ".local/share/keyrings",
-    ".local/share/containers",
-    ".bash_history",
-    ".zsh_history",
-    ".python_history",
+/// Directories of `/etc`, read-only, whose names are these or start with one of these and `-` or a digit.
+const ETC_TREES: &[&str] = &[
+    "ImageMagick",
+    "OpenCL",
+    "R",
+    "alternatives",
+    "bash_completion.d",
+    "ca-certificates",
+    "crypto-policies",
+    "dotnet",
+    "emacs",
+    "fonts",
+    "ghc",
+    "gnutls",
+    "groff",
+    "gtk",
+    "java",
+    "ld.so.conf.d",
+    "maven",
+    "mono",
+    "openmpi",
+    "perl",
+    "php",
+    "pki",
+    "profile.d",
+    "python",
+    "ruby",
+    "sgml",
+    "skel",
+    "ssl",
+    "terminfo",
+    "texmf",
+    "vim",
+    "xdg",
+    "xml",
 ];
 
-/// Where people's homes are: secrets may come to be there at any time. Those of services have them from the beginning or never.
-const PEOPLE: &[&str] = &["/root", "/home"];
-
-/// Homes that are nobody's: nothing is looked for in them.
-const NO_HOMES: &[&str] = &["/", "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/games", "/nonexistent"];
-
-/// What containers see of the file systems mounted below the worker's root.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Below {
-    /// Bound read-only, parents first.
-    pub(super) bound: Vec<PathBuf>,
-    /// Left out.
-    pub(super) absent: Vec<PathBuf>,
+/// Where a path of the image is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// In what is the container's own: whatever is missing can be made.
+    Own,
+    /// In what is shown of this machine, where nothing can be made.
+    Shown,
 }
 
-/// Sorts what is `mounted` below the root; nothing below one of `own` is anybody's but ours.
-pub(super) fn below_root(mounted: &[Mounted], own: &[PathBuf]) -> Below {
-    let mut below = Below::default();
-    for mount in mounted {
-        let ours = own.iter().any(|path| mount.at.starts_with(path));
-        let fresh = FRESH.iter().any(|path| mount.at.starts_with(path));
-        if mount.at == Path::new("/") || ours || fresh {
-            continue;
-        }
-        let hidden = HIDDEN.iter().any(|path| mount.at.starts_with(path));
-        // A file of an engine's own making, such as a container's resolv.conf, may well come from memory.
-        let file = fs::metadata(&mount.at).is_ok_and(|found| found.is_file());
-        let pseudo = PSEUDO.contains(&mount.kind.as_str()) && !file;
-        let list = if hidden || pseudo { &mut below.absent } else { &mut below.bound };
-        if !list.contains(&mount.at) {
-            list.push(mount.at.clone());
-        }
+/// What the operator shows beside what every container sees.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Image<'a> {
+    pub(super) named: &'a [PathBuf],
+}
+
+impl Image<'_> {
+    pub(super) fn place(self, path: &Path) -> Place {
+        let programs = PROGRAMS.map(Path::new);
+        let shown = programs.iter().any(|tree| path.starts_with(tree))
+            || self.named.iter().any(|tree| path.starts_with(tree))
+            || path.strip_prefix("/etc").is_ok_and(|inside| match inside.components().next() {
+                Some(Component::Normal(name)) => is_etc_tree(&name.to_string_lossy()),
+                _ => false,
+            });
+        if shown { Place::Shown } else { Place::Own }
     }
-    below
-}
 
-/// Everything that no container may see; `own` is ours and what the operator adds, and `more_homes` are homes of people that are not in
-/// the list of users. What a link leads to is hidden with it.
-pub(super) fn hidden(own: &[PathBuf], more_homes: &[PathBuf], users: &Users<'_>) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    let of_users = users.homes().filter(|home| !NO_HOMES.contains(home)).map(Path::new);
-    let homes = of_users.chain([Path::new("/root")]).chain(more_homes.iter().map(PathBuf::as_path));
-    let homes: BTreeSet<_> =
-        homes.filter(|home| home.is_absolute()).filter_map(|home| fs::canonicalize(home).ok()).collect();
-    let more_homes: Vec<_> = more_homes.iter().filter_map(|home| fs::canonicalize(home).ok()).collect();
-    for home in homes {
-        let fresh = FRESH.iter().any(|path| home.starts_with(path));
-        if NO_HOMES.iter().any(|path| home == Path::new(path)) || fresh || !home.is_dir() {
-            continue;
-        }
-        let people = PEOPLE.iter().any(|path| home.starts_with(path)) || more_homes.contains(&home);
-        for name in HIDDEN_IN_HOMES {
-            if people || home.join(name).exists() {
-                hide(&mut found, &home, Path::new(name));
+    /// Whether a container finds a directory there before anything is made for it.
+    pub(super) fn has_directory(self, path: &Path) -> bool {
+        match self.place(path) {
+            Place::Shown => fs::metadata(path).is_ok_and(|found| found.is_dir()),
+            Place::Own => {
+                path == Path::new("/")
+                    || DIRECTORIES.iter().any(|(known, _)| path == Path::new(known))
+                    || self.named.iter().any(|named| named.starts_with(path))
             }
         }
     }
-    for path in own.iter().map(PathBuf::as_path).chain(HIDDEN.iter().map(Path::new)) {
-        if let Ok(relative) = path.strip_prefix("/") {
-            hide(&mut found, Path::new("/"), relative);
+
+    /// Why no directory can be made at `path`.
+    pub(super) fn not_a_place(self, path: &Path) -> Option<&'static str> {
+        let is_file = |name: &&str| path.starts_with(Path::new("/etc").join(name));
+        match self.place(path) {
+            Place::Shown if !self.has_directory(path) => {
+                Some("nothing can be made in this part of the image")
+            }
+            Place::Own if ETC_FILES.iter().any(|name| is_file(&name)) => {
+                Some("something that is no directory is in the way")
+            }
+            Place::Shown | Place::Own => None,
         }
     }
-    found.sort_unstable();
-    found.dedup();
-    found
+
+    /// The directories and files of this machine that are bound read-only, parents first.
+    pub(super) fn bound(self) -> io::Result<Vec<PathBuf>> {
+        let mut bound: Vec<_> =
+            PROGRAMS.iter().map(PathBuf::from).filter(|tree| is_directory(tree)).collect();
+        for entry in fs::read_dir("/etc")? {
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if is_etc_tree(&name) && is_directory(&path) && others_read(&path) {
+                bound.push(path);
+            }
+        }
+        bound.extend(self.named.iter().filter(|path| path.exists()).cloned());
+        bound.sort_unstable();
+        bound.dedup();
+        Ok(bound)
+    }
+
+    /// Makes everything that is not bound in the empty directory `at`.
+    pub(super) fn make_own(self, at: &Path) -> io::Result<()> {
+        let below = |path: &str| at.join(path.trim_start_matches('/'));
+        for (path, mode) in DIRECTORIES {
+            fs::create_dir(below(path))?;
+            fs::set_permissions(below(path), fs::Permissions::from_mode(mode))?;
+        }
+        for (path, target) in LINKS {
+            symlink(target, below(path))?;
+        }
+        for path in PROGRAMS {
+            if let Ok(target) = fs::read_link(path) {
+                symlink(target, below(path))?;
+            }
+        }
+        for name in ETC_FILES {
+            copy(&Path::new("/etc").join(name), &below("/etc").join(name))?;
+        }
+        for path in self.bound()? {
+            let place = at.join(path.strip_prefix("/").unwrap_or(&path));
+            fs::DirBuilder::new().recursive(true).mode(0o755).create(place.parent().unwrap_or(at))?;
+            if is_directory(&path) {
+                fs::DirBuilder::new().recursive(true).mode(0o755).create(&place)?;
+            } else if fs::symlink_metadata(&place).is_err() {
+                fs::write(&place, "")?;
+            }
+        }
+        Ok(())
+    }
 }
 
-/// Adds `path` below the directory `base`: itself, or the first of its parents that is missing.
-fn hide(found: &mut Vec<PathBuf>, base: &Path, path: &Path) {
-    let mut at = base.to_owned();
-    for name in path.components() {
-        at.push(name);
-        match fs::symlink_metadata(&at) {
-            Err(_) => break,
-            Ok(metadata) if metadata.is_symlink() => match fs::canonicalize(&at) {
-                Ok(target) if at != base.join(path) => at = target,
-                Ok(target) => found.push(target),
-                Err(_) => break,
-            },
-            Ok(_) => {}
+/// What other users of the machine may not read below a directory of `/etc` that is shown.
+pub(super) fn unreadable(tree: &Path) -> io::Result<Vec<PathBuf>> {
+    let (mut found, mut left) = (Vec::new(), vec![tree.to_owned()]);
+    while let Some(directory) = left.pop() {
+        for entry in fs::read_dir(&directory)? {
+            let path = entry?.path();
+            if !others_read(&path) {
+                found.push(path);
+            } else if is_directory(&path) {
+                left.push(path);
+            }
         }
     }
-    if at != Path::new("/") {
-        found.push(at);
+    Ok(found)
+}
+
+/// Where in `tree` something of ours is, if it is there, under whatever name: paths relative to `tree`.
+///
+/// A directory may be reached by several paths, through mounts of the same file system. So it is looked up from the inside: `tree`
+/// is known by its device and inode among the parents of `ours`.
+pub(super) fn within(tree: &Path, ours: &Path) -> Option<PathBuf> {
+    let identity = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    let wanted = identity(tree)?;
+    let real = fs::canonicalize(ours).ok()?;
+    let parent = real.ancestors().find(|parent| identity(parent) == Some(wanted))?;
+    real.strip_prefix(parent).ok().map(Path::to_owned)
+}
+
+fn is_etc_tree(name: &str) -> bool {
+    ETC_TREES.iter().any(|known| {
+        let rest = name.strip_prefix(known);
+        rest.is_some_and(|rest| {
+            rest.is_empty() || rest.starts_with(|next: char| next == '-' || next.is_ascii_digit())
+        })
+    })
+}
+
+/// Whether there is a directory, and not a link to one.
+fn is_directory(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|found| found.is_dir())
+}
+
+/// Whether every user of the machine may read it. Of a link, what it leads to decides.
+fn others_read(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|found| {
+        let needed = if found.is_dir() { 0o005 } else { 0o004 };
+        found.is_symlink() || found.mode() & needed == needed
+    })
+}
+
+/// Copies a file or a link, unless there is none or others may not read it.
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    if let Ok(target) = fs::read_link(from) {
+        return symlink(target, to);
     }
+    if !others_read(from) || !fs::symlink_metadata(from).is_ok_and(|found| found.is_file()) {
+        return Ok(());
+    }
+    fs::write(to, fs::read(from)?)?;
+    fs::set_permissions(to, fs::Permissions::from_mode(0o644))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn mount(at: &str, kind: &str) -> Mounted {
-        Mounted { at: at.into(), kind: kind.into(), options: String::new(), read_only: false }
-    }
-
     #[test]
-    fn only_real_file_systems_are_bound() {
-        let mounted = [
-            mount("/", "ext4"),
-            mount("/proc", "proc"),
-            mount("/home", "xfs"),
-            mount("/srv/cache", "tmpfs"),
-            mount("/dev/shm", "tmpfs"),
-            mount("/run/user/0", "ext4"),
-            mount("/var/lib/gantry/volumes/1/contents", "ext4"),
-            mount("/var/lib/docker", "ext4"),
-        ];
-        let below = below_root(&mounted, &["/var/lib/gantry".into()]);
-        assert_eq!(below.bound, [PathBuf::from("/home")]);
-        assert_eq!(below.absent, [PathBuf::from("/srv/cache"), PathBuf::from("/var/lib/docker")]);
-    }
-
-    #[test]
-    fn the_first_missing_directory_is_hidden_and_links_do_not_help() -> std::io::Result<()> {
-        let directory = tempfile::tempdir()?;
-        let home = fs::canonicalize(directory.path())?;
-        fs::create_dir(home.join("elsewhere"))?;
-        std::os::unix::fs::symlink("elsewhere", home.join(".aws"))?;
-        fs::create_dir(home.join(".cargo"))?;
-        let mut found = Vec::new();
-        for name in [".aws", ".cargo/credentials", ".config/gcloud"] {
-            hide(&mut found, &home, Path::new(name));
+    fn path_is_own_or_shown() {
+        let named = [PathBuf::from("/opt/tools")];
+        let image = Image { named: &named };
+        for shown in
+            ["/usr", "/usr/bin/env", "/etc/ssl/certs", "/etc/java-17-openjdk/x", "/opt/tools/a", "/lib64"]
+        {
+            assert_eq!(image.place(Path::new(shown)), Place::Shown, "{shown}");
         }
-        let expected = ["elsewhere", ".aws", ".cargo/credentials", ".config"].map(|name| home.join(name));
-        assert_eq!(found, expected);
+        for own in
+            ["/", "/etc", "/etc/passwd", "/etc/sslx", "/opt", "/opt/toolsx", "/usrx", "/var/lib/postgresql"]
+        {
+            assert_eq!(image.place(Path::new(own)), Place::Own, "{own}");
+        }
+        assert!(image.has_directory(Path::new("/usr/bin")) && image.has_directory(Path::new("/root")));
+        assert!(
+            !image.has_directory(Path::new("/usr/bin/env")) && !image.has_directory(Path::new("/var/spool"))
+        );
+        assert!(image.not_a_place(Path::new("/usr/none")).is_some(), "it cannot be made");
+        assert!(image.not_a_place(Path::new("/etc/passwd/x")).is_some());
+        assert!(image.not_a_place(Path::new("/srv/data")).is_none());
+    }
+
+    #[test]
+    fn own_part_has_no_secrets() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        Image { named: &[] }.make_own(directory.path())?;
+        let names = |path: &str| -> io::Result<Vec<String>> {
+            let entries = fs::read_dir(directory.path().join(path))?;
+            entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+        };
+        for name in names("etc")? {
+            assert!(ETC_FILES.contains(&name.as_str()) || is_etc_tree(&name), "{name}");
+        }
+        for empty in ["home", "root", "var/lib", "var/tmp", "srv", "opt"] {
+            assert_eq!(names(empty)?, [""; 0], "{empty}");
+        }
+        let mode = fs::metadata(directory.path().join("var/tmp"))?.mode();
+        assert_eq!(mode & 0o7777, 0o1777);
+        assert_eq!(fs::read(directory.path().join("etc/passwd"))?, fs::read("/etc/passwd")?);
+        Ok(())
+    }
+
+    #[test]
+    fn unreadable_files_are_found() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let write = |name: &str, mode| {
+            let path = directory.path().join(name);
+            fs::create_dir_all(path.parent().expect("a directory"))?;
+            fs::write(&path, "")?;
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
+            Ok::<_, io::Error>(path)
+        };
+        write("open/file", 0o644)?;
+        let closed = write("open/closed", 0o640)?;
+        write("private/file", 0o644)?;
+        let private = directory.path().join("private");
+        fs::set_permissions(&private, fs::Permissions::from_mode(0o710))?;
+        let mut found = unreadable(directory.path())?;
+        found.sort();
+        assert_eq!(found, [closed, private]);
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_ours_is_known_by_identity() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let (tree, other) = (directory.path().join("tree"), directory.path().join("other"));
+        fs::create_dir_all(tree.join("a/state"))?;
+        fs::create_dir(&other)?;
+        symlink(tree.join("a/state"), directory.path().join("link"))?;
+        assert_eq!(within(&tree, &directory.path().join("link")), Some("a/state".into()));
+        assert_eq!(within(&tree, &tree), Some(PathBuf::new()));
+        assert_eq!(within(&other, &tree.join("a/state")), None);
         Ok(())
     }
 }

@@ -93,17 +93,14 @@ pub struct HostConfig {
     pub supervisor: PathBuf,
     /// How much output of each stream is kept.
     pub spool_bytes: u64,
-    /// Absolute paths that no container may see, beside those that none ever does.
+    /// Absolute paths that no container may see, beside the directories above.
     pub masked: Vec<PathBuf>,
     /// What workloads may ask of this machine.
     pub policy: Policy,
-    /// Homes of people whose secrets no container may see, beside those in `/etc/passwd`.
-    pub homes: Vec<PathBuf>,
 }
 
 impl HostConfig {
-    /// The defaults: this program is the supervisor, 32 MiB of each output, and `$HOME` is somebody's home: it need not be the one in
-    /// `/etc/passwd`.
+    /// The defaults: this program is the supervisor, and 32 MiB of each output are kept.
     ///
     /// Errors: the path of this program is unknown.
     pub fn new(state_dir: impl Into<PathBuf>, runtime_dir: impl Into<PathBuf>) -> std::io::Result<Self> {
@@ -114,7 +111,6 @@ impl HostConfig {
             spool_bytes: 32 << 20,
             masked: Vec::new(),
             policy: Policy::default(),
-            homes: std::env::var_os("HOME").map(PathBuf::from).into_iter().collect(),
         })
     }
 
@@ -257,11 +253,6 @@ impl HostRuntime {
     }
 
     fn opened(host: Host) -> Result<Arc<Self>, RuntimeError> {
-        let below = mounts::mounted().map(|mounted| image::below_root(&mounted, &host.hidden()));
-        let absent = below.map_err(|error| RuntimeError::io("list what is mounted", error))?.absent;
-        if !absent.is_empty() {
-            tracing::info!(?absent, "containers do not see these file systems of the machine");
-        }
         if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
             tracing::warn!(missing, "containers cannot be limited in everything");
         }

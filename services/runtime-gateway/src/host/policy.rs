@@ -1,6 +1,7 @@
 //! What the operator of a machine lets workloads ask of it.
 
 use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
 
 use super::network::Pool;
 
@@ -21,6 +22,9 @@ pub struct Policy {
     /// What workloads may ask of this machine, with commas between; `none` for nothing
     #[arg(long = "allow", env = "GANTRY_WORKER_ALLOW", value_name = "LIST", value_parser = parse_permissions)]
     allow: Option<Permissions>,
+    /// A path of this machine that the image `host` shows beside programs, libraries and parts of /etc, read-only; several with commas between
+    #[arg(long = "host-path", env = "GANTRY_WORKER_HOST_PATHS", value_name = "PATH", value_delimiter = ',', value_parser = parse_path)]
+    host_paths: Vec<PathBuf>,
     /// The addresses of containers with a private network: an IPv4 network of 8 to 24 bits that nothing else uses on this machine
     #[arg(long, env = "GANTRY_WORKER_NETWORK_POOL", value_name = "NETWORK", default_value_t)]
     network_pool: Pool,
@@ -40,7 +44,12 @@ const CONTAINER_PIDS: u32 = 8192;
 
 impl Default for Policy {
     fn default() -> Self {
-        Self { allow: None, network_pool: Pool::default(), container_pids: CONTAINER_PIDS }
+        Self {
+            allow: None,
+            host_paths: Vec::new(),
+            network_pool: Pool::default(),
+            container_pids: CONTAINER_PIDS,
+        }
     }
 }
 
@@ -64,6 +73,16 @@ impl Policy {
         self.allow.as_ref().is_some_and(|allowed| allowed.contains(&permission))
     }
 
+    /// Shows these paths of the machine in the image `host`.
+    #[must_use]
+    pub fn showing(self, host_paths: impl IntoIterator<Item = PathBuf>) -> Self {
+        Self { host_paths: host_paths.into_iter().collect(), ..self }
+    }
+
+    pub(super) fn host_paths(&self) -> &[PathBuf] {
+        &self.host_paths
+    }
+
     /// Allows so many processes and threads in a container whose workload states no limit.
     #[must_use]
     pub fn with_container_pids(self, container_pids: u32) -> Self {
@@ -77,6 +96,18 @@ impl Policy {
     pub(super) fn network_pool(&self) -> Pool {
         self.network_pool
     }
+}
+
+fn parse_path(text: &str) -> Result<PathBuf, String> {
+    let path = Path::new(text);
+    let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+    let fresh = ["/proc", "/sys", "/dev", "/run", "/tmp"].iter().any(|fresh| path.starts_with(fresh));
+    if !path.is_absolute() || !path.components().all(plain) || path == Path::new("/") || fresh {
+        return Err(
+            "write an absolute path that is neither / nor in /proc, /sys, /dev, /run or /tmp".to_owned()
+        );
+    }
+    Ok(path.to_owned())
 }
 
 fn parse_permissions(text: &str) -> Result<Permissions, String> {

@@ -335,7 +335,7 @@ impl Host {
             cgroup: process.cgroup(),
             upper_in_memory: self.upper_in_memory,
             hidden: self.hidden(),
-            homes: self.config.homes.clone(),
+            host_paths: self.config.policy.host_paths().to_owned(),
             network_pool: self.network_pool,
             contact: nanoseconds(contact),
             stop_after: nanoseconds(stop_after),

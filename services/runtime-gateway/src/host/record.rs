@@ -171,11 +171,11 @@ pub(super) struct Launch {
     pub(super) cgroup: String,
     /// Whether writes to the root file system are kept in memory.
     pub(super) upper_in_memory: bool,
-    /// What is hidden from the container, beside what is hidden from all.
+    /// What is ours, which is hidden wherever it would be seen.
     pub(super) hidden: Vec<PathBuf>,
-    /// Homes, beside those in `/etc/passwd`, whose secrets are hidden.
+    /// What the image `host` shows beside what it always does.
     #[serde(default)]
-    pub(super) homes: Vec<PathBuf>,
+    pub(super) host_paths: Vec<PathBuf>,
     /// The addresses of containers with a private network, where there are any.
     #[serde(default)]
     pub(super) network_pool: Option<super::network::Pool>,

@@ -46,11 +46,6 @@ impl<'a> Users<'a> {
         })
     }
 
-    /// Every home directory.
-    pub(super) fn homes(&self) -> impl Iterator<Item = &'a str> {
-        self.accounts().map(|account| account.home)
-    }
-
     /// Finds `wanted`; `None` is root. An id that the image does not know is taken as it is; a name must be known.
     pub(super) fn find(&self, wanted: Option<&str>) -> Option<User> {
         let (user, group) = match wanted.unwrap_or("0").split_once(':') {

@@ -2,12 +2,11 @@
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
-use domain::workload::{EnvironmentVariable, Exit, Limits, OutputMode, Stdin};
-use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Runtime, RuntimeError};
-use runtime_gateway::host::{HostConfig, HostRuntime};
+use domain::workload::{EnvironmentVariable, Exit, Limits, OutputMode};
+use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, RuntimeError};
+use runtime_gateway::host::HostRuntime;
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until};
 
 use super::subject::{HostSubject, config};
@@ -223,95 +222,6 @@ async fn text_need_not_be_utf_8() {
     spoken.command.extend([b"name".to_vec(), b"\xfd".to_vec()]);
     let said = runtime.ran(spec, ProcessSpec { environment: vec![variable], ..spoken }).await;
     assert_eq!(said.stdout, b"\xfe\n\xfdfound", "{said:?}");
-}
-
-/// A view of one directory in the place of another, taken away with it.
-struct Bound(tempfile::TempDir);
-
-impl Drop for Bound {
-    fn drop(&mut self) {
-        rustix::mount::unmount(self.0.path(), rustix::mount::UnmountFlags::DETACH).expect("unmount");
-    }
-}
-
-#[tokio::test]
-async fn file_systems_below_the_root_are_there_and_cannot_be_written_to() {
-    let Some(subject) = HostSubject::new() else { return };
-    let contents = tempfile::tempdir_in("/var/tmp").expect("a directory");
-    std::fs::write(contents.path().join("file"), "found").expect("write");
-    let at = tempfile::tempdir_in("/var/tmp").expect("a directory");
-    rustix::mount::mount_bind(contents.path(), at.path()).expect("mount");
-    let at = Bound(at);
-    let script = format!("cat {0}/file; echo x > {0}/file", at.0.path().display());
-    let said = output(&subject, container(), &script).await;
-    assert!(said.starts_with("found") && said.contains("Read-only file system"), "{said}");
-}
-
-#[tokio::test]
-async fn secrets_are_absent() {
-    if HostSubject::new().is_none() {
-        return;
-    }
-    // On the root's own file system, unlike what other tests use.
-    let secret = tempfile::tempdir_in("/var/tmp").expect("a directory");
-    let dir = tempfile::tempdir_in("/var/tmp").expect("a directory");
-    std::fs::write(secret.path().join("file"), "secret").expect("write");
-    let later = secret.path().join("later");
-    let masked = vec![secret.path().join("file"), later.clone()];
-    let runtime = HostRuntime::open(HostConfig { masked, ..config(dir.path()) }).expect("open");
-    let runtime: Arc<dyn Runtime> = runtime;
-    let script = format!(
-        "ls -a {secret}; cat {secret}/file {secret}/later /etc/shadow; ls {state} /root/.ssh /var/lib/docker; \
-         echo mine > {secret}/file && cat {secret}/file; mkdir -p /root/.ssh && ls -A /root/.ssh; echo over",
-        secret = secret.path().display(),
-        state = dir.path().join("state").display(),
-    );
-    let handle = runtime.made(container()).await;
-    std::fs::write(&later, "secret").expect("write");
-    let id = runtime.started(handle, shell(&script)).await;
-    let said = runtime.said(id).await;
-    let (text, errors) = (said.text(), String::from_utf8_lossy(&said.stderr));
-    assert_eq!(text, ".\n..\nmine\nover\n", "{errors}");
-    assert_eq!(errors.matches("No such file").count(), 6, "{errors}");
-    assert_eq!(std::fs::read(secret.path().join("file")).expect("read"), b"secret");
-    runtime.destroy_container(handle).await.expect("destroy");
-}
-
-#[tokio::test]
-async fn secrets_in_a_home_that_is_in_no_list_of_users_are_absent() {
-    if HostSubject::new().is_none() {
-        return;
-    }
-    let home = tempfile::tempdir_in("/var/tmp").expect("a directory");
-    let dir = tempfile::tempdir_in("/var/tmp").expect("a directory");
-    let secrets =
-        [".ssh/id", ".aws/credentials", ".docker/config.json", ".kube/config", ".netrc", ".git-credentials"];
-    let write = |names: &[&str]| {
-        for path in names.iter().map(|name| home.path().join(name)) {
-            std::fs::create_dir_all(path.parent().expect("it is below the home")).expect("a directory");
-            std::fs::write(path, "secret").expect("write");
-        }
-    };
-    write(&secrets[..3]);
-    write(&["notes"]);
-    let homes = vec![home.path().to_owned()];
-    let runtime = HostRuntime::open(HostConfig { homes, ..config(dir.path()) }).expect("open");
-    let runtime: Arc<dyn Runtime> = runtime;
-    let handle = runtime.made(container()).await;
-    // What comes to be there only later is as absent.
-    let script = format!(
-        "read word; cd {home}; cat {secrets}; ls -A",
-        home = home.path().display(),
-        secrets = secrets.join(" "),
-    );
-    let spec = ProcessSpec { stdin: Stdin::Attached, ..shell(&script) };
-    let id = runtime.started(handle, spec).await;
-    write(&secrets);
-    let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
-    attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
-    let said = runtime.said(id).await;
-    assert_eq!(said.text(), "notes\n", "{}", String::from_utf8_lossy(&said.stderr));
-    runtime.destroy_container(handle).await.expect("destroy");
 }
 
 #[tokio::test]

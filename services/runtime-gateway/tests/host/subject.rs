@@ -26,7 +26,6 @@ pub(crate) fn config(dir: &Path) -> HostConfig {
         spool_bytes: SPOOL,
         masked: Vec::new(),
         policy: Policy::allowing([Permission::HostImage, Permission::HostNetwork, Permission::Privileged]),
-        homes: Vec::new(),
     }
 }
 

@@ -102,7 +102,8 @@ fn failed(doing: &'static str) -> impl FnOnce(io::Error) -> PrepareError {
 /// Makes the machine ready: forwards packets, installs the filter, and tries whether pairs of interfaces can be made.
 pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
     let routes = Connection::open(libc::NETLINK_ROUTE).map_err(failed("open a netlink socket"))?;
-    let probe = format!("{PREFIX}-{:08x}", std::process::id());
+    // Several runtimes may open at the same time.
+    let probe = interface(&domain::AttemptId::new().to_string());
     add_pair(&routes, &probe, None).map_err(failed("make a pair of network interfaces"))?;
     let removed = remove_link(&routes, &probe);
     removed.map_err(failed("remove a network interface"))?;

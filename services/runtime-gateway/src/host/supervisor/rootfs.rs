@@ -4,11 +4,10 @@
 //! Paths of a container are resolved with its root as the root, before anything of the container runs, so that no link in
 //! its image leads a mount elsewhere.
 
-use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
@@ -17,14 +16,16 @@ use rustix::thread::UnshareFlags;
 
 use super::Failed;
 use crate::host::containers::ROOT;
-use crate::host::image;
+use crate::host::image::{self, Image};
 use crate::host::mounts::{self, Mounted, Overlay};
 use crate::host::network;
 use crate::host::record::{Container, Launch, OwnNetwork};
-use crate::host::users::Users;
 
 /// Where in the container's directory the supervisor's own file system of memory is.
 const PRIVATE: &str = "run";
+
+/// Where in it the layer below what the container writes is.
+const LOWER: &str = "lower";
 
 const RESOLVER: &str = "/etc/resolv.conf";
 
@@ -50,7 +51,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let places = Places { root: place("root"), bundle: place("bundle"), state: place("state") };
 
     let root = match container.root {
-        None => worker_root(launch, container, &mounted, &private, &places)?,
+        None => worker_root(launch, container, &private, &places)?,
         Some(image) => image_root(launch, container, image, &places)?,
     };
     if let Some(contents) = resolver(container) {
@@ -96,47 +97,31 @@ fn image_root(
     Ok(root)
 }
 
-/// The worker's own root, with a layer for what is written, without what no container may see.
+/// The image `host`: the container's own, to write to, with what is shown of the worker bound read-only.
 fn worker_root(
     launch: &Launch,
     container: &Container,
-    mounted: &[Mounted],
     private: &Path,
     places: &Places,
 ) -> Result<OwnedFd, Failed> {
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
-    let place = |name: &str| private.join(name);
-    let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let hidden = image::hidden(&launch.hidden, &launch.homes, &Users { passwd: &passwd, group: "" });
-    let mut mask = Mask::new(place("mask")).map_err(Failed::while_doing("look at the root"))?;
-    let mut covered = Vec::new();
-    for path in hidden {
-        match mask.hide(&path) {
-            Ok(true) => {}
-            Ok(false) => covered.push(path),
-            // Neither it nor the directory it would be in is there.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(at("hide", &path)(error)),
-        }
-    }
-
-    let lower = [mask.layer, PathBuf::from("/")];
-    let root = mount_root(launch, &lower, private, attributes(container))
+    let image = Image { named: &launch.host_paths };
+    let own = private.join(LOWER);
+    image.make_own(&own).map_err(Failed::while_doing("make the image `host`"))?;
+    let root = mount_root(launch, &own, private, attributes(container))
         .map_err(Failed::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
 
-    for path in image::below_root(mounted, &launch.hidden).bound {
-        // A container has one of its own.
-        if path == Path::new(RESOLVER) {
-            continue;
+    let bound = image.bound().map_err(Failed::while_doing("list the parts of the image `host`"))?;
+    for path in bound {
+        bind(&path, root.as_fd(), &path, true).map_err(at("show", &path))?;
+        let of_etc = path.starts_with("/etc") && !launch.host_paths.contains(&path);
+        let closed =
+            if of_etc { image::unreadable(&path).map_err(at("look at", &path))? } else { Vec::new() };
+        let ours = launch.hidden.iter().filter_map(|ours| Some(path.join(image::within(&path, ours)?)));
+        for hidden in closed.into_iter().chain(ours) {
+            cover(root.as_fd(), &hidden).map_err(at("hide", &hidden))?;
         }
-        // What cannot be bound is absent; the runtime has said so when it was opened.
-        if bind(&path, root.as_fd(), &path, true).is_err() {
-            continue;
-        }
-    }
-    for path in &covered {
-        cover(root.as_fd(), path).map_err(at("hide", path))?;
     }
     Ok(root)
 }
@@ -173,87 +158,17 @@ fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
 fn make_private(at: &Path) -> io::Result<()> {
     let memory = mounts::tmpfs(&[("mode", "0700")], MountAttrFlags::empty())?;
     mounts::attach_at(memory.as_fd(), at)?;
-    for name in ["root", "bundle", "state", "mask", "upper", "work"] {
+    for name in ["root", "bundle", "state", LOWER, "upper", "work"] {
         // What is the container's `/` has the mode of one.
-        let mode = if matches!(name, "mask" | "upper") { 0o755 } else { 0o700 };
+        let mode = if matches!(name, LOWER | "upper") { 0o755 } else { 0o700 };
         fs::DirBuilder::new().mode(mode).create(at.join(name))?;
     }
     Ok(())
 }
 
-/// A layer above the worker's root in which things are absent.
-struct Mask {
-    layer: PathBuf,
-    /// The file system of the worker's root.
-    device: u64,
-    /// Directories that have been made in it: whether they are on that file system.
-    made: HashMap<PathBuf, bool>,
-}
-
-impl Mask {
-    fn new(layer: PathBuf) -> io::Result<Self> {
-        Ok(Self {
-            layer,
-            device: fs::metadata("/")?.dev(),
-            made: HashMap::from([(PathBuf::from("/"), true)]),
-        })
-    }
-
-    /// Makes `path` absent. `false`: it is on another file system, which this layer is not above.
-    fn hide(&mut self, path: &Path) -> io::Result<bool> {
-        let (Some(parent), Ok(relative)) = (path.parent(), path.strip_prefix("/")) else { return Ok(true) };
-        let within = self.directory(parent)?;
-        if !within || fs::symlink_metadata(path).is_ok_and(|found| found.dev() != self.device) {
-            return Ok(false);
-        }
-        let absent = self.layer.join(relative);
-        let kind = rustix::fs::FileType::CharacterDevice;
-        let whiteout =
-            || rustix::fs::mknodat(rustix::fs::CWD, &absent, kind, Mode::empty(), rustix::fs::makedev(0, 0));
-        match whiteout() {
-            // A directory there holds what is absent below it; all of it is absent now.
-            Err(rustix::io::Errno::EXIST) if fs::symlink_metadata(&absent)?.is_dir() => {
-                fs::remove_dir_all(&absent)?;
-                whiteout()?;
-            }
-            // Something above it is absent already, and it with it.
-            Ok(()) | Err(rustix::io::Errno::EXIST | rustix::io::Errno::NOTDIR) => {}
-            Err(error) => return Err(error.into()),
-        }
-        Ok(true)
-    }
-
-    /// Makes a directory of this layer, which looks like the worker's own, for it stands before that.
-    fn directory(&mut self, path: &Path) -> io::Result<bool> {
-        if let Some(within) = self.made.get(path) {
-            return Ok(*within);
-        }
-        let (Some(parent), Ok(relative)) = (path.parent(), path.strip_prefix("/")) else { return Ok(true) };
-        let original = fs::symlink_metadata(path)?;
-        let within = self.directory(parent)? && original.dev() == self.device;
-        if within {
-            let copy = self.layer.join(relative);
-            match fs::DirBuilder::new().mode(0o700).create(&copy) {
-                Ok(()) => {
-                    std::os::unix::fs::chown(&copy, Some(original.uid()), Some(original.gid()))?;
-                    fs::set_permissions(&copy, original.permissions())?;
-                }
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory
-                    ) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        self.made.insert(path.to_owned(), within);
-        Ok(within)
-    }
-}
-
 fn mount_root(
     launch: &Launch,
-    lower: &[PathBuf],
+    lower: &Path,
     private: &Path,
     attributes: MountAttrFlags,
 ) -> io::Result<OwnedFd> {
@@ -261,6 +176,7 @@ fn mount_root(
     let (upper, work) = (layer.join("upper"), layer.join("work"));
     // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
     crate::host::volumes::forget_volatile(&work)?;
+    let lower = &[lower.to_owned()];
     Overlay { lower, upper: &upper, work: &work, options: &["volatile"], attributes }.make()
 }
 
@@ -281,10 +197,11 @@ fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
         result => result?,
     };
     let stat = rustix::fs::fstat(&target)?;
+    let attributes = mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY;
     let empty = if rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() {
-        mounts::tmpfs(&[("size", "4k"), ("mode", "0755")], MountAttrFlags::MOUNT_ATTR_RDONLY)?
+        mounts::tmpfs(&[("size", "4k"), ("mode", "0755")], attributes)?
     } else {
-        mounts::clone_of(Path::new("/dev/null"), MountAttrFlags::MOUNT_ATTR_RDONLY)?
+        mounts::clone_of(Path::new("/dev/null"), attributes)?
     };
     mounts::attach(empty.as_fd(), target.as_fd())
 }

@@ -1,0 +1,143 @@
+//! What the image `host` shows of this machine.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use runtime::{ContainerSpec, ProcessSpec, Runtime, RuntimeError};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
+use testing::conformance::{RuntimeExt, Subject, container, mount, process};
+
+use super::subject::{HostSubject, config};
+
+fn shell(script: &str) -> ProcessSpec {
+    process(&["/bin/sh", "-c", script].map(str::to_owned))
+}
+
+async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
+    let handle = runtime.made(spec).await;
+    let id = runtime.started(handle, shell(script)).await;
+    let said = runtime.said(id).await;
+    runtime.destroy_container(handle).await.expect("destroy");
+    format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
+}
+
+/// A runtime that shows these paths.
+fn showing(dir: &Path, paths: &[&Path]) -> Arc<dyn Runtime> {
+    let policy = Policy::allowing([Permission::HostImage]).showing(paths.iter().map(PathBuf::from));
+    let masked = vec![dir.join("token")];
+    HostRuntime::open(HostConfig { policy, masked, ..config(dir) }).expect("open")
+}
+
+#[tokio::test]
+async fn image_shows_programs_and_nothing_of_people() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime: Arc<dyn Runtime> = subject.runtime();
+    // On the root's own file system, where everything was shown but for a list of secrets.
+    let secret = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    fs::write(secret.path().join("file"), "secret").expect("write");
+    let script = format!(
+        "cat {secret}/file /etc/shadow /etc/shadow- /etc/gshadow /etc/sudoers /etc/fstab /etc/machine-id /proc/1/root/etc/shadow; \
+         ls -A /home /root /opt /srv /mnt /var/lib /var/log /var/tmp /etc/ssl/private | grep -v : ; \
+         ls -d /etc/ssh /etc/postgresql /etc/docker /etc/apt /boot /lost+found {state}; echo over",
+        secret = secret.path().display(),
+        state = subject.dir.path().display(),
+    );
+    let found = said(&runtime, container(), &script).await;
+    let (text, errors) = found.split_once("over\n").expect("the end");
+    assert_eq!(text.trim(), "", "nothing is there: {errors}");
+    let known = "test -x /usr/bin/env && /bin/sh -c 'grep -q root /etc/passwd && cd /etc/ssl/certs && id -un'; \
+        touch /usr/file; touch /etc/ssl/file; echo changed > /etc/hostname && cat /etc/hostname";
+    let found = said(&runtime, container(), known).await;
+    assert!(found.starts_with("root\nchanged\n"), "{found}");
+    assert_eq!(found.matches("Read-only file system").count(), 2, "{found}");
+}
+
+/// Everything in `/` that is no part of what every container has, by path.
+#[tokio::test]
+async fn files_outside_of_the_list_do_not_exist() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime: Arc<dyn Runtime> = subject.runtime();
+    let script = "find / -xdev ! -type d ! -path '/etc/*' | sort; find /etc -maxdepth 1 -name passwd";
+    let found = said(&runtime, container(), script).await;
+    let links = ["/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/var/lock", "/var/run"];
+    for line in found.lines().filter(|line| *line != "/etc/passwd") {
+        assert!(links.contains(&line), "{line} is shown");
+    }
+    assert!(found.contains("/etc/passwd"), "{found}");
+}
+
+#[tokio::test]
+async fn named_path_is_shown_without_what_is_ours() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let shown = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let alias = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let below = shown.path().join("below");
+    fs::create_dir(&below).expect("make");
+    fs::write(shown.path().join("file"), "found").expect("write");
+    let dir = shown.path().join("cluster");
+    fs::create_dir(&dir).expect("make");
+    fs::write(dir.join("token"), "secret").expect("write");
+    symlink("cluster/token", shown.path().join("link")).expect("link");
+    rustix::mount::mount_bind(shown.path(), alias.path()).expect("mount");
+    let unmounted = Unmounted(alias.path());
+    rustix::mount::mount_bind("/etc", &below).expect("mount");
+    let _below = Unmounted(&below);
+    let runtime = showing(&dir, &[shown.path(), alias.path()]);
+    for at in [shown.path(), alias.path()] {
+        let at = at.display();
+        let script = format!(
+            "cat {at}/file; ls {at}/cluster/state {at}/below; cat {at}/cluster/token {at}/link; echo x > {at}/file"
+        );
+        let found = said(&runtime, container(), &script).await;
+        assert!(found.starts_with("found"), "{found}");
+        assert!(
+            !found.contains("secret") && !found.contains("marker") && !found.contains("passwd"),
+            "{found}"
+        );
+        assert!(found.contains("Read-only file system"), "{found}");
+    }
+    drop(runtime);
+    drop(unmounted);
+}
+
+/// Takes a mount away again.
+struct Unmounted<'a>(&'a Path);
+
+impl Drop for Unmounted<'_> {
+    fn drop(&mut self) {
+        rustix::mount::unmount(self.0, rustix::mount::UnmountFlags::DETACH).expect("unmount");
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_mounted_in_read_only_parts() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime: Arc<dyn Runtime> = subject.runtime();
+    let volume = runtime.volume().await;
+    for (path, possible) in [
+        ("/usr/none/here", false),
+        ("/etc/passwd/x", false),
+        ("/usr/share", true),
+        ("/srv/data", true),
+        ("/etc/mine", true),
+    ] {
+        let spec = ContainerSpec { mounts: vec![mount(volume, path, false)], ..container() };
+        let handle = domain::ContainerHandle::new();
+        match runtime.create_container(handle, spec).await {
+            Ok(()) => {
+                let id = runtime.started(handle, shell(&format!("touch {path}/x && echo made"))).await;
+                assert_eq!(runtime.said(id).await.text(), "made\n", "{path}");
+                runtime.destroy_container(handle).await.expect("destroy");
+                assert!(possible, "{path}");
+            }
+            Err(RuntimeError::InvalidMount { .. }) => assert!(!possible, "{path}"),
+            Err(error) => panic!("{path}: {error}"),
+        }
+    }
+    let mode = fs::metadata("/etc/hostname").expect("there").permissions().mode();
+    assert!(mode & 0o400 != 0, "the machine's own is untouched");
+}
