@@ -24,6 +24,13 @@ struct Suite {
     /// Where the server of the volumes lives.
     _tokio: tokio::runtime::Runtime,
     image: String,
+    /// The network of its containers.
+    network: &'static str,
+}
+
+/// Houdini isolates nothing, so a container there has the worker's own network.
+fn network(manner: Manner) -> &'static str {
+    if manner == Manner::Houdini { "host" } else { "private" }
 }
 
 impl Suite {
@@ -50,12 +57,12 @@ impl Suite {
         make_image(&cluster.path("image"));
         attended(&cluster);
         let image = format!("artifact:{}", cluster.upload("image"));
-        Self { cluster, garden, volumes, _tokio: tokio, image }
+        Self { cluster, garden, volumes, _tokio: tokio, image, network: network(manner) }
     }
 
     /// The arguments of a run on the Concourse worker.
     fn job<'a>(&'a self, more: &[&'a str], script: &'a str) -> Vec<&'a str> {
-        let run = ["run", "--tag", "garden", "--image", &self.image];
+        let run = ["run", "--tag", "garden", "--network", self.network, "--image", &self.image];
         [&run[..], more, &["--", "sh", "-c", script]].concat()
     }
 
@@ -100,8 +107,7 @@ fn a_directory_goes_to_a_concourse_worker_and_a_result_comes_back() {
         assert_eq!(suite.read("src/a"), "a");
         let runs = suite.garden.requests().iter().filter(|line| line.ends_with("/processes")).count();
         assert_eq!(runs, 2, "each once, on the Concourse worker");
-        let missing =
-            cluster.output(["run", "--tag", "garden", "--image", &suite.image, "--", "gantry-no-such"]);
+        let missing = cluster.output([&suite.job(&[], "")[..7], &["--", "gantry-no-such"]].concat());
         assert_eq!(code(&missing), 127, "{kind:?}: {}", describe(&missing));
     }
 }
@@ -257,9 +263,9 @@ fn nothing_is_left_on_a_concourse_worker_but_its_marker() {
         attended(&cluster);
         let kept = cluster.upload("image");
         let image = format!("artifact:{kept}");
-        let run =
-            ["run", "--keep", "1s", "--tag", "garden", "--image", &image, "-i", "src=src", "-o", "out=./out"];
-        let job = [&run[..], &["--", "sh", "-c", "cp src/a out/x"]].concat();
+        let run = ["run", "--keep", "1s", "--tag", "garden", "--network", network(manner), "--image", &image];
+        let job =
+            [&run[..], &["-i", "src=src", "-o", "out=./out", "--", "sh", "-c", "cp src/a out/x"]].concat();
         let done = cluster.output(&job);
         assert_eq!(code(&done), 0, "{}", describe(&done));
         let sidecars = pair.volumes.handles().iter().filter(|handle| handle.ends_with(".manifest")).count();

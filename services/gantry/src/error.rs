@@ -226,6 +226,7 @@ pub(crate) fn describe_told(told: Told<'_>, error: &anyhow::Error) -> String {
     }
     let advice = error.downcast_ref().map(|Advice(text)| text.clone());
     if let Some(advice) = advice
+        .or_else(|| needs_permission(&text).map(str::to_owned))
         .or_else(|| told.advice(&reason(error)))
         .or_else(|| self::advice(&reason(error)).map(str::to_owned))
     {
@@ -233,6 +234,15 @@ pub(crate) fn describe_told(told: Told<'_>, error: &anyhow::Error) -> String {
         text.push_str(&advice);
     }
     text
+}
+
+/// What to do where no worker's operator allows what a workload asks for.
+fn needs_permission(text: &str) -> Option<&'static str> {
+    let lacks = |permission: &str| text.contains(&format!("its runtime lacks {permission}"));
+    (lacks("privileged") || lacks("network-host")).then_some(
+        "an operator allows it with --allow; for a cluster on this machine: `gantry down`, then \
+         `gantry up --allow host-image,host-network,privileged` with what you need of these",
+    )
 }
 
 /// What to do about a reason, where it is more than the message says.
@@ -330,6 +340,14 @@ mod tests {
         let status = Reason::NoCompatibleWorker.status_about("gantry.scheduler", "no worker could", about);
         let said = Refused::from(status).to_string();
         assert_eq!(said, "no worker could: a: has no tag \"x\", b: is full (NO_COMPATIBLE_WORKER)");
+    }
+
+    #[test]
+    fn missing_permission_is_explained() {
+        let about = [("local", "its runtime lacks network-host".to_owned())];
+        let status = Reason::NoCompatibleWorker.status_about("gantry.scheduler", "no worker could", about);
+        let said = describe(&refused("cannot submit the workload")(status));
+        assert!(said.contains("gantry up --allow host-image,host-network,privileged"), "{said}");
     }
 
     #[test]
